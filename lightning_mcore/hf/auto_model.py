@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model in Hugging Face's shape, on every layout.
+"""A model that is called like one of Hugging Face, on every layout.
 
-A LightningModule that wraps ``AutoModelForCausalLM`` leaves DDP by one line of ``configure_model``::
+A LightningModule that wraps ``AutoModelForCausalLM`` moves from DDP to Megatron by one line of ``configure_model``::
 
     self.model = hf_model(self, path)
 
-:class:`HFModel` is then called like the model of transformers, with whole batches on every rank, and its ``loss`` and
-``logits`` are those of transformers. Inside, an ``MCoreGPT`` builds the chunks of this rank and reads the weights;
-``layers/padded_rows.py`` brings padded rows into the form of the layers, and ``layers/sampling.py`` gathers logits that
-are spread over ranks. How a step becomes a pipeline stage says ``parallel/pipeline.py``. Outside training the model
-runs all stages at each call, and every stage gets the result.
+:class:`HFModel` is called like the model of transformers, with whole batches on every rank, and returns the same
+``loss`` and ``logits``. Inside, an ``MCoreGPT`` builds the chunks of this rank and reads the weights.
+``layers/padded_rows.py`` prepares padded rows for the layers, and ``layers/sampling.py`` gathers logits from the ranks.
+``parallel/pipeline.py`` explains how a training step runs as pipeline stages. Outside training, each call runs all
+stages, and every stage gets the result.
 """
 
 import contextlib
@@ -37,10 +37,10 @@ from lightning_mcore.parallel.pipeline import Pipeline
 
 Head = Literal["causal-lm", "sequence-classification", "hidden-states"]
 _Compute = Callable[[Callable[..., Tensor]], Tensor]  # calls a function with the output of the last stage
-_BUILT = "_hf_model"  # attribute of the user's module
+_BUILT = "_hf_model"  # the attribute of the user's module that keeps the model
 _DEFAULTS = {
     "mtp_num_layers": None,  # transformers does not run these layers
-    "moe_token_dispatcher_type": "alltoall",  # the other needs batches of one shape on all data-parallel ranks
+    "moe_token_dispatcher_type": "alltoall",  # allgather needs batches of one shape on all data-parallel ranks
 }
 _WITHOUT_EFFECT = ("use_cache", "return_dict")
 
@@ -58,14 +58,14 @@ def hf_model(
     """Build this rank's part of a Hugging Face model, and read its weights; call it in ``configure_model``.
 
     A second call (``fit`` and then ``validate``) returns the existing model with its trained weights. A run that
-    resumes from a checkpoint takes the weights from there. Works under ``MCoreStrategy``, ``"auto"`` and ``"ddp"``.
+    resumes from a checkpoint takes the weights from it. Works under ``MCoreStrategy``, ``"auto"`` and ``"ddp"``.
 
     Args:
         module: The LightningModule that will hold the model; it need not be an ``MCoreModule``.
         path: Folder of the model, in safetensors, or its name on the Hugging Face hub.
-        head: What the model returns, as the classes of transformers: ``"causal-lm"`` as ``AutoModelForCausalLM``,
-            ``"sequence-classification"`` as ``AutoModelForSequenceClassification``, ``"hidden-states"`` as
-            ``AutoModel``. The last two also start from a language model, with a new layer of scores.
+        head: What the model returns: the same as ``AutoModelForCausalLM`` (``"causal-lm"``),
+            ``AutoModelForSequenceClassification`` (``"sequence-classification"``) or ``AutoModel``
+            (``"hidden-states"``). The last two can also start from a language model; a missing score layer is new.
         num_labels: Number of scores of ``"sequence-classification"``, 1 for a reward model; None for the number in the
             model's config, or else 2.
         family: The kind of model, as in ``MCoreGPT.from_pretrained``; None for the family in its config.
@@ -75,8 +75,8 @@ def hf_model(
     Raises:
         FileNotFoundError: There is no such model.
         RuntimeError: No trainer is attached, or the model was built for another layout.
-        ValueError: Its family is unknown, its config asks for something that is not supported, or the layout does not
-            divide its sizes.
+        ValueError: The head or the model's family is unknown, ``num_labels`` is given without scores, the config asks
+            for something that is not supported, or the layout does not divide the model's sizes.
     """
     built: HFModel | None = module.__dict__.get(_BUILT)
     if built is None:
@@ -91,13 +91,13 @@ def hf_model(
         )
         assert isinstance(builder, _Builder)
         built = kind(builder, num_labels)
-        object.__setattr__(module, _BUILT, built)  # the user's attribute registers it as a submodule
+        object.__setattr__(module, _BUILT, built)  # not as a submodule: the user's own attribute registers it
     built.build(module._trainer)
     return built
 
 
 class _Builder(MCoreGPT):
-    """Builds the chunks, with another layer at the end of the model if one is set."""
+    """Builds the chunks, with another output layer if one is set."""
 
     make_output: Callable[[TransformerConfig], nn.Module] | None = None
 
@@ -118,7 +118,7 @@ class _Call(NamedTuple):
 
 
 class HFModel(nn.Module):
-    """A causal language model of Hugging Face, called like transformers' own; :func:`hf_model` makes it.
+    """A Hugging Face model, called like that of transformers; :func:`hf_model` makes it.
 
     Args:
         builder: The module that builds the chunks and describes the model.
@@ -131,7 +131,7 @@ class HFModel(nn.Module):
     pipeline: Pipeline
 
     suffix = ""
-    """The end of the name of its family."""
+    """What the name of its family ends with."""
 
     def __init__(self, builder: _Builder, num_labels: int | None) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class HFModel(nn.Module):
         if host is not None:
             host.layout.validate_model(builder.model_shape())
         builder.check_settings()
-        with _fp32_by_default():  # Lightning may have chosen another dtype, for layers of torch
+        with _fp32_by_default():  # Lightning may have set another default dtype
             builder.configure_model()
         self.pipeline = builder.model
         self.pipeline.takes_whole_batches = True
@@ -211,24 +211,24 @@ class HFModel(nn.Module):
         """Run the model as transformers does.
 
         Rows may be padded on the left or on the right. The logits at padding have no meaning, and labels there must be
-        -100; with padding on the left, the first token of a row is not predicted from the padding before it.
+        -100. With padding on the left, the first token of a row is not predicted from the padding before it.
 
         Args:
             input_ids: [b, s] int64, whole rows, the same on all ranks of a model copy.
             attention_mask: [b, s], 1 for a token and 0 for padding; None if there is no padding.
-            position_ids: [b, s] int64, which must count up by one along the tokens of a row; None for the usual ones.
+            position_ids: [b, s] int64, which must count up by one along the tokens of a row; None for 0, 1, 2, ...
             labels: [b, s] int64, not shifted, -100 without a target.
             num_items_in_batch: Divides the sum of the losses; None for the number of targets in this batch.
-            others: Arguments of transformers' models that are not supported; they may be None or False.
+            others: Other arguments of transformers' models; refused unless they are None, False or without effect.
 
         Returns:
-            An object with ``loss``, a scalar fp32 mean over the targets of this batch, None without labels; and
-            ``logits``, [b, s, v], which are gathered from the ranks when they are first read. Read them on all ranks
-            or on none.
+            An object with ``loss``, a scalar in fp32: the sum over the targets of this batch divided by
+            ``num_items_in_batch``, by default their mean; None without labels. And with ``logits``, [b, s, v], which
+            are gathered from the ranks when they are first read: read them on all ranks or on none.
 
         Raises:
             ValueError: An argument is not supported, or the mask is not a padding mask.
-            RuntimeError: The second call in a step of training as a pipeline.
+            RuntimeError: It is the second call in a training step under pipeline parallelism.
         """
         _refuse_others(others)
         check_vocabulary({"tokens": input_ids}, self.vocab_size)
@@ -239,7 +239,7 @@ class HFModel(nn.Module):
         return self._output(call, partial(_on_all_stages if staged else _here, local, device=input_ids.device))
 
     def _checked(self, labels: Tensor | None, rows: PaddedRows) -> Tensor | None:
-        """Return the labels as the output takes them; on every stage, so that all of them raise."""
+        """Return the targets; checked on every stage, so that all of them raise the same error."""
         if labels is None:
             return None
         check_vocabulary({"tokens": labels.new_zeros(1, 1), "labels": labels}, self.vocab_size)
@@ -266,7 +266,7 @@ class HFModel(nn.Module):
         counts = own != IGNORED_LABEL
         turned = logits.float().transpose(0, 1).contiguous()
         if turned.data_ptr() == logits.data_ptr():
-            turned = turned.clone()  # Megatron's loss writes over it
+            turned = turned.clone()  # Megatron's loss overwrites it
         chunk: Any = self.pipeline.chunks[-1]
         losses = chunk.compute_language_model_loss(own.masked_fill(~counts, 0), turned)
         total = sum_over(torch.where(counts, losses, 0.0).sum(), group)
@@ -278,8 +278,8 @@ class HFModel(nn.Module):
     def generate(self, inputs: Tensor | None = None, *, use_cache: bool = True, **arguments: Any) -> Any:
         """Continue prompts with transformers' own ``generate``; collective over all ranks that share the model.
 
-        Keys and values are kept, so that a token costs one token and not the whole sequence, except under context
-        parallelism. Prompts of different lengths are padded on the left.
+        Keys and values are kept, so a step runs only the new token, not the whole sequence. They are not kept under
+        context parallelism, nor with padding that the layers cannot hide. Pad prompts of different lengths on the left.
 
         Args:
             inputs: [b, s] int64, the prompts; the same on all ranks of a model copy.
@@ -292,6 +292,7 @@ class HFModel(nn.Module):
 
         Raises:
             RuntimeError: It is called in ``training_step`` under pipeline parallelism.
+            TypeError: The model has no logits over the vocabulary.
             ValueError: Prompts are padded on the right, or transformers refuses an argument.
         """
         if self.suffix:
@@ -314,7 +315,7 @@ class HFModel(nn.Module):
         """Write the model as transformers does, with config and tokenizer; collective over all ranks.
 
         Args:
-            save_directory: The folder to write, on a disk that all ranks see; a model that is there is replaced.
+            save_directory: The folder to write, on a disk that all ranks see; an existing model is replaced.
 
         Raises:
             RuntimeError: No trainer is running and there are no process groups.
@@ -334,7 +335,7 @@ class HFModel(nn.Module):
 
 
 class HFClassifier(HFModel):
-    """As ``AutoModelForSequenceClassification``: scores of each row, from its last token; labels are [b].
+    """Like ``AutoModelForSequenceClassification``: scores of each row, from its last token; labels are [b].
 
     ``logits`` are [b, num_labels] fp32, on all ranks. The loss is that of transformers for the config's
     ``problem_type``, a mean over the rows of this batch.
@@ -376,7 +377,7 @@ class HFClassifier(HFModel):
         return HFOutput(loss, {"logits": lambda: logits})
 
     def _of_last_tokens(self, scores: Tensor, call: _Call) -> Tensor:
-        """Return the scores, [b, num_labels], of the last token of each row that is not the padding token."""
+        """Return the scores, [b, num_labels], of the last token of each row that is not ``pad_token_id``."""
         whole = call.rows.restore(whole_sequence(scores, process_group("cp")))
         if self.config.pad_token_id is None:
             return whole[:, -1]
@@ -386,7 +387,7 @@ class HFClassifier(HFModel):
 
 
 class HFEncoder(HFModel):
-    """As ``AutoModel``: ``last_hidden_state``, [b, s, h] after the last norm, on all ranks; it takes no labels."""
+    """Like ``AutoModel``: ``last_hidden_state``, [b, s, h] after the last norm, on all ranks. It takes no labels."""
 
     suffix = HIDDEN
 
@@ -415,11 +416,11 @@ _KINDS: dict[str, type[HFModel]] = {
 
 
 class HFOutput:
-    """What a call of the model returns: attributes, or by name or index as in transformers.
+    """The result of a call; values are read as attributes, by name or by index, as in transformers.
 
     Args:
         loss: A scalar; None without labels.
-        parts: By name, functions that gather the other values; each is called once, when its value is first read.
+        parts: Functions that gather the other values, by name; each is called once, when its value is first read.
     """
 
     def __init__(self, loss: Tensor | None, parts: Mapping[str, Callable[[], Tensor]]) -> None:
@@ -435,7 +436,7 @@ class HFOutput:
         return value
 
     def keys(self) -> list[str]:
-        """Return the names of the values that there are."""
+        """Return the names of the values."""
         return [*([] if self.loss is None else ["loss"]), *self._parts]
 
     def __getitem__(self, key: str | int) -> Tensor:
@@ -459,13 +460,13 @@ def _refuse_others(others: Mapping[str, Any]) -> None:
 
 
 def _here(local: Tensor | None, compute: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
-    """Return what this stage computes from its own logits."""
+    """Return what this stage computes from its own output."""
     assert local is not None
     return compute(local)
 
 
 def _on_all_stages(local: Tensor | None, compute: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
-    """Return on every pipeline stage what the last one computes from its logits; collective over the pipeline."""
+    """Return on every pipeline stage what the last one computes from its output; collective over the pipeline."""
     own = None if local is None else compute(local)
     sent: Tensor = from_last_stage(own, device)
     return sent.to(device) if own is None else own

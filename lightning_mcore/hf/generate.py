@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``generate`` of transformers for a model that is spread over ranks, with a cache of keys and values.
+"""transformers' ``generate`` for a model that is split over ranks, with a cache of keys and values.
 
-transformers' own loop decides everything: greedy, sampling, beams, processors of logits, stopping criteria.
-:class:`Generator` is the model that this loop calls. All ranks of a model copy run the loop and see the same logits, so
-they choose the same tokens; for sampling they start from the same random state.
+transformers' own loop does the rest: greedy search, sampling, beam search, logits processors and stopping criteria. It
+calls :class:`Generator`. All ranks of a model copy run the loop with the same logits and the same random state, so they
+choose the same tokens.
 
-:class:`KeyValueCache` holds Megatron's memory of keys and values, and the tokens that are in it. A call that continues
-these tokens runs only the new ones through the model. The order of the rows may change, as in beam search. Where the
-layers cannot use it, under context parallelism for example, each call runs the whole sequence.
+:class:`KeyValueCache` has Megatron's memory of keys and values, and the tokens that are in it. A call that continues
+these tokens runs only the new ones through the model. The order of the rows may change, as in beam search. If the
+layers cannot use the cache, for example under context parallelism, each call runs the whole sequences.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from lightning_mcore.parallel.groups import process_group
 if TYPE_CHECKING:
     from lightning_mcore.hf.auto_model import HFModel
 
-_ROOM = 64  # tokens by which the memory grows, at least
+_ROOM = 64  # the memory grows by at least this many tokens
 
 
 class Generator(GenerationMixin):
@@ -51,14 +51,14 @@ class Generator(GenerationMixin):
         self._cache = KeyValueCache(model) if use_cache else None
 
     def can_generate(self) -> bool:
-        """Return that it has a language model's head."""
+        """Return True: the model returns logits over the vocabulary."""
         return True
 
     def get_experts_implementation(self) -> dict[str, str]:
-        """Return no settings of experts: those of transformers are not used."""
+        """Return an empty dict: transformers' settings for experts are not used."""
         return {}
 
-    def prepare_inputs_for_generation(  # type: ignore[override]  # names what it takes, so that others are refused
+    def prepare_inputs_for_generation(  # type: ignore[override]  # arguments that are not named are refused
         self,
         input_ids: Tensor,
         next_sequence_length: int | None = None,
@@ -66,13 +66,22 @@ class Generator(GenerationMixin):
         is_first_iteration: bool | None = False,
         use_cache: bool | None = None,
     ) -> dict[str, Any]:
-        """Return the arguments of a call: always the whole sequences, [b, s] int64, and their mask."""
+        """Return the arguments of a call: the whole sequences, [b, s] int64, and their mask, [b, s] or None."""
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, return_dict: bool | None = None
     ) -> CausalLMOutput:
-        """Return the logits of the last token, [b, 1, v] fp32; padding must be on the left."""
+        """Return the logits of the last token, [b, 1, v] fp32.
+
+        Args:
+            input_ids: [b, s] int64, whole sequences.
+            attention_mask: [b, s], 0 for padding on the left; None without padding.
+            return_dict: Not used.
+
+        Raises:
+            ValueError: Rows are padded on the right.
+        """
         if attention_mask is not None and bool((attention_mask[:, -1] == 0).any()):
             raise ValueError(
                 "generate() got prompts with padding on the right, after which no token can follow; pad them on the"
@@ -86,7 +95,7 @@ class Generator(GenerationMixin):
 
 
 class KeyValueCache:
-    """Keys and values of the tokens that a model has seen, and the next logits from them.
+    """Keys and values of the tokens that a model has processed, and the next logits.
 
     Args:
         model: The model.
@@ -94,15 +103,18 @@ class KeyValueCache:
 
     def __init__(self, model: "HFModel") -> None:
         self._model = model
-        self._tokens: Tensor | None = None  # [b, n] int64 in memory, -1 for padding
+        self._tokens: Tensor | None = None  # the tokens in memory, [b, n] int64; -1 for padding
         self._context: Any = None
         is_relative = architecture_of(model.pipeline.chunks[0].config).head_norms != "after_rotation"
         self._takes_masks = is_relative and any(isinstance(layer, TorchAttention) for layer in model.modules())
 
     def supports(self, attention_mask: Tensor | None) -> bool:
-        """Return whether the layers can use a cache on this layout, with this mask, [b, s], None for no padding.
+        """Return whether the layers can use a cache on this layout with this mask.
 
-        With padding they must hide it, and its width must not change what positions mean.
+        With padding, the layers must be able to hide it, and positions must be relative, because padding shifts them.
+
+        Args:
+            attention_mask: [b, s], 0 for padding; None without padding.
         """
         layout = self._model.pipeline.layout
         return layout.context_parallel_size == 1 and (attention_mask is None or self._takes_masks)
@@ -132,7 +144,7 @@ class KeyValueCache:
         self._context.sequence_len_offset = tokens.size(1)
         self._context.enable_decode_mode()
         self._tokens = marked
-        if whole is None:  # of a stage without logits
+        if whole is None:  # this stage has no logits
             logits = torch.empty(tokens.size(0), 1, self._model.vocab_size, device=tokens.device)
         else:
             logits = whole[..., : self._model.vocab_size].float().contiguous()
@@ -141,7 +153,7 @@ class KeyValueCache:
         return logits
 
     def _start(self, marked: Tensor) -> int:
-        """Return how many tokens of each row, [b, s], are in memory, after bringing the rows into this order."""
+        """Return how many tokens of each row of [b, s] are in memory, after ordering the memory like the rows."""
         rows, length = marked.shape
         held = 0 if self._tokens is None else self._tokens.size(1)
         same = None
@@ -157,7 +169,7 @@ class KeyValueCache:
         return held
 
     def _rearrange(self, order: Tensor, length: int) -> None:
-        """Take rows of the memory by their index, [b] int64, and make room for ``length`` tokens."""
+        """Put the rows of the memory into an order, [b] int64, and make room for ``length`` tokens."""
         context = self._context
         more = max(0, length - context.max_sequence_length) and max(length, _ROOM)
         for layer, memory in context.key_value_memory_dict.items():
@@ -170,15 +182,15 @@ class KeyValueCache:
 
 
 def _hidden(padding: Tensor | None, start: int) -> Tensor | None:
-    """Return which keys the queries from ``start`` on must not see, as layers take it.
+    """Return a mask of the keys that the queries from ``start`` on must not see.
 
     Args:
         padding: [b, s] bool, True for padding; None for no padding.
         start: The first query.
 
     Returns:
-        [b, 1, s - start, s] bool, True for a hidden key; padding sees itself, because a query that sees nothing has no
-        softmax.
+        [b, 1, s - start, s] bool, True for a hidden key; None without padding. Padding sees itself, because the softmax
+        of a query that sees no key is not defined.
     """
     if padding is None or not bool(padding.any()):
         return None
@@ -188,7 +200,7 @@ def _hidden(padding: Tensor | None, start: int) -> Tensor | None:
 
 @contextlib.contextmanager
 def ready_to_generate(model: "HFModel") -> Iterator[None]:
-    """Put a model into evaluation mode, give the ranks of its copy one random state, and split no activations."""
+    """Put a model into evaluation mode, without sequence parallelism, and with one random state for all its ranks."""
     seed = torch.randint(2**31, ())
     for axis in ("tp", "cp", "pp"):
         group = process_group(axis)
@@ -204,7 +216,7 @@ def ready_to_generate(model: "HFModel") -> Iterator[None]:
 
 @contextlib.contextmanager
 def _whole_activations(model: "HFModel") -> Iterator[None]:
-    """Switch sequence parallelism off inside the block, because one token cannot be split."""
+    """Switch sequence parallelism off inside the block if there is a cache, because one token cannot be split."""
     if not model.pipeline.layout.sequence_parallel or not KeyValueCache(model).supports(None):
         yield
         return

@@ -52,7 +52,7 @@ from lightning_mcore.hf.expert_rules import (
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.weight_rules import Rename, WeightRule
 
-# ---- factors
+# ---- multipliers
 
 _MULTIPLIERS: tuple[ConfigRule, ...] = (
     Same("embedding_multiplier", "embedding_scale"),
@@ -68,7 +68,7 @@ GRANITE = Family(
     layer=(*ATTENTION, *ATTENTION_BIASES, *MLP, *MLP_BIASES),
     outside=OUTSIDE,
 )
-"""Granite 3 and 4 without experts: Llama with factors of the embedding, the scores, the residuals and the logits."""
+"""Granite 3 and 4 without experts: Llama with multipliers of embedding, attention scores, residuals and logits."""
 
 _GRANITE_EXPERTS: tuple[WeightRule, ...] = (
     Rename("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
@@ -111,7 +111,7 @@ OLMO2 = Family(
     layer=(*ATTENTION[1:], *ATTENTION_BIASES, *QK_NORM, *MLP[1:], *_AFTER),
     outside=OUTSIDE,
 )
-"""OLMo 2: norms after attention and MLP, and of all heads of queries and keys together."""
+"""OLMo 2: norms after attention and MLP, and norms of queries and keys over all heads together."""
 
 OLMO3 = Family(
     model_type="olmo3",
@@ -128,7 +128,7 @@ OLMO3 = Family(
     layer=OLMO2.layer,
     outside=OUTSIDE,
 )
-"""OLMo 3: OLMo 2 with windows in some layers, which have positions of their own."""
+"""OLMo 3: OLMo 2 with windows in some layers, which have their own rotary settings."""
 
 
 def _read_hybrid(config: Config) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def _read_hybrid(config: Config) -> dict[str, Any]:
 
 
 _HYBRID = Derived((), _read_hybrid, lambda fields: {})
-"""With windows, the layers without one have no positions."""
+"""If some layers have windows, the others have no rotary positions."""
 
 EXAONE4 = Family(
     model_type="exaone4",
@@ -154,7 +154,7 @@ EXAONE4 = Family(
     layer=(*ATTENTION[1:], *QK_NORM, *MLP[1:], *_AFTER),
     outside=OUTSIDE,
 )
-"""EXAONE 4: norms after attention and MLP, windows in some layers and positions only in these."""
+"""EXAONE 4: norms after attention and MLP, windows in some layers, and rotary positions only in these."""
 
 _PARTS_OF_GLM4: tuple[WeightRule, ...] = (
     Rename("self_attn_bda.norm.weight", "post_self_attn_layernorm.weight"),
@@ -174,7 +174,7 @@ GLM4 = Family(
     layer=(*ATTENTION, QKV_BIAS, *JOINED_MLP, *_PARTS_OF_GLM4),
     outside=OUTSIDE,
 )
-"""GLM-4-0414 and GLM-Z1: norms around attention and MLP."""
+"""GLM-4-0414 and GLM-Z1: norms before and after attention and MLP."""
 
 # ---- Gemma
 
@@ -228,7 +228,7 @@ GEMMA = Family(
     layer=(*ATTENTION, *ATTENTION_BIASES, *MLP),
     outside=OUTSIDE,
 )
-"""Gemma: norms with weights around 0, a factor of the embedding, GELU."""
+"""Gemma: norms whose weights are stored minus 1, a multiplier of the embedding, and GELU."""
 
 
 def _read_scalar(config: Config) -> dict[str, Any]:
@@ -275,7 +275,7 @@ GEMMA2 = Family(
     layer=_AROUND,
     outside=OUTSIDE,
 )
-"""Gemma 2: norms around attention and MLP, capped scores and logits, windows in every second layer."""
+"""Gemma 2: norms before and after attention and MLP, capped scores and logits, windows in every second layer."""
 
 GEMMA3 = Family(
     model_type="gemma3_text",
@@ -290,7 +290,7 @@ GEMMA3 = Family(
     layer=(*_AROUND, *QK_NORM),
     outside=OUTSIDE,
 )
-"""Gemma 3, text only: Gemma 2 with norms of queries and keys, and other positions in layers with a window."""
+"""Gemma 3, text only: Gemma 2, but norms of queries and keys instead of capped scores, and two rotary settings."""
 
 # ---- another activation
 
@@ -321,7 +321,7 @@ ARCEE = Family(
     ),
     outside=OUTSIDE,
 )
-"""Arcee (AFM-4.5B): Llama whose MLP is not gated and squares its ReLU."""
+"""Arcee (AFM-4.5B): Llama with an MLP without a gate, with a squared ReLU."""
 
 # ---- norms of queries and keys
 
@@ -342,7 +342,7 @@ OLMOE = Family(
     layer=(*ATTENTION, *ATTENTION_BIASES, *QK_NORM, *EXPERTS),
     outside=OUTSIDE,
 )
-"""OLMoE: experts in every layer, and norms of all heads together."""
+"""OLMoE: experts in every layer, and norms of queries and keys over all heads together."""
 
 HUNYUAN_DENSE = Family(
     model_type="hunyuan_v1_dense",
@@ -367,7 +367,7 @@ HUNYUAN_DENSE = Family(
     ),
     outside=OUTSIDE,
 )
-"""Hunyuan, dense: norms of queries and keys after their rotation."""
+"""Hunyuan without experts: norms of queries and keys after their rotation."""
 
 
 def _read_attention_kinds(config: Config) -> dict[str, Any]:
@@ -410,7 +410,7 @@ MINIMAX_M2 = Family(
     ),
     outside=OUTSIDE,
 )
-"""MiniMax-M2: norms of all heads together, a sigmoid router with a bias; multi-token prediction is left out."""
+"""MiniMax-M2: norms over all heads together, a sigmoid router with a bias; multi-token prediction is left out."""
 
 # ---- ERNIE
 
@@ -428,7 +428,7 @@ def _write_use_bias(fields: Fields) -> dict[str, Any]:
 
 
 USE_BIAS = Derived(("use_bias",), _read_use_bias, _write_use_bias)
-"""All projections have biases, or none."""
+"""Either all projections have biases, or none has."""
 
 
 def _read_layers(config: Config) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The families of models that see: each is a family of text with a tower in front.
+"""The families of vision-language models: each is a text family with a vision tower.
 
-Their configs are read flat: the keys of ``text_config`` stand beside ``vision_config`` (``source.complete_config``).
-The language model's rules are those of the text family, with other prefixes of names. The tower's weights keep
-transformers' names behind the hub's prefix.
+Their configs are read flat: the keys of ``text_config`` are beside ``vision_config`` (``source.complete_config``). The
+language model has the rules of the text family, with other prefixes of weight names. The tower's weights keep their
+names in transformers, after the prefix that the hub uses.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ _SECTIONS = {False: (16, 24, 24), True: (24, 20, 20)}  # transformers' defaults,
 
 
 def _vision_rule(model_type: str) -> ConfigRule:
-    """Return the rule of positions and of everything that the model sees with."""
+    """Return the rule for positions, the tower and the tokens of images and videos."""
 
     def read(config: Config) -> dict[str, Any]:
         rope = dict(config.get("rope_parameters") or {})
-        if rope.get("type") == "mrope":  # the old name of these positions; the kind of stretching is beside it
+        if rope.get("type") == "mrope":  # the old name of these positions; rope_type is a separate key
             del rope["type"]
         refuse_unless("rope_parameters.rope_type", rope.get("rope_type", "default"), ("default",), _NOT_STRETCHED)
         interleaved = VISION_FAMILIES[model_type].interleaved
@@ -59,14 +59,14 @@ _ONE_WAY = "models of this type always share channels out that way"
 
 
 def _seeing(text: Family, model_type: str, architecture: str, prefix: str, tower: str) -> Family:
-    """Return the family of a text family with a tower.
+    """Return the family of a text family and a tower.
 
     Args:
         text: The family of the language model.
         model_type: As in ``config.json``.
         architecture: Name of the class in transformers.
-        prefix: Of the names of the language model's weights, in the place of ``model.``.
-        tower: Of the names of the tower's weights.
+        prefix: The prefix of the names of the language model's weights, instead of ``model.``.
+        tower: The prefix of the names of the tower's weights.
     """
     rules = (rule for rule in text.config if rule not in (ROPE, SOFTMAX_ROUTER))
     more = Unused(("vision_start_token_id", "vision_end_token_id", "vision_token_id", "text_config"))
@@ -89,17 +89,17 @@ def _seeing(text: Family, model_type: str, architecture: str, prefix: str, tower
 _MODEL, _LANGUAGE_MODEL = "model.", "model.language_model."
 
 QWEN2_VL = _seeing(QWEN2, "qwen2_vl", "Qwen2VLForConditionalGeneration", _MODEL, "visual.")
-"""Qwen2-VL: Qwen2 behind a tower that sees whole frames."""
+"""Qwen2-VL: Qwen2 with a tower that attends to whole frames."""
 
 QWEN2_5_VL = _seeing(QWEN2, "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _MODEL, "visual.")
-"""Qwen2.5-VL: Qwen2 behind a tower with windows."""
+"""Qwen2.5-VL: Qwen2 with a tower that attends within windows."""
 
 QWEN3_VL = _seeing(QWEN3, "qwen3_vl", "Qwen3VLForConditionalGeneration", _LANGUAGE_MODEL, "model.visual.")
-"""Qwen3-VL: Qwen3, with outputs from inside the tower after its first layers."""
+"""Qwen3-VL: Qwen3 with a tower whose inner outputs are added after the first layers of the language model."""
 
 
 def _stacked(transposed: bool) -> Family:
-    """Return the family with experts, each projection of a layer as one tensor, as the hub or transformers has it."""
+    """Return the family with experts; a layer has one tensor for each projection, transposed (the hub) or not."""
     experts = ("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")
     family = _seeing(
         dataclasses.replace(QWEN3_MOE, config=(*QWEN3_MOE.config, NORMALISED_ROUTER, _NORMALISED)),
@@ -121,8 +121,8 @@ def _stacked(transposed: bool) -> Family:
 _NORMALISED = Only("norm_topk_prob", True, "transformers always normalises them", is_written=False)
 
 QWEN3_VL_MOE = dataclasses.replace(_stacked(transposed=True), variants=(_stacked(transposed=False),))
-"""Qwen3-VL-MoE: the same with experts. The hub has their matrices transposed, and transformers 5 writes them as they
-are; both are read, and the first, which every version of transformers reads, is written."""
+"""Qwen3-VL-MoE: the same with experts. Their matrices are transposed on the hub, but not in what transformers 5 writes.
+Both forms are read. That of the hub is written, because every version of transformers reads it."""
 
 OF_VISION = {family.model_type: family for family in (QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE)}
-"""All of them, by the ``model_type`` of their ``config.json``."""
+"""The families, by the ``model_type`` of their ``config.json``."""
