@@ -60,7 +60,7 @@ def generic_gemm(
         workspace_size: Not used.
         accumulate: Add to ``out``.
         use_split_accumulator: Not used; sums are fp32.
-        comm_overlap: Refused if it is not None.
+        comm_overlap: Must be None; a NotImplementedError otherwise.
         comm_type: Not used.
         extra_output: Returned unchanged.
         bulk_overlap: Not used.
@@ -69,9 +69,6 @@ def generic_gemm(
 
     Returns:
         The product, the gradient of the bias, the input of GELU, and ``extra_output``; None for what there is not.
-
-    Raises:
-        NotImplementedError: ``comm_overlap`` is given.
     """
     if comm_overlap is not None:
         raise NotImplementedError("tp_comm_overlap=True needs a CUDA device; leave it out on the CPU")
