@@ -68,7 +68,8 @@ class FactoryKeys(PreferenceKeys):
         cutoff_len: Tokens of a row, and the largest number of tokens of a sample.
         train_on_prompt: Train on every token.
         mask_history: Train only on the last answer.
-        packing: Put several samples into a row; only the texts of stage ``pt`` see each other. None is on only there.
+        packing: Put several samples into a row. In stage ``pt`` a text sees those before it; in ``sft`` samples do not
+            see each other. None means only in stage ``pt``.
         neat_packing: The same as ``packing``, for stage ``sft``, whose samples never see each other here.
         sequence_packing: The same as ``packing``.
         use_packed_sequences: The same as ``packing``.
