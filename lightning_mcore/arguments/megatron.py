@@ -63,7 +63,9 @@ class MegatronArguments(DistributingParallelArguments):
         "Share of the state that optimizer_cpu_offload moves (mcore_adapter: 0.0, which moves nothing).", default=1.0
     )
     save_hf_model: bool = flag("Write the model in Hugging Face form beside every checkpoint.", default=False)
-    save_merged_model: bool = flag("Save merged weights of LoRA. Not available.", default=False)
+    save_merged_model: bool = flag(
+        "Save LoRA merged into the weights. Not available; `lightning-mcore export --merge` does it.", default=False
+    )
     ckpt_format: Literal["torch_dist", "legacy"] = option(
         "Format of checkpoints: torch_dist, which every layout can load. 'legacy', mcore_adapter's default, is"
         " refused.",

@@ -35,7 +35,7 @@ _RECOMPUTED = (
 _NOT_YET = {
     "cuda_graph_impl": NOT_CARRIED_OUT["cuda_graph_impl"],
     "moe_enable_routing_replay": "nothing records and replays the routers' choices here",
-    "save_merged_model": "it merges LoRA adapters, which are not supported",
+    "save_merged_model": "adapters are saved apart; `lightning-mcore export --merge` merges them",
     "compile_warmup": "it warms up torch.compile for reinforcement learning, and nothing here is compiled",
 }
 

@@ -46,13 +46,13 @@ class RayArguments:
     )
     master_addr: str | None = option("Address at which the ranks meet, on the machine of rank 0.")
     master_port: str | None = option("Port at which the ranks meet.")
-    ray_min_workers: int | None = option("The least workers of an elastic run. Default: ray_num_workers.")
-    ray_max_failures: int = option("How often a run starts again after a worker has failed; -1 for always.", default=0)
+    ray_min_workers: int | None = option("Smallest number of workers of an elastic run. Default: ray_num_workers.")
+    ray_max_failures: int = option("How often a run restarts after a worker has failed; -1 for no limit.", default=0)
     ray_save_steps: int | None = option("Steps between checkpoints for restarts. Default: one for each epoch.")
     ray_run_name: str | None = option("Name of the run; a run of the same name continues.")
     ray_storage_path: str | None = option("Shared folder or URL of Ray's files. Default: ray in the output folder.")
     resources_per_worker: dict[str, Any] | str | None = dataclasses.field(
-        default=None, metadata={"help": "What each worker takes: a JSON object. Default: a GPU and a CPU."}
+        default=None, metadata={"help": "Resources of each worker: a JSON object. Default: a GPU and a CPU."}
     )
     placement_strategy: Placement = dataclasses.field(
         default="PACK", metadata={"help": "How Ray places workers on machines."}
@@ -73,7 +73,7 @@ class RayArguments:
         least = self.ray_min_workers
         if least is not None and not 1 <= least <= self.ray_num_workers:
             raise ValueError(
-                f"ray_min_workers={least} is not the least of ray_num_workers={self.ray_num_workers}; choose 1 to"
+                f"ray_min_workers={least} is not between 1 and ray_num_workers={self.ray_num_workers}; choose 1 to"
                 f" {self.ray_num_workers}"
             )
         self._check_unused()

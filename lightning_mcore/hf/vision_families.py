@@ -41,10 +41,10 @@ def _vision_rule(model_type: str) -> ConfigRule:
 
     def write(fields: Fields) -> dict[str, Any]:
         if fields["vision"] is None:
-            raise ValueError("it does not see")
+            raise ValueError("it has no vision tower")
         vision = Vision.of(fields["vision"])
         if vision.model_type != model_type:
-            raise ValueError(f"it sees as models of type {vision.model_type!r} do")
+            raise ValueError(f"its vision tower is that of the model type {vision.model_type!r}")
         rope = {**ROPE.write(fields)["rope_parameters"], "mrope_section": list(vision.sections)}
         if vision.family.interleaved:
             rope["mrope_interleaved"] = True

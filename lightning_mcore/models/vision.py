@@ -83,7 +83,9 @@ class MCoreVisionGPT(MCoreGPT):
         )
         for name in ("multi_latent_attention", "mtp_num_layers"):
             if transformer.get(name):
-                raise ValueError(f"{name}={transformer[name]} is not available for a model that sees; leave it out")
+                raise ValueError(
+                    f"{name}={transformer[name]} is not available for a vision-language model; leave it out"
+                )
 
     @classmethod
     def from_pretrained(  # type: ignore[override]  # neither adapters nor train_only yet
@@ -132,7 +134,7 @@ class MCoreVisionGPT(MCoreGPT):
     @classmethod
     def _check_family(cls, path: str, settings: dict[str, Any]) -> None:
         if "vision" not in settings:
-            raise ValueError(f"{path} does not see images; take MCoreGPT")
+            raise ValueError(f"{path} is a model of text; take MCoreGPT")
         for name in settings.keys() - inspect.signature(cls).parameters.keys():
             del settings[name]  # checkpoints record it, always with its default
 
@@ -236,7 +238,9 @@ class MCoreVisionGPT(MCoreGPT):
             ValueError: As in :meth:`MCoreGPT.generate`, or the prompt has a token of an image or a video.
         """
         if {self.vision.image_token_id, self.vision.video_token_id} & set(prompt):
-            raise ValueError("the prompt has tokens of images or videos, which generate() does not see; give text")
+            raise ValueError(
+                "the prompt has tokens of images or videos, and generate() takes text only; leave them out"
+            )
         return super().generate(prompt, max_new_tokens, temperature, top_k, seed)
 
     def _fusions(self) -> dict[str, bool]:

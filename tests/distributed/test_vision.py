@@ -131,7 +131,7 @@ def of_text(seeing: str, text: str) -> list[Tensor]:
         for module in modules:
             module.configure_model()
             found.append(step(module, batch))
-        with pytest.raises(ValueError, match="the prompt has tokens of images or videos, which generate"):
+        with pytest.raises(ValueError, match="the prompt has tokens of images or videos, and generate"):
             modules[0].generate([5, IMAGE_TOKEN], 2)
     return found
 
@@ -254,7 +254,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     seeing, text = str(vision_folder("qwen3_vl")), str(text_folder(tmp_path / "text"))
     with pytest.raises(ValueError, match="also sees images, which MCoreGPT does not; take MCoreVisionGPT"):
         MCoreGPT.from_pretrained(seeing)
-    with pytest.raises(ValueError, match="does not see images; take MCoreGPT"):
+    with pytest.raises(ValueError, match="is a model of text; take MCoreGPT"):
         MCoreVisionGPT.from_pretrained(text)
     with pytest.raises(ValueError, match="vision towers are not planned yet; give a model of text"):
         planned_settings(seeing)
@@ -262,7 +262,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
         import_checkpoint(seeing, str(tmp_path / "out.ckpt"))
     with pytest.raises(ValueError, match="freeze has 'tower'; choose from vision_tower, multi_modal_projector"):
         MCoreVisionGPT.from_pretrained(seeing, freeze=["tower"])
-    with pytest.raises(ValueError, match="mtp_num_layers=1 is not available for a model that sees"):
+    with pytest.raises(ValueError, match="mtp_num_layers=1 is not available for a vision-language model"):
         MCoreVisionGPT.from_pretrained(seeing, transformer={"mtp_num_layers": 1})
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     refused: list[tuple[dict[str, Any], dict[str, Any], str]] = [

@@ -144,7 +144,7 @@ def test_options_of_ray_without_ray_are_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("USE_RAY", raising=False)
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"ray_num_workers": 0}, "ray_num_workers=0 is too small"),
-        ({"ray_num_workers": 2, "ray_min_workers": 3}, "ray_min_workers=3 is not the least of ray_num_workers=2"),
+        ({"ray_num_workers": 2, "ray_min_workers": 3}, "ray_min_workers=3 is not between 1 and ray_num_workers=2"),
         ({"ray_init_kwargs": '{"num_cpus": 1}'}, "ray_init_kwargs=.* has no effect without Ray's workers"),
         ({"ray_max_failures": 1}, "ray_max_failures=1 has no effect without Ray's workers"),
         ({"ray_num_workers": 2, "ray_init_kwargs": "{"}, "is not JSON"),
@@ -175,7 +175,7 @@ def test_a_llamafactory_file_asks_for_workers(
         (): "a run on Ray needs the package ray, which is not installed",
         ("tensor_model_parallel_size=3",): "num_workers=4 is not a multiple of 3",
         ("--devices", "2"): "devices=2 times num_nodes=1 is not num_workers=4",
-        ("--ray-min-workers", "5"): "ray_min_workers=5 is not the least of ray_num_workers=4",
+        ("--ray-min-workers", "5"): "ray_min_workers=5 is not between 1 and ray_num_workers=4",
     }
     for words, sentence in refused.items():
         assert main(["llamafactory", file, "ray_num_workers=4", *words]) == 2

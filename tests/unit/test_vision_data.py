@@ -141,7 +141,7 @@ def test_a_damaged_image_is_named(tmp_path: Path) -> None:
 
 
 def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="overlong='split' would part images from their text"):
+    with pytest.raises(ValueError, match="overlong='split' would separate images from their text"):
         data(tmp_path, ROWS, overlong="split")
     with pytest.raises(ValueError, match="image_processor is not given"):
         MCoreVisionData("rows.jsonl", seeing_tokenizer(), 32)

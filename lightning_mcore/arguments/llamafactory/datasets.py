@@ -26,9 +26,9 @@ _FETCHED = {
     "cloud_file_name": "a cloud",
 }
 _REFUSED_COLUMNS = {
-    "images": "models here read text",
-    "videos": "models here read text",
-    "audios": "models here read text",
+    "images": "LLaMA-Factory files here train models of text",
+    "videos": "LLaMA-Factory files here train models of text",
+    "audios": "LLaMA-Factory files here train models of text",
 }
 
 

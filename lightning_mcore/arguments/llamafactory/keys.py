@@ -251,8 +251,8 @@ _PISSA = (
 )
 _PPO = "belongs to PPO, and the stages here are pt, sft, dpo, kto and rm"
 _REFERENCE = "changes the weights of the reference; merge or convert them first, and give that folder as ref_model"
-_VISION = "belongs to models of images, video or sound, and the models here read text"
-_QUANTIZED = "belongs to quantised weights; bf16, fp16 and fp8 choose the number format here"
+_VISION = "belongs to models of images, video or sound; MCoreVisionGPT trains models of images, in Python"
+_QUANTIZED = "belongs to weights quantised in another way than quantization_bit: 4 with nf4"
 _OPTIMIZER = "belongs to an optimizer that is not available; choose optim: adamw_torch or sgd"
 _GENERATION = "belongs to generating text, which a training run here does not do"
 _EXPORT = "belongs to LLaMA-Factory's export; lightning-mcore export writes a checkpoint in Hugging Face form"

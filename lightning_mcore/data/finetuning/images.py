@@ -318,7 +318,7 @@ class MCoreVisionData(MCoreFinetuningData):
         pad_to_seq_length: bool = False,
     ) -> None:
         if overlong == "split":
-            raise ValueError("overlong='split' would part images from their text; choose 'error' or 'cut'")
+            raise ValueError("overlong='split' would separate images from their text; choose 'error' or 'cut'")
         if image_processor is None and not isinstance(tokenizer, str):
             raise ValueError("image_processor is not given; give a folder or name of a model, or an image processor")
         super().__init__(
@@ -366,7 +366,7 @@ class MCoreVisionData(MCoreFinetuningData):
         vocabulary = self.tokenizer.get_vocab()
         missing = [token for token in (_START, _IMAGE, _END) if token not in vocabulary]
         if missing:
-            raise ValueError(f"the tokenizer has no token {missing[0]}; give the tokenizer of a model that sees")
+            raise ValueError(f"the tokenizer has no token {missing[0]}; give the tokenizer of a vision-language model")
         return int(vocabulary[_IMAGE])
 
     def _tokenized_files(self, files: list[str], name: str, reading: Reading) -> Any:
