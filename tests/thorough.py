@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 
-def thorough_but(table: Iterable[Any], *stay: str) -> list[Any]:
+def thorough_but(table: Iterable[Any], *stay: str | int) -> list[Any]:
     """Return the rows of a parametrized product, all but some of them marked ``thorough``.
 
     Args:
-        table: Names, or objects with an ``id``.
+        table: Names or numbers, or objects with an ``id``.
         stay: The names, or ids, of the rows that stay in ``make test``.
 
     Returns:
@@ -23,6 +23,6 @@ def thorough_but(table: Iterable[Any], *stay: str) -> list[Any]:
     rows = {getattr(row, "id", row): row for row in table}
     missing = set(stay) - rows.keys()
     if missing:
-        raise ValueError(f"there is no row {', '.join(sorted(missing))}; there are {', '.join(rows)}")
+        raise ValueError(f"there is no row {', '.join(map(str, missing))}; there are {', '.join(map(str, rows))}")
     thorough = pytest.mark.thorough
-    return [pytest.param(row, id=name, marks=() if name in stay else thorough) for name, row in rows.items()]
+    return [pytest.param(row, id=str(name), marks=() if name in stay else thorough) for name, row in rows.items()]

@@ -215,7 +215,9 @@ REASONS = {True: "no space left on device", False: "file too large"}
 PROTECTED = {True: "read-only", False: "permission denied"}
 
 
-@pytest.mark.parametrize("is_real", [True, False], ids=["disk", "limits"])
+@pytest.mark.parametrize(
+    "is_real", [pytest.param(True, id="disk"), pytest.param(False, id="limits", marks=pytest.mark.thorough)]
+)
 def test_a_disk_that_fails_ends_the_run_and_leaves_what_was_saved(is_real: bool, tmp_path: Path) -> None:
     ranks = run_ranks(2, troubles, str(tmp_path), is_real, open_group=False, timeout=150)
     for is_disk, whole, failed in ranks:

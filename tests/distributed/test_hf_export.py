@@ -72,7 +72,8 @@ def export_each(jobs: list[tuple[str, str, dict[str, Any], str]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "thorough"), [(2, False), (4, False), pytest.param(2, True, marks=pytest.mark.thorough)]
+    ("world_size", "thorough"),
+    [(2, False), *(pytest.param(*row, marks=pytest.mark.thorough) for row in ((4, False), (2, True)))],
 )
 def test_every_family_comes_back_bit_for_bit_from_every_layout(tmp_path: Path, world_size: int, thorough: bool) -> None:
     jobs = [

@@ -18,6 +18,7 @@ from lightning_mcore.parallel.groups import close_process_groups, open_process_g
 from lightning_mcore.planning.grid import GROUPS, RankGrid
 from lightning_mcore.planning.schedule import stage_order
 from tests.ranks import run_ranks
+from tests.thorough import thorough_but
 
 
 def cut(
@@ -107,7 +108,7 @@ def test_at_least_thirty_layouts_are_compared() -> None:
     assert set(LIVE) == set(GROUPS)
 
 
-@pytest.mark.parametrize("world_size", LAYOUTS)
+@pytest.mark.parametrize("world_size", thorough_but(LAYOUTS, 2, 4))
 def test_groups_dp_and_edp_are_those_of_parallel_state(world_size: int) -> None:
     layouts = LAYOUTS[world_size]
     of_ranks = run_ranks(world_size, live_groups, layouts, timeout=300)

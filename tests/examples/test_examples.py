@@ -198,7 +198,7 @@ def test_adapters_are_trained_and_peft_loads_them(
     assert any(tensor.any() for name, tensor in model.named_parameters() if "lora_B" in name)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_a_preference_is_learnt_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--first-steps=8", "--max-steps=2", "--batch-size=4")

@@ -21,6 +21,7 @@ def test_what_is_refused_is_refused_by_us_in_a_sentence() -> None:
     assert VALIDATED / 4 < accepted < 3 * VALIDATED / 4  # a walk past refusals alone, or past none, shows nothing
 
 
+@pytest.mark.thorough
 @pytest.mark.distributed
 def test_what_validation_accepts_trains() -> None:
     # The first of a seed range of its own: the numbers that a longer walk begins with are trained there.

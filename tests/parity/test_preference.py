@@ -40,6 +40,7 @@ from tests.hf_models import VOCAB_SIZE, tiny_folder
 from tests.layouts import Layout
 from tests.parity.hf_training import Part, finished_gradients, on_disk
 from tests.ranks import run_ranks
+from tests.thorough import thorough_but
 from tests.toy import make_trainer
 
 pytestmark = [
@@ -369,7 +370,7 @@ def _train(layout: Layout, run: Run, folder: str, other: str, cache: str) -> See
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.gradients
 
 
-@pytest.mark.parametrize("world_size", LAYOUTS)
+@pytest.mark.parametrize("world_size", thorough_but(LAYOUTS, 1, 2))
 def test_a_step_on_every_layout_is_that_of_a_plain_loop_with_a_frozen_copy(world_size: int, tmp_path: Path) -> None:
     layouts = LAYOUTS[world_size]
     families = {family for runs in layouts.values() for _, family, _ in runs}

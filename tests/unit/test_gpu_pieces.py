@@ -58,7 +58,7 @@ def test_measurements_may_use_transformer_engine_on_the_cpu() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=pieces.REPOSITORY, check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_the_measurements_run_on_the_cpu_and_write_nothing(tmp_path: Path) -> None:
     measured = measurements.main(["--device", "cpu", "--tiny", "--output", str(tmp_path)])
