@@ -3,7 +3,7 @@
 # Variables:
 #   PYTHON        the Python 3.11, 3.12 or 3.13 that .venv is made from
 #   TORCH         what pip installs first; "torch==2.13.0+cu130" and the like for a certain GPU build
-#   WORKERS       test processes of pytest-xdist; each test may start up to 8 ranks of its own
+#   WORKERS       test processes of pytest-xdist, each of which may start up to 8 ranks; three keep two cores busy
 #   PYTEST_ARGS   more arguments for pytest, as in: make test PYTEST_ARGS="-k layout"
 #   MCORE_LATEST  the release of megatron-core that "make test-mcore-latest" runs the tests on
 #   TE_RELEASE    the release of TransformerEngine that "make test-te" runs its tests on
@@ -21,7 +21,7 @@ SUITABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_inf
 PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.13; do \
 	"$$python" -c '$(SUITABLE)' 2>/dev/null && echo "$$python" && break; done)
 TORCH ?= torch==2.13.0
-WORKERS ?= 2
+WORKERS ?= 3
 PYTEST_ARGS ?=
 MCORE_LATEST ?= 0.19.2
 TE_RELEASE ?= 2.11.0

@@ -46,7 +46,8 @@ def run_all(world_size: int, *words: str) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("stages", [2, 4])
 def test_the_file_of_the_model_with_experts_runs(
     stages: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

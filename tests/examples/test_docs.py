@@ -167,7 +167,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_example_of_packed_fine_tuning_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "finetune.py"
     script.write_text(blocks(guide("data"), "python")[0] + _FINETUNE)
@@ -204,7 +204,7 @@ def test_the_example_of_arguments_runs(tmp_path: Path, capsys: pytest.CaptureFix
     assert "`max_steps=3` reached" in output
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_example_of_a_hugging_face_model_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -218,7 +218,7 @@ def test_the_example_of_a_hugging_face_model_runs(tmp_path: Path, capsys: pytest
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "finetuned").dtype == torch.bfloat16
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
 def test_the_example_of_adapters_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from peft import PeftModel
@@ -238,7 +238,7 @@ def test_the_example_of_adapters_runs(tmp_path: Path, capsys: pytest.CaptureFixt
         torch.testing.assert_close(exported[name], weight, rtol=2**-7, atol=1e-4)  # the run is in bf16
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_file_of_preferences_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [text] = blocks(guide("preference"), "yaml")
     (tmp_path / "dpo.yaml").write_text(text)
