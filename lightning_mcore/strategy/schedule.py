@@ -296,19 +296,34 @@ class Schedule:
 
         interleaved = self._layout.virtual_pipeline_model_parallel_size is not None
         count = self._layout.pipeline_model_parallel_size if interleaved else 1  # a whole group
-        self._chunks.config.variable_seq_lengths = True
-        iterators = [iter([None] * count) for _ in wrapped]
-        with torch.no_grad(), self._groups_of(count):
-            outputs = get_forward_backward_func()(
+        with torch.no_grad():
+            outputs = self._pass_through(forward_step, [None] * count, None, forward_only=True)
+        return outputs[0] if outputs else None
+
+    def _pass_through(
+        self,
+        forward_step: Callable[..., Any],
+        microbatches: Sequence[Any],
+        shape: tuple[int, int] | None,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Run Megatron's schedule over microbatches; ``shape`` is None where their shapes differ or are not known."""
+        self._chunks.config.variable_seq_lengths = shape is None
+        seq_length, micro_batch_size = shape or (1, 1)
+        interleaved = self._layout.virtual_pipeline_model_parallel_size is not None
+        wrapped = self._chunks.wrapped
+        iterators = [iter(microbatches) for _ in wrapped]
+        with self._groups_of(len(microbatches)):
+            outputs: list[Any] = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iterators if interleaved else iterators[0],
                 model=wrapped if interleaved else wrapped[0],
-                num_microbatches=count,
-                seq_length=1,
-                micro_batch_size=1,
-                forward_only=True,
+                num_microbatches=len(microbatches),
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                forward_only=forward_only,
             )
-        return outputs[0] if outputs else None
+        return outputs
 
     def _microbatch(self, batch: Any, arguments: tuple[Any, ...], weight: float) -> Microbatch:
         module = self._module
@@ -327,25 +342,9 @@ class Schedule:
         shapes = {microbatch.shape for microbatch in filled}
         shape = shapes.pop() if len(shapes) == 1 else None
         self._strategy.tensor_overlap.open(shape, config)
-        config.variable_seq_lengths = shape is None
-        seq_length, micro_batch_size = shape or (1, 1)
-        interleaved = self._layout.virtual_pipeline_model_parallel_size is not None
-        iterators = [iter(filled) for _ in self._chunks.wrapped]
-        with (
-            self._fp8_of(shape, forward_only),
-            self._logs.pipeline.recording(),
-            random_state_of_stage(),
-            self._groups_of(len(filled)),
-        ):
-            outputs = get_forward_backward_func()(
-                forward_step_func=self._forward_step(step, len(filled), forward_only, num_batches),
-                data_iterator=iterators if interleaved else iterators[0],
-                model=self._chunks.wrapped if interleaved else self._chunks.wrapped[0],
-                num_microbatches=len(filled),
-                seq_length=seq_length,
-                micro_batch_size=micro_batch_size,
-                forward_only=forward_only,
-            )
+        with self._fp8_of(shape, forward_only), self._logs.pipeline.recording(), random_state_of_stage():
+            forward_step = self._forward_step(step, len(filled), forward_only, num_batches)
+            outputs = self._pass_through(forward_step, filled, shape, forward_only)
         return outputs, self._logs.pipeline.finish(step, over_copies=not forward_only)
 
     @contextlib.contextmanager
