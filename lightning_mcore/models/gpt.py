@@ -419,7 +419,7 @@ class MCoreGPT(SpeedLogs):
     def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         """Build one chunk, with the embedding if ``pre_process``, and with the output layer if ``post_process``."""
         impl = self._impl(self._device_type())
-        chunk = MultiTokenGPT(
+        chunk = self._new_chunk(
             self.config,
             gpt_block_spec(self.config, impl, vp_stage),
             vocab_size=self.padded_vocab_size,
@@ -435,6 +435,9 @@ class MCoreGPT(SpeedLogs):
         chunk.existing_tokens = self.vocab_size
         change_ends(chunk, self.architecture)
         return chunk
+
+    def _new_chunk(self, *args: Any, **kwargs: Any) -> GPTModel:
+        return MultiTokenGPT(*args, **kwargs)
 
     def model_shape(self) -> ModelShape:
         """Return the sizes that the layout must divide; builds nothing."""

@@ -10,11 +10,13 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.core.models.gpt import GPTModel
+
 from lightning_mcore.config.rules.model import LossNormalization
 from lightning_mcore.config.vision import LANGUAGE_MODEL, PARTS, Vision
 from lightning_mcore.data.multimodal import with_vision
 from lightning_mcore.layers.inputs import ModelInputs
-from lightning_mcore.layers.spec import TransformerImpl, gpt_block_spec, resolve_transformer_impl
+from lightning_mcore.layers.spec import TransformerImpl
 from lightning_mcore.layers.vision import VisionGPT, VisionInputs
 from lightning_mcore.models.gpt import Batch, MCoreGPT
 from lightning_mcore.models.recipe import Recipe
@@ -166,30 +168,18 @@ class MCoreVisionGPT(MCoreGPT):
                 f" outputs are added after the first {stacked} layers; choose recompute_granularity='selective'"
             )
 
-    def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> VisionGPT:
+    def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         """Build one chunk: with tower and embedding if ``pre_process``, with the output layer if ``post_process``."""
-        impl = resolve_transformer_impl(self.hparams["transformer_impl"], self._device_type())
-        chunk = VisionGPT(
-            self.config,
-            gpt_block_spec(self.config, impl, vp_stage),
-            vision=self.vision,
-            vocab_size=self.padded_vocab_size,
-            max_sequence_length=self.seq_length,
-            pre_process=pre_process,
-            post_process=post_process,
-            parallel_output=True,
-            share_embeddings_and_output_weights=self.hparams["share_embeddings_and_output_weights"],
-            position_embedding_type="rope",
-            rotary_base=self.hparams["rotary_base"],
-            vp_stage=vp_stage,
-        )
-        chunk.existing_tokens = self.vocab_size
+        chunk = super().build_chunk(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
         for name, parameter in chunk.named_parameters():
             sees = name.startswith("vision.tower.")
             part = self.vision.part_of(name.removeprefix("vision.tower.")) if sees else LANGUAGE_MODEL
             if part in self.freeze_parts:
                 parameter.requires_grad_(False)
         return chunk
+
+    def _new_chunk(self, *args: Any, **kwargs: Any) -> GPTModel:
+        return VisionGPT(*args, vision=self.vision, **kwargs)
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Add positions and the places of images to a batch, and drop patches on stages without the tower.
