@@ -24,6 +24,14 @@ from lightning_mcore.hf.weight_rules import Experts, Rename, Rows, WeightRule
 
 _BEST_OF_GROUP = 2  # number of experts by which transformers ranks a group
 
+# ---- numbers of experts
+
+LOCAL_EXPERTS = Same("num_local_experts", "num_moe_experts", others=("num_experts",), at_least=1)
+
+NUM_EXPERTS = Same("num_experts", "num_moe_experts", others=("num_local_experts",), at_least=1)
+
+CHOSEN_EXPERTS = Same("num_experts_per_tok", "moe_router_topk", at_least=1)
+
 # ---- which layers
 
 
@@ -183,7 +191,7 @@ SIGMOID_ROUTER: tuple[ConfigRule, ...] = (
 # ---- sizes
 
 EXPERT_SIZES: tuple[ConfigRule, ...] = (
-    Same("num_experts_per_tok", "moe_router_topk", at_least=1),
+    CHOSEN_EXPERTS,
     Same("moe_intermediate_size", "moe_ffn_hidden_size", at_least=1),
 )
 

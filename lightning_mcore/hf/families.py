@@ -35,10 +35,13 @@ from lightning_mcore.hf.decoder_rules import (
 )
 from lightning_mcore.hf.expert_rules import (
     ALL_LAYERS,
+    CHOSEN_EXPERTS,
     EXPERT_SIZES,
     EXPERTS,
+    LOCAL_EXPERTS,
     NO_ROUTER_LOSS,
     NORMALISED_ROUTER,
+    NUM_EXPERTS,
     SIGMOID_EXPERT_WEIGHTS,
     SIGMOID_EXPERTS,
     SOFTMAX_ROUTER,
@@ -74,8 +77,8 @@ MIXTRAL = Family(
     config=(
         *DECODER,
         WINDOW,
-        Same("num_local_experts", "num_moe_experts", others=("num_experts",), at_least=1),
-        Same("num_experts_per_tok", "moe_router_topk", at_least=1),
+        LOCAL_EXPERTS,
+        CHOSEN_EXPERTS,
         ALL_LAYERS,
         NORMALISED_ROUTER,
         Only(
@@ -112,7 +115,7 @@ QWEN2_MOE = Family(
         *DECODER,
         WINDOWS,
         Same("qkv_bias", "add_qkv_bias"),
-        Same("num_experts", "num_moe_experts", others=("num_local_experts",), at_least=1),
+        NUM_EXPERTS,
         *EXPERT_SIZES,
         Same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", at_least=1),
         Constants({"moe_shared_expert_gate": True}),
@@ -149,7 +152,7 @@ QWEN3_MOE = Family(
         OPTIONAL_WINDOW,
         ATTENTION_BIAS,
         Constants({"qk_layernorm": True}),
-        Same("num_local_experts", "num_moe_experts", others=("num_experts",), at_least=1),
+        LOCAL_EXPERTS,
         *EXPERT_SIZES,
         SPARSE_LAYERS,
         SOFTMAX_ROUTER,
