@@ -109,10 +109,14 @@ class BackgroundTask(Generic[T]):
         Raises:
             BaseException: The error that the function raised.
         """
-        self._thread.join()
+        self.join()
         if self._error is not None:
             raise self._error
         return self._result[0]
+
+    def join(self) -> None:
+        """Wait for the function to return or fail."""
+        self._thread.join()
 
     def _run(self) -> None:
         assert self._function is not None
@@ -369,6 +373,12 @@ class CheckpointSave:
         except BaseException:
             _abandon(self.path, self._directory)
             raise
+
+    def join(self) -> None:
+        """Wait for this rank's background work to end, whatever comes of it."""
+        for task in (self._writing, self._uploading):
+            if task is not None:
+                task.join()
 
     def _unless_deleted(self, function: Callable[[], T]) -> T:
         """Call ``function`` and return its result; if it fails because the folder was deleted, say so."""

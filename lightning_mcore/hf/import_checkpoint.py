@@ -156,6 +156,7 @@ def _write(module: MCoreGPT, planner: ShardPlanner, out: str, dtype: torch.dtype
         MANIFEST: {**manifest, "parameters": state.num_parameters},
     }
     module.on_save_checkpoint(checkpoint)
+    save = None
     try:
         save = CheckpointSave.start(os.path.abspath(out), checkpoint, process_group("dp_cp"), planner)
         while not save.advance():
@@ -163,6 +164,8 @@ def _write(module: MCoreGPT, planner: ShardPlanner, out: str, dtype: torch.dtype
     except BaseException:
         if isinstance(planner, _ReadingPlanner):
             planner.stop()
+            if save is not None:
+                save.join()  # a thread in torch's code crashes the process when Python exits
         raise
 
 
@@ -179,7 +182,7 @@ class _ReadingPlanner(ShardPlanner):
         self._pieces: _PiecesToRead | None = None
 
     def stop(self) -> None:
-        """Stop the reading and wait for it: a thread in torch's code crashes the process when Python exits."""
+        """Stop the reading at the next piece, even one that has not begun yet."""
         if self._pieces is not None:
             self._pieces.stop()
 
@@ -206,13 +209,10 @@ class _PiecesToRead(Sequence[Piece]):
         largest = max((piece.content.nbytes for piece in planned if isinstance(piece.content, Tensor)), default=0)
         self._memory = torch.empty((2, largest), dtype=torch.uint8, device="cpu")
         self._stopped = threading.Event()
-        self._writer: threading.Thread | None = None
 
     def stop(self) -> None:
-        """Stop the iteration at the next piece, and wait for the iterating thread."""
+        """Stop the iteration at the next piece."""
         self._stopped.set()
-        if self._writer is not None:
-            self._writer.join()
 
     def __len__(self) -> int:
         return len(self._planned)
@@ -241,7 +241,6 @@ class _PiecesToRead(Sequence[Piece]):
         Raises:
             RuntimeError: :meth:`stop` was called.
         """
-        self._writer = threading.current_thread()
         size = sum(piece.content.nbytes for piece in self._planned if isinstance(piece.content, Tensor))
         progress = tqdm(total=size, desc="importing", unit="B", unit_scale=True, delay=_SILENT_SECONDS, leave=False)
         with progress, ThreadPoolExecutor(1) as reader:

@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tqdm import tqdm
 
 from lightning_mcore import MCoreGPT
+from lightning_mcore.checkpoint import save as checkpoint_save
+from lightning_mcore.checkpoint import writer as checkpoint_writer
 from lightning_mcore.checkpoint.files import record_file
 from lightning_mcore.checkpoint.save import CheckpointSave
 from lightning_mcore.hf.config_rules import shortened
@@ -424,18 +427,26 @@ def test_a_value_that_a_type_cannot_hold_is_refused(dtype: Any, model: Path, tmp
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.parametrize("seconds", [0, 0.1])
 def test_an_import_that_is_interrupted_leaves_no_thread(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seconds: float, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slow_fill(weights: HFWeights, *arguments: Any) -> None:
         time.sleep(0.05)
         fill(weights, *arguments)
 
+    def late_write(*arguments: Any) -> Any:
+        time.sleep(0.05 - seconds / 2)
+        return checkpoint_writer.write_pieces(*arguments)
+
     def interrupted(save: CheckpointSave) -> bool:
+        time.sleep(seconds)  # before the writer's thread has begun to read, and while it reads
         raise KeyboardInterrupt
 
     fill, before = HFWeights.fill, set(threading.enumerate())
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # tqdm's own thread outlives its bars
     monkeypatch.setattr(HFWeights, "fill", slow_fill)
+    monkeypatch.setattr(checkpoint_save, "write_pieces", late_write)
     monkeypatch.setattr(CheckpointSave, "advance", interrupted)
     with pytest.raises(KeyboardInterrupt):
         import_checkpoint(str(whole), str(tmp_path / "out.ckpt"))
