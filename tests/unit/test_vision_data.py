@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations about images: markers become tokens, images patches; what is cut, counted and refused."""
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset, Features, Value
+from datasets import Image as ImageFeature
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -46,7 +49,9 @@ def data(folder: Path, rows: list[dict[str, Any]], **arguments: Any) -> MCoreVis
     return MCoreVisionData(file, seeing_tokenizer(), image_processor=processor(), media_dir=str(folder), **given)
 
 
-def batches(module: MCoreVisionData) -> list[dict[str, torch.Tensor]]:
+def batches(module: MCoreVisionData, file: str | None = None) -> list[dict[str, torch.Tensor]]:
+    """Return the batches of a data module; ``file`` takes the place of its rows."""
+    module.train_files = file or module.train_files
     module.prepare_data()
     module.setup("fit")
     items = module._opened("train")
@@ -93,6 +98,22 @@ def test_images_in_parts_of_messages_are_those_of_markers(tmp_path: Path) -> Non
     assert all(torch.equal(batch[name], same[name]) for name in batch)
 
 
+def test_images_as_bytes_are_those_of_files(tmp_path: Path) -> None:
+    """Also where parquet marks the column as images, which ``datasets`` would decode."""
+    row = {"prompt": "<image> what?", "response": "red"}
+    [wanted] = batches(data(tmp_path, [], packing=False), write(tmp_path / "a.jsonl", [{**row, "images": ["a.png"]}]))
+    stored: list[Any] = [{"bytes": (tmp_path / "a.png").read_bytes(), "path": None}]
+    plain = Features(prompt=Value("string"), response=Value("string"))
+    kinds = {"bytes": Value("binary"), "path": Value("string")}
+    for number, kind in enumerate(([kinds], [ImageFeature(decode=False)], [ImageFeature()])):
+        file = tmp_path / f"{number}.parquet"
+        images = stored if number < 2 else [Image.open(BytesIO(stored[0]["bytes"]))]
+        Dataset.from_list([{**row, "images": images}], Features(**plain, images=kind)).to_parquet(file)
+        [found] = batches(data(tmp_path, [], packing=False), str(file))
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 def test_a_sample_whose_cut_goes_through_an_image_is_left_out_and_counted(tmp_path: Path) -> None:
     """A sample that is cut behind its first image keeps that one alone."""
     end = ("assistant", "a long answer that does not fit into the row at all")
@@ -121,7 +142,7 @@ ANSWER = ("assistant", "x")
         ("<image>", {"images": ["d.png"]}, "d.png, an image of row 0 of .*, is not there"),
         ("<image>", {"images": ["rows.jsonl"]}, "rows.jsonl, an image of row 0 of .*, is not an image that can be"),
         ("<|image_pad|>", {"images": []}, r"has <\|image_pad\|> in its text; write <image>"),
-        ("<image>", {"images": [], "videos": ["v.mp4"]}, "has videos, which are not read yet"),
+        ("<image>", {"images": [], "videos": ["v.mp4"]}, "has videos, which are not supported"),
     ],
 )
 def test_rows_and_images_that_do_not_belong_together_are_refused(
@@ -129,6 +150,11 @@ def test_rows_and_images_that_do_not_belong_together_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         batches(data(tmp_path, [{"messages": [("user", text), ANSWER], **more}]))
+
+
+def test_an_image_that_is_neither_a_path_nor_bytes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"row 0 of .* has an image of type int; give its path, or the bytes of its f"):
+        batches(data(tmp_path, [{"messages": [("user", "<image>"), ANSWER], "images": [3]}]))
 
 
 def test_a_damaged_image_is_named(tmp_path: Path) -> None:

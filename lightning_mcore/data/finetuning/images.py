@@ -4,15 +4,18 @@
 The text is read, tokenised once into a cache, and packed, like all conversations (``datamodule.py``). Before that each
 ``<image>`` is replaced by the tokens of the image. Their number follows from the image's size, which is in the header
 of its file. The images themselves are read and cut into patches when a batch is made, in the workers of the loader.
+
+The cache has a column with the images of each row, each a path or the bytes of a file. :class:`ImageRows` adds images
+to any data module of conversations.
 """
 
 import dataclasses
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -29,68 +32,79 @@ from lightning_mcore.data.packing.rows import PackedDataset, TokenizedSamples
 
 MARKER = "<image>"
 _START, _IMAGE, _END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
-_IMAGES = "images"  # column of the rows and the cache, and field of the first message
+_IMAGES = "images"  # column of the cache
+
+Stored = dict[str, Any]
+"""An image: its ``path`` within ``media_dir``, or the ``bytes`` of its file; the other is None."""
 
 
 @dataclass(frozen=True)
 class ImageReading(Reading):
-    """How rows with images become conversations and tokens; ``Reading`` has the other fields.
+    """How rows with images become tokens.
 
     Args:
+        text: How the rest of the row is read and tokenised.
+        column: The column of the images; None if the rows have none.
         media_dir: Folder of the images.
         image_token: Id of the token that stands for a part of an image.
         sizes: The settings of the image processor, as text for the name of the cache.
         processor: The image processor, which decides how many tokens an image takes.
     """
 
+    text: Reading = field(default_factory=Reading)
+    column: str | None = "images"
     media_dir: str = ""
     image_token: int = -1
     sizes: str = ""
     processor: Any = field(default=None, repr=False, compare=False)
 
     def reader(self, columns: Iterable[str]) -> RowReader:
-        """Return the reader that turns rows with these columns into conversations."""
-        columns = list(columns)
-        return _Reader(super().reader(columns), self)
+        """Return the reader of conversations, without their images."""
+        return self.text.reader(columns)
 
     def encoder(self, tokenizer: Any) -> Encoder:
-        """Return the encoder that tokenises conversations."""
-        return _Encoder(super().encoder(tokenizer), self.image_token)
+        """Return the encoder of conversations."""
+        return self.text.encoder(tokenizer)
 
-    def columns(self, sample: Any) -> dict[str, Any]:
-        """Return the cache's columns of an encoded row."""
-        return {**super().columns(sample), _IMAGES: json.dumps(sample.images)}
+    def chosen(self, rows: int) -> Sequence[int] | None:
+        """Return the numbers of the rows to read out of ``rows``; None for all of them."""
+        return self.text.chosen(rows)
 
-    def features(self) -> dict[str, str]:
-        """Return the types of the columns that this class adds."""
-        return {_IMAGES: "string"}
+    def with_partners(self, rows: Any) -> Any:
+        """Return the rows with images as they are stored, not decoded."""
+        from datasets import Image, List
 
+        found, stored = rows.features.get(self.column), Image(decode=False)
+        for decoded, kept in ((Image(), stored), (List(Image()), List(stored))):
+            if found == decoded:
+                return rows.cast_column(self.column, kept)
+        return rows
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SeeingSample(TokenSample):
-    """A sample with images.
+    def features(self) -> dict[str, Any]:
+        """Return the type of the column of images."""
+        from datasets import List, Value
 
-    Args:
-        images: Paths of its images, in order.
-    """
+        return {_IMAGES: List({"path": Value("string"), "bytes": Value("binary")})}
 
-    images: tuple[str, ...] = ()
+    def encoded(self, reader: RowReader, encoder: Encoder, row: Row, index: int, name: str) -> dict[str, Any]:
+        """Return the cache's columns of a row; tokens of images never count in the loss.
 
+        A row whose images were cut, wholly or in part, has its images but no tokens.
+        """
+        row, images = _with_markers(row, self.column, name)
+        messages = reader.messages(row, name)
+        count = self._insert_tokens(messages, images, name) if messages else 0
+        sample = encoder.encode(messages, index, name)
+        seen = sample.tokens == self.image_token
+        if not len(sample.tokens):
+            images = []
+        elif int(seen.sum()) < count:
+            sample, seen = TokenSample(sample.tokens[:0], seen[:0], index), seen[:0]
+        learnt = ~seen if sample.loss_mask is None else sample.loss_mask & ~seen
+        return {**self.columns(dataclasses.replace(sample, loss_mask=learnt)), _IMAGES: images}
 
-class _Reader:
-    """Reads conversations, and replaces the markers of images by their tokens."""
-
-    def __init__(self, inner: RowReader, reading: ImageReading) -> None:
-        self._inner = inner
-        self._reading = reading
-        self.needed = inner.needed
-
-    def messages(self, row: Row, name: str) -> list[Message]:
-        """Return the conversation of a row; its first message has the paths of all images, as JSON."""
-        if row.get("videos"):
-            raise ValueError(f"{name} has videos, which are not read yet; leave the row out")
-        row, images = _with_markers(row, name)
-        messages = self._inner.messages(row, name)
+    def _insert_tokens(self, messages: list[Message], images: list[Stored], name: str) -> int:
+        """Replace the markers in messages by the tokens of images, and return how many these are."""
         texts = [message["content"] for message in messages]
         markers = sum(text.count(MARKER) for text in texts)
         if markers != len(images):
@@ -99,27 +113,32 @@ class _Reader:
             )
         if any(_IMAGE in text for text in texts):
             raise ValueError(f"{name} has {_IMAGE} in its text; write {MARKER} where an image belongs")
-        paths = [os.path.join(self._reading.media_dir, image) for image in images]
-        tokens = (_START + self._count(path, name) * _IMAGE + _END for path in paths)
+        counts = [self._count(image, name) for image in images]
+        tokens = (_START + count * _IMAGE + _END for count in counts)
         for message, text in zip(messages, texts, strict=True):
             first, *others = text.split(MARKER)
             message["content"] = first + "".join(next(tokens) + other for other in others)
-        return [{**message, _IMAGES: json.dumps(paths)} for message in messages[:1]] + messages[1:]
+        return sum(counts)
 
-    def _count(self, path: str, name: str) -> int:
+    def _count(self, stored: Stored, name: str) -> int:
         """Return how many tokens an image takes."""
-        with opened_image(path, name) as image:
+        with opened_image(stored, self.media_dir, name) as image:
             width, height = image.size
-        processor = self._reading.processor
         try:
-            patches: int = processor.get_number_of_image_patches(height, width)
+            patches: int = self.processor.get_number_of_image_patches(height, width)
         except ValueError as error:
-            raise ValueError(f"{path}, an image of {name}, cannot be used: {error}; leave the row out") from error
-        return patches // int(processor.merge_size) ** 2
+            what = _called(stored, self.media_dir)
+            raise ValueError(f"{what}, an image of {name}, cannot be used: {error}; leave the row out") from error
+        return patches // int(self.processor.merge_size) ** 2
 
 
-def opened_image(path: str, name: str) -> Any:
+def opened_image(stored: Stored, media_dir: str, name: str) -> Any:
     """Open an image of a row; only its header is read.
+
+    Args:
+        stored: Its path or its bytes.
+        media_dir: The folder that the path is relative to.
+        name: What to call the row in an error.
 
     Raises:
         ModuleNotFoundError: Pillow is not installed.
@@ -132,31 +151,51 @@ def opened_image(path: str, name: str) -> Any:
             "images need Pillow, which is not installed; install lightning-mcore[vision]"
         ) from error
     try:
-        return Image.open(path)
+        if stored["bytes"] is not None:
+            return Image.open(BytesIO(stored["bytes"]))
+        return Image.open(os.path.join(media_dir, stored["path"]))
     except OSError as error:
         what = "is not there" if isinstance(error, FileNotFoundError) else "is not an image that can be read"
-        raise ValueError(f"{path}, an image of {name}, {what}; give its path, relative to media_dir") from error
+        raise ValueError(
+            f"{_called(stored, media_dir)}, an image of {name}, {what}; give its path, relative to media_dir"
+        ) from error
 
 
-def _with_markers(row: Row, name: str) -> tuple[Row, list[str]]:
-    """Return a row whose contents are text with markers, and the paths of its images."""
-    given = row.get(_IMAGES) or []
-    images = [given] if isinstance(given, str) else list(given)
+def _called(stored: Stored, media_dir: str) -> str:
+    """Return a name for an image in errors."""
+    return os.path.join(media_dir, stored["path"]) if stored["path"] else f"one of {len(stored['bytes'])} bytes"
+
+
+def _with_markers(row: Row, column: str | None, name: str) -> tuple[Row, list[Stored]]:
+    """Return a row whose contents are text with markers, and its images."""
+    if row.get("videos"):
+        raise ValueError(f"{name} has videos, which are not supported; give images of their frames, or leave it out")
+    given = (row.get(column) if column is not None else None) or []
+    images = list(given) if isinstance(given, list | tuple) else [given]
     messages = row.get("messages")
     if isinstance(messages, list) and any(_has_parts(message) for message in messages):
         if images:
             raise ValueError(f"{name} has images both in its messages and in a column; give them in one of the two")
         row = {**row, "messages": [_joined(message, images) for message in messages]}
-    if not all(isinstance(image, str) for image in images):
-        raise TypeError(f"{name} has images that are not paths; give the path of each image as text")
-    return row, images
+    return row, [_stored(image, name) for image in images]
+
+
+def _stored(image: Any, name: str) -> Stored:
+    """Return an image as its path or the bytes of its file."""
+    if isinstance(image, str) and image:
+        return {"path": image, "bytes": None}
+    if isinstance(image, bytes):
+        return {"path": None, "bytes": image}
+    if isinstance(image, Mapping) and (image.get("bytes") or image.get("path")):
+        return {"path": image.get("path"), "bytes": image.get("bytes")}
+    raise TypeError(f"{name} has an image of type {type(image).__name__}; give its path, or the bytes of its file")
 
 
 def _has_parts(message: Any) -> bool:
     return isinstance(message, Mapping) and isinstance(message.get("content"), list)
 
 
-def _joined(message: Any, images: list[str]) -> Any:
+def _joined(message: Any, images: list[Any]) -> Any:
     """Return a message whose parts are joined, and add its images to a list."""
     if not _has_parts(message):
         return message
@@ -170,89 +209,142 @@ def _joined(message: Any, images: list[str]) -> Any:
     return {**message, "content": text}
 
 
-class _Encoder:
-    """Tokenises conversations with images; the tokens of an image never count in the loss."""
+@dataclass(frozen=True, slots=True, eq=False)
+class SeeingSample(TokenSample):
+    """A sample with images.
 
-    def __init__(self, inner: Encoder, image_token: int) -> None:
-        self._inner = inner
-        self._image_token = image_token
+    Args:
+        images: Its images, in order.
+    """
 
-    def encode(self, messages: Sequence[Message], sample_id: int, name: str) -> TokenSample:
-        """Return the tokens of a conversation, and the paths of its images."""
-        images = json.loads(messages[0].get(_IMAGES, "[]")) if messages else []
-        plain = [{key: value for key, value in message.items() if key != _IMAGES} for message in messages]
-        sample = self._inner.encode(plain, sample_id, name)
-        if not len(sample.tokens):
-            images = []
-        seen = sample.tokens == self._image_token
-        learnt = ~seen if sample.loss_mask is None else sample.loss_mask & ~seen
-        return SeeingSample(sample.tokens, learnt, sample.sample_id, tuple(images))
+    images: tuple[Stored, ...] = ()
 
 
 class _Samples(TokenizedSamples):
     """Samples with their images; a sample that would be cut inside an image is left out and counted."""
 
-    def __init__(self, *arguments: Any, image_token: int) -> None:
+    def __init__(self, tokenized: Any, *arguments: Any, image_token: int) -> None:
         self._image_token = image_token
-        super().__init__(*arguments)
+        self._images = tokenized.select_columns([_IMAGES])
+        super().__init__(tokenized, *arguments)
 
     def _pieces(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         [sample] = self._read([index])
-        if sample.length > self._row_length:
-            before, after = sample.tokens[self._row_length - 1 : self._row_length + 1]
-            if before == after == self._image_token:
-                self.statistics.samples += 1
-                self.statistics.through_image += 1
-                return (np.zeros(0, np.int64),) * 3
+        if self._is_cut_inside(sample) or (not len(sample.tokens) and self._images[index][_IMAGES]):
+            self.statistics.samples += 1
+            self.statistics.through_image += 1
+            return (np.zeros(0, np.int64),) * 3
         return super()._pieces(index)
+
+    def _is_cut_inside(self, sample: TokenSample) -> bool:
+        """Return whether a row would end inside an image of a sample."""
+        end = self._row_length
+        return sample.length > end and bool((sample.tokens[end - 1 : end + 1] == self._image_token).all())
 
     def take(self, indices: Sequence[int] | NDArray[np.int64]) -> list[TokenSample]:
         """Return the samples at ``indices``, [n], with the images that are left after they were cut."""
-        found = self._tokenized[self._source[indices].tolist()][_IMAGES]
-        return [
-            self._with_images(sample, json.loads(str(paths)))
-            for sample, paths in zip(super().take(indices), found, strict=True)
-        ]
+        found = self._images[self._source[indices].tolist()][_IMAGES]
+        return [self._with_images(*both) for both in zip(super().take(indices), found, strict=True)]
 
-    def _with_images(self, sample: TokenSample, paths: list[str]) -> SeeingSample:
+    def _with_images(self, sample: TokenSample, images: list[Stored]) -> SeeingSample:
         """Return a sample with the images whose tokens are among its inputs."""
         there = sum(is_image for is_image, _ in itertools.groupby(sample.tokens[:-1] == self._image_token))
-        return SeeingSample(sample.tokens, sample.loss_mask, sample.sample_id, tuple(paths[:there]))
+        return SeeingSample(sample.tokens, sample.loss_mask, sample.sample_id, tuple(images[:there]))
 
 
 class _Packed(PackedDataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         samples = self._samples.take(self._rows[index])
         row: dict[str, Any] = super().__getitem__(index)
-        return {**row, _IMAGES: [path for sample in samples for path in getattr(sample, _IMAGES)]}
+        return {**row, _IMAGES: [image for sample in samples for image in getattr(sample, _IMAGES)]}
 
 
 class _Collate:
     """Makes a batch of rows or samples and the patches of their images; a class, so that it can be pickled."""
 
-    def __init__(self, base: Callable[[list[Any]], dict[str, Tensor]], processor: Any) -> None:
+    def __init__(self, base: Callable[[list[Any]], dict[str, Tensor]], processor: Any, media_dir: str) -> None:
         self._base = base
         self._processor = processor
+        self._media_dir = media_dir
 
     def __call__(self, items: list[Any]) -> dict[str, Tensor]:
-        paths = [path for item in items for path in (item[_IMAGES] if isinstance(item, dict) else item.images)]
+        images = [image for item in items for image in (item[_IMAGES] if isinstance(item, dict) else item.images)]
         batch = self._base(items)
-        if not paths:
+        if not images:
             return batch
-        made = self._processor(images=[_pixels(path) for path in paths], return_tensors="pt")
+        made = self._processor(images=[self._read(image) for image in images], return_tensors="pt")
         return {**batch, **{name: torch.as_tensor(made[name]) for name in ("pixel_values", "image_grid_thw")}}
 
+    def _read(self, stored: Stored) -> Any:
+        with opened_image(stored, self._media_dir, "this batch") as image:
+            try:
+                image.load()
+            except OSError as error:  # its header could be read
+                what = _called(stored, self._media_dir)
+                raise ValueError(f"{what} is damaged: {error}; replace it, or leave its row out") from error
+            return image
 
-def _pixels(path: str) -> Any:
-    """Return the image at a path, in RGB."""
-    with opened_image(path, "this batch") as image:
-        try:
-            return image.convert("RGB")
-        except OSError as error:  # its header could be read
-            raise ValueError(f"{path} is damaged: {error}; replace it, or leave its row out") from error
+
+class ImageRows(MCoreFinetuningData):
+    """Adds images to a data module of conversations.
+
+    Attributes:
+        media_dir: The folder that paths of images are relative to; set after the constructor.
+    """
+
+    media_dir: str
+    _given_processor: Any  # or the folder or name of a model
+
+    @cached_property
+    def image_processor(self) -> Any:
+        """The image processor; loaded when it is first read."""
+        if not isinstance(self._given_processor, str):
+            return self._given_processor
+        from transformers import AutoImageProcessor
+
+        return AutoImageProcessor.from_pretrained(self._given_processor)  # type: ignore[no-untyped-call]
+
+    @cached_property
+    def image_token(self) -> int:
+        """Id of the token that stands for a part of an image.
+
+        Raises:
+            ValueError: The tokenizer has no such token.
+        """
+        vocabulary = self.tokenizer.get_vocab()
+        missing = [token for token in (_START, _IMAGE, _END) if token not in vocabulary]
+        if missing:
+            raise ValueError(f"the tokenizer has no token {missing[0]}; give the tokenizer of a vision-language model")
+        return int(vocabulary[_IMAGE])
+
+    def _column(self, reading: Reading) -> str | None:
+        """Return the column of the images; None if the rows have none."""
+        return "images"
+
+    def _tokenized_files(self, files: list[str], name: str, reading: Reading) -> Any:
+        seeing = ImageReading(
+            text=reading,
+            column=self._column(reading),
+            media_dir=self.media_dir,
+            image_token=self.image_token,
+            sizes=self.image_processor.to_json_string(),
+            processor=self.image_processor,
+        )
+        return super()._tokenized_files(files, name, seeing)
+
+    def _samples(self, tokenized: Any, indices: NDArray[np.int64], name: str) -> Any:
+        arguments = tokenized, indices, self.seq_length, self.overlong, name
+        return _Samples(*arguments, image_token=self.image_token)
+
+    def _packed(self, samples: Any, multiple: int) -> PackedDataset:
+        return _Packed(samples, self.seq_length, multiple)
+
+    @property
+    def _collate(self) -> Callable[[list[Any]], Any]:
+        return _Collate(super()._collate, self.image_processor, self.media_dir)
 
 
-class MCoreVisionData(MCoreFinetuningData):
+class MCoreVisionData(ImageRows):
     """Conversations about images from jsonl or parquet files, for ``MCoreVisionGPT``.
 
     A row has a conversation in one of the forms of :class:`~lightning_mcore.MCoreFinetuningData`, with ``<image>`` in
@@ -346,47 +438,3 @@ class MCoreVisionData(MCoreFinetuningData):
         )
         self._given_processor = tokenizer if image_processor is None else image_processor
         self.media_dir = media_dir
-
-    @cached_property
-    def image_processor(self) -> Any:
-        """The image processor; loaded when it is first read."""
-        if not isinstance(self._given_processor, str):
-            return self._given_processor
-        from transformers import AutoImageProcessor
-
-        return AutoImageProcessor.from_pretrained(self._given_processor)  # type: ignore[no-untyped-call]
-
-    @cached_property
-    def image_token(self) -> int:
-        """Id of the token that stands for a part of an image.
-
-        Raises:
-            ValueError: The tokenizer has no such token.
-        """
-        vocabulary = self.tokenizer.get_vocab()
-        missing = [token for token in (_START, _IMAGE, _END) if token not in vocabulary]
-        if missing:
-            raise ValueError(f"the tokenizer has no token {missing[0]}; give the tokenizer of a vision-language model")
-        return int(vocabulary[_IMAGE])
-
-    def _tokenized_files(self, files: list[str], name: str, reading: Reading) -> Any:
-        known = {each.name: getattr(reading, each.name) for each in dataclasses.fields(reading)}
-        seeing = ImageReading(
-            **known,
-            media_dir=self.media_dir,
-            image_token=self.image_token,
-            sizes=self.image_processor.to_json_string(),
-            processor=self.image_processor,
-        )
-        return super()._tokenized_files(files, name, seeing)
-
-    def _samples(self, tokenized: Any, indices: NDArray[np.int64], name: str) -> Any:
-        arguments = tokenized, indices, self.seq_length, self.overlong, name
-        return _Samples(*arguments, image_token=self.image_token)
-
-    def _packed(self, samples: Any, multiple: int) -> PackedDataset:
-        return _Packed(samples, self.seq_length, multiple)
-
-    @property
-    def _collate(self) -> Callable[[list[Any]], Any]:
-        return _Collate(super()._collate, self.image_processor)

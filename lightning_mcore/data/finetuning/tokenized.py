@@ -103,9 +103,21 @@ class Reading:
         """Return the columns of an encoded row; :func:`tokenize_files` lists them."""
         return columns_of(sample)
 
-    def features(self) -> dict[str, str]:
-        """Return the types of the columns that :meth:`columns` adds, by name."""
+    def features(self) -> dict[str, Any]:
+        """Return the types of the columns that :meth:`encoded` adds, by name: types of ``datasets``, or their names."""
         return {}
+
+    def encoded(self, reader: RowReader, encoder: Encoder, row: Row, index: int, name: str) -> dict[str, Any]:
+        """Return the cache's columns of a row.
+
+        Args:
+            reader: Result of :meth:`reader`.
+            encoder: Result of :meth:`encoder`.
+            row: The values of the row by column.
+            index: The number of the row.
+            name: What to call the row in an error.
+        """
+        return self.columns(encoder.encode(reader.messages(row, name), index, name))
 
 
 def tokenize_files(
@@ -275,7 +287,7 @@ class _Tokenize:
 
     def __call__(self, row: Row, index: int) -> dict[str, Any]:
         name = f"row {index if self._chosen is None else self._chosen[index]} of {self._name}"
-        return self._reading.columns(self._encoder.encode(self._reader.messages(row, name), index, name))
+        return self._reading.encoded(self._reader, self._encoder, row, index, name)
 
 
 def columns_of(sample: TokenSample) -> dict[str, Any]:
@@ -292,8 +304,9 @@ def columns_of(sample: TokenSample) -> dict[str, Any]:
 def _features(reading: Reading) -> Any:
     from datasets import Features, Sequence, Value
 
-    types = dict.fromkeys(("length", "num_targets", "largest"), "int64") | reading.features()
-    more = {name: Value(kind) for name, kind in types.items()}
+    types: dict[str, Any] = dict.fromkeys(("length", "num_targets", "largest"), "int64")
+    types |= reading.features()
+    more = {name: Value(kind) if isinstance(kind, str) else kind for name, kind in types.items()}
     return Features({"tokens": Sequence(Value("int32")), "learnt": Sequence(Value("bool")), **more})
 
 
