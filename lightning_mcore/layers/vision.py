@@ -13,7 +13,7 @@ forward needs no communication here. The gradients are summed as follows:
 
 A microbatch without images gives the tower zero gradients, because a reduction that overlaps with backward waits for
 the gradient of every weight. In some families, outputs from inside the tower are added after the first layers of the
-language model (*deepstack*). These layers must be on the first stage.
+language model (*deepstack*). These layers must be on the first stage. Megatron hands the outputs from layer to layer.
 """
 
 import importlib
@@ -185,14 +185,15 @@ class VisionGPT(MultiTokenGPT):
         super().__init__(config, spec, pre_process=pre_process, rotary_base=rotary_base, **arguments)
         interleaved = vision.family.interleaved
         self.rotary_pos_emb = MultimodalRotary(config.kv_channels, rotary_base, vision.sections, interleaved)
-        self._rows = torch.empty(0)  # [s / cp / tp, b], of the current microbatch
-        self._seen: list[Tensor] = []
+        self._seen: tuple[Tensor, Tensor] | None = None  # places and outputs of the projector, during a forward pass
         if not pre_process:
             return
         self.vision = VisionTower(vision, config)
         self.embedding.register_forward_hook(self._see)
         for number in range(vision.deepstack):
-            self.decoder.layers[number].register_forward_hook(self._add_after(number + 1))
+            self.decoder.layers[number].register_forward_hook(
+                _adds(number, is_last=number + 1 == vision.deepstack), with_kwargs=True
+            )
 
     def forward(
         self,
@@ -217,15 +218,22 @@ class VisionGPT(MultiTokenGPT):
             As in ``GPTModel``.
         """
         self.rotary_pos_emb.positions = rope_positions
-        if self.pre_process:
-            self._rows = self._own_rows(vision_rows)
-            self._seen = [] if patches is None else self.vision(patches, vision_grids)
-        output: Tensor = super().forward(*args, **kwargs)
+        if patches is not None and self.pre_process:
+            rows = self._own_rows(vision_rows).flatten()
+            places = (rows >= 0).nonzero().flatten()
+            seen = torch.stack(self.vision(patches, vision_grids), dim=1)[rows[places]]
+            self._seen = places, seen[:, 0]
+            if seen.size(1) > 1:
+                kwargs["extra_block_kwargs"] = {"context": seen[:, 1:], "context_mask": places}
+        try:
+            output: Tensor = super().forward(*args, **kwargs)
+        finally:
+            self._seen = None
         return output
 
     def _own_rows(self, rows: Tensor) -> Tensor:
         """Return the rows of this rank's tokens as its hidden states have them, [s / cp / tp, b]."""
-        rows = rows.t().contiguous()  # so that the hidden states are contiguous
+        rows = rows.t()
         if not self.config.sequence_parallel:
             return rows
         group = process_group("tp")
@@ -233,23 +241,29 @@ class VisionGPT(MultiTokenGPT):
 
     def _see(self, module: nn.Module, inputs: Any, embeddings: Tensor) -> Tensor:
         """Replace the embeddings of images, [s / cp / tp, b, h], by the projector's outputs."""
-        if not self._seen:
+        if self._seen is None:
             return self.vision.takes_part(embeddings)
-        seen = self._at_tokens(self._seen[0], embeddings)
-        return torch.where(self._rows[..., None] >= 0, seen, embeddings)
+        places, seen = self._seen
+        tokens = embeddings.flatten(0, 1)
+        return tokens.index_copy(0, places, seen.to(tokens.dtype)).view_as(embeddings)
 
-    def _add_after(self, number: int) -> Any:
-        """Return a hook that adds outputs from inside the tower to those of a layer."""
 
-        def add(module: nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-            if not self._seen:
-                return output
-            hidden, context = output
-            seen = self._at_tokens(self._seen[number], hidden)
-            return hidden + torch.where(self._rows[..., None] >= 0, seen, 0), context
+def _adds(number: int, is_last: bool) -> Any:
+    """Return a hook that adds outputs from inside the tower to those of a layer.
 
-        return add
+    Megatron hands ``context`` and ``context_mask`` from layer to layer, for models with cross-attention. Here they are
+    these outputs, [images' tokens of this rank, number of layers that add them, h], and their places among the tokens.
+    Recomputed layers get those of their own microbatch.
+    """
 
-    def _at_tokens(self, seen: Tensor, like: Tensor) -> Tensor:
-        """Return the tower's outputs at the places of tokens, [s / cp / tp, b, h] in the dtype of ``like``."""
-        return seen.to(like.dtype)[self._rows.clamp(min=0)]
+    def add(
+        module: nn.Module, args: Any, kwargs: dict[str, Any], output: tuple[Tensor, Tensor | None]
+    ) -> tuple[Tensor, Tensor | None]:
+        hidden, context = output
+        if context is None:
+            return output
+        tokens, seen = hidden.flatten(0, 1), context[:, number].to(hidden.dtype)
+        added = tokens.index_add(0, kwargs["context_mask"], seen).view_as(hidden)
+        return added, None if is_last else context
+
+    return add

@@ -145,7 +145,7 @@ class MCoreVisionGPT(MCoreGPT):
 
         Raises:
             ValueError: As in :meth:`MCoreGPT.check_settings`; or the first stage has too few layers for the outputs
-                from inside the tower, or would recompute them; or a batch would be cut into rows without its images.
+                from inside the tower; or a batch would be cut into rows without its images.
             ModuleNotFoundError: TransformerEngine is asked for but not installed.
         """
         super().check_settings()
@@ -161,11 +161,6 @@ class MCoreVisionGPT(MCoreGPT):
             raise ValueError(
                 f"the first pipeline stage has {there} layers, and outputs of the vision tower are added after the"
                 f" first {stacked}; give it more, for example with num_layers_in_first_pipeline_stage"
-            )
-        if stacked and config.recompute_granularity == "full":
-            raise ValueError(
-                "recompute_granularity='full' would run the vision tower's backward pass several times, because its"
-                f" outputs are added after the first {stacked} layers; choose recompute_granularity='selective'"
             )
 
     def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:

@@ -264,14 +264,12 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
         MCoreVisionGPT.from_pretrained(seeing, freeze=["tower"])
     with pytest.raises(ValueError, match="mtp_num_layers=1 is not available for a vision-language model"):
         MCoreVisionGPT.from_pretrained(seeing, transformer={"mtp_num_layers": 1})
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    refused: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-        ({"pipeline_model_parallel_size": 2}, {}, "the first pipeline stage has 2 layers, and outputs of the vision"),
-        ({"micro_batch_size": 1}, {}, "micro_batch_size=1 would cut a batch of images into rows"),
-        ({}, full, "recompute_granularity='full' would run the vision tower's backward pass several times"),
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"pipeline_model_parallel_size": 2}, "the first pipeline stage has 2 layers, and outputs of the vision"),
+        ({"micro_batch_size": 1}, "micro_batch_size=1 would cut a batch of images into rows"),
     ]
-    for arguments, fields, message in refused:
-        module = MCoreVisionGPT.from_pretrained(seeing, transformer=fields)
+    for arguments, message in refused:
+        module = MCoreVisionGPT.from_pretrained(seeing)
         module.trainer = make_trainer(MCoreStrategy(**arguments))
         with pytest.raises(ValueError, match=message):
             module.check_settings()
