@@ -185,7 +185,7 @@ class RayReport(pl.Callback):
         self.every_n_train_steps = every_n_train_steps
         self.watch_preemption = watch_preemption
         self._saved_step = 0
-        self._waiting: list[tuple[str, dict[str, float]]] = []  # saves that are not reported yet
+        self._waiting: list[tuple[str, dict[str, Any]]] = []  # URLs of saves, and what to report once they are whole
         self._announced: Any = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -234,29 +234,29 @@ class RayReport(pl.Callback):
     def _save(self, trainer: pl.Trainer) -> None:
         storage, step = ray.train.get_context().get_storage(), trainer.global_step
         folder = f"checkpoint_{trainer.current_epoch:04d}_{step:08d}"
+        path = f"{storage.experiment_fs_path}/{folder}"
+        url = f"{_url(storage.storage_filesystem, path)}/{CHECKPOINT}"
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        metrics |= {"epoch": trainer.current_epoch, "step": step}
-        trainer.save_checkpoint(f"{_url(storage.storage_filesystem, storage.experiment_fs_path)}/{folder}/{CHECKPOINT}")
+        trainer.save_checkpoint(url)
+        report = {
+            "metrics": metrics | {"epoch": trainer.current_epoch, "step": step},
+            "checkpoint": ray.train.Checkpoint(path, storage.storage_filesystem),
+            "checkpoint_dir_name": folder,
+            "checkpoint_upload_mode": CheckpointUploadMode.NO_UPLOAD,
+        }
         self._saved_step = step
-        self._waiting.append((folder, metrics))
+        self._waiting.append((url, report))
         self._report_whole(trainer)
 
     def _report_whole(self, trainer: pl.Trainer) -> None:
         """Report the saves that are complete, oldest first; all ranks agree on which are."""
-        storage, plugin = ray.train.get_context().get_storage(), trainer.strategy.checkpoint_io
+        plugin = trainer.strategy.checkpoint_io
         while self._waiting:
-            folder, metrics = self._waiting[0]
-            path = f"{storage.experiment_fs_path}/{folder}"
-            url = f"{_url(storage.storage_filesystem, path)}/{CHECKPOINT}"
+            url, report = self._waiting[0]
             if isinstance(plugin, MCoreCheckpointIO) and plugin.is_in_flight(url):
                 return
             self._waiting.pop(0)
-            ray.train.report(
-                metrics,
-                checkpoint=ray.train.Checkpoint(path, storage.storage_filesystem),
-                checkpoint_dir_name=folder,
-                checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
-            )
+            ray.train.report(**report)
 
 
 class ElasticTorchTrainer(TorchTrainer):  # type: ignore[misc]  # Ray has no types

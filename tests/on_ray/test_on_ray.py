@@ -40,7 +40,7 @@ def patience() -> None:
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "600"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def one_machine(patience: None) -> Iterator[None]:
     ray.init(num_cpus=2, log_to_driver=False, **SMALL)
     yield
