@@ -42,7 +42,7 @@ def patience() -> None:
 
 @pytest.fixture
 def one_machine(patience: None) -> Iterator[None]:
-    ray.init(num_cpus=2, log_to_driver=False, **SMALL)
+    ray.init(address="local", num_cpus=2, log_to_driver=False, **SMALL)
     yield
     ray.shutdown()
 
@@ -124,10 +124,7 @@ def test_a_run_goes_on_when_machines_come_and_go(patience: None, tmp_path: Path)
     for folder in own:
         folder.mkdir()
     head = {"num_cpus": 2, "env_vars": {"TMPDIR": str(own[0])}, **SMALL}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
     second = {"num_cpus": 2, "object_store_memory": SMALL["object_store_memory"]}
-    lost = cluster.add_node(**second, env_vars={"TMPDIR": str(own[1])})
-    ray.init(address=cluster.address, log_to_driver=False)
     results: list[Any] = []
 
     def wait(there: Callable[[list[int]], bool]) -> None:
@@ -136,11 +133,14 @@ def test_a_run_goes_on_when_machines_come_and_go(patience: None, tmp_path: Path)
             assert time.monotonic() < deadline
             time.sleep(1)
 
-    scaling = ray.train.ScalingConfig(num_workers=(2, 4), elastic_resize_monitor_interval_s=5)
-    trainer = ElasticTorchTrainer(train, sizes=sizes, scaling_config=scaling, **options(mine, failures=3))
-    thread = threading.Thread(target=lambda: results.append(trainer.fit()), daemon=True)
-    thread.start()
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
+        lost = cluster.add_node(**second, env_vars={"TMPDIR": str(own[1])})
+        ray.init(address=cluster.address, log_to_driver=False)
+        scaling = ray.train.ScalingConfig(num_workers=(2, 4), elastic_resize_monitor_interval_s=5)
+        trainer = ElasticTorchTrainer(train, sizes=sizes, scaling_config=scaling, **options(mine, failures=3))
+        thread = threading.Thread(target=lambda: results.append(trainer.fit()), daemon=True)
+        thread.start()
         wait(lambda worlds: worlds == [4])
         cluster.remove_node(lost, allow_graceful=False)
         wait(lambda worlds: worlds == [4, 2])
