@@ -127,7 +127,7 @@ test-te-suite: $(TE)/.unpacked  ## run TransformerEngine's own tests as they are
 			>&2; exit 1; }
 	PYTHONPATH=$(CURDIR):$(CURDIR)/$(TE)/site $(RUN) -m tests.te_suite --source "$(SOURCE)" $(ARGS)
 
-test-ray: $(INSTALLED)  ## run the tests that start Ray, minutes each
+test-ray: $(INSTALLED)  ## run the tests that start Ray, about 7 minutes
 	TEST_RAY=1 $(RUN) -m pytest $(PYTEST_ARGS) tests/on_ray
 
 # Lightning's tests import packages of their own. They go into an environment that borrows all the rest from .venv, so

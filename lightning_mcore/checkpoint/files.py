@@ -29,7 +29,6 @@ import errno
 import os
 import posixpath
 import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from threading import Event, Lock
@@ -38,6 +37,7 @@ from typing import IO, Any
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
+from isal.isal_zlib import crc32
 
 from lightning_mcore.checkpoint import atomic
 from lightning_mcore.checkpoint.manifest import (
@@ -369,7 +369,7 @@ def _check_sums(path: str, manifest: dict[str, Any], on_progress: Callable[[int,
 def _record(file: IO[bytes], advance: Callable[[int], None] | None = None) -> FileRecord:
     size = checksum = 0
     while block := file.read(_BLOCK):
-        size, checksum = size + len(block), zlib.crc32(block, checksum)
+        size, checksum = size + len(block), crc32(block, checksum)
         if advance is not None:
             advance(len(block))
     return FileRecord(size, f"{checksum:08x}")

@@ -25,13 +25,13 @@ import pickle
 import tempfile
 import warnings
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from isal.isal_zlib import crc32
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 
@@ -430,7 +430,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         fs, root = checkpoint_files.open_store(path)
         content: bytes = fs.cat_file(f"{root}/{name}")
         record = manifest["files"].get(name) if manifest is not None else None
-        if self.verify == "checksums" and record is not None and f"{zlib.crc32(content):08x}" != record["crc32"]:
+        if self.verify == "checksums" and record is not None and f"{crc32(content):08x}" != record["crc32"]:
             raise damaged(path, f"the checksum of {name} differs from the one in the manifest")
         return content
 

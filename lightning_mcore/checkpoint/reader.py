@@ -21,7 +21,6 @@ import os
 import pickle
 import struct
 import zipfile
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from isal.isal_zlib import crc32
 from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
@@ -363,5 +363,5 @@ def _check_all(archive: mmap.mmap, records: dict[str, zipfile.ZipInfo]) -> None:
 def _check(archive: mmap.mmap, record: zipfile.ZipInfo) -> None:
     start = _start(archive, record)
     with memoryview(archive) as whole, whole[start : start + record.compress_size] as content:
-        if record.compress_type == zipfile.ZIP_STORED and zlib.crc32(content) != record.CRC:
+        if record.compress_type == zipfile.ZIP_STORED and crc32(content) != record.CRC:
             raise ValueError(f"the checksum of its record {record.filename} differs from the one in the archive")

@@ -18,9 +18,7 @@ way. ``hf/safetensors.py`` writes the files of an export with it.
 **One tensor.** A ``.distcp`` file is a row of ``torch.save`` archives, one for each piece of a tensor. ``torch.save``
 computes the checksum of an archive in a slow loop. The archive itself is simple: an uncompressed zip file with a pickle
 of shape and type, and the bytes. So :func:`frame_tensor` makes the parts before and after the bytes, and the bytes
-themselves are written from the memory of the tensor. ``zipfile`` would take three times as long for small tensors. The
-checksum of the file is combined from those of its archives, because computing it again over the bytes of large tensors
-would make a save take half as long again.
+themselves are written from the memory of the tensor. ``zipfile`` would take three times as long for small tensors.
 """
 
 import errno
@@ -31,7 +29,6 @@ import os
 import pickle
 import struct
 import sys
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -39,6 +36,7 @@ from math import prod
 from typing import Any, Self
 
 import torch
+from isal.isal_zlib import crc32
 from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -51,12 +49,9 @@ _ALIGNMENT = 64  # bytes; for tensors in the staging memory, archives in a file,
 _STAGING_BLOCK = 1 << 30  # bytes of staging memory taken at once, unless a tensor is larger
 _BUFFER = 8 << 20  # bytes; large, so that waiting for Python's global lock between two writes costs little
 _DISK_BLOCK = 4096  # bytes; a multiple of the block size of common disks
-_COMBINED_FROM = 1 << 16  # bytes from which a second checksum costs more than combining two
 _FOLDER = "archive"
 _PADDING = b"FB"  # the id of the extra field that torch pads with
 _LIMIT = 0xFFFFFFFF  # bytes from which zip uses its 64-bit fields
-_POLYNOMIAL = 0xEDB88320
-_BITS = 32
 
 Places = dict[MetadataIndex, _StorageInfo]
 
@@ -98,7 +93,7 @@ def frame_tensor(dtype: torch.dtype, shape: tuple[int, ...], checksum: int) -> t
     ]
     head, directory = b"", b""
     for name, content in records:
-        local, central = _record(name, len(head), len(content), zlib.crc32(content))
+        local, central = _record(name, len(head), len(content), crc32(content))
         head, directory = head + local + content, directory + central
     local, central = _record("data/0", len(head), size, checksum, aligned=True)
     head += local
@@ -165,39 +160,6 @@ def _end_of_archive(directory: bytes, count: int, offset: int) -> bytes:
     return directory + end + b"PK\5\6" + struct.pack("<4H2LH", 0, 0, count, count, size, min(offset, _LIMIT), 0)
 
 
-def combine_checksums(first: int, second: int, length: int) -> int:
-    """Return the CRC32 of two byte strings joined together.
-
-    Source: ``crc32_combine`` of zlib 1.3, which Python does not offer.
-
-    Args:
-        first: CRC32 of the first.
-        second: CRC32 of the second.
-        length: Bytes of the second.
-    """
-    return _multiply(_shift(length), first) ^ second
-
-
-@lru_cache(maxsize=4096)
-def _shift(length: int) -> int:
-    """Return x to the power of the bits of ``length`` bytes, modulo the polynomial of CRC32."""
-    result, power = 1 << 31, 1 << 23  # x to the power of 0 and of 8, bits reflected
-    while length:
-        if length & 1:
-            result = _multiply(power, result)
-        power, length = _multiply(power, power), length >> 1
-    return result
-
-
-def _multiply(a: int, b: int) -> int:
-    product = 0
-    for bit in range(_BITS - 1, -1, -1):
-        if a >> bit & 1:
-            product ^= b
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
-    return product
-
-
 class ChecksummedFile:
     """A file being written in a ``with`` statement; it is on the disk when the statement ends.
 
@@ -223,21 +185,13 @@ class ChecksummedFile:
         finally:
             os.close(self._descriptor)
 
-    def write(self, content: bytes | memoryview, checksum: int | None = None) -> None:
+    def write(self, content: bytes | memoryview) -> None:
         """Append ``content``.
-
-        Args:
-            content: What to write.
-            checksum: Its CRC32, if already known.
 
         Raises:
             OSError: The disk refuses.
         """
         length = len(content)
-        if checksum is None or length < _COMBINED_FROM:
-            self._checksum = zlib.crc32(content, self._checksum)
-        else:
-            self._checksum = combine_checksums(self._checksum, checksum, length)
         self.size += length
         done = 0
         while done < length:
@@ -265,6 +219,8 @@ class ChecksummedFile:
     def _write(self, length: int) -> None:
         done = 0
         with memoryview(self._buffer) as buffer:
+            with buffer[: self._filled] as content:  # now, while it is in the processor's cache
+                self._checksum = crc32(content, self._checksum)
             while done < length:
                 try:
                     done += os.write(self._descriptor, buffer[done:length])
@@ -409,8 +365,8 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _write_tensor(file: ChecksummedFile, tensor: Tensor) -> None:
     content = tensor_bytes(tensor)
-    checksum = zlib.crc32(content)
+    checksum = crc32(content)
     before, after = frame_tensor(tensor.dtype, tuple(tensor.shape), checksum)
     file.write(before)
-    file.write(content, checksum)
+    file.write(content)
     file.write(after)

@@ -22,13 +22,13 @@ import logging
 import os
 import struct
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
 from lightning_mcore.checkpoint.atomic import abandon, begin, publish
@@ -63,7 +63,7 @@ class BlockChecksums:
         view, found = memoryview(content), []
         while len(view):
             part = view[: BLOCK - self.size % BLOCK]
-            self.last = zlib.crc32(part, self.last)
+            self.last = crc32(part, self.last)
             self.size += len(part)
             view = view[len(part) :]
             if self.size % BLOCK == 0:
@@ -113,7 +113,7 @@ def write_checksums(path: str, files: Mapping[str, tuple[int, NDArray[np.uint32]
     head = {"format": _FORMAT, "block": BLOCK, "files": {name: size for name, (size, _) in files.items()}}
     content = json.dumps(head).encode() + b"\n" + b"".join(sums.astype("<u4").tobytes() for _, sums in files.values())
     with open(path, "wb") as file:
-        file.write(content + _CRC.pack(zlib.crc32(content)))
+        file.write(content + _CRC.pack(crc32(content)))
         file.flush()
         os.fsync(file.fileno())
 
@@ -126,10 +126,7 @@ def read_checksums(path: str) -> Checksums:
         ValueError: The file is damaged.
     """
     checksums = _mapped(path)
-    if (
-        checksums is None
-        or f"{zlib.crc32(np.memmap(path, np.uint8, 'r')[: -_CRC.size].data):08x}" != checksums.identity
-    ):
+    if checksums is None or f"{crc32(np.memmap(path, np.uint8, 'r')[: -_CRC.size].data):08x}" != checksums.identity:
         raise ValueError(f"{path} is damaged")
     return checksums
 
@@ -187,12 +184,12 @@ def _fingerprint(path: str, size: int, most: int | None) -> str:
         parts = [blocks[start : start + 16] for start in range(0, len(blocks), 16)]
         found = threads.map(lambda part: _of_blocks(file.fileno(), part, size), parts)
         sums = b"".join(_CRC.pack(checksum) for part in found for checksum in part)
-    return f"{size} bytes, {zlib.crc32(sums):08x}"
+    return f"{size} bytes, {crc32(sums):08x}"
 
 
 def _of_blocks(descriptor: int, blocks: Iterable[int], size: int) -> list[int]:
     places = [block * BLOCK for block in blocks]
-    return [zlib.crc32(os.pread(descriptor, min(BLOCK, size - place), place)) for place in places]
+    return [crc32(os.pread(descriptor, min(BLOCK, size - place), place)) for place in places]
 
 
 class CheckedBlocks:
@@ -229,7 +226,7 @@ class CheckedBlocks:
         stop = offset + count * np.dtype(dtype).itemsize
         for block in range(offset // BLOCK, -(-stop // BLOCK)):
             if not self._checked[block]:
-                if zlib.crc32(self._content[block * BLOCK : (block + 1) * BLOCK].data) != self._wanted[block]:
+                if crc32(self._content[block * BLOCK : (block + 1) * BLOCK].data) != self._wanted[block]:
                     raise ValueError(_damaged(self._path, block))
                 self._checked[block] = True
         return np.frombuffer(self._content, dtype, count, offset)

@@ -16,7 +16,6 @@ It needs no process groups and no GPU, and only the memory of the pages that wer
 """
 
 import os
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from threading import Lock
 
 import torch
 import torch.distributed as dist
+from isal.isal_zlib import crc32
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
@@ -242,7 +242,7 @@ class StoredTensors:
         self.is_ours = not checkpoint_files.is_megatron_checkpoint(path)
         manifest = checkpoint_files.check_sizes(path) if self.is_ours else None
         content = self._read(METADATA_FILE)
-        if manifest is not None and f"{zlib.crc32(content):08x}" != manifest["files"][METADATA_FILE]["crc32"]:
+        if manifest is not None and f"{crc32(content):08x}" != manifest["files"][METADATA_FILE]["crc32"]:
             raise damaged(path, f"the checksum of {METADATA_FILE} differs from the one in the manifest")
         self._metadata = read_metadata(path, content)
         for name, size in least_sizes(self._metadata).items():

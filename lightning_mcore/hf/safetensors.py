@@ -260,7 +260,6 @@ def _is_file_name(value: Any) -> bool:
 
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _ALIGNMENT = 8  # bytes; alignment of the data
-_NO_CHECKSUM = 0  # the file's checksum is not used
 
 
 def write_safetensors(
@@ -287,7 +286,7 @@ def write_safetensors(
         for name in names:
             tensor = read(name)
             assert (tensor.dtype, tuple(tensor.shape)) == (tensors[name][0], tuple(tensors[name][1]))
-            file.write(tensor_bytes(tensor), _NO_CHECKSUM)
+            file.write(tensor_bytes(tensor))
 
 
 def _header(names: list[str], tensors: Mapping[str, tuple[torch.dtype, Shape]]) -> bytes:

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copy that an asynchronous save writes from."""
+"""The copy that an asynchronous save writes from, and one file of a checkpoint."""
 
+import random
 import weakref
+import zlib
+from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_mcore.checkpoint import writer as checkpoint_writer
+from lightning_mcore.checkpoint.manifest import FileRecord
 from lightning_mcore.checkpoint.save import Piece
 from lightning_mcore.checkpoint.writer import Staging
 
@@ -64,3 +68,14 @@ def test_quantized_tensors_are_copied_one_after_another(monkeypatch: pytest.Monk
     assert len(made) == 4
     for piece, copy in zip(pieces[1:], copies[1:], strict=True):
         assert torch.equal(piece.content, copy.content)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("length", [0, 1, 4096, 10_000, 8 << 20, (8 << 20) + 5, 20_000_000])
+def test_a_file_is_what_was_written_with_the_checksum_of_zlib(length: int, tmp_path: Path) -> None:
+    """In parts that end within the buffer and beyond it, on blocks of the disk and between them."""
+    content = random.Random(length).randbytes(length)
+    with checkpoint_writer.ChecksummedFile(str(tmp_path / "file")) as file:
+        for start in range(0, length, 3_000_001):
+            file.write(memoryview(content)[start : start + 3_000_001])
+    assert (tmp_path / "file").read_bytes() == content
+    assert file.record == FileRecord(length, f"{zlib.crc32(content):08x}")

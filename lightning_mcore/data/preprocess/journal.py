@@ -26,12 +26,12 @@ import json
 import os
 import shutil
 import time
-import zlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from isal.isal_zlib import crc32
 
 from lightning_mcore.checkpoint.atomic import sync_directory
 from lightning_mcore.data.checked_files import BLOCK, BlockChecksums, checksums_of
@@ -204,7 +204,7 @@ class Journal:
             path = self.folder / name
             if not path.is_file() or path.stat().st_size < size:
                 return f"{path} is shorter than its journal says"
-        if zlib.crc32(self._lengths(progress)) != progress.lengths_checksum:
+        if crc32(self._lengths(progress)) != progress.lengths_checksum:
             return f"{self.folder / 'lengths'} is damaged"
         size = self._sizes(progress)["tokens"]
         found = checksums_of(str(self.folder / "tokens"), size)[1]
@@ -247,7 +247,7 @@ class Journal:
             tokens=done.tokens + len(result.tokens) // np.dtype(self._dtype).itemsize,
             empty=done.empty + result.empty,
             last_block=self._blocks.last,
-            lengths_checksum=zlib.crc32(result.lengths, done.lengths_checksum),
+            lengths_checksum=crc32(result.lengths, done.lengths_checksum),
         )
         if files:
             self._after_file = self.progress
@@ -320,7 +320,7 @@ class Journal:
 
 def _checksum(stored: dict[str, Any]) -> int:
     """Return the checksum of the content of a journal."""
-    return zlib.crc32(json.dumps(stored, sort_keys=True).encode())
+    return crc32(json.dumps(stored, sort_keys=True).encode())
 
 
 def _difference(begun: dict[str, Any], command: dict[str, Any]) -> str | None:
