@@ -109,6 +109,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 FAMILIES = tuple(CONFIGS)
 
+_DELTA_NET: dict[str, Any] = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
 _SIGMOID = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
 _LAYERS = ["full_attention", "sliding_attention"] * 2
 
@@ -205,6 +215,24 @@ MORE_CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
         "moe_layer_start_index": 1,
         "moe_layer_end_index": -1,
+    },
+    "qwen3_next": {
+        **_SIZES,
+        **_DELTA_NET,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+        "mlp_only_layers": [2],
+    },
+    "qwen3_5_text": {**_SIZES, **_DELTA_NET, "tie_word_embeddings": True},
+    "qwen3_5_moe_text": {
+        **_SIZES,
+        **_DELTA_NET,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
     },
 }
 """The same of the families after them."""

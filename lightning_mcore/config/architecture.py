@@ -28,6 +28,15 @@ STRETCHES: dict[str, tuple[str, ...]] = {
 original length. ``longrope`` has two lists of factors: for lengths up to the original length, and for longer ones.
 """
 
+DELTA_NET: tuple[str, ...] = (
+    "num_key_heads",
+    "num_value_heads",
+    "key_head_dim",
+    "value_head_dim",
+    "conv_kernel_dim",
+)
+"""The sizes of gated delta nets: heads, channels of a head, and tokens that the convolution sees."""
+
 _ATTRIBUTE = "architecture"
 
 
@@ -52,6 +61,8 @@ class Architecture:
         latent_epsilon: Epsilon of the norms inside multi-latent attention; None for ``layernorm_epsilon``.
         stretch: How to stretch rotary wavelengths where Megatron cannot: ``kind`` and its keys in ``STRETCHES``.
         softmax_choice_bias: Whether a softmax router has a fixed bias that affects only which experts are chosen.
+        delta_net: Gated delta nets instead of attention: ``layers``, a flag for each layer of the model, and the sizes
+            in ``DELTA_NET``; None for attention in all layers.
     """
 
     layer_norms: LayerNorms = "before"
@@ -67,6 +78,7 @@ class Architecture:
     latent_epsilon: float | None = None
     stretch: Mapping[str, Any] | None = None
     softmax_choice_bias: bool = False
+    delta_net: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> "Architecture":
@@ -89,6 +101,15 @@ class Architecture:
                 raise ValueError(f"architecture has no setting {name!r}; choose from {known}")
             _check(name, value)
         return cls(**given)
+
+    @property
+    def delta_net_heads(self) -> int | None:
+        """Key heads of gated delta nets, which ranks share; None without such layers."""
+        return self.delta_net["num_key_heads"] if self.delta_net is not None else None
+
+    def has_delta_net(self, layer: int) -> bool:
+        """Return whether a layer, counted from 0, has a gated delta net instead of attention."""
+        return self.delta_net is not None and bool(self.delta_net["layers"][layer])
 
     @property
     def fits_transformer_engine(self) -> bool:
@@ -118,6 +139,7 @@ _TORCH_BACKEND_ONLY = (
     "mlp_bias",
     "attention_cap",
     "latent_epsilon",
+    "delta_net",
 )
 
 ARCHITECTURE_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Architecture)}
@@ -137,10 +159,29 @@ def _check_stretch(given: Any) -> None:
         raise ValueError(f"architecture has stretch={given!r}; give a dict with kind {kinds}")
 
 
+def _check_delta_net(given: Any) -> None:
+    if not isinstance(given, Mapping) or given.keys() != {"layers", *DELTA_NET}:
+        raise ValueError(f"architecture has delta_net={given!r}; give a dict with layers, {', '.join(DELTA_NET)}")
+    if not isinstance(given["layers"], list | tuple) or any(flag not in (0, 1) for flag in given["layers"]):
+        raise ValueError(f"architecture has delta_net.layers={given['layers']!r}; give 0 or 1 for each layer")
+    for name in DELTA_NET:
+        size = given[name]
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"architecture has delta_net.{name}={size!r}; give a whole number above 0")
+    if given["num_value_heads"] % given["num_key_heads"]:
+        raise ValueError(
+            f"architecture has delta_net.num_value_heads={given['num_value_heads']}, which is not a multiple of"
+            f" num_key_heads={given['num_key_heads']}; choose such numbers"
+        )
+
+
+_CHECKS = {"stretch": _check_stretch, "delta_net": _check_delta_net}
+
+
 def _check(name: str, value: Any) -> None:
-    if name == "stretch":
+    if name in _CHECKS:
         if value is not None:
-            _check_stretch(value)
+            _CHECKS[name](value)
         return
     choices = _CHOICES.get(name)
     if choices is not None:
@@ -166,7 +207,11 @@ def check_architecture(config: Any) -> None:
     latent, experts = config.multi_latent_attention, config.num_moe_experts
     softmax = config.moe_router_score_function == "softmax" and not config.moe_router_enable_expert_bias
     clashes: list[tuple[str, bool, str]] = [
-        *((name, latent, "multi_latent_attention=True") for name in ("head_norms", "window_rotary_base", "stretch")),
+        *(
+            (name, latent, "multi_latent_attention=True")
+            for name in ("head_norms", "window_rotary_base", "stretch", "delta_net")
+        ),
+        ("delta_net", bool(config.mtp_num_layers), f"mtp_num_layers={config.mtp_num_layers}"),
         ("attention_output_bias", latent, "multi_latent_attention=True"),
         ("head_norms", config.qk_layernorm, "qk_layernorm=True"),
         ("latent_epsilon", not latent, "multi_latent_attention=False"),
@@ -177,11 +222,18 @@ def check_architecture(config: Any) -> None:
     for name, clashes_here, other in clashes:
         if clashes_here and getattr(given, name) != ARCHITECTURE_DEFAULTS[name]:
             raise ValueError(f"architecture has {name}={getattr(given, name)!r}, which does not work with {other}")
+    if given.delta_net is not None and len(given.delta_net["layers"]) != config.num_layers:
+        raise ValueError(
+            f"architecture has {len(given.delta_net['layers'])} flags in delta_net.layers, and the model has"
+            f" num_layers={config.num_layers}; give one for each layer"
+        )
 
 
 def set_architecture(config: Any, architecture: Architecture) -> None:
     """Attach the settings to a Megatron config, which takes them to the modules."""
     setattr(config, _ATTRIBUTE, architecture)
+    if architecture.delta_net is not None:
+        config.hetereogenous_dist_checkpoint = True  # layers that differ cannot be stacked
     factor = (architecture.stretch or {}).get("attention_factor", 1.0)
     if factor != 1.0:  # Megatron multiplies a rotation by 0.1 * mscale * log(scaling_factor) + 1
         config.yarn_rotary_scaling_factor = math.e**10

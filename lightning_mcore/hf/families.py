@@ -33,6 +33,7 @@ from lightning_mcore.hf.decoder_rules import (
     WINDOWS,
     WITHOUT_POSITIONS,
 )
+from lightning_mcore.hf.delta_net_families import DELTA_NETS
 from lightning_mcore.hf.expert_rules import (
     ALL_LAYERS,
     CHOSEN_EXPERTS,
@@ -352,6 +353,7 @@ FAMILIES = {
         *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, DEEPSEEK_V3, GLM4_MOE),
         *(KIMI_K2, MINISTRAL, SMOLLM3, SEED_OSS, PHI3, GLM, ERNIE4_5, DOTS1),
         *VARIANTS,
+        *DELTA_NETS,
     )
 }
 """All of them, by the ``model_type`` of their ``config.json``."""

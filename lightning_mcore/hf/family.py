@@ -65,7 +65,8 @@ class Family:
         multi_token: The weights that a layer of multi-token prediction has beside those of ``layer``: Megatron's names
             after ``mtp.layers.<n>.``, Hugging Face's after the prefix of a layer after the last.
         repeated: The tensors of such a layer that repeat a tensor of the model, mapped to the name of that tensor.
-        unread: The endings of names of tensors that are not weights.
+        unread: The endings of names of tensors that are not weights, and beginnings of names that transformers does
+            not read either, which end with a dot.
         layer_prefix: Prefix of Hugging Face's names of a layer's weights; ``{layer}`` is its number.
         optional: Tensors that a folder may lack; the model then keeps the values that it begins with.
         more_config: Keys that a written config gets besides those of the rules.

@@ -5,9 +5,10 @@ transformers' own loop does the rest: greedy search, sampling, beam search, logi
 calls :class:`Generator`. All ranks of a model copy run the loop with the same logits and the same random state, so they
 choose the same tokens.
 
-:class:`KeyValueCache` has Megatron's memory of keys and values, and the tokens that are in it. A call that continues
-these tokens runs only the new ones through the model. The order of the rows may change, as in beam search. If the
-layers cannot use the cache, for example under context parallelism, each call runs the whole sequences.
+:class:`KeyValueCache` has Megatron's memory of keys and values, the states of layers without these
+(``layers/delta_net.py``), and the tokens that are in it. A call that continues these tokens runs only the new ones
+through the model. The order of the rows may change, as in beam search. If the layers cannot use the cache, for example
+under context parallelism, each call runs the whole sequences.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_mcore.config.architecture import architecture_of
 from lightning_mcore.layers.core_attention import TorchAttention
+from lightning_mcore.layers.delta_net import DeltaNetState, GatedDeltaNet, states_of
 from lightning_mcore.models.generation import evaluating
 from lightning_mcore.parallel.groups import process_group
 
@@ -95,7 +97,7 @@ class Generator(GenerationMixin):
 
 
 class KeyValueCache:
-    """Keys and values of the tokens that a model has processed, and the next logits.
+    """Keys and values of the tokens that a model has processed, or states of gated delta nets, and the next logits.
 
     Args:
         model: The model.
@@ -106,7 +108,9 @@ class KeyValueCache:
         self._tokens: Tensor | None = None  # the tokens in memory, [b, n] int64; -1 for padding
         self._context: Any = None
         is_relative = architecture_of(model.pipeline.chunks[0].config).head_norms != "after_rotation"
-        self._takes_masks = is_relative and any(isinstance(layer, TorchAttention) for layer in model.modules())
+        self._takes_masks = is_relative and any(
+            isinstance(layer, TorchAttention | GatedDeltaNet) for layer in model.modules()
+        )
 
     def supports(self, attention_mask: Tensor | None) -> bool:
         """Return whether the layers can use a cache on this layout with this mask.
@@ -177,6 +181,9 @@ class KeyValueCache:
             context.key_value_memory_dict[layer] = tuple(
                 functional.pad(part, (0, 0) * (part.dim() - 1) + (0, more)) for part in taken
             )
+        states = states_of(context)
+        for layer, state in states.items():
+            states[layer] = DeltaNetState(*(part[order] for part in state))
         context.max_sequence_length += more
         context.max_batch_size = len(order)
 

@@ -53,12 +53,16 @@ class _Place:
     begin: int
 
 
+def _is_unread(name: str, unread: tuple[str, ...]) -> bool:
+    return name.endswith(unread) or name.startswith(tuple(part for part in unread if part.endswith(".")))
+
+
 class SafetensorsFolder:
     """The tensors of a model.
 
     Args:
         folder: The folder with ``model.safetensors`` or its index.
-        unread: Endings of the names of tensors to ignore.
+        unread: Endings of the names of tensors to ignore; one with a dot at its end is a beginning.
 
     Attributes:
         folder: The argument.
@@ -82,7 +86,7 @@ class SafetensorsFolder:
         for name in [SINGLE_FILE] if index is None else sorted(set(index.values())):
             self._read_header(name, unread)
         if index is not None:
-            self._compare({name: file for name, file in index.items() if not name.endswith(unread)})
+            self._compare({name: file for name, file in index.items() if not _is_unread(name, unread)})
             self._compare_sizes()
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
@@ -164,7 +168,7 @@ class SafetensorsFolder:
         for name, entry in header.items():
             kind, shape, begin, last = self._entry(file_name, name, entry)
             ranges.append((begin, last, name))
-            if not name.endswith(unread):
+            if not _is_unread(name, unread):
                 dtype = self._type(file_name, name, kind)
                 if last - begin != prod(shape) * dtype.itemsize:
                     raise self._unreadable(file_name, name)

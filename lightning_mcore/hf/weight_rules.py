@@ -211,6 +211,57 @@ class QueryKeyValue:
 
 
 @dataclass(frozen=True)
+class GatedQueryKeyValue(QueryKeyValue):
+    """The same with output gates: Megatron has a group's gates after its queries, Hugging Face each after its query."""
+
+    def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
+        """Return two blocks for each head, and two for each group of heads."""
+        groups, channels = fields["num_query_groups"], fields["kv_channels"]
+        heads = fields["num_attention_heads"] // groups
+        rest, row, found = shape[1:], 0, []
+        zeros = (0,) * len(rest)
+        for group in range(groups):
+            queries = [(self.query, 2 * head) for head in range(group * heads, (group + 1) * heads)]
+            gates = [(name, place + 1) for name, place in queries]
+            for name, place in (*queries, *gates, (self.key, group), (self.value, group)):
+                found.append(Block(name, (place * channels, *zeros), (row, *zeros), (channels, *rest)))
+                row += channels
+        return found
+
+
+@dataclass(frozen=True)
+class DeltaNetRows:
+    """Rows for the heads of gated delta nets, which Megatron's tensor has in the order of key heads.
+
+    Args:
+        megatron: Megatron's name.
+        parts: What a key head has, in order: the name of a Hugging Face tensor, and what lies together there for each
+            head, of ``"key"`` (the channels of a key), ``"value"`` (those of its values) and ``"head"`` (a row for each
+            value head). Parts of the same tensor follow one another in it, each for all heads.
+    """
+
+    megatron: str
+    parts: tuple[tuple[str, tuple[str, ...]], ...]
+    in_fp32: bool = False
+
+    def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
+        """Return a block for each part of each key head."""
+        sizes = fields["delta_net"]
+        heads, values = sizes["num_key_heads"], sizes["num_value_heads"] // sizes["num_key_heads"]
+        rows_of = {"key": sizes["key_head_dim"], "value": values * sizes["value_head_dim"], "head": values}
+        rest, row, found = shape[1:], 0, []
+        zeros = (0,) * len(rest)
+        for head in range(heads):
+            starts = dict.fromkeys((name for name, _ in self.parts), 0)
+            for name, kinds in self.parts:
+                rows = sum(rows_of[kind] for kind in kinds)
+                found.append(Block(name, (starts[name] + head * rows, *zeros), (row, *zeros), (rows, *rest)))
+                starts[name] += heads * rows
+                row += rows
+        return found
+
+
+@dataclass(frozen=True)
 class JoinedQueryKeyValue:
     """The same for a Hugging Face model that stores them as one, first all queries, then all keys, then all values.
 

@@ -332,7 +332,7 @@ def over_whole_sequences(
     check_packed_offsets(offsets, key.size(0) * group.size(), group.size())
     share = torch.cat((key, value), dim=-1)
     width = key.size(-1)
-    whole = _Whole(group, *_orders(offsets, group.size(), share.device), 2 * width)
+    whole = _Whole(group, *token_orders(offsets, group.size(), share.device), 2 * width)
     gathered: Tensor = _Gather.apply(share, whole)  # type: ignore[no-untyped-call]
     with whole.only_views_kept(gathered):
         context = attend(query, gathered[..., :width], gathered[..., width:])
@@ -424,8 +424,18 @@ class _GatherAgain(torch.autograd.Function):
 
 
 @functools.lru_cache(maxsize=2)  # the layers of a microbatch share them; other rows differ
-def _orders(offsets: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return ``order`` and ``positions`` of :class:`_Whole`, [s] int64 each."""
+def token_orders(offsets: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return where tokens are in the joined shares of the context-parallel ranks, and which tokens those are.
+
+    Args:
+        offsets: Where packed sequences begin, padding included, and where the last one ends; (0, s) for one sequence.
+        size: The number of ranks.
+        device: Of the result.
+
+    Returns:
+        The index of each token of the sequence among the shares, and the position in the sequence of each token of the
+        shares; [s] int64 each.
+    """
     with torch.inference_mode(False):  # made in validation, they may be kept for backward in training
         boundaries = torch.tensor(offsets).to(device, non_blocking=True)
         positions = [packed_positions(boundaries, offsets[-1], rank, size) for rank in range(size)]

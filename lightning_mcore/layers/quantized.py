@@ -195,7 +195,7 @@ def check_blocks(columns: Mapping[str, int], tp: int, etp: int) -> None:
     """
     for name, whole in columns.items():
         if name.startswith("decoder.") and "linear_" in name and name.endswith(".weight"):
-            is_split = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+            is_split = name.endswith(("linear_proj.weight", "linear_out.weight", "linear_fc2.weight"))
             _require_blocks(name, whole // ((etp if ".experts.experts." in name else tp) if is_split else 1))
 
 

@@ -13,6 +13,7 @@ Checkpoints use TransformerEngine's names for weights, so each backend loads wha
 """
 
 import contextlib
+import copy
 import functools
 import importlib.metadata
 import importlib.util
@@ -32,6 +33,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from torch import nn
@@ -39,6 +41,7 @@ from torch import nn
 from lightning_mcore.config.architecture import Architecture, architecture_of, check_architecture
 from lightning_mcore.config.rules.model import check_fields, check_without_transformer_engine
 from lightning_mcore.layers.core_attention import TorchAttention
+from lightning_mcore.layers.delta_net import GatedDeltaNet
 from lightning_mcore.layers.norms import LatentNorm, LatentQueryNorm, TorchNorm, check_norm
 from lightning_mcore.layers.router import ChoiceBiasRouter, ExactRouter
 from lightning_mcore.layers.variants import NormAndAdd, VariantAttention, with_bias
@@ -189,6 +192,13 @@ def gpt_block_spec(
         block.layer_norm = TorchNorm
     for layer in block.layer_specs:
         _use_our_modules(layer, config, transformer_impl)
+    architecture = architecture_of(config)
+    if architecture.delta_net is not None:
+        first = get_transformer_layer_offset(config, vp_stage)
+        block.layer_specs = [
+            _with_delta_net(layer) if architecture.has_delta_net(first + index) else layer
+            for index, layer in enumerate(block.layer_specs)
+        ]
     return block
 
 
@@ -259,7 +269,8 @@ def _use_our_modules(
         experts.router = ChoiceBiasRouter if architecture.softmax_choice_bias else ExactRouter
     if architecture.layer_norms != "before" or architecture.residual_scale != 1.0:
         submodules.self_attn_bda = submodules.mlp_bda = ModuleSpec(module=NormAndAdd, params={"config": config})
-    if architecture.window_rotary_base is not None or architecture.head_norms == "all_heads":
+    splits_gates = config.attention_output_gate and config.num_query_groups < config.tensor_model_parallel_size
+    if architecture.window_rotary_base is not None or architecture.head_norms == "all_heads" or splits_gates:
         submodules.self_attention.module = VariantAttention
     if transformer_impl == "transformer_engine":
         return
@@ -277,6 +288,16 @@ def _use_our_modules(
         _replace_norm(attention, "q_layernorm", TorchNorm)
         _replace_norm(attention, "k_layernorm", TorchNorm)
     submodules.sharded_state_dict_keys_map = _names_in_checkpoints(layer, config)
+
+
+def _with_delta_net(layer: ModuleSpec) -> ModuleSpec:
+    """Return a copy of a layer with a gated delta net instead of attention."""
+    layer, submodules = copy.copy(layer), copy.copy(layer.submodules)
+    submodules.self_attention = ModuleSpec(module=GatedDeltaNet)
+    names = submodules.sharded_state_dict_keys_map
+    submodules.sharded_state_dict_keys_map = {old: new for old, new in names.items() if old != "input_layernorm."}
+    layer.submodules = submodules
+    return layer
 
 
 def _add_biases(submodules: Any, architecture: Architecture, has_experts: bool) -> None:

@@ -146,7 +146,10 @@ class NormOfAllKeys(_NormOfAllHeads):
 
 
 class VariantAttention(SelfAttention):  # type: ignore[misc]  # megatron-core has no type information
-    """Megatron's attention, with norms over all heads together, and with other positions in layers with a window.
+    """Megatron's attention with what its own lacks.
+
+    That is norms over all heads together, other positions in layers with a window, and output gates where
+    tensor-parallel ranks share a group of heads.
 
     Megatron's spec accepts such norms only with ``qk_layernorm``, and then treats their gradients as those of weights
     that all heads share. So they are set after construction.
@@ -176,6 +179,15 @@ class VariantAttention(SelfAttention):  # type: ignore[misc]  # megatron-core ha
                 rotary_base=base,
                 use_cpu_initialization=config.use_cpu_initialization,
             )
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Return queries, keys, values and output gates; with a shared group, Megatron returns the gates of all."""
+        found = super().get_query_key_value_tensors(*args, **kwargs)
+        if not self.config.attention_output_gate or found[3].size(2) == found[0].size(2):
+            return found
+        query, key, value, gate = found
+        parts = gate.chunk(gate.size(2) // query.size(2), dim=2)
+        return query, key, value, parts[parallel_state.get_tensor_model_parallel_rank() % len(parts)]
 
     def forward(self, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> Any:
         """Compute attention; ``rotary_pos_emb`` is [s / cp, 1, 1, d], for packed rows [t, 1, 1, d]."""

@@ -441,7 +441,7 @@ class MCoreGPT(SpeedLogs):
 
     def model_shape(self) -> ModelShape:
         """Return the sizes that the layout must divide; builds nothing."""
-        fields = SimpleNamespace(**self.transformer)
+        fields = SimpleNamespace(**self.transformer, delta_net_heads=self.architecture.delta_net_heads)
         return ModelShape.from_config(fields, seq_length=self.seq_length, vocab_size=self.padded_vocab_size)
 
     def microbatch_shape(self, batch: Batch) -> tuple[int, int]:

@@ -165,7 +165,7 @@ def _of_adapters(fields: GPTFields, layout: ParallelLayout, prefix: str, runs: M
             continue
         part = "attention" if ".self_attention." in name else "shared_experts" if ".shared_experts." in name else "mlp"
         part = "mla_up_proj" if name.endswith(("linear_q_up_proj.weight", "linear_kv_up_proj.weight")) else part
-        is_row = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+        is_row = name.endswith(("linear_proj.weight", "linear_out.weight", "linear_fc2.weight"))
         # One all-gather or reduce-scatter each way, or an all-reduce, which is both, one way.
         messages = runs[part] + 1 if layout.sequence_parallel else 2 * runs[part] if is_row else 2
         sent += messages * sum(pair.rank for pair in trained.pairs)

@@ -185,7 +185,9 @@ class GPTFields:
         rotated = latent.qk_pos_emb_head_dim if latent else int(kv_channels * _given_or(model, "rotary_percent", 1.0))
         normalization = _given_or(given, "normalization", "RMSNorm" if latent else "LayerNorm")
         ffn_hidden_size = int(_given_or(given, "ffn_hidden_size", 4 * hidden))
-        shape = ModelShape.from_config(SimpleNamespace(**given), seq_length=model["seq_length"], vocab_size=padded)
+        architecture = Architecture.of(model.get("architecture"))
+        sizes = SimpleNamespace(**given, delta_net_heads=architecture.delta_net_heads)
+        shape = ModelShape.from_config(sizes, seq_length=model["seq_length"], vocab_size=padded)
         return cls(
             vocab_size=model["vocab_size"],
             padded_vocab_size=padded,
@@ -215,7 +217,7 @@ class GPTFields:
             recompute=_recompute(given),
             shape=shape,
             transformer=given,
-            architecture=Architecture.of(model.get("architecture")),
+            architecture=architecture,
             scores="preference" in model and Preference.of(model["preference"]).loss == "reward",
         )
 

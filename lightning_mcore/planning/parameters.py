@@ -146,9 +146,12 @@ def _of_chunk(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, bac
         if fields.learned_positions:
             size = fields.learned_positions * hidden
             yield "embedding.", ParameterTensor("position_embeddings.weight", size, is_matrix=True)
-    kinds = {is_moe: list(_of_layer(fields, layout, is_moe, backend)) for is_moe in set(fields.is_moe)}
+    mixers = [fields.architecture.has_delta_net(layer) for layer in range(fields.num_layers)]
+    kinds = {
+        kind: list(_of_layer(fields, layout, *kind, backend)) for kind in set(zip(fields.is_moe, mixers, strict=True))
+    }
     for layer in chunk.layers:
-        yield from ((f"decoder.layers.{layer}.", tensor) for tensor in kinds[fields.is_moe[layer]])
+        yield from ((f"decoder.layers.{layer}.", tensor) for tensor in kinds[fields.is_moe[layer], mixers[layer]])
     # Without multi-token prediction the final norm comes before the output layer, with it after the last layer.
     if (fields.num_layers - 1 in chunk.layers) if fields.mtp_num_layers else chunk.output:
         yield from (("decoder.", tensor) for tensor in _norm(fields, "final_layernorm.", hidden))
@@ -157,7 +160,7 @@ def _of_chunk(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, bac
         for norm in ("enorm.", "hnorm."):
             yield from ((prefix, tensor) for tensor in _norm(fields, norm, hidden))
         yield prefix, _matrix("eh_proj.weight", (hidden, 2 * hidden), tp, 0)
-        yield from ((f"{prefix}transformer_layer.", tensor) for tensor in kinds[fields.is_moe[-1]])
+        yield from ((f"{prefix}transformer_layer.", tensor) for tensor in kinds[fields.is_moe[-1], mixers[-1]])
         yield from ((prefix, tensor) for tensor in _norm(fields, "final_layernorm.", hidden))
     if chunk.output and fields.scores:
         yield "", ParameterTensor("output_layer.weight", hidden, is_matrix=True, shape=(1, hidden))
@@ -169,9 +172,15 @@ def _of_chunk(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, bac
         yield "", ParameterTensor(name, vocabulary, is_matrix=True, is_shared=shared, shape=whole, split=0)
 
 
-def _of_layer(fields: GPTFields, layout: ParallelLayout, is_moe: bool, backend: str) -> Iterator[ParameterTensor]:
+def _of_layer(
+    fields: GPTFields, layout: ParallelLayout, is_moe: bool, has_delta_net: bool, backend: str
+) -> Iterator[ParameterTensor]:
     tp, norms = layout.tensor_model_parallel_size, fields.architecture.layer_norms
-    if fields.attention is None:
+    if has_delta_net:
+        if norms != "after":
+            yield from _norm(fields, "input_layernorm.", fields.hidden_size)
+        yield from _delta_net(fields, tp)
+    elif fields.attention is None:
         if norms != "after":
             yield from _norm(fields, "self_attention.linear_qkv.layer_norm_", fields.hidden_size)
         yield from _grouped_attention(fields, tp)
@@ -211,6 +220,20 @@ def _grouped_attention(fields: GPTFields, tp: int) -> Iterator[ParameterTensor]:
     if fields.architecture.head_norms == "all_heads":
         for name, heads in (("q_layernorm", fields.num_attention_heads), ("k_layernorm", fields.num_query_groups)):
             yield ParameterTensor(f"self_attention.{name}.weight", heads * fields.kv_channels // tp)
+
+
+def _delta_net(fields: GPTFields, tp: int) -> Iterator[ParameterTensor]:
+    sizes, hidden = fields.architecture.delta_net, fields.hidden_size
+    assert sizes is not None
+    keys, heads = sizes["num_key_heads"] * sizes["key_head_dim"], sizes["num_value_heads"]
+    values, kernel = heads * sizes["value_head_dim"], sizes["conv_kernel_dim"]
+    mixed = 2 * keys + values
+    yield _matrix("self_attention.linear_in.weight", (mixed + values + 2 * heads, hidden), tp, 0)
+    yield ParameterTensor("self_attention.conv1d.weight", mixed * kernel // tp, shape=(mixed, 1, kernel))
+    yield ParameterTensor("self_attention.A_log.weight", heads // tp)
+    yield ParameterTensor("self_attention.dt_bias.weight", heads // tp)
+    yield ParameterTensor("self_attention.out_norm.weight", sizes["value_head_dim"])
+    yield _matrix("self_attention.linear_out.weight", (hidden, values), tp, 1)
 
 
 def _latent_attention(fields: GPTFields, latent: LatentAttention, tp: int, backend: str) -> Iterator[ParameterTensor]:

@@ -95,7 +95,8 @@ NO_NUMBERS = {
     "deepseek_v3": {"pretraining_tp"},
     "kimi_k2": {"pretraining_tp"},
     "seed_oss": {"pretraining_tp"},
-    **{name: {"router_aux_loss_coef"} for name in ("granitemoe", "olmoe", "minimax_m2", "ernie4_5_moe")},
+    **{name: {"router_aux_loss_coef"} for name in ("granitemoe", "olmoe", "minimax_m2", "ernie4_5_moe", "qwen3_next")},
+    "qwen3_5_moe_text": {"router_aux_loss_coef", "intermediate_size"},
     "exaone4": {"sliding_window_pattern"},  # makes layer_types
     "gemma3_text": {"_sliding_window_pattern"},
     "hunyuan_v1_dense": {"pretraining_tp", "eod_token_id"},

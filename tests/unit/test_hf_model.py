@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.mutation_guard import install_generation_tagging_init
 
 from lightning_mcore import single_process
 from lightning_mcore.hf import HFModel, hf_model
@@ -17,6 +18,12 @@ from tests.unit.test_optimizer_options import is_one_sentence
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")  # where the layers run in this process
 LENGTHS = (7, 4, 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules_are_tagged() -> None:
+    """Let torch.compile, which Megatron's output gate uses, wrap ``Module.__init__`` before the first test."""
+    install_generation_tagging_init()
 
 
 @pytest.fixture
@@ -212,13 +219,15 @@ def test_a_head_that_does_not_exist_is_refused(given: dict[str, Any], message: s
         hf_model(pl.LightningModule(), str(tiny_folder("llama")), **given)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "hunyuan_v1_dense"])  # windows; norms after the rotation
-def test_generation_beyond_the_window_and_with_other_layers(family: str) -> None:
+@pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "hunyuan_v1_dense", "qwen3_next", "qwen3_5_text"])
+def test_generation_beyond_the_window_and_with_other_layers(family: str, arguments: dict[str, Any]) -> None:
+    """Windows, norms after the rotation, and gated delta nets."""
     from transformers import AutoModelForCausalLM
 
     batch = padded(on_the_left=True)
     del batch["labels"]
-    settings = {"max_new_tokens": 14, "pad_token_id": 0}
+    settings = {"max_new_tokens": 14, "pad_token_id": 0, **arguments}
     other: Any = AutoModelForCausalLM.from_pretrained(tiny_folder(family), dtype=torch.float32)
     with single_process():
         model = hf_model(pl.LightningModule(), str(tiny_folder(family)))

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families whose layers have gated delta nets, with attention in every fourth: Qwen3-Next and Qwen3.5.
+
+Their published folders have weights of multi-token prediction (``mtp.*``), which transformers does not read, and
+neither do these families.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from lightning_mcore.config.architecture import DELTA_NET
+from lightning_mcore.hf.config_rules import (
+    Config,
+    ConfigRule,
+    Constants,
+    Derived,
+    Fields,
+    Only,
+    Same,
+    Unused,
+    refuse_outside,
+    refuse_unless,
+)
+from lightning_mcore.hf.decoder_rules import (
+    ATTENTION,
+    ATTENTION_BIAS,
+    HEAD_SIZE,
+    MLP,
+    OUTPUT_BIAS,
+    OUTSIDE,
+    PARTIAL_ROPE,
+    QK_NORM,
+    WITHOUT_POSITIONS,
+)
+from lightning_mcore.hf.expert_rules import (
+    ALL_LAYERS,
+    EXPERT_SIZES,
+    EXPERTS,
+    NO_ROUTER_LOSS,
+    NORMALISED_ROUTER,
+    NUM_EXPERTS,
+    SOFTMAX_ROUTER,
+    SPARSE_LAYERS,
+    shared_expert_weights,
+)
+from lightning_mcore.hf.family import Family
+from lightning_mcore.hf.weight_rules import DeltaNetRows, GatedQueryKeyValue, Rename, WeightRule
+
+_KEYS = {
+    "num_key_heads": "linear_num_key_heads",
+    "num_value_heads": "linear_num_value_heads",
+    "key_head_dim": "linear_key_head_dim",
+    "value_head_dim": "linear_value_head_dim",
+    "conv_kernel_dim": "linear_conv_kernel_dim",
+}
+_DELTA_NET, _ATTENTION = "linear_attention", "full_attention"
+
+
+def _read_layers(config: Config) -> dict[str, Any]:
+    kinds = config["layer_types"]
+    for kind in kinds:
+        refuse_unless("layer_types", kind, (_DELTA_NET, _ATTENTION), "the family has no other layers")
+    for key in _KEYS.values():
+        refuse_outside(key, config[key], 1)
+    heads, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if values % heads:
+        raise ValueError(
+            f"linear_num_value_heads={values} is not supported; only multiples of linear_num_key_heads={heads} are"
+        )
+    flags = [int(kind == _DELTA_NET) for kind in kinds]
+    sizes = {name: config[_KEYS[name]] for name in DELTA_NET}
+    return {"delta_net": {"layers": flags, **sizes}} if any(flags) else {}
+
+
+def _write_layers(fields: Fields) -> dict[str, Any]:
+    given = fields["delta_net"]
+    if given is None:
+        return {"layer_types": [_ATTENTION] * fields["num_layers"]}
+    kinds = [_DELTA_NET if flag else _ATTENTION for flag in given["layers"]]
+    return {"layer_types": kinds, **{key: given[name] for name, key in _KEYS.items()}}
+
+
+_MIXED_LAYERS: tuple[ConfigRule, ...] = (
+    Derived(("layer_types", "full_attention_interval", *_KEYS.values()), _read_layers, _write_layers),
+    Constants({"layernorm_zero_centered_gamma": True, "qk_layernorm": True, "attention_output_gate": True}),
+    HEAD_SIZE,
+    ATTENTION_BIAS,
+)
+
+
+def _gated(kind: str) -> WeightRule:
+    query, key, value = (f"self_attn.{name}_proj.{kind}" for name in "qkv")
+    return GatedQueryKeyValue(f"self_attention.linear_qkv.{kind}", query, key, value)
+
+
+_GATED_ATTENTION: tuple[WeightRule, ...] = (
+    ATTENTION[0],
+    _gated("weight"),
+    _gated("bias"),
+    ATTENTION[2],
+    OUTPUT_BIAS,
+    *QK_NORM,
+)
+
+_CONVOLUTION = "linear_attn.conv1d.weight"
+
+_AROUND_MEMORY: tuple[WeightRule, ...] = (
+    Rename("input_layernorm.weight", "input_layernorm.weight"),
+    DeltaNetRows("self_attention.conv1d.weight", tuple((_CONVOLUTION, (part,)) for part in ("key", "key", "value"))),
+    Rename("self_attention.A_log.weight", "linear_attn.A_log"),
+    Rename("self_attention.dt_bias.weight", "linear_attn.dt_bias"),
+    Rename("self_attention.out_norm.weight", "linear_attn.norm.weight"),
+    Rename("self_attention.linear_out.weight", "linear_attn.out_proj.weight"),
+)
+
+_SHARED_EXPERT: tuple[ConfigRule, ...] = (
+    NUM_EXPERTS,
+    *EXPERT_SIZES,
+    Same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", at_least=1),
+    Constants({"moe_shared_expert_gate": True}),
+    *NO_ROUTER_LOSS,
+)
+
+_EXPERT_WEIGHTS: tuple[WeightRule, ...] = (
+    *EXPERTS,
+    *shared_expert_weights("mlp.shared_expert"),
+    Rename("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"),
+)
+
+QWEN3_NEXT = Family(
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    config=(*WITHOUT_POSITIONS, PARTIAL_ROPE, *_MIXED_LAYERS, *_SHARED_EXPERT, SPARSE_LAYERS, SOFTMAX_ROUTER),
+    layer=(
+        *_GATED_ATTENTION,
+        *_AROUND_MEMORY,
+        DeltaNetRows(
+            "self_attention.linear_in.weight",
+            (
+                ("linear_attn.in_proj_qkvz.weight", ("key", "key", "value", "value")),
+                ("linear_attn.in_proj_ba.weight", ("head", "head")),
+            ),
+        ),
+        *MLP,
+        *_EXPERT_WEIGHTS,
+    ),
+    outside=OUTSIDE,
+    unread=("rotary_emb.inv_freq", "mtp."),
+)
+"""Qwen3-Next: gated delta nets and gated attention, with experts."""
+
+
+def _read_text_rope(config: Config) -> dict[str, Any]:
+    rope = config.get("rope_parameters") or {}
+    of_images = ("mrope_section", "mrope_interleaved")  # the three positions of a token of text are equal
+    return PARTIAL_ROPE.read({"rope_parameters": {key: rope[key] for key in rope if key not in of_images}})
+
+
+_TEXT_ROPE = Derived(("rope_parameters",), _read_text_rope, PARTIAL_ROPE.write)
+
+_MORE_KEYS: tuple[ConfigRule, ...] = (
+    Only("attn_output_gate", True, is_written=False),
+    Unused(("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")),
+)
+
+_MORE_WEIGHTS: tuple[WeightRule, ...] = (
+    *_GATED_ATTENTION,
+    *_AROUND_MEMORY,
+    DeltaNetRows(
+        "self_attention.linear_in.weight",
+        (
+            *(("linear_attn.in_proj_qkv.weight", (part,)) for part in ("key", "key", "value")),
+            ("linear_attn.in_proj_z.weight", ("value",)),
+            ("linear_attn.in_proj_b.weight", ("head",)),
+            ("linear_attn.in_proj_a.weight", ("head",)),
+        ),
+    ),
+)
+
+QWEN3_5 = Family(
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    config=(*WITHOUT_POSITIONS, _TEXT_ROPE, *_MIXED_LAYERS, *_MORE_KEYS),
+    layer=(*_MORE_WEIGHTS, *MLP),
+    outside=OUTSIDE,
+    unread=QWEN3_NEXT.unread,
+)
+"""Qwen3.5, text only: gated delta nets and gated attention."""
+
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    config=(
+        *(rule for rule in QWEN3_5.config if rule.keys != ("intermediate_size",)),
+        *_SHARED_EXPERT,
+        ALL_LAYERS,
+        NORMALISED_ROUTER,
+        Unused(("intermediate_size", "mlp_only_layers")),  # transformers does not read them
+    ),
+    layer=(*_MORE_WEIGHTS, *_EXPERT_WEIGHTS),
+)
+"""The same with experts in every layer."""
+
+DELTA_NETS = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gated delta net of Qwen3-Next and Qwen3.5: attention with a memory of fixed size.
+
+Each value head has a memory, a matrix from keys to values. At each token it decays, then the value that it holds for
+the token's key moves towards the token's value, and the token's query reads it. A short causal convolution mixes
+queries, keys and values with those of the tokens before, and the output has a norm and a gate.
+
+The memory is computed in chunks of tokens: within a chunk by products of matrices, from chunk to chunk in a loop.
+Everything about the memory is fp32, as in transformers. megatron-core's module needs Triton, CUDA and whole unpacked
+sequences on each rank; this one is plain PyTorch.
+
+Weights are in the order of key heads, each with its value heads. So tensor-parallel ranks share heads, and context
+parallelism is an exchange: before the convolution each rank gets whole sequences of some of its heads, after the norm
+it gets all heads of its tokens back. Packed sequences are computed one by one, and nothing passes from one to the next.
+
+Source: ``GatedDeltaNet`` (megatron.core.ssm.gated_delta_net, 0.16.1) for the module's place in a layer, and the modules
+of ``qwen3_next`` (transformers 5.23) for the numbers.
+"""
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_mcore.config.architecture import architecture_of
+from lightning_mcore.layers.core_attention import token_orders
+from lightning_mcore.layers.packed_sequences import boundaries_of
+from lightning_mcore.layers.router import scale_gradient
+
+_CHUNK = 64  # tokens
+_SHORTEST = 1e-6  # added to the squared length of queries and keys
+_LARGEST_DECAY = 16.0  # of a memory at the start of training, in units of the step
+_SMALLEST_DECAY = 0.01
+_STATES = "delta_net_states"
+
+
+class DeltaNetState(NamedTuple):
+    """What a layer keeps of the tokens that it has processed, for generation.
+
+    Args:
+        inputs: [b, channels, conv_kernel_dim - 1], the last inputs of the convolution, in the dtype of its weights.
+        memory: [b, value heads / tp, key_head_dim, value_head_dim] fp32.
+    """
+
+    inputs: Tensor
+    memory: Tensor
+
+
+def states_of(context: Any) -> dict[int, DeltaNetState]:
+    """Return the states in Megatron's inference context, by the number of the layer."""
+    states: dict[int, DeltaNetState] = vars(context).setdefault(_STATES, {})
+    return states
+
+
+class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has no type information
+    """A gated delta net in the place of attention.
+
+    Args:
+        config: Megatron's config, with the architecture.
+        layer_number: Number of the layer, from 1.
+        pg_collection: The process groups; None for Megatron's.
+        cp_comm_type: Has no effect.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        pg_collection: Any = None,
+        cp_comm_type: str | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        sizes = architecture_of(config).delta_net
+        assert sizes is not None
+        self.layer_number = layer_number
+        tp_group = parallel_state.get_tensor_model_parallel_group()
+        self.cp_group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
+        self.key_size, self.value_size = sizes["key_head_dim"], sizes["value_head_dim"]
+        heads, values = sizes["num_key_heads"], sizes["num_value_heads"]
+        self.heads = heads // tp_group.size()  # on this tensor-parallel rank
+        self.values_per_head = values // heads
+        self.mixed_width = 2 * self.key_size + self.values_per_head * self.value_size  # of a head, in the convolution
+        width = self.mixed_width + self.values_per_head * (self.value_size + 2)
+        common = {"config": config, "bias": False, "skip_bias_add": False, "tp_group": tp_group}
+        self.linear_in = ColumnParallelLinear(
+            config.hidden_size, heads * width, init_method=config.init_method, gather_output=False, **common
+        )
+        self.conv1d = _OfHeads(tp_group, _convolution(heads * self.mixed_width, sizes["conv_kernel_dim"]), config)
+        self.A_log = _OfHeads(tp_group, torch.empty(values).uniform_(_SMALLEST_DECAY, _LARGEST_DECAY).log(), config)
+        self.dt_bias = _OfHeads(tp_group, torch.ones(values), config)
+        self.out_norm = _GatedNorm(config, self.value_size)
+        self.linear_out = RowParallelLinear(
+            values * self.value_size,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            **{**common, "skip_bias_add": True},
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        inference_context: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the layer's output and its bias, which is None.
+
+        Args:
+            hidden_states: [s / cp / tp, b, h] in any float dtype, packed [t / cp / tp, 1, h]; / tp only with sequence
+                parallelism.
+            attention_mask: [b, 1, queries, keys] bool, True for keys that are padding on the left; only with an
+                inference context.
+            inference_context: Megatron's inference context, for generation; None without.
+            packed_seq_params: Where packed sequences lie; None without.
+            unused: Rotations and other arguments of attention.
+
+        Returns:
+            The output in the shape and dtype of ``hidden_states``.
+
+        Raises:
+            ValueError: There is a mask without an inference context.
+        """
+        if attention_mask is not None and inference_context is None:
+            raise ValueError("attention_mask is given to a gated delta net, which has no scores to mask; pass None")
+        mixed, _ = self.linear_in(hidden_states)
+        mixed = mixed.view(*mixed.shape[:2], self.heads, -1)
+        ranks = self.cp_group.size()
+        length = mixed.size(0) * ranks
+        offsets = (0, length) if packed_seq_params is None else boundaries_of(packed_seq_params).offsets
+        if ranks > 1:
+            order, positions = token_orders(offsets, ranks, mixed.device)
+            mixed = self._whole_sequences(mixed).index_select(0, order)
+        if inference_context is None:
+            lengths = [end - start for start, end in itertools.pairwise(offsets)]
+            found = [self._mix(sequence, None)[0] for sequence in torch.split(mixed, lengths)]
+            output = found[0] if len(found) == 1 else torch.cat(found)
+        else:
+            output = self._continue(mixed, attention_mask, inference_context)
+        if ranks > 1:
+            output = self._all_heads(output.index_select(0, positions))
+        projected: tuple[Tensor, Tensor | None] = self.linear_out(output.flatten(2))
+        return projected
+
+    def _whole_sequences(self, mixed: Tensor) -> Tensor:
+        """Return [s, b, heads / tp / cp, c] from [s / cp, b, heads / tp, c], the shares of the ranks one by one."""
+        parts = torch.stack(mixed.chunk(self.cp_group.size(), dim=2))
+        whole: Tensor = tensor_parallel.all_to_all(self.cp_group, parts).flatten(0, 1)
+        return whole
+
+    def _all_heads(self, output: Tensor) -> Tensor:
+        """Return [s / cp, b, heads / tp, c] from [s, b, heads / tp / cp, c], whose tokens are those of the shares."""
+        parts = torch.unflatten(output, 0, (self.cp_group.size(), -1))
+        return torch.cat(tensor_parallel.all_to_all(self.cp_group, parts).unbind(), dim=2)
+
+    def _own(self, weights: "_OfHeads") -> Tensor:
+        """Return the part of the weights of heads, [n / tp, ...], that this context-parallel rank uses."""
+        return weights.weight.chunk(self.cp_group.size())[self.cp_group.rank()]
+
+    def _continue(self, mixed: Tensor, attention_mask: Tensor | None, context: Any) -> Tensor:
+        """Return the output for the next tokens, [n, b, heads / tp, c], and update the layer's state."""
+        if attention_mask is not None:
+            first = context.sequence_len_offset
+            padding = attention_mask[:, 0, -1, first : first + mixed.size(0)]
+            mixed = mixed.masked_fill(padding.t()[..., None, None], 0.0)
+        states = states_of(context)
+        output, states[self.layer_number] = self._mix(mixed, states.get(self.layer_number))
+        return output
+
+    def _mix(self, mixed: Tensor, state: DeltaNetState | None) -> tuple[Tensor, DeltaNetState]:
+        """Compute one sequence, or rows of them.
+
+        Args:
+            mixed: [s, b, heads, c], the output of the input projection.
+            state: What remains of the tokens before; None for none.
+
+        Returns:
+            [s, b, heads, values_per_head * value_size] in the same dtype, and what remains of all tokens.
+        """
+        values, gates = self.values_per_head, self.values_per_head * self.value_size
+        inputs, gate, beta, step = torch.split(mixed, [self.mixed_width, gates, values, values], dim=-1)
+        inputs, last = self._convolve(inputs, None if state is None else state.inputs)
+        query, key, value = (
+            part.permute(1, 2, 0, 3).float()
+            for part in torch.split(inputs, [self.key_size, self.key_size, gates], dim=-1)
+        )
+        query, key = (_normalised(part).repeat_interleave(values, 1) for part in (query, key))
+        value = torch.unflatten(value, -1, (values, -1)).transpose(2, 3).flatten(1, 2)  # [b, value heads, s, d]
+        beta, step = (part.flatten(2).permute(1, 2, 0) for part in (beta, step))  # [b, value heads, s]
+        rate, bias = self._own(self.A_log).float().exp(), self._own(self.dt_bias)
+        decay = -rate[:, None] * functional.softplus(step.float() + bias[:, None])
+        output, memory = gated_delta_rule(
+            query * self.key_size**-0.5,
+            key,
+            value,
+            decay,
+            beta.sigmoid().float(),
+            None if state is None else state.memory,
+        )
+        output = torch.unflatten(output.permute(2, 0, 1, 3).to(mixed.dtype), 2, (-1, values))
+        gated = self.out_norm(output, torch.unflatten(gate, -1, (values, -1)))
+        return gated.flatten(3), DeltaNetState(last, memory)
+
+    def _convolve(self, inputs: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Mix each channel with its values at the tokens before.
+
+        Args:
+            inputs: [s, b, heads, c].
+            last: [b, heads * c, conv_kernel_dim - 1], the inputs before; None for none.
+
+        Returns:
+            The same shape and dtype, and the last inputs.
+        """
+        weight = self._own(self.conv1d)
+        channels = inputs.flatten(2).permute(1, 2, 0).to(weight.dtype)
+        before = weight.size(-1) - 1
+        channels = functional.pad(channels, (before, 0)) if last is None else torch.cat((last, channels), dim=-1)
+        mixed = functional.silu(functional.conv1d(channels, weight, groups=len(weight)))
+        last = channels[..., channels.size(-1) - before :]
+        return mixed.permute(2, 0, 1).reshape(inputs.shape).to(inputs.dtype), last
+
+
+class _OfHeads(nn.Module):
+    """Weights of heads, of which each tensor-parallel rank has some.
+
+    Args:
+        group: The tensor-parallel ranks.
+        whole: Initial values for all heads, [n, ...] fp32, the same on each rank.
+        config: Megatron's config, for ``params_dtype``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, whole: Tensor, config: TransformerConfig) -> None:
+        super().__init__()
+        own = whole.chunk(group.size())[group.rank()]
+        self.weight = nn.Parameter(own.to(config.params_dtype, copy=True))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Return the weights for a checkpoint."""
+        own = self.state_dict(prefix="", keep_vars=True)
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, {"weight": 0}, sharded_offsets)
+        return found
+
+
+def _convolution(channels: int, kernel: int) -> Tensor:
+    """Return the initial weights of a convolution of each channel, [channels, 1, kernel], as PyTorch draws them."""
+    return torch.empty(channels, 1, kernel).uniform_(-(kernel**-0.5), kernel**-0.5)
+
+
+class _GatedNorm(nn.Module):
+    """RMSNorm of each value head, with the same weights for all heads, and a gate.
+
+    Each tensor-parallel rank has some of the heads, so the gradients of the weights are partial sums. Megatron averages
+    the gradients of parameters that have this mark, so each rank contributes its share times the number of ranks.
+
+    Args:
+        config: Megatron's config, for ``layernorm_epsilon`` and ``params_dtype``.
+        size: Channels of a head.
+    """
+
+    def __init__(self, config: TransformerConfig, size: int) -> None:
+        super().__init__()
+        self.eps, self.ranks = config.layernorm_epsilon, config.tensor_model_parallel_size
+        self.weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+        self.weight.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
+
+    def forward(self, heads: Tensor, gate: Tensor) -> Tensor:
+        """Return normalised heads times the SiLU of the gate, in the dtype of the heads.
+
+        Args:
+            heads: [..., size], any float dtype.
+            gate: The same shape.
+        """
+        values = heads.float()
+        values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps)
+        weight = scale_gradient(self.weight, self.ranks)
+        return (weight * values.to(heads.dtype) * functional.silu(gate.float())).to(heads.dtype)
+
+
+def _normalised(heads: Tensor) -> Tensor:
+    """Return queries or keys, [..., d] fp32, with a length of 1."""
+    return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _SHORTEST)
+
+
+def gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, memory: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Write the tokens of a sequence into a memory one after the other, and read it after each.
+
+    Args:
+        query: [b, h, s, d] fp32, what is read.
+        key: [b, h, s, d] fp32, where a token writes; its length is 1.
+        value: [b, h, s, d_v] fp32, what it writes.
+        decay: [b, h, s] fp32, the logarithm of what a token leaves of the memory before it writes; at most 0.
+        beta: [b, h, s] fp32, how far the memory moves towards the value, from 0 to 1.
+        memory: [b, h, d, d_v] fp32 before the first token; None for zeros.
+
+    Returns:
+        What is read, [b, h, s, d_v], and the memory after the last token; both fp32.
+    """
+    length = query.size(2)
+    size = min(_CHUNK, length)
+    missing = -length % size
+    if missing:
+        query, key, value = (functional.pad(part, (0, 0, 0, missing)) for part in (query, key, value))
+        decay, beta = (functional.pad(part, (0, missing)) for part in (decay, beta))
+    query, key, value, decay, beta = (torch.unflatten(part, 2, (-1, size)) for part in (query, key, value, decay, beta))
+    decay, beta = decay.cumsum(-1)[..., None], beta[..., None]  # [b, h, chunks, size, 1]; since the chunk's start
+    later = torch.ones(size, size, dtype=torch.bool, device=query.device).triu(1)
+    between = (decay - decay.transpose(-1, -2)).masked_fill(later, float("-inf")).exp()  # from column to row
+    keys = key.transpose(-1, -2)
+    # Each token of a chunk writes what the memory lacks, and the memory holds what the tokens before it have written.
+    # That is a triangular system: for the values, and for what is read from the memory before the chunk.
+    system = beta * (key @ keys) * between
+    wanted = torch.cat((beta * value, beta * decay.exp() * key), dim=-1)
+    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    written, reads = torch.split(solved, [value.size(-1), key.size(-1)], dim=-1)
+    seen = (query @ keys) * between
+    last = decay[..., -1:, :]
+    query, keys = query * decay.exp(), (key * (last - decay).exp()).transpose(-1, -2)
+    left = last.exp()
+    if memory is None:
+        memory = query.new_zeros(*query.shape[:2], query.size(-1), value.size(-1))
+    outputs = []
+    chunks = (part.unbind(2) for part in (query, keys, written, reads, seen, left))
+    for query_of, keys_of, written_of, reads_of, seen_of, left_of in zip(*chunks, strict=True):
+        new = written_of - reads_of @ memory
+        outputs.append(query_of @ memory + seen_of @ new)
+        memory = memory * left_of + keys_of @ new
+    return torch.cat(outputs, dim=2)[:, :, :length], memory
