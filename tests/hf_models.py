@@ -208,6 +208,16 @@ MORE_CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
+    "gpt_oss": {
+        **_SIZES,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "layer_types": _LAYERS,
+        "swiglu_limit": 0.5,  # which many values exceed
+        "rope_parameters": {**YARN, "factor": 8.0, "truncate": False},
+    },
     "ernie4_5_moe": {
         **_SIZES,
         "moe_num_experts": 4,

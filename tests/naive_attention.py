@@ -11,7 +11,14 @@ from torch import Tensor
 from lightning_mcore.parallel.context import split_for_context_parallel, unsplit_from_context_parallel
 
 
-def naive_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float | None = None) -> Tensor:
+def naive_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Return ``softmax(scale * query @ key^T) @ value`` over the keys that are seen.
 
     Args:
@@ -20,6 +27,7 @@ def naive_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, sca
         value: [keys, b, groups, d_v].
         seen: Bool, broadcastable to [b, h, s, keys].
         scale: None for ``1 / sqrt(d)``.
+        sinks: [h], scores of one more key in each head, whose value is zero; None for none.
 
     Returns:
         [s, b, h * d_v], float64.
@@ -28,7 +36,10 @@ def naive_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, sca
     query, key, value = (tensor.double() for tensor in (query, key, value))
     key, value = (tensor.repeat_interleave(heads, dim=2) for tensor in (key, value))
     scores = torch.einsum("sbhd,tbhd->bhst", query, key) * (scale or 1 / math.sqrt(query.size(-1)))
-    weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : key.size(0)]
     return torch.einsum("bhst,tbhd->sbhd", weights, value).flatten(2)
 
 
@@ -54,6 +65,7 @@ def naive_packed_attention(
     offsets: Sequence[int],
     lengths: Sequence[int],
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return attention in a row of packed sequences, each of which sees itself alone.
 
@@ -65,6 +77,7 @@ def naive_packed_attention(
         offsets: Where the sequences begin, padding included, and where the last one ends.
         lengths: How many of their tokens are real; the output of the others is zero.
         scale: None for ``1 / sqrt(d)``.
+        sinks: As in :func:`naive_attention`.
 
     Returns:
         [t, h * d_v], float64.
@@ -76,7 +89,7 @@ def naive_packed_attention(
         real[start : start + length] = 1
     nothing = torch.eye(query.size(0), dtype=torch.bool) & (real == 0)  # a softmax over no keys would be nan
     rows = (tensor[:, None] for tensor in (query, key, value))
-    return naive_attention(*rows, seen & together | nothing, scale)[:, 0] * real
+    return naive_attention(*rows, seen & together | nothing, scale, sinks)[:, 0] * real
 
 
 def split_packed(tensor: Tensor, offsets: Sequence[int], rank: int, size: int, dim: int = 1) -> Tensor:

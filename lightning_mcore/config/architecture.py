@@ -214,6 +214,7 @@ def check_architecture(config: Any) -> None:
         ("delta_net", bool(config.mtp_num_layers), f"mtp_num_layers={config.mtp_num_layers}"),
         ("attention_output_bias", latent, "multi_latent_attention=True"),
         ("head_norms", config.qk_layernorm, "qk_layernorm=True"),
+        ("attention_cap", config.softmax_type != "vanilla", f"softmax_type={config.softmax_type!r}"),
         ("latent_epsilon", not latent, "multi_latent_attention=False"),
         ("softmax_choice_bias", not experts, "num_moe_experts=None"),
         ("softmax_choice_bias", not softmax, "a router that is not a softmax without a bias"),

@@ -34,6 +34,7 @@ SHORT_NAMES = {
     "silu": "torch.nn.functional.silu",
     "relu": "torch.nn.functional.relu",
     "gelu_tanh": "lightning_mcore.layers.activations.gelu_tanh",
+    "gelu_sigmoid": "lightning_mcore.layers.activations.gelu_sigmoid",
     "relu_squared": "lightning_mcore.layers.activations.relu_squared",
     "quick_gelu": "megatron.core.activations.quick_gelu",
     "squared_relu": "megatron.core.activations.squared_relu",

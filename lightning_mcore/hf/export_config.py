@@ -29,13 +29,14 @@ from lightning_mcore.hf.family import (
     find_family,
     recorded_family,
 )
-from lightning_mcore.hf.files import CONFIG_FILE, read_json
+from lightning_mcore.hf.files import CONFIG_FILE
 from lightning_mcore.hf.source import (
     GENERATION_FILE,
     HFSource,
     complete_config,
     flat,
     is_hub_name,
+    read_config,
     read_generation_config,
 )
 from lightning_mcore.hf.weight_rules import Shape
@@ -106,7 +107,7 @@ def describe(
         origin = {
             "path": source.folder,
             "family": source.family.model_type,
-            "config": read_json(source.folder, CONFIG_FILE),
+            "config": read_config(source.folder),
             "generation_config": read_generation_config(source.folder),
         }
     if "transformer" in settings:

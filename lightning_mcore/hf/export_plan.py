@@ -71,9 +71,7 @@ class Part:
 
     def within_target(self, target: Tensor) -> Tensor:
         """Return a view of the rectangle of ``target``, a Hugging Face tensor of any shape and dtype, that it fills."""
-        for axis, (start, length) in enumerate(zip(self.block.hf_start, self.block.hf_shape, strict=True)):
-            target = target.narrow(axis, start, length)
-        return target
+        return target[self.block.hf_index]
 
 
 class ExportPlan:

@@ -89,7 +89,7 @@ def import_checkpoint(
         _build_without_memory(module, kept)
         fields, shapes = running_fields(source, module), pieces_of_module(module).shapes
         weights = HFWeights(folder, source.family, fields, shapes, source.fields.get("mtp_num_layers") or 0)
-        check_downloads(source.folder, {folder.file_of(name) for name in folder.shapes})
+        check_downloads(source.folder, {path for name in folder.shapes for path in folder.files_of(name)})
         _write(module, _ReadingPlanner(weights), out, kept)
 
 

@@ -10,6 +10,8 @@ is built. A rectangle is a view of the mapped file: values are read only when th
 before the first tensor is. ``save_file`` of safetensors needs all tensors at once, writes a file that only this user
 may read, and uses the page cache, which is slower than a good disk (``checkpoint/writer.py``).
 
+Weights in MXFP4 are dequantised as they are read (``mxfp4.py``).
+
 Source: safetensors 0.8, "Format" in its README: 8 bytes with the length of the header, the header as JSON, the tensors.
 """
 
@@ -29,7 +31,8 @@ from torch import Tensor
 
 from lightning_mcore.checkpoint.writer import ChecksummedFile, tensor_bytes
 from lightning_mcore.hf.files import INDEX_FILE, SINGLE_FILE, read_header, read_json
-from lightning_mcore.hf.weight_rules import Shape
+from lightning_mcore.hf.mxfp4 import BLOCKS, SCALES, dequantise, dequantised_shape
+from lightning_mcore.hf.weight_rules import Shape, index_of
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
@@ -46,11 +49,13 @@ class _Place:
         file: The name of its file.
         dtype: Type of its values.
         begin: The byte at which the values begin in the file.
+        shape: Its shape.
     """
 
     file: str
     dtype: torch.dtype
     begin: int
+    shape: Shape
 
 
 def _is_unread(name: str, unread: tuple[str, ...]) -> bool:
@@ -88,15 +93,19 @@ class SafetensorsFolder:
         if index is not None:
             self._compare({name: file for name, file in index.items() if not _is_unread(name, unread)})
             self._compare_sizes()
+        self._join_packed()
 
-    def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    def read(self, name: str, start: Shape, shape: Shape, steps: Shape = ()) -> Tensor:
         """Return a rectangle of a tensor, of the stored dtype, as a view of the mapped file; do not write to it.
 
         Args:
             name: Name of the tensor.
             start: The index at which the rectangle begins.
             shape: Its shape.
+            steps: The distance between neighbouring values on each axis; empty if it is 1 everywhere.
         """
+        if name not in self._places:
+            return dequantise(self._view(name + BLOCKS), self._view(name + SCALES), index_of(start, shape, steps))
         whole = self._view(name)
         if shape == self.shapes[name]:
             self._announce(name, 0, whole.nbytes)
@@ -104,11 +113,12 @@ class SafetensorsFolder:
         if shape:
             row = whole[0].nbytes if whole.numel() else 0
             self._announce(name, start[0] * row, shape[0] * row)
-        return whole[tuple(slice(first, first + length) for first, length in zip(start, shape, strict=True))]
+        return whole[index_of(start, shape, steps)]
 
-    def file_of(self, name: str) -> str:
-        """Return the path of the file that holds a tensor."""
-        return os.path.join(self.folder, self._places[name].file)
+    def files_of(self, name: str) -> set[str]:
+        """Return the paths of the files that hold a tensor."""
+        stored = (name,) if name in self._places else (name + BLOCKS, name + SCALES)
+        return {os.path.join(self.folder, self._places[each].file) for each in stored}
 
     def adopt(self, file_name: str, name: str, new_name: str) -> None:
         """Add one tensor of another file in the folder, under a new name.
@@ -172,7 +182,7 @@ class SafetensorsFolder:
                 dtype = self._type(file_name, name, kind)
                 if last - begin != prod(shape) * dtype.itemsize:
                     raise self._unreadable(file_name, name)
-                self._places[name] = _Place(file_name, dtype, first + begin)
+                self._places[name] = _Place(file_name, dtype, first + begin, shape)
                 self.shapes[name], self.dtypes[name] = shape, dtype
         end = 0
         for begin, last, name in sorted(ranges):
@@ -196,7 +206,23 @@ class SafetensorsFolder:
             raise self._unreadable(file_name, name)
         return str(entry.get("dtype")), shape, begin, end
 
+    def _join_packed(self) -> None:
+        """Replace the pairs of tensors of dequantised weights by the tensors that they stand for."""
+        packed = {name for name, dtype in self.dtypes.items() if dtype == torch.uint8}
+        for stem in sorted({name.removesuffix(BLOCKS).removesuffix(SCALES) for name in packed}):
+            blocks, scales = self.shapes.pop(stem + BLOCKS, ()), self.shapes.pop(stem + SCALES, ())
+            shape = dequantised_shape(blocks, scales)
+            if shape is None or stem in self.shapes:
+                raise ValueError(
+                    f"{self.folder} has {stem}{BLOCKS} {list(blocks)} and {stem}{SCALES} {list(scales)}, which are not"
+                    " one matrix in MXFP4; download the model again"
+                )
+            self.shapes[stem], self.dtypes[stem] = shape, torch.bfloat16
+        self.dtypes = {name: self.dtypes[name] for name in self.shapes}
+
     def _type(self, file_name: str, name: str, kind: str) -> torch.dtype:
+        if kind == "U8" and name.endswith((BLOCKS, SCALES)):
+            return torch.uint8
         if kind not in _FLOATS:
             raise ValueError(
                 f"{name} in {self.folder}/{file_name} holds {kind}, as in a quantised model or a buffer without"
@@ -233,7 +259,8 @@ class SafetensorsFolder:
     def _view(self, name: str) -> Tensor:
         """Return a whole tensor, of its stored shape and dtype, in the memory of its mapped file."""
         if name not in self._whole:
-            place, shape = self._places[name], self.shapes[name]
+            place = self._places[name]
+            shape = place.shape
             count = prod(shape) * place.dtype.itemsize
             if count == 0:
                 return torch.empty(shape, dtype=place.dtype)

@@ -93,7 +93,7 @@ def is_unknown_on_hub(path: str) -> bool:
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """Return a model's config, unchanged from the file.
+    """Return a model's config from the file, without the quantisation of weights that are dequantised as they are read.
 
     Args:
         folder: The folder with its ``config.json``.
@@ -109,6 +109,8 @@ def read_config(folder: str) -> dict[str, Any]:
     quantised = content.get("quantization_config") or content.get("compression_config")
     if quantised:
         method = quantised.get("quant_method", "some method") if isinstance(quantised, dict) else "some method"
+        if method == "mxfp4":
+            return {key: value for key, value in content.items() if key != "quantization_config"}
         raise ValueError(
             f"the weights in {folder} are quantised with {method}, and training needs unquantised ones; give the"
             " model in bf16, fp16 or fp32"
@@ -378,7 +380,7 @@ def settings_of_source(
         "hf": {
             "path": absolute(path),
             "family": family or source.family.model_type,
-            "config": read_json(source.folder, CONFIG_FILE),
+            "config": read_config(source.folder),
             "generation_config": read_generation_config(source.folder),
         },
     }

@@ -53,7 +53,7 @@ from lightning_mcore.hf.expert_rules import (
     shared_expert_weights,
 )
 from lightning_mcore.hf.family import Family
-from lightning_mcore.hf.weight_rules import Rename, WeightRule
+from lightning_mcore.hf.weight_rules import InterleavedStack, Rename, Stack, WeightRule
 
 # ---- multipliers
 
@@ -415,6 +415,48 @@ MINIMAX_M2 = Family(
 )
 """MiniMax-M2: norms over all heads together, a sigmoid router with a bias; multi-token prediction is left out."""
 
+# ---- sinks
+
+GPT_OSS = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    config=(
+        *SIZES,
+        ROPE,
+        HEAD_SIZE,
+        LAYER_WINDOWS,
+        LOCAL_EXPERTS,
+        CHOSEN_EXPERTS,
+        ALL_LAYERS,
+        NORMALISED_ROUTER,
+        *NO_ROUTER_LOSS,
+        Same("rms_norm_eps", "layernorm_epsilon", at_least=0.0),
+        Same("attention_dropout", "attention_dropout"),
+        Same("tie_word_embeddings", "share_embeddings_and_output_weights"),
+        Same("swiglu_limit", "activation_func_clamp_value", at_least=0.0),
+        Only("swiglu_alpha", 1.702, "Megatron's activation has no other"),
+        Only("hidden_act", "silu"),  # it means the activation below
+        Only("attention_bias", True, "all projections and routers of Megatron have biases, or none"),
+        Constants({"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": True}),
+        Constants({"activation_func": "gelu_sigmoid", "glu_linear_offset": 1.0, "softmax_type": "learnable"}),
+        Unused(("experts_per_token", "initial_context_length")),  # other names of two of its keys
+    ),
+    layer=(
+        *ATTENTION,
+        *ATTENTION_BIASES,
+        Rename("self_attention.core_attention.softmax_offset", "self_attn.sinks"),
+        Rename("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+        Rename("mlp.router.weight", "mlp.router.weight"),
+        Rename("mlp.router.bias", "mlp.router.bias"),
+        InterleavedStack("mlp.experts.experts.linear_fc1.weight", "mlp.experts.gate_up_proj", transposed=True),
+        InterleavedStack("mlp.experts.experts.linear_fc1.bias", "mlp.experts.gate_up_proj_bias"),
+        Stack("mlp.experts.experts.linear_fc2.weight", "mlp.experts.down_proj", transposed=True),
+        Rename("mlp.experts.experts.linear_fc2.bias", "mlp.experts.down_proj_bias"),
+    ),
+    outside=OUTSIDE,
+)
+"""gpt-oss: attention sinks, experts with biases and a clamped activation, windows in every second layer."""
+
 # ---- ERNIE
 
 
@@ -497,5 +539,5 @@ ERNIE4_5_MOE = Family(
 
 VARIANTS = (
     *(GRANITE, GRANITE_MOE, OLMO2, OLMO3, EXAONE4, GLM4, GEMMA, GEMMA2, GEMMA3),
-    *(ARCEE, OLMOE, HUNYUAN_DENSE, MINIMAX_M2, ERNIE4_5_MOE),
+    *(ARCEE, OLMOE, HUNYUAN_DENSE, MINIMAX_M2, GPT_OSS, ERNIE4_5_MOE),
 )

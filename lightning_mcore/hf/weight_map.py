@@ -8,7 +8,7 @@ Megatron's tensors have their *whole* names here, with the number of the layer, 
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_mcore.hf.family import Family
@@ -153,13 +153,13 @@ class _Rules:
 
 
 def _prefixed(block: Block, prefix: str) -> Block:
-    return Block(prefix + block.hf, block.hf_start, block.start, block.shape, block.transposed) if prefix else block
+    return replace(block, hf=prefix + block.hf) if prefix else block
 
 
 def _shapes(blocks: Iterable[Block]) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     for block in blocks:
-        last = tuple(a + b for a, b in zip(block.hf_start, block.hf_shape, strict=True))
+        last = tuple(axis.stop for axis in block.hf_index)
         known = shapes.get(block.hf, last)
         shapes[block.hf] = tuple(map(max, known, last))
     return shapes

@@ -30,6 +30,8 @@ class Block:
             block.
         shape: Its shape in Megatron's tensor.
         transposed: Whether the last two axes of the Hugging Face tensor are swapped.
+        steps: For each axis of the Hugging Face tensor, the distance between neighbouring values of the rectangle;
+            empty if it is 1 everywhere.
     """
 
     hf: str
@@ -37,12 +39,18 @@ class Block:
     start: Shape
     shape: Shape
     transposed: bool = False
+    steps: Shape = ()
 
     @property
     def hf_shape(self) -> Shape:
         """Shape of the rectangle in the Hugging Face tensor."""
         inner = self.shape[len(self.shape) - len(self.hf_start) :]
         return _swapped(inner) if self.transposed else inner
+
+    @property
+    def hf_index(self) -> tuple[slice, ...]:
+        """Index of the rectangle in the Hugging Face tensor."""
+        return index_of(self.hf_start, self.hf_shape, self.steps)
 
     def within(self, start: Shape, shape: Shape) -> "Block | None":
         """Return the part of the block within a rectangle of Megatron's tensor; None if they do not overlap."""
@@ -52,8 +60,17 @@ class Block:
             return None
         moved = tuple(a - b for a, b in zip(first, self.start, strict=True))[len(self.shape) - len(self.hf_start) :]
         moved = _swapped(moved) if self.transposed else moved
-        hf_start = tuple(a + b for a, b in zip(self.hf_start, moved, strict=True))
-        return Block(self.hf, hf_start, first, tuple(b - a for a, b in zip(first, last, strict=True)), self.transposed)
+        steps = self.steps or (1,) * len(moved)
+        hf_start = tuple(a + b * step for a, b, step in zip(self.hf_start, moved, steps, strict=True))
+        return replace(
+            self, hf_start=hf_start, start=first, shape=tuple(b - a for a, b in zip(first, last, strict=True))
+        )
+
+
+def index_of(start: Shape, shape: Shape, steps: Shape = ()) -> tuple[slice, ...]:
+    """Return the index of a rectangle that begins at ``start``; ``steps`` as in :class:`Block`."""
+    steps = steps or (1,) * len(start)
+    return tuple(slice(a, a + (n - 1) * step + 1, step) for a, n, step in zip(start, shape, steps, strict=True))
 
 
 def _swapped(axes: Shape) -> Shape:
@@ -143,6 +160,29 @@ class Stack(_OneToOne):
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
         """Return one block, the whole stack."""
         return [Block(self.hf, (0, 0, 0), (0, 0, 0), shape, self.transposed)]
+
+
+@dataclass(frozen=True)
+class InterleavedStack(Stack):
+    """The same with the gate and the up projection of each expert, or their biases, whose rows Hugging Face alternates.
+
+    Args:
+        megatron: Megatron's name.
+        hf: Hugging Face's name.
+        transposed: Whether Hugging Face's matrices are transposed.
+    """
+
+    def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
+        """Return a block for the gates and one for the up projections."""
+        rows, rest = shape[1] // 2, shape[2:]
+        zeros = (0,) * len(rest)
+        steps = (1, *(1 for _ in rest), 2) if self.transposed else (1, 2, *(1 for _ in rest))
+        found = []
+        for number in (0, 1):
+            hf_start = (0, *zeros, number) if self.transposed else (0, number, *zeros)
+            half = (shape[0], rows, *rest)
+            found.append(Block(self.hf, hf_start, (0, number * rows, *zeros), half, self.transposed, steps))
+        return found
 
 
 @dataclass(frozen=True)
@@ -307,12 +347,11 @@ class Experts:
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
         """Return the blocks of every expert."""
         return [
-            Block(
-                block.hf.replace("{expert}", str(expert)),
-                block.hf_start,
-                (expert, *block.start),
-                (1, *block.shape),
-                block.transposed,
+            replace(
+                block,
+                hf=block.hf.replace("{expert}", str(expert)),
+                start=(expert, *block.start),
+                shape=(1, *block.shape),
             )
             for block in self.each.blocks(shape[1:], fields)
             for expert in range(shape[0])

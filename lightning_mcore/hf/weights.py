@@ -84,7 +84,7 @@ class HFWeights:
         if sum(prod(part.shape) for part in parts) < place.numel():
             place.zero_()
         for part in parts:
-            values = self._folder.read(part.hf, part.hf_start, part.hf_shape)
+            values = self._folder.read(part.hf, part.hf_start, part.hf_shape, part.steps)
             for alias in self._aliases.get(part.hf, ()):
                 self._check_equal(part, values, alias)
             if name == _EMBEDDING:
@@ -99,7 +99,9 @@ class HFWeights:
         """Return the paths of the files that :meth:`fill` reads for a rectangle."""
         near = (block.hf for block in self._overlapping(name, start, shape) if block.within(start, shape))
         there = (hf for hf in near if hf in self._folder.shapes)
-        return {self._folder.file_of(each) for hf in there for each in (hf, *self._aliases.get(hf, ()))}
+        return {
+            path for hf in there for each in (hf, *self._aliases.get(hf, ())) for path in self._folder.files_of(each)
+        }
 
     def _overlapping(self, name: str, start: Shape, shape: Shape) -> list[Block]:
         """Return the blocks that overlap a rectangle on its first axis, such as a few of many stacked experts."""
@@ -113,7 +115,7 @@ class HFWeights:
         ]
 
     def _check_equal(self, part: Block, values: Tensor, alias: str) -> None:
-        if not _are_the_same(values, self._folder.read(alias, part.hf_start, part.hf_shape)):
+        if not _are_the_same(values, self._folder.read(alias, part.hf_start, part.hf_shape, part.steps)):
             raise ValueError(
                 f"{alias} in {self._folder.folder} differs from {part.hf}, and Megatron's model has one tensor for"
                 " both; set mtp_num_layers=None in transformer to leave multi-token prediction out"

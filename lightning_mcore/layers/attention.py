@@ -83,11 +83,13 @@ class Softmax:
         scale: Factor of the scores.
         dropout: Probability that a weight is dropped.
         cap: Scores ``x`` become ``cap * tanh(x / cap)``; None for no cap.
+        has_sinks: Whether queries come from :func:`with_sinks`.
     """
 
     scale: float
     dropout: float = 0.0
     cap: float | None = None
+    has_sinks: bool = False
 
     @property
     def is_fused(self) -> bool:
@@ -138,11 +140,29 @@ def packed_runs(offsets: tuple[int, ...], lengths: tuple[int, ...], rank: int = 
     return runs
 
 
+def with_sinks(query: Tensor, sinks: Tensor, scale: float) -> Tensor:
+    """Return queries with one more channel, for a softmax whose denominator has one more term in each head.
+
+    Every query then also sees a key that is 1 in this channel and 0 in all others, so that its score is the sink of the
+    head, and whose value is zero. No kernel needs to know about it.
+
+    Args:
+        query: [b, h, queries, d], any float dtype.
+        sinks: [h], the logarithms of the additional terms.
+        scale: Factor of the scores, not 0.
+
+    Returns:
+        [b, h, queries, d + 1] in the dtype of ``query``.
+    """
+    column = (sinks / scale).to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
+    return torch.cat((query, column), dim=-1)
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, runs: list[QueryRun], reach: Reach, softmax: Softmax) -> Tensor:
     """Compute attention, run by run.
 
     Args:
-        query: [b, h, queries, d], any float dtype, that of key and value too.
+        query: [b, h, queries, d], any float dtype, that of key and value too; d + 1 channels with sinks.
         key: [b, groups, keys, d], in the order of the sequence; ``groups`` divides ``h``.
         value: [b, groups, keys, d_v].
         runs: The queries, in order and without gaps. Two runs have the same keys, or none in common.
@@ -153,7 +173,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, runs: list[QueryRun], reac
         [b, h, queries, d_v] in the dtype of ``query``; zero for a run without keys.
     """
     width = value.size(-1)
-    value = _widen(value, key.size(-1))
+    value = _widen(value, query.size(-1))
     mask = _SharedMask(runs, reach)
     queries = torch.split(query, [len(run.rows) for run in runs], dim=2)
     keys, values = _pieces(key, runs), _pieces(value, runs)
@@ -219,7 +239,7 @@ def _attend_run(
     count, position = len(run.rows), run.position - run.keys.start  # counted within the sequence
     if reach.is_everything:
         yield attend_once(rows, key, value, softmax)
-    elif reach.is_causal and position == 0:
+    elif reach.is_causal and position == 0 and not softmax.has_sinks:  # a sink comes before the first query
         yield attend_once(rows, key[:, :, :count], value[:, :, :count], softmax, is_causal=True)
     elif reach.is_causal and softmax.is_fused and _flash_ends_at_the_last_key(rows, value):
         last = position + count
@@ -327,16 +347,18 @@ def attend_once(
     """Call PyTorch's attention, or compute what its kernels do not have.
 
     Args:
-        query: [b, h, queries, d], any float dtype, that of key and value too.
+        query: [b, h, queries, d], any float dtype, that of key and value too; d + 1 channels with sinks.
         key: [b, groups, keys, d].
         value: [b, groups, keys, d_v].
-        softmax: Scale and dropout.
+        softmax: Scale, dropout and sinks.
         mask: Broadcastable to [b, h, queries, keys]: added to the scores or, if boolean, True where a query sees a key.
         is_causal: Let query ``i`` see the keys up to ``i``.
 
     Returns:
         [b, h, queries, d_v] in the dtype of ``query``.
     """
+    if softmax.has_sinks:
+        key, value, mask = _with_first_key(key, value, mask)
     if not softmax.is_fused:
         return _attend_unfused(query, key, value, softmax, mask, is_causal)
     grouped = key.size(1) != query.size(1)
@@ -355,6 +377,17 @@ def attend_once(
         scale=softmax.scale,
         enable_gqa=grouped,
     )
+
+
+def _with_first_key(key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Put the key that :func:`with_sinks` describes before the others; arguments are those of :func:`attend_once`."""
+    key, value = functional.pad(key, (0, 1, 1, 0)), functional.pad(value, (0, 0, 1, 0))
+    key[:, :, 0, -1] = 1
+    if isinstance(mask, CausalBias):
+        return key, value, causal_lower_right(mask.seq_len_q, mask.seq_len_kv + 1)
+    if mask is None:
+        return key, value, None
+    return key, value, functional.pad(mask, (1, 0), value=mask.dtype == torch.bool)
 
 
 def _attend_unfused(

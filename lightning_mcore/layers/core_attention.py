@@ -36,17 +36,27 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
-from torch import Tensor
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from lightning_mcore.config.architecture import architecture_of
 from lightning_mcore.config.rules.model import check_attention
-from lightning_mcore.layers.attention import Reach, Softmax, attend, attend_once, packed_runs, sequence_runs, visible
+from lightning_mcore.layers.attention import (
+    Reach,
+    Softmax,
+    attend,
+    attend_once,
+    packed_runs,
+    sequence_runs,
+    visible,
+    with_sinks,
+)
 from lightning_mcore.layers.norms import RotatedHeadNorm
 from lightning_mcore.layers.packed_sequences import Boundaries, boundaries_of
 from lightning_mcore.parallel.context import check_packed_offsets, packed_order, packed_positions
@@ -60,7 +70,8 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
     """Softmax attention with grouped heads, context parallelism and sliding windows, in plain PyTorch.
 
     Megatron's attention layers construct it, so they decide its signature. It has parameters only for norms after the
-    rotation.
+    rotation, and for sinks: numbers in the denominator of a softmax, one for each head. Under context parallelism
+    autograd keeps copies of the gathered keys and values where there are sinks.
 
     Args:
         config: Reads ``kv_channels``, ``attention_dropout``, ``window_size``, ``window_attn_skip_freq``,
@@ -104,6 +115,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         self.window_size = _window_of_layer(config, self.layer_number)
         check_attention(config, attn_mask_type in _CAUSAL)
         self.cap = architecture_of(config).attention_cap
+        self.softmax_offset = _sinks(config)
         self.q_layernorm: RotatedHeadNorm | None = None
         self.k_layernorm: RotatedHeadNorm | None = None
         if architecture_of(config).head_norms == "after_rotation":
@@ -178,10 +190,13 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
             offsets = boundaries.offsets
             runs = packed_runs(offsets, boundaries.lengths, rank, size)
         reach = self._reach(mask_type)
-        softmax = Softmax(self.softmax_scale, self.attention_dropout if self.training else 0.0, self.cap)
+        sinks, scale, dropout = self.softmax_offset, self.softmax_scale, self.attention_dropout
+        softmax = Softmax(scale, dropout if self.training else 0.0, self.cap, sinks is not None)
 
         def over(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+            if sinks is not None:
+                query = with_sinks(query, sinks, scale)
             if attention_mask is None:
                 context = attend(query, key, value, runs, reach, softmax)
             else:
@@ -193,6 +208,14 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
             if self.cp_group is None:
                 return over(query, key, value).flatten(2)
             return over_whole_sequences(query, key, value, over, offsets, self.cp_group).flatten(2)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Return the parameters for a checkpoint; each tensor-parallel rank has the sinks of its heads."""
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if isinstance(self.softmax_offset, nn.Parameter):
+            own, axes = {"softmax_offset": self.softmax_offset}, {"softmax_offset": 0}
+            state |= make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)
+        return state
 
     def _reach(self, mask_type: AttnMaskType) -> Reach:
         back, ahead = (None if side < 0 else side for side in self.window_size)
@@ -272,6 +295,22 @@ class _CompleteSharedGradient(torch.autograd.Function):
         gradient[..., -ctx.width :] = 0
         gradient[..., 0, -ctx.width :] = shared
         return gradient, None, None
+
+
+def _sinks(config: TransformerConfig) -> Tensor | None:
+    """Return the sinks of this rank's heads, [h / tp], which begin at 0, or None for a plain softmax.
+
+    Source: ``DotProductAttention.__init__`` (megatron.core.transformer.dot_product_attention, 0.16.1 and 0.19.2).
+    """
+    if config.softmax_type == "vanilla":
+        return None
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    sinks = torch.zeros(heads, dtype=config.params_dtype, device=torch.cuda.current_device())
+    if config.softmax_type == "off-by-one":
+        return sinks
+    learned = nn.Parameter(sinks)
+    set_tensor_model_parallel_attributes(learned, is_parallel=True, dim=0, stride=1)
+    return learned
 
 
 def _window_of_layer(config: TransformerConfig, layer_number: int) -> tuple[int, int]:

@@ -44,7 +44,7 @@ from lightning_mcore.layers.core_attention import TorchAttention
 from lightning_mcore.layers.delta_net import GatedDeltaNet
 from lightning_mcore.layers.norms import LatentNorm, LatentQueryNorm, TorchNorm, check_norm
 from lightning_mcore.layers.router import ChoiceBiasRouter, ExactRouter
-from lightning_mcore.layers.variants import NormAndAdd, VariantAttention, with_bias
+from lightning_mcore.layers.variants import BiasedExpertOutput, NormAndAdd, VariantAttention, with_bias
 from lightning_mcore.parallel.pipeline import check_uniform_recompute
 from lightning_mcore.te_cpu.load import ONLY_ON_THE_CPU, is_prepared, untested_on_the_cpu
 
@@ -280,6 +280,8 @@ def _use_our_modules(
     _replace_norm(submodules, "input_layernorm", before)
     _replace_norm(submodules, "pre_mlp_layernorm", before)
     _add_biases(submodules, architecture, has_experts=experts is not None)
+    if experts is not None and config.add_bias_linear:
+        _submodules_of(experts.experts).linear_fc2 = BiasedExpertOutput
     if config.multi_latent_attention:
         # Megatron's spec has a norm of compressed queries even if queries are not compressed.
         _replace_norm(attention, "q_layernorm", IdentityOp if config.q_lora_rank is None else LatentQueryNorm)
@@ -305,11 +307,7 @@ def _add_biases(submodules: Any, architecture: Architecture, has_experts: bool) 
         attention = submodules.self_attention.submodules
         attention.linear_proj = with_bias(attention.linear_proj)
     if architecture.mlp_bias and not has_experts:
-        mlp = (
-            submodules.mlp.submodules
-            if isinstance(submodules.mlp, ModuleSpec)
-            else submodules.mlp.keywords["submodules"]
-        )
+        mlp = _submodules_of(submodules.mlp)
         mlp.linear_fc1, mlp.linear_fc2 = with_bias(mlp.linear_fc1), with_bias(mlp.linear_fc2)
 
 
@@ -334,6 +332,10 @@ def _names_in_checkpoints(layer: ModuleSpec, config: TransformerConfig) -> dict[
 
 def _submodules_of_experts(mlp: Any) -> MoESubmodules | None:
     """Return the submodules of a layer with experts; None for a dense layer."""
-    if isinstance(mlp, ModuleSpec):  # in 0.16; a partial constructor in 0.19
-        return mlp.submodules if mlp.module is MoELayer else None
-    return mlp.keywords["submodules"] if mlp.func is MoELayer else None
+    made = mlp.module if isinstance(mlp, ModuleSpec) else mlp.func
+    return _submodules_of(mlp) if made is MoELayer else None
+
+
+def _submodules_of(spec: Any) -> Any:
+    """Return the submodules in a spec of 0.16, or in a partial constructor, as in 0.19."""
+    return spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -196,6 +196,26 @@ class VariantAttention(SelfAttention):  # type: ignore[misc]  # megatron-core ha
             ranks = 1 if packed else self.config.context_parallel_size
             rotary_pos_emb = self.rotation(rotary_pos_emb.size(0) * ranks, packed_seq=packed)
         return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+
+
+class BiasedExpertOutput(RowParallelLinear):  # type: ignore[misc]  # megatron-core has no type information
+    """The output projection of an expert with biases, without two faults of Megatron's.
+
+    Each tensor-parallel rank may have experts of its own, and Megatron would sum the gradients of their biases, as
+    those of a layer that all ranks share. And it adds the bias in place, which autograd refuses on one rank, where the
+    output is a view.
+
+    Source: ``RowParallelLinear`` (megatron.core.tensor_parallel.layers), ``MLP.forward`` (0.16.1 and 0.19.2).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bias.sequence_parallel = False
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output, [tokens, h], and the bias, [h], both in the dtype of ``inputs``, [tokens, ffn / etp]."""
+        output, bias = super().forward(inputs)
+        return output.clone() if output._is_view() else output, bias
 
 
 class StretchedRotation(RotaryEmbedding):  # type: ignore[misc]  # megatron-core has no type information

@@ -589,12 +589,12 @@ class MCoreGPT(SpeedLogs):
 
     def _impl(self, device_type: str) -> Literal["local", "transformer_engine"]:
         choice = self.hparams["transformer_impl"]
-        if choice == "auto" and not self.architecture.fits_transformer_engine:
+        has_sinks = self.transformer.get("softmax_type", "vanilla") != "vanilla"  # not for packed rows
+        if choice == "auto" and (has_sinks or not self.architecture.fits_transformer_engine):
             return "local"
         return resolve_transformer_impl(choice, device_type)
 
     def _device_type(self) -> str:
         if self._trainer is not None:
-            device_type: str = self._trainer.strategy.root_device.type
-            return device_type
+            return str(self._trainer.strategy.root_device.type)
         return "cuda" if torch.cuda.is_available() else "cpu"

@@ -187,6 +187,8 @@ def _of_layer(
     else:
         yield from _norm(fields, "input_layernorm.", fields.hidden_size)
         yield from _latent_attention(fields, fields.attention, tp, backend)
+    if fields.transformer.get("softmax_type") == "learnable":
+        yield ParameterTensor("self_attention.core_attention.softmax_offset", fields.num_attention_heads // tp)
     if norms != "before":
         yield from _norm(fields, "self_attn_bda.norm.", fields.hidden_size)
     if norms != "after":

@@ -28,6 +28,7 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.distributed
 
 S, B, HEADS = 32, 2, 4
+SINKS = torch.tensor([-3.0, 0.0, 1.5, 4.0])
 TOLERANCE = 1e-6  # of the largest value, fp32 against double precision; measured: at most 5.9e-7
 
 CASES: dict[str, dict[str, Any]] = {
@@ -37,6 +38,8 @@ CASES: dict[str, dict[str, Any]] = {
     "window": {"groups": 2, "sides": (5, 0)},
     "window-over-several-slices": {"sides": (13, 0)},
     "everything": {"mask_type": AttnMaskType.no_mask, "sides": None, "groups": 1},
+    "sinks": {"groups": 2, "sinks": True},
+    "sinks-window": {"sides": (13, 0), "sinks": True},
     "window-both-ways": {"mask_type": AttnMaskType.no_mask, "sides": (6, 3)},
 }
 
@@ -56,11 +59,16 @@ def build(
     d: int = 8,
     groups: Any = None,
     d_v: Any = None,
+    sinks: bool = False,
 ) -> TorchAttention:
     size = layout.context_parallel_size
     fields = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": HEADS, "window_size": sides}
+    fields |= {"softmax_type": "learnable"} if sinks else {}
     config = build_transformer_config(fields, {"context_parallel_size": size})
-    return TorchAttention(config, 1, mask_type, "self", k_channels=d, softmax_scale=d**-0.5)
+    core = TorchAttention(config, 1, mask_type, "self", k_channels=d, softmax_scale=d**-0.5)
+    if core.softmax_offset is not None:
+        core.softmax_offset.data += SINKS
+    return core
 
 
 @contextmanager
@@ -101,7 +109,7 @@ def test_ranks_together_compute_the_attention_of_whole_sequences(case: str, size
         tensor.requires_grad_()
     back, ahead = CASES[case].get("sides") or (-1, -1)
     seen = window(S, back, 0 if CASES[case].get("mask_type") is None else ahead)
-    expected = naive_attention(*inputs, seen)
+    expected = naive_attention(*inputs, seen, sinks=SINKS if CASES[case].get("sinks") else None)
     references = [expected, *torch.autograd.grad(expected, inputs, weights.double())]
 
     shares = [results[case] for results in results_of_ranks(size)]

@@ -20,7 +20,7 @@ from lightning_mcore.layers.transformer_config import build_transformer_config
 from lightning_mcore.parallel.context import (
     packed_order,
 )
-from tests.distributed.test_attention import HEADS, TOLERANCE, build, groups_of
+from tests.distributed.test_attention import HEADS, SINKS, TOLERANCE, build, groups_of
 from tests.naive_attention import naive_packed_attention, split_packed, unsplit_packed, window
 from tests.ranks import run_ranks
 
@@ -38,6 +38,8 @@ CASES: dict[str, dict[str, Any]] = {
     "narrow-values": {"d": 12, "d_v": 8},
     "wide-values": {"d": 8, "d_v": 12},
     "window": {"groups": 2, "sides": (5, 0)},
+    "sinks": {"groups": 2, "sinks": True},
+    "sinks-window": {"sides": (5, 0), "sinks": True},
 }
 
 
@@ -85,7 +87,8 @@ def test_ranks_together_compute_the_attention_of_packed_sequences(pack: str, cas
         tensor.requires_grad_()
     back, _ = CASES[case].get("sides", (-1, 0))
     seen = window(offsets[-1], back, 0)
-    expected = naive_packed_attention(*inputs, seen, offsets, lengths, CASES[case].get("d", 8) ** -0.5)
+    sinks = SINKS if CASES[case].get("sinks") else None
+    expected = naive_packed_attention(*inputs, seen, offsets, lengths, CASES[case].get("d", 8) ** -0.5, sinks)
     references = [expected, *torch.autograd.grad(expected, inputs, weights.double())]
 
     shares = [results[pack, case] for results in results_of_ranks(size)]
@@ -157,6 +160,7 @@ MODELS: dict[str, Model] = {
     "latent-rope": Model({**LATENT, "rope_type": "rope", "q_lora_rank": None}),
     "recomputed": Model(FULL),
     "attention-recomputed": Model(PARTS),
+    "sinks": Model({"softmax_type": "learnable", "window_size": (6, 0), "window_attn_skip_freq": 2}),
     "latent-recomputed": Model({**LATENT, **PARTS}),
     "ahead": Model({"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}),
     "ahead-recomputed": Model({"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5, **FULL}),

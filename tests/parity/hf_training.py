@@ -24,6 +24,7 @@ from lightning_mcore.hf import find_family
 from lightning_mcore.hf.family import complete_fields
 from lightning_mcore.hf.pretrained import pieces_of_module
 from lightning_mcore.hf.weight_map import WeightMap
+from lightning_mcore.hf.weight_rules import index_of
 from lightning_mcore.layers.sampling import gather_sequence
 from lightning_mcore.parallel.groups import process_group
 from tests.hf_models import UNKNOWN_TO_TRANSFORMERS, VARIANTS, VOCAB_SIZE, read_tensors, tiny_folder
@@ -147,7 +148,7 @@ def on_disk(name: str, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
         if family == "granitemoe" and "block_sparse_moe" in key:
             found[_granite(key)] = gradient
             continue
-        if last not in ("gate_up_proj", "down_proj"):
+        if last not in ("gate_up_proj", "down_proj") or family == "gpt_oss":
             found[key] = gradient
             continue
         for expert, rows in enumerate(gradient):
@@ -180,18 +181,18 @@ class Part:
         start: Where it begins.
         values: In the axes of that tensor.
         view: A shape of the tensor in which it is a rectangle; None for its own.
+        steps: As in ``Block``.
     """
 
     name: str
     start: tuple[int, ...]
     values: Tensor
     view: tuple[int, ...] | None = None
+    steps: tuple[int, ...] = ()
 
     def of(self, whole: Tensor) -> Tensor:
         """Return the same rectangle of ``whole``."""
-        return whole.view(self.view or whole.shape)[
-            tuple(slice(a, a + n) for a, n in zip(self.start, self.values.shape, strict=True))
-        ]
+        return whole.view(self.view or whole.shape)[index_of(self.start, tuple(self.values.shape), self.steps)]
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,7 @@ def finished_gradients(module: MCoreGPT) -> list[Part]:
             place = tuple(slice(a - b, a - b + n) for a, b, n in zip(part.start, piece.start, part.shape, strict=True))
             values = piece.data.view(piece.shape)[place]
             values = (values.mT if part.transposed else values).reshape(part.hf_shape)
-            parts.append(Part(part.hf, part.hf_start, values.clone()))
+            parts.append(Part(part.hf, part.hf_start, values.clone(), steps=part.steps))
     for data, old in zip(parameters, kept, strict=True):
         data.copy_(old)
     return parts

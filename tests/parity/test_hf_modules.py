@@ -75,6 +75,7 @@ def test_generation_gives_the_tokens_of_transformers_on_every_layout() -> None:
     layouts = {name: (MODELS.get(name, "llama"), LAYOUTS[name]) for name in LAYOUTS if name != "dp2"}
     layouts["latent"] = "deepseek_v3", latent
     layouts |= {f"delta net, {name}": ("qwen3_5_text", LAYOUTS[name]) for name in ("tp2", "pp2")}
+    layouts["sinks"] = "gpt_oss", {**latent, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
     runs = {name: (str(tiny_folder(model)), layout) for name, (model, layout) in layouts.items()}
     one = run_ranks(1, write_each, {model: (str(tiny_folder(model)), "auto") for model, _ in layouts.values()})[0]
     ranks = run_ranks(2, write_each, runs, timeout=120)

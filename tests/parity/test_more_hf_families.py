@@ -26,7 +26,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # in this process warnings are errors, and Megatron has many
 ]
 
-EXPERTS = ("kimi_k2", "dots1", "granitemoe", "olmoe", "minimax_m2", "ernie4_5_moe", "qwen3_next", "qwen3_5_moe_text")
+EXPERTS = (
+    "kimi_k2",
+    "dots1",
+    "granitemoe",
+    "olmoe",
+    "minimax_m2",
+    "gpt_oss",
+    "ernie4_5_moe",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+)
 DENSE = tuple(name for name in MORE_FAMILIES if name not in EXPERTS)
 STRETCHED = ("llama, other constants", "llama, stretched with the length", "phi3, longrope")
 VARIED = (*MORE_FAMILIES, *STRETCHED, "llama, all biases")

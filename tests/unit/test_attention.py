@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mcore.config.rules.model import check_attention
 from lightning_mcore.layers import attention
-from lightning_mcore.layers.attention import Reach, Softmax, attend, sequence_runs
+from lightning_mcore.layers.attention import Reach, Softmax, attend, sequence_runs, with_sinks
 from lightning_mcore.layers.core_attention import TorchAttention
 from lightning_mcore.parallel.context import split_for_context_parallel, unsplit_from_context_parallel
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
@@ -74,6 +74,37 @@ def test_a_causal_window_sees_so_many_keys_back(back: int) -> None:
     core = build(window_size=(back, 0))
 
     assert_same_with_gradients(core(*inputs, None), naive_attention(*inputs, window(S, back, 0)), inputs)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("back", [None, 0, 5])
+@pytest.mark.parametrize("heads", ["grouped", "narrow-values", "wide-values"])
+def test_a_sink_is_one_more_term_of_the_softmax_of_a_head(heads: str, back: int | None, masked: bool) -> None:
+    inputs = tensors(**HEADS[heads])
+    sides = None if back is None else (back, 0)
+    with cpu_runtime():
+        config = build(softmax_type="learnable", params_dtype=torch.float64, window_size=sides).config
+        core = TorchAttention(config, 1, AttnMaskType.causal, "self", softmax_scale=0.3)
+    assert isinstance(core.softmax_offset, torch.nn.Parameter)
+    sinks = core.softmax_offset
+    sinks.data += torch.tensor([-3.0, 0.0, 1.5, 4.0])
+    hidden = torch.rand(B, 1, 1, S, generator=torch.Generator().manual_seed(3)) < 0.3  # some queries see nothing
+    seen = window(S, -1 if back is None else back, 0) & ~(hidden & masked)
+
+    expected = naive_attention(*inputs, seen, 0.3, sinks)
+
+    assert_same_with_gradients(core(*inputs, hidden if masked else None), expected, (*inputs, sinks))
+
+
+def test_off_by_one_is_a_sink_of_zero() -> None:
+    inputs = tensors()
+    with cpu_runtime():
+        core = build(softmax_type="off-by-one")
+
+    expected = naive_attention(*inputs, causal(S), sinks=torch.zeros(4))
+
+    assert_same_with_gradients(core(*inputs, None), expected, inputs)
+    assert list(core.parameters()) == []
 
 
 @pytest.mark.parametrize("sides", [(3, 2), (0, 4), (-1, 2), (5, -1), (-1, -1)])
@@ -246,14 +277,21 @@ class LargestTensor(TorchDispatchMode):
         (1, 2, Reach(None, 0), 1024 * 5120),  # block times keys, and not the 2048 queries of this rank times keys
     ],
 )
-def test_long_sequences_need_no_mask_of_the_size_of_the_scores(rank: int, size: int, reach: Reach, limit: int) -> None:
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_long_sequences_need_no_mask_of_the_size_of_the_scores(
+    rank: int, size: int, reach: Reach, limit: int, has_sinks: bool
+) -> None:
     attention._distance_mask.cache_clear()
     length = 4096
     generator = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(1, 1, length // n, 8, generator=generator) for n in (size, 1, 1))
 
+    if has_sinks:
+        query, limit = with_sinks(query, torch.zeros(1), 1.0), max(limit, 1024 * 5120)
+
     with LargestTensor() as largest:
-        attend(query, key, value, sequence_runs(length // size, length, rank, size), reach, Softmax(1.0))
+        runs = sequence_runs(length // size, length, rank, size)
+        attend(query, key, value, runs, reach, Softmax(1.0, has_sinks=has_sinks))
 
     assert largest.elements <= limit
     attention._distance_mask.cache_clear()
@@ -332,8 +370,7 @@ def test_an_argument_takes_the_place_of_the_configs_dropout(tracker: Any) -> Non
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"softmax_type": "learnable"}, "softmax_type='learnable' needs TransformerEngine; choose 'vanilla'"),
-        ({"softmax_type": "off-by-one"}, "softmax_type='off-by-one' needs TransformerEngine"),
+        ({"softmax_type": "sink"}, "softmax_type='sink' is unknown; choose 'vanilla' or 'off-by-one' or 'learnable'"),
         ({"window_size": (8, 4)}, r"window_size=\(8, 4\) looks 4 tokens ahead.*choose \(8, 0\)"),
         ({"window_size": (-2, 0)}, r"window_size=\(-2, 0\) is not a window"),
     ],

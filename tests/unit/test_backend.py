@@ -314,7 +314,6 @@ def test_the_spec_of_transformer_engine_is_handed_on_as_it_is(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("field", "value", "sentence"),
     [
-        ("softmax_type", "learnable", "softmax_type='learnable' needs TransformerEngine"),
         ("moe_grouped_gemm", True, "moe_grouped_gemm=True needs TransformerEngine; choose False, or transformer_impl="),
         ("persist_layer_norm", True, "persist_layer_norm=True needs TransformerEngine"),
         ("memory_efficient_layer_norm", True, "memory_efficient_layer_norm=True needs TransformerEngine"),

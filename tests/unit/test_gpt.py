@@ -70,7 +70,6 @@ def test_constructor_refuses_in_one_sentence(arguments: dict[str, Any], message:
         ({"moe_grouped_gemm": True, **EXPERTS}, "moe_grouped_gemm=True needs TransformerEngine"),
         ({"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}, "needs CUDA, and this run is"),
         ({"moe_token_dispatcher_type": "flex", **EXPERTS}, "moe_token_dispatcher_type='flex' .* is not available"),
-        ({"softmax_type": "learnable"}, "softmax_type='learnable' needs TransformerEngine"),
         ({"cuda_graph_impl": "local"}, "cuda_graph_impl='local' is not available: CUDA graphs need random states"),
         (
             {"cuda_graph_impl": "transformer_engine"},

@@ -96,6 +96,7 @@ NO_NUMBERS = {
     "kimi_k2": {"pretraining_tp"},
     "seed_oss": {"pretraining_tp"},
     **{name: {"router_aux_loss_coef"} for name in ("granitemoe", "olmoe", "minimax_m2", "ernie4_5_moe", "qwen3_next")},
+    "gpt_oss": {"router_aux_loss_coef"},
     "qwen3_5_moe_text": {"router_aux_loss_coef", "intermediate_size"},
     "exaone4": {"sliding_window_pattern"},  # makes layer_types
     "gemma3_text": {"_sliding_window_pattern"},
@@ -362,6 +363,36 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "moe_router_bias_update_rate": 0.0,
         },
     ),
+    "gpt-oss": (
+        {
+            "model_type": "gpt_oss",
+            "attention_bias": True,
+            "experts_per_token": 4,
+            "initial_context_length": 4096,
+            "num_hidden_layers": 4,
+            "output_router_logits": False,
+            "rope_scaling": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "rope_type": "yarn",
+                "truncate": False,
+            },
+            "rope_theta": 150000,
+            "router_aux_loss_coef": 0.9,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+        },
+        {
+            "softmax_type": "learnable",
+            "activation_func_clamp_value": 7.0,
+            "window_size": (127, 0),
+            "window_attn_skip_freq": (True, False) * 2,
+            "rotary_base": 150000,
+            "moe_ffn_hidden_size": 2880,
+        },
+    ),
     "GLM-4.5": (
         {
             "model_type": "glm4_moe",
@@ -426,6 +457,9 @@ SAID_BY_A_FAMILY = [
     "moe_router_topk_scaling_factor",
     "moe_router_score_function",
     "moe_router_enable_expert_bias",
+    "softmax_type",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
     "multi_latent_attention",
     "q_lora_rank",
     "kv_lora_rank",
@@ -446,11 +480,8 @@ SAID_BY_A_FAMILY = [
 
 SAID_BY_NONE = [
     "softmax_scale",
-    "softmax_type",
     "apply_residual_connection_post_layernorm",
     "layernorm_zero_centered_gamma",
-    "glu_linear_offset",
-    "activation_func_clamp_value",
     "rotary_interleaved",
     "qk_l2_norm",
     "attention_output_gate",

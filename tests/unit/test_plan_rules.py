@@ -225,7 +225,7 @@ WRONG: dict[str, tuple[RunSettings, str]] = {
         ),
         "reuse_grad_buf_for_mxfp8_param_ag=True with overlap_param_gather=True",
     ),
-    "softmax with sinks": (run_with({"softmax_type": "learnable"}), "softmax_type='learnable'"),
+    "unknown softmax": (run_with({"softmax_type": "sink"}), "softmax_type='sink' does not fit"),
     "window that looks ahead": (run_with({"window_size": [8, 4]}), "4 tokens ahead"),
     "recompute of TransformerEngine's norms": (
         run_with({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}),

@@ -208,6 +208,15 @@ def _check_context_parallelism(config: "TransformerConfig") -> None:
             f" cp_comm_type={given!r} is not available: TransformerEngine sends keys and values from rank to rank"
             " (p2p, its default) only without a window; set cp_comm_type='all_gather' or 'a2a'"
         )
+    if config.softmax_type != "vanilla" and config.context_parallel_size > 1 and kinds != {"a2a"}:
+        raise ValueError(
+            f"softmax_type={config.softmax_type!r} with context_parallel_size={config.context_parallel_size} and"
+            f" cp_comm_type={given!r} is not available in TransformerEngine; set cp_comm_type='a2a', or"
+            " transformer_impl='local'"
+        )
+
+
+_SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
 def check_attention(config: Any, is_causal: bool = True) -> None:
@@ -218,12 +227,11 @@ def check_attention(config: Any, is_causal: bool = True) -> None:
         is_causal: Whether queries see only earlier keys and their own.
 
     Raises:
-        ValueError: The softmax has a sink, or the window is invalid or looks ahead under causal attention.
+        ValueError: The softmax is unknown, or the window is invalid or looks ahead under causal attention.
     """
-    if config.softmax_type != "vanilla":
+    if config.softmax_type not in _SOFTMAX_TYPES:
         raise ValueError(
-            f"softmax_type={config.softmax_type!r} needs TransformerEngine; choose 'vanilla', "
-            'or transformer_impl="transformer_engine" on CUDA'
+            f"softmax_type={config.softmax_type!r} is unknown; choose {' or '.join(map(repr, _SOFTMAX_TYPES))}"
         )
     if config.window_size is None:
         return
