@@ -463,6 +463,7 @@ def _call(config: dict[str, Any]) -> Any:
             " folder that all machines share"
         )
     os.chdir(worker.folder)
+    logging.getLogger().setLevel(logging.WARNING)  # as without Ray, which sets INFO
     _worker, os.environ[ON_RAY] = worker, "1"
     with _sent(worker.output) if ray.train.get_context().get_world_rank() == 0 else contextlib.nullcontext():
         return config["function"](*config["arguments"])

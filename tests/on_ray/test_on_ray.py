@@ -174,6 +174,7 @@ def test_a_file_of_llamafactory_runs_on_ray(patience: None, tmp_path: Path) -> N
     reports = [[line for line in lines if line.startswith(told)] for lines in printed.values()]
     assert len(reports[0]) == len(told)
     assert reports[0] == reports[1]
+    assert "Setting up DistributedDataParallel" not in ended["ray"].stdout + ended["ray"].stderr  # logged at INFO
     folders = [tmp_path / name / "out" for name in runs]
     logs = [
         [json.loads(line).get("loss") for line in (folder / "trainer_log.jsonl").read_text().splitlines()]
