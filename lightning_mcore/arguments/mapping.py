@@ -248,7 +248,8 @@ def _has_experts(model_path: str) -> bool:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         return False  # opening the model reports the fault
-    counts = [config.get(name) for name in _EXPERTS_IN_CONFIGS] if isinstance(config, dict) else []
+    parts = (config, config.get("text_config")) if isinstance(config, dict) else ()
+    counts = [part.get(name) for part in parts if isinstance(part, dict) for name in _EXPERTS_IN_CONFIGS]
     return any(isinstance(count, int | float) and count > 1 for count in counts)
 
 

@@ -14,6 +14,7 @@ the host and before the batch is split for context parallelism:
 import importlib
 import itertools
 from collections.abc import Iterator
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,11 +49,13 @@ def with_vision(batch: dict[str, Tensor], vision: Vision) -> dict[str, Tensor]:
     found = {name: value for name, value in batch.items() if name not in _INPUTS}
     found["rope_positions"] = _positions(vision, kinds, samples, images, videos, batch.get("second_per_grid_ts"))
     found["vision_rows"] = _rows(kinds)
-    grids = [grid for grid in (images, videos) if grid is not None]
-    if grids:
-        found["vision_grids"] = torch.cat(grids)
-        pixels = (batch[name] for name in ("pixel_values", "pixel_values_videos") if name in batch)
-        found["patches"] = torch.cat(list(pixels))
+    seen = {
+        name: grids for name, grids in (("pixel_values", images), ("pixel_values_videos", videos)) if grids is not None
+    }
+    if seen:
+        _check_patches(vision, batch, seen)
+        found["vision_grids"] = torch.cat(list(seen.values()))
+        found["patches"] = torch.cat([batch[name] for name in seen])
     return found
 
 
@@ -78,6 +81,19 @@ def _check_runs(vision: Vision, samples: list[list[int]], images: Tensor | None,
             raise ValueError(
                 f"the tokens of a batch have {len(found)} runs of {name} tokens, {found} long, and its {name}s need"
                 f" {len(wanted)}, {wanted} long; give each {name} its tokens, and do not cut a sequence inside one"
+            )
+
+
+def _check_patches(vision: Vision, batch: dict[str, Tensor], seen: dict[str, Tensor]) -> None:
+    """Refuse patches of another size or number than the tower takes for the grids of images and of videos."""
+    sizes = [int(vision.config[name]) for name in ("in_channels", "temporal_patch_size", "patch_size", "patch_size")]
+    for name, grids in seen.items():
+        wanted = [int(grids.prod(1).sum()), prod(sizes)]
+        found = list(batch[name].shape) if name in batch else None
+        if found != wanted:
+            raise ValueError(
+                f"a batch has {name} of shape {found}, and its grids need {wanted}; give what the processor of this"
+                " model returns"
             )
 
 

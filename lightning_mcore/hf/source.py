@@ -180,6 +180,25 @@ def family_of(config: Mapping[str, Any], family: str | None) -> Family:
     return find_family(family) if family else registered_family(str(config["model_type"]))
 
 
+def sees_images(path: str) -> bool | None:
+    """Return whether a model has a vision tower; None if its config is not here.
+
+    Args:
+        path: Its folder, its name on the Hugging Face hub, or a checkpoint of this package.
+
+    Raises:
+        ValueError: Its family is unknown.
+    """
+    if is_own_checkpoint(path):
+        return "vision" in pretrained_settings(path)
+    if is_unknown_on_hub(path):
+        return None
+    folder = local_folder(path, weights=False) if is_hub_name(path) else path
+    if not os.path.isfile(os.path.join(folder, CONFIG_FILE)):
+        return None
+    return family_of(read_config(folder), None).tower is not None
+
+
 def read_generation_config(folder: str) -> dict[str, Any] | None:
     """Return the content of ``generation_config.json``; None if there is none."""
     return read_json(folder, GENERATION_FILE) if os.path.exists(os.path.join(folder, GENERATION_FILE)) else None

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a LLaMA-Factory file may not say: one sentence each, naming what contradicts what."""
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,16 +12,7 @@ from lightning_mcore.arguments.documents import read_file
 from lightning_mcore.arguments.llamafactory.export import read_export
 from lightning_mcore.arguments.llamafactory.output import is_waiting, move_in, unfinished, where_to_resume
 from lightning_mcore.arguments.llamafactory.run import read_run
-from lightning_mcore.cli.llamafactory import run
 from tests.factory_files import LLAMA3, write_run
-
-QWEN2_VL: dict[str, Any] = {  # examples/megatron/qwen2_vl_full.yaml, of a model of images
-    **{"model_name_or_path": "model", "image_max_pixels": 262144, "video_max_pixels": 16384, "do_train": True},
-    **{"stage": "sft", "finetuning_type": "full", "dataset": "alpaca_en_demo", "preprocessing_num_workers": 8},
-    **{"cutoff_len": 4096, "template": "qwen2_vl", "output_dir": "out", "per_device_train_batch_size": 1},
-    **{"gradient_accumulation_steps": 2, "num_train_epochs": 2, "learning_rate": 2e-5, "bf16": True},
-    **{"tensor_model_parallel_size": 4, "sequence_parallel": True, "pipeline_model_parallel_size": 2},
-}
 
 
 @pytest.fixture(scope="module")
@@ -193,18 +183,6 @@ def test_texts_are_not_read_of_conversations(tmp_path: Path) -> None:
     file = write_run(tmp_path, LLAMA3, info=info)
     with pytest.raises(ValueError, match="the dataset 'talks' holds conversations, and stage: pt reads texts"):
         read_run(file, ["stage=pt", "dataset=talks"])
-
-
-def test_a_model_of_images_is_refused_with_what_trains_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    file = write_run(tmp_path, QWEN2_VL, None)
-    (tmp_path / "model").mkdir()
-    config = {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert run([file]) == 2
-    said = capfd.readouterr().err
-    assert said.startswith("error: ")
-    assert "MCoreVisionGPT" in said
-    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_packed_rows_have_the_images_of_their_samples_in_order(tmp_path: Path) -
     module = data(tmp_path, ROWS, seq_length=160)
     [batch] = batches(module)
     ids = {name: module.tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad")}
-    config = {"spatial_merge_size": 2}
+    config = {"spatial_merge_size": 2, "in_channels": 3, "temporal_patch_size": 2, "patch_size": 4}
     found = with_vision(batch, Vision("qwen2_vl", config, ids["image_pad"], ids["video_pad"], (2, 3, 3)))
     samples = batch["sample_ids"][0].tolist()
     wanted = {0: [[1, 4, 6]], 1: [[1, 2, 2], [1, 10, 4]], 2: []}

@@ -10,7 +10,7 @@ input in another column, an answer, and perhaps earlier exchanges. ``sharegpt`` 
 messages, whose roles the dataset names. Three things differ from ``data/finetuning/conversations.py``: the names come
 from ``dataset_info.json``; one line break joins the two parts of an instruction; and a conversation whose roles do not
 alternate is skipped and counted, as in LLaMA-Factory. A row that calls tools is refused, because the templates here
-cannot write tool calls.
+cannot write tool calls. ``images.py`` adds images.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mcore.arguments.llamafactory.datasets import DatasetEntry
+from lightning_mcore.arguments.llamafactory.datasets import Columns, DatasetEntry
 from lightning_mcore.data.finetuning.chat import DocumentEncoder
 from lightning_mcore.data.finetuning.conversations import Message, Row, earlier_exchanges
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
@@ -96,8 +96,11 @@ class FactoryRows:
         """Return the columns that each row must have; None for those that the entry does not name."""
         names = entry.columns
         if entry.formatting == "alpaca":
-            return (names.prompt, names.query, names.response, names.history, names.system, names.tools)
-        return (names.messages, names.system, names.tools)
+            return (names.prompt, names.query, names.response, names.history, *self._beside(names))
+        return (names.messages, *self._beside(names))
+
+    def _beside(self, names: Columns) -> tuple[str | None, ...]:
+        return (names.system, names.tools, names.images, names.videos)
 
     def messages(self, row: Row, name: str, answer: str | None = None) -> list[Message]:
         """Return the conversation of a row; an empty list if the row is skipped.
@@ -108,10 +111,12 @@ class FactoryRows:
             answer: The column of the answer of an alpaca row; None for the one that the entry names.
 
         Raises:
-            ValueError: The row calls tools, or a message lacks a field.
+            ValueError: The row calls tools or has videos, or a message lacks a field.
             TypeError: A value is not text.
         """
         columns = self._entry.columns
+        if columns.videos is not None and row[columns.videos]:
+            raise ValueError(f"{name} has videos ({columns.videos}), which are not supported; leave the row out")
         if columns.tools is not None and row[columns.tools]:
             raise ValueError(
                 f"{name} calls tools ({columns.tools}), which the templates here cannot write; leave the row out"

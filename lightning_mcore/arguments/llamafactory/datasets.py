@@ -25,11 +25,8 @@ _FETCHED = {
     "script_url": "a script",
     "cloud_file_name": "a cloud",
 }
-_REFUSED_COLUMNS = {
-    "images": "LLaMA-Factory files here train models of text",
-    "videos": "LLaMA-Factory files here train models of text",
-    "audios": "LLaMA-Factory files here train models of text",
-}
+_OF_TEXT = "model_name_or_path is a model of text"
+_REFUSED_COLUMNS = {"audios": "models of sound are not available"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +43,8 @@ class Columns:
     chosen: str | None = None
     rejected: str | None = None
     kto_tag: str | None = None
+    images: str | None = None
+    videos: str | None = None
 
 
 @dataclass(frozen=True)
@@ -84,12 +83,13 @@ class DatasetEntry:
     ranking: bool = False
 
 
-def read_datasets(names: str | Sequence[str], dataset_dir: str) -> list[DatasetEntry]:
+def read_datasets(names: str | Sequence[str], dataset_dir: str, sees: bool | None = False) -> list[DatasetEntry]:
     """Return the datasets of the given names, in their order.
 
     Args:
         names: A list, or text with commas between the names.
         dataset_dir: The folder with ``dataset_info.json``.
+        sees: Whether the model sees images; None if that is not known yet.
 
     Raises:
         FileNotFoundError: There is no such folder, or a dataset has no file.
@@ -105,10 +105,10 @@ def read_datasets(names: str | Sequence[str], dataset_dir: str) -> list[DatasetE
         raise FileNotFoundError(f"dataset_dir={dataset_dir!r} has no {INFO}; give the folder that contains it")
     info = read_json(read_text(path), str(path))
     wanted = [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
-    return [_entry(name, info, path) for name in wanted]
+    return [_entry(name, info, path, sees) for name in wanted]
 
 
-def _entry(name: str, info: Any, path: Path) -> DatasetEntry:
+def _entry(name: str, info: Any, path: Path, sees: bool | None) -> DatasetEntry:
     if not isinstance(info, Mapping) or not isinstance(info.get(name, {}), Mapping):
         raise ValueError(f"{path} does not hold an object for each dataset; write {{{name!r}: {{'file_name': ...}}}}")
     if name not in info:
@@ -129,7 +129,8 @@ def _entry(name: str, info: Any, path: Path) -> DatasetEntry:
     files = tuple(find_files(str(path.parent / says["file_name"]), f"file_name of {place}"))
     entry = DatasetEntry(name, files, says.get("formatting", "alpaca"), num_samples=says.get("num_samples"))
     if "columns" in says:
-        entry = replace(entry, columns=_named(Columns, says["columns"], f"column of {place}", _REFUSED_COLUMNS))
+        refused = _REFUSED_COLUMNS | (dict.fromkeys(("images", "videos"), _OF_TEXT) if sees is False else {})
+        entry = replace(entry, columns=_named(Columns, says["columns"], f"column of {place}", refused))
     if "tags" in says:
         entry = replace(entry, tags=_named(Tags, says["tags"], f"tag of {place}", {}))
     return replace(entry, ranking=_ranks(says, entry.columns, place))

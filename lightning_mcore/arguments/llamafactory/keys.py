@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_mcore.arguments.llamafactory.preference import PREFERENCE_STAGES, PreferenceKeys, notes_of_preferences
+from lightning_mcore.arguments.llamafactory.vision import VisionKeys
 
 Stage = Literal["pt", "sft", "rm", "ppo", "dpo", "kto"]
 FinetuningType = Literal["lora", "oft", "freeze", "full"]
@@ -33,7 +34,7 @@ FP8Backend = Literal["auto", "te", "torchao", "msamp"]
 
 
 @dataclass(frozen=True)
-class FactoryKeys(PreferenceKeys):
+class FactoryKeys(VisionKeys, PreferenceKeys):
     """The supported keys that are not training or Megatron arguments; the defaults are LLaMA-Factory's.
 
     Args:
@@ -251,7 +252,7 @@ _PISSA = (
 )
 _PPO = "belongs to PPO, and the stages here are pt, sft, dpo, kto and rm"
 _REFERENCE = "changes the weights of the reference; merge or convert them first, and give that folder as ref_model"
-_VISION = "belongs to models of images, video or sound; MCoreVisionGPT trains models of images, in Python"
+_VISION = "belongs to models of sound, or to families of images that are not available"
 _QUANTIZED = "belongs to weights quantised in another way than quantization_bit: 4 with nf4"
 _OPTIMIZER = "belongs to an optimizer that is not available; choose optim: adamw_torch or sgd"
 _GENERATION = "belongs to generating text, which a training run here does not do"
@@ -293,20 +294,10 @@ _GROUPS: dict[str, dict[str, Any]] = {
     },
     _REFERENCE: {"ref_model_adapters": None, "ref_model_quantization_bit": None},
     _VISION: {
-        "media_dir": None,
-        "image_max_pixels": 768 * 768,
-        "image_min_pixels": 32 * 32,
         "image_do_pan_and_scan": False,
         "crop_to_patches": False,
-        "video_max_pixels": 256 * 256,
-        "video_min_pixels": 16 * 16,
-        "video_fps": 2.0,
-        "video_maxlen": 128,
         "use_audio_in_video": False,
         "audio_sampling_rate": 16000,
-        "freeze_vision_tower": True,
-        "freeze_multi_modal_projector": True,
-        "freeze_language_model": False,
     },
     _QUANTIZED: {
         "quantization_method": "bnb",

@@ -8,7 +8,6 @@ reads no data, and imports neither Lightning nor megatron-core, so ``lightning-m
 """
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +19,12 @@ from lightning_mcore.arguments.llamafactory.freeze import trained_parts
 from lightning_mcore.arguments.llamafactory.keys import REFUSED, FactoryKeys, notes_of, translated
 from lightning_mcore.arguments.llamafactory.preference import preference_of
 from lightning_mcore.arguments.llamafactory.rules import OF_RAY, OWN, check_keys, check_names, check_supported, own_keys
+from lightning_mcore.arguments.llamafactory.vision import check_vision, notes_of_vision
 from lightning_mcore.arguments.ray import RayArguments
 from lightning_mcore.config.run import RunSettings, rows_of_pairs
 from lightning_mcore.data.finetuning.chat import ChatTemplate, named_template
 from lightning_mcore.data.preprocess.tokenizer import auto_tokenizer
-from lightning_mcore.hf.source import family_of, read_config
+from lightning_mcore.hf.source import local_folder, sees_images
 
 if TYPE_CHECKING:
     from lightning_mcore.arguments.llamafactory.data import FactoryData
@@ -88,7 +88,23 @@ class FactoryRun:
             model = {**model, "preference": preference_of(self.keys, self.keys.stage)}
             data = rows_of_pairs(model, data)
         ray = self.ray.settings() if self.ray.use_ray else None
-        return dataclasses.replace(settings, model=model, data=data, notes=self.notes, ray=ray)
+        notes = self.notes
+        if sees_images(self.model_path):
+            model, more = self._seeing(model)
+            notes += more
+        return dataclasses.replace(settings, model=model, data=data, notes=notes, ray=ray)
+
+    def _seeing(self, model: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        """Return the settings of a model of images, and notes on what differs from the file."""
+        keys, arguments = self.keys, self.arguments
+        if keys.lora is None:
+            model = {**model, "freeze": keys.frozen_parts}
+        rows = max(arguments.per_device_train_batch_size, arguments.per_device_eval_batch_size)
+        if not model["transformer"].get("apply_rope_fusion") or (rows == 1 and not keys.packs):
+            return model, ()
+        without = {**model["transformer"], "apply_rope_fusion": False}
+        note = "apply_rope_fusion: True is for batches of one row that is not packed, so it is left out"
+        return {**model, "transformer": without}, (note,)
 
     def model(self) -> "MCoreGPT":
         """Build the model, with the loss that the file asks for.
@@ -100,8 +116,17 @@ class FactoryRun:
         from lightning_mcore.arguments.build import make_model
         from lightning_mcore.arguments.llamafactory.dft_loss import DFTModel
         from lightning_mcore.models.gpt import MCoreGPT
+        from lightning_mcore.models.vision import MCoreVisionGPT
 
-        return make_model(self.settings().model, {}, DFTModel if self.keys.use_dft_loss else MCoreGPT)
+        kind = MCoreVisionGPT if self._sees() else DFTModel if self.keys.use_dft_loss else MCoreGPT
+        return make_model(self.settings().model, {}, kind)
+
+    def _sees(self) -> bool:
+        """Return whether the model sees images; downloads the config of a name on the hub."""
+        local_folder(self.model_path, weights=False)
+        sees = bool(sees_images(self.model_path))
+        check_vision(self.keys, dataclasses.asdict(self.keys), sees)
+        return sees
 
     def data_settings(self) -> dict[str, Any]:
         """Return the arguments of the data module."""
@@ -153,7 +178,19 @@ class FactoryRun:
             for entry in self.train + self.evaluation
         ]
         count = len(self.train)
-        return FactoryData(readings[:count], tokenizer, evaluation=readings[count:], **settings)
+        if not self._sees():
+            return FactoryData(readings[:count], tokenizer, evaluation=readings[count:], **settings)
+        from lightning_mcore.arguments.llamafactory.images import FactoryVisionData
+
+        return FactoryVisionData(
+            readings[:count],
+            tokenizer,
+            evaluation=readings[count:],
+            image_processor=self.model_path,
+            media_dir=keys.dataset_dir if keys.media_dir is None else keys.media_dir,
+            limits=(keys.image_max_pixels, keys.image_min_pixels),
+            **settings,
+        )
 
     def _pairs(self, tokenizer: Any, template: ChatTemplate | None, settings: dict[str, Any]) -> "FactoryData":
         """Build the data module of a stage that learns from preferences."""
@@ -189,24 +226,20 @@ def read_run(path: str, overrides: Sequence[str] = ()) -> FactoryRun:
     given = read_file(path, "a training file of LLaMA-Factory", overrides)
     check_names(given, path)
     own = own_keys(given)
-    _refuse_model(own)
+    sees = sees_images(str(own.model_name_or_path))
     check_supported(given)
+    if sees is not None:
+        check_vision(own, given, sees)
     check_keys(own, given)
     arguments = _arguments(own, given)
     template = _template(own)
-    train = read_datasets(own.dataset, own.dataset_dir) if own.dataset else []
-    evaluation = read_datasets(own.eval_dataset, own.dataset_dir) if own.eval_dataset else []
+    train = read_datasets(own.dataset, own.dataset_dir, sees) if own.dataset else []
+    evaluation = read_datasets(own.eval_dataset, own.dataset_dir, sees) if own.eval_dataset else []
     _check_datasets(own, train, evaluation)
     ray = RayArguments(**{key: value for key, value in given.items() if key in OF_RAY})
     ray.refuse_address()
-    return FactoryRun(own, arguments, tuple(train), tuple(evaluation), template, notes_of(own), ray)
-
-
-def _refuse_model(keys: FactoryKeys) -> None:
-    """Refuse a model of an unknown family, before any key is refused that only such a model needs."""
-    path = str(keys.model_name_or_path)
-    if os.path.isfile(os.path.join(path, "config.json")):
-        family_of(read_config(path), None)
+    notes = (*notes_of(own), *(notes_of_vision(own) if sees else ()))
+    return FactoryRun(own, arguments, tuple(train), tuple(evaluation), template, notes, ray)
 
 
 def _template(keys: FactoryKeys) -> ChatTemplate | None:

@@ -315,6 +315,9 @@ _ALL = (
     ChatTemplate("vicuna", user=("USER: {text} ASSISTANT:",), default_system=_VICUNA_SYSTEM),
     ChatTemplate("chatml", **_CHATML, end_of_turn="<|im_end|>"),
     ChatTemplate("qwen", **_CHATML, default_system=_QWEN_SYSTEM, end_of_turn="<|im_end|>"),
+    ChatTemplate("qwen2_vl", **_CHATML, default_system="You are a helpful assistant.", end_of_turn="<|im_end|>"),
+    ChatTemplate("qwen3_vl", **_CHATML, end_of_turn="<|im_end|>", thoughts=True),
+    ChatTemplate("qwen3_vl_nothink", **_CHATML, end_of_turn="<|im_end|>"),
     ChatTemplate("qwen3", **_CHATML, end_of_turn="<|im_end|>", thoughts=True),
     ChatTemplate("qwen3_nothink", **_CHATML, end_of_turn="<|im_end|>"),
     ChatTemplate(

@@ -31,6 +31,7 @@ from lightning_mcore.data.packing.best_fit import Overlong, TokenSample
 from lightning_mcore.data.packing.rows import PackedDataset, TokenizedSamples
 
 MARKER = "<image>"
+_VIDEO = "<video>"
 _START, _IMAGE, _END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 _IMAGES = "images"  # column of the cache
 
@@ -111,6 +112,8 @@ class ImageReading(Reading):
             raise ValueError(
                 f"{name} has {markers} {MARKER} in its text and {len(images)} images; give one for each image"
             )
+        if any(_VIDEO in text for text in texts):
+            raise ValueError(f"{name} has {_VIDEO} in its text, and videos are not supported; leave the row out")
         if any(_IMAGE in text for text in texts):
             raise ValueError(f"{name} has {_IMAGE} in its text; write {MARKER} where an image belongs")
         counts = [self._count(image, name) for image in images]
@@ -298,6 +301,9 @@ class ImageRows(MCoreFinetuningData):
     @cached_property
     def image_processor(self) -> Any:
         """The image processor; loaded when it is first read."""
+        return self._load_processor()
+
+    def _load_processor(self) -> Any:
         if not isinstance(self._given_processor, str):
             return self._given_processor
         from transformers import AutoImageProcessor

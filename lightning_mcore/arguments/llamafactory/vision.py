@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys of a LLaMA-Factory file for a model of images: limits of pixels, ``media_dir``, and the parts to freeze.
+
+``images.py`` applies the limits. Videos are not supported, so their limits have no effect.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lightning_mcore.config.vision import LANGUAGE_MODEL, PROJECTOR, TOWER
+
+
+@dataclass(frozen=True)
+class VisionKeys:
+    """The keys for models of images; the defaults are LLaMA-Factory's.
+
+    Args:
+        media_dir: The folder of the images; None for ``dataset_dir``.
+        image_max_pixels: A larger image is shrunk to this many pixels.
+        image_min_pixels: A smaller image is enlarged to this many pixels.
+        video_max_pixels: Has no effect, like the next three keys: rows with videos are refused.
+        video_min_pixels: Of videos.
+        video_fps: Of videos.
+        video_maxlen: Of videos.
+        freeze_vision_tower: Do not train the vision tower; with adapters, put none on it.
+        freeze_multi_modal_projector: Do not train the projector behind the tower.
+        freeze_language_model: Do not train the language model.
+    """
+
+    media_dir: str | None = None
+    image_max_pixels: int = 768 * 768
+    image_min_pixels: int = 32 * 32
+    video_max_pixels: int = 256 * 256
+    video_min_pixels: int = 16 * 16
+    video_fps: float = 2.0
+    video_maxlen: int = 128
+    freeze_vision_tower: bool = True
+    freeze_multi_modal_projector: bool = True
+    freeze_language_model: bool = False
+
+    @property
+    def frozen_parts(self) -> list[str]:
+        """The parts that are not trained, as ``MCoreVisionGPT`` takes them."""
+        parts = {
+            TOWER: self.freeze_vision_tower,
+            PROJECTOR: self.freeze_multi_modal_projector,
+            LANGUAGE_MODEL: self.freeze_language_model,
+        }
+        return [part for part, is_frozen in parts.items() if is_frozen]
+
+
+def check_vision(keys: VisionKeys, given: Mapping[str, Any], sees: bool) -> None:
+    """Refuse keys that do not fit the kind of model, and limits that contradict each other.
+
+    Args:
+        keys: The keys.
+        given: All keys of the file.
+        sees: Whether the model has a vision tower.
+
+    Raises:
+        ValueError: A key is refused.
+    """
+    if not sees:
+        for field in fields(VisionKeys):
+            value = getattr(keys, field.name)
+            if value != field.default:
+                raise ValueError(
+                    f"{field.name}: {value!r} is for a model of images, and model_name_or_path is a model of text;"
+                    " leave it out"
+                )
+        return
+    for name, value, choice in (
+        ("stage", given.get("stage", "sft"), "sft"),
+        ("streaming", given.get("streaming", False), False),
+        ("use_dft_loss", given.get("use_dft_loss", False), False),
+    ):
+        if value != choice:
+            raise ValueError(f"{name}: {value} is not supported for a model of images; choose {name}: {choice}")
+    _check_limits(keys)
+    _check_freezing(keys, given.get("finetuning_type", "lora"))
+
+
+def _check_limits(keys: VisionKeys) -> None:
+    for kind in ("image", "video"):
+        least, most = (getattr(keys, f"{kind}_{end}_pixels") for end in ("min", "max"))
+        if not 1 <= least <= most:
+            raise ValueError(
+                f"{kind}_min_pixels: {least} and {kind}_max_pixels: {most} do not make a range; choose 1 or more,"
+                " and a maximum that is not below the minimum"
+            )
+
+
+def _check_freezing(keys: VisionKeys, finetuning_type: str) -> None:
+    if finetuning_type == "freeze":
+        raise ValueError(
+            "finetuning_type: freeze is not supported for a model of images; choose full with freeze_vision_tower,"
+            " freeze_multi_modal_projector or freeze_language_model"
+        )
+    if finetuning_type == "lora":
+        for field in fields(VisionKeys):
+            value = getattr(keys, field.name)
+            if field.name.startswith("freeze_") and value != field.default:
+                raise ValueError(
+                    f"{field.name}: {value} contradicts finetuning_type: lora, which puts adapters on the language"
+                    " model alone; leave it out, or choose full"
+                )
+    if len(keys.frozen_parts) == 3:
+        raise ValueError(
+            "freeze_language_model: True freezes everything, because freeze_vision_tower and"
+            " freeze_multi_modal_projector are true by default; set one of the three to false"
+        )
+
+
+def notes_of_vision(keys: VisionKeys) -> list[str]:
+    """Return notes about what differs from LLaMA-Factory.
+
+    Args:
+        keys: The keys, already checked, for a model of images.
+    """
+    if keys.freeze_vision_tower == keys.freeze_multi_modal_projector:
+        return []
+    return [
+        "freeze_vision_tower, freeze_multi_modal_projector: the projectors behind inner layers of Qwen3-VL's tower"
+        " belong to the projector here, and to the tower in LLaMA-Factory"
+    ]
