@@ -29,13 +29,14 @@ original length. ``longrope`` has two lists of factors: for lengths up to the or
 """
 
 DELTA_NET: tuple[str, ...] = (
-    "num_key_heads",
-    "num_value_heads",
-    "key_head_dim",
-    "value_head_dim",
-    "conv_kernel_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
 )
-"""The sizes of gated delta nets: heads, channels of a head, and tokens that the convolution sees."""
+"""The sizes of gated delta nets, named as in Megatron and transformers: heads, channels of a head, and tokens that the
+convolution sees."""
 
 _ATTRIBUTE = "architecture"
 
@@ -61,8 +62,8 @@ class Architecture:
         latent_epsilon: Epsilon of the norms inside multi-latent attention; None for ``layernorm_epsilon``.
         stretch: How to stretch rotary wavelengths where Megatron cannot: ``kind`` and its keys in ``STRETCHES``.
         softmax_choice_bias: Whether a softmax router has a fixed bias that affects only which experts are chosen.
-        delta_net: Gated delta nets instead of attention: ``layers``, a flag for each layer of the model, and the sizes
-            in ``DELTA_NET``; None for attention in all layers.
+        delta_net: Gated delta nets instead of attention: ``linear_attention_freq``, with 1 for each layer of the model
+            that has one and 0 for the others, and the sizes in ``DELTA_NET``; None for attention in all layers.
     """
 
     layer_norms: LayerNorms = "before"
@@ -105,11 +106,11 @@ class Architecture:
     @property
     def delta_net_heads(self) -> int | None:
         """Key heads of gated delta nets, which ranks share; None without such layers."""
-        return self.delta_net["num_key_heads"] if self.delta_net is not None else None
+        return self.delta_net["linear_num_key_heads"] if self.delta_net is not None else None
 
     def has_delta_net(self, layer: int) -> bool:
         """Return whether a layer, counted from 0, has a gated delta net instead of attention."""
-        return self.delta_net is not None and bool(self.delta_net["layers"][layer])
+        return self.delta_net is not None and bool(self.delta_net["linear_attention_freq"][layer])
 
     @property
     def fits_transformer_engine(self) -> bool:
@@ -160,18 +161,20 @@ def _check_stretch(given: Any) -> None:
 
 
 def _check_delta_net(given: Any) -> None:
-    if not isinstance(given, Mapping) or given.keys() != {"layers", *DELTA_NET}:
-        raise ValueError(f"architecture has delta_net={given!r}; give a dict with layers, {', '.join(DELTA_NET)}")
-    if not isinstance(given["layers"], list | tuple) or any(flag not in (0, 1) for flag in given["layers"]):
-        raise ValueError(f"architecture has delta_net.layers={given['layers']!r}; give 0 or 1 for each layer")
+    if not isinstance(given, Mapping) or given.keys() != {"linear_attention_freq", *DELTA_NET}:
+        names = ", ".join(("linear_attention_freq", *DELTA_NET))
+        raise ValueError(f"architecture has delta_net={given!r}; give a dict with {names}")
+    flags = given["linear_attention_freq"]
+    if not isinstance(flags, list | tuple) or any(flag not in (0, 1) for flag in flags):
+        raise ValueError(f"delta_net has linear_attention_freq={flags!r}; give a list with a 0 or 1 for each layer")
     for name in DELTA_NET:
-        size = given[name]
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"architecture has delta_net.{name}={size!r}; give a whole number above 0")
-    if given["num_value_heads"] % given["num_key_heads"]:
+        if isinstance(given[name], bool) or not isinstance(given[name], int) or given[name] < 1:
+            raise ValueError(f"delta_net has {name}={given[name]!r}; give a whole number above 0")
+    keys, values = given["linear_num_key_heads"], given["linear_num_value_heads"]
+    if values % keys:
         raise ValueError(
-            f"architecture has delta_net.num_value_heads={given['num_value_heads']}, which is not a multiple of"
-            f" num_key_heads={given['num_key_heads']}; choose such numbers"
+            f"delta_net has linear_num_value_heads={values}, which is not a multiple of linear_num_key_heads={keys};"
+            " choose such numbers"
         )
 
 
@@ -223,9 +226,10 @@ def check_architecture(config: Any) -> None:
     for name, clashes_here, other in clashes:
         if clashes_here and getattr(given, name) != ARCHITECTURE_DEFAULTS[name]:
             raise ValueError(f"architecture has {name}={getattr(given, name)!r}, which does not work with {other}")
-    if given.delta_net is not None and len(given.delta_net["layers"]) != config.num_layers:
+    flags = given.delta_net["linear_attention_freq"] if given.delta_net is not None else None
+    if flags is not None and len(flags) != config.num_layers:
         raise ValueError(
-            f"architecture has {len(given.delta_net['layers'])} flags in delta_net.layers, and the model has"
+            f"delta_net has {len(flags)} numbers in linear_attention_freq, and the model has"
             f" num_layers={config.num_layers}; give one for each layer"
         )
 

@@ -24,10 +24,12 @@ def training_flops_per_token(
     embedding look-up are left out. Causal attention counts only the used half of the matrix. Source:
     ``num_floating_point_operations`` of megatron.training 0.19.2, which differs in two points: it leaves out the router
     and gives every layer full attention. A layer of multi-token prediction costs as much as the last layer, plus the
-    projection before it and another output layer. Linear attention is not covered.
+    projection before it and another output layer. A gated delta net writes and reads its memory token by token; what it
+    computes more, in chunks, is left out.
 
     Args:
-        fields: Fields of ``TransformerConfig`` by name; an absent one has Megatron's default.
+        fields: Fields of ``TransformerConfig`` by name; an absent one has Megatron's default. Those of gated delta nets
+            come from ``Architecture.delta_net``.
         vocab_size: Rows of the output layer, including padding.
         seq_length: Tokens of a sequence.
         trained: If weights are frozen: the multiplications per token with the weights that are still trained, and those
@@ -47,10 +49,15 @@ def training_flops_per_token(
 
 def _forward(fields: Mapping[str, Any], vocab_size: int, seq_length: int) -> float:
     windows = _windowed_layers(fields)
+    linear = fields.get("linear_attention_freq") or [0] * fields["num_layers"]
     layers = [
-        _attention(fields, _attended_keys(seq_length, fields.get("window_size") if windowed else None))
+        (
+            _delta_net(fields)
+            if is_linear
+            else _attention(fields, _attended_keys(seq_length, fields.get("window_size") if windowed else None))
+        )
         + (_moe(fields) if is_moe else _mlp(fields, _ffn_hidden_size(fields)))
-        for is_moe, windowed in zip(moe_layers(fields), windows, strict=True)
+        for is_moe, windowed, is_linear in zip(moe_layers(fields), windows, linear, strict=True)
     ]
     width = fields["hidden_size"]
     ahead = fields.get("mtp_num_layers") or 0
@@ -113,6 +120,16 @@ def _latent_attention(fields: Mapping[str, Any], keys: float) -> float:
     projections += _product(hidden, latent + rotated) + _product(latent, heads * (plain + value))
     projections += _product(heads * value, hidden)
     return projections + keys * _product(1, query + heads * value)
+
+
+def _delta_net(fields: Mapping[str, Any]) -> float:
+    hidden, heads = fields["hidden_size"], fields["linear_num_value_heads"]
+    key, value = fields["linear_key_head_dim"], fields["linear_value_head_dim"]
+    keys, values = fields["linear_num_key_heads"] * key, heads * value
+    projections = _product(hidden, 2 * (keys + values + heads)) + _product(values, hidden)
+    convolution = _product(fields["linear_conv_kernel_dim"], 2 * keys + values)
+    memory: int = heads * 3 * _product(key, value)  # a token asks what is there, writes, and reads
+    return projections + convolution + memory
 
 
 def _attended_keys(seq_length: int, window_size: tuple[int, int] | list[int] | None) -> float:

@@ -362,7 +362,7 @@ def _check_tensor(layout: ParallelLayout, shape: ModelShape) -> None:
         require_divides("tensor_model_parallel_size", tp, name, size)
     sharing = tp * layout.context_parallel_size  # a gated delta net sees whole sequences of some of its heads
     require_divides(
-        "tensor_model_parallel_size * context_parallel_size", sharing, "delta_net.num_key_heads", shape.delta_net_heads
+        "tensor_model_parallel_size * context_parallel_size", sharing, "linear_num_key_heads", shape.delta_net_heads
     )
     heads, groups, width = shape.num_attention_heads, shape.num_query_groups, shape.head_size
     if groups is None or heads is None:

@@ -46,13 +46,6 @@ from lightning_mcore.hf.expert_rules import (
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.weight_rules import DeltaNetRows, GatedQueryKeyValue, Rename, WeightRule
 
-_KEYS = {
-    "num_key_heads": "linear_num_key_heads",
-    "num_value_heads": "linear_num_value_heads",
-    "key_head_dim": "linear_key_head_dim",
-    "value_head_dim": "linear_value_head_dim",
-    "conv_kernel_dim": "linear_conv_kernel_dim",
-}
 _DELTA_NET, _ATTENTION = "linear_attention", "full_attention"
 
 
@@ -60,7 +53,7 @@ def _read_layers(config: Config) -> dict[str, Any]:
     kinds = config["layer_types"]
     for kind in kinds:
         refuse_unless("layer_types", kind, (_DELTA_NET, _ATTENTION), "the family has no other layers")
-    for key in _KEYS.values():
+    for key in DELTA_NET:
         refuse_outside(key, config[key], 1)
     heads, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     if values % heads:
@@ -68,20 +61,20 @@ def _read_layers(config: Config) -> dict[str, Any]:
             f"linear_num_value_heads={values} is not supported; only multiples of linear_num_key_heads={heads} are"
         )
     flags = [int(kind == _DELTA_NET) for kind in kinds]
-    sizes = {name: config[_KEYS[name]] for name in DELTA_NET}
-    return {"delta_net": {"layers": flags, **sizes}} if any(flags) else {}
+    sizes = {key: config[key] for key in DELTA_NET}
+    return {"delta_net": {"linear_attention_freq": flags, **sizes}} if any(flags) else {}
 
 
 def _write_layers(fields: Fields) -> dict[str, Any]:
     given = fields["delta_net"]
     if given is None:
         return {"layer_types": [_ATTENTION] * fields["num_layers"]}
-    kinds = [_DELTA_NET if flag else _ATTENTION for flag in given["layers"]]
-    return {"layer_types": kinds, **{key: given[name] for name, key in _KEYS.items()}}
+    kinds = [_DELTA_NET if flag else _ATTENTION for flag in given["linear_attention_freq"]]
+    return {"layer_types": kinds, **{key: given[key] for key in DELTA_NET}}
 
 
 _MIXED_LAYERS: tuple[ConfigRule, ...] = (
-    Derived(("layer_types", "full_attention_interval", *_KEYS.values()), _read_layers, _write_layers),
+    Derived(("layer_types", "full_attention_interval", *DELTA_NET), _read_layers, _write_layers),
     Constants({"layernorm_zero_centered_gamma": True, "qk_layernorm": True, "attention_output_gate": True}),
     HEAD_SIZE,
     ATTENTION_BIAS,

@@ -287,8 +287,12 @@ class DeltaNetRows:
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
         """Return a block for each part of each key head."""
         sizes = fields["delta_net"]
-        heads, values = sizes["num_key_heads"], sizes["num_value_heads"] // sizes["num_key_heads"]
-        rows_of = {"key": sizes["key_head_dim"], "value": values * sizes["value_head_dim"], "head": values}
+        heads, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"] // sizes["linear_num_key_heads"]
+        rows_of = {
+            "key": sizes["linear_key_head_dim"],
+            "value": values * sizes["linear_value_head_dim"],
+            "head": values,
+        }
         rest, row, found = shape[1:], 0, []
         zeros = (0,) * len(rest)
         for head in range(heads):

@@ -6,8 +6,8 @@ the token's key moves towards the token's value, and the token's query reads it.
 queries, keys and values with those of the tokens before, and the output has a norm and a gate.
 
 The memory is computed in chunks of tokens: within a chunk by products of matrices, from chunk to chunk in a loop.
-Everything about the memory is fp32, as in transformers. megatron-core's module needs Triton, CUDA and whole unpacked
-sequences on each rank; this one is plain PyTorch.
+Everything about the memory is fp32, as in transformers. Recomputing ``core_attn`` recomputes it. megatron-core's module
+needs Triton, CUDA and whole unpacked sequences on each rank; this one is plain PyTorch.
 
 Weights are in the order of key heads, each with its value heads. So tensor-parallel ranks share heads, and context
 parallelism is an exchange: before the convolution each rank gets whole sequences of some of its heads, after the norm
@@ -51,8 +51,8 @@ class DeltaNetState(NamedTuple):
     """What a layer keeps of the tokens that it has processed, for generation.
 
     Args:
-        inputs: [b, channels, conv_kernel_dim - 1], the last inputs of the convolution, in the dtype of its weights.
-        memory: [b, value heads / tp, key_head_dim, value_head_dim] fp32.
+        inputs: [b, channels, linear_conv_kernel_dim - 1], the last inputs of the convolution, in its dtype.
+        memory: [b, value heads / tp, d, d_v] fp32.
     """
 
     inputs: Tensor
@@ -86,10 +86,12 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         sizes = architecture_of(config).delta_net
         assert sizes is not None
         self.layer_number = layer_number
+        selected = config.recompute_modules if config.recompute_granularity == "selective" else ()
+        self.is_recomputed = "core_attn" in selected
         tp_group = parallel_state.get_tensor_model_parallel_group()
         self.cp_group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
-        self.key_size, self.value_size = sizes["key_head_dim"], sizes["value_head_dim"]
-        heads, values = sizes["num_key_heads"], sizes["num_value_heads"]
+        self.key_size, self.value_size = sizes["linear_key_head_dim"], sizes["linear_value_head_dim"]
+        heads, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
         self.heads = heads // tp_group.size()  # on this tensor-parallel rank
         self.values_per_head = values // heads
         self.mixed_width = 2 * self.key_size + self.values_per_head * self.value_size  # of a head, in the convolution
@@ -98,7 +100,9 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         self.linear_in = ColumnParallelLinear(
             config.hidden_size, heads * width, init_method=config.init_method, gather_output=False, **common
         )
-        self.conv1d = _OfHeads(tp_group, _convolution(heads * self.mixed_width, sizes["conv_kernel_dim"]), config)
+        self.conv1d = _OfHeads(
+            tp_group, _convolution(heads * self.mixed_width, sizes["linear_conv_kernel_dim"]), config
+        )
         self.A_log = _OfHeads(tp_group, torch.empty(values).uniform_(_SMALLEST_DECAY, _LARGEST_DECAY).log(), config)
         self.dt_bias = _OfHeads(tp_group, torch.ones(values), config)
         self.out_norm = _GatedNorm(config, self.value_size)
@@ -203,14 +207,11 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         beta, step = (part.flatten(2).permute(1, 2, 0) for part in (beta, step))  # [b, value heads, s]
         rate, bias = self._own(self.A_log).float().exp(), self._own(self.dt_bias)
         decay = -rate[:, None] * functional.softplus(step.float() + bias[:, None])
-        output, memory = gated_delta_rule(
-            query * self.key_size**-0.5,
-            key,
-            value,
-            decay,
-            beta.sigmoid().float(),
-            None if state is None else state.memory,
-        )
+        tokens = (query * self.key_size**-0.5, key, value, decay, beta.sigmoid().float())
+        if self.is_recomputed and state is None:
+            output, memory = tensor_parallel.checkpoint(gated_delta_rule, False, *tokens)
+        else:
+            output, memory = gated_delta_rule(*tokens, None if state is None else state.memory)
         output = torch.unflatten(output.permute(2, 0, 1, 3).to(mixed.dtype), 2, (-1, values))
         gated = self.out_norm(output, torch.unflatten(gate, -1, (values, -1)))
         return gated.flatten(3), DeltaNetState(last, memory)
@@ -220,7 +221,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
 
         Args:
             inputs: [s, b, heads, c].
-            last: [b, heads * c, conv_kernel_dim - 1], the inputs before; None for none.
+            last: [b, heads * c, linear_conv_kernel_dim - 1], the inputs before; None for none.
 
         Returns:
             The same shape and dtype, and the last inputs.
@@ -320,13 +321,14 @@ def gated_delta_rule(
         decay, beta = (functional.pad(part, (0, missing)) for part in (decay, beta))
     query, key, value, decay, beta = (torch.unflatten(part, 2, (-1, size)) for part in (query, key, value, decay, beta))
     decay, beta = decay.cumsum(-1)[..., None], beta[..., None]  # [b, h, chunks, size, 1]; since the chunk's start
+    scaled = beta * key
     later = torch.ones(size, size, dtype=torch.bool, device=query.device).triu(1)
     between = (decay - decay.transpose(-1, -2)).masked_fill(later, float("-inf")).exp()  # from column to row
     keys = key.transpose(-1, -2)
     # Each token of a chunk writes what the memory lacks, and the memory holds what the tokens before it have written.
     # That is a triangular system: for the values, and for what is read from the memory before the chunk.
-    system = beta * (key @ keys) * between
-    wanted = torch.cat((beta * value, beta * decay.exp() * key), dim=-1)
+    system = (scaled @ keys) * between
+    wanted = torch.cat((beta * value, decay.exp() * scaled), dim=-1)
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     written, reads = torch.split(solved, [value.size(-1), key.size(-1)], dim=-1)
     seen = (query @ keys) * between

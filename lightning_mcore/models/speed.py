@@ -99,4 +99,6 @@ class SpeedLogs(MCoreModule):
     @functools.cached_property
     def _flops_per_token(self) -> float:
         sizes = (self.output_size, self.seq_length)
-        return training_flops_per_token(self.transformer, *sizes, self.trained_products)
+        architecture: Any = self.architecture
+        fields = {**self.transformer, **(architecture.delta_net or {})}
+        return training_flops_per_token(fields, *sizes, self.trained_products)

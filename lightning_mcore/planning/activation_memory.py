@@ -20,7 +20,7 @@ adapters, the matrices that it stacks them in. Routed experts are assumed to be 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.planning.model import ChunkLayers, Experts, GPTFields, LatentAttention, stage_layers
@@ -107,7 +107,10 @@ def layer_rows(
         layer: Its number, from 0, by which its adapters are found; None for a layer of multi-token prediction.
     """
     rows = [*_norm(fields, "input_layernorm", fields.hidden_size, form, weights=_BEHIND_NORM)]
-    rows += _attention(fields, seq_length, form)
+    if layer is not None and fields.architecture.has_delta_net(layer):
+        rows += _delta_net(fields, form)
+    else:
+        rows += _attention(fields, seq_length, form)
     of_mlp = () if is_moe else ("mlp.linear_fc1.weight",)
     rows += _norm(fields, "pre_mlp_layernorm", fields.hidden_size, form, is_moe, weights=of_mlp)
     if is_moe:
@@ -141,7 +144,7 @@ def _adapters(fields: GPTFields, form: NumberFormat, prefix: str) -> Iterator[Sa
                 f"{name}: with its adapter", math.prod(trained.shape), form.element, "stacked", part="moe"
             )
             continue
-        is_row = "linear_fc2" in name or "linear_proj" in name
+        is_row = any(part in name for part in ("linear_fc2", "linear_proj", "linear_out"))
         part = next((part for part, start in _PARTS.items() if name.startswith(prefix + start)), "")
         whole: Shared = "sequence" if is_row or "router" in name else "nobody"
         split: Shared = whole if is_row else "tensor"
@@ -208,7 +211,7 @@ def multi_token_rows(fields: GPTFields, seq_length: int, form: NumberFormat) -> 
 _ATTENTION = "self_attention."
 _BEHIND_NORM = tuple(
     f"{_ATTENTION}{name}.weight"
-    for name in ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")
+    for name in ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "linear_in")
 )
 _PARTS = {
     "moe": "mlp.experts.",
@@ -261,6 +264,30 @@ def _attention(fields: GPTFields, seq_length: int, form: NumberFormat) -> Iterat
     if fields.attention_output_gate:
         yield SavedTensor("output gate", output, _FP32, "tensor")
         yield SavedTensor("gated output", output, form.linear_input, "tensor", weights=_PROJECTION)
+
+
+def _delta_net(fields: GPTFields, form: NumberFormat) -> Iterator[SavedTensor]:
+    sizes = fields.architecture.delta_net
+    assert sizes is not None
+    heads, chunk = sizes["linear_num_value_heads"], 64  # tokens
+    keys = sizes["linear_num_key_heads"] * sizes["linear_key_head_dim"]
+    repeated, values = heads * sizes["linear_key_head_dim"], heads * sizes["linear_value_head_dim"]
+    mixed, is_copied = 2 * keys + values, form.element < _FP32
+    # In fp32 queries and keys are views of all that the convolution gives, and gates of all that the projection gives.
+    normalised = 2 * keys if is_copied else mixed
+    gates = values if is_copied else mixed + values + 2 * heads
+    yield SavedTensor("convolution and its output", 2 * mixed, form.element, "tensor")
+    yield SavedTensor("before their norm, and gates", normalised + gates, _FP32, "tensor")
+    yield SavedTensor("queries, keys and values", 2 * repeated + values, _FP32, "tensor")
+    yield SavedTensor("decays and steps", 5 * heads, _FP32, "tensor")
+    memories = repeated * sizes["linear_value_head_dim"] / chunk
+    yield SavedTensor("scores within chunks", 5 * heads * chunk, _FP32, "tensor", part="core_attn")
+    yield SavedTensor("what is written and read", 4 * repeated + 2 * values, _FP32, "tensor", part="core_attn")
+    yield SavedTensor("memories, and their decays", memories + 5 * heads, _FP32, "tensor", part="core_attn")
+    yield SavedTensor("output before its norm", 2 * values, _FP32, "tensor")
+    yield SavedTensor("output, normalised", 2 * values, form.element, "tensor")
+    behind = ("self_attention.linear_out.weight",)
+    yield SavedTensor("output through its gate", values, form.linear_input, "tensor", weights=behind)
 
 
 def _grouped_attention(fields: GPTFields, form: NumberFormat) -> Iterator[SavedTensor]:
@@ -434,10 +461,12 @@ class _Meter:
     def chunk(self, chunk: ChunkLayers) -> _ChunkBytes:
         """Return the bytes of a microbatch in a chunk."""
         fields, form = self.fields, self.setting.form
-        same = fields.adapters is None  # layers with the same feed-forward part
-        kinds = {fields.is_moe[layer] if same else layer: layer for layer in chunk.layers}
-        layers = {kind: self._layer(fields.is_moe[layer], layer) for kind, layer in kinds.items()}
-        kept, again = self._recomputed([layers[fields.is_moe[n] if same else n] for n in chunk.layers])
+        kinds: dict[int, Any] = {layer: layer for layer in chunk.layers}
+        if fields.adapters is None:  # then layers with the same parts are alike
+            kinds = {layer: (fields.is_moe[layer], fields.architecture.has_delta_net(layer)) for layer in kinds}
+        alike = {kind: layer for layer, kind in kinds.items()}
+        layers = {kind: self._layer(fields.is_moe[layer], layer) for kind, layer in alike.items()}
+        kept, again = self._recomputed([layers[kind] for kind in kinds.values()])
         kept += self._weigh(embedding_rows(fields, form)) if chunk.embedding else 0.0
         output = self._weigh(output_rows(fields, form)) if chunk.output else 0.0
         output += self._multi_token_bytes() * chunk.mtp

@@ -140,7 +140,11 @@ def _of_layers(
     for place, layer in enumerate(numbers):
         runs = forward_runs(fields, place, len(chunk.layers))
         sent["tp"] += _pair(whole, runs["attention"], layout)
-        sent["cp"] += (runs["core_attn"] + 2) * keys
+        if fields.architecture.has_delta_net(layer):
+            exchanged = _exchanged(fields, tp) * tokens * traffic.activation_bytes
+            sent["cp"] += (runs["attention"] + 1) * exchanged * _ring(cp)
+        else:
+            sent["cp"] += (runs["core_attn"] + 2) * keys
         if place < len(chunk.layers):
             sent["tp"] += _of_adapters(fields, layout, f"decoder.layers.{layer}.", runs) * whole / fields.hidden_size
         if not fields.is_moe[layer]:
@@ -193,6 +197,15 @@ def forward_runs(fields: GPTFields, place: int, num_layers: int) -> Mapping[str,
 def _pair(whole: float, runs: int, layout: ParallelLayout) -> float:
     """Bytes of one column-parallel and one row-parallel matrix: forward runs, and backward."""
     return whole * (2 * runs + (3 if layout.sequence_parallel else 2))
+
+
+def _exchanged(fields: GPTFields, tp: int) -> float:
+    """Channels that gated delta nets exchange for each token: the output of the first projection, and what returns."""
+    sizes = fields.architecture.delta_net
+    assert sizes is not None
+    keys, heads = sizes["linear_num_key_heads"] * sizes["linear_key_head_dim"], sizes["linear_num_value_heads"]
+    width: int = 2 * keys + 3 * heads * sizes["linear_value_head_dim"] + 2 * heads
+    return width / tp
 
 
 def _keys_and_values(fields: GPTFields, tp: int) -> float:

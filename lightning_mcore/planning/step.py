@@ -63,7 +63,8 @@ def step_work(fields: GPTFields, layout: ParallelLayout, world_size: int, batch:
         batch: Rows and tokens of a step.
     """
     trained = None if fields.adapters is None else fields.adapters.multiplications(topk=_topk(fields))
-    per_token = training_flops_per_token(fields.transformer, fields.output_size, fields.seq_length, trained)
+    given = {**fields.transformer, **(fields.architecture.delta_net or {})}
+    per_token = training_flops_per_token(given, fields.output_size, fields.seq_length, trained)
     ranks = world_size // layout.pipeline_model_parallel_size
     widths = _widths(fields, layout)
     of_stage, slowed = list[float](), list[float]()
@@ -99,7 +100,10 @@ def _widths(fields: GPTFields, layout: ParallelLayout) -> dict[str, float]:
     return {**widths, "output": fields.output_size / (1 if fields.scores else tp)}
 
 
-_DOWN = ("linear_proj.", "linear_qkv.", "linear_q_proj.", "linear_q_down_proj.", "linear_kv_down_proj.")
+_DOWN = (
+    *("linear_proj.", "linear_qkv.", "linear_q_proj.", "linear_q_down_proj.", "linear_kv_down_proj."),
+    *("linear_in.", "linear_out."),
+)
 _NAMES = {
     "attention": tuple(f"self_attention.{name}" for name in _DOWN),
     "mla_up_proj": ("self_attention.linear_q_up_proj.", "self_attention.linear_kv_up_proj."),
@@ -143,11 +147,13 @@ def one_layer(fields: GPTFields, layer: int) -> dict[str, Any]:
     if skip is not None:
         given["window_attn_skip_freq"] = [int((layer + 1) % skip != 0) if isinstance(skip, int) else skip[layer]]
     given["moe_layer_freq"] = [int(fields.is_moe[layer])]
+    if fields.architecture.has_delta_net(layer):
+        given |= {**(fields.architecture.delta_net or {}), "linear_attention_freq": [1]}
     return given
 
 
 def _hashable(fields: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    names = ("window_size", "window_attn_skip_freq", "moe_layer_freq")
+    names = ("window_size", "window_attn_skip_freq", "moe_layer_freq", "linear_attention_freq")
     kept = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     plain = {n: v for n, v in kept.items() if n in names or isinstance(v, int | float | None)}
     return tuple(sorted(plain.items()))

@@ -57,6 +57,16 @@ LATENT: dict[str, Any] = DENSE | {
     "v_head_dim": 8,
     "qk_layernorm": True,
 }
+DELTA_NET: dict[str, Any] = {
+    "delta_net": {
+        "linear_attention_freq": [1, 0, 1, 1],
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 20,
+        "linear_conv_kernel_dim": 4,
+    }
+}
 AHEAD = DENSE | {"mtp_num_layers": 1}
 DEEP = DENSE | {"num_layers": 8}
 
@@ -146,6 +156,10 @@ RUNS: dict[str, LiveRun] = {
     "recompute-mlp": run(selective(DENSE, "mlp")),
     "recompute-experts": run(selective(SHARED, "moe")),
     "recompute-shared-experts": run(selective(SHARED, "shared_experts")),
+    "delta-net": run(architecture=DELTA_NET),
+    "delta-net-bf16-two-rows": run(precision="bf16-mixed", rows=2, architecture=DELTA_NET),
+    "recompute-delta-net": run(selective(DENSE, "core_attn"), architecture=DELTA_NET),
+    "tp2-sp-delta-net": run(world=2, strategy=SP, architecture=DELTA_NET),
     "dp2-do": run(world=2, strategy=SHARDED),
     "dp2-do-bf16-overlap": run(world=2, strategy=OVERLAPPED, precision="bf16-mixed"),
     "tp2": run(world=2, strategy=TP),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_mcore.layers import attention
 from lightning_mcore.layers.attention import QueryRun, Reach, Softmax, attend, packed_runs
-from lightning_mcore.layers.core_attention import TorchAttention, _orders
+from lightning_mcore.layers.core_attention import TorchAttention, token_orders
 from lightning_mcore.layers.packed_sequences import PackedSequences, packed_sequences
 from tests.naive_attention import causal, naive_packed_attention, split_packed, unsplit_packed, window
 
@@ -274,7 +274,7 @@ def test_a_row_with_a_dimension_too_many_is_refused() -> None:
 
 def test_the_orders_of_rows_that_are_done_are_not_kept() -> None:
     device = torch.device("cpu")
-    made = [weakref.ref(_orders((0, 8 * n), 2, device)[0]) for n in range(1, 9)]
+    made = [weakref.ref(token_orders((0, 8 * n), 2, device)[0]) for n in range(1, 9)]
 
     assert sum(order() is not None for order in made) <= 2
-    assert _orders((0, 64), 2, device) is _orders((0, 64), 2, device)
+    assert token_orders((0, 64), 2, device) is token_orders((0, 64), 2, device)
