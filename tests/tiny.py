@@ -14,6 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from torch.nn import functional
 
+from lightning_mcore.config.architecture import Architecture, set_architecture
 from lightning_mcore.config.positions import set_yarn
 from lightning_mcore.layers.multi_token import gpt_mtp_block_spec
 from lightning_mcore.layers.spec import gpt_block_spec
@@ -45,6 +46,16 @@ EXPERTS: dict[str, Any] = {
     "moe_token_dispatcher_type": "alltoall",
     "moe_router_load_balancing_type": "aux_loss",
 }
+
+DELTA_NET = (
+    ("linear_attention_freq", (1, 0)),
+    ("linear_num_key_heads", 4),
+    ("linear_num_value_heads", 8),
+    ("linear_key_head_dim", 6),
+    ("linear_value_head_dim", 10),
+    ("linear_conv_kernel_dim", 3),
+)
+"""Gated delta nets for one of two layers."""
 
 Batch = dict[str, torch.Tensor]
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
@@ -122,8 +133,12 @@ def transformer_fields(layout: Layout, recipe: Recipe) -> dict[str, Any]:
 
 
 def make_config(fields: dict[str, Any]) -> TransformerConfig:
-    """Return Megatron's config for these fields."""
-    return (MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig)(**fields)
+    """Return Megatron's config for these fields, of which ``delta_net`` belongs to the architecture."""
+    own = {name: value for name, value in fields.items() if name != "delta_net"}
+    config = (MLATransformerConfig if own.get("multi_latent_attention") else TransformerConfig)(**own)
+    if "delta_net" in fields:
+        set_architecture(config, Architecture.of({"delta_net": dict(fields["delta_net"])}))
+    return config
 
 
 def build_gpt(

@@ -26,7 +26,7 @@ from tests.parity.bare_loop import Trace
 from tests.parity.global_tensors import assemble, spread
 from tests.parity.test_loop import compare as differences
 from tests.ranks import run_ranks
-from tests.tiny import Recipe
+from tests.tiny import DELTA_NET, Recipe
 
 pytestmark = pytest.mark.distributed
 
@@ -178,6 +178,10 @@ OPTIONS = (
     ),
     Option("windows-by-layer", {"window_size": (4, 0), "window_attn_skip_freq": (1, 0, 0, 1)}, (PP2,), num_layers=4),
     Option("one-key-head", {"num_query_groups": 1}, (TP2,), (CP2, PP2)),
+    Option("one-key-head-with-gates", {"num_query_groups": 1, "attention_output_gate": True}, (TP2,)),
+    Option(
+        "gated-delta-net", {"delta_net": DELTA_NET}, (Layout(tp=2, sp=True, cp=2),), (Layout(tp=2), CP2, PP2, MOE_PP2)
+    ),
     Option("latent-attention", LATENT | {"q_lora_rank": 16}, (TP2,)),
     Option("latent-attention-with-rope", LATENT | {"q_lora_rank": None, "rope_type": "rope"}, (CP2,), (TP2,)),
     Option(

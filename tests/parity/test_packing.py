@@ -33,7 +33,7 @@ from tests.parity.packed import (
 )
 from tests.ranks import run_ranks
 from tests.thorough import thorough_but
-from tests.tiny import Recipe
+from tests.tiny import DELTA_NET, Recipe
 
 pytestmark = pytest.mark.distributed
 
@@ -68,6 +68,11 @@ def _reference(one_rank: Layout, recipe: Recipe, rows: Rows) -> dict[Mean, Resul
 @pytest.mark.parametrize("layout", thorough_but(LAYOUTS, *STAY))
 def test_packed_rows_train_as_their_documents_do_one_by_one(layout: Layout) -> None:
     _compare(layout, RECIPE, ROWS, ALL)
+
+
+@pytest.mark.parametrize("layout", thorough_but([Layout(), Layout(tp=2, sp=True, cp=2), Layout(pp=2)], "tp2-sp-cp2"))
+def test_memories_of_gated_delta_nets_begin_anew_with_each_document(layout: Layout) -> None:
+    _compare(layout, replace(RECIPE, options=(*TWO_LAYERS, ("delta_net", DELTA_NET))), ROWS, ALL)
 
 
 @pytest.mark.parametrize("layout", thorough_but([Layout(cp=2), Layout(pp=2)], "cp2"))
