@@ -122,3 +122,14 @@ class Vision:
             grid: Its size in patches: time, height, width.
         """
         return prod(grid) // int(self.config["spatial_merge_size"]) ** 2
+
+    def load_of(self, patches: int) -> int:
+        """Return about how much the tower computes for one frame, in multiply-adds for each channel of a patch.
+
+        Args:
+            patches: Patches of the frame.
+        """
+        blocks = int(self.config["depth"])
+        width = int(self.config.get("embed_dim") or self.config["hidden_size"])
+        seeing_all = len(self.config.get("fullatt_block_indexes") or range(blocks))  # the other blocks have windows
+        return patches * (blocks * 12 * width + seeing_all * 2 * patches)

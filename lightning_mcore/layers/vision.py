@@ -1,30 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vision-language models: transformers' own tower on the first pipeline stage, before Megatron's layers.
 
-Every rank of the first stage has the whole tower and projector, and runs them on all images of a microbatch. Their
-outputs replace the embeddings of image and video tokens (``vision_rows``). Each rank does this for its own tokens, so
-forward needs no communication here. The gradients are summed as follows:
+Every rank of the first stage has the whole tower and projector. The frames of a microbatch (images, and parts of
+videos) are shared out over the tensor- and context-parallel ranks, so that each computes about as much, and an
+all-gather gives every rank all outputs. They replace the embeddings of image and video tokens (``vision_rows``); each
+rank does this for its own tokens. The gradients are summed as follows:
 
-* Under context parallelism each rank has the gradient of its own tokens. The data-parallel reduction sums it, as for
-  all other weights.
-* Under sequence parallelism each rank has the gradient of its own tokens too. The attribute ``sequence_parallel`` of a
-  weight makes Megatron sum it over the tensor-parallel ranks (``finalize_model_grads``). Without sequence parallelism
-  these ranks have the same tokens and the same gradient.
+* Backward of the all-gather is a reduce-scatter: each rank gets the gradients of its frames' outputs, summed over the
+  ranks whose tokens they replaced.
+* Without sequence parallelism, tensor-parallel ranks have the same tokens, so the sum counts each token once for each
+  of them. Megatron averages the gradients of the tower's weights over these ranks
+  (``average_gradients_across_tp_domain``), so that together with other frames the sum is right.
+* With sequence parallelism each rank has its own tokens, and Megatron sums instead (``sequence_parallel``). Over
+  context-parallel ranks, the data-parallel reduction sums, as for all other weights.
 
-A microbatch without images gives the tower zero gradients, because a reduction that overlaps with backward waits for
-the gradient of every weight. In some families, outputs from inside the tower are added after the first layers of the
-language model (*deepstack*). These layers must be on the first stage. Megatron hands the outputs from layer to layer.
+Where trained, the tower runs in every microbatch on every rank of the first stage, if need be on a blank image whose
+outputs are not used. All ranks then take part in the same collectives, and a reduction that overlaps with backward gets
+the gradient of every weight: zero where there is no image.
+
+In some families, outputs from inside the tower are added after the first layers of the language model (*deepstack*).
+These layers must be on the first stage. Megatron hands the outputs from layer to layer.
 """
 
 import importlib
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lightning_mcore.config.vision import Vision
 from lightning_mcore.layers.inputs import ModelInputs
@@ -113,31 +123,63 @@ class VisionTower(nn.Module):
         tower: Any = getattr(importlib.import_module(vision.family.package), vision.family.tower)
         self.tower: nn.Module = tower(tower.config_class(**vision.config))
         self.to(config.params_dtype)
+        self._vision = vision
+        flag = "sequence_parallel" if config.sequence_parallel else "average_gradients_across_tp_domain"
         for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            setattr(parameter, flag, True)
 
-    def forward(self, patches: Tensor, grids: Tensor) -> list[Tensor]:
-        """Return the outputs of the tower for images and videos.
+    @property
+    def learns(self) -> bool:
+        """Whether a forward pass is followed by a backward pass that reaches its weights."""
+        return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
+
+    def forward(self, patches: Tensor | None, grids: Tensor | None) -> Tensor:
+        """Return the outputs of the tower for images and videos; this rank computes its share of them.
+
+        Collective over the tensor- and context-parallel ranks, which have the same images.
 
         Args:
-            patches: [n, values of a patch], any float dtype.
-            grids: [images and videos, 3] int64, their sizes in patches: time, height and width.
+            patches: [n, values of a patch], any float dtype; None for a blank image.
+            grids: [images and videos, 3] int64, their sizes in patches: time, height and width; None for a blank image.
 
         Returns:
-            The projector's outputs, and then those from inside the tower that are added after the first layers; each
-            [n / patches of a token, h] in the dtype of the weights.
+            [n / patches of a token, 1 + deepstack, h] in the dtype of the weights: the projector's outputs, and those
+            from inside the tower that are added after the first layers.
         """
-        trains = any(parameter.requires_grad for parameter in self.parameters())
-        with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
-            output = self.tower(patches, grid_thw=grids, return_dict=True)
-        return [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        if patches is None or grids is None:
+            return self._see(*self._blank())
+        group = process_group("tp_cp")
+        if group.size() == 1:
+            return self._see(patches, grids)
+        frames = grids.repeat_interleave(grids[:, 0], dim=0)
+        frames[:, 0] = 1
+        sizes = frames.prod(1).tolist()
+        shares = share_out([self._vision.load_of(size) for size in sizes], group.size())
+        tokens = [self._vision.tokens_of((1, 1, size)) for size in sizes]
+        most = max(sum(tokens[frame] for frame in share) for share in shares)
+        own, parts = shares[group.rank()], torch.split(patches, sizes)
+        seen = self._see(torch.cat([parts[frame] for frame in own]), frames[own]) if own else self._see(*self._blank())
+        padded = functional.pad(seen, (0, 0, 0, 0, 0, most - len(seen)))
+        gathered = tensor_parallel.gather_from_sequence_parallel_region(padded, group=group)
+        places: list[Tensor] = [torch.empty(0)] * len(sizes)
+        for rank, share in enumerate(shares):
+            ends = itertools.accumulate((tokens[frame] for frame in share), initial=rank * most)
+            for frame, (start, end) in zip(share, itertools.pairwise(ends), strict=True):
+                places[frame] = torch.arange(start, end)
+        whole: Tensor = gathered[torch.cat(places).to(gathered.device)]
+        return whole
 
-    def takes_part(self, hidden: Tensor) -> Tensor:
-        """Return a tensor unchanged, and give each trained weight a gradient of zero in backward."""
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        if not trained or not torch.is_grad_enabled():
-            return hidden
-        return cast(Tensor, _TakesPart.apply(hidden, *trained))  # type: ignore[no-untyped-call]
+    def _see(self, patches: Tensor, grids: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.learns):
+            output = self.tower(patches, grid_thw=grids, return_dict=True)
+            return torch.stack([output.pooler_output, *(getattr(output, "deepstack_features", None) or ())], dim=1)
+
+    def _blank(self) -> tuple[Tensor, Tensor]:
+        """Return the patches and the size of the smallest image."""
+        weight: Tensor = self.tower.patch_embed.proj.weight  # type: ignore[union-attr, assignment]
+        side = self._vision.config["spatial_merge_size"]
+        grids = torch.tensor([[1, side, side]], device=weight.device)
+        return weight.new_zeros(side * side, weight[0].numel()), grids
 
     def _apply(self, fn: Any, recurse: bool = True) -> "VisionTower":
         tables = {name: table.clone() for name, table in self.named_buffers()}
@@ -147,17 +189,20 @@ class VisionTower(nn.Module):
         return self
 
 
-class _TakesPart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, *weights: Tensor) -> Tensor:
-        ctx.like = [(weight.shape, weight.dtype) for weight in weights]
-        return hidden.view_as(hidden)
+def share_out(loads: Sequence[int], ranks: int) -> list[list[int]]:
+    """Return the frames of each rank, in order, so that the greatest load is small.
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        [gradient] = gradients
-        zeros = (gradient.new_zeros((), dtype=dtype).expand(shape) for shape, dtype in ctx.like)
-        return (gradient, *zeros)
+    Args:
+        loads: The load of each frame, in any unit.
+        ranks: Number of ranks.
+    """
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    totals = [0] * ranks
+    for frame in sorted(range(len(loads)), key=lambda frame: -loads[frame]):
+        rank = totals.index(min(totals))
+        shares[rank].append(frame)
+        totals[rank] += loads[frame]
+    return [sorted(share) for share in shares]
 
 
 class VisionGPT(MultiTokenGPT):
@@ -189,6 +234,8 @@ class VisionGPT(MultiTokenGPT):
         if not pre_process:
             return
         self.vision = VisionTower(vision, config)
+        # Megatron gathers weights in the order of modules, and the tower runs first.
+        vars(self)["_modules"] = {"vision": self.vision, **vars(self)["_modules"]}
         self.embedding.register_forward_hook(self._see)
         for number in range(vision.deepstack):
             self.decoder.layers[number].register_forward_hook(
@@ -218,10 +265,10 @@ class VisionGPT(MultiTokenGPT):
             As in ``GPTModel``.
         """
         self.rotary_pos_emb.positions = rope_positions
-        if patches is not None and self.pre_process:
+        if self.pre_process and (patches is not None or self.vision.learns):
             rows = self._own_rows(vision_rows).flatten()
             places = (rows >= 0).nonzero().flatten()
-            seen = torch.stack(self.vision(patches, vision_grids), dim=1)[rows[places]]
+            seen = self.vision(patches, vision_grids)[rows[places]]
             self._seen = places, seen[:, 0]
             if seen.size(1) > 1:
                 kwargs["extra_block_kwargs"] = {"context": seen[:, 1:], "context_mask": places}
@@ -242,7 +289,7 @@ class VisionGPT(MultiTokenGPT):
     def _see(self, module: nn.Module, inputs: Any, embeddings: Tensor) -> Tensor:
         """Replace the embeddings of images, [s / cp / tp, b, h], by the projector's outputs."""
         if self._seen is None:
-            return self.vision.takes_part(embeddings)
+            return embeddings
         places, seen = self._seen
         tokens = embeddings.flatten(0, 1)
         return tokens.index_copy(0, places, seen.to(tokens.dtype)).view_as(embeddings)

@@ -29,12 +29,13 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.parallel.random_state import put_common, seed_common, take_common
 
-Axis = Literal["tp", "pp", "cp", "dp", "dp_cp", "ep", "expert_dp", "model"]
+Axis = Literal["tp", "pp", "cp", "tp_cp", "dp", "dp_cp", "ep", "expert_dp", "model"]
 
 _GROUP_OF_AXIS = {
     "tp": parallel_state.get_tensor_model_parallel_group,
     "pp": parallel_state.get_pipeline_model_parallel_group,
     "cp": parallel_state.get_context_parallel_group,
+    "tp_cp": parallel_state.get_tensor_and_context_parallel_group,
     "dp": parallel_state.get_data_parallel_group,
     "dp_cp": lambda: parallel_state.get_data_parallel_group(with_context_parallel=True),
     "ep": parallel_state.get_expert_model_parallel_group,

@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training on images: what changes time and memory changes no number, and every layout learns what one rank learns."""
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreStrategy, MCoreVisionGPT
+from tests.distributed.test_lora import Course
+from tests.hf_models import read_tensors
 from tests.layouts import Layout
+from tests.parity.hf_training import Part, finished_gradients
+from tests.parity.test_vision import packed
 from tests.ranks import run_ranks
 from tests.toy import make_trainer
 from tests.vision_models import vision_batch, vision_folder
@@ -22,6 +30,128 @@ BLOCK = {**UNIFORM, "recompute_method": "block"}
 NOTHING: list[Any] = [[], []]
 
 
+IMAGES: list[list[Any]] = [[], [(1, 4, 4)], [(1, 2, 2), (1, 6, 4), (1, 2, 4)], [(1, 2, 2)] * 3 + [(1, 4, 6), (1, 2, 4)]]
+"""The sizes of the images of each microbatch of a step."""
+
+STEPS = 10
+LAYOUTS: dict[Layout, str] = {
+    Layout(tp=2): "qwen3_vl",
+    Layout(tp=2, sp=True): "qwen3_vl",
+    Layout(pp=2, first=3): "qwen3_vl",
+    Layout(cp=2): "qwen2_5_vl",
+    Layout(tp=2, cp=2): "qwen3_vl",
+    Layout(tp=2, pp=2, sp=True, first=3): "qwen3_vl",
+    Layout(dp=2, distributed_optimizer=True, overlap=True): "qwen3_vl",
+    Layout(moe=True, dp=2, ep=2): "qwen3_vl_moe",
+}
+THOROUGH = (Layout(tp=2), Layout(pp=2, first=3), Layout(moe=True, dp=2, ep=2))  # parts of other rows
+
+
+class Watched(MCoreVisionGPT):
+    """Keeps the gradients of the first step, and the numbers of patches that its tower sees."""
+
+    gradients: list[Part] | None = None
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.patches: list[int] = []
+        for name, part in self.named_modules():
+            if name.endswith("tower.patch_embed"):
+                part.register_forward_pre_hook(lambda _, inputs: self.patches.append(len(inputs[0])))
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.gradients is None:
+            self.gradients = finished_gradients(self)
+
+
+def fields_of(layout: Layout) -> dict[str, Any]:
+    return {} if layout.first is None else {"num_layers_in_first_pipeline_stage": layout.first}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a rank saw of a run: losses, the first gradients, and the patches of each microbatch on this rank."""
+
+    losses: list[float]
+    gradients: list[Part]
+    patches: list[int]
+
+
+def course(folder: str, layout: Layout, steps: int, packs: bool = False) -> Ran:
+    """Train some steps of four microbatches, with 0, 1, 3 and 5 images."""
+    module = Watched.from_pretrained(folder, 2 * (LENGTH + 4), fields_of(layout))
+    family, none = module.vision.model_type, [[]]
+    rows = [
+        vision_batch(family, LENGTH, [images], none, seed=4 * step + number)
+        for step in range(steps)
+        for number, images in enumerate(IMAGES)
+    ]
+    if packs:
+        rows = [packed(rows[start : start + 2]) for start in range(0, len(rows), 2)]
+    rank, size = parallel_state.get_data_parallel_rank, layout.dp
+    losses = Course()
+    small_buckets = DistributedDataParallelConfig(bucket_size=20_000) if layout.overlap else None
+    trainer = make_trainer(
+        MCoreStrategy(**layout.strategy_arguments, ddp_config=small_buckets),
+        max_steps=steps,
+        accumulate_grad_batches=len(rows) // steps // size,
+        callbacks=[losses],
+        use_distributed_sampler=False,
+    )
+    module.train_dataloader = lambda: DataLoader(rows[rank() :: size], batch_size=None)  # type: ignore[arg-type, method-assign]
+    trainer.fit(module)
+    assert module.gradients is not None
+    return Ran(losses.losses, module.gradients, module.patches)
+
+
+@functools.cache
+def on_one_rank(family: str, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the losses and the first gradient of each tensor on the disk."""
+    folder = vision_folder(family)
+    (ran,) = run_ranks(1, course, str(folder), Layout(), steps, timeout=120)
+    tensors = {name: tensor.mT if ".mlp.experts." in name else tensor for name, tensor in read_tensors(folder)}
+    whole = {name: torch.full(tensor.shape, torch.nan) for name, tensor in tensors.items()}
+    for part in ran.gradients:
+        part.of(whole[part.name]).copy_(part.values)
+    return ran.losses, whole
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, id=layout.id, marks=[pytest.mark.thorough] if layout in THOROUGH else [])
+        for layout in LAYOUTS
+    ],
+)
+def test_ten_steps_on_images_are_those_of_one_rank(layout: Layout) -> None:
+    """And so are the first gradients of every weight, the tower's included; the images differ in number and size."""
+    ranks = _compare(layout, LAYOUTS[layout], STEPS)
+    if layout == Layout(tp=2, sp=True):
+        assert [ran.patches[: len(IMAGES)] for ran in ranks] == [[4, 16, 24, 24], [4, 4, 12, 20]]  # 4 are a blank image
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(cp=2)], ids=lambda layout: layout.id)
+def test_gradients_of_packed_rows_are_those_of_one_rank(layout: Layout) -> None:
+    _compare(layout, "qwen3_vl", 1, packs=True)
+
+
+def _compare(layout: Layout, family: str, steps: int, packs: bool = False) -> list[Ran]:
+    losses, gradients = on_one_rank(family, STEPS)
+    ranks: list[Ran] = run_ranks(
+        layout.world_size, course, str(vision_folder(family)), layout, steps, packs, timeout=120
+    )
+    for ran in ranks:
+        assert ran.losses == pytest.approx(losses[:steps], abs=1e-5)
+        worst = {name: 0.0 for name in gradients if layout.pp == 1}
+        for part in ran.gradients:
+            whole = gradients[part.name]
+            difference = (part.values - part.of(whole)).abs().max() / whole.abs().max()
+            worst[part.name] = max(worst.get(part.name, 0.0), difference.item())
+        print(layout.id, max(map(float.__sub__, ran.losses, losses)), max(worst.values()))
+        assert all(difference <= 1e-5 for difference in worst.values()), max(worst.items(), key=lambda item: item[1])
+    return ranks
+
+
 def batches(family: str, count: int) -> list[dict[str, Tensor]]:
     """Return microbatches of two rows; every fourth is text alone."""
     text = {"images": NOTHING, "videos": NOTHING}
@@ -30,8 +160,7 @@ def batches(family: str, count: int) -> list[dict[str, Tensor]]:
 
 def trained(folder: str, layout: Layout, fields: dict[str, Any], steps: int, microbatches: int) -> list[Tensor]:
     """Return this rank's weights after some steps."""
-    first = {} if layout.first is None else {"num_layers_in_first_pipeline_stage": layout.first}
-    module = MCoreVisionGPT.from_pretrained(folder, LENGTH, {**first, **fields})
+    module = MCoreVisionGPT.from_pretrained(folder, LENGTH, {**fields_of(layout), **fields})
     loader = DataLoader(batches(module.vision.model_type, steps * microbatches), batch_size=None)  # type: ignore[arg-type]
     trainer = make_trainer(
         MCoreStrategy(**layout.strategy_arguments), max_steps=steps, accumulate_grad_batches=microbatches

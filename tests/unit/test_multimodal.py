@@ -15,7 +15,7 @@ from lightning_mcore.hf.family import find_family
 from lightning_mcore.hf.source import complete_config
 from lightning_mcore.layers.multimodal_rotary import MultimodalRotary, positions_in_row
 from lightning_mcore.layers.packed_sequences import packed_sequences, split_packed_rows
-from lightning_mcore.layers.vision import VisionTower
+from lightning_mcore.layers.vision import VisionTower, share_out
 from tests.vision_models import IMAGE_TOKEN, VIDEO_TOKEN, vision_batch, vision_config
 
 FAMILIES = tuple(VISION_FAMILIES)
@@ -193,3 +193,13 @@ def test_settings_that_fit_nothing_are_refused() -> None:
         Vision("qwen4_vl", {}, 1, 2, (1, 1, 1))
     with pytest.raises(ValueError, match=r"mrope_section=\[2, 3, 3\] adds up to 8, and a head of 32 channels has 16"):
         MultimodalRotary(32, 1e4, (2, 3, 3), interleaved=False)
+
+
+def test_frames_are_shared_out_by_load() -> None:
+    """A frame of many patches costs more than its number of patches, less so where most blocks have windows."""
+    assert share_out([5, 1, 4, 1, 1], 2) == [[0, 3], [1, 2, 4]]
+    assert share_out([3], 2) == [[0], []]
+    full, windows = settings("qwen2_vl"), settings("qwen2_5_vl")
+    assert full.load_of(1) == 4 * (12 * 24 + 2)
+    assert full.load_of(1000) > 1000 * full.load_of(1)
+    assert windows.load_of(1000) < full.load_of(1000)
