@@ -52,6 +52,8 @@ class Architecture:
             all heads together, ``"after_rotation"`` for one over each head after its rotation.
         attention_output_bias: Whether the output projection of attention has a bias even without ``add_bias_linear``.
         mlp_bias: Whether the projections of the MLP have biases even without ``add_bias_linear``.
+        expert_bias: Whether routers and the projections of routed experts have biases even without
+            ``add_bias_linear``, which Megatron does not support with ``expert_tensor_parallel_size`` above 1.
         embedding_scale: Factor applied to the token embeddings.
         residual_scale: Factor applied to the outputs of attention and MLP before they are added to the residual.
         logits_divisor: Number that the logits are divided by.
@@ -70,6 +72,7 @@ class Architecture:
     head_norms: HeadNorms | None = None
     attention_output_bias: bool = False
     mlp_bias: bool = False
+    expert_bias: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_divisor: float = 1.0
@@ -138,6 +141,7 @@ _TORCH_BACKEND_ONLY = (
     "head_norms",
     "attention_output_bias",
     "mlp_bias",
+    "expert_bias",
     "attention_cap",
     "latent_epsilon",
     "delta_net",
@@ -149,7 +153,7 @@ ARCHITECTURE_DEFAULTS: dict[str, Any] = {field.name: field.default for field in 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "layer_norms": get_args(LayerNorms),
     "head_norms": (None, *get_args(HeadNorms)),
-    **dict.fromkeys(("attention_output_bias", "mlp_bias", "softmax_choice_bias"), (False, True)),
+    **dict.fromkeys(("attention_output_bias", "mlp_bias", "expert_bias", "softmax_choice_bias"), (False, True)),
 }
 
 
@@ -219,6 +223,7 @@ def check_architecture(config: Any) -> None:
         ("head_norms", config.qk_layernorm, "qk_layernorm=True"),
         ("attention_cap", config.softmax_type != "vanilla", f"softmax_type={config.softmax_type!r}"),
         ("latent_epsilon", not latent, "multi_latent_attention=False"),
+        ("expert_bias", not experts, "num_moe_experts=None"),
         ("softmax_choice_bias", not experts, "num_moe_experts=None"),
         ("softmax_choice_bias", not softmax, "a router that is not a softmax without a bias"),
         ("mlp_bias", bool(experts) and config.moe_layer_freq == 1, "experts in every layer"),

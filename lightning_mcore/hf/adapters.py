@@ -133,7 +133,12 @@ def fingerprint(module: pl.LightningModule) -> str:
 
 
 def _train(weight: ChunkWeight, lora: LoRA) -> None:
+    of_all_experts = any(len(block.hf_start) > len(weight.whole) for block, _ in weight.parts)
     saved = [name for name in weight.modules if lora.saves(name)]
+    if saved and of_all_experts:
+        raise ValueError(
+            f"modules_to_save has {saved[0]}, and one tensor for all experts cannot be saved; leave it out"
+        )
     if saved:
         others = [name for name in weight.modules if name not in saved]
         if others:
@@ -148,15 +153,12 @@ def _train(weight: ChunkWeight, lora: LoRA) -> None:
     adapted = [name for name in weight.modules if lora.adapts(name)]
     if not adapted:
         return
-    of_all_experts = any(len(block.hf_start) > len(weight.whole) for block, _ in weight.parts)
     if of_all_experts or not isinstance(weight.module, ADAPTABLE):
         if lora.target_modules == ALL_LINEAR:
             return
         what = "one tensor for all experts" if of_all_experts else f"a {type(weight.module).__name__}"
-        raise ValueError(
-            f"target_modules has {adapted[0]}, and {what} cannot have adapters; train it"
-            " whole with modules_to_save, or leave it out"
-        )
+        instead = "" if of_all_experts else "train it whole with modules_to_save, or "
+        raise ValueError(f"target_modules has {adapted[0]}, and {what} cannot have adapters; {instead}leave it out")
     lora.check_adapted(adapted)
     projections = [_projection(weight, name) for name in adapted]
     split = _split(weight)

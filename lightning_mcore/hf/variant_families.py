@@ -436,8 +436,9 @@ GPT_OSS = Family(
         Same("swiglu_limit", "activation_func_clamp_value", at_least=0.0),
         Only("swiglu_alpha", 1.702, "Megatron's activation has no other"),
         Only("hidden_act", "silu"),  # it means the activation below
-        Only("attention_bias", True, "all projections and routers of Megatron have biases, or none"),
-        Constants({"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": True}),
+        ATTENTION_BIAS,
+        Constants({"normalization": "RMSNorm", "gated_linear_unit": True}),
+        Constants({"add_bias_linear": False, "expert_bias": True}),
         Constants({"activation_func": "gelu_sigmoid", "glu_linear_offset": 1.0, "softmax_type": "learnable"}),
         Unused(("experts_per_token", "initial_context_length")),  # other names of two of its keys
     ),

@@ -30,6 +30,8 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
+from lightning_mcore.config.architecture import architecture_of
+
 _FEW = 1e-9  # a count too small to change any other, whose square is not zero in fp32
 _COUNTERS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
 
@@ -41,6 +43,9 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
         super().__init__(*args, **kwargs)
         self.weighs_tokens: bool = self.config.calculate_per_token_loss
         self.calculate_per_token_loss = False  # Megatron's multiplication
+        if architecture_of(self.config).expert_bias:
+            self.bias = nn.Parameter(torch.zeros_like(self.weight[:, 0]))
+            self.bias.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
         self.balancing_scale: Tensor | int = 1
         self.z_scale: Tensor | int = 1
         self.z_share: Tensor | int = 1

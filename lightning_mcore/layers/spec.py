@@ -280,8 +280,9 @@ def _use_our_modules(
     _replace_norm(submodules, "input_layernorm", before)
     _replace_norm(submodules, "pre_mlp_layernorm", before)
     _add_biases(submodules, architecture, has_experts=experts is not None)
-    if experts is not None and config.add_bias_linear:
-        _submodules_of(experts.experts).linear_fc2 = BiasedExpertOutput
+    if experts is not None and (config.add_bias_linear or architecture.expert_bias):
+        projections = _submodules_of(experts.experts)
+        projections.linear_fc1, projections.linear_fc2 = with_bias(projections.linear_fc1), BiasedExpertOutput
     if config.multi_latent_attention:
         # Megatron's spec has a norm of compressed queries even if queries are not compressed.
         _replace_norm(attention, "q_layernorm", IdentityOp if config.q_lora_rank is None else LatentQueryNorm)

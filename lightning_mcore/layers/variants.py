@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from lightning_mcore.config.architecture import STRETCHES, Architecture, architecture_of
 from lightning_mcore.layers.norms import TorchNorm
+from lightning_mcore.layers.router import scale_gradient
 
 
 class NormAndAdd(MegatronModule):  # type: ignore[misc]  # megatron-core has no type information
@@ -199,23 +200,25 @@ class VariantAttention(SelfAttention):  # type: ignore[misc]  # megatron-core ha
 
 
 class BiasedExpertOutput(RowParallelLinear):  # type: ignore[misc]  # megatron-core has no type information
-    """The output projection of an expert with biases, without two faults of Megatron's.
+    """The output projection of an expert with a bias, without three faults of Megatron's.
 
     Each tensor-parallel rank may have experts of its own, and Megatron would sum the gradients of their biases, as
-    those of a layer that all ranks share. And it adds the bias in place, which autograd refuses on one rank, where the
-    output is a view.
+    those of a layer that all ranks share. Where the ranks share an expert, their outputs are summed, so each gives its
+    share of the bias. And Megatron adds the bias in place, which autograd refuses on one rank, where the output is a
+    view.
 
     Source: ``RowParallelLinear`` (megatron.core.tensor_parallel.layers), ``MLP.forward`` (0.16.1 and 0.19.2).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{**kwargs, "bias": True})
         self.bias.sequence_parallel = False
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output, [tokens, h], and the bias, [h], both in the dtype of ``inputs``, [tokens, ffn / etp]."""
         output, bias = super().forward(inputs)
-        return output.clone() if output._is_view() else output, bias
+        ranks = self.tp_group.size()
+        return output.clone() if output._is_view() else output, scale_gradient(bias / ranks, ranks)
 
 
 class StretchedRotation(RotaryEmbedding):  # type: ignore[misc]  # megatron-core has no type information

@@ -589,8 +589,7 @@ class MCoreGPT(SpeedLogs):
 
     def _impl(self, device_type: str) -> Literal["local", "transformer_engine"]:
         choice = self.hparams["transformer_impl"]
-        has_sinks = self.transformer.get("softmax_type", "vanilla") != "vanilla"  # not for packed rows
-        if choice == "auto" and (has_sinks or not self.architecture.fits_transformer_engine):
+        if choice == "auto" and not self.architecture.fits_transformer_engine:
             return "local"
         return resolve_transformer_impl(choice, device_type)
 

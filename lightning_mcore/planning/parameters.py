@@ -286,14 +286,15 @@ def _mlp(
 
 def _experts(fields: GPTFields, experts: Experts, layout: ParallelLayout) -> Iterator[ParameterTensor]:
     tp, hidden, latent = layout.tensor_model_parallel_size, fields.hidden_size, experts.latent_width
+    biased = replace(fields, add_bias_linear=fields.add_bias_linear or fields.architecture.expert_bias)
     yield ParameterTensor("mlp.router.weight", experts.count * hidden, is_matrix=True, shape=(experts.count, hidden))
-    if fields.add_bias_linear:
+    if biased.add_bias_linear:
         yield ParameterTensor("mlp.router.bias", experts.count)
     if latent is not None:
         for name, shape in (("fc1_latent_proj", (latent, hidden)), ("fc2_latent_proj", (hidden, latent))):
             yield _matrix(f"mlp.{name}.weight", shape)
     here = experts.count // layout.expert_model_parallel_size
-    yield from _mlp(fields, "mlp.experts.experts.", experts.width, layout.expert_tensor_size, here, True, latent)
+    yield from _mlp(biased, "mlp.experts.experts.", experts.width, layout.expert_tensor_size, here, True, latent)
     if experts.shared_width:
         yield from _mlp(fields, "mlp.shared_experts.", experts.shared_width, tp)
         if experts.shared_gate:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lightning_mcore import LoRA, MCoreGPT, SaveHFModel
+from lightning_mcore import LoRA, MCoreGPT, SaveHFModel, single_process
 from lightning_mcore.arguments import LoraArguments, TrainingArguments, parse_arguments
 from lightning_mcore.hf import find_family
 from lightning_mcore.hf.adapters import projection_names
@@ -179,6 +179,20 @@ def test_what_other_modules_cannot_have_is_refused_before_anything_is_built(
     module = MCoreGPT.from_pretrained(str(tiny_folder(family)), lora=LoRA(**settings))
     with pytest.raises(ValueError, match=sentence):
         module.check_settings()
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"modules_to_save": ["input_linear"]}, "one tensor for all experts cannot be saved; leave it out"),
+        ({"target_modules": ["input_linear"]}, "one tensor for all experts cannot have adapters; leave it out"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:moe_ffn_hidden_size is not set")
+def test_experts_in_one_tensor_are_refused(settings: dict[str, Any], sentence: str) -> None:
+    module = MCoreGPT.from_pretrained(str(tiny_folder("granitemoe")), lora=LoRA(**settings))
+    with single_process(), pytest.raises(ValueError, match=sentence):
+        module.configure_model()
 
 
 def test_a_merged_adapter_of_a_tied_embedding_is_refused(tmp_path: Path) -> None:

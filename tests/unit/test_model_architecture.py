@@ -81,6 +81,8 @@ def test_transformer_engine_refuses_what_its_layers_lack(given: dict[str, Any]) 
         ({"head_norms": "all_heads"}, {"qk_layernorm": True}, "qk_layernorm=True"),
         ({"latent_epsilon": 1e-6}, {}, "multi_latent_attention=False"),
         ({"softmax_choice_bias": True}, {}, "num_moe_experts=None"),
+        ({"expert_bias": True}, {}, "num_moe_experts=None"),
+        ({"attention_cap": 2.0}, {"softmax_type": "learnable"}, "softmax_type='learnable'"),
         (
             {"mlp_bias": True},
             {"num_moe_experts": 2, "moe_ffn_hidden_size": 8, "add_bias_linear": False},
