@@ -22,6 +22,7 @@ In some families, outputs from inside the tower are added after the first layers
 These layers must be on the first stage. Megatron hands the outputs from layer to layer.
 """
 
+import functools
 import importlib
 import itertools
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from lightning_mcore.config.vision import Vision
 from lightning_mcore.layers.inputs import ModelInputs
@@ -111,7 +113,8 @@ class VisionInputs(ModelInputs):
 class VisionTower(nn.Module):
     """transformers' tower with its projector, unchanged.
 
-    Rotary tables of the tower stay fp32, whatever dtype the model is cast to.
+    Rotary tables of the tower stay fp32, whatever dtype the model is cast to. If the layers of the language model are
+    recomputed in full, then so are all blocks of the tower.
 
     Args:
         vision: The settings of the tower.
@@ -127,6 +130,9 @@ class VisionTower(nn.Module):
         flag = "sequence_parallel" if config.sequence_parallel else "average_gradients_across_tp_domain"
         for parameter in self.parameters():
             setattr(parameter, flag, True)
+        if config.recompute_granularity == "full":
+            for block in self.tower.blocks:
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
     @property
     def learns(self) -> bool:
@@ -235,7 +241,7 @@ class VisionGPT(MultiTokenGPT):
             return
         self.vision = VisionTower(vision, config)
         # Megatron gathers weights in the order of modules, and the tower runs first.
-        vars(self)["_modules"] = {"vision": self.vision, **vars(self)["_modules"]}
+        self.__dict__["_modules"] = {"vision": self.vision, **self.__dict__["_modules"]}
         self.embedding.register_forward_hook(self._see)
         for number in range(vision.deepstack):
             self.decoder.layers[number].register_forward_hook(

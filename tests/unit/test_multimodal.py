@@ -34,6 +34,11 @@ def model_of(family: str) -> Any:
         return getattr(importlib.import_module(row.package), row.model)(vision_config(family))
 
 
+def tower_of(family: str, recompute: str | None = None, dtype: torch.dtype = torch.float32) -> VisionTower:
+    config: Any = SimpleNamespace(params_dtype=dtype, sequence_parallel=False, recompute_granularity=recompute)
+    return VisionTower(settings(family), config)
+
+
 def kinds_of(tokens: Tensor) -> Tensor:
     return (tokens == IMAGE_TOKEN).int() + 2 * (tokens == VIDEO_TOKEN).int()
 
@@ -178,14 +183,30 @@ def test_configs_of_the_hub_are_read(family: str, sections: tuple[int, ...], dee
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_rotary_tables_of_the_tower_stay_fp32(family: str) -> None:
     """Transformers keeps them so when it reads a model in bf16; its weights are cast."""
-    config: Any = SimpleNamespace(params_dtype=torch.bfloat16, sequence_parallel=False)
-    tower = VisionTower(settings(family), config)
+    tower = tower_of(family, dtype=torch.bfloat16)
     tables = {name: table.clone() for name, table in tower.named_buffers()}
     assert tables
     tower.bfloat16()
     assert all(torch.equal(table, tables[name]) for name, table in tower.named_buffers())
     assert {table.dtype for table in tables.values()} == {torch.float32}
     assert {parameter.dtype for parameter in tower.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_full_recompute_reaches_the_tower(family: str) -> None:
+    """Its blocks run a second time, before their backward pass, and no gradient changes."""
+    gradients, runs = [], []
+    for recompute in (None, "selective", "full"):
+        torch.manual_seed(3)
+        tower: Any = tower_of(family, recompute)
+        counted: list[Any] = []
+        tower.tower.blocks[0].attn.register_forward_hook(lambda *seen, counted=counted: counted.append(seen))
+        tower(None, None).square().sum().backward()
+        gradients.append([parameter.grad for parameter in tower.parameters()])
+        runs.append(len(counted))
+    assert runs == [1, 1, 2]
+    assert all(map(torch.equal, gradients[0], gradients[2]))
+    assert any(gradient.any() for gradient in gradients[0])
 
 
 def test_settings_that_fit_nothing_are_refused() -> None:
