@@ -199,6 +199,8 @@ def test_full_recompute_reaches_the_tower(family: str) -> None:
     for recompute in (None, "selective", "full"):
         torch.manual_seed(3)
         tower: Any = tower_of(family, recompute)
+        for parameter in tower.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
         counted: list[Any] = []
         tower.tower.blocks[0].attn.register_forward_hook(lambda *seen, counted=counted: counted.append(seen))
         tower(None, None).square().sum().backward()
