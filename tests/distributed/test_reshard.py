@@ -29,7 +29,7 @@ from tests.parity.bare_loop import process_groups
 from tests.parity.global_tensors import Slice, assemble, spread, state_slices, weight_slices
 from tests.parity.lightning_loop import TinyGPT
 from tests.ranks import run_ranks
-from tests.tiny import Recipe
+from tests.tiny import DELTA_NET, Recipe
 
 pytestmark = pytest.mark.distributed
 
@@ -147,31 +147,35 @@ class Saved(pl.Callback):
         trainer.save_checkpoint(self.path)
 
 
-def save(layout: Layout, path: str, precision: Any = "32-true") -> State:
+def save(layout: Layout, path: str, precision: Any = "32-true", recipe: Recipe = RECIPE) -> State:
     """Train two steps on this rank and save."""
     saved = Saved(path)
-    make_trainer(layout, 2, precision, saved).fit(TinyGPT(layout, RECIPE))
+    make_trainer(layout, 2, precision, saved).fit(TinyGPT(layout, recipe))
     assert saved.state is not None
     return saved.state
 
 
 def load(
-    layout: Layout, paths: Mapping[str, str], precision: Any = "32-true", trained: str | None = None
+    layout: Layout,
+    paths: Mapping[str, str],
+    precision: Any = "32-true",
+    trained: str | None = None,
+    recipe: Recipe = RECIPE,
 ) -> dict[str, Loaded]:
     """Load each checkpoint into a new run on this rank, and train one step more from the one named ``trained``."""
     results = {}
     for name, path in paths.items():
         watch = Watch(name == trained)
-        make_trainer(layout, 3, precision, watch).fit(TinyGPT(layout, RECIPE), ckpt_path=path)
+        make_trainer(layout, 3, precision, watch).fit(TinyGPT(layout, recipe), ckpt_path=path)
         assert watch.before is not None
         results[name] = Loaded(watch.before, watch.losses, watch.grad_norms)
     return results
 
 
-def train_on(layout: Layout) -> tuple[float, float]:
+def train_on(layout: Layout, recipe: Recipe) -> tuple[float, float]:
     """Return loss and gradient norm of the third step of a run that is never interrupted."""
     watch = Losses()
-    make_trainer(layout, 3, "32-true", watch).fit(TinyGPT(layout, RECIPE))
+    make_trainer(layout, 3, "32-true", watch).fit(TinyGPT(layout, recipe))
     return watch.losses[-1], watch.grad_norms[-1]
 
 
@@ -199,9 +203,9 @@ def loaded_on(index: int, layouts: Sequence[Layout]) -> list[str]:
     return [layout.id for layout in dict.fromkeys(chosen)]
 
 
-def save_on(layout: Layout, path: str, precision: Any = "32-true") -> Whole:
+def save_on(layout: Layout, path: str, precision: Any = "32-true", recipe: Recipe = RECIPE) -> Whole:
     """Save on a layout and return what was saved as a whole."""
-    ranks = run_ranks(layout.world_size, save, layout, path, precision, timeout=120)
+    ranks = run_ranks(layout.world_size, save, layout, path, precision, recipe, timeout=120)
     weights, optimizer = (assemble(s for rank in ranks for s in getattr(rank, k)) for k in ("weights", "optimizer"))
     return Whole(path, weights, optimizer, ranks[0].steps)
 
@@ -211,11 +215,14 @@ def table(*ids: str) -> tuple[Layout, ...]:
     return tuple(layout for layout in (*DENSE, *EXPERTS) if layout.id in ids)
 
 
+DELTA_NETS = replace(RECIPE, options=(("num_layers", 2), ("delta_net", DELTA_NET)))
+
 TABLES = (
-    pytest.param(table("one", "dp2-do", "tp2-sp", "pp2-vp2", "cp2-do"), id="dense"),
-    pytest.param(table("moe", "moe-tp2-sp-ep2-etp1", "moe-dp2-pp2-ep2-do"), id="experts"),
-    pytest.param(DENSE, marks=pytest.mark.thorough, id="dense-all"),
-    pytest.param(EXPERTS, marks=pytest.mark.thorough, id="experts-all"),
+    pytest.param((table("one", "dp2-do", "tp2-sp", "pp2-vp2", "cp2-do"), RECIPE), id="dense"),
+    pytest.param((table("moe", "moe-tp2-sp-ep2-etp1", "moe-dp2-pp2-ep2-do"), RECIPE), id="experts"),
+    pytest.param(((Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2)), DELTA_NETS), id="delta-nets"),
+    pytest.param((DENSE, RECIPE), marks=pytest.mark.thorough, id="dense-all"),
+    pytest.param((EXPERTS, RECIPE), marks=pytest.mark.thorough, id="experts-all"),
 )
 
 
@@ -223,18 +230,19 @@ TABLES = (
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Save once on every layout of a table."""
     folder = tmp_path_factory.mktemp("layouts")
-    wholes = {layout.id: save_on(layout, str(folder / f"{layout.id}.ckpt")) for layout in request.param}
-    [reference] = run_ranks(1, train_on, request.param[0])
-    return request.param, wholes, reference
+    layouts, recipe = request.param
+    wholes = {layout.id: save_on(layout, str(folder / f"{layout.id}.ckpt"), recipe=recipe) for layout in layouts}
+    [reference] = run_ranks(1, train_on, layouts[0].one_rank, recipe)
+    return layouts, recipe, wholes, reference
 
 
 def test_a_layout_loads_what_others_saved(saved: Any) -> None:
-    layouts, wholes, (loss, grad_norm) = saved
+    layouts, recipe, wholes, (loss, grad_norm) = saved
     assert len(wholes) == len(layouts)
     for index, layout in enumerate(layouts):
         paths = {name: wholes[name].path for name in loaded_on(index, layouts)}
         trained = layouts[index - 1].id
-        ranks = run_ranks(layout.world_size, load, layout, paths, trained=trained, timeout=300)
+        ranks = run_ranks(layout.world_size, load, layout, paths, trained=trained, recipe=recipe, timeout=300)
         for name in paths:
             what = f"{name} on {layout.id}"
             for rank in ranks:
