@@ -9,6 +9,9 @@ all of them; one turn before them is not counted, so files are in memory ("warm"
 * **help**: ``lightning-mcore --help``.
 * **plan**: ``lightning-mcore plan`` on a LightningCLI file, on arguments in the style of Hugging Face and on a
   LLaMA-Factory file, of a Llama of 8B sizes, for several numbers of devices.
+* **first step**: a training of a tiny model on four ranks from ``python train.py`` to the end of the first step, by
+  phases, with ``MCoreStrategy`` at tp2 pp2 and with Lightning's ``"ddp"``. Lightning's launcher starts the other ranks
+  once the first has finished its imports, so the imports stand there twice.
 
     python -m benchmarks.startup
     python -m benchmarks.startup --rounds 9
@@ -33,6 +36,7 @@ from benchmarks.overhead import REPOSITORY, circumstances, write_results
 BOTH = "import lightning.pytorch, megatron.core"
 OURS = f"{BOTH}, lightning_mcore; [getattr(lightning_mcore, name) for name in lightning_mcore.__all__]"
 DEVICES = (8, 1024, 16384)
+STRATEGIES = {"ddp": '`"ddp"`, a model of torch', "mcore": "`MCoreStrategy`, tp2 pp2"}
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -107,21 +111,39 @@ def commands(folder: Path) -> dict[str, list[str]]:
     return found
 
 
+def first_step(strategy: str, file: Path) -> dict[str, float]:
+    """Return the seconds of each phase up to the first step."""
+    seconds([sys.executable, "-W", "ignore", "benchmarks/first_step.py", strategy, str(file)])
+    reached = json.loads(file.read_text())
+    begins = [0.0, *reached.values()]
+    return {phase: end - begin for (phase, end), begin in zip(reached.items(), begins, strict=False)}
+
+
 def measure(rounds: int, folder: Path) -> dict[str, Any]:
     """Time all commands in turns; the first turn is not counted."""
     timed = commands(folder)
     found: dict[str, list[float]] = {name: [] for name in timed}
+    phases: dict[str, list[dict[str, float]]] = {name: [] for name in STRATEGIES}
     for turn in range(rounds + 1):
         for name, command in timed.items():
             taken = seconds(command)
             if turn:
                 found[name].append(taken)
+        for name, of_strategy in phases.items():
+            split = first_step(name, folder / "reached.json")
+            if turn:
+                of_strategy.append(split)
         print(f"turn {turn} of {rounds}", flush=True)
     alone, ours = list(found.values())[:2]
     return {
         "seconds": {name: statistics.median(values) for name, values in found.items()},
         "added_by_the_import": statistics.median(b - a for a, b in zip(alone, ours, strict=True)),
+        "first_step": {
+            name: {phase: statistics.median(row[phase] for row in rows) for phase in rows[0]}
+            for name, rows in phases.items()
+        },
         "all": found,
+        "all_first_steps": phases,
     }
 
 
@@ -129,7 +151,13 @@ def table(found: dict[str, Any]) -> str:
     """Return the results as Markdown."""
     rows = [f"| {name} | {median:.2f} |" for name, median in found["seconds"].items()]
     added = f"The import adds {found['added_by_the_import']:.2f} s, in pairs."
-    return "\n".join(["| process | median, s |", "|---|---|", *rows, "", added])
+    splits = found["first_step"]
+    names = list(next(iter(splits.values())))
+    steps = [f"| {' | '.join(['to the first step, s', *names, 'together'])} |", "|---" * (len(names) + 2) + "|"]
+    for strategy, of_phase in splits.items():
+        values = [*of_phase.values(), sum(of_phase.values())]
+        steps.append(f"| {' | '.join([STRATEGIES[strategy], *(f'{value:.2f}' for value in values)])} |")
+    return "\n".join(["| process | median, s |", "|---|---|", *rows, "", added, "", *steps])
 
 
 def main() -> None:

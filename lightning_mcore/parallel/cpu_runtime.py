@@ -59,6 +59,23 @@ def cpu_runtime() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Make ``torch.compile`` return functions as they are, if this torch is built without CUDA.
+
+    megatron-core compiles some thirty small functions while it is imported. That imports torch's compiler, which takes
+    longer than everything else in megatron-core, although those functions run uncompiled on the CPU.
+    """
+    with contextlib.ExitStack() as stack:
+        if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+            stack.enter_context(_replaced(torch, "compile", _uncompiled))
+        yield
+
+
+def _uncompiled(function: Callable[..., Any] | None = None, **_: Any) -> Any:
+    return _uncompiled if function is None else function
+
+
+@contextlib.contextmanager
 def absent_names_bound() -> Iterator[None]:
     """Bind names that megatron-core reads but defines only with TransformerEngine, on any device.
 

@@ -98,7 +98,11 @@ import lightning.pytorch as pl
 {KNOWN}
 """
 STRATEGY_FIRST = f"""
+import sys, torch
+of_torch = torch.compile
 import lightning_mcore.strategy; import lightning.pytorch as pl
+assert torch.compile is of_torch
+assert torch.backends.cuda.is_built() or 'torch._inductor.compile_fx' not in sys.modules
 {KNOWN}
 """
 
