@@ -2,7 +2,8 @@
 """Families whose layers have gated delta nets, with attention in every fourth: Qwen3-Next and Qwen3.5.
 
 Their published folders have weights of multi-token prediction (``mtp.*``), which transformers does not read, and
-neither do these families.
+neither do these families. Qwen3.5 is published with a vision tower, ``qwen3_5`` and ``qwen3_5_moe``. Of those folders
+the language model is read, and written as the text model that it is, ``qwen3_5_text`` and ``qwen3_5_moe_text``.
 """
 
 from dataclasses import replace
@@ -44,7 +45,15 @@ from lightning_mcore.hf.expert_rules import (
     shared_expert_weights,
 )
 from lightning_mcore.hf.family import Family
-from lightning_mcore.hf.weight_rules import DeltaNetRows, GatedQueryKeyValue, Rename, WeightRule
+from lightning_mcore.hf.weight_rules import (
+    DeltaNetRows,
+    Experts,
+    GatedQueryKeyValue,
+    Rename,
+    Stack,
+    Vocabulary,
+    WeightRule,
+)
 
 _DELTA_NET, _ATTENTION = "linear_attention", "full_attention"
 
@@ -123,7 +132,15 @@ _EXPERT_WEIGHTS: tuple[WeightRule, ...] = (
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
-    config=(*WITHOUT_POSITIONS, PARTIAL_ROPE, *_MIXED_LAYERS, *_SHARED_EXPERT, SPARSE_LAYERS, SOFTMAX_ROUTER),
+    config=(
+        *WITHOUT_POSITIONS,
+        PARTIAL_ROPE,
+        *_MIXED_LAYERS,
+        *_SHARED_EXPERT,
+        SPARSE_LAYERS,
+        SOFTMAX_ROUTER,
+        Only("use_sliding_window", False, "transformers does not apply it", is_written=False),
+    ),
     layer=(
         *_GATED_ATTENTION,
         *_AROUND_MEMORY,
@@ -153,7 +170,8 @@ _TEXT_ROPE = Derived(("rope_parameters",), _read_text_rope, PARTIAL_ROPE.write)
 
 _MORE_KEYS: tuple[ConfigRule, ...] = (
     Only("attn_output_gate", True, is_written=False),
-    Unused(("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")),
+    Only("output_gate_type", "swish", is_written=False),
+    Unused(("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "unsloth_fixed_mtp")),
 )
 
 _MORE_WEIGHTS: tuple[WeightRule, ...] = (
@@ -196,3 +214,40 @@ QWEN3_5_MOE = replace(
 """The same with experts in every layer."""
 
 DELTA_NETS = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
+
+_OF_IMAGES = Unused(
+    ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+)
+
+
+def _text_of(text: Family) -> Family:
+    """Return the family that reads the language model of a folder with a vision tower."""
+    prefix = "model.language_model."
+    return replace(
+        text,
+        config=(*text.config, _OF_IMAGES),
+        outside=(
+            Vocabulary("embedding.word_embeddings.weight", f"{prefix}embed_tokens.weight"),
+            Rename("decoder.final_layernorm.weight", f"{prefix}norm.weight"),
+            Vocabulary("output_layer.weight", "lm_head.weight"),
+        ),
+        layer_prefix=f"{prefix}layers.{{layer}}.",
+        unread=(*text.unread, "model.visual."),
+    )
+
+
+_STACKED = replace(
+    QWEN3_5_MOE,
+    layer=(
+        *(rule for rule in QWEN3_5_MOE.layer if not isinstance(rule, Experts)),
+        Stack("mlp.experts.experts.linear_fc1.weight", "mlp.experts.gate_up_proj"),
+        Stack("mlp.experts.experts.linear_fc2.weight", "mlp.experts.down_proj"),
+    ),
+)
+"""As the hub has them: one tensor for all experts of a layer. transformers 5 writes one for each expert."""
+
+WITH_TOWERS = {
+    "qwen3_5": _text_of(QWEN3_5),
+    "qwen3_5_moe": replace(_text_of(QWEN3_5_MOE), variants=(_text_of(_STACKED),)),
+}
+"""The language models of folders with a vision tower, by the ``model_type`` of these; each is one of the above."""

@@ -33,7 +33,7 @@ from lightning_mcore.hf.decoder_rules import (
     WINDOWS,
     WITHOUT_POSITIONS,
 )
-from lightning_mcore.hf.delta_net_families import DELTA_NETS
+from lightning_mcore.hf.delta_net_families import DELTA_NETS, WITH_TOWERS
 from lightning_mcore.hf.expert_rules import (
     ALL_LAYERS,
     CHOSEN_EXPERTS,
@@ -355,5 +355,5 @@ FAMILIES = {
         *VARIANTS,
         *DELTA_NETS,
     )
-}
+} | WITH_TOWERS
 """All of them, by the ``model_type`` of their ``config.json``."""

@@ -73,7 +73,7 @@ class Family:
         config_class: The ``model_type`` whose config class in transformers has the defaults of this one's, where
             transformers does not know ``model_type``.
         tower: Prefix of Hugging Face's names of the weights of a vision tower; None without one.
-        variants: Families that differ in the shapes of some weights on the disk; the one whose shapes fit is read.
+        variants: Families with other names or shapes of some weights on the disk; the one that fits is read.
     """
 
     model_type: str

@@ -55,7 +55,8 @@ class HFWeights:
         self._fields = fields
         self._shapes = shapes
         maps = [WeightMap(each, fields, shapes) for each in (family, *family.variants)]
-        self._map = next((each for each in maps if _agree(each.shapes, folder.shapes)), maps[0])
+        fitting = [each for each in maps if _agree(each.shapes, folder.shapes)] or maps[:1]
+        self._map = max(fitting, key=lambda each: len(each.shapes.keys() & folder.shapes.keys()))
         self._aliases: dict[str, list[str]] = {}
         for alias, name in self._map.repeated.items():
             if alias in folder.shapes:
