@@ -99,8 +99,9 @@ import lightning.pytorch as pl
 """
 STRATEGY_FIRST = f"""
 import sys, torch
+import lightning.pytorch as pl  # replaces torch.compile itself
 of_torch = torch.compile
-import lightning_mcore.strategy; import lightning.pytorch as pl
+import lightning_mcore.strategy
 assert torch.compile is of_torch
 assert torch.backends.cuda.is_built() or 'torch._inductor.compile_fx' not in sys.modules
 {KNOWN}

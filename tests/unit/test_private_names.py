@@ -70,6 +70,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_init_fn": CustomOpDef,
     "_is_sequential": _EvaluationLoop,
     "_is_training_done": _TrainingEpochLoop,
+    "_is_view": torch.Tensor,
     "_iterator": CombinedLoader,
     "_last_checkpoint_saved": ModelCheckpoint,
     "_layer_sync": DDPStrategy,
