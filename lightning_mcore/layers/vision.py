@@ -110,6 +110,31 @@ class VisionInputs(ModelInputs):
         return {**of_text, "rope_positions": positions, "vision_rows": self.vision_rows, **seen}
 
 
+def with_own_images(part: dict[str, Tensor], seen: dict[str, Tensor], vision: Vision) -> dict[str, Tensor]:
+    """Return some rows of a batch with their own images and videos.
+
+    Args:
+        part: The entries of tokens, of these rows only.
+        seen: ``patches`` and ``vision_grids`` of the whole batch, as in :class:`VisionInputs`.
+        vision: The settings of the tower.
+    """
+    grids, rows = seen["vision_grids"], part["vision_rows"]
+    tokens = [vision.tokens_of((time, height, width)) for time, height, width in grids.tolist()]
+    image = torch.arange(len(tokens), device=rows.device)
+    image = image.repeat_interleave(torch.tensor(tokens, device=rows.device))  # of each row of the tower's outputs
+    is_here = torch.zeros(len(tokens), dtype=torch.bool, device=rows.device)
+    is_here[image[rows[rows >= 0]]] = True
+    if not is_here.any():
+        return part
+    numbers = is_here[image].cumsum(0) - 1
+    return {
+        **part,
+        "vision_rows": torch.where(rows >= 0, numbers[rows.clamp(min=0)], -1),
+        "vision_grids": grids[is_here],
+        "patches": seen["patches"][is_here.repeat_interleave(grids.prod(1))],
+    }
+
+
 class VisionTower(nn.Module):
     """transformers' tower with its projector, unchanged.
 

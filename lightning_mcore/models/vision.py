@@ -7,7 +7,7 @@ the entries that ``MCoreGPT`` takes, and those that a Hugging Face processor ret
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
@@ -17,7 +17,7 @@ from lightning_mcore.config.vision import LANGUAGE_MODEL, PARTS, Vision
 from lightning_mcore.data.multimodal import with_vision
 from lightning_mcore.layers.inputs import ModelInputs
 from lightning_mcore.layers.spec import TransformerImpl
-from lightning_mcore.layers.vision import VisionGPT, VisionInputs
+from lightning_mcore.layers.vision import VisionGPT, VisionInputs, with_own_images
 from lightning_mcore.models.gpt import Batch, MCoreGPT
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.parallel.groups import process_group
@@ -145,16 +145,10 @@ class MCoreVisionGPT(MCoreGPT):
 
         Raises:
             ValueError: As in :meth:`MCoreGPT.check_settings`; or the first stage has too few layers for the outputs
-                from inside the tower; or a batch would be cut into rows without its images.
+                from inside the tower.
             ModuleNotFoundError: TransformerEngine is asked for but not installed.
         """
         super().check_settings()
-        host: Any = self._host()
-        if host is not None and getattr(host, "micro_batch_size", None) is not None:
-            raise ValueError(
-                f"micro_batch_size={host.micro_batch_size} would cut a batch of images into rows, which is not"
-                " supported; leave it out, and let the DataLoader hand out one microbatch at a time"
-            )
         config, stacked = self._build_config(), self.vision.deepstack
         there = layers_of_first_chunk(config)
         if there < stacked:
@@ -186,12 +180,17 @@ class MCoreVisionGPT(MCoreGPT):
         batch = with_vision(super().on_before_batch_transfer(batch, dataloader_idx), self.vision)
         if any(chunk.pre_process for chunk in self.model.chunks):
             return batch
-        return {name: value for name, value in batch.items() if name not in _OF_THE_TOWER}
+        return _parts(batch)[0]
+
+    def split_rows(self, batch: Batch, rows: int) -> Iterator[tuple[Batch, float]]:
+        """Cut a batch into microbatches, each with the images of its rows."""
+        of_tokens, seen = _parts(batch)
+        for part, share in super().split_rows(of_tokens, rows):
+            yield with_own_images(part, seen, self.vision) if seen else part, share
 
     def shard_context(self, batch: Batch) -> Batch:
         """Return this context-parallel rank's share of the tokens of a batch, and all of its images."""
-        of_tokens = {name: value for name, value in batch.items() if name not in _OF_THE_TOWER}
-        seen = {name: batch[name] for name in _OF_THE_TOWER if name in batch}
+        of_tokens, seen = _parts(batch)
         return {**super().shard_context(of_tokens), **seen}
 
     def model_inputs(self, batch: Batch) -> ModelInputs:
@@ -230,3 +229,9 @@ class MCoreVisionGPT(MCoreGPT):
 
     def _fusions(self) -> dict[str, bool]:
         return {**super()._fusions(), "apply_rope_fusion": False}
+
+
+def _parts(batch: Batch) -> tuple[Batch, Batch]:
+    """Return the entries of a batch that belong to tokens, and those that belong to the tower."""
+    of_tokens = {name: value for name, value in batch.items() if name not in _OF_THE_TOWER}
+    return of_tokens, {name: value for name, value in batch.items() if name in _OF_THE_TOWER}

@@ -9,7 +9,7 @@ Under other strategies the whole model is built, and the class runs unchanged.
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -33,6 +34,7 @@ from lightning_mcore.layers.inputs import (
     split_packed_batch,
 )
 from lightning_mcore.layers.losses import sample_mean, token_mean
+from lightning_mcore.layers.packed_sequences import rows_between
 from lightning_mcore.layers.session import SingleModelSession, single_process
 from lightning_mcore.parallel.context import split_for_context_parallel
 from lightning_mcore.parallel.groups import keep_groups_for, pipeline_stage, process_group, process_groups_are_open
@@ -161,6 +163,21 @@ class MCoreModule(pl.LightningModule):
     def microbatch_shape(self, batch: Any) -> tuple[int, int] | None:
         """Return ``(sequence length, rows)`` of a microbatch; None lets pipeline stages exchange the shapes."""
         return microbatch_shape(batch) if is_packed(batch) else None
+
+    def split_rows(self, batch: Any, rows: int) -> Iterator[tuple[Any, float]]:
+        """Cut a batch into microbatches, for ``MCoreStrategy(micro_batch_size=...)``.
+
+        Every tensor whose first dimension is that of the batch is cut along it. Override this method if a tensor of
+        your batch does not have the rows in dimension 0.
+
+        Args:
+            batch: A batch: any nesting of dicts, lists and tuples of tensors, [b, ...].
+            rows: Rows of a microbatch; the last one may have fewer.
+
+        Yields:
+            The same structure, [rows, ...], and its share of the rows of the batch.
+        """
+        yield from split_rows(batch, rows)
 
     def shard_context(self, batch: Any) -> Any:
         """Return this context-parallel rank's share of a batch; called before the step when cp > 1.
@@ -375,6 +392,22 @@ class MCoreModule(pl.LightningModule):
                 "pipeline() builds Megatron layers, which need process groups: call it in configure_model(), "
                 "which the Trainer runs, or work with the model in a block `with single_process():`"
             )
+
+
+def split_rows(batch: Any, rows: int) -> Iterator[tuple[Any, float]]:
+    """Cut a batch into microbatches, as :meth:`MCoreModule.split_rows` does."""
+    total = extract_batch_size(batch)
+    for start in range(0, total, rows):
+        stop = min(start + rows, total)
+        part = apply_to_collection(batch, Tensor, _rows_of(total, start, stop))
+        yield part, (stop - start) / total
+
+
+def _rows_of(rows: int, start: int, stop: int) -> Callable[[Tensor], Tensor]:
+    def take(tensor: Tensor) -> Tensor:
+        return rows_between(tensor, start, stop) if tensor.dim() > 0 and tensor.shape[0] == rows else tensor
+
+    return take
 
 
 def _device_of_layers() -> AbstractContextManager[Any]:

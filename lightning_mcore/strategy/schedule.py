@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -43,13 +42,12 @@ from torch import Tensor
 from lightning_mcore.config.fp8 import check_microbatch
 from lightning_mcore.config.layout import ModelShape
 from lightning_mcore.config.rules.strategy import NO_SYNC_BATCHNORM
-from lightning_mcore.layers.packed_sequences import rows_between
 from lightning_mcore.layers.spec import choose_attention
 from lightning_mcore.parallel.chunks import ModelChunks, check_gradients, pipeline_config, wrap_chunks
 from lightning_mcore.parallel.groups import from_last_stage, process_group, random_state_of_stage
 from lightning_mcore.parallel.pipeline import Pipeline, StageOutput
 from lightning_mcore.strategy.checks import check_backward_is_free, check_chunks
-from lightning_mcore.strategy.module import MCoreModule
+from lightning_mcore.strategy.module import MCoreModule, split_rows
 
 if TYPE_CHECKING:
     from lightning_mcore.strategy.strategy import MCoreStrategy
@@ -196,13 +194,9 @@ class Schedule:
         """
         if micro_batch_size is None:
             return [self._microbatch(batch, arguments, 1.0)]
-        rows = extract_batch_size(batch)
-        microbatches = []
-        for start in range(0, rows, micro_batch_size):
-            stop = min(start + micro_batch_size, rows)
-            part = apply_to_collection(batch, Tensor, _rows_of(rows, start, stop))
-            microbatches.append(self._microbatch(part, arguments, (stop - start) / rows))
-        return microbatches
+        module = self._module
+        split = module.split_rows if isinstance(module, MCoreModule) else split_rows
+        return [self._microbatch(part, arguments, share) for part, share in split(batch, micro_batch_size)]
 
     def train(self, microbatches: Sequence[Microbatch], num_batches: int) -> Any:
         """Run forward and backward over the microbatches of an optimizer step; gradients are final afterwards.
@@ -482,13 +476,6 @@ class Schedule:
         if group.rank() == group.size() - 1:
             return output
         return apply_to_collection(sent, Tensor, lambda tensor: tensor.to(self._device))
-
-
-def _rows_of(rows: int, start: int, stop: int) -> Callable[[Tensor], Tensor]:
-    def take(tensor: Tensor) -> Tensor:
-        return rows_between(tensor, start, stop) if tensor.dim() > 0 and tensor.shape[0] == rows else tensor
-
-    return take
 
 
 def _check_steps_take_batches(module: pl.LightningModule) -> None:

@@ -20,7 +20,7 @@ from tests.parity.hf_training import Part, finished_gradients
 from tests.parity.test_vision import packed
 from tests.ranks import run_ranks
 from tests.toy import make_trainer
-from tests.vision_models import vision_batch, vision_folder
+from tests.vision_models import joined, vision_batch, vision_folder
 
 pytestmark = pytest.mark.distributed
 
@@ -158,21 +158,30 @@ def batches(family: str, count: int) -> list[dict[str, Tensor]]:
     return [vision_batch(family, LENGTH, seed=seed, **(text if seed % 4 == 3 else {})) for seed in range(count)]
 
 
-def trained(folder: str, layout: Layout, fields: dict[str, Any], steps: int, microbatches: int) -> list[Tensor]:
-    """Return this rank's weights after some steps."""
+def trained(
+    folder: str, layout: Layout, fields: dict[str, Any], steps: int, microbatches: int, split: bool = False
+) -> list[Tensor]:
+    """Return this rank's weights after some steps; the strategy makes the microbatches if ``split``."""
     module = MCoreVisionGPT.from_pretrained(folder, LENGTH, {**fields_of(layout), **fields})
-    loader = DataLoader(batches(module.vision.model_type, steps * microbatches), batch_size=None)  # type: ignore[arg-type]
+    found = batches(module.vision.model_type, steps * microbatches)
+    if split:
+        found = [joined(found[start : start + microbatches]) for start in range(0, len(found), microbatches)]
     trainer = make_trainer(
-        MCoreStrategy(**layout.strategy_arguments), max_steps=steps, accumulate_grad_batches=microbatches
+        MCoreStrategy(**layout.strategy_arguments, micro_batch_size=2 if split else None),
+        max_steps=steps,
+        accumulate_grad_batches=1 if split else microbatches,
+        use_distributed_sampler=False,
     )
-    trainer.fit(module, loader)
+    trainer.fit(module, DataLoader(found, batch_size=None))  # type: ignore[arg-type]
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
 def ways(folder: str, layout: Layout, recomputes: list[dict[str, Any]]) -> list[list[bool]]:
-    """Train without recomputing and in several ways with it; return which weights are the same bit for bit."""
+    """Train plainly, with recomputing, and on whole batches; return which weights equal the first bit for bit."""
     plain = trained(folder, layout, {}, 2, 4)
-    return [list(map(torch.equal, plain, trained(folder, layout, fields, 2, 4))) for fields in recomputes]
+    others = [trained(folder, layout, fields, 2, 4) for fields in recomputes]
+    others.append(trained(folder, layout, {}, 2, 4, split=True))
+    return [list(map(torch.equal, plain, other)) for other in others]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +192,9 @@ def ways(folder: str, layout: Layout, recomputes: list[dict[str, Any]]) -> list[
     ],
     ids=lambda value: getattr(value, "id", None) or (value if isinstance(value, str) else ""),
 )
-def test_recomputing_changes_no_bit(layout: Layout, family: str, recomputes: list[dict[str, Any]]) -> None:
-    """Outputs from inside the tower belong to the microbatch whose layers are recomputed."""
+def test_recomputing_and_micro_batch_size_change_no_bit(
+    layout: Layout, family: str, recomputes: list[dict[str, Any]]
+) -> None:
+    """Outputs from inside the tower belong to the microbatch whose layers are recomputed, and images to their rows."""
     for rank in run_ranks(2, ways, str(vision_folder(family)), layout, recomputes, timeout=120):
         assert all(all(same) for same in rank), rank
