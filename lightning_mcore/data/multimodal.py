@@ -25,7 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 from lightning_mcore.config.vision import IMAGE, VIDEO, Vision
 from lightning_mcore.layers.inputs import is_packed
 
-_INPUTS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+INPUTS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+"""Entries of a batch that a processor returns for images and videos."""
 _NAMES = {IMAGE: "image", VIDEO: "video"}
 
 
@@ -46,7 +47,7 @@ def with_vision(batch: dict[str, Tensor], vision: Vision) -> dict[str, Tensor]:
     images, videos = batch.get("image_grid_thw"), batch.get("video_grid_thw")
     samples = list(_samples(batch))
     _check_runs(vision, [kinds[row, start:end].tolist() for row, start, end in samples], images, videos)
-    found = {name: value for name, value in batch.items() if name not in _INPUTS}
+    found = {name: value for name, value in batch.items() if name not in INPUTS}
     found["rope_positions"] = _positions(vision, kinds, samples, images, videos, batch.get("second_per_grid_ts"))
     found["vision_rows"] = _rows(kinds)
     seen = {

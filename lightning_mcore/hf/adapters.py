@@ -24,7 +24,7 @@ from lightning_mcore.config.lora import ALL_LINEAR, EMBEDDING, EXPERTS, AdaptedM
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.pretrained import pieces_of_module
 from lightning_mcore.hf.source import HFSource, is_own_checkpoint
-from lightning_mcore.hf.weight_map import WeightMap, whole_name, whole_names
+from lightning_mcore.hf.weight_map import TOWER, WeightMap, whole_name, whole_names
 from lightning_mcore.hf.weight_rules import Block, Experts, Shape
 from lightning_mcore.layers.lora import ADAPTABLE, ADAPTERS, LINEAR, Projection, Rows, adapt, freeze, merge, share_a
 from lightning_mcore.layers.quantized import quantize
@@ -133,6 +133,8 @@ def fingerprint(module: pl.LightningModule) -> str:
 
 
 def _train(weight: ChunkWeight, lora: LoRA) -> None:
+    if weight.name.startswith(TOWER):
+        return
     of_all_experts = any(len(block.hf_start) > len(weight.whole) for block, _ in weight.parts)
     saved = [name for name in weight.modules if lora.saves(name)]
     if saved and of_all_experts:
@@ -265,6 +267,8 @@ def adapted_model(tensors: Mapping[str, Shape], family: Family, fields: Mapping[
     """
     found: dict[str, Trained] = {}
     for name, blocks in WeightMap(family, fields, tensors).blocks.items():
+        if name.startswith(TOWER):
+            continue
         shape = tensors[name]
         sizes: dict[str, tuple[int, int, int]] = {}  # rows, columns and the expert
         for block in blocks:

@@ -73,6 +73,8 @@ class Family:
         config_class: The ``model_type`` whose config class in transformers has the defaults of this one's, where
             transformers does not know ``model_type``.
         tower: Prefix of Hugging Face's names of the weights of a vision tower; None without one.
+        in_memory: The beginning of names in files and that of names in a model of transformers, which adapters have;
+            None if they are the same.
         variants: Families with other names or shapes of some weights on the disk; the one that fits is read.
     """
 
@@ -89,6 +91,7 @@ class Family:
     more_config: Mapping[str, Any] = field(default_factory=dict, repr=False)
     config_class: str | None = None
     tower: str | None = None
+    in_memory: tuple[str, str] | None = None
     variants: tuple["Family", ...] = field(default=(), repr=False)
 
     def scoring(self) -> "Family":

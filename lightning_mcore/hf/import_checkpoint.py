@@ -31,11 +31,12 @@ from lightning_mcore.hf.export_plan import parse_dtype
 from lightning_mcore.hf.peft_folder import adapter_dtype
 from lightning_mcore.hf.pretrained import check_downloads, pieces_of_module, running_fields
 from lightning_mcore.hf.safetensors import SafetensorsFolder
-from lightning_mcore.hf.source import HFSource, refuse_megatron_checkpoint, settings_of_source
+from lightning_mcore.hf.source import HFSource, refuse_megatron_checkpoint, sees_images, settings_of_source
 from lightning_mcore.hf.weight_map import whole_name
 from lightning_mcore.hf.weights import HFWeights
 from lightning_mcore.layers.session import single_process
 from lightning_mcore.models.gpt import MCoreGPT
+from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.parallel.chunks import built_chunks
 from lightning_mcore.parallel.groups import process_group
 
@@ -82,10 +83,10 @@ def import_checkpoint(
     folder = source.open_tensors()
     settings = settings_of_source(source, folder.shapes, path, family)
     kept = _type_of_most(folder) if given is None else given
-    if "vision" in settings:
-        raise ValueError(f"{path} also sees images, and only text models are imported; give it to MCoreVisionGPT")
+    kind = MCoreVisionGPT if "vision" in settings else MCoreGPT
+    kind.check_kind(path, settings)
     with single_process():
-        module = MCoreGPT(**settings)
+        module = kind(**settings)
         _build_without_memory(module, kept)
         fields, shapes = running_fields(source, module), pieces_of_module(module).shapes
         weights = HFWeights(folder, source.family, fields, shapes, source.fields.get("mtp_num_layers") or 0)
@@ -97,7 +98,8 @@ def _import_adapter(
     path: str, out: str, adapters: Sequence[str], family: str | None, dtype: torch.dtype | None
 ) -> None:
     *merged, last = adapters
-    module = MCoreGPT.from_pretrained(path, family=family, lora=last, adapters=merged)
+    kind = MCoreVisionGPT if sees_images(path) else MCoreGPT
+    module = kind.from_pretrained(path, family=family, lora=last, adapters=merged)
     module.check_settings()
     with single_process():
         module.configure_model()

@@ -31,6 +31,7 @@ from lightning_mcore.hf.export_config import write_json
 from lightning_mcore.hf.family import SCORE, complete_fields
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, read_json
 from lightning_mcore.hf.peft_tensors import (
+    PREFIX,
     ExpertLayout,
     Piece,
     adapter_pieces,
@@ -71,6 +72,7 @@ _OF_PLAIN_BASES = (None, True, False, "gaussian", "eva", "orthogonal")  # values
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 _LAYERS: tuple[Any, ...] = (None, [], "layers", ["layers"])
 _INDIFFERENT = frozenset(_WITHOUT_EFFECT.split())
+_TOWER = r".*\bvisual\b.*"  # pattern of the names of modules of a vision tower
 _ONLY: Mapping[str, Any] = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False}
 
 
@@ -168,12 +170,41 @@ def _refuse_variants(path: str, config: Mapping[str, Any]) -> None:
             )
 
 
+class _AdapterFile:
+    """An open safetensors file of adapters, whose names are those of the model's files."""
+
+    def __init__(self, file: Any, in_memory: tuple[str, str] | None) -> None:
+        self._file = file
+        self._names = {_renamed(key, in_memory and in_memory[::-1]): key for key in file.keys()}  # noqa: SIM118
+
+    def keys(self) -> Iterable[str]:
+        """Return the names of the tensors."""
+        return self._names.keys()
+
+    def get_slice(self, name: str) -> Any:
+        """Return a tensor that is not read yet."""
+        return self._file.get_slice(self._names[name])
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Return a tensor."""
+        tensor: Tensor = self._file.get_tensor(self._names[name])
+        return tensor
+
+
+def _renamed(key: str, beginnings: tuple[str, str] | None) -> str:
+    """Return the name of an adapter's tensor with the second beginning of the model's name instead of the first."""
+    if beginnings is None:
+        return key
+    old, new = (PREFIX + beginning for beginning in beginnings)
+    return new + key.removeprefix(old) if key.startswith(old) else key
+
+
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[Any]:
+def _opened(path: str, in_memory: tuple[str, str] | None = None) -> Iterator[Any]:
     """Yield an open safetensors file; damage is a ValueError."""
     try:
         with safe_open(path, framework="pt") as file:
-            yield file
+            yield _AdapterFile(file, in_memory)
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error}); copy it again") from error
 
@@ -213,8 +244,10 @@ def load_adapter(module: pl.LightningModule, path: str, lora: LoRA) -> None:
     folder = on_all(lambda: _folder_with_weights(path))
     pieces = list(adapter_pieces(module, lora))
     shapes = _shapes(pieces)
-    on_all(lambda: _fill(folder, lora, pieces, shapes))
-    on_all(lambda: _compare_copies(folder, list(copied_pieces(module))))
+    names: Any = module
+    in_memory = names.hf_names()[0].in_memory
+    on_all(lambda: _fill(folder, in_memory, lora, pieces, shapes))
+    on_all(lambda: _compare_copies(folder, in_memory, list(copied_pieces(module))))
 
 
 def merge_folders(module: pl.LightningModule, paths: Sequence[str]) -> None:
@@ -259,7 +292,7 @@ def check_folders(base: str, paths: Sequence[str], family: str | None = None) ->
         lora.check_vocabulary(names, settings)
         wanted = expected_shapes(lora, names, shapes, int(settings.get("num_moe_experts") or 0))
         file = os.path.join(_folder_with_weights(path), WEIGHTS_FILE)
-        with _opened(file) as weights:
+        with _opened(file, source.family.in_memory) as weights:
             found = _shapes_in(weights, lora)
         if lora.modules_to_save:  # a tied weight is not in the model's files
             found = {key: shape for key, shape in found.items() if ".lora_" in key or key in wanted}
@@ -284,10 +317,10 @@ def _shapes_in(file: Any, lora: LoRA) -> dict[str, tuple[int, ...]]:
     return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys() if key not in copies}  # noqa: SIM118
 
 
-def _compare_copies(folder: str, copies: list[Piece]) -> None:
+def _compare_copies(folder: str, in_memory: tuple[str, str] | None, copies: list[Piece]) -> None:
     """Refuse an adapter whose copy of a frozen weight differs from the base."""
     path = os.path.join(folder, WEIGHTS_FILE)
-    with _opened(path) as file, torch.no_grad():
+    with _opened(path, in_memory) as file, torch.no_grad():
         for piece in (piece for piece in copies if piece.key in file.keys()):  # noqa: SIM118
             stored = file.get_slice(piece.key)
             is_same = tuple(stored.get_shape()) == piece.shape
@@ -297,9 +330,15 @@ def _compare_copies(folder: str, copies: list[Piece]) -> None:
                 )
 
 
-def _fill(folder: str, lora: LoRA, pieces: list[Piece], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _fill(
+    folder: str,
+    in_memory: tuple[str, str] | None,
+    lora: LoRA,
+    pieces: list[Piece],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> None:
     path = os.path.join(folder, WEIGHTS_FILE)
-    with _opened(path) as file, torch.no_grad():
+    with _opened(path, in_memory) as file, torch.no_grad():
         _check(path, shapes, _shapes_in(file, lora))
         whole = lru_cache(maxsize=1)(file.get_tensor)  # each expert takes its part of the same tensor
         for piece in sorted(pieces, key=lambda piece: piece.key):
@@ -382,6 +421,9 @@ def save_adapter(
     config = _config(lora, tensors)
     if fields.get("num_moe_experts"):
         config |= described_targets(lora, projection_names(family, fields), experts)
+    if family.tower is not None:
+        config["exclude_modules"] = _without_tower(config["exclude_modules"])
+    tensors = {_renamed(name, family.in_memory): tensor for name, tensor in tensors.items()}
     collect(lambda: None, lambda _: _write(out, tensors, config))
 
 
@@ -455,6 +497,14 @@ def _config(lora: LoRA, names: Iterable[str]) -> dict[str, Any]:
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+
+
+def _without_tower(excluded: Any) -> Any:
+    """Add the vision tower to what PEFT excludes: modules of it may have names of the language model's."""
+    if isinstance(excluded, str):
+        return excluded if _TOWER in excluded else f"(?:{excluded})|{_TOWER}"
+    parts = [rf"(?:.*\.)?{re.escape(name)}(?:\..*)?" for name in excluded or ()]
+    return "|".join([*parts, _TOWER])
 
 
 def _without_experts(excluded: Any) -> Any:

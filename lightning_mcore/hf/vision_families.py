@@ -83,6 +83,7 @@ def _seeing(text: Family, model_type: str, architecture: str, prefix: str, tower
         outside=outside,
         layer_prefix=f"{prefix}layers.{{layer}}.",
         tower=tower,
+        in_memory=None if prefix == _LANGUAGE_MODEL else (prefix, _LANGUAGE_MODEL),
     )
 
 

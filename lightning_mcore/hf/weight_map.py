@@ -16,7 +16,7 @@ from lightning_mcore.hf.weight_rules import Block, Rename, Shape, WeightRule
 
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.+)")
 _STACKED = re.compile(r"(decoder|mtp)\.layers\.(?!\d)(.+)")
-_TOWER = "vision.tower."
+TOWER = "vision.tower."
 _MULTI_TOKEN_LAYER = re.compile(r"(?:transformer_layer|mtp_model_layer)\.(.+)")  # up to megatron-core 0.16, and later
 
 
@@ -125,8 +125,8 @@ class _Rules:
         layer = _LAYER.fullmatch(name)
         if layer is None:
             found, prefix = self._outside.get(name), ""
-            if self._family.tower is not None and name.startswith(_TOWER):
-                found = Rename(name, self._family.tower + name.removeprefix(_TOWER))
+            if self._family.tower is not None and name.startswith(TOWER):
+                found = Rename(name, self._family.tower + name.removeprefix(TOWER))
         elif layer[1] == "decoder":
             found, prefix = self._layer.get(layer[3]), self._prefix(int(layer[2]))
         else:

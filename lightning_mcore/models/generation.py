@@ -2,7 +2,7 @@
 """Continue a prompt: choose the window of tokens that a model sees, and draw the next token."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,31 +13,34 @@ def continue_prompt(
     module: Any,
     prompt: list[int],
     max_new_tokens: int,
-    multiple: int,
     temperature: float = 1.0,
     top_k: int | None = None,
     seed: int = 0,
+    prepare: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
 ) -> list[int]:
-    """Return a prompt followed by the tokens that a model generates.
+    """Return a prompt followed by the tokens that a model generates, the same on every rank.
 
     Args:
-        module: A module with the step ``next_logits``, ``vocab_size`` and ``seq_length``.
+        module: An ``MCoreGPT``, during a run.
         prompt: Tokens to continue.
         max_new_tokens: Tokens to add.
-        multiple: The length of a sequence must be a multiple of this on the run's layout.
         temperature: Divides the logits; 0 takes the most probable token each time.
         top_k: Draw among this many of the most probable tokens only.
         seed: Seed of the draws.
+        prepare: Returns the batch of ``next_logits`` for a window of :func:`last_window`.
     """
     check_sampling(prompt, module.vocab_size, max_new_tokens, temperature, top_k)
+    host = module._host()
+    multiple = host.layout.sequence_multiple if host is not None else 1
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     with evaluating(module):
         for _ in range(max_new_tokens):
             window = last_window(tokens, module.seq_length, multiple, module.device)
-            logits = module.run_forward("next_logits", window)
+            logits = module.run_forward("next_logits", prepare(window))
             tokens.append(sample(logits[0], temperature, top_k, generator))
-    return tokens
+    whole: list[int] = module.trainer.strategy.broadcast(tokens)  # data-parallel copies may round differently
+    return whole
 
 
 def sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

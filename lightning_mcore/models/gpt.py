@@ -230,7 +230,7 @@ class MCoreGPT(SpeedLogs):
         from lightning_mcore.hf.pretrained import absolute, pretrained_settings
 
         own = pretrained_settings(path, family, seq_length, transformer)
-        cls._check_family(path, own)
+        cls.check_kind(path, own)
         merged = [absolute(adapter) for adapter in adapters or []]
         stored = own.get("lora") is not None  # a checkpoint of adapters, which knows its base
         if stored and (lora is not None or merged):
@@ -253,8 +253,8 @@ class MCoreGPT(SpeedLogs):
         return module
 
     @classmethod
-    def _check_family(cls, path: str, settings: dict[str, Any]) -> None:
-        """Refuse the settings of a Hugging Face model of another kind."""
+    def check_kind(cls, path: str, settings: dict[str, Any]) -> None:
+        """Refuse the settings of a Hugging Face model of another kind, and drop those that are not arguments here."""
         if "vision" in settings:
             raise ValueError(f"{path} also sees images, which {cls.__name__} does not; take MCoreVisionGPT")
 
@@ -528,11 +528,7 @@ class MCoreGPT(SpeedLogs):
         Raises:
             ValueError: The prompt is empty or not of this vocabulary, or a number is out of its range.
         """
-        host = self._host()
-        multiple = host.layout.sequence_multiple if host is not None else 1
-        continued = generation.continue_prompt(self, prompt, max_new_tokens, multiple, temperature, top_k, seed)
-        whole: list[int] = self.trainer.strategy.broadcast(continued)  # data-parallel copies may round differently
-        return whole
+        return generation.continue_prompt(self, prompt, max_new_tokens, temperature, top_k, seed)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Return the optimizer, with weight decay only on matrices, and its learning-rate schedule.

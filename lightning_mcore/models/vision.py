@@ -7,17 +7,20 @@ the entries that ``MCoreGPT`` takes, and those that a Hugging Face processor ret
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
+from torch import Tensor
 
+from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.rules.model import LossNormalization
 from lightning_mcore.config.vision import LANGUAGE_MODEL, PARTS, Vision
-from lightning_mcore.data.multimodal import with_vision
+from lightning_mcore.data.multimodal import INPUTS, with_vision
 from lightning_mcore.layers.inputs import ModelInputs
 from lightning_mcore.layers.spec import TransformerImpl
 from lightning_mcore.layers.vision import VisionGPT, VisionInputs, with_own_images
+from lightning_mcore.models import generation
 from lightning_mcore.models.gpt import Batch, MCoreGPT
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.parallel.groups import process_group
@@ -33,7 +36,8 @@ class MCoreVisionGPT(MCoreGPT):
     what ``MCoreGPT`` logs; ``model_tflops`` does not count the tower.
 
     Args:
-        vocab_size: As in :class:`~lightning_mcore.MCoreGPT`, like all arguments except ``vision`` and ``freeze``.
+        vocab_size: As in :class:`~lightning_mcore.MCoreGPT`, like all arguments except ``vision``, ``freeze`` and
+            ``lora``.
         seq_length: Tokens of a sequence, including those of images.
         transformer: Fields of Megatron's ``TransformerConfig`` for the language model.
         vision: The settings of the tower, as plain data; filled in by :meth:`from_pretrained`.
@@ -44,6 +48,7 @@ class MCoreVisionGPT(MCoreGPT):
         transformer_impl: The layers of the language model to use.
         loss_normalization: The unit of the mean of the loss.
         freeze: Parts that are not trained: ``"vision_tower"``, ``"multi_modal_projector"``, ``"language_model"``.
+        lora: Train low-rank adapters of the language model, and freeze everything else.
         hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.
 
     Raises:
@@ -64,6 +69,7 @@ class MCoreVisionGPT(MCoreGPT):
         transformer_impl: TransformerImpl = "auto",
         loss_normalization: LossNormalization = "tokens",
         freeze: Sequence[str] = (),
+        lora: LoRA | dict[str, Any] | None = None,
         hf: dict[str, Any] | None = None,
     ) -> None:
         self.vision = Vision.of(vision)
@@ -71,6 +77,8 @@ class MCoreVisionGPT(MCoreGPT):
         for part in self.freeze_parts:
             if part not in PARTS:
                 raise ValueError(f"freeze has {part!r}; choose from {', '.join(PARTS)}")
+        if lora is not None and LANGUAGE_MODEL in self.freeze_parts:
+            raise ValueError(f"freeze has {LANGUAGE_MODEL!r}, and lora trains adapters of it; leave one of them out")
         super().__init__(
             vocab_size=vocab_size,
             seq_length=seq_length,
@@ -81,6 +89,7 @@ class MCoreVisionGPT(MCoreGPT):
             make_vocab_size_divisible_by=make_vocab_size_divisible_by,
             transformer_impl=transformer_impl,
             loss_normalization=loss_normalization,
+            lora=lora,
             hf=hf,
         )
         for name in ("multi_latent_attention", "mtp_num_layers"):
@@ -90,7 +99,7 @@ class MCoreVisionGPT(MCoreGPT):
                 )
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]  # neither adapters nor train_only yet
+    def from_pretrained(  # type: ignore[override]  # no train_only
         cls,
         path: str,
         seq_length: int | None = None,
@@ -101,6 +110,8 @@ class MCoreVisionGPT(MCoreGPT):
         loss_normalization: LossNormalization = "tokens",
         family: str | None = None,
         freeze: Sequence[str] = (),
+        lora: LoRA | dict[str, Any] | str | None = None,
+        adapters: list[str] | None = None,
     ) -> "MCoreVisionGPT":
         """Make a module from a Hugging Face vision-language model, and start from its weights on any layout.
 
@@ -114,6 +125,8 @@ class MCoreVisionGPT(MCoreGPT):
             loss_normalization: Mean of the loss over ``"tokens"`` or ``"samples"``, as in the constructor.
             family: The kind of model; None for the family in its config.
             freeze: Parts that are not trained, as in the constructor.
+            lora: As in :meth:`MCoreGPT.from_pretrained`; adapters are on the language model alone.
+            adapters: As in :meth:`MCoreGPT.from_pretrained`.
 
         Raises:
             FileNotFoundError: There is no such model.
@@ -124,8 +137,8 @@ class MCoreVisionGPT(MCoreGPT):
             family,
             seq_length,
             transformer,
-            None,
-            None,
+            lora,
+            adapters,
             recipe=recipe,
             make_vocab_size_divisible_by=make_vocab_size_divisible_by,
             transformer_impl=transformer_impl,
@@ -134,7 +147,8 @@ class MCoreVisionGPT(MCoreGPT):
         )
 
     @classmethod
-    def _check_family(cls, path: str, settings: dict[str, Any]) -> None:
+    def check_kind(cls, path: str, settings: dict[str, Any]) -> None:
+        """Refuse the settings of a model of text, and drop those that are not arguments here."""
         if "vision" not in settings:
             raise ValueError(f"{path} is a model of text; take MCoreGPT")
         for name in settings.keys() - inspect.signature(cls).parameters.keys():
@@ -204,28 +218,44 @@ class MCoreVisionGPT(MCoreGPT):
         return VisionInputs.of_batch(super().model_inputs(batch), batch, rank, size)
 
     def generate(
-        self, prompt: list[int], max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int = 0,
+        images: Mapping[str, Tensor] | None = None,
     ) -> list[int]:
-        """Continue a prompt of text, as :meth:`MCoreGPT.generate` does.
+        """Continue a prompt of text, images and videos, as :meth:`MCoreGPT.generate` does.
 
         Args:
-            prompt: Tokens to continue: at least one, and none of an image or a video.
+            prompt: Tokens to continue, at least one, with those of images and videos.
             max_new_tokens: Tokens to add.
             temperature: Divides the logits; 0 takes the most probable token each time.
             top_k: Draw only among this many of the most probable tokens; None for all.
             seed: Seed of the draws.
+            images: What the model's processor returns for the images and videos of the prompt: ``pixel_values`` and
+                ``image_grid_thw``, ``pixel_values_videos`` and ``video_grid_thw``; other entries are not used.
 
         Returns:
             The prompt and the new tokens, the same on every rank.
 
         Raises:
-            ValueError: As in :meth:`MCoreGPT.generate`, or the prompt has a token of an image or a video.
+            ValueError: As in :meth:`MCoreGPT.generate`; or the tokens of images do not match the images, or they would
+                not all fit into ``seq_length``.
         """
-        if {self.vision.image_token_id, self.vision.video_token_id} & set(prompt):
+        seen = {name: value for name, value in (images or {}).items() if name in INPUTS}
+        if seen and len(prompt) + max_new_tokens > self.seq_length:
             raise ValueError(
-                "the prompt has tokens of images or videos, and generate() takes text only; leave them out"
+                f"a prompt of {len(prompt)} tokens with images and {max_new_tokens} new tokens do not fit into"
+                f" seq_length={self.seq_length}; give a shorter prompt, or fewer new tokens"
             )
-        return super().generate(prompt, max_new_tokens, temperature, top_k, seed)
+
+        def prepare(window: Batch) -> Batch:
+            batch = self.on_before_batch_transfer({**window, **seen}, 0)
+            return {name: value.to(self.device) for name, value in batch.items()}
+
+        return generation.continue_prompt(self, prompt, max_new_tokens, temperature, top_k, seed, prepare=prepare)
 
     def _fusions(self) -> dict[str, bool]:
         return {**super()._fusions(), "apply_rope_fusion": False}

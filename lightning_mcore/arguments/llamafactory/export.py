@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lightning_mcore.arguments.documents import read_file
 from lightning_mcore.arguments.llamafactory.rules import check_names, check_supported, own_keys
 from lightning_mcore.config.value_checks import require_size
-from lightning_mcore.hf.source import read_config
+from lightning_mcore.hf.source import read_config, sees_images
 
 _OWN = ("export_dir", "export_size", "export_device")  # a device has no effect: tensors are written from the CPU
 
@@ -39,11 +39,13 @@ class FactoryExport:
         from lightning_mcore.hf.export import export_model, require_free
         from lightning_mcore.layers.session import single_process
         from lightning_mcore.models.gpt import MCoreGPT
+        from lightning_mcore.models.vision import MCoreVisionGPT
 
         require_free(self.out)
         config = read_config(self.model)
         dtype = config.get("dtype") or config.get("torch_dtype") or "auto"
-        module = MCoreGPT.from_pretrained(self.model, adapters=list(self.adapters))
+        kind = MCoreVisionGPT if sees_images(self.model) else MCoreGPT
+        module = kind.from_pretrained(self.model, adapters=list(self.adapters))
         module.check_settings()
         with single_process():
             module.configure_model()

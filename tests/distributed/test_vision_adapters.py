@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters on models that see, held to PEFT; prompts with images, held to transformers; import, and the other doors."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_mcore import LoRA, MCoreStrategy, MCoreVisionGPT, Recipe, SaveHFModel, single_process
+from lightning_mcore.checkpoint.weights import load_weights
+from lightning_mcore.cli import main
+from lightning_mcore.config.vision import LANGUAGE_MODEL
+from tests.distributed.test_lora import Course
+from tests.hf_models import read_tensors
+from tests.layouts import Layout
+from tests.ranks import run_ranks
+from tests.toy import make_trainer
+from tests.unit.test_multimodal import kinds_of
+from tests.vision_models import IMAGE_TOKEN, VISION_START, vision_batch, vision_folder
+
+pytestmark = pytest.mark.distributed
+
+LENGTH = 48
+NEW = 6
+ADAPTERS = {"r": 4, "lora_alpha": 8}
+_SEEN = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+
+
+class Talk(Course):
+    """Continues a prompt with two images at the end of training."""
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        prompt, images = asked(module.vision.model_type)
+        self.tokens = module.generate(prompt, NEW, temperature=0.0, images=images)
+
+
+def asked(family: str) -> tuple[list[int], dict[str, Tensor]]:
+    """Return a prompt, and its images as a processor hands them over."""
+    batch = vision_batch(family, 24, images=[[(1, 4, 6), (1, 2, 2)]], videos=[[]], seed=5)
+    return batch["tokens"][0].tolist(), {name: batch[name] for name in _SEEN if name in batch}
+
+
+def train(folder: str, layout: Layout, out: str) -> tuple[list[float], list[int], int]:
+    """Train adapters for three steps and write them; return losses, a continued prompt, and what the model counts."""
+    module = MCoreVisionGPT.from_pretrained(
+        folder, LENGTH, recipe=Recipe(learning_rate=1e-2, min_learning_rate=1e-2), lora=ADAPTERS
+    )
+    talk = Talk()
+    trainer = make_trainer(
+        MCoreStrategy(**layout.strategy_arguments),
+        max_steps=3,
+        callbacks=[talk, SaveHFModel(out, adapter=True)],
+        use_distributed_sampler=False,
+    )
+    batches = [vision_batch(module.vision.model_type, seed=seed) for seed in range(3)]
+    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    return talk.losses, talk.tokens, trained
+
+
+def in_peft(family: str, adapter: Path) -> Any:
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(vision_folder(family), dtype=torch.float32)
+    return PeftModel.from_pretrained(model, adapter).eval()
+
+
+def logits_of(folder: str, adapter: str, batch: dict[str, Tensor]) -> Tensor:
+    """Return the logits of adapters that are read from a PEFT folder, [b, s, v]."""
+    with single_process():
+        module: Any = MCoreVisionGPT.from_pretrained(folder, LENGTH, lora=adapter)
+        module.configure_model()
+        logits, _ = module.token_logits(module.on_before_batch_transfer(batch, 0))
+    found: Tensor = logits.detach()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), [("qwen2_5_vl", Layout(pp=2)), ("qwen3_vl", Layout(tp=2, sp=True))], ids=str
+)
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_adapters_and_prompts_with_images_are_those_of_peft_and_transformers(
+    family: str, layout: Layout, tmp_path: Path
+) -> None:
+    """On two layouts; the tower has no adapters, although some of its modules have names of the language model's."""
+    folder, one = str(vision_folder(family)), tmp_path / "one"
+    losses, tokens, trained = run_ranks(1, train, folder, Layout(), str(one))[0]
+    for found in run_ranks(2, train, folder, layout, str(tmp_path / "two")):
+        assert found[0] == pytest.approx(losses, abs=1e-5)
+        assert found[1] == tokens
+    assert losses[2] != losses[0]
+    model = in_peft(family, one)
+    adapters = {name: tensor for name, tensor in model.named_parameters() if "lora_" in name}
+    assert trained == sum(tensor.numel() for tensor in adapters.values())
+    written = load_file(one / "adapter_model.safetensors")
+    assert len(written) == len(adapters)
+    prompt, images = asked(family)
+    ids = torch.tensor([prompt])
+    kinds = kinds_of(ids)
+    with torch.no_grad():
+        wanted = model.generate(
+            input_ids=ids, mm_token_type_ids=kinds, **images, max_new_tokens=NEW, do_sample=False, eos_token_id=None
+        )
+        batch = vision_batch(family)
+        seen = {name: batch[name] for name in (*_SEEN, "second_per_grid_ts") if name in batch}
+        logits = model(input_ids=batch["tokens"], mm_token_type_ids=kinds_of(batch["tokens"]), **seen).logits
+    assert wanted[0].tolist() == tokens
+    read = run_ranks(1, logits_of, folder, str(one), batch, open_group=False)[0]
+    torch.testing.assert_close(read[..., : logits.size(-1)].view_as(logits), logits, rtol=0, atol=1e-4)
+
+
+def refuse_prompts(folder: str) -> None:
+    with single_process():
+        module = MCoreVisionGPT.from_pretrained(folder, LENGTH)
+        module.configure_model()
+        prompt, images = asked("qwen2_vl")
+        with pytest.raises(ValueError, match="do not fit into seq_length=48; give a shorter prompt"):
+            module.generate(prompt, 40, images=images)
+        with pytest.raises(ValueError, match="1 runs of image tokens, .2. long, and its images need 0"):
+            module.generate([5, VISION_START, IMAGE_TOKEN, IMAGE_TOKEN], 2)
+
+
+def test_prompts_without_their_images_are_refused() -> None:
+    run_ranks(1, refuse_prompts, str(vision_folder("qwen2_vl")), open_group=False)
+
+
+def test_adapters_of_a_frozen_language_model_are_refused() -> None:
+    with pytest.raises(ValueError, match="freeze has 'language_model', and lora trains adapters of it; leave one of"):
+        MCoreVisionGPT.from_pretrained(str(vision_folder("qwen2_vl")), freeze=[LANGUAGE_MODEL], lora=LoRA())
+
+
+def through_commands(folder: str, saved: str, out: str) -> list[Tensor]:
+    """Import and export on the command line, and return the weights of a model that starts from the import."""
+    assert main(["import", folder, saved]) == 0
+    assert main(["export", saved, out]) == 0
+    with single_process():
+        module = MCoreVisionGPT.from_pretrained(saved, LENGTH)
+        module.configure_model()
+        other = MCoreVisionGPT.from_pretrained(folder, LENGTH)
+        other.configure_model()
+        load_weights(other, saved)
+        pairs = zip(module.parameters(), other.parameters(), strict=True)
+        assert all(torch.equal(one, two) for one, two in pairs)
+    return []
+
+
+def test_commands_import_and_export_models_that_see(tmp_path: Path) -> None:
+    folder, out = vision_folder("qwen3_vl"), tmp_path / "out"
+    run_ranks(1, through_commands, str(folder), str(tmp_path / "saved.ckpt"), str(out), open_group=False)
+    before, after = dict(read_tensors(folder)), dict(read_tensors(out))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
