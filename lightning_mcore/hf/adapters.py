@@ -81,7 +81,7 @@ def add_adapters(chunks: ModelChunks, family: Family, fields: Mapping[str, Any],
 
 def _put_on(chunks: ModelChunks, family: Family, fields: Mapping[str, Any], lora: LoRA) -> None:
     for index, chunk in enumerate(chunks.bare):
-        found = list(weights_of_chunk(chunks, index, family, fields))
+        found = [each for each in weights_of_chunk(chunks, index, family, fields) if not each.name.startswith(TOWER)]
         chunk.requires_grad_(False)
         for weight in found:
             _train(weight, lora)
@@ -133,8 +133,6 @@ def fingerprint(module: pl.LightningModule) -> str:
 
 
 def _train(weight: ChunkWeight, lora: LoRA) -> None:
-    if weight.name.startswith(TOWER):
-        return
     of_all_experts = any(len(block.hf_start) > len(weight.whole) for block, _ in weight.parts)
     saved = [name for name in weight.modules if lora.saves(name)]
     if saved and of_all_experts:

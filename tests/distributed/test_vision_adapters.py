@@ -119,9 +119,9 @@ def refuse_prompts(folder: str) -> None:
         module = MCoreVisionGPT.from_pretrained(folder, LENGTH)
         module.configure_model()
         prompt, images = asked("qwen2_vl")
-        with pytest.raises(ValueError, match="do not fit into seq_length=48; give a shorter prompt"):
+        with pytest.raises(ValueError, match=r"do not fit into seq_length=48; give a shorter prompt"):
             module.generate(prompt, 40, images=images)
-        with pytest.raises(ValueError, match="1 runs of image tokens, .2. long, and its images need 0"):
+        with pytest.raises(ValueError, match=r"1 runs of image tokens, .2. long, and its images need 0"):
             module.generate([5, VISION_START, IMAGE_TOKEN, IMAGE_TOKEN], 2)
 
 
@@ -130,7 +130,7 @@ def test_prompts_without_their_images_are_refused() -> None:
 
 
 def test_adapters_of_a_frozen_language_model_are_refused() -> None:
-    with pytest.raises(ValueError, match="freeze has 'language_model', and lora trains adapters of it; leave one of"):
+    with pytest.raises(ValueError, match=r"freeze has 'language_model', and lora trains adapters of it; leave one of"):
         MCoreVisionGPT.from_pretrained(str(vision_folder("qwen2_vl")), freeze=[LANGUAGE_MODEL], lora=LoRA())
 
 
