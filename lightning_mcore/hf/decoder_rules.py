@@ -240,6 +240,8 @@ def _read_by_window(config: Config) -> dict[str, Any]:
     window = _parameters({"rope_parameters": ropes["sliding_attention"]})
     kind = window.pop("rope_type")
     refuse_unless("rope_parameters.sliding_attention.rope_type", kind, ("default",), "only full attention is stretched")
+    rounds = ropes["full_attention"].get("truncate", True)
+    refuse_unless("rope_parameters.full_attention.truncate", rounds, (True,), "transformers does not read it there")
     fields = _read({**config, "rope_parameters": ropes["full_attention"]})
     fields["window_rotary_base"] = _base(window)
     _refuse_rest("default", window)

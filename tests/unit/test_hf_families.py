@@ -231,6 +231,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": {"sliding_attention": YARN}},
         "sliding_attention.rope_type='yarn'.*only 'default' is",
     ),
+    (
+        "olmo3",
+        {"rope_parameters": {"sliding_attention": {}, "full_attention": {**YARN, "truncate": False}}},
+        "full_attention.truncate=False is not supported, because transformers does not read it there; only True is",
+    ),
     ("deepseek_v3", {"n_group": 8}, "n_group=8 of 8 experts is not supported.*its 2 best"),
     ("deepseek_v3", {"n_group": 3}, "n_group=3 of 8 experts is not supported"),
     ("deepseek_v3", {"num_experts_per_tok": 3}, "num_experts_per_tok=3.*// topk_group = 3 best.*transformers by 2"),

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random tiny models of every family: their logits against those of transformers, on one rank.
+
+``python -m tests.random_models --count 700`` draws that many, as many of each family as of the others, and prints those
+that differ; ``--family`` chooses one, ``--seed`` the first draw. A draw that a family refuses is drawn again.
+"""
+
+import argparse
+import copy
+import json
+import logging
+import random
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from lightning_mcore import MCoreGPT, single_process
+from lightning_mcore.hf import find_family
+from lightning_mcore.hf.family import split_fields
+from lightning_mcore.hf.source import complete_config
+from tests.hf_models import CONFIGS, UNKNOWN_TO_TRANSFORMERS, VOCAB_SIZE, save_tiny, tiny_config
+
+LENGTH = 24
+TOLERANCE = 3e-5  # measured: at most 1.9e-5
+CONSOLE = Console(soft_wrap=True, markup=False, highlight=False)
+
+_SWITCH, _EXPERTS, _CAP = (False, True), (4, 8), (None, 2.0)
+CHOICES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "qkv_bias", "attention_out_bias"), _SWITCH),
+    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "use_qk_norm", "norm_topk_prob"), _SWITCH),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), _EXPERTS),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _CAP),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k"), (2, 3)),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), (0.5, 1.0, 3.0)),
+    "attention_multiplier": (0.0625, 0.25),
+    "decoder_sparse_step": (1, 2),
+    "first_k_dense_replace": (0, 1, 2),
+    "head_dim": (8, 16),
+    "intermediate_size": (20, 36, 48),
+    "kv_lora_rank": (8, 20),
+    "linear_conv_kernel_dim": (2, 3, 4),
+    "linear_key_head_dim": (4, 8),
+    "linear_num_key_heads": (2, 4),
+    "linear_num_value_heads": (4, 8),
+    "linear_value_head_dim": (6, 8),
+    "max_position_embeddings": (16, 64, 128),
+    "moe_intermediate_size": (8, 16),
+    "moe_layer_end_index": (-1, 1, 2),
+    "moe_layer_interval": (1, 2),
+    "moe_layer_start_index": (0, 1),
+    "moe_num_shared_experts": (0, 1, 2),
+    "n_group": (1, 2),
+    "n_shared_experts": (1, 2),
+    "num_hidden_layers": (1, 2, 3, 5),
+    "q_lora_rank": (None, 8, 12),
+    "qk_nope_head_dim": (4, 8),
+    "qk_rope_head_dim": (4, 8),
+    "query_pre_attn_scalar": (8, 16, 24),
+    "rms_norm_eps": (1e-6, 1e-5, 1e-2),
+    "routed_scaling_factor": (1.0, 2.5),
+    "shared_expert_intermediate_size": (8, 24),
+    "sliding_window": (1, 5, 40),
+    "swiglu_limit": (0.5, 7.0),
+    "v_head_dim": (4, 6),
+}
+"""Values of keys, for the families that have them."""
+
+STRETCHES: dict[str, Callable[[random.Random, int], dict[str, Any]]] = {
+    "default": lambda draw, size: {},
+    "linear": lambda draw, size: {"factor": draw.choice((1.5, 4.0))},
+    "dynamic": lambda draw, size: {"factor": draw.choice((2.0, 4.0))},
+    "llama3": lambda draw, size: {
+        "factor": draw.choice((2.0, 8.0)),
+        "low_freq_factor": draw.choice((1.0, 2.0)),
+        "high_freq_factor": draw.choice((4.0, 8.0)),
+        "original_max_position_embeddings": draw.choice((16, 8192)),
+    },
+    "yarn": lambda draw, size: {
+        "factor": draw.choice((2.0, 4.0)),
+        "beta_fast": draw.choice((8.0, 32.0)),
+        "beta_slow": 1.0,
+        "truncate": draw.choice(_SWITCH),
+        "original_max_position_embeddings": draw.choice((16, 32)),
+    },
+    "longrope": lambda draw, size: {
+        "short_factor": [1 + draw.random() for _ in range(size // 2)],
+        "long_factor": [1 + 4 * draw.random() for _ in range(size // 2)],
+        "factor": draw.choice((2.0, 4.0)),
+        "original_max_position_embeddings": draw.choice((16, 64)),
+    },
+}
+"""Keys of each kind of rotary positions, for a number of rotated channels."""
+
+
+def draw_config(family: str, seed: int) -> dict[str, Any]:
+    """Return the keys of a random config that the family reads; the same for the same seed."""
+    draw, known = random.Random(f"{family} {seed}"), find_family(family)
+    while True:
+        keys = _draw(family, draw)
+        content = copy.deepcopy({**CONFIGS[family], **keys, "model_type": family})
+        try:
+            module, fields = split_fields(known.read_config(complete_config(known, content)))
+            MCoreGPT(**module, seq_length=LENGTH, transformer=fields).check_settings()
+        except ValueError:
+            continue
+        return keys
+
+
+def _draw(family: str, draw: random.Random) -> dict[str, Any]:
+    whole = tiny_config(family).to_dict()
+    known = {key for rule in find_family(family).config for key in rule.keys} & whole.keys() | CONFIGS[family].keys()
+    keys = {key: draw.choice(values) for key, values in CHOICES.items() if key in known}
+    heads, layers, is_latent = draw.choice((2, 4, 6)), keys["num_hidden_layers"], "kv_lora_rank" in known
+    keys |= {"num_attention_heads": heads, "hidden_size": heads * draw.choice((8, 12))}
+    keys["num_key_value_heads"] = heads if is_latent else draw.choice([n for n in (1, 2, 3, heads) if heads % n == 0])
+    if is_latent:
+        keys.pop("head_dim", None)
+    if whole.get("layer_types") and "layer_types" in known:
+        other = "linear_attention" if "linear_conv_kernel_dim" in known else "sliding_attention"
+        keys["layer_types"] = [draw.choice(("full_attention", other)) for _ in range(layers)]
+    if "mlp_only_layers" in known:
+        keys["mlp_only_layers"] = [layer for layer in range(layers) if draw.random() < 0.3]
+    if "no_rope_layers" in known:
+        keys["no_rope_layers"] = [draw.randint(0, 1) for _ in range(layers)]
+    size = keys.get("qk_rope_head_dim") or keys.get("head_dim") or keys["hidden_size"] // heads
+    keys["rope_parameters"] = _positions(whole["rope_parameters"], draw, size)
+    return keys
+
+
+def _positions(like: dict[str, Any], draw: random.Random, size: int) -> dict[str, Any]:
+    if "full_attention" in like:
+        window = {"rope_type": "default", "rope_theta": draw.choice((300.0, 1e4))}
+        return {"sliding_attention": window, "full_attention": _positions({}, draw, size)}
+    if "alpha" in like and draw.random() < 0.5:
+        return {**like, "alpha": draw.choice((10.0, 1000.0))}
+    share = {"partial_rotary_factor": draw.choice((0.5, 1.0))} if "partial_rotary_factor" in like else {}
+    kind = draw.choice(list(STRETCHES))
+    more = STRETCHES[kind](draw, int(size * share.get("partial_rotary_factor", 1.0)))
+    return {"rope_type": kind, "rope_theta": draw.choice((500.0, 1e4, 5e5)), **share, **more}
+
+
+def difference(family: str, keys: dict[str, Any]) -> float:
+    """Return the greatest difference of the logits of a tiny model from those of transformers, both in fp32.
+
+    It is a share of the greatest logit, which may be 30 where a norm follows a delta net.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokens = torch.randint(1, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(len(str(keys))))
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        content = json.loads((save_tiny(family, folder, **keys) / "config.json").read_text())
+        known = UNKNOWN_TO_TRANSFORMERS.get(family, family)
+        more: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+        more["config"] = AutoConfig.for_model(**{**content, "model_type": known})
+        expected = AutoModelForCausalLM.from_pretrained(folder, **more).eval()(tokens, use_cache=False).logits
+        with single_process():
+            model = MCoreGPT.from_pretrained(folder, seq_length=LENGTH)
+            model.configure_model()
+            model.eval()
+            logits, _ = model.token_logits({"tokens": tokens, "labels": tokens})
+    return float((logits[..., :VOCAB_SIZE] - expected).abs().max() / expected.abs().max())
+
+
+def differences(draws: list[tuple[str, int]]) -> Iterator[tuple[str, int, float]]:
+    """Yield the difference of each draw, a family and a seed."""
+    for family, seed in draws:
+        yield family, seed, difference(family, draw_config(family, seed))
+
+
+def main() -> int:
+    """Draw, print what differs, and return the number of models that do, at most 1."""
+    parser = argparse.ArgumentParser(prog="python -m tests.random_models", description=__doc__)
+    parser.add_argument("--count", type=int, default=700, help="models to draw")
+    parser.add_argument("--seed", type=int, default=0, help="the first draw of each family")
+    parser.add_argument("--family", help="the only family to draw")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    families = [arguments.family] if arguments.family else list(CONFIGS)
+    draws = [(families[n % len(families)], arguments.seed + n // len(families)) for n in range(arguments.count)]
+    wrong, worst = 0, 0.0
+    for family, seed, found in differences(draws):
+        worst = max(worst, found)
+        if not found < TOLERANCE:
+            wrong += 1
+            CONSOLE.print(f"{family} --seed {seed}: {found:.2g} {draw_config(family, seed)}")
+    CONSOLE.print(f"{len(draws)} models of {len(families)} families: {wrong} differ, by at most {worst:.2g}")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
