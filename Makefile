@@ -36,7 +36,7 @@ SOURCE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help install check docs format test test-fast test-thorough test-lightning test-ray test-mcore-latest test-te test-te-suite fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-fp8 bench bench-checkpoint \
-	bench-generate bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-scale bench-startup gpu torture faults mutate clean
+	bench-generate bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-scale bench-startup bench-vision gpu torture faults mutate clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -202,6 +202,9 @@ bench-scale: $(INSTALLED)  ## count what grows with the number of ranks: collect
 
 bench-startup: $(INSTALLED)  ## time the import, `lightning-mcore --help` and `plan`
 	$(RUN) -m benchmarks.startup $(ARGS)
+
+bench-vision: $(INSTALLED)  ## time and memory of a vision tower: trained, frozen, images shared out
+	$(RUN) -m benchmarks.vision $(ARGS)
 
 gpu: $(INSTALLED)  ## run everything that needs a GPU, tests and measurements, in pieces that are not run twice
 	$(RUN) -m tests.gpu $(ARGS)
