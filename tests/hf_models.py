@@ -235,7 +235,7 @@ MORE_CONFIGS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 24,
         "mlp_only_layers": [2],
     },
-    "qwen3_5_text": {**_SIZES, **_DELTA_NET, "tie_word_embeddings": True},
+    "qwen3_5_text": {**_SIZES, **_DELTA_NET},
     "qwen3_5_moe_text": {
         **_SIZES,
         **_DELTA_NET,
@@ -369,6 +369,9 @@ def save_tiny(
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(where)
     tensors = {name: draw_tensor(name, tensor) for name, tensor in read_tensors(where)}
+    if "linear_num_key_heads" in CONFIGS[family]:  # norms have their weights minus 1, but not those behind a memory
+        norms = [name for name in tensors if "norm" in name and "linear_attn" not in name]
+        tensors |= {name: tensors[name] - 1 for name in norms}
     if extra:
         tensors |= _multi_token_tensors(tensors, config.num_hidden_layers - extra, extra)
         content = json.loads((where / "config.json").read_text())
