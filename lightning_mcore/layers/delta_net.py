@@ -71,17 +71,10 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
     Args:
         config: Megatron's config, with the architecture.
         layer_number: Number of the layer, from 1.
-        pg_collection: The process groups; None for Megatron's.
-        cp_comm_type: Has no effect.
+        unused: The other arguments that Megatron gives to attention.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        pg_collection: Any = None,
-        cp_comm_type: str | None = None,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, layer_number: int, **unused: Any) -> None:
         super().__init__(config=config)
         sizes = architecture_of(config).delta_net
         assert sizes is not None
