@@ -399,7 +399,7 @@ HONOURED = frozenset(
 AS_IT_IS: Mapping[str, str] = {
     "log_on_each_node": "only rank 0 of the run logs",
     "logging_nan_inf_filter": "a loss that is NaN or infinite is logged unchanged",
-    "dataloader_pin_memory": "Lightning's loaders decide by the device",
+    "dataloader_pin_memory": "batches are in pinned memory where the device is CUDA",
     "restore_callback_states_from_checkpoint": "a resumed run restores the states of its callbacks",
     "local_rank": "launchers before torchrun passed it; now the environment has it",
 }

@@ -96,7 +96,7 @@ def training_loader(
     shuffle: bool = True,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
-    pin_memory: bool = False,
+    pin_memory: bool | None = None,
     of: str = "samples",
 ) -> DataLoader[Any]:
     """Return a training loader of whole global batches, in the same order on every layout.
@@ -109,7 +109,8 @@ def training_loader(
         shuffle: Draw a new order in each epoch; otherwise keep the order of the dataset.
         collate_fn: Makes a batch of a list of samples.
         num_workers: Number of processes that load batches in advance.
-        pin_memory: Copy batches into pinned memory.
+        pin_memory: Copy batches into pinned memory, from which a GPU reads while it computes; None for yes if the
+            trainer uses CUDA.
         of: What the dataset consists of, for messages: samples, or rows.
 
     Raises:
@@ -132,7 +133,7 @@ def training_loader(
         sampler=sampler,
         collate_fn=collate_fn,
         num_workers=num_workers,
-        pin_memory=pin_memory,
+        pin_memory=is_on_cuda(trainer) if pin_memory is None else pin_memory,
         drop_last=True,
         persistent_workers=num_workers > 0,
     )
@@ -169,6 +170,11 @@ def evaluation_loader(
         pin_memory=pin_memory,
         persistent_workers=num_workers > 0,
     )
+
+
+def is_on_cuda(trainer: pl.Trainer | None) -> bool:
+    """Whether batches go to a CUDA device."""
+    return trainer is not None and trainer.strategy.root_device.type == "cuda"
 
 
 def data_parallel_place(trainer: pl.Trainer | None) -> tuple[int, int]:

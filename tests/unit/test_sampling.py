@@ -2,8 +2,11 @@
 """The order in which samples are dealt out, without a Trainer."""
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from lightning_mcore.data.position import global_order
 from lightning_mcore.data.sampling import GlobalOrderSampler, data_parallel_place, training_loader
@@ -61,3 +64,12 @@ def test_a_dataset_smaller_than_a_global_batch_is_refused() -> None:
 
 def test_outside_of_a_run_there_is_one_rank() -> None:
     assert data_parallel_place(None) == (0, 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_batches_for_a_gpu_are_in_pinned_memory(device: str) -> None:
+    place = {"rank": 0, "num_replicas": 1}
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    trainer: Any = SimpleNamespace(strategy=strategy, accumulate_grad_batches=1, distributed_sampler_kwargs=place)
+    assert training_loader(trainer, Samples(4), 2).pin_memory == (device == "cuda")
+    assert not training_loader(trainer, Samples(4), 2, pin_memory=False).pin_memory

@@ -55,7 +55,7 @@ from lightning_mcore.data.packing.rows import (
 )
 from lightning_mcore.data.position import Place
 from lightning_mcore.data.preprocess.tokenizer import auto_tokenizer
-from lightning_mcore.data.sampling import data_parallel_place, evaluation_loader, training_loader
+from lightning_mcore.data.sampling import data_parallel_place, evaluation_loader, is_on_cuda, training_loader
 from lightning_mcore.parallel.consensus import decide, together
 
 _SPLITS = {"train": "train_files", "validation": "validation_files", "test": "test_files"}
@@ -272,7 +272,11 @@ class MCoreFinetuningData(pl.LightningDataModule):
 
     def _evaluation_loader(self, split: str) -> DataLoader[Any]:
         return evaluation_loader(
-            self._opened(split), self.eval_batch_size, collate_fn=self._collate, num_workers=self.num_workers
+            self._opened(split),
+            self.eval_batch_size,
+            collate_fn=self._collate,
+            num_workers=self.num_workers,
+            pin_memory=is_on_cuda(self.trainer),
         )
 
     @property

@@ -49,6 +49,7 @@ from lightning_mcore.data.packing.best_fit import Overlong, PackingStatistics, T
 from lightning_mcore.data.packing.online import OnlinePacker
 from lightning_mcore.data.packing.rows import collate_padded, collate_rows
 from lightning_mcore.data.position import Place
+from lightning_mcore.data.sampling import is_on_cuda
 from lightning_mcore.parallel.consensus import all_true, gather, together
 
 Batch = dict[str, Tensor]
@@ -107,6 +108,11 @@ class Item:
     failure: Exception | None = None
     statistics: PackingStatistics | None = None
     left_out: int = 0
+
+    def pin_memory(self) -> "Item":
+        """Return a copy whose batch is in pinned memory; a DataLoader that pins calls it."""
+        batch = {name: value.pin_memory() for name, value in self.batch.items()} if self.batch is not None else None
+        return replace(self, batch=batch)
 
 
 @dataclass(frozen=True)
@@ -394,6 +400,7 @@ class StreamLoader:
             batch_size=None,
             collate_fn=_as_it_is,
             num_workers=self._num_workers,
+            pin_memory=is_on_cuda(self._trainer),
             generator=torch.Generator().manual_seed(self._settings.seed),  # leaves the default generator alone
         )
         if self._num_workers:

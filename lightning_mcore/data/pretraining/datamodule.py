@@ -32,7 +32,7 @@ from lightning_mcore.data.pretraining.blend import (
     require_samples,
 )
 from lightning_mcore.data.pretraining.index import read_facts, read_index
-from lightning_mcore.data.sampling import data_parallel_place, evaluation_loader, training_loader
+from lightning_mcore.data.sampling import data_parallel_place, evaluation_loader, is_on_cuda, training_loader
 
 DEFAULT_SPLIT = "969,30,1"
 
@@ -226,7 +226,8 @@ class MCorePretrainingData(pl.LightningDataModule):
             )
         if blend.weights is not None and wanted is None:
             wanted = held
-        return evaluation_loader(self._built(number, wanted), self.batch_size, num_workers=self.num_workers)
+        rows, pin_memory = self._built(number, wanted), is_on_cuda(self.trainer)
+        return evaluation_loader(rows, self.batch_size, num_workers=self.num_workers, pin_memory=pin_memory)
 
     def _require_setup(self, number: int) -> None:
         if number not in self._held:
