@@ -304,7 +304,7 @@ def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None
     module.trainer = SimpleNamespace(
         lightning_module=model,
         local_rank=0,
-        strategy=None,
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
         distributed_sampler_kwargs=None,
         accumulate_grad_batches=1,
         state=SimpleNamespace(fn=None),
