@@ -34,6 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from lightning_mcore.config.architecture import architecture_of
 from lightning_mcore.layers.core_attention import token_orders
@@ -202,7 +203,8 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         decay = -rate[:, None] * functional.softplus(step.float() + bias[:, None])
         tokens = (query * self.key_size**-0.5, key, value, decay, beta.sigmoid().float())
         if self.is_recomputed and state is None:
-            output, memory = tensor_parallel.checkpoint(gated_delta_rule, False, *tokens)
+            # Megatron's checkpoint may hand on gradients in another layout, and then sums round otherwise.
+            output, memory = checkpoint(gated_delta_rule, *tokens, use_reentrant=False, preserve_rng_state=False)
         else:
             output, memory = gated_delta_rule(*tokens, None if state is None else state.memory)
         output = torch.unflatten(output.permute(2, 0, 1, 3).to(mixed.dtype), 2, (-1, values))

@@ -13,7 +13,7 @@ from tests.parity.bare_loop import Trace
 from tests.parity.test_loop import compare
 from tests.parity.test_options import LATENT
 from tests.ranks import run_ranks
-from tests.tiny import Recipe
+from tests.tiny import DELTA_NET, Recipe
 
 pytestmark = pytest.mark.distributed
 
@@ -45,6 +45,7 @@ CASES = (
         {**DROPOUT, **SHARED, "moe_z_loss_coeff": 0.02},
     ),
     Case(Layout(pp=2), (UNIFORM,), {"mtp_num_layers": 1}),
+    Case(Layout(cp=2), (UNIFORM, PARTS), {"num_layers": 2, "delta_net": DELTA_NET}),
 )
 
 
