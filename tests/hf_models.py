@@ -218,6 +218,12 @@ MORE_CONFIGS: dict[str, dict[str, Any]] = {
         "swiglu_limit": 0.5,  # which many values exceed
         "rope_parameters": {**YARN, "factor": 8.0, "truncate": False},
     },
+    "ministral3": {
+        **_SIZES,
+        "head_dim": 16,
+        "sliding_window": 20,
+        "rope_parameters": {**YARN, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5},
+    },
     "ernie4_5_moe": {
         **_SIZES,
         "moe_num_experts": 4,

@@ -139,6 +139,8 @@ def _positions(like: dict[str, Any], draw: random.Random, size: int) -> dict[str
     if "alpha" in like and draw.random() < 0.5:
         return {**like, "alpha": draw.choice((10.0, 1000.0))}
     share = {"partial_rotary_factor": draw.choice((0.5, 1.0))} if "partial_rotary_factor" in like else {}
+    if "llama_4_scaling_beta" in like:
+        share = {"llama_4_scaling_beta": draw.choice((0.1, 0.5)), "original_max_position_embeddings": 8}
     kind = draw.choice(list(STRETCHES))
     more = STRETCHES[kind](draw, int(size * share.get("partial_rotary_factor", 1.0)))
     return {"rope_type": kind, "rope_theta": draw.choice((500.0, 1e4, 5e5)), **share, **more}

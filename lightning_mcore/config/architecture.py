@@ -63,6 +63,9 @@ class Architecture:
             for the wavelengths of the other layers.
         latent_epsilon: Epsilon of the norms inside multi-latent attention; None for ``layernorm_epsilon``.
         stretch: How to stretch rotary wavelengths where Megatron cannot: ``kind`` and its keys in ``STRETCHES``.
+        query_growth: How queries grow with the position: ``beta`` and ``original_max_position_embeddings``, by which
+            those at position ``p`` are multiplied by ``1 + beta * log(1 + p // original_max_position_embeddings)``;
+            None if they do not.
         softmax_choice_bias: Whether a softmax router has a fixed bias that affects only which experts are chosen.
         delta_net: Gated delta nets instead of attention: ``linear_attention_freq``, with 1 for each layer of the model
             that has one and 0 for the others, and the sizes in ``DELTA_NET``; None for attention in all layers.
@@ -81,6 +84,7 @@ class Architecture:
     window_rotary_base: float | None = None
     latent_epsilon: float | None = None
     stretch: Mapping[str, Any] | None = None
+    query_growth: Mapping[str, Any] | None = None
     softmax_choice_bias: bool = False
     delta_net: Mapping[str, Any] | None = None
 
@@ -144,6 +148,7 @@ _TORCH_BACKEND_ONLY = (
     "expert_bias",
     "attention_cap",
     "latent_epsilon",
+    "query_growth",
     "delta_net",
 )
 
@@ -182,7 +187,13 @@ def _check_delta_net(given: Any) -> None:
         )
 
 
-_CHECKS = {"stretch": _check_stretch, "delta_net": _check_delta_net}
+def _check_query_growth(given: Any) -> None:
+    keys = ("beta", "original_max_position_embeddings")
+    if not isinstance(given, Mapping) or given.keys() != set(keys):
+        raise ValueError(f"architecture has query_growth={given!r}; give a dict with {' and '.join(keys)}")
+
+
+_CHECKS = {"stretch": _check_stretch, "delta_net": _check_delta_net, "query_growth": _check_query_growth}
 
 
 def _check(name: str, value: Any) -> None:

@@ -23,6 +23,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from lightning_mcore.config.architecture import architecture_of
 from lightning_mcore.hf.family import HIDDEN, SCORING
 from lightning_mcore.hf.source import is_own_checkpoint, local_folder, read_config
 from lightning_mcore.layers.inputs import IGNORED_LABEL, ModelInputs, check_vocabulary
@@ -232,7 +233,9 @@ class HFModel(nn.Module):
         """
         _refuse_others(others)
         check_vocabulary({"tokens": input_ids}, self.vocab_size)
-        rows = PaddedRows.of(input_ids, attention_mask, position_ids, self.pipeline.layout.sequence_multiple)
+        is_relative = architecture_of(self._megatron_config).query_growth is None
+        multiple = self.pipeline.layout.sequence_multiple
+        rows = PaddedRows.of(input_ids, attention_mask, position_ids, multiple, is_relative)
         call = _Call(input_ids, rows, self._checked(labels, rows), num_items_in_batch)
         staged = self.pipeline.is_staged and not self.pipeline.is_active
         local = self._run(rows, input_ids)

@@ -274,6 +274,30 @@ def _read_alpha(config: Config) -> dict[str, Any]:
 ALPHA_ROPE = Derived(("rope_parameters",), _read_alpha, _write)
 """Positions of whole heads whose base ``alpha`` may stretch; the stretched base is written."""
 
+
+def _read_growing(config: Config) -> dict[str, Any]:
+    rope = _parameters(config)
+    rope.pop("max_position_embeddings", None)  # transformers does not read it
+    refuse_outside("rope_parameters.llama_4_scaling_beta", rope.get("llama_4_scaling_beta"), 0.0)
+    length = rope.get("original_max_position_embeddings")
+    refuse_outside("rope_parameters.original_max_position_embeddings", length, 1, LONGEST_SEQUENCE)
+    growth = {"beta": float(rope.pop("llama_4_scaling_beta")), "original_max_position_embeddings": length}
+    return _read({**config, "rope_parameters": rope}) | {"query_growth": growth}
+
+
+def _write_growing(fields: Fields) -> dict[str, Any]:
+    growth = fields["query_growth"]
+    if growth is None:
+        raise ValueError("its queries do not grow with the position")
+    keys = _write(fields)
+    own = {**growth, "llama_4_scaling_beta": growth["beta"]}
+    del own["beta"]
+    return {**keys, "rope_parameters": {**keys["rope_parameters"], **own}}
+
+
+GROWING_ROPE = Derived(("rope_parameters",), _read_growing, _write_growing)
+"""Positions of whole heads, with queries that grow with the position."""
+
 LATENT_ROPE = Derived(("rope_parameters",), _read_latent, _write_latent)
 """Positions of latent attention."""
 

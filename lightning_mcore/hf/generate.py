@@ -107,7 +107,8 @@ class KeyValueCache:
         self._model = model
         self._tokens: Tensor | None = None  # the tokens in memory, [b, n] int64; -1 for padding
         self._context: Any = None
-        is_relative = architecture_of(model.pipeline.chunks[0].config).head_norms != "after_rotation"
+        architecture = architecture_of(model.pipeline.chunks[0].config)
+        is_relative = architecture.head_norms != "after_rotation" and architecture.query_growth is None
         self._takes_masks = is_relative and any(
             isinstance(layer, TorchAttention | GatedDeltaNet) for layer in model.modules()
         )

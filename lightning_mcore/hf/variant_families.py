@@ -22,6 +22,7 @@ from lightning_mcore.hf.decoder_rules import (
     ATTENTION_BIAS,
     ATTENTION_BIASES,
     DECODER,
+    GROWING_ROPE,
     HEAD_SIZE,
     JOINED_MLP,
     LAYER_WINDOWS,
@@ -36,6 +37,7 @@ from lightning_mcore.hf.decoder_rules import (
     ROPE,
     ROPE_BY_WINDOW,
     SIZES,
+    WINDOW,
     WITHOUT_ACTIVATION,
     WITHOUT_POSITIONS,
 )
@@ -458,6 +460,17 @@ GPT_OSS = Family(
 )
 """gpt-oss: attention sinks, experts with biases and a clamped activation, windows in every second layer."""
 
+# ---- queries that grow
+
+MINISTRAL3 = Family(
+    model_type="ministral3",
+    architecture="Ministral3ForCausalLM",
+    config=(*WITHOUT_POSITIONS, HEAD_SIZE, GROWING_ROPE, WINDOW),
+    layer=(*ATTENTION, *MLP),
+    outside=OUTSIDE,
+)
+"""Ministral 3, text only: Mistral with YaRN and queries that grow with the position, as in Llama 4."""
+
 # ---- ERNIE
 
 
@@ -540,5 +553,5 @@ ERNIE4_5_MOE = Family(
 
 VARIANTS = (
     *(GRANITE, GRANITE_MOE, OLMO2, OLMO3, EXAONE4, GLM4, GEMMA, GEMMA2, GEMMA3),
-    *(ARCEE, OLMOE, HUNYUAN_DENSE, MINIMAX_M2, GPT_OSS, ERNIE4_5_MOE),
+    *(ARCEE, OLMOE, HUNYUAN_DENSE, MINIMAX_M2, GPT_OSS, MINISTRAL3, ERNIE4_5_MOE),
 )

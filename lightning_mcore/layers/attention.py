@@ -158,6 +158,22 @@ def with_sinks(query: Tensor, sinks: Tensor, scale: float) -> Tensor:
     return torch.cat((query, column), dim=-1)
 
 
+def query_growth(runs: list[QueryRun], beta: float, length: int, device: torch.device) -> Tensor:
+    """Return ``1 + beta * log(1 + position // length)`` of each query, with its position in its sequence.
+
+    Args:
+        runs: The queries, in order and without gaps.
+        beta: How fast the factors grow.
+        length: Positions that share a factor.
+        device: Where to put the result.
+
+    Returns:
+        [queries] fp32.
+    """
+    places = [torch.arange(len(run.rows), device=device) + run.position - run.keys.start for run in runs]
+    return 1 + beta * torch.log1p((torch.cat(places) // length).float())
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, runs: list[QueryRun], reach: Reach, softmax: Softmax) -> Tensor:
     """Compute attention, run by run.
 

@@ -53,6 +53,7 @@ from lightning_mcore.layers.attention import (
     attend,
     attend_once,
     packed_runs,
+    query_growth,
     sequence_runs,
     visible,
     with_sinks,
@@ -189,6 +190,10 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         else:
             offsets = boundaries.offsets
             runs = packed_runs(offsets, boundaries.lengths, rank, size)
+        growth = architecture_of(self.config).query_growth
+        if growth is not None:
+            factors = query_growth(runs, growth["beta"], growth["original_max_position_embeddings"], query.device)
+            query = query * factors.to(query.dtype)[:, None, None, None]
         reach = self._reach(mask_type)
         sinks, scale, dropout = self.softmax_offset, self.softmax_scale, self.attention_dropout
         softmax = Softmax(scale, dropout if self.training else 0.0, self.cap, sinks is not None)

@@ -36,7 +36,12 @@ class PaddedRows:
 
     @classmethod
     def of(
-        cls, tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, multiple: int
+        cls,
+        tokens: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        multiple: int,
+        is_relative: bool = True,
     ) -> "PaddedRows":
         """Read the padding of a batch; waits for the device if there is a mask or if positions are given.
 
@@ -45,6 +50,7 @@ class PaddedRows:
             attention_mask: [b, s], any dtype, 1 for a token, 0 for padding; None if there is no padding.
             position_ids: [b, s] or [1, s] int64; None for 0, 1, 2 and so on.
             multiple: The number of columns must be a multiple of this.
+            is_relative: Whether only differences of positions matter, so that a row may begin with any.
 
         Raises:
             ValueError: The mask or the positions are not those of padded rows.
@@ -56,7 +62,7 @@ class PaddedRows:
         if attention_mask is not None:
             rows = rows._masked(attention_mask)
         if position_ids is not None:
-            rows._check_positions(position_ids)
+            rows._check_positions(position_ids, is_relative)
         return rows
 
     def _masked(self, attention_mask: Tensor) -> "PaddedRows":
@@ -81,7 +87,7 @@ class PaddedRows:
             )
         return replace(self, starts=starts if is_moved else None, lengths=lengths if is_padded else None)
 
-    def _check_positions(self, position_ids: Tensor) -> None:
+    def _check_positions(self, position_ids: Tensor, is_relative: bool) -> None:
         positions = position_ids.expand(self.shape)
         steps = positions.diff(dim=1) == 1
         if self.tokens is not None:
@@ -90,6 +96,12 @@ class PaddedRows:
             raise ValueError(
                 "position_ids do not count up by one along the tokens of a row, and other positions are not supported;"
                 " leave position_ids out"
+            )
+        first = positions[:, :1] if self.starts is None else positions.gather(1, self.starts[:, None])
+        if not is_relative and bool(first.any()):
+            raise ValueError(
+                "position_ids do not begin with 0 at the first token of a row, and other positions are not supported"
+                " for this model, whose queries grow with the position; leave position_ids out"
             )
 
     @cached_property

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The torch backend's attention on one rank, against attention written out in full in double precision."""
 
+import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,11 +17,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mcore.config.rules.model import check_attention
 from lightning_mcore.layers import attention
-from lightning_mcore.layers.attention import Reach, Softmax, attend, sequence_runs, with_sinks
+from lightning_mcore.layers.attention import (
+    Reach,
+    Softmax,
+    attend,
+    packed_runs,
+    query_growth,
+    sequence_runs,
+    with_sinks,
+)
 from lightning_mcore.layers.core_attention import TorchAttention
 from lightning_mcore.parallel.context import split_for_context_parallel, unsplit_from_context_parallel
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
-from tests.naive_attention import causal, naive_attention, window
+from tests.naive_attention import causal, naive_attention, split_packed, window
 
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")  # Megatron's own default
 
@@ -166,6 +176,19 @@ def test_a_query_that_sees_nothing_is_no_nan() -> None:
 
     assert torch.equal(context[7], torch.zeros_like(context[7]))
     assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_queries_grow_with_the_position_in_their_own_sequence(size: int) -> None:
+    offsets = (0, 8, 32, 40)
+    places = torch.cat([torch.arange(end - start) for start, end in itertools.pairwise(offsets)])
+    whole = 1 + 0.5 * torch.log(1 + torch.floor(places / 5))
+    for rank in range(size):
+        runs = packed_runs(offsets, (8, 24, 8), rank, size)
+        torch.testing.assert_close(
+            query_growth(runs, 0.5, 5, whole.device), split_packed(whole, offsets, rank, size, 0)
+        )
+    assert query_growth(sequence_runs(1, 11), 0.5, 5, whole.device).tolist() == [pytest.approx(1 + 0.5 * math.log(3))]
 
 
 def test_a_call_may_override_the_mask_type_as_decoding_does() -> None:

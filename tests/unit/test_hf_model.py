@@ -158,6 +158,25 @@ def test_generation_gives_the_tokens_of_transformers(
     assert torch.equal(model.generate(**batch, use_cache=use_cache, **settings), expected)
 
 
+def test_generation_counts_positions_from_the_first_token_where_queries_grow() -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = str(tiny_folder("ministral3"))
+    other = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    batch = padded(on_the_left=True)
+    del batch["labels"]
+    settings = {"max_new_tokens": 14, "pad_token_id": 0, "eos_token_id": None}
+    with single_process():
+        model: Any = hf_model(pl.LightningModule(), folder)
+        for given in (batch, {"input_ids": batch["input_ids"][:1]}):
+            assert torch.equal(model.generate(**given, **settings), other.generate(**given, **settings))
+        places = torch.arange(7).expand(3, -1)
+        moved = places - (batch["attention_mask"] == 0).sum(1, keepdim=True)
+        assert torch.equal(model(**batch, position_ids=moved).logits, model(**batch).logits)
+        with pytest.raises(ValueError, match="position_ids do not begin with 0 at the first token of a row"):
+            model(**batch, position_ids=places)
+
+
 @pytest.mark.parametrize(("labels", "problem"), [(1, "regression"), (3, "single_label_classification")])
 def test_a_classifier_scores_the_last_token_and_writes_itself(labels: int, problem: str, tmp_path: Any) -> None:
     from transformers import AutoModelForSequenceClassification

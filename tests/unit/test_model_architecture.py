@@ -32,6 +32,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a number for a switch": ({"mlp_bias": 1}, "architecture has mlp_bias=1; choose False or True"),
     "a factor of zero": ({"residual_scale": 0.0}, "architecture has residual_scale=0.0; give a number above 0"),
     "a switch for a number": ({"logits_cap": True}, "architecture has logits_cap=True; give a number above 0"),
+    "a growth without a length": (
+        {"query_growth": {"beta": 0.1}},
+        "architecture has query_growth={'beta': 0.1}; give a dict with beta and original_max_position_embeddings",
+    ),
     "no number": ({"embedding_scale": None}, "architecture has embedding_scale=None; give a number above 0"),
     "an unknown stretch": (
         {"stretch": {"kind": "ntk"}},
