@@ -38,13 +38,19 @@ LAYOUTS: dict[Layout, str] = {
     Layout(tp=2): "qwen3_vl",
     Layout(tp=2, sp=True): "qwen3_vl",
     Layout(pp=2, first=3): "qwen3_vl",
+    Layout(pp=2, vp=2): "qwen2_vl",
     Layout(cp=2): "qwen2_5_vl",
     Layout(tp=2, cp=2): "qwen3_vl",
     Layout(tp=2, pp=2, sp=True, first=3): "qwen3_vl",
     Layout(dp=2, distributed_optimizer=True, overlap=True): "qwen3_vl",
     Layout(moe=True, dp=2, ep=2): "qwen3_vl_moe",
 }
-THOROUGH = (Layout(tp=2), Layout(pp=2, first=3), Layout(moe=True, dp=2, ep=2))  # parts of other rows
+THOROUGH = (
+    Layout(tp=2),
+    Layout(pp=2, first=3),
+    Layout(tp=2, pp=2, sp=True, first=3),
+    Layout(moe=True, dp=2, ep=2),
+)
 
 
 class Watched(MCoreVisionGPT):

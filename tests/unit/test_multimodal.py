@@ -209,6 +209,7 @@ def test_full_recompute_reaches_the_tower(family: str) -> None:
     assert runs == [1, 1, 2]
     assert all(map(torch.equal, gradients[0], gradients[2]))
     assert any(gradient.any() for gradient in gradients[0])
+    assert not tower.requires_grad_(False)(None, None).requires_grad
 
 
 def test_settings_that_fit_nothing_are_refused() -> None:
