@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_mcore.config.run import RunSettings
-from lightning_mcore.planning.rules import RuleBook, arguments_of_gpt
+from lightning_mcore.planning.arguments import arguments_of_gpt
+from lightning_mcore.planning.rules import RuleBook
 
 
 def real_errors(settings: RunSettings, devices: int) -> list[str]:

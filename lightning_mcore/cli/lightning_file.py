@@ -12,7 +12,10 @@ from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.strategy import precision_faults
 from lightning_mcore.config.run import RunSettings, class_and_arguments, rows_of_pairs
 from lightning_mcore.config.text import unknown_name
+from lightning_mcore.hf.source import sees_images
+from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.recipe import Recipe
+from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.planning.signatures import Arguments, fields_of, of_model, of_precision, of_strategy, of_trainer
 
 COMMANDS = ("fit", "validate", "test", "predict")
@@ -87,7 +90,8 @@ def settings_of_lightning(
             arguments = given.get("init_args", given) if isinstance(given, Mapping) else {}
             kept |= {name: arguments[name] for name in ("seq_length", "recipe") if name in arguments}
         overrides = [(key, text) for key, text in overrides if key.partition(".")[0] != "model"]
-        pretrained = {"class_path": "lightning_mcore.MCoreGPT.from_pretrained", "init_args": {"path": model, **kept}}
+        kind = "MCoreVisionGPT" if sees_images(model) else "MCoreGPT"
+        pretrained = {"class_path": f"lightning_mcore.{kind}.from_pretrained", "init_args": {"path": model, **kept}}
         flat.append({"model": pretrained})
     elsewhere = _take_data_of_elsewhere(flat)
     values = _Reader(flat, [f"--{key}={text}" for key, text in overrides]).values
@@ -186,8 +190,9 @@ def _model(given: Any, where: str) -> dict[str, Any]:
     elif name in ("MCoreGPT", "from_pretrained") and "recipe" in arguments:
         Recipe.of(arguments["recipe"])  # refuses None
     pretrained = "path" in arguments
-    known = of_model(pretrained)
-    if name in ("MCoreGPT", "from_pretrained"):
+    _check_kind(given, arguments.get("path"))
+    known = of_model(pretrained, sees=name == "MCoreVisionGPT")
+    if name in ("MCoreGPT", "MCoreVisionGPT", "from_pretrained"):
         return {key: value for key, value in arguments.items() if key not in known or value != known[key].default}
     if not {*arguments} & {*known} & {"vocab_size", "transformer", "path"}:
         raise ValueError(
@@ -195,6 +200,14 @@ def _model(given: Any, where: str) -> dict[str, Any]:
             "subclass with its arguments"
         )
     return _changed({key: value for key, value in arguments.items() if key in known}, known)
+
+
+def _check_kind(given: Any, path: Any) -> None:
+    """Refuse a model that sees images as an ``MCoreGPT``, and one of text as an ``MCoreVisionGPT``."""
+    owner = str(given["class_path"]).split(".")[-2:-1] if isinstance(given, Mapping) and "class_path" in given else []
+    for kind, wrong in ((MCoreGPT, True), (MCoreVisionGPT, False)):
+        if owner == [kind.__name__] and isinstance(path, str) and sees_images(path) is wrong:
+            kind.check_kind(path, {"vision": None} if wrong else {})
 
 
 def _with_optimizer(model: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -115,6 +115,23 @@ class Vision:
         """How many of the language model's first layers have outputs of inner layers of the tower added to theirs."""
         return len(self.config.get("deepstack_visual_indexes") or ())
 
+    @staticmethod
+    def check_first_stage(deepstack: int, layers: int) -> None:
+        """Refuse a first pipeline stage with too few layers.
+
+        Args:
+            deepstack: As :attr:`deepstack` says.
+            layers: Layers of the first stage, or of its first chunk.
+
+        Raises:
+            ValueError: It has fewer than that.
+        """
+        if layers < deepstack:
+            raise ValueError(
+                f"the first pipeline stage has {layers} layers, and outputs of the vision tower are added after the"
+                f" first {deepstack}; give it more, for example with num_layers_in_first_pipeline_stage"
+            )
+
     def tokens_of(self, grid: tuple[int, int, int]) -> int:
         """Return how many tokens an image or a video takes.
 

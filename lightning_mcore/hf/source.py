@@ -333,8 +333,6 @@ def planned_settings(
         source = HFSource.open(path, family, weights=False)
         settings = settings_of_source(source, _names_there(source), path, family)
         settings = _with_choices(settings, seq_length, transformer)
-    if "vision" in settings:
-        raise ValueError(f"{path} also sees images, and vision towers are not planned yet; give a model of text")
     return settings
 
 

@@ -74,11 +74,7 @@ class MCoreVisionGPT(MCoreGPT):
     ) -> None:
         self.vision = Vision.of(vision)
         self.freeze_parts = tuple(freeze)
-        for part in self.freeze_parts:
-            if part not in PARTS:
-                raise ValueError(f"freeze has {part!r}; choose from {', '.join(PARTS)}")
-        if lora is not None and LANGUAGE_MODEL in self.freeze_parts:
-            raise ValueError(f"freeze has {LANGUAGE_MODEL!r}, and lora trains adapters of it; leave one of them out")
+        check_parts(self.freeze_parts, lora)
         super().__init__(
             vocab_size=vocab_size,
             seq_length=seq_length,
@@ -163,13 +159,7 @@ class MCoreVisionGPT(MCoreGPT):
             ModuleNotFoundError: TransformerEngine is asked for but not installed.
         """
         super().check_settings()
-        config, stacked = self._build_config(), self.vision.deepstack
-        there = layers_of_first_chunk(config)
-        if there < stacked:
-            raise ValueError(
-                f"the first pipeline stage has {there} layers, and outputs of the vision tower are added after the"
-                f" first {stacked}; give it more, for example with num_layers_in_first_pipeline_stage"
-            )
+        Vision.check_first_stage(self.vision.deepstack, layers_of_first_chunk(self._build_config()))
 
     def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         """Build one chunk: with tower and embedding if ``pre_process``, with the output layer if ``post_process``."""
@@ -259,6 +249,23 @@ class MCoreVisionGPT(MCoreGPT):
 
     def _fusions(self) -> dict[str, bool]:
         return {**super()._fusions(), "apply_rope_fusion": False}
+
+
+def check_parts(freeze: Sequence[str], lora: Any) -> None:
+    """Refuse parts of models that do not exist, and adapters of a language model that is frozen.
+
+    Args:
+        freeze: Parts that are not trained.
+        lora: Settings of adapters; None for none.
+
+    Raises:
+        ValueError: A part is refused.
+    """
+    for part in freeze:
+        if part not in PARTS:
+            raise ValueError(f"freeze has {part!r}; choose from {', '.join(PARTS)}")
+    if lora is not None and LANGUAGE_MODEL in freeze:
+        raise ValueError(f"freeze has {LANGUAGE_MODEL!r}, and lora trains adapters of it; leave one of them out")
 
 
 def _parts(batch: Batch) -> tuple[Batch, Batch]:

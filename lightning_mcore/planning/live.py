@@ -18,6 +18,7 @@ from typing import Any
 from lightning_mcore.config.run import RunSettings, rows_of_pairs
 from lightning_mcore.planning.machines import Machine
 from lightning_mcore.planning.plan import Plan, make_plan
+from lightning_mcore.planning.signatures import of_model
 
 _OF_TRAINER = ("accumulate_grad_batches", "max_steps", "max_epochs", "gradient_clip_val")
 
@@ -103,6 +104,8 @@ def _precision(plugin: Any) -> dict[str, Any]:
 
 def _model(module: Any) -> dict[str, Any]:
     plain = {name: _plain(value) for name, value in dict(module.hparams).items()}
+    if "vision" in plain:  # beside arguments of MCoreGPT, with their defaults
+        plain = {name: value for name, value in plain.items() if name in of_model(sees=True)}
     return {**plain, "transformer": dict(module.transformer)}
 
 

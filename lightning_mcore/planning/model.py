@@ -121,6 +121,9 @@ class GPTFields:
         architecture: What Megatron's config has no field for.
         scores: Whether the output layer gives each token one score, as in a reward model, instead of logits.
         adapters: What is trained beside frozen weights, as ``adapters.py`` fills it in; None where all weights are.
+        tower: Shape and part of each weight of the vision tower, by its name, as ``vision.py`` fills it in.
+        frozen: Parts of a vision-language model that are not trained.
+        deepstack: Number of first layers with outputs from inside the tower added to theirs.
     """
 
     vocab_size: int
@@ -154,6 +157,9 @@ class GPTFields:
     architecture: Architecture = field(default_factory=Architecture)
     scores: bool = False
     adapters: AdaptedModel | None = None
+    tower: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
+    deepstack: int = 0
 
     @property
     def output_size(self) -> int:

@@ -15,9 +15,11 @@ Source: ``GPTModel``, ``SelfAttention``, ``MLASelfAttention``, ``MLP``, ``MoELay
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.lora import LoRA, Pair
+from lightning_mcore.config.vision import LANGUAGE_MODEL
 from lightning_mcore.planning.model import ChunkLayers, Experts, GPTFields, LatentAttention, stage_layers
 
 
@@ -89,7 +91,8 @@ def _with_adapters(
 ) -> Iterator[ParameterTensor]:
     """Yield a tensor, and the adapters that are on it."""
     if fields.adapters is None:
-        yield tensor
+        _, part = fields.tower.get(prefix + tensor.name, ((), LANGUAGE_MODEL))
+        yield replace(tensor, is_trained=part not in fields.frozen) if fields.frozen else tensor
         return
     own = fields.adapters.of.get(prefix + tensor.name)
     is_saved = own is not None and own.is_saved
@@ -170,6 +173,8 @@ def _of_chunk(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, bac
             staged and fields.tied,
         )
         yield "", ParameterTensor(name, vocabulary, is_matrix=True, is_shared=shared, shape=whole, split=0)
+    for name, (shape, _) in fields.tower.items() if chunk.embedding else ():
+        yield "", ParameterTensor(name, prod(shape), is_matrix=len(shape) == 2, shape=shape)
 
 
 def _of_layer(

@@ -55,14 +55,10 @@ from lightning_mcore.optimizer.rules import (
 )
 from lightning_mcore.parallel.pipeline import check_uniform_recompute
 from lightning_mcore.planning.adapters import check_adapters, with_adapters
+from lightning_mcore.planning.arguments import arguments_of_gpt
 from lightning_mcore.planning.grid import GlobalBatch, global_batch
 from lightning_mcore.planning.model import GPTFields
-from lightning_mcore.planning.preference import (
-    arguments_in_use,
-    assumptions_of_preference,
-    family_to_read,
-    faults_of_pairs,
-)
+from lightning_mcore.planning.preference import assumptions_of_preference, faults_of_pairs
 from lightning_mcore.planning.signatures import (
     Arguments,
     fields_of,
@@ -74,6 +70,7 @@ from lightning_mcore.planning.signatures import (
     of_strategy,
     of_trainer,
 )
+from lightning_mcore.planning.vision import assumptions_of_vision, check_first_stage, check_freezing, with_tower
 from lightning_mcore.strategy.overlap import TensorParallelOverlap
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.strategy.strategy import MCoreStrategy
@@ -278,11 +275,11 @@ def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:
     Returns:
         The sizes of the model; None if unknown.
     """
-    known = of_model()
-    given = book.check_arguments("argument of MCoreGPT", model, known)
+    owner, known = "MCoreVisionGPT" if "vision" in model else "MCoreGPT", of_model(sees="vision" in model)
+    given = book.check_arguments(f"argument of {owner}", model, known)
     missing = [name for name, argument in known.items() if argument.default is ... and name not in model]
     if missing:
-        book.refuse(f"MCoreGPT lacks {' and '.join(missing)}; give {'it' if len(missing) == 1 else 'them'}")
+        book.refuse(f"{owner} lacks {' and '.join(missing)}; give {'it' if len(missing) == 1 else 'them'}")
     for name in ("vocab_size", "seq_length", "make_vocab_size_divisible_by"):
         if name in given:
             book.attempt(lambda name=name: require_size(name, given[name]))  # type: ignore[misc]
@@ -300,8 +297,10 @@ def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:
             book.attempt(lambda name=name: require_size(name, right[name]))  # type: ignore[misc]
     book.attempt(lambda: check_positions(settings, transformer))
     arguments = {**given, "transformer": right}
+    book.attempt(lambda: check_freezing(arguments))
     try:  # even for a model with wrong fields, to find later errors too
         fields = GPTFields.of(arguments)
+        fields = with_tower(fields, arguments)
         return book.attempt(lambda: with_adapters(fields, arguments)) or fields
     except (ValueError, TypeError, ArithmeticError, LookupError) as error:
         if not book.errors:
@@ -325,7 +324,8 @@ def check_gpt_on_layout(book: RuleBook, fields: GPTFields, rules: PlannedStrateg
     layout, fp8 = rules.layout, rules.fp8
     if layout is None:
         return
-    book.attempt(lambda: layout.validate_model(fields.shape))
+    if book.passes(lambda: layout.validate_model(fields.shape)):
+        book.attempt(lambda: check_first_stage(fields, layout))
     if fp8 is not None and fp8.is_on:
         sizes = (layout.tensor_model_parallel_size, layout.expert_tensor_size)
         book.attempt(lambda: check_model(fp8, fields.shape, *sizes))
@@ -504,36 +504,12 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
             "layers of TransformerEngine, as transformer_impl='auto' chooses on GPUs (or use --backend local)"
         )
     assumptions += _of_kernels(rules, fused)
-    assumptions += assumptions_of_preference(model)
+    assumptions += [*assumptions_of_preference(model), *assumptions_of_vision(fields)]
     if fields is not None:
         book.collect(faults_of_pairs(settings, model, batch))
     return CheckedRun(
         tuple(book.errors), tuple(assumptions), rules, model, fields, batch, used, device_type, is_computable
     )
-
-
-def arguments_of_gpt(book: RuleBook, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``MCoreGPT``, with those from a Hugging Face config filled in.
-
-    Args:
-        book: Collects refusals of arguments.
-        model: Arguments of ``MCoreGPT``, or, with ``"path"``, those of ``MCoreGPT.from_pretrained``.
-
-    Raises:
-        FileNotFoundError: There is no such model.
-        ValueError: There is no model, or its family is unknown.
-    """
-    if not model:
-        raise ValueError("the run has no model; give MCoreGPT's arguments, or --model with a Hugging Face model")
-    if "path" not in model:
-        return arguments_in_use(model)
-    given = book.check_arguments("argument of MCoreGPT.from_pretrained", model, of_model(pretrained=True))
-    from lightning_mcore.hf.source import planned_settings  # transformers takes two seconds
-
-    names = ("path", "family", "seq_length", "transformer")
-    family = family_to_read(given)
-    source = planned_settings(given["path"], family, given.get("seq_length"), given.get("transformer"))
-    return arguments_in_use({**{name: value for name, value in given.items() if name not in names}, **source})
 
 
 def _check_end(book: RuleBook, model: Mapping[str, Any]) -> None:
@@ -550,12 +526,13 @@ def _fusions(model: Mapping[str, Any], backend: str, device_type: str) -> dict[s
     if backend != "transformer_engine" or device_type != "cuda" or not isinstance(transformer, Mapping):
         return {}
     settings = settings_of_gpt(model)
-    return fusion_defaults(transformer, settings["position_embedding_type"], settings["lora"] is not None)
+    found = fusion_defaults(transformer, settings["position_embedding_type"], settings["lora"] is not None)
+    return {**found, "apply_rope_fusion": False} if "vision" in model else found
 
 
 def _of_kernels(rules: PlannedStrategy, fused: Mapping[str, bool]) -> Iterator[str]:
     if fused:
-        yield f"fused, unless model.transformer sets these fields: {', '.join(fused)}"
+        yield f"fused, unless model.transformer sets these fields: {', '.join(n for n, on in fused.items() if on)}"
     if rules.fp8 is not None and rules.fp8.fp4_recipe is not None:
         yield "FP4 counts as bf16 in memory, and as FP8 in time"
 

@@ -26,6 +26,7 @@ from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.value_checks import is_callable
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
+from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.strategy.strategy import MCoreStrategy
 
@@ -84,9 +85,14 @@ def of_precision() -> Arguments:
     return arguments_of(MCorePrecision)
 
 
-def of_model(pretrained: bool = False) -> Arguments:
-    """Return the arguments of ``MCoreGPT`` and ``MCorePreference``, or of their ``from_pretrained``."""
-    kinds = (MCorePreference, MCoreGPT)
+def of_model(pretrained: bool = False, sees: bool = False) -> Arguments:
+    """Return the arguments of ``MCoreGPT`` and ``MCorePreference``, or of their ``from_pretrained``.
+
+    Args:
+        pretrained: Whether those of ``from_pretrained``.
+        sees: Whether those of ``MCoreVisionGPT`` instead.
+    """
+    kinds = (MCoreVisionGPT,) if sees else (MCorePreference, MCoreGPT)
     return {
         name: argument
         for kind in kinds

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from lightning_mcore import MCoreGPT, MCoreStrategy, MCoreVisionGPT, Recipe, single_process
 from lightning_mcore.config.vision import LANGUAGE_MODEL, PROJECTOR, TOWER
 from lightning_mcore.hf.export import export_checkpoint, export_model
-from lightning_mcore.hf.source import planned_settings
 from tests.distributed.test_lora import Course
 from tests.hf_models import read_tensors, tiny_config
 from tests.layouts import Layout
@@ -270,8 +269,6 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
         MCoreGPT.from_pretrained(seeing)
     with pytest.raises(ValueError, match="is a model of text; take MCoreGPT"):
         MCoreVisionGPT.from_pretrained(text)
-    with pytest.raises(ValueError, match="vision towers are not planned yet; give a model of text"):
-        planned_settings(seeing)
     with pytest.raises(ValueError, match="freeze has 'tower'; choose from vision_tower, multi_modal_projector"):
         MCoreVisionGPT.from_pretrained(seeing, freeze=["tower"])
     with pytest.raises(ValueError, match="mtp_num_layers=1 is not available for a vision-language model"):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters on models that see, held to PEFT; prompts with images, held to transformers; import, and the other doors."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,12 @@ from torch.utils.data import DataLoader
 from lightning_mcore import LoRA, MCoreStrategy, MCoreVisionGPT, Recipe, SaveHFModel, single_process
 from lightning_mcore.checkpoint.weights import load_weights
 from lightning_mcore.cli import main
-from lightning_mcore.config.vision import LANGUAGE_MODEL
+from lightning_mcore.cli.plan import run as plan_command
+from lightning_mcore.config.run import RunSettings
+from lightning_mcore.config.vision import LANGUAGE_MODEL, PROJECTOR, TOWER
+from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.planning.live import settings_of
+from lightning_mcore.planning.plan import make_plan
 from tests.distributed.test_lora import Course
 from tests.hf_models import read_tensors
 from tests.layouts import Layout
@@ -155,3 +161,60 @@ def test_commands_import_and_export_models_that_see(tmp_path: Path) -> None:
     before, after = dict(read_tensors(folder)), dict(read_tensors(out))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def counted(folder: str, layout: Layout, freeze: list[str], lora: dict[str, Any] | None) -> tuple[int, int]:
+    """Return the parameters of a rank, and how many of them are trained, and hold a plan of the run to them."""
+    fields = {} if layout.first is None else {"num_layers_in_first_pipeline_stage": layout.first}
+    module = MCoreVisionGPT.from_pretrained(folder, LENGTH, fields, freeze=freeze, lora=lora)
+    trainer = make_trainer(MCoreStrategy(**layout.strategy_arguments), max_steps=1, use_distributed_sampler=False)
+    batches = [vision_batch(module.vision.model_type)]
+    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    parameters = list(module.parameters())
+    found = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    plan = make_plan(settings_of(trainer, module, batch_size=1), layout.world_size, ask_others=False)
+    assert not plan.errors
+    assert "vision tower" in plan.assumptions[-1]
+    stage = plan.stages[process_group("pp").rank()].parameters
+    assert (stage.total, stage.trained_dense + stage.trained_expert) == found
+    if layout.world_size == 1:
+        assert plan.parameters is not None
+        assert (plan.parameters.total, plan.parameters.trained) == found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "freeze", "lora"),
+    [
+        ("qwen2_vl", Layout(tp=2, pp=2, sp=True), [TOWER, PROJECTOR], None),
+        ("qwen2_5_vl", Layout(), [LANGUAGE_MODEL], None),
+        ("qwen3_vl", Layout(pp=2, first=3), [], ADAPTERS),
+        ("qwen3_vl_moe", Layout(), [PROJECTOR], None),
+    ],
+    ids=str,
+)
+def test_a_plan_counts_the_weights_of_the_tower(
+    family: str, layout: Layout, freeze: list[str], lora: dict[str, Any] | None
+) -> None:
+    """On each stage, and those that are trained."""
+    run_ranks(layout.world_size, counted, str(vision_folder(family)), layout, freeze, lora)
+
+
+def test_a_plan_refuses_what_the_run_refuses(tmp_path: Path) -> None:
+    folder = str(vision_folder("qwen3_vl"))
+
+    def errors(strategy: dict[str, Any], **model: Any) -> tuple[str, ...]:
+        return make_plan(RunSettings(strategy=strategy, model={"path": folder, **model}), devices=2).errors
+
+    assert errors({}) == ()
+    assert "the first pipeline stage has 2 layers, and outputs of" in errors({"pipeline_model_parallel_size": 2})[0]
+    assert "freeze has 'tower'; choose from vision_tower" in errors({}, freeze=["tower"])[0]
+    assert "freeze has 'language_model', and lora" in errors({}, freeze=[LANGUAGE_MODEL], lora=ADAPTERS)[0]
+    assert "train_only" in errors({}, train_only=["lm_head"])[0]
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+    text = RunSettings(model={"vocab_size": 64, "seq_length": 8, "transformer": sizes, "freeze": [TOWER]})
+    assert "'freeze'" in make_plan(text, devices=1).errors[0]
+    model = {"class_path": "lightning_mcore.MCoreVisionGPT.from_pretrained", "init_args": {"path": folder}}
+    run = tmp_path / "run.yaml"
+    run.write_text(json.dumps({"trainer": {"strategy": "mcore", "max_steps": 1}, "model": model}))
+    assert plan_command([str(run), "--devices", "2"]) == 0
