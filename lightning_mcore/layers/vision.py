@@ -27,6 +27,7 @@ import importlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from math import prod
 from typing import Any
 
 import torch
@@ -182,23 +183,20 @@ class VisionTower(nn.Module):
         group = process_group("tp_cp")
         if group.size() == 1:
             return self._see(patches, grids)
-        frames = grids.repeat_interleave(grids[:, 0], dim=0)
-        frames[:, 0] = 1
-        sizes = frames.prod(1).tolist()
+        frames = [(1, height, width) for count, height, width in grids.tolist() for _ in range(count)]
+        sizes = [prod(frame) for frame in frames]
         shares = share_out([self._vision.load_of(size) for size in sizes], group.size())
-        tokens = [self._vision.tokens_of((1, 1, size)) for size in sizes]
-        most = max(sum(tokens[frame] for frame in share) for share in shares)
         own, parts = shares[group.rank()], torch.split(patches, sizes)
-        seen = self._see(torch.cat([parts[frame] for frame in own]), frames[own]) if own else self._see(*self._blank())
+        if own:
+            own_grids = grids.new_tensor([frames[frame] for frame in own])
+            seen = self._see(torch.cat([parts[frame] for frame in own]), own_grids)
+        else:
+            seen = self._see(*self._blank())
+        tokens = [self._vision.tokens_of(frame) for frame in frames]
+        most = max(sum(tokens[frame] for frame in share) for share in shares)
         padded = functional.pad(seen, (0, 0, 0, 0, 0, most - len(seen)))
-        gathered = tensor_parallel.gather_from_sequence_parallel_region(padded, group=group)
-        places: list[Tensor] = [torch.empty(0)] * len(sizes)
-        for rank, share in enumerate(shares):
-            ends = itertools.accumulate((tokens[frame] for frame in share), initial=rank * most)
-            for frame, (start, end) in zip(share, itertools.pairwise(ends), strict=True):
-                places[frame] = torch.arange(start, end)
-        whole: Tensor = gathered[torch.cat(places).to(gathered.device)]
-        return whole
+        gathered: Tensor = tensor_parallel.gather_from_sequence_parallel_region(padded, group=group)
+        return gathered.index_select(0, _places(shares, tokens, most).to(gathered.device))
 
     def _see(self, patches: Tensor, grids: Tensor) -> Tensor:
         with torch.set_grad_enabled(self.learns):
@@ -234,6 +232,16 @@ def share_out(loads: Sequence[int], ranks: int) -> list[list[int]]:
         shares[rank].append(frame)
         totals[rank] += loads[frame]
     return [sorted(share) for share in shares]
+
+
+def _places(shares: list[list[int]], tokens: list[int], most: int) -> Tensor:
+    """Return where the outputs of all frames, in order, lie in those of all ranks, each padded to ``most`` tokens."""
+    places = {}
+    for rank, share in enumerate(shares):
+        ends = itertools.accumulate((tokens[frame] for frame in share), initial=rank * most)
+        for frame, (start, end) in zip(share, itertools.pairwise(ends), strict=True):
+            places[frame] = torch.arange(start, end)
+    return torch.cat([places[frame] for frame in range(len(tokens))])
 
 
 class VisionGPT(MultiTokenGPT):
@@ -299,7 +307,7 @@ class VisionGPT(MultiTokenGPT):
         if self.pre_process and (patches is not None or self.vision.learns):
             rows = self._own_rows(vision_rows).flatten()
             places = (rows >= 0).nonzero().flatten()
-            seen = self.vision(patches, vision_grids)[rows[places]]
+            seen = self.vision(patches, vision_grids).index_select(0, rows[places])
             self._seen = places, seen[:, 0]
             if seen.size(1) > 1:
                 kwargs["extra_block_kwargs"] = {"context": seen[:, 1:], "context_mask": places}
