@@ -243,24 +243,44 @@ def test_a_run_with_images_goes_on_bit_for_bit_and_its_checkpoint_is_exported(
     assert load_file(tmp_path / "half" / "model.safetensors").keys() == wanted.keys()
 
 
-def train_on_images(folder: str, files: Path, layout: Layout) -> list[float]:
-    """Train two steps on conversations about images, packed, and return the losses."""
+def train_on_images(
+    folder: str, files: Path, layout: Layout, steps: int = 2, save: str | None = None, start: str | None = None
+) -> list[float]:
+    """Train on conversations about images, packed, that workers read; return the losses."""
     course = Course()
     module = MCoreVisionGPT.from_pretrained(folder, 160, recipe=Recipe(learning_rate=1e-2, min_learning_rate=1e-2))
-    trainer = make_trainer(MCoreStrategy(**layout.strategy_arguments), max_steps=2, callbacks=[course])
-    trainer.fit(module, datamodule=data(files, 2 * ROWS, seq_length=160, num_workers=layout.tp - 1))
+    trainer = make_trainer(MCoreStrategy(**layout.strategy_arguments), max_steps=steps, callbacks=[course])
+    read = data(files, 4 * ROWS, seq_length=160, shuffle=True, num_workers=layout.tp + layout.dp - 2)
+    trainer.fit(module, datamodule=read, ckpt_path=start)
+    if save is not None:
+        trainer.save_checkpoint(save)
     return course.losses
 
 
-def test_conversations_about_images_are_trained_on(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model for the tokenizer of the conversations."""
     tokenizer = seeing_tokenizer()
     ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>") for name in ("image", "video")}
     text = {**CONFIGS["qwen2_vl"]["text_config"], "vocab_size": len(tokenizer)}
-    folder = str(save_vision("qwen2_vl", tmp_path / "model", text_config=text, **ids))
-    one, *_ = run_ranks(1, train_on_images, folder, tmp_path, Layout(), timeout=120)
-    for losses in run_ranks(2, train_on_images, folder, tmp_path, Layout(tp=2, sp=True), timeout=120):
+    return str(save_vision("qwen2_vl", tmp_path_factory.mktemp("talker"), text_config=text, **ids))
+
+
+def test_conversations_about_images_are_trained_on(talker: str, tmp_path: Path) -> None:
+    one, *_ = run_ranks(1, train_on_images, talker, tmp_path, Layout(), timeout=120)
+    for losses in run_ranks(2, train_on_images, talker, tmp_path, Layout(tp=2, sp=True), timeout=120):
         assert losses == pytest.approx(one, abs=1e-5)
     assert len(one) == 2
+
+
+def test_a_run_goes_on_within_an_epoch_of_images_bit_for_bit(talker: str, tmp_path: Path) -> None:
+    """After one of the four steps of an epoch, and into the next; workers read the images."""
+    layout, saved = Layout(dp=2), str(tmp_path / "saved.ckpt")
+    whole = run_ranks(2, train_on_images, talker, tmp_path, layout, 3, timeout=120)
+    run_ranks(2, train_on_images, talker, tmp_path, layout, 1, save=saved, timeout=120)
+    again = run_ranks(2, train_on_images, talker, tmp_path, layout, 3, start=saved, timeout=120)
+    assert [losses[1:] for losses in whole] == again
+    assert len(set(whole[0])) == 3
 
 
 def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
