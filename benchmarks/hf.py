@@ -24,6 +24,7 @@ The results, with versions and commit, go to benchmarks/results/.
 
 import argparse
 import contextlib
+import gc
 import os
 import shutil
 import statistics
@@ -91,6 +92,7 @@ def load(source: Path) -> None:
 def timed(action: Callable[[], None], source: Path, target: Path | None = None) -> float:
     """Return the seconds of an action on files that are not in memory; deletes what it wrote."""
     forget(source)
+    gc.collect()  # the model of an earlier turn, which would be looked for when the next one is built
     began = time.perf_counter()
     action()
     seconds = time.perf_counter() - began
