@@ -35,7 +35,7 @@ LIGHTNING ?=
 SOURCE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install check docs format test test-fast test-thorough test-lightning test-ray test-mcore-latest test-te test-te-suite fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-fp8 bench bench-checkpoint \
+.PHONY: help install check docs format test test-fast test-thorough test-lightning test-ray test-mcore-latest test-te test-te-suite fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-vl demo-fp8 bench bench-checkpoint \
 	bench-generate bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-scale bench-startup bench-vision gpu torture faults mutate clean
 
 help:  ## list the commands
@@ -166,6 +166,9 @@ demo-lora: $(INSTALLED)  ## train LoRA adapters on a frozen model, tensor parall
 
 demo-dpo: $(INSTALLED)  ## let a tiny model learn to prefer one of two answers by DPO, tensor parallel
 	$(RUN) examples/prefer_answers.py $(ARGS)
+
+demo-vl: $(INSTALLED)  ## let a tiny vision-language model learn to say which shapes it sees, tensor parallel
+	$(RUN) examples/describe_shapes.py $(ARGS)
 
 demo-fp8: $(TE)/.unpacked  ## train a small GPT in bf16 and with each FP8 recipe, and compare
 	PYTHONPATH=$(CURDIR)/$(TE)/site $(RUN) examples/preview_fp8.py $(ARGS)

@@ -207,6 +207,12 @@ class MCoreVisionGPT(MCoreGPT):
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
         return VisionInputs.of_batch(super().model_inputs(batch), batch, rank, size)
 
+    def next_logits(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the logits of :meth:`MCoreGPT.next_logits`; tokens of images and videos are never generated."""
+        logits = super().next_logits(batch, batch_idx)
+        logits[:, [self.vision.image_token_id, self.vision.video_token_id]] = float("-inf")
+        return logits
+
     def generate(
         self,
         prompt: list[int],

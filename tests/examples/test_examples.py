@@ -5,6 +5,7 @@ They run on ranks that are there already, as ``torchrun`` has them: a process th
 longer than what it is to show. The first one also runs as a newcomer runs it, in a process of its own.
 """
 
+import json
 import os
 import re
 import runpy
@@ -18,9 +19,11 @@ import torch
 import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
+from PIL import Image
 from safetensors.torch import load_file
 
 import cli
+import describe_shapes
 import finetune_hf
 import finetune_lora
 import pretrain_gpt
@@ -211,6 +214,40 @@ def test_a_preference_is_learnt_and_drawn(tmp_path: Path, capsys: pytest.Capture
     assert margins[0] == pytest.approx(0, abs=1e-5)
     assert margins[1] > 0.001
     assert len(list((folder / "data").glob("reference-*.f64"))) == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.distributed
+def test_shapes_are_described_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = ("--images=24", "--max-steps=3", "--batch-size=4", "--workers=0")
+    monkeypatch.chdir(tmp_path)
+    describe_shapes.prepare(describe_shapes.parse_arguments([*small]))  # as the first process does
+    output = run_on_ranks(capsys, 2, "describe_shapes.py", *small, folder=tmp_path)
+    assert "layout: 2 ranks, tp2 pp1" in output
+    assert re.search(r"\d+ of 16 answers are right; the loss fell from", output), output
+    folder = tmp_path / "outputs/describe_shapes"
+    page = (folder / "samples.html").read_text(encoding="utf-8")
+    assert page.count("<img src=") == 16
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model")
+    assert type(model).__name__ == "Qwen2VLForConditionalGeneration"
+
+
+def test_no_pair_of_shapes_that_is_asked_about_is_learnt(tmp_path: Path) -> None:
+    """The answers name what is drawn."""
+    options = describe_shapes.parse_arguments(["--images=300", f"--output={tmp_path}"])
+    describe_shapes.prepare(options)
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    asked = {describe_shapes.answer(*pair) for pair in describe_shapes.KEPT_BACK}
+    assert not asked & {row["response"] for row in rows}
+    left, right = describe_shapes.KEPT_BACK[0]
+    with Image.open(tmp_path / "images/kept_back_0.png") as image:
+        colours = {colour for _, colour in image.getcolors() or ()}
+    named = {describe_shapes.COLOURS[kind.split()[0]] for kind in (left, right)}
+    assert colours == named | {(255, 255, 255)}
 
 
 def test_a_loss_curve_without_its_logger_is_refused_before_training() -> None:
