@@ -21,11 +21,12 @@ whole tensor per run.
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
@@ -374,7 +375,7 @@ def attend_once(
         [b, h, queries, d_v] in the dtype of ``query``.
     """
     if softmax.has_sinks:
-        key, value, mask = _with_first_key(key, value, mask)
+        return _attend_with_first_key(query, key, value, softmax, mask)
     if not softmax.is_fused:
         return _attend_unfused(query, key, value, softmax, mask, is_causal)
     grouped = key.size(1) != query.size(1)
@@ -395,15 +396,33 @@ def attend_once(
     )
 
 
-def _with_first_key(key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Put the key that :func:`with_sinks` describes before the others; arguments are those of :func:`attend_once`."""
+def _attend_with_first_key(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, mask: Tensor | None) -> Tensor:
+    """Put the key that :func:`with_sinks` describes before the others; arguments are those of :func:`attend_once`.
+
+    Masks are views of one mask that all blocks and layers share. One with a column for that key is a copy, so autograd
+    keeps the view, and the copy is made again in backward.
+    """
     key, value = functional.pad(key, (0, 1, 1, 0)), functional.pad(value, (0, 0, 1, 0))
     key[:, :, 0, -1] = 1
-    if isinstance(mask, CausalBias):
-        return key, value, causal_lower_right(mask.seq_len_q, mask.seq_len_kv + 1)
+    plain = replace(softmax, has_sinks=False)
     if mask is None:
-        return key, value, None
-    return key, value, functional.pad(mask, (1, 0), value=mask.dtype == torch.bool)
+        return attend_once(query, key, value, plain)
+    if isinstance(mask, CausalBias):
+        return attend_once(query, key, value, plain, causal_lower_right(mask.seq_len_q, mask.seq_len_kv + 1))
+    widened = functools.partial(functional.pad, mask, (1, 0), value=mask.dtype == torch.bool)
+    whole = widened()
+    address = whole.untyped_storage().data_ptr()
+
+    def pack(tensor: Tensor) -> Any:
+        if tensor.untyped_storage().data_ptr() != address:
+            return tensor
+        return tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def unpack(kept: Any) -> Tensor:
+        return kept if isinstance(kept, Tensor) else widened().as_strided(*kept)
+
+    with saved_tensors_hooks(pack, unpack):
+        return attend_once(query, key, value, plain, whole)
 
 
 def _attend_unfused(
