@@ -26,7 +26,7 @@ from lightning_mcore.hf.source import complete_config
 from tests.hf_models import CONFIGS, UNKNOWN_TO_TRANSFORMERS, VOCAB_SIZE, save_tiny, tiny_config
 
 LENGTH = 24
-TOLERANCE = 3e-5  # measured: at most 1.9e-5
+TOLERANCE = 3e-5  # measured: at most 2.8e-5 with delta nets, which magnify the rounding of their inputs
 CONSOLE = Console(soft_wrap=True, markup=False, highlight=False)
 
 _SWITCH, _EXPERTS, _CAP = (False, True), (4, 8), (None, 2.0)

@@ -118,6 +118,10 @@ def layer_rows(
         rows += _experts(fields, fields.experts, form)
     else:
         rows += _mlp(fields, fields.ffn_hidden_size, form, "mlp")
+    if fields.architecture.layer_norms == "around":
+        for name in ("self_attn_bda.norm", "mlp_bda.norm"):
+            *kept, _ = _norm(fields, name, fields.hidden_size, form)  # nothing keeps the output
+            rows += kept
     if fields.hidden_dropout:
         rows.append(SavedTensor("dropout masks", 2 * fields.hidden_size, form.mask, "sequence"))
     return [*_needed(fields, rows, f"decoder.layers.{layer}."), *_adapters(fields, form, f"decoder.layers.{layer}.")]
@@ -253,7 +257,13 @@ def _attention(fields: GPTFields, seq_length: int, form: NumberFormat) -> Iterat
         yield from _latent_attention(fields, fields.attention, form)
         output = fields.num_attention_heads * fields.attention.v_head_dim
     heads = fields.num_attention_heads
-    if fields.attention_dropout and form.is_local:
+    if fields.architecture.attention_cap is not None:
+        scores, copied = heads * seq_length, form.element if form.element < _FP32 else 0
+        yield SavedTensor("attention weights", scores, _FP32 + copied, "tensor", part="core_attn")
+        yield SavedTensor("capped scores", scores, form.element, "tensor", part="core_attn")
+        yield SavedTensor("mask", seq_length, 1, "nobody", part="core_attn")
+        yield SavedTensor("keys and values of each head", 2 * output, form.element, "tensor", part="core_attn")
+    elif fields.attention_dropout and form.is_local:
         # PyTorch's attention with dropout is not fused on a CPU: weights, mask, and the weights after dropout.
         yield SavedTensor("attention weights", 3 * heads * seq_length, form.element, "tensor", part="core_attn")
     else:
@@ -297,6 +307,13 @@ def _grouped_attention(fields: GPTFields, form: NumberFormat) -> Iterator[SavedT
     yield SavedTensor("queries, keys and values", queries + 2 * keys + gates, form.element, "tensor")
     if fields.qk_layernorm:
         yield from _head_norms(fields, queries, keys, form)
+    if fields.architecture.head_norms == "all_heads":
+        width = queries if form.element == _FP32 else queries + keys
+        yield SavedTensor("queries and keys before their norms, in fp32", width, _FP32, "tensor")
+        yield SavedTensor("queries and keys, normalised", queries + keys, form.element, "tensor")
+    elif fields.architecture.head_norms == "after_rotation":
+        heads = fields.num_attention_heads + fields.num_query_groups
+        yield SavedTensor("inputs of norms, and scaled", 2 * (queries + keys) + heads, _FP32, "tensor")
     if fields.rotary_channels and not fields.transformer.get("apply_rope_fusion"):
         yield SavedTensor("cosines and sines", 4 * fields.rotary_channels, form.element, "nobody", form.packed)
     if fields.rotary_channels or fields.qk_layernorm:
@@ -349,7 +366,9 @@ def _mlp(
     inner = 2 if fields.gated_linear_unit else 1
     yield SavedTensor("inner width", inner * width * share, form.element, shared, part=part)
     if fields.gated_linear_unit and not fused:
-        yield SavedTensor("gate, and what it opens", 2 * width * share, form.element, shared, part=part)
+        given = fields.transformer
+        more = (given.get("activation_func_clamp_value") is not None) + (given.get("activation_func") == "gelu_sigmoid")
+        yield SavedTensor("gate, and what it opens", (2 + more) * width * share, form.element, shared, part=part)
     weighed = shared == "expert" and not fused
     if weighed:
         yield SavedTensor("activation before its weight", width * share, form.element, shared, part=part)

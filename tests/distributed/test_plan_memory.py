@@ -67,6 +67,12 @@ DELTA_NET: dict[str, Any] = {
         "linear_conv_kernel_dim": 4,
     }
 }
+SINKS = DENSE | {"softmax_type": "learnable"}
+CLAMPED: dict[str, Any] = {
+    "activation_func": "gelu_sigmoid",
+    "activation_func_clamp_value": 7.0,
+    "glu_linear_offset": 1.0,
+}
 AHEAD = DENSE | {"mtp_num_layers": 1}
 DEEP = DENSE | {"num_layers": 8}
 
@@ -160,6 +166,16 @@ RUNS: dict[str, LiveRun] = {
     "delta-net-bf16-two-rows": run(precision="bf16-mixed", rows=2, architecture=DELTA_NET),
     "recompute-delta-net": run(selective(DENSE, "core_attn"), architecture=DELTA_NET),
     "tp2-sp-delta-net": run(world=2, strategy=SP, architecture=DELTA_NET),
+    "norms-around": run(architecture={"layer_norms": "around"}),
+    "norms-around-bf16": run(precision="bf16-mixed", architecture={"layer_norms": "around"}),
+    "norms-of-all-heads-bf16": run(precision="bf16-mixed", architecture={"head_norms": "all_heads"}),
+    "norms-after-rotation-bf16": run(precision="bf16-mixed", architecture={"head_norms": "after_rotation"}),
+    "capped-scores": run(architecture={"attention_cap": 30.0}),
+    "capped-scores-bf16": run(precision="bf16-mixed", architecture={"attention_cap": 30.0}),
+    "sinks": run(SINKS),
+    "sinks-clamped-experts-bf16": run(
+        MOE | SINKS | CLAMPED, precision="bf16-mixed", architecture={"expert_bias": True}
+    ),
     "dp2-do": run(world=2, strategy=SHARDED),
     "dp2-do-bf16-overlap": run(world=2, strategy=OVERLAPPED, precision="bf16-mixed"),
     "tp2": run(world=2, strategy=TP),
@@ -212,7 +228,7 @@ THOROUGH = (
     *("tp2-recompute", "tp2-sp-moe", "cp2-packed", "pp2-one-microbatch", "pp2-recompute", "pp2-vp2-group4"),
     *("pp2-split", "tp2-sp-cp2", "tp2-sp-pp2-vp2-dp2-do", "reward-bf16", "adapters-bf16-query-and-value"),
     *("adapters-dropout", "adapters-latent", "adapters-tp2", "adapters-pp2", "adapters-ep2-moe"),
-    "adapters-dp2-do-bf16",
+    *("adapters-dp2-do-bf16", "norms-around", "capped-scores"),
 )
 """Runs that differ from one that stays in what another run that stays differs in."""
 
