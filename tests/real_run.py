@@ -76,6 +76,7 @@ def _check_module(module: Any, strategy: Any, device_type: str) -> None:
     """Build Megatron's config and check it, as ``MCoreGPT.check_settings`` does under a Trainer."""
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
+    from lightning_mcore.config.architecture import check_architecture, set_architecture
     from lightning_mcore.config.rules import raise_first
     from lightning_mcore.config.rules.model import (
         check_average_in_collective,
@@ -99,6 +100,8 @@ def _check_module(module: Any, strategy: Any, device_type: str) -> None:
         used = "transformer_engine" if choice == "auto" else choice
     else:
         used = resolve_transformer_impl(choice, device_type)
+    set_architecture(config, module.architecture)
+    check_architecture(config, used)
     check_fields(config, used, device_type)
     check_uniform_recompute(config)
     check_multi_token(config, module.hparams["share_embeddings_and_output_weights"])

@@ -122,8 +122,7 @@ class Architecture:
     @property
     def fits_transformer_engine(self) -> bool:
         """Whether TransformerEngine's layers support these settings."""
-        plain = Architecture()
-        return all(getattr(self, name) == getattr(plain, name) for name in _TORCH_BACKEND_ONLY)
+        return not needs_torch_backend(vars(self))
 
     def check_transformer_engine(self) -> None:
         """Refuse settings that TransformerEngine's layers do not support.
@@ -212,16 +211,27 @@ def _check(name: str, value: Any) -> None:
         raise ValueError(f"architecture has {name}={value!r}; give a number above 0")
 
 
-def check_architecture(config: Any) -> None:
-    """Refuse settings that do not work with the model's other fields.
+def needs_torch_backend(given: Any) -> bool:
+    """Return whether settings, which need not be valid, have one that TransformerEngine's layers do not support."""
+    settings = given if isinstance(given, Mapping) else {}
+    return any(
+        settings.get(name, ARCHITECTURE_DEFAULTS[name]) != ARCHITECTURE_DEFAULTS[name] for name in _TORCH_BACKEND_ONLY
+    )
+
+
+def check_architecture(config: Any, transformer_impl: str) -> None:
+    """Refuse settings that do not work with the model's other fields, or with its layers.
 
     Args:
         config: Megatron's config, with the settings attached.
+        transformer_impl: The layers: ``"local"`` or ``"transformer_engine"``.
 
     Raises:
         ValueError: There is such a setting.
     """
     given = architecture_of(config)
+    if transformer_impl == "transformer_engine":
+        given.check_transformer_engine()
     latent, experts = config.multi_latent_attention, config.num_moe_experts
     softmax = config.moe_router_score_function == "softmax" and not config.moe_router_enable_expert_bias
     clashes: list[tuple[str, bool, str]] = [

@@ -230,9 +230,8 @@ def check_backend(
     """
     check_fields(config, transformer_impl, device_type)
     check_uniform_recompute(config)
-    check_architecture(config)
+    check_architecture(config, transformer_impl)
     if transformer_impl == "transformer_engine":
-        architecture_of(config).check_transformer_engine()
         return
     if config.multi_latent_attention:
         _check_latent(config, device_type)

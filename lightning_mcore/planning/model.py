@@ -20,7 +20,7 @@ from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_mcore.config.architecture import Architecture
+from lightning_mcore.config.architecture import Architecture, needs_torch_backend
 from lightning_mcore.config.flops import moe_layers
 from lightning_mcore.config.layout import ModelShape, ParallelLayout
 from lightning_mcore.config.lora import AdaptedModel
@@ -226,6 +226,20 @@ class GPTFields:
             architecture=architecture,
             scores="preference" in model and Preference.of(model["preference"]).loss == "reward",
         )
+
+
+def backend_of(model: Mapping[str, Any], device_type: str) -> str:
+    """Return the layers of a model, ``"local"`` or ``"transformer_engine"``, on GPUs with TransformerEngine.
+
+    Args:
+        model: The arguments of ``MCoreGPT``.
+        device_type: ``"cuda"`` or ``"cpu"``.
+    """
+    choice: str = model.get("transformer_impl") or "auto"
+    if choice != "auto":
+        return choice
+    is_local = device_type != "cuda" or needs_torch_backend(model.get("architecture"))
+    return "local" if is_local else "transformer_engine"
 
 
 def _given_or(values: Mapping[str, Any], name: str, otherwise: Any) -> Any:

@@ -27,6 +27,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from torch import nn
 
 from lightning_mcore.arguments.build import make_strategy
+from lightning_mcore.config.architecture import check_architecture, set_architecture
 from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.field_homes import REQUIRED, check_owned_by_precision, ddp_fields_of, fusion_defaults
 from lightning_mcore.config.fp8 import FP8Settings, check_layers, check_microbatch, check_model
@@ -57,7 +58,7 @@ from lightning_mcore.parallel.pipeline import check_uniform_recompute
 from lightning_mcore.planning.adapters import check_adapters, with_adapters
 from lightning_mcore.planning.arguments import arguments_of_gpt
 from lightning_mcore.planning.grid import GlobalBatch, global_batch
-from lightning_mcore.planning.model import GPTFields
+from lightning_mcore.planning.model import GPTFields, backend_of
 from lightning_mcore.planning.preference import assumptions_of_preference, faults_of_pairs
 from lightning_mcore.planning.signatures import (
     Arguments,
@@ -355,6 +356,8 @@ def check_in_megatron(
     config: Any = _config(book, fields, owned, backend, device_type)
     if config is None:
         return
+    set_architecture(config, fields.architecture)
+    book.attempt(lambda: check_architecture(config, used))
     book.attempt(lambda: check_fields(config, used, device_type))  # type: ignore[arg-type]
     book.attempt(lambda: check_uniform_recompute(config))
     book.attempt(lambda: check_adapters(fields, config, settings))
@@ -485,7 +488,7 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
     rules = PlannedStrategy(book, settings.strategy, settings.precision, device_type)
     rules.check(devices)
     model = book.attempt(lambda: arguments_of_gpt(book, settings.model)) or {}
-    used = backend or _backend(model, device_type)
+    used = backend or backend_of(model, device_type)
     fused = _fusions(model, used, device_type)
     built = {**model, "transformer": {**fused, **model["transformer"]}} if fused else model
     fields = check_gpt(book, built) if model else None
@@ -499,7 +502,7 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
     if batch is not None and fields is not None:
         check_batch(book, fields, rules, batch)
     is_computable = batch is not None and fields is not None and _fits(rules, fields)
-    if model.get("transformer_impl", "auto") == "auto" and backend is None and device_type == "cuda":
+    if model.get("transformer_impl", "auto") == "auto" and backend is None and used == "transformer_engine":
         assumptions.append(
             "layers of TransformerEngine, as transformer_impl='auto' chooses on GPUs (or use --backend local)"
         )
@@ -535,11 +538,6 @@ def _of_kernels(rules: PlannedStrategy, fused: Mapping[str, bool]) -> Iterator[s
         yield f"fused, unless model.transformer sets these fields: {', '.join(n for n, on in fused.items() if on)}"
     if rules.fp8 is not None and rules.fp8.fp4_recipe is not None:
         yield "FP4 counts as bf16 in memory, and as FP8 in time"
-
-
-def _backend(model: Mapping[str, Any], device_type: str) -> str:
-    choice = model.get("transformer_impl") or "auto"
-    return choice if choice != "auto" else "transformer_engine" if device_type == "cuda" else "local"
 
 
 def _batch(

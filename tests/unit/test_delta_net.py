@@ -11,6 +11,7 @@ from lightning_mcore import MCoreGPT, single_process
 from lightning_mcore.config.architecture import Architecture
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.layers.delta_net import GatedDeltaNet, gated_delta_rule
+from lightning_mcore.planning.model import backend_of
 from tests import tiny
 from tests.unit.test_optimizer_options import is_one_sentence
 
@@ -82,6 +83,11 @@ def test_settings_that_make_no_sense_are_refused(given: dict[str, Any], message:
 def test_models_that_cannot_have_them_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message), single_process():
         gpt(**given).configure_model()
+
+
+def test_the_plan_takes_the_torch_backend_for_them_on_gpus() -> None:
+    assert backend_of({"architecture": {"delta_net": DELTA_NET}}, "cuda") == "local"
+    assert backend_of({"architecture": {"residual_scale": 2.0}}, "cuda") == "transformer_engine"
 
 
 def test_transformer_engine_is_refused() -> None:

@@ -35,6 +35,16 @@ def test_output_gate_adds_a_projection_as_wide_as_the_queries() -> None:
     assert flops(attention_output_gate=True) - flops() == 3 * 2 * SQUARE
 
 
+def test_a_gated_delta_net_reads_and_writes_its_memory_whatever_the_length() -> None:
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 3}
+    sizes |= {"linear_value_head_dim": 5, "linear_conv_kernel_dim": 4}
+    projections = 2 * 8 * (2 * 6 + 2 * 20 + 2 * 4) + 2 * 20 * 8  # queries, keys; values, gates; two numbers a head; out
+    layer = projections + 2 * 4 * (2 * 6 + 20) + 4 * 3 * (2 * 3 * 5) + 2 * (2 * 8 * 32)
+    for seq_length in (16, 64):
+        fields = {**DENSE, **sizes, "linear_attention_freq": [1, 1]}
+        assert training_flops_per_token(fields, vocab_size=32, seq_length=seq_length) == 3 * (2 * layer + OUTPUT)
+
+
 def test_a_frozen_weight_costs_two_thirds_and_adapters_come_on_top() -> None:
     products = 2 * (4 * SQUARE + 2 * (2 * 8 * 32)) + OUTPUT
     scores = 2 * 2 * (2 * 8) * 8

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.planning.plan import make_plan
+from tests import tiny
 from tests.real_run import real_errors
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -46,6 +47,8 @@ def run_with(
 def moe(transformer: dict[str, Any] | None = None, strategy: dict[str, Any] | None = None) -> RunSettings:
     return run_with(transformer, strategy, base=MOE)
 
+
+DELTA_NET = {"delta_net": dict(tiny.DELTA_NET)}
 
 WRONG: dict[str, tuple[RunSettings, str]] = {
     "a pair cut apart": (
@@ -339,6 +342,11 @@ WRONG: dict[str, tuple[RunSettings, str]] = {
     "least above peak": (run_with(model={"recipe": {"min_learning_rate": 1.0}}), "min_learning_rate"),
     "unknown optimizer": (run_with(model={"recipe": {"optimizer": "lion"}}), "lion"),
     "no vocabulary": (run_with(model={"vocab_size": 0}), "vocab_size=0"),
+    "flags of delta nets": (run_with({"num_layers": 4}, model={"architecture": DELTA_NET}), "give one for each layer"),
+    "heads of delta nets": (
+        run_with({"num_layers": 2}, {"context_parallel_size": 8}, model={"architecture": DELTA_NET}),
+        "does not divide linear_num_key_heads=4",
+    ),
     "TransformerEngine on the CPU": (run_with(model={"transformer_impl": "transformer_engine"}), "CUDA"),
 }  # fmt: skip
 
