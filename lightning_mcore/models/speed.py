@@ -55,7 +55,7 @@ class SpeedLogs(MCoreModule):
         """Continue measuring after validation."""
         self._clock.start()
         if self._counter is not None:
-            self._counter.count_tokens(num_tokens(batch))
+            self._counter.count_tokens(num_tokens(batch), self.image_tokens(batch))
 
     def on_validation_start(self) -> None:
         """Leave validation out of the measurement."""
@@ -77,7 +77,7 @@ class SpeedLogs(MCoreModule):
         if self._counter is not None:
             self._clock.add(self._counter.tokens)
         tokens_per_second = self._clock.step(float if self._counter is not None else self._over_copies)
-        flops = tokens_per_second * self._flops_per_token / self.trainer.world_size
+        flops = tokens_per_second * self.flops_per_token() / self.trainer.world_size
         self.log("tokens_per_second", tokens_per_second, prog_bar=True)
         self.log("model_tflops", flops / 1e12)
         grad_norm = getattr(self.trainer.optimizers[0], "grad_norm", self._local_grad_norm)  # Megatron's own, or ours
@@ -95,6 +95,14 @@ class SpeedLogs(MCoreModule):
         counted = tokens if isinstance(tokens, Tensor) else torch.full((), tokens, device=self.device)
         mean: Tensor = self.trainer.strategy.reduce(counted.float(), reduce_op="mean")
         return mean * model_copies(self.trainer.strategy)
+
+    def image_tokens(self, batch: Any) -> Tensor | None:
+        """Return the number of tokens of images in a batch, a scalar ``[]``; None for a model of text."""
+        return None
+
+    def flops_per_token(self) -> float:
+        """Return the floating-point operations for one token of the last step, forward and backward."""
+        return self._flops_per_token
 
     @functools.cached_property
     def _flops_per_token(self) -> float:

@@ -6,6 +6,7 @@ the entries that ``MCoreGPT`` takes, and those that a Hugging Face processor ret
 ``pixel_values`` and ``image_grid_thw``, ``pixel_values_videos`` and ``video_grid_thw`` (``data/multimodal.py``).
 """
 
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from lightning_mcore.data.multimodal import INPUTS, with_vision
 from lightning_mcore.layers.inputs import ModelInputs
 from lightning_mcore.layers.spec import TransformerImpl
 from lightning_mcore.layers.vision import VisionGPT, VisionInputs, with_own_images
+from lightning_mcore.layers.vision_weights import tower_flops_per_token
 from lightning_mcore.models import generation
 from lightning_mcore.models.gpt import Batch, MCoreGPT
 from lightning_mcore.models.recipe import Recipe
@@ -33,7 +35,7 @@ class MCoreVisionGPT(MCoreGPT):
     """A model of text, images and videos: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE.
 
     :meth:`from_pretrained` makes it from a Hugging Face model, and exports have the weight names of the hub. It logs
-    what ``MCoreGPT`` logs; ``model_tflops`` does not count the tower.
+    what ``MCoreGPT`` logs; ``model_tflops`` includes the tower's products with weights.
 
     Args:
         vocab_size: As in :class:`~lightning_mcore.MCoreGPT`, like all arguments except ``vision``, ``freeze`` and
@@ -206,6 +208,20 @@ class MCoreVisionGPT(MCoreGPT):
         group = process_group("cp") if self._host() is not None else None
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
         return VisionInputs.of_batch(super().model_inputs(batch), batch, rank, size)
+
+    def image_tokens(self, batch: Batch) -> Tensor:
+        """Return the number of tokens of images and videos in a batch, a scalar ``[]``."""
+        return (batch["vision_rows"] >= 0).sum()
+
+    def flops_per_token(self) -> float:
+        """Return the floating-point operations for one token of the last step, with those of the tower for images."""
+        counter = self._counter
+        share = counter.image_tokens / counter.tokens if counter is not None and counter.tokens else 0.0
+        return super().flops_per_token() + share * self._tower_flops
+
+    @functools.cached_property
+    def _tower_flops(self) -> int:
+        return tower_flops_per_token(self.vision, PARTS if self.lora is not None else self.freeze_parts)
 
     def next_logits(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the logits of :meth:`MCoreGPT.next_logits`; tokens of images and videos are never generated."""

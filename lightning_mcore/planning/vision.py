@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vision tower of a planned model: its weights, and what a plan does not count of it."""
 
-import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.vision import Vision
+from lightning_mcore.layers.vision_weights import tower_weights
 from lightning_mcore.models.vision import check_parts
 from lightning_mcore.planning.model import GPTFields, stage_layers
 
@@ -24,12 +22,7 @@ def with_tower(fields: GPTFields, model: Mapping[str, Any]) -> GPTFields:
     if model.get("vision") is None:
         return fields
     vision = Vision.of(model["vision"])
-    kind: Any = getattr(importlib.import_module(vision.family.package), vision.family.tower)
-    with torch.device("meta"):
-        tower = kind(kind.config_class(**vision.config))
-    weights = {
-        f"vision.tower.{name}": (tuple(weight.shape), vision.part_of(name)) for name, weight in tower.named_parameters()
-    }
+    weights = {f"vision.tower.{name}": (shape, vision.part_of(name)) for name, shape in tower_weights(vision).items()}
     return replace(fields, tower=weights, frozen=frozenset(model.get("freeze") or ()), deepstack=vision.deepstack)
 
 

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,7 +17,8 @@ from lightning_mcore.checkpoint.weights import load_weights
 from lightning_mcore.cli import main
 from lightning_mcore.cli.plan import run as plan_command
 from lightning_mcore.config.run import RunSettings
-from lightning_mcore.config.vision import LANGUAGE_MODEL, PROJECTOR, TOWER
+from lightning_mcore.config.vision import LANGUAGE_MODEL, PROJECTOR, TOWER, Vision
+from lightning_mcore.layers.vision_weights import tower_flops_per_token
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.planning.live import settings_of
 from lightning_mcore.planning.plan import make_plan
@@ -118,6 +120,37 @@ def test_adapters_and_prompts_with_images_are_those_of_peft_and_transformers(
     assert wanted[0].tolist() == tokens
     read = run_ranks(1, logits_of, folder, str(one), batch, open_group=False)[0]
     torch.testing.assert_close(read[..., : logits.size(-1)].view_as(logits), logits, rtol=0, atol=1e-4)
+
+
+class Counts(pl.Callback):
+    """Keeps the tokens, those of images, and the operations per token, of each step."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[float, float, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        counter = trainer.strategy.logs.counter
+        self.found.append((counter.tokens, counter.image_tokens, module.flops_per_token()))
+
+
+def count(folder: str, layout: Layout) -> list[tuple[float, float, float]]:
+    counts = Counts()
+    module = MCoreVisionGPT.from_pretrained(folder, LENGTH)
+    trainer = make_trainer(MCoreStrategy(**layout.strategy_arguments), max_steps=2, callbacks=[counts])
+    batches = [vision_batch("qwen2_vl"), vision_batch("qwen2_vl", images=[[], []], videos=[[], []])]
+    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return counts.found
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(cp=2), Layout(pp=2)], ids=str)
+def test_tokens_of_images_count_with_the_operations_of_the_tower(layout: Layout) -> None:
+    """On every rank, also on a stage without the tower; the second step has no image."""
+    vision = Vision.of(MCoreVisionGPT.from_pretrained(str(vision_folder("qwen2_vl"))).hparams["vision"])
+    seen = int((vision_batch("qwen2_vl")["tokens"] >= IMAGE_TOKEN).sum())
+    for steps in run_ranks(layout.world_size, count, str(vision_folder("qwen2_vl")), layout):
+        (tokens, images, flops), (_, none, plain) = steps
+        assert (tokens, images, none) == (2 * LENGTH, seen, 0)
+        assert flops - plain == pytest.approx(seen / (2 * LENGTH) * tower_flops_per_token(vision))
 
 
 def refuse_prompts(folder: str) -> None:

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_mcore.config.vision import VISION_FAMILIES, Vision
+from lightning_mcore.config.vision import PROJECTOR, TOWER, VISION_FAMILIES, Vision
 from lightning_mcore.data.multimodal import with_vision
 from lightning_mcore.hf.family import find_family
 from lightning_mcore.hf.source import complete_config
 from lightning_mcore.layers.multimodal_rotary import MultimodalRotary, positions_in_row
 from lightning_mcore.layers.packed_sequences import packed_sequences, split_packed_rows
 from lightning_mcore.layers.vision import VisionTower, share_out
+from lightning_mcore.layers.vision_weights import tower_flops_per_token
 from tests.vision_models import IMAGE_TOKEN, VIDEO_TOKEN, vision_batch, vision_config
 
 FAMILIES = tuple(VISION_FAMILIES)
@@ -210,6 +212,30 @@ def test_full_recompute_reaches_the_tower(family: str) -> None:
     assert all(map(torch.equal, gradients[0], gradients[2]))
     assert any(gradient.any() for gradient in gradients[0])
     assert not tower.requires_grad_(False)(None, None).requires_grad
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_operations_of_the_tower_are_those_that_torch_counts(family: str) -> None:
+    """Products with weights, forward and backward; a frozen tower runs forward alone."""
+    vision = settings(family)
+    row = VISION_FAMILIES[family]
+    kind = getattr(importlib.import_module(row.package), row.tower)
+    tower = kind(kind.config_class(**vision.config))
+    grids = torch.tensor([[1, 4, 6], [1, 8, 4]])
+    patches = torch.randn(56, 96)
+    tokens, aten = 56 // 4, torch.ops.aten
+    for frozen in ((), (TOWER,), (PROJECTOR,), (TOWER, PROJECTOR)):
+        for name, parameter in tower.named_parameters():
+            parameter.requires_grad_(vision.part_of(name) not in frozen)
+        with FlopCounterMode(display=False) as counter:
+            output = tower(patches, grid_thw=grids, return_dict=True)
+            seen = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+            if len(frozen) < 2:
+                sum(each.sum() for each in seen).backward()
+        counts = counter.get_flop_counts()["Global"]
+        kinds = (aten.mm, aten.addmm, aten.convolution, aten.convolution_backward)
+        found = sum(counts.get(kind, 0) for kind in kinds)
+        assert found == tokens * tower_flops_per_token(vision, frozen), frozen
 
 
 def test_settings_that_fit_nothing_are_refused() -> None:

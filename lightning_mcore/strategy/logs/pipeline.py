@@ -42,7 +42,7 @@ from lightning_mcore.strategy.logs.evaluation import metrics_unchanged, reductio
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 _LOSS = "loss that the step returns"
-_TOKENS = "tokens that the step reads"
+_TOKENS, _IMAGE_TOKENS = "tokens that the step reads", "tokens of images that the step reads"
 _COUNTERS = ("_update_count", "_forward_cache", "_computed")  # a metric's attributes besides its state
 _Place = tuple[str, int | None]  # a step and, if there are several, the index of the evaluation dataloader
 ALREADY_MERGED = "merged by PipelineLogs"
@@ -92,17 +92,28 @@ class PipelineLogs:
         self._changed: set[str] = set()
         self._known: dict[_Place, list[_Name]] = {}
         self._error: str | None = None
-        self._counted: Any = None
-        self.tokens = 0.0
-        """The tokens that :meth:`count_tokens` counted for the last training step, on all model copies."""
+        self._counted: dict[str, Any] = {}
+        self._counts: dict[str, float] = {}
 
-    def count_tokens(self, tokens: Tensor | int) -> None:
+    @property
+    def tokens(self) -> float:
+        """The tokens that :meth:`count_tokens` counted for the last training step, on all model copies."""
+        return self._counts.get(_TOKENS, 0.0)
+
+    @property
+    def image_tokens(self) -> float:
+        """Those of them that are of images."""
+        return self._counts.get(_IMAGE_TOKENS, 0.0)
+
+    def count_tokens(self, tokens: Tensor | int, of_images: Tensor | None = None) -> None:
         """Count tokens that the next training step reads.
 
         Args:
             tokens: Tokens of whole sequences, before they are split over ranks; an integer or a scalar ``[]``.
+            of_images: Those of them that are of images, a scalar ``[]``; None for a model of text.
         """
-        self._counted = tokens if self._counted is None else self._counted + tokens
+        counted = {_TOKENS: tokens} | ({} if of_images is None else {_IMAGE_TOKENS: of_images})
+        self._counted = {name: self._counted.get(name, 0) + number for name, number in counted.items()}
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -164,10 +175,10 @@ class PipelineLogs:
         place = (step, self._dataloader_index())
         num_known = len(self._known.get(place, []))
         packed = None
-        if over_copies and self._counted is not None:
-            share = self._counted / process_group("cp").size()  # every rank has counted whole sequences
-            self._add(_Name(_TOKENS, {"sync_dist": True}, "sum", torch.float64), share, 1.0)
-            self._counted = None
+        for what, counted in self._counted.items() if over_copies else ():
+            share = counted / process_group("cp").size()  # every rank has counted whole sequences
+            self._add(_Name(what, {"sync_dist": True}, "sum", torch.float64), share, 1.0)
+        self._counted = {} if over_copies else self._counted
         if stages.rank() == stages.size() - 1:
             packed = self._merged(place, group)
         self._entries = {}
@@ -187,8 +198,8 @@ class PipelineLogs:
                 continue
             if name.name == _LOSS:
                 loss = value.float()
-            elif name.name == _TOKENS:
-                self.tokens = number
+            elif name.name in (_TOKENS, _IMAGE_TOKENS):
+                self._counts[name.name] = number
             else:
                 self._replay(name, value, weight, is_merged=over_copies)
         return loss
