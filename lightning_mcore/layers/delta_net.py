@@ -80,7 +80,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         sizes = architecture_of(config).delta_net
         assert sizes is not None
         self.layer_number = layer_number
-        selected = config.recompute_modules if config.recompute_granularity == "selective" else ()
+        selected = (config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
         self.is_recomputed = "core_attn" in selected
         tp_group = parallel_state.get_tensor_model_parallel_group()
         self.cp_group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
@@ -94,10 +94,14 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         self.linear_in = ColumnParallelLinear(
             config.hidden_size, heads * width, init_method=config.init_method, gather_output=False, **common
         )
-        self.conv1d = _OfHeads(
-            tp_group, _convolution(heads * self.mixed_width, sizes["linear_conv_kernel_dim"]), config
-        )
-        self.A_log = _OfHeads(tp_group, torch.empty(values).uniform_(_SMALLEST_DECAY, _LARGEST_DECAY).log(), config)
+        # Each layer draws from its number, so that it begins alike on every layout.
+        generator = torch.Generator().manual_seed((torch.initial_seed() + layer_number) % 2**63)
+        kernel = sizes["linear_conv_kernel_dim"]
+        convolution = torch.empty(heads * self.mixed_width, 1, kernel)
+        convolution.uniform_(-(kernel**-0.5), kernel**-0.5, generator=generator)  # as PyTorch's convolutions begin
+        decay = torch.empty(values).uniform_(_SMALLEST_DECAY, _LARGEST_DECAY, generator=generator)
+        self.conv1d = _OfHeads(tp_group, convolution, config)
+        self.A_log = _OfHeads(tp_group, decay.log(), config)
         self.dt_bias = _OfHeads(tp_group, torch.ones(values), config)
         self.out_norm = _GatedNorm(config, self.value_size)
         self.linear_out = RowParallelLinear(
@@ -144,7 +148,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
             order, positions = token_orders(offsets, ranks, mixed.device)
             mixed = self._whole_sequences(mixed).index_select(0, order)
         if inference_context is None:
-            lengths = [end - start for start, end in itertools.pairwise(offsets)]
+            lengths = [end - start for start, end in itertools.pairwise(offsets) if end > start]
             found = [self._mix(sequence, None)[0] for sequence in torch.split(mixed, lengths)]
             output = found[0] if len(found) == 1 else torch.cat(found)
         else:
@@ -250,11 +254,6 @@ class _OfHeads(nn.Module):
         own = self.state_dict(prefix="", keep_vars=True)
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, {"weight": 0}, sharded_offsets)
         return found
-
-
-def _convolution(channels: int, kernel: int) -> Tensor:
-    """Return the initial weights of a convolution of each channel, [channels, 1, kernel], as PyTorch draws them."""
-    return torch.empty(channels, 1, kernel).uniform_(-(kernel**-0.5), kernel**-0.5)
 
 
 class _GatedNorm(nn.Module):
