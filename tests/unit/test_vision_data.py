@@ -157,6 +157,48 @@ def test_an_image_that_is_neither_a_path_nor_bytes_is_refused(tmp_path: Path) ->
         batches(data(tmp_path, [{"messages": [("user", "<image>"), ANSWER], "images": [3]}]))
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "a.png, an image of row 0 of .*, is not an image that can be read"),
+        (b"\x89PNG\r\n\x1a\n123", "a.png, an image of row 0 of .*, is not an image that can be read"),
+        (
+            (2, 900),
+            r"a.png, an image of row 0 of .*, cannot be used: absolute aspect ratio must be .*; leave",
+        ),
+        ((20000, 20000), "a.png, an image of row 0 of .*, is not an image that can be read"),
+    ],
+)
+def test_an_image_that_cannot_be_used_is_named_or_its_row_counted(
+    content: bytes | tuple[int, int], message: str, tmp_path: Path
+) -> None:
+    """As is asked for; with many pixels, it might be an attack."""
+    for broken in ("error", "drop"):
+        module = data(tmp_path, [ROWS[0], ROWS[2]], packing=False, broken_images=broken)
+        if isinstance(content, bytes):
+            (tmp_path / "a.png").write_bytes(content)
+        else:
+            Image.new("1", content).save(tmp_path / "a.png")
+        if broken == "error":
+            with pytest.raises(ValueError, match=message):
+                batches(module)
+    assert len(batches(module)) == 1
+    statistics = module.statistics["train"]
+    assert (statistics.samples, statistics.unreadable_image, statistics.through_image) == (2, 1, 0)
+    assert "left out 1 with an image that cannot be read" in str(statistics)
+
+
+def test_markers_without_images_are_an_error_even_where_broken_images_are_dropped(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has 1 <image> in its text and 0 images"):
+        batches(data(tmp_path, [{**ROWS[0], "images": []}], broken_images="drop"))
+
+
+@pytest.mark.parametrize("part", ["text", {"type": "video", "video": "v.mp4"}, {"text": "x"}])
+def test_parts_of_other_kinds_are_refused(part: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"row 0 of .* has .* in a message, which is neither a text nor an image; l"):
+        batches(data(tmp_path, [{"messages": [("user", [part]), ANSWER]}]))
+
+
 def test_a_damaged_image_is_named(tmp_path: Path) -> None:
     """Its header is whole, so its tokens are known."""
     module = data(tmp_path, ROWS[:1])
@@ -169,6 +211,16 @@ def test_a_damaged_image_is_named(tmp_path: Path) -> None:
 def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="overlong='split' would separate images from their text"):
         data(tmp_path, ROWS, overlong="split")
+    with pytest.raises(ValueError, match="broken_images='skip' is unknown; choose 'error' or 'drop'"):
+        data(tmp_path, ROWS, broken_images="skip")
+    contradictory = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 900, "longest_edge": 100})
+    limits = MCoreVisionData(str(tmp_path / "rows.jsonl"), seeing_tokenizer(), 32, contradictory)
+    with pytest.raises(ValueError, match="has 900 pixels as the least and 100 as the most of an image"):
+        _ = limits.image_processor
+    with pytest.raises(
+        ValueError, match=r"take more than the 4 tokens of a row.*; choose a larger seq_length or overl"
+    ):
+        batches(data(tmp_path, ROWS, seq_length=4, packing=False))
     with pytest.raises(ValueError, match="image_processor is not given"):
         MCoreVisionData("rows.jsonl", seeing_tokenizer(), 32)
     module = MCoreVisionData(str(tmp_path / "rows.jsonl"), characters(), 32, processor(), cache_dir=str(tmp_path))

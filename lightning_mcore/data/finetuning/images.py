@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import BytesIO
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_mcore.config.value_checks import require_choice
 from lightning_mcore.data.finetuning.chat import ChatTemplate
 from lightning_mcore.data.finetuning.conversations import Format, LossOn, Message, Row
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
@@ -33,7 +34,10 @@ from lightning_mcore.data.packing.rows import PackedDataset, TokenizedSamples
 MARKER = "<image>"
 _VIDEO = "<video>"
 _START, _IMAGE, _END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
-_IMAGES = "images"  # column of the cache
+_IMAGES, _UNREADABLE = "images", "unreadable"  # columns of the cache
+
+Broken = Literal["error", "drop"]
+"""What happens to a row with an image that is not there or cannot be read."""
 
 Stored = dict[str, Any]
 """An image: its ``path`` within ``media_dir``, or the ``bytes`` of its file; the other is None."""
@@ -49,6 +53,7 @@ class ImageReading(Reading):
         media_dir: Folder of the images.
         image_token: Id of the token that stands for a part of an image.
         sizes: The settings of the image processor, as text for the name of the cache.
+        broken: What happens to a row with an image that is not there or cannot be read: ``error`` or ``drop``.
         processor: The image processor, which decides how many tokens an image takes.
     """
 
@@ -57,6 +62,7 @@ class ImageReading(Reading):
     media_dir: str = ""
     image_token: int = -1
     sizes: str = ""
+    broken: Broken = "error"
     processor: Any = field(default=None, repr=False, compare=False)
 
     def reader(self, columns: Iterable[str]) -> RowReader:
@@ -82,10 +88,10 @@ class ImageReading(Reading):
         return rows
 
     def features(self) -> dict[str, Any]:
-        """Return the type of the column of images."""
+        """Return the types of the columns of images, and of rows with one that cannot be read."""
         from datasets import List, Value
 
-        return {_IMAGES: List({"path": Value("string"), "bytes": Value("binary")})}
+        return {_IMAGES: List({"path": Value("string"), "bytes": Value("binary")}), _UNREADABLE: "bool"}
 
     def encoded(self, reader: RowReader, encoder: Encoder, row: Row, index: int, name: str) -> dict[str, Any]:
         """Return the cache's columns of a row; tokens of images never count in the loss.
@@ -94,7 +100,13 @@ class ImageReading(Reading):
         """
         row, images = _with_markers(row, self.column, name)
         messages = reader.messages(row, name)
-        count = self._insert_tokens(messages, images, name) if messages else 0
+        unreadable = False
+        try:
+            count = self._insert_tokens(messages, images, name) if messages else 0
+        except _BrokenImageError:
+            if self.broken == "error":
+                raise
+            count, unreadable, messages, images = 0, True, [], []
         sample = encoder.encode(messages, index, name)
         seen = sample.tokens == self.image_token
         if not len(sample.tokens):
@@ -102,7 +114,8 @@ class ImageReading(Reading):
         elif int(seen.sum()) < count:
             sample, seen = TokenSample(sample.tokens[:0], seen[:0], index), seen[:0]
         learnt = ~seen if sample.loss_mask is None else sample.loss_mask & ~seen
-        return {**self.columns(dataclasses.replace(sample, loss_mask=learnt)), _IMAGES: images}
+        of_text = self.columns(dataclasses.replace(sample, loss_mask=learnt))
+        return {**of_text, _IMAGES: images, _UNREADABLE: unreadable}
 
     def _insert_tokens(self, messages: list[Message], images: list[Stored], name: str) -> int:
         """Replace the markers in messages by the tokens of images, and return how many these are."""
@@ -131,8 +144,14 @@ class ImageReading(Reading):
             patches: int = self.processor.get_number_of_image_patches(height, width)
         except ValueError as error:
             what = _called(stored, self.media_dir)
-            raise ValueError(f"{what}, an image of {name}, cannot be used: {error}; leave the row out") from error
+            raise _BrokenImageError(
+                f"{what}, an image of {name}, cannot be used: {error}; leave the row out"
+            ) from error
         return patches // int(self.processor.merge_size) ** 2
+
+
+class _BrokenImageError(ValueError):
+    """An image is not there, or cannot be read or used."""
 
 
 def opened_image(stored: Stored, media_dir: str, name: str) -> Any:
@@ -157,9 +176,9 @@ def opened_image(stored: Stored, media_dir: str, name: str) -> Any:
         if stored["bytes"] is not None:
             return Image.open(BytesIO(stored["bytes"]))
         return Image.open(os.path.join(media_dir, stored["path"]))
-    except OSError as error:
+    except (OSError, Image.DecompressionBombError) as error:
         what = "is not there" if isinstance(error, FileNotFoundError) else "is not an image that can be read"
-        raise ValueError(
+        raise _BrokenImageError(
             f"{_called(stored, media_dir)}, an image of {name}, {what}; give its path, relative to media_dir"
         ) from error
 
@@ -179,7 +198,7 @@ def _with_markers(row: Row, column: str | None, name: str) -> tuple[Row, list[St
     if isinstance(messages, list) and any(_has_parts(message) for message in messages):
         if images:
             raise ValueError(f"{name} has images both in its messages and in a column; give them in one of the two")
-        row = {**row, "messages": [_joined(message, images) for message in messages]}
+        row = {**row, "messages": [_joined(message, images, name) for message in messages]}
     return row, [_stored(image, name) for image in images]
 
 
@@ -189,8 +208,10 @@ def _stored(image: Any, name: str) -> Stored:
         return {"path": image, "bytes": None}
     if isinstance(image, bytes):
         return {"path": None, "bytes": image}
-    if isinstance(image, Mapping) and (image.get("bytes") or image.get("path")):
-        return {"path": image.get("path"), "bytes": image.get("bytes")}
+    if isinstance(image, Mapping):
+        path, content = image.get("path"), image.get("bytes")
+        if (isinstance(content, bytes) and content) or (content is None and isinstance(path, str) and path):
+            return {"path": path, "bytes": content}
     raise TypeError(f"{name} has an image of type {type(image).__name__}; give its path, or the bytes of its file")
 
 
@@ -198,17 +219,20 @@ def _has_parts(message: Any) -> bool:
     return isinstance(message, Mapping) and isinstance(message.get("content"), list)
 
 
-def _joined(message: Any, images: list[Any]) -> Any:
+def _joined(message: Any, images: list[Any], name: str) -> Any:
     """Return a message whose parts are joined, and add its images to a list."""
     if not _has_parts(message):
         return message
     text = ""
     for part in message["content"]:
-        if part.get("type") == "image":
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in ("image", "text"):
+            raise ValueError(
+                f"{name} has {part!r:.80} in a message, which is neither a text nor an image; leave the row out"
+            )
+        if kind == "image":
             images.append(part.get("image") or part.get("path"))
-            text += MARKER
-        else:
-            text += part.get("text") or ""
+        text += MARKER if kind == "image" else part.get("text") or ""
     return {**message, "content": text}
 
 
@@ -226,13 +250,19 @@ class SeeingSample(TokenSample):
 class _Samples(TokenizedSamples):
     """Samples with their images; a sample that would be cut inside an image is left out and counted."""
 
+    _or_overlong = " or overlong='cut'"
+
     def __init__(self, tokenized: Any, *arguments: Any, image_token: int) -> None:
         self._image_token = image_token
-        self._images = tokenized.select_columns([_IMAGES])
+        self._images = tokenized.select_columns([_IMAGES, _UNREADABLE])
         super().__init__(tokenized, *arguments)
 
     def _pieces(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         [sample] = self._read([index])
+        if self._images[index][_UNREADABLE]:
+            self.statistics.samples += 1
+            self.statistics.unreadable_image += 1
+            return (np.zeros(0, np.int64),) * 3
         if self._is_cut_inside(sample) or (not len(sample.tokens) and self._images[index][_IMAGES]):
             self.statistics.samples += 1
             self.statistics.through_image += 1
@@ -282,7 +312,7 @@ class _Collate:
         with opened_image(stored, self._media_dir, "this batch") as image:
             try:
                 image.load()
-            except OSError as error:  # its header could be read
+            except (OSError, SyntaxError, ValueError) as error:  # its header could be read
                 what = _called(stored, self._media_dir)
                 raise ValueError(f"{what} is damaged: {error}; replace it, or leave its row out") from error
             return image
@@ -292,10 +322,12 @@ class ImageRows(MCoreFinetuningData):
     """Adds images to a data module of conversations.
 
     Attributes:
-        media_dir: The folder that paths of images are relative to; set after the constructor.
+        media_dir: The folder that paths of images are relative to.
+        broken_images: What happens to a row with an image that is not there or cannot be read.
     """
 
     media_dir: str
+    broken_images: Broken = "error"
     _given_processor: Any  # or the folder or name of a model
 
     @cached_property
@@ -304,11 +336,18 @@ class ImageRows(MCoreFinetuningData):
         return self._load_processor()
 
     def _load_processor(self) -> Any:
-        if not isinstance(self._given_processor, str):
-            return self._given_processor
-        from transformers import AutoImageProcessor
+        processor = self._given_processor
+        if isinstance(processor, str):
+            from transformers import AutoImageProcessor
 
-        return AutoImageProcessor.from_pretrained(self._given_processor)  # type: ignore[no-untyped-call]
+            processor = AutoImageProcessor.from_pretrained(processor)  # type: ignore[no-untyped-call]
+        least, most = (processor.size[name] for name in ("shortest_edge", "longest_edge"))
+        if not 0 < least <= most:
+            raise ValueError(
+                f"the image processor has {least} pixels as the least and {most} as the most of an image; give a least"
+                " number that is not above the most"
+            )
+        return processor
 
     @cached_property
     def image_token(self) -> int:
@@ -334,6 +373,7 @@ class ImageRows(MCoreFinetuningData):
             media_dir=self.media_dir,
             image_token=self.image_token,
             sizes=self.image_processor.to_json_string(),
+            broken=self.broken_images,
             processor=self.image_processor,
         )
         return super()._tokenized_files(files, name, seeing)
@@ -364,6 +404,9 @@ class MCoreVisionData(ImageRows):
         seq_length: Tokens of a row, including those of images.
         image_processor: A folder or name of a model, or its image processor; None for that of ``tokenizer``.
         media_dir: The folder that paths of images are relative to.
+        broken_images: For a row with an image that is not there, cannot be opened or cannot be used: ``error`` refuses
+            it; ``drop`` leaves it out and counts it. Damage behind an image's header is found when a batch is made, and
+            always an error.
         batch_size: Rows in a batch of one data-parallel rank.
         validation_files: Files to validate on.
         test_files: Files to test on.
@@ -396,6 +439,7 @@ class MCoreVisionData(ImageRows):
         seq_length: int,
         image_processor: Any = None,
         media_dir: str = "",
+        broken_images: Broken = "error",
         batch_size: int = 1,
         validation_files: str | list[str] | None = None,
         test_files: str | list[str] | None = None,
@@ -444,3 +488,5 @@ class MCoreVisionData(ImageRows):
         )
         self._given_processor = tokenizer if image_processor is None else image_processor
         self.media_dir = media_dir
+        require_choice("broken_images", broken_images, Broken)
+        self.broken_images = broken_images

@@ -50,6 +50,7 @@ class PackingStatistics:
         without_target: Samples that were left out because no target is in them.
         without_answer: Samples that were left out because they have no text to learn.
         through_image: Samples that were left out because their cut would go through an image.
+        unreadable_image: Samples that were left out because an image of theirs cannot be read.
     """
 
     samples: int = 0
@@ -67,6 +68,7 @@ class PackingStatistics:
     without_target: int = 0
     without_answer: int = 0
     through_image: int = 0
+    unreadable_image: int = 0
 
     @property
     def padding(self) -> int:
@@ -86,7 +88,8 @@ class PackingStatistics:
     @property
     def left_out(self) -> int:
         """Samples that are in no row."""
-        return self.without_answer + self.too_short + self.without_target + self.through_image
+        of_images = self.through_image + self.unreadable_image
+        return self.without_answer + self.too_short + self.without_target + of_images
 
     @property
     def lossless(self) -> bool:
@@ -140,6 +143,8 @@ class PackingStatistics:
             parts.append(f"left out {self.without_target:,} without a target")
         if self.through_image:
             parts.append(f"left out {self.through_image:,} whose cut goes through an image")
+        if self.unreadable_image:
+            parts.append(f"left out {self.unreadable_image:,} with an image that cannot be read")
         return "; ".join(parts)
 
 

@@ -317,6 +317,8 @@ class TokenizedSamples(Dataset[TokenSample]):
         ValueError: A sample is longer than a row and ``overlong="error"``, or no sample is left.
     """
 
+    _or_overlong = ", overlong='cut' or overlong='split'"
+
     def __init__(
         self, tokenized: Any, indices: NDArray[np.int64], row_length: int, overlong: Overlong, name: str
     ) -> None:
@@ -330,8 +332,7 @@ class TokenizedSamples(Dataset[TokenSample]):
             count, longest = int((lengths > row_length).sum()), int(lengths.argmax())
             raise ValueError(
                 f"{count} of {len(lengths)} samples of {name} take more than the {row_length} tokens of a row, the"
-                f" longest {lengths[longest]} (row {indices[longest]}); choose a larger seq_length, overlong='cut' or"
-                " overlong='split'"
+                f" longest {lengths[longest]} (row {indices[longest]}); choose a larger seq_length{self._or_overlong}"
             )
         whole = (lengths <= row_length) & (targets > 0)
         plain = indices[whole]
