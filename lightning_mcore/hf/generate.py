@@ -152,7 +152,7 @@ class KeyValueCache:
         if whole is None:  # this stage has no logits
             logits = torch.empty(tokens.size(0), 1, self._model.vocab_size, device=tokens.device)
         else:
-            logits = whole[..., : self._model.vocab_size].float().contiguous()
+            logits = whole[:, -1:, : self._model.vocab_size].float().contiguous()  # 0.19 gives those of all tokens
         if group.size() > 1:
             dist.broadcast(logits, src=dist.get_global_rank(group, group.size() - 1), group=group)
         return logits
