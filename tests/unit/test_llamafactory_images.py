@@ -130,6 +130,13 @@ def test_parts_are_frozen(overrides: list[str], frozen: list[str], tmp_path: Pat
     assert len(run.notes) == ("vision_tower" not in frozen or "multi_modal_projector" not in frozen)
 
 
+def test_adapters_are_on_the_language_model_alone(tmp_path: Path) -> None:
+    """The tower is frozen without being named."""
+    model = read_run(write_file(tmp_path), ["finetuning_type=lora", "lora_rank=4"]).settings().model
+    assert model["lora"]["r"] == 4
+    assert "freeze" not in model
+
+
 def test_the_rotary_fusion_is_left_out_where_it_does_not_hold(tmp_path: Path) -> None:
     file = write_file(tmp_path)
     rows = ["per_device_eval_batch_size=1", "apply_rope_fusion=true"]
