@@ -310,9 +310,9 @@ def count_bytes(model: str) -> int:
     """Rank function: the bytes that this rank reads of the model."""
     read, count = SafetensorsFolder.read, 0
 
-    def counting(folder: SafetensorsFolder, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    def counting(folder: SafetensorsFolder, *rectangle: Any) -> Tensor:
         nonlocal count
-        values = read(folder, name, start, shape)
+        values = read(folder, *rectangle)
         count += values.nbytes
         return values
 
