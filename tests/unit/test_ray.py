@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -168,11 +169,8 @@ def test_a_llamafactory_file_asks_for_workers(
     assert read_run(file).settings().ray is None
     with pytest.raises(ValueError, match=r"^master_addr: '10\.0\.0\.1' has no effect without Ray's workers"):
         read_run(file, ["master_addr=10.0.0.1"])
-    monkeypatch.setitem(sys.modules, "ray", None)
-    sys.modules.pop("lightning_mcore.strategy.ray", None)
     capsys.readouterr()
     refused = {
-        (): "a run on Ray needs the package ray, which is not installed",
         ("tensor_model_parallel_size=3",): "num_workers=4 is not a multiple of 3",
         ("--devices", "2"): "devices=2 times num_nodes=1 is not num_workers=4",
         ("--ray-min-workers", "5"): "ray_min_workers=5 is not between 1 and ray_num_workers=4",
@@ -187,25 +185,49 @@ def test_a_llamafactory_file_asks_for_workers(
     assert json.loads(capsys.readouterr().out)["devices"] == 4
 
 
+RUN = """
+trainer:
+  accelerator: cpu
+  accumulate_grad_batches: 2
+  strategy: {class_path: MCoreStrategy, init_args: {tensor_model_parallel_size: 2}}
+model:
+  class_path: MCoreGPT
+  init_args:
+    {vocab_size: 8, seq_length: 8, transformer: {num_layers: 2, hidden_size: 8, num_attention_heads: 2}}
+"""
+ELASTIC = "ray: {num_workers: [2, 4], max_failures: 1}\n"
+
+
+def test_a_run_on_ray_without_its_package_is_refused(tmp_path: Path) -> None:
+    """In a process of its own: where another test has imported Ray, its classes stay known."""
+    (tmp_path / "run.yaml").write_text(RUN)
+    (tmp_path / "elastic.yaml").write_text(RUN + ELASTIC)
+    file = write_run(tmp_path / "factory", QWEN3_LORA | {"use_cpu": True}, "qwen3")
+    fit = ["fit", "--config"]
+    commands = [["llamafactory", file, "ray_num_workers=4"], [*fit, "run.yaml", "--ray.num_workers=2"]]
+    code = f"""
+import sys
+sys.modules["ray"] = None
+from lightning_mcore.cli import main
+for command in {[*commands, [*fit, "elastic.yaml"]]!r}:
+    assert main(command) == 2, command
+"""
+    given: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "timeout": 240}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **given)
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(told) == 3
+    assert all(line.startswith("error: a run on Ray needs the package ray, which is not installed;") for line in told)
+
+
 def test_a_file_of_lightning_asks_for_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "ray", None)
-    sys.modules.pop("lightning_mcore.strategy.ray", None)
-    fields = "{num_layers: 2, hidden_size: 8, num_attention_heads: 2}"
-    text = f"""
-trainer:
-  accelerator: cpu
-  accumulate_grad_batches: 2
-  strategy: {{class_path: MCoreStrategy, init_args: {{tensor_model_parallel_size: 2}}}}
-model: {{class_path: MCoreGPT, init_args: {{vocab_size: 8, seq_length: 8, transformer: {fields}}}}}
-"""
-    Path("run.yaml").write_text(text)
-    Path("elastic.yaml").write_text(text + "ray: {num_workers: [2, 4], max_failures: 1}\n")
+    Path("run.yaml").write_text(RUN)
+    Path("elastic.yaml").write_text(RUN + ELASTIC)
     refused = {
-        ("run.yaml", "--ray.num_workers=2"): "a run on Ray needs the package ray, which is not installed",
-        ("elastic.yaml",): "a run on Ray needs the package ray, which is not installed",
         ("run.yaml", "--ray.num_workers=3"): "num_workers=3 is not a multiple of 2",
         ("run.yaml", "--ray.num_workers=0"): "num_workers=0 is too small",
         ("run.yaml", "--ray.num_worker=2"): "unknown key of ray 'num_worker'; did you mean 'num_workers'",
