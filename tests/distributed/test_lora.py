@@ -65,7 +65,7 @@ RESUMED = (
     pytest.param(Layout(tp=2, pp=2, sp=True), "llama", marks=pytest.mark.thorough),
     (Layout(tp=2, sp=True), "llama"),
     (Layout(dp=2, distributed_optimizer=True), "llama"),
-    (Layout(moe=True, dp=2, ep=2, distributed_optimizer=True), "qwen3_moe"),
+    pytest.param(Layout(moe=True, dp=2, ep=2, distributed_optimizer=True), "qwen3_moe", marks=pytest.mark.thorough),
 )
 STACKED: dict[str, Any] = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj", "gate.weight"]}
 GATES: dict[str, Any] = {"target_modules": ["q_proj", "shared_expert_gate"], "target_parameters": ["gate.weight"]}

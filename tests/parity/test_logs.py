@@ -80,7 +80,7 @@ LAYOUTS = (
     Layout(moe=True, pp=2),
     Layout(moe=True, tp=2, sp=True, cp=2),
 )
-THOROUGH = ("dp2-cp2", "pp2-cp2", "moe-tp2-sp-cp2")  # two axes that have rows of their own
+THOROUGH = ("dp2-cp2", "pp2-cp2", "moe-tp2-sp-cp2", "moe-dp2-ep2")  # axes that other rows have
 PADDED = ("tokens", "balanced", "biased")  # these also with each document in a row of its own, on these layouts
 PADDED_LAYOUTS = (
     Layout(),

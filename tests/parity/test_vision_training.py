@@ -50,6 +50,7 @@ THOROUGH = (
     Layout(tp=2),
     Layout(pp=2, first=3),
     Layout(tp=2, pp=2, sp=True, first=3),
+    Layout(tp=2, cp=2),
     Layout(moe=True, dp=2, ep=2),
 )
 """Layouts whose parts are those of other rows, or which ``test_vision.py`` compares with transformers."""
