@@ -387,9 +387,8 @@ def main() -> None:
     parser.add_argument("--disk", type=Path, default=None, help="a folder on the disk to measure")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
-    output, parts = options.output, options.parts or ["throughput", "stall", "memory"]
-    facts = circumstances(argparse.Namespace(**{k: v for k, v in vars(options).items() if k not in ("output", "disk")}))
-    busy_before = os.getloadavg()[0]
+    parts = options.parts or ["throughput", "stall", "memory"]
+    facts = circumstances(options)
     results: dict[str, list[dict[str, Any]]] = {}
     for part, measure in {"throughput": throughput, "stall": stall}.items():
         for layout in options.layouts if part in parts else []:
@@ -398,8 +397,7 @@ def main() -> None:
             print(tables({part: results[part][-1:]}).splitlines()[-1], flush=True)
     if "memory" in parts:
         results["memory"] = reshards(options)
-    facts["load of the machine"] = f"{busy_before:.1f} before, {os.getloadavg()[0]:.1f} at the end"
-    write_results(output, "checkpoint", "What checkpoints cost", facts, results, tables(results))
+    write_results(options.output, "checkpoint", "What checkpoints cost", facts, results, tables(results))
 
 
 if __name__ == "__main__":

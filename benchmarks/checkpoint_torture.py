@@ -28,8 +28,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=100, help="of the first run; the others count on")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
-    output = options.output
-    del options.output
     facts = circumstances(options)
     total, seed, began = Tally(), options.seed, time.monotonic()
     while total.kills < options.kills:
@@ -45,7 +43,7 @@ def main() -> None:
     result = {"kills": total.kills, "lost": 0, "optimizer_steps": total.steps, "kills_by_phase": dict(total.phases)}
     facts["seconds"] = round(time.monotonic() - began)
     text = "\n".join(f"- {key}: {value}" for key, value in result.items())
-    write_results(output, "checkpoint_torture", "Ranks killed while saving", facts, result, text)
+    write_results(options.output, "checkpoint_torture", "Ranks killed while saving", facts, result, text)
 
 
 if __name__ == "__main__":

@@ -108,12 +108,10 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    facts = circumstances(argparse.Namespace(**{k: v for k, v in vars(options).items() if k != "output"}))
+    facts = circumstances(options)
     facts["device"] = f"CPU, {os.cpu_count()} cores, one thread"
-    busy_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="generate_") as folder:
         speeds = measure(options, Path(folder))
-    facts["load of the machine"] = f"{busy_before:.1f} before, {os.getloadavg()[0]:.1f} at the end"
     write_results(options.output, "generate", "Generation beside transformers", facts, speeds, table(options, speeds))
 
 

@@ -197,12 +197,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    facts = circumstances(argparse.Namespace(**{k: v for k, v in vars(options).items() if k not in ("output", "disk")}))
+    facts = circumstances(options)
     facts["device"] = f"CPU, {os.cpu_count()} cores"
-    busy_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="hf_", dir=options.disk) as folder:
         found = measure(options, Path(folder))
-    facts["load of the machine"] = f"{busy_before:.1f} before, {os.getloadavg()[0]:.1f} at the end"
     write_results(options.output, "hf", "Hugging Face models in and out", facts, found, table(found))
 
 

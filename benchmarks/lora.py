@@ -16,7 +16,6 @@ The results, with versions and commit, go to benchmarks/results/.
 
 import argparse
 import contextlib
-import os
 import resource
 import statistics
 import tempfile
@@ -167,13 +166,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
-    output = options.output
-    del options.output
-    busy_before = os.getloadavg()[0]
     facts = circumstances(options)
     found = measure(options)
-    facts["load of the machine"] = f"{busy_before:.1f} before, {os.getloadavg()[0]:.1f} at the end"
-    write_results(output, "lora", "Adapters beside full training and beside peft", facts, found, table(found))
+    write_results(options.output, "lora", "Adapters beside full training and beside peft", facts, found, table(found))
 
 
 if __name__ == "__main__":

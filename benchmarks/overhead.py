@@ -60,6 +60,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 VOCAB_SIZE = 1024
 LEARNING_RATE = 1e-4
 WARM_UP = 3  # pairs that are not counted
+_FOLDERS = ("output", "disk")  # options that change no figure
+_LOAD = "load of the machine"
 
 
 class RandomTokens(Dataset[dict[str, torch.Tensor]]):
@@ -311,7 +313,7 @@ def commit() -> str:
 
 
 def circumstances(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what the figures depend on."""
+    """Return what the figures depend on; call it before the measurement."""
     return {
         "date": date.today().isoformat(),
         "commit": commit(),
@@ -320,7 +322,8 @@ def circumstances(options: argparse.Namespace) -> dict[str, Any]:
         "torch": torch.__version__,
         "lightning": pl.__version__,
         "megatron-core": megatron.core.__version__,
-        "options": vars(options),
+        "options": {name: value for name, value in vars(options).items() if name not in _FOLDERS},
+        _LOAD: f"{os.getloadavg()[0]:.1f} before",
     }
 
 
@@ -348,11 +351,12 @@ def write_results(
         output: The folder.
         name: What was measured; the date follows it in the names of the files.
         title: Of the text.
-        facts: The circumstances.
+        facts: The :func:`circumstances`; the load of the machine at the end is added.
         results: What was measured, as JSON can hold it.
         text: The same to read.
         device: The kind of device that it was measured on.
     """
+    facts = {**facts, _LOAD: f"{facts[_LOAD]}, {os.getloadavg()[0]:.1f} at the end (averages of a minute)"}
     output.mkdir(parents=True, exist_ok=True)
     stem = output / f"{name}_{device}_{facts['date'].replace('-', '')}"
     stem.with_suffix(".json").write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
@@ -373,15 +377,13 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=4, help="microbatches of a step on one rank")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
-    output = options.output
-    del options.output
     facts = circumstances(options)
     rows = []
     for name in options.layouts:
         print(f"measuring {name} ...", flush=True)
         rows.append(measure(name, options))
         print(table(rows[-1:]).splitlines()[-1], flush=True)
-    write_results(output, "overhead", "Our step against a bare Megatron loop", facts, rows, table(rows))
+    write_results(options.output, "overhead", "Our step against a bare Megatron loop", facts, rows, table(rows))
 
 
 if __name__ == "__main__":

@@ -360,12 +360,10 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
-    output = options.output
-    del options.output
     facts = circumstances(options)
     measures = {"fill": measure_fill, "speed": measure_speed, "training": measure_training}
     results = {part: measures[part](options) for part in PARTS if part in options.parts}
-    write_results(output, "packing", "What packing gives", facts, results, table(results))
+    write_results(options.output, "packing", "What packing gives", facts, results, table(results))
 
 
 if __name__ == "__main__":

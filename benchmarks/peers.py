@@ -28,7 +28,6 @@ import argparse
 import contextlib
 import importlib.metadata
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -273,16 +272,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps of a turn that count")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
-    output = options.output
-    del options.output
-    busy_before = os.getloadavg()[0]
     facts = circumstances(options) | {
         "transformers": importlib.metadata.version("transformers"),
         "a step": f"{ROWS} rows of {LENGTH} tokens on {RANKS} ranks together, fp32, AdamW",
     }
     found = [measure(size, options) for size in options.sizes]
-    facts["load of the machine"] = f"{busy_before:.1f} before, {os.getloadavg()[0]:.1f} at the end"
-    write_results(output, "peers", "One model, trained by what users would pick", facts, found, table(found))
+    write_results(options.output, "peers", "One model, trained by what users would pick", facts, found, table(found))
 
 
 if __name__ == "__main__":

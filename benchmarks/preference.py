@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
-import os
 import statistics
 import tempfile
 import time
@@ -180,14 +179,10 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=4, help="pairs of a step")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
-    output = options.output
-    del options.output
-    busy_before = os.getloadavg()[0]
     facts = circumstances(options)
     facts["trl"] = importlib.metadata.version("trl") if TRL in FORMS else "not installed"
     found = measure(options)
-    facts["load of the machine"] = f"{busy_before:.1f} before, {os.getloadavg()[0]:.1f} at the end"
-    write_results(output, "preference", "A step of DPO beside whole logits and trl", facts, found, table(found))
+    write_results(options.output, "preference", "A step of DPO beside whole logits and trl", facts, found, table(found))
 
 
 if __name__ == "__main__":

@@ -242,15 +242,13 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=32_000)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
-    output = options.output
-    del options.output
-    busy_before = os.getloadavg()[0]
     facts = {**circumstances(options), "tokenizers": tokenizers_version}
     facts["device"] = f"CPU, {os.cpu_count()} cores"
     with tempfile.TemporaryDirectory(prefix="preprocess_") as folder:
         found = measure(options, Path(folder))
-    facts["load of the machine"] = f"{busy_before:.1f} before, {os.getloadavg()[0]:.1f} at the end"
-    write_results(output, "preprocess", "What preprocessing costs beyond the tokenizer", facts, found, table(found))
+    write_results(
+        options.output, "preprocess", "What preprocessing costs beyond the tokenizer", facts, found, table(found)
+    )
 
 
 if __name__ == "__main__":

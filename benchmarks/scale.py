@@ -220,11 +220,11 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4, 8, 16], help="numbers of ranks, two or more")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
-    output = options.output
-    del options.output
     facts = circumstances(options)
     rows = measure(sorted(options.worlds))
-    write_results(output, "scale", "Collectives and file operations over the number of ranks", facts, rows, table(rows))
+    write_results(
+        options.output, "scale", "Collectives and file operations over the number of ranks", facts, rows, table(rows)
+    )
 
 
 if __name__ == "__main__":

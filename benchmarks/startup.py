@@ -166,14 +166,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="turns that count")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
-    output = options.output
-    del options.output
-    busy_before = os.getloadavg()[0]
     facts = {**circumstances(options), "device": f"CPU, {os.cpu_count()} cores"}
     with tempfile.TemporaryDirectory(prefix="startup_") as folder:
         found = measure(options.rounds, Path(folder))
-    facts["load of the machine"] = f"{busy_before:.1f} before, {os.getloadavg()[0]:.1f} at the end"
-    write_results(output, "startup", "How long a user waits before anything happens", facts, found, table(found))
+    write_results(
+        options.output, "startup", "How long a user waits before anything happens", facts, found, table(found)
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ The results, with versions and commit, go to benchmarks/results/.
 
 import argparse
 import contextlib
-import os
 import statistics
 import tempfile
 import time
@@ -202,13 +201,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=384, help="tokens of a row, including those of images")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
-    output = options.output
-    del options.output
-    busy_before = os.getloadavg()[0]
     facts = circumstances(options)
     found = measure(options)
-    facts["load of the machine"] = f"{busy_before:.1f} before, {os.getloadavg()[0]:.1f} at the end"
-    write_results(output, "vision", "A vision tower: memory and time", facts, found, table(found))
+    write_results(options.output, "vision", "A vision tower: memory and time", facts, found, table(found))
 
 
 if __name__ == "__main__":

@@ -115,6 +115,12 @@ class Architecture:
         """Key heads of gated delta nets, which ranks share; None without such layers."""
         return self.delta_net["linear_num_key_heads"] if self.delta_net is not None else None
 
+    @property
+    def delta_net_channels(self) -> tuple[int, int, int]:
+        """Channels of all keys and of all values of a gated delta net, and the number of its value heads."""
+        assert self.delta_net is not None
+        return delta_net_channels(self.delta_net)
+
     def has_delta_net(self, layer: int) -> bool:
         """Return whether a layer, counted from 0, has a gated delta net instead of attention."""
         return self.delta_net is not None and bool(self.delta_net["linear_attention_freq"][layer])
@@ -159,6 +165,16 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "head_norms": (None, *get_args(HeadNorms)),
     **dict.fromkeys(("attention_output_bias", "mlp_bias", "expert_bias", "softmax_choice_bias"), (False, True)),
 }
+
+
+def delta_net_channels(sizes: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the channels of all keys and of all values of a gated delta net, and the number of its value heads.
+
+    Args:
+        sizes: Those in ``DELTA_NET``, among others.
+    """
+    keys, heads = sizes["linear_num_key_heads"] * sizes["linear_key_head_dim"], sizes["linear_num_value_heads"]
+    return keys, heads * sizes["linear_value_head_dim"], heads
 
 
 def _check_stretch(given: Any) -> None:

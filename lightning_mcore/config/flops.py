@@ -9,6 +9,8 @@ the number compares layouts and machines fairly.
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_mcore.config.architecture import delta_net_channels
+
 _FORWARD_AND_BACKWARD = 3
 """In forward passes. A backward pass costs two: one for the gradient of the input, one for that of the weight."""
 _FORWARD_AND_INPUT = 2
@@ -123,12 +125,10 @@ def _latent_attention(fields: Mapping[str, Any], keys: float) -> float:
 
 
 def _delta_net(fields: Mapping[str, Any]) -> float:
-    hidden, heads = fields["hidden_size"], fields["linear_num_value_heads"]
-    key, value = fields["linear_key_head_dim"], fields["linear_value_head_dim"]
-    keys, values = fields["linear_num_key_heads"] * key, heads * value
+    hidden, (keys, values, heads) = fields["hidden_size"], delta_net_channels(fields)
     projections = _product(hidden, 2 * (keys + values + heads)) + _product(values, hidden)
     convolution = _product(fields["linear_conv_kernel_dim"], 2 * keys + values)
-    memory: int = heads * 3 * _product(key, value)  # a token asks what is there, writes, and reads
+    memory: int = 3 * _product(fields["linear_key_head_dim"], values)  # a token asks what is there, writes, and reads
     return projections + convolution + memory
 
 

@@ -17,7 +17,6 @@ from lightning_mcore.hf.config_rules import (
     Derived,
     Fields,
     Only,
-    Same,
     Unused,
     refuse_outside,
     refuse_unless,
@@ -36,13 +35,13 @@ from lightning_mcore.hf.decoder_rules import (
 from lightning_mcore.hf.expert_rules import (
     ALL_LAYERS,
     EXPERT_SIZES,
-    EXPERTS,
+    GATED_SHARED_EXPERT,
+    GATED_SHARED_EXPERT_WEIGHTS,
     NO_ROUTER_LOSS,
     NORMALISED_ROUTER,
     NUM_EXPERTS,
     SOFTMAX_ROUTER,
     SPARSE_LAYERS,
-    shared_expert_weights,
 )
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.weight_rules import (
@@ -118,15 +117,8 @@ _AROUND_MEMORY: tuple[WeightRule, ...] = (
 _SHARED_EXPERT: tuple[ConfigRule, ...] = (
     NUM_EXPERTS,
     *EXPERT_SIZES,
-    Same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", at_least=1),
-    Constants({"moe_shared_expert_gate": True}),
+    *GATED_SHARED_EXPERT,
     *NO_ROUTER_LOSS,
-)
-
-_EXPERT_WEIGHTS: tuple[WeightRule, ...] = (
-    *EXPERTS,
-    *shared_expert_weights("mlp.shared_expert"),
-    Rename("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"),
 )
 
 QWEN3_NEXT = Family(
@@ -152,7 +144,7 @@ QWEN3_NEXT = Family(
             ),
         ),
         *MLP,
-        *_EXPERT_WEIGHTS,
+        *GATED_SHARED_EXPERT_WEIGHTS,
     ),
     outside=OUTSIDE,
     unread=("rotary_emb.inv_freq", "mtp."),
@@ -209,7 +201,7 @@ QWEN3_5_MOE = replace(
         NORMALISED_ROUTER,
         Unused(("intermediate_size", "mlp_only_layers")),  # transformers does not read them
     ),
-    layer=(*_MORE_WEIGHTS, *_EXPERT_WEIGHTS),
+    layer=(*_MORE_WEIGHTS, *GATED_SHARED_EXPERT_WEIGHTS),
 )
 """The same with experts in every layer."""
 

@@ -259,6 +259,18 @@ def shared_expert_weights(expert: str) -> tuple[WeightRule, ...]:
 
 EXPERTS = expert_weights("mlp.gate", "mlp.experts.{expert}", ("gate_proj", "up_proj", "down_proj"))
 
+GATED_SHARED_EXPERT: tuple[ConfigRule, ...] = (
+    Same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", at_least=1),
+    Constants({"moe_shared_expert_gate": True}),
+)
+"""An expert that sees every token, through a gate."""
+
+GATED_SHARED_EXPERT_WEIGHTS: tuple[WeightRule, ...] = (
+    *EXPERTS,
+    *shared_expert_weights("mlp.shared_expert"),
+    Rename("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"),
+)
+
 EXPERT_BIAS = Rename("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", in_fp32=True)
 
 SIGMOID_EXPERT_WEIGHTS: tuple[WeightRule, ...] = (*EXPERTS, EXPERT_BIAS, *shared_expert_weights("mlp.shared_experts"))

@@ -39,6 +39,8 @@ from lightning_mcore.hf.expert_rules import (
     CHOSEN_EXPERTS,
     EXPERT_SIZES,
     EXPERTS,
+    GATED_SHARED_EXPERT,
+    GATED_SHARED_EXPERT_WEIGHTS,
     LOCAL_EXPERTS,
     NO_ROUTER_LOSS,
     NORMALISED_ROUTER,
@@ -48,7 +50,6 @@ from lightning_mcore.hf.expert_rules import (
     SOFTMAX_ROUTER,
     SPARSE_LAYERS,
     expert_weights,
-    shared_expert_weights,
 )
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.variant_families import USE_BIAS, VARIANTS
@@ -118,8 +119,7 @@ QWEN2_MOE = Family(
         Same("qkv_bias", "add_qkv_bias"),
         NUM_EXPERTS,
         *EXPERT_SIZES,
-        Same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", at_least=1),
-        Constants({"moe_shared_expert_gate": True}),
+        *GATED_SHARED_EXPERT,
         SPARSE_LAYERS,
         SOFTMAX_ROUTER,
         *NO_ROUTER_LOSS,
@@ -128,9 +128,7 @@ QWEN2_MOE = Family(
         *ATTENTION,
         QKV_BIAS,
         *MLP,
-        *EXPERTS,
-        *shared_expert_weights("mlp.shared_expert"),
-        Rename("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"),
+        *GATED_SHARED_EXPERT_WEIGHTS,
     ),
     outside=OUTSIDE,
 )

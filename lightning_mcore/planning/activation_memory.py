@@ -279,9 +279,8 @@ def _attention(fields: GPTFields, seq_length: int, form: NumberFormat) -> Iterat
 def _delta_net(fields: GPTFields, form: NumberFormat) -> Iterator[SavedTensor]:
     sizes = fields.architecture.delta_net
     assert sizes is not None
-    heads, chunk = sizes["linear_num_value_heads"], 64  # tokens
-    keys = sizes["linear_num_key_heads"] * sizes["linear_key_head_dim"]
-    repeated, values = heads * sizes["linear_key_head_dim"], heads * sizes["linear_value_head_dim"]
+    keys, values, heads = fields.architecture.delta_net_channels
+    repeated, chunk = heads * sizes["linear_key_head_dim"], 64  # tokens
     mixed, is_copied = 2 * keys + values, form.element < _FP32
     # In fp32 queries and keys are views of all that the convolution gives, and gates of all that the projection gives.
     normalised = 2 * keys if is_copied else mixed

@@ -201,11 +201,8 @@ def _pair(whole: float, runs: int, layout: ParallelLayout) -> float:
 
 def _exchanged(fields: GPTFields, tp: int) -> float:
     """Channels that gated delta nets exchange for each token: the output of the first projection, and what returns."""
-    sizes = fields.architecture.delta_net
-    assert sizes is not None
-    keys, heads = sizes["linear_num_key_heads"] * sizes["linear_key_head_dim"], sizes["linear_num_value_heads"]
-    width: int = 2 * keys + 3 * heads * sizes["linear_value_head_dim"] + 2 * heads
-    return width / tp
+    keys, values, heads = fields.architecture.delta_net_channels
+    return (2 * keys + 3 * values + 2 * heads) / tp
 
 
 def _keys_and_values(fields: GPTFields, tp: int) -> float:

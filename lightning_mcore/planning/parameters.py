@@ -232,9 +232,8 @@ def _grouped_attention(fields: GPTFields, tp: int) -> Iterator[ParameterTensor]:
 def _delta_net(fields: GPTFields, tp: int) -> Iterator[ParameterTensor]:
     sizes, hidden = fields.architecture.delta_net, fields.hidden_size
     assert sizes is not None
-    keys, heads = sizes["linear_num_key_heads"] * sizes["linear_key_head_dim"], sizes["linear_num_value_heads"]
-    values, kernel = heads * sizes["linear_value_head_dim"], sizes["linear_conv_kernel_dim"]
-    mixed = 2 * keys + values
+    keys, values, heads = fields.architecture.delta_net_channels
+    mixed, kernel = 2 * keys + values, sizes["linear_conv_kernel_dim"]
     yield _matrix("self_attention.linear_in.weight", (mixed + values + 2 * heads, hidden), tp, 0)
     yield ParameterTensor("self_attention.conv1d.weight", mixed * kernel // tp, shape=(mixed, 1, kernel))
     yield ParameterTensor("self_attention.A_log.weight", heads // tp)
