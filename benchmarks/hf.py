@@ -40,7 +40,7 @@ import torch
 from benchmarks.overhead import REPOSITORY, circumstances, write_results
 from lightning_mcore import MCoreGPT, single_process
 from lightning_mcore.hf.export import export_checkpoint
-from lightning_mcore.hf.import_checkpoint import import_checkpoint
+from lightning_mcore.hf.importing import import_checkpoint
 from lightning_mcore.hf.safetensors import SafetensorsFolder
 from tests.hf_folders import LlamaSizes, peak_memory, write_llama
 

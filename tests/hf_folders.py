@@ -20,7 +20,7 @@ import os, sys, threading, warnings
 warnings.filterwarnings("ignore")
 import transformers
 from transformers import AutoConfig
-import lightning_mcore.hf.import_checkpoint, lightning_mcore.hf.export
+import lightning_mcore.hf.importing, lightning_mcore.hf.export
 gc.freeze()
 
 def status(name):
@@ -42,9 +42,11 @@ for job in {jobs!r}:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    exec(job)
-    done.set()
-    watcher.join()
+    try:
+        exec(job)
+    finally:
+        done.set()
+        watcher.join()
     print("kilobytes", max(0, peak - before))
     break
 """
@@ -161,7 +163,7 @@ def peak_memory(*jobs: str) -> list[int]:
     that has imported everything.
 
     Args:
-        jobs: Python statements; ``lightning_mcore.hf.import_checkpoint`` and ``.export`` are imported.
+        jobs: Python statements; ``lightning_mcore.hf`` is imported.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     done = subprocess.run(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lightning-mcore import`` and ``lightning-mcore export``: Hugging Face models to sharded checkpoints and back.
 
-``__init__.py`` calls :func:`run`. The work is done by ``hf/import_checkpoint.py`` and ``hf/export.py``, which are
+``__init__.py`` calls :func:`run`. The work is done by ``hf/importing.py`` and ``hf/export.py``, which are
 imported after the arguments are read.
 """
 
@@ -79,7 +79,7 @@ def _export_parser() -> CommandParser:
 
 
 def _import(path: str, out: str, **options: Any) -> None:
-    from lightning_mcore.hf.import_checkpoint import import_checkpoint
+    from lightning_mcore.hf.importing import import_checkpoint
 
     import_checkpoint(path, out, **options)
 

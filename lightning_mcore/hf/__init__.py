@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_mcore.hf.auto_model import HFModel, hf_model
     from lightning_mcore.hf.callback import SaveHFModel
     from lightning_mcore.hf.export import export_checkpoint, export_model
-    from lightning_mcore.hf.import_checkpoint import import_checkpoint
+    from lightning_mcore.hf.importing import import_checkpoint
     from lightning_mcore.hf.pretrained import load_pretrained
     from lightning_mcore.hf.source import pretrained_settings
 
@@ -67,7 +67,7 @@ _LATER = {
     "export_checkpoint": "export",
     "export_model": "export",
     "hf_model": "auto_model",
-    "import_checkpoint": "import_checkpoint",
+    "import_checkpoint": "importing",
     "load_pretrained": "pretrained",
     "pretrained_settings": "source",
 }

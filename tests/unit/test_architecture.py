@@ -173,6 +173,19 @@ def test_a_file_is_named_for_what_it_holds(path: Path) -> None:
     assert path.stem not in SAYS_NOTHING
 
 
+def test_no_public_name_is_that_of_a_file_beside_it() -> None:
+    """Importing the file would put it in the place of the name that the package finds later."""
+    for package in PACKAGE.rglob("__init__.py"):
+        public = {
+            name
+            for node in tree(package).body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+            for name in ast.literal_eval(node.value)
+        }
+        beside = {path.stem for path in package.parent.iterdir()}
+        assert not public & beside, named(package)
+
+
 @package_file
 def test_no_public_signature_swallows_a_misspelt_argument(path: Path) -> None:
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

@@ -25,7 +25,7 @@ from lightning_mcore.hf.export import export_checkpoint, export_model
 from lightning_mcore.hf.export_config import describe, warn_of_losses
 from lightning_mcore.hf.export_plan import ExportPlan, Place, parse_size
 from lightning_mcore.hf.family import find_family
-from lightning_mcore.hf.import_checkpoint import import_checkpoint
+from lightning_mcore.hf.importing import import_checkpoint
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.hf.weights import require_fits

@@ -23,7 +23,7 @@ from lightning_mcore.checkpoint.files import record_file
 from lightning_mcore.checkpoint.save import CheckpointSave
 from lightning_mcore.hf.config_rules import shortened
 from lightning_mcore.hf.export import export_checkpoint
-from lightning_mcore.hf.import_checkpoint import import_checkpoint
+from lightning_mcore.hf.importing import import_checkpoint
 from lightning_mcore.hf.safetensors import INDEX_FILE, SafetensorsFolder
 from lightning_mcore.hf.source import planned_settings
 from lightning_mcore.hf.weights import HFWeights
