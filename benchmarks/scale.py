@@ -8,8 +8,8 @@ Time on two cores says nothing about a thousand machines, but counts do. A tiny 
 * the files that it opens, and its other calls to the file system, below the folder of the checkpoint.
 
 ``largest`` is the count of the rank with most; ``all`` is the sum over the ranks, which is what a file system sees.
-Through the counts of the three largest runs goes a parabola over the number of ranks, which is read off at 1,024 and
-16,384 ranks: a sum that grows with the square of the ranks shows itself.
+``grows as`` says whether a count stays, grows with the ranks, or with their square: the simplest of the three that
+meets the counts of all runs but the smallest within 1 %. It is read off at 1,024 and 16,384 ranks.
 
     python -m benchmarks.scale
     python -m benchmarks.scale --worlds 2 4
@@ -25,7 +25,7 @@ import pickle
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ FILE_CALLS = (
 PHASES = ("start", "step", "first save", "later save", "load")
 WHAT = ("collectives", "groups", "bytes", "opened", "file calls")
 EXTRAPOLATED = (1024, 16_384)
+GROWTHS = ("1", "N", "N²")
+TOLERANCE = 0.01
 
 
 class Counter:
@@ -188,29 +190,55 @@ def measure(worlds: list[int]) -> list[dict[str, Any]]:
             for of, joined in (("largest", max), ("all", sum)):
                 counts = {n: joined(rank[phase].get(what, 0) for rank in ranks) for n, ranks in counted.items()}
                 if any(counts.values()):
-                    rows.append(
-                        {"phase": phase, "what": what, "of": of, "counts": counts, "grows to": _grows_to(counts)}
-                    )
+                    rows.append({"phase": phase, "what": what, "of": of, "counts": counts, **growth(counts)})
     return rows
 
 
-def _grows_to(counts: dict[int, int]) -> dict[int, int]:
-    """Read off the parabola, with fewer runs the line, through the largest numbers of ranks."""
-    worlds = sorted(counts)[-3:]
-    curve = numpy.polynomial.Polynomial.fit(worlds, [counts[n] for n in worlds], len(worlds) - 1)
-    return {far: round(curve(far)) for far in EXTRAPOLATED}
+def growth(counts: dict[int, int]) -> dict[str, Any]:
+    """Return how counts grow with the number of ranks.
+
+    A count is a sum of a fixed part, a part for each other rank, and a part for each pair of ranks; none is negative.
+
+    Args:
+        counts: The count for each number of ranks, two or more.
+
+    Returns:
+        ``grows as``: ``"1"``, ``"N"`` or ``"N²"``, the first that meets the counts within 1 %, without that of
+        the smallest number of ranks if there are others; the nearest if none does. ``grows to``: the counts on far more
+        ranks.
+    """
+    worlds = sorted(counts)[-max(2, len(counts) - 1) :]
+    found = []
+    weights = numpy.array([1 / max(1, counts[n]) for n in worlds])  # errors are relative
+    wanted = weights * [counts[n] for n in worlds]
+    for terms in ([0], [1], [0, 1], [2], [0, 2], [1, 2], [0, 1, 2]):
+        if terms[-1] < len(worlds):
+            curves = weights[:, None] * _curves(worlds)[:, terms]
+            parts = numpy.linalg.lstsq(curves, wanted)[0]
+            if parts.min() > -1e-9:
+                error = float(abs(curves @ parts - wanted).max())
+                far = (_curves(EXTRAPOLATED)[:, terms] @ parts).round().astype(int).tolist()
+                found.append(((max(error, TOLERANCE), terms[-1], error), dict(zip(EXTRAPOLATED, far, strict=True))))
+    (_, degree, _), far_counts = min(found, key=lambda one: one[0])
+    return {"grows as": GROWTHS[degree], "grows to": far_counts}
+
+
+def _curves(worlds: Sequence[int]) -> Any:
+    """Return a row for each number of ranks: one, the number of other ranks, and that of pairs."""
+    return numpy.array([[1, n - 1, n * (n - 1)] for n in worlds])
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the results as Markdown."""
     worlds = list(rows[0]["counts"])
     lines = [
-        f"| phase | what | of | {' | '.join(f'{n:,} ranks' for n in (*worlds, *EXTRAPOLATED))} |",
-        f"|{'---|' * (3 + len(worlds) + len(EXTRAPOLATED))}",
+        f"| phase | what | of | grows as | {' | '.join(f'{n:,} ranks' for n in (*worlds, *EXTRAPOLATED))} |",
+        f"|{'---|' * (4 + len(worlds) + len(EXTRAPOLATED))}",
     ]
     for row in rows:
         numbers = [*row["counts"].values(), *row["grows to"].values()]
-        lines.append(f"| {row['phase']} | {row['what']} | {row['of']} | {' | '.join(f'{n:,}' for n in numbers)} |")
+        names = [row[name] for name in ("phase", "what", "of", "grows as")]
+        lines.append(f"| {' | '.join([*names, *(f'{n:,}' for n in numbers)])} |")
     return "\n".join(lines)
 
 

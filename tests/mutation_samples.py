@@ -214,7 +214,7 @@ def _write_cli(folder: Path) -> None:
 SAMPLES = [
     *(
         _checkpoint(f"checkpoint {file}", f"runs/step=2.ckpt/{file}", StagedNet)
-        for file in ("checkpoint.json", "lightning.pt", "ranks.pt", ".metadata", "metadata.json", "__0_0.distcp")
+        for file in ("checkpoint.json", "lightning.pt", ".metadata", "metadata.json", "__0_0.distcp")
     ),
     _checkpoint("one-file checkpoint", "runs/step=2.ckpt", PlainNet),
     Sample(

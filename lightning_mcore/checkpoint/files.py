@@ -4,10 +4,10 @@
 A checkpoint is a directory::
 
     last.ckpt/
-        .metadata, __<rank>_<n>.distcp     tensors in Megatron's torch_dist format, written by every rank
+        .metadata, __<rank>_<n>.distcp     tensors in Megatron's torch_dist format, written by every rank, and what
+                                           differs from rank to rank: random numbers, position in the data
         common.pt, metadata.json           Megatron's own files beside them
         lightning.pt                       Lightning's own state
-        ranks.pt                           what differs from rank to rank: random numbers, position in the data
         checkpoint.json                    the manifest: a description, and size and checksum of every other file
 
 Rank 0 calls :func:`begin`, every rank writes its files into that directory, and rank 0 calls :func:`finish` with the

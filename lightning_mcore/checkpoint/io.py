@@ -27,6 +27,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -34,9 +35,10 @@ import torch.distributed as dist
 from isal.isal_zlib import crc32
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
+from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_mcore.checkpoint import files as checkpoint_files
-from lightning_mcore.checkpoint.manifest import LIGHTNING_FILE, METADATA_FILE, RANKS_FILE, damaged, read_metadata
+from lightning_mcore.checkpoint.manifest import LIGHTNING_FILE, METADATA_FILE, OLD_RANKS_FILE, damaged, read_metadata
 from lightning_mcore.checkpoint.reader import ShardReader, check_archive, load_shards
 from lightning_mcore.checkpoint.save import (
     CONTENT_METADATA,
@@ -45,6 +47,7 @@ from lightning_mcore.checkpoint.save import (
     SHARDED_STATE,
     CheckpointSave,
     ShardPlanner,
+    rank_object,
     save_file,
 )
 from lightning_mcore.checkpoint.writer import Staging
@@ -67,11 +70,13 @@ class Contents:
 
     Args:
         manifest: Its manifest; an empty dict for a checkpoint that Megatron wrote.
+        metadata: The content of ``.metadata``.
         shapes: Global shape of every tensor, by name.
         objects: Names of the entries that are not tensors.
     """
 
     manifest: dict[str, Any]
+    metadata: Metadata
     shapes: dict[str, tuple[int, ...]]
     objects: set[str]
 
@@ -254,9 +259,10 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         map_location: Any | None = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read Lightning's state: all of a file, or everything in a directory except the tensors (:meth:`load_shards`).
+        """Read Lightning's state: all of a file, or the part of a directory that all ranks share.
 
-        Any rank may call it alone.
+        :meth:`load_shards` reads the tensors of a directory, :meth:`load_rank_state` what one rank knew. Any rank may
+        call it alone.
 
         Args:
             path: Local, or anything that fsspec opens.
@@ -264,7 +270,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             weights_only: As in ``torch.load``; None, the default, is safe for directories.
 
         Returns:
-            Lightning's dict; for a directory also the manifest and the list of the states of all ranks.
+            Lightning's dict; for a directory also the manifest.
 
         Raises:
             FileNotFoundError: There is nothing at ``path``.
@@ -286,7 +292,6 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             return content
         manifest = checkpoint_files.check_sizes(where)
         state: dict[str, Any] = _unpacked(self._read(where, manifest, LIGHTNING_FILE), weights_only, map_location)
-        state[RANK_STATE] = _unpacked(self._read(where, manifest, RANKS_FILE), weights_only)
         state[MANIFEST] = manifest
         return state
 
@@ -300,22 +305,43 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             weights_only: As in :meth:`load_checkpoint`.
 
         Returns:
-            Lightning's dict and the manifest; the states of all ranks on rank 0 only, and None on the others.
+            Lightning's dict and the manifest, without the files of tensors that it lists. The states of all ranks only
+            from a checkpoint of format version 1, which has them in one file.
 
         Raises:
             FileNotFoundError: There is nothing at ``path``.
             ValueError: It is not a checkpoint, or is damaged.
         """
-        where, of_ranks = str(path), []
+        where = str(path)
 
-        def read() -> tuple[dict[str, Any], bytes]:
-            manifest = checkpoint_files.check_sizes(where)
-            of_ranks.append(_unpacked(self._read(where, manifest, RANKS_FILE), weights_only))
-            return manifest, self._read(where, manifest, LIGHTNING_FILE)
+        def read() -> tuple[dict[str, Any], list[bytes]]:
+            manifest = _checked_manifest(where)
+            names = [LIGHTNING_FILE, *([OLD_RANKS_FILE] if OLD_RANKS_FILE in manifest["files"] else [])]
+            return manifest, [self._read(where, manifest, name) for name in names]
 
-        manifest, content = decide(read)
-        state = on_all(lambda: _unpacked(content, weights_only))
-        return {**state, RANK_STATE: of_ranks[0] if of_ranks else None, MANIFEST: manifest}
+        manifest, contents = decide(read)
+        state, *of_ranks = on_all(lambda: [_unpacked(content, weights_only) for content in contents])
+        return {**state, **({RANK_STATE: of_ranks[0]} if of_ranks else {}), MANIFEST: manifest}
+
+    def load_rank_state(
+        self, path: _PATH, contents: Contents, rank: int, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read what one of the ranks that saved knew; any rank may call it alone.
+
+        Args:
+            path: Local, or anything that fsspec opens.
+            contents: The contents of the checkpoint.
+            rank: The rank that saved it.
+            weights_only: As in :meth:`load_checkpoint`.
+
+        Raises:
+            ValueError: The checkpoint lacks it, or it is damaged.
+        """
+        safe = True if weights_only is None else weights_only
+        locate = partial(os.path.join, str(path))
+        reader = ShardReader(str(path), contents.metadata, locate, self.verify == "checksums", safe)
+        state: dict[str, Any] = reader.read_object(rank_object(rank, contents.manifest["world_size"]).unique_key)
+        return state
 
     @staticmethod
     def is_directory(path: _PATH) -> bool:
@@ -332,19 +358,30 @@ class MCoreCheckpointIO(TorchCheckpointIO):
 
         Args:
             path: Local, or anything that fsspec opens.
-            manifest: Its manifest, if its files have been checked.
+            manifest: Its manifest, if its files have been checked; an empty dict if Megatron wrote it.
 
         Raises:
             FileNotFoundError: There is nothing at ``path``.
             ValueError: It is not a checkpoint, or is damaged.
         """
-        where, manifest = str(path), manifest or _manifest_of(str(path))
-        described = read_metadata(where, self._read(where, manifest, METADATA_FILE)).state_dict_metadata
+        where = str(path)
+        manifest = _manifest_of(where) if manifest is None else manifest
+        metadata = read_metadata(where, self._read(where, manifest, METADATA_FILE))
+        described = metadata.state_dict_metadata
         return Contents(
-            manifest=manifest or {},
+            manifest=manifest,
+            metadata=metadata,
             shapes={name: tuple(entry.size) for name, entry in described.items() if hasattr(entry, "size")},
             objects={name for name, entry in described.items() if not hasattr(entry, "size")},
         )
+
+    def contents_for_all(self, path: _PATH, manifest: dict[str, Any] | None = None) -> Contents:
+        """Return the contents as :meth:`read_contents` does, together; collective over the world.
+
+        Rank 0 alone looks at all files. Each rank reads ``.metadata`` itself.
+        """
+        manifest = decide(lambda: _manifest_of(str(path))) if manifest is None else manifest
+        return on_all(lambda: self.read_contents(path, manifest))
 
     def load_shards(
         self,
@@ -352,7 +389,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         sharded_state: dict[str, Any],
         *,
         weights_only: bool | None = None,
-        manifest: dict[str, Any] | None = None,
+        contents: Contents | None = None,
     ) -> dict[str, Any]:
         """Read the tensors that ``sharded_state`` asks for; collective over the world.
 
@@ -360,7 +397,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             path: A sharded checkpoint, ours or one that Megatron wrote; the same on every rank.
             sharded_state: This rank's sharded tensors and objects; tensors with data are read into it.
             weights_only: Whether objects must be plain, as in ``torch.load``; None means True.
-            manifest: Its manifest, if its files have been checked.
+            contents: Its contents, if they have been read.
 
         Returns:
             The state, with each description replaced by its tensor or object.
@@ -369,18 +406,12 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             FileNotFoundError: There is nothing at ``path``.
             ValueError: It is not a checkpoint, is damaged, or lacks a part that is asked for.
         """
-        where = str(path)
-        manifest = manifest or decide(lambda: _manifest_of(where))
+        where, metadata = str(path), (contents or self.contents_for_all(path)).metadata
         with contextlib.ExitStack() as stack, _without_advice_for_megatron():
             locate = on_all(lambda: _locator(where, stack))
             safe = True if weights_only is None else weights_only
-            check = self.verify == "checksums"
-
-            def open_reader() -> ShardReader:
-                content = self._read(where, manifest, METADATA_FILE)
-                return ShardReader(where, read_metadata(where, content), locate, check, safe)
-
-            return load_shards(on_all(open_reader), sharded_state, process_group("dp_cp"))
+            reader = ShardReader(where, metadata, locate, self.verify == "checksums", safe)
+            return load_shards(reader, sharded_state, process_group("dp_cp"))
 
     def _finish_oldest(self, another_follows: bool = False) -> None:
         while not self._advance_oldest(another_follows):
@@ -426,10 +457,10 @@ class MCoreCheckpointIO(TorchCheckpointIO):
                 continue
             _remove(path)
 
-    def _read(self, path: str, manifest: dict[str, Any] | None, name: str) -> bytes:
+    def _read(self, path: str, manifest: dict[str, Any], name: str) -> bytes:
         fs, root = checkpoint_files.open_store(path)
         content: bytes = fs.cat_file(f"{root}/{name}")
-        record = manifest["files"].get(name) if manifest is not None else None
+        record = manifest.get("files", {}).get(name)
         if self.verify == "checksums" and record is not None and f"{crc32(content):08x}" != record["crc32"]:
             raise damaged(path, f"the checksum of {name} differs from the one in the manifest")
         return content
@@ -470,9 +501,19 @@ def _without_advice_for_megatron() -> Iterator[None]:
         yield
 
 
-def _manifest_of(path: str) -> dict[str, Any] | None:
-    """Check the sizes of a directory's files and return its manifest; None if Megatron wrote it."""
-    return None if checkpoint_files.is_megatron_checkpoint(path) else checkpoint_files.check_sizes(path)
+def _manifest_of(path: str) -> dict[str, Any]:
+    """Return the manifest as :func:`_checked_manifest` does; an empty dict for a checkpoint that Megatron wrote."""
+    return {} if checkpoint_files.is_megatron_checkpoint(path) else _checked_manifest(path)
+
+
+def _checked_manifest(path: str) -> dict[str, Any]:
+    """Check the sizes of a directory's files and return its manifest, without the files of the ranks that saved.
+
+    The manifest is sent to all ranks, and would grow with both numbers of ranks.
+    """
+    manifest = checkpoint_files.check_sizes(path)
+    shared = {name: record for name, record in manifest["files"].items() if not name.endswith(".distcp")}
+    return {**manifest, "files": shared}
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 
 The manifest is JSON, so that a checkpoint can be read without the code that wrote it::
 
-    {"format": "lightning_mcore", "format_version": 1, "global_step": 400, ...,
+    {"format": "lightning_mcore", "format_version": 2, "global_step": 400, ...,
      "files": {"__0_0.distcp": {"size": 1048576, "crc32": "9ae0daaf"}, ...}}
 
 :func:`describe` lists the entries; ``strategy/checkpointing.py`` puts them into every checkpoint. ``files.py`` adds the
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 MANIFEST_FILE = "checkpoint.json"
 FORMAT = "lightning_mcore"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 had the states of all ranks in one file
 LIGHTNING_FILE = "lightning.pt"  # Lightning's state: loops, callbacks, hyper-parameters, LR schedulers, datamodule
-RANKS_FILE = "ranks.pt"  # a list over the global ranks
+OLD_RANKS_FILE = "ranks.pt"  # in format version 1: a list over the global ranks
 COMMON_FILE = "common.pt"  # Megatron-LM's arguments
 METADATA_FILE = ".metadata"  # names, shapes and places of the tensors
 MEGATRON_FILES = ("metadata.json", METADATA_FILE)  # of every torch_dist checkpoint

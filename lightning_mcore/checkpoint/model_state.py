@@ -42,7 +42,7 @@ from lightning_mcore.checkpoint.optimizer_state import (
 )
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from lightning_mcore.parallel.chunks import ModelChunks
-from lightning_mcore.parallel.consensus import decide, merge, on_all
+from lightning_mcore.parallel.consensus import merge, on_all
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.pipeline import Pipeline
 
@@ -99,9 +99,9 @@ class StoredState:
         weights_only: bool | None = None,
         manifest: dict[str, Any] | None = None,
     ) -> Self:
-        """Open a checkpoint and read its contents on rank 0; collective over the world."""
-        contents = decide(lambda: io.read_contents(path, manifest))
-        read = partial(io.load_shards, path, weights_only=weights_only, manifest=contents.manifest)
+        """Open a checkpoint and read its contents; collective over the world."""
+        contents = io.contents_for_all(path, manifest)
+        read = partial(io.load_shards, path, weights_only=weights_only, contents=contents)
         return cls(path, contents, numbers, read)
 
     def weights(self) -> dict[str, Shape]:

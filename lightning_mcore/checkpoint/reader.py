@@ -44,14 +44,14 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
-from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
+from megatron.core.dist_checkpointing.validation import validate_sharding_integrity
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from lightning_mcore.checkpoint.files import has_checksums
+from lightning_mcore.checkpoint.files import has_checksums, open_store
 from lightning_mcore.checkpoint.manifest import METADATA_FILE, damaged, some_of
 from lightning_mcore.checkpoint.writer import tensor_pickle
 from lightning_mcore.parallel.consensus import collect, on_all
@@ -102,12 +102,28 @@ class ShardReader(FileSystemReader):
         Raises:
             ValueError: The checkpoint lacks it, or it is damaged.
         """
-        info = (self.metadata.storage_data or {}).get(index)
-        if info is None:
-            raise damaged(self.checkpoint, f"{METADATA_FILE} does not say where {index.fqn} lies")
+        info = self._place(index)
         with open(self._locate(_inside(self.checkpoint, info.relative_path)), "rb") as file:
             os.posix_fadvise(file.fileno(), info.offset, info.length, os.POSIX_FADV_WILLNEED)
             return self._tensor(file.fileno(), info, index)
+
+    def read_object(self, name: str) -> Any:
+        """Return a stored object; only its own bytes are read, also from a remote store.
+
+        Raises:
+            ValueError: The checkpoint lacks it, or it is damaged or could run code.
+        """
+        info = self._place(MetadataIndex(name))
+        fs, root = open_store(self.checkpoint)
+        file = f"{root}/{_inside(self.checkpoint, info.relative_path)}"
+        content = self._object(fs.cat_file(file, info.offset, info.offset + info.length), info, name)
+        return torch.load(content, map_location="cpu", weights_only=self._weights_only)[0]
+
+    def _place(self, index: MetadataIndex) -> _StorageInfo:
+        info: _StorageInfo | None = (self.metadata.storage_data or {}).get(index)
+        if info is None:
+            raise damaged(self.checkpoint, f"{METADATA_FILE} does not say where {index.fqn} lies")
+        return info
 
     def _read_file(self, file: int, items: list[ReadItem], planner: LoadPlanner) -> None:
         place, tensor, asked_for = None, None, 0
@@ -118,7 +134,8 @@ class ShardReader(FileSystemReader):
                 os.posix_fadvise(file, info.offset, ahead, os.POSIX_FADV_WILLNEED)
                 asked_for = info.offset + ahead
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, self._object(file, info, item.storage_index.fqn))
+                content = self._map(file, info)[-info.length :]
+                planner.load_bytes(item, self._object(content, info, item.storage_index.fqn))
                 continue
             if tensor is None or place != info:
                 place, tensor = info, self._tensor(file, info, item.storage_index)
@@ -146,12 +163,10 @@ class ShardReader(FileSystemReader):
             raise damaged(self.checkpoint, f"{index.fqn} does not have the shape in {METADATA_FILE}")
         return tensor
 
-    def _object(self, file: int, info: _StorageInfo, name: str) -> io.BytesIO:
-        archive = self._map(file, info)
-        content = archive[-info.length :]
+    def _object(self, content: bytes, info: _StorageInfo, name: str) -> io.BytesIO:
         try:
             if self._check and content.startswith(b"PK"):
-                find_tensor(archive, torch.uint8, (), True)
+                check_archive(content)
             if self._weights_only:
                 torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
@@ -235,8 +250,7 @@ def load_shards(reader: ShardReader, sharded_state: dict[str, Any], copies: dist
 
     wanted, result, factories = on_all(prepare)
     collect(lambda: _mismatches(reader.metadata, wanted), lambda found: _refuse(reader, found))
-    _, everything = determine_global_metadata(wanted)
-    on_all(lambda: validate_sharding_integrity(everything))
+    collect(lambda: [piece.without_data() for piece in nested_values(wanted)], validate_sharding_integrity)
     strategy = FullyParallelLoadStrategyWrapper(ShardLoadStrategy(reader), copies)
     merge(result, strategy.load(wanted, reader.path))
     merged: dict[str, Any] = apply_factory_merges(result, factories)
@@ -312,7 +326,7 @@ def find_tensor(archive: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], 
     return found.view(dtype).view(shape)
 
 
-def check_archive(archive: mmap.mmap) -> None:
+def check_archive(archive: mmap.mmap | bytes) -> None:
     """Compare all checksums of an archive of ``torch.save``, whatever it holds; reads all of it.
 
     Raises:
@@ -321,9 +335,9 @@ def check_archive(archive: mmap.mmap) -> None:
     _check_all(archive, _records(archive))
 
 
-def _records(archive: mmap.mmap) -> dict[str, zipfile.ZipInfo]:
+def _records(archive: mmap.mmap | bytes) -> dict[str, zipfile.ZipInfo]:
     """Return the records of an archive, by their names in its folder."""
-    stream: Any = archive
+    stream: Any = io.BytesIO(archive) if isinstance(archive, bytes) else archive
     try:
         with zipfile.ZipFile(stream) as content:
             records = {record.filename.partition("/")[2]: record for record in content.infolist()}
@@ -337,7 +351,7 @@ def _records(archive: mmap.mmap) -> dict[str, zipfile.ZipInfo]:
     return records
 
 
-def _start(archive: mmap.mmap, record: zipfile.ZipInfo) -> int:
+def _start(archive: mmap.mmap | bytes, record: zipfile.ZipInfo) -> int:
     name, extra = struct.unpack_from("<HH", archive, record.header_offset + 26)
     return record.header_offset + 30 + int(name) + int(extra)
 
@@ -347,7 +361,7 @@ def _content(archive: mmap.mmap, record: zipfile.ZipInfo) -> bytes:
     return archive[start : start + record.file_size]
 
 
-def _check_all(archive: mmap.mmap, records: dict[str, zipfile.ZipInfo]) -> None:
+def _check_all(archive: mmap.mmap | bytes, records: dict[str, zipfile.ZipInfo]) -> None:
     if not has_checksums(records.values()):
         return
     largest_first = sorted(records.values(), key=lambda record: -record.file_size)
@@ -360,7 +374,7 @@ def _check_all(archive: mmap.mmap, records: dict[str, zipfile.ZipInfo]) -> None:
             pass
 
 
-def _check(archive: mmap.mmap, record: zipfile.ZipInfo) -> None:
+def _check(archive: mmap.mmap | bytes, record: zipfile.ZipInfo) -> None:
     start = _start(archive, record)
     with memoryview(archive) as whole, whole[start : start + record.compress_size] as content:
         if record.compress_type == zipfile.ZIP_STORED and crc32(content) != record.CRC:

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     distribute_main_replicas_with_precomputed_distribution,
@@ -58,7 +58,6 @@ from lightning_mcore.checkpoint.manifest import (
     COMMON_FILE,
     LIGHTNING_FILE,
     METADATA_FILE,
-    RANKS_FILE,
     FileRecord,
     saving,
     tensors_of,
@@ -76,6 +75,17 @@ _PRIORITY = 10  # niceness of a writer that yields to training, from -20 (the hi
 
 T = TypeVar("T")
 Written = tuple[Places, dict[str, FileRecord]]
+
+
+def rank_object(rank: int, world_size: int, state: Any = None) -> ShardedObject:
+    """Return the piece of a checkpoint that holds what one rank alone knows.
+
+    Args:
+        rank: The rank that saves.
+        world_size: Number of ranks that save.
+        state: What it knows; None only to name the piece.
+    """
+    return ShardedObject("lightning_mcore.rank_state", state, (world_size,), (rank,))
 
 
 class BackgroundTask(Generic[T]):
@@ -250,9 +260,7 @@ def _content(pieces: Sequence[Any]) -> Tensor | bytes:
             raise ValueError(f"a piece of this rank cannot be saved: {first.key} has no data")
         tensor: Tensor = first.data.detach()
         return tensor.reshape((1,) * first.prepend_axis_num + tuple(first.local_shape))
-    stream = io.BytesIO()
-    torch.save([piece.data for piece in pieces], stream)
-    return stream.getvalue()
+    return _saved([piece.data for piece in pieces])
 
 
 def _validate(all_pieces: list[list[Any]]) -> None:
@@ -313,12 +321,10 @@ class CheckpointSave:
         """
         directory = _begin(path)
         try:
-            files = collect(
-                lambda: checkpoint.get(RANK_STATE), lambda rank_states: _files_of_all(checkpoint, rank_states)
-            )
-            plan = planner.plan(checkpoint[SHARDED_STATE], copies)
+            files = on_all(lambda: _common_files(checkpoint) if dist.get_rank() == 0 else {})
+            plan = planner.plan(_pieces(checkpoint), copies)
             save = cls(path, directory, dict(checkpoint.get(MANIFEST) or {}), plan.metadata)
-            on_all(lambda: save._start_writing(plan.pieces, files or {}, staging))
+            on_all(lambda: save._start_writing(plan.pieces, files, staging))
         except BaseException:
             _abandon(path, directory)
             raise
@@ -448,7 +454,14 @@ def _abandon(path: str, directory: str) -> None:
         checkpoint_files.abandon(path)
 
 
-def _files_of_all(checkpoint: dict[str, Any], rank_states: list[Any]) -> dict[str, bytes]:
+def _pieces(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return the sharded state, with the rank state as one more piece."""
+    pieces: dict[str, Any] = checkpoint[SHARDED_STATE]
+    state = checkpoint.get(RANK_STATE)
+    return {**pieces, RANK_STATE: rank_object(dist.get_rank(), dist.get_world_size(), state)} if state else pieces
+
+
+def _common_files(checkpoint: dict[str, Any]) -> dict[str, bytes]:
     """Return the current content of the files that rank 0 writes beside the tensors."""
     ours = (SHARDED_STATE, MANIFEST, RANK_STATE, CONTENT_METADATA)
     common: dict[str, Any] = {
@@ -459,7 +472,6 @@ def _files_of_all(checkpoint: dict[str, Any], rank_states: list[Any]) -> dict[st
         common["content_metadata"] = checkpoint[CONTENT_METADATA]
     return {
         LIGHTNING_FILE: _saved({name: value for name, value in checkpoint.items() if name not in ours}),
-        RANKS_FILE: _saved(rank_states),
         COMMON_FILE: _saved(common),
         CONFIG_FNAME: json.dumps(asdict(CheckpointingConfig("torch_dist", 1))).encode(),
     }

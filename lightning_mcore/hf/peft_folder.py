@@ -238,7 +238,7 @@ def load_adapter(module: pl.LightningModule, path: str, lora: LoRA) -> None:
         ValueError: It does not fit this model: a tensor is missing, unknown, or of another shape.
     """
     if is_own_checkpoint(path):
-        module.on_load_checkpoint(on_all(lambda: MCoreCheckpointIO().load_checkpoint(path)))  # compares the bases
+        module.on_load_checkpoint(MCoreCheckpointIO().load_directory(path))  # compares the bases
         load_weights(module, path)
         return
     folder = on_all(lambda: _folder_with_weights(path))

@@ -18,7 +18,7 @@ would have drawn.
 
 import dataclasses
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,25 +159,19 @@ def _words(tensor: Tensor) -> Any:
     return tensor.numpy().view(numpy.uint32)
 
 
-def pick(places: Sequence[Mapping[str, int]], wanted: Sequence[Mapping[str, int]]) -> list[tuple[int, bool]]:
-    """Return whose saved state each rank takes, and whether it is its own.
+def pick(saved: Mapping[str, int], mine: Mapping[str, int], rank: int) -> tuple[int, bool]:
+    """Return the rank whose saved state this rank takes, and whether it is its own.
 
     Args:
-        places: For each rank that saved a state, its coordinates and the sizes of the axes by name; one of the names is
-            ``data_parallel_rank``.
-        wanted: The same values for each rank that takes one.
+        saved: The coordinates of any rank that saved, and the sizes of its axes, by name.
+        mine: The same of this rank.
+        rank: The number of this rank.
 
     Returns:
-        For each of them, the index into ``places`` of the rank at the same place of the same layout, and True. If there
-        is none, the index of the first rank with the same data-parallel rank, modulo their number if there were fewer,
-        and False: all ranks of one model copy must draw the same data.
+        On the layout that saved: this rank, and True. On another: the first rank with the same data-parallel rank,
+        modulo their number if there were fewer, and False: all ranks of one model copy must draw the same data.
     """
-    at_place = {frozenset(place.items()): index for index, place in reversed(list(enumerate(places)))}
-    of_copy = {place["data_parallel_rank"]: index for index, place in reversed(list(enumerate(places)))}
-    copies = sorted(of_copy)
-    return [
-        (at_place[frozenset(mine.items())], True)
-        if frozenset(mine.items()) in at_place
-        else (of_copy[copies[mine["data_parallel_rank"] % len(copies)]], False)
-        for mine in wanted
-    ]
+    if all(mine[name] == value for name, value in saved.items() if name.endswith("_size")):
+        return rank, True
+    copy = mine["data_parallel_rank"] % saved["data_parallel_size"]
+    return copy * saved["tensor_model_parallel_size"] * saved["context_parallel_size"], False

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _NUMBERS = "lightning_mcore/optimizer_numbers"
+_COORDINATES = "lightning_mcore/coordinates"  # of rank 0
 # Megatron-LM's way of saying that every layout can read the optimizer's state.
 _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _EXCEPTION_TIMEOUT = 30.0  # seconds
@@ -154,6 +155,7 @@ class Checkpoints:
                 MANIFEST: {**self._describe(chunks, optimizers), "parameters": state.num_parameters},
                 RANK_STATE: strategy.resume.rank_state(checkpoint),
             }
+            own[_COORDINATES] = own[RANK_STATE].get("coordinates")
             if optimizers:
                 own[_NUMBERS] = state.numbers
                 own[CONTENT_METADATA] = _CONTENT
@@ -261,10 +263,15 @@ class Checkpoints:
             state = io.load_directory(path, weights_only)
         else:
             state = on_all(lambda: self._read_file(path, weights_only))
-        strategy.resume.restore(state.pop(RANK_STATE, None), state)
-        manifest = state.pop(MANIFEST, None)
+        states, saved, manifest = (state.pop(key, None) for key in (RANK_STATE, _COORDINATES, MANIFEST))
+        read: Any = None
         if manifest is not None:
-            self._pending = StoredState.open(self._shard_io, path, state.pop(_NUMBERS, None), weights_only, manifest)
+            stored = StoredState.open(self._shard_io, path, state.pop(_NUMBERS, None), weights_only, manifest)
+            self._pending = stored
+            read = partial(self._shard_io.load_rank_state, path, stored.contents, weights_only=weights_only)
+        if states:  # one file, or a directory of format version 1
+            saved, read = states[0].get("coordinates"), states.__getitem__
+        strategy.resume.restore(saved, read, state)
         return state
 
     def _read_file(self, path: str, weights_only: bool | None) -> dict[str, Any]:

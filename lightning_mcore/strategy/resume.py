@@ -32,7 +32,7 @@ it is read.
 import contextlib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -64,7 +64,7 @@ from lightning_mcore.data.position import (
     skip_batches_of,
     step_plateaus,
 )
-from lightning_mcore.parallel.consensus import collect, control_group
+from lightning_mcore.parallel.consensus import control_group, on_all
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.random_state import RandomState, draw_other_numbers, from_plain, pick, put, take, to_plain
 
@@ -226,12 +226,14 @@ class ExactResume:
 
     # ---- loading
 
-    def restore(self, states: list[dict[str, Any]] | None, checkpoint: dict[str, Any]) -> None:
+    def restore(
+        self, saved: Mapping[str, int] | None, read: Callable[[int], dict[str, Any]], checkpoint: dict[str, Any]
+    ) -> None:
         """Take a state of the ranks that saved, before Lightning reads the rest of the checkpoint; collective.
 
         Args:
-            states: On rank 0, the :meth:`rank_state` of each of these ranks; None or empty dicts leave everything to
-                Lightning.
+            saved: The coordinates of one of these ranks; None leaves everything to Lightning.
+            read: Returns the :meth:`rank_state` of one of them, given its number.
             checkpoint: The dict that Lightning will read; its loops and loaders are changed for this rank.
 
         Raises:
@@ -239,20 +241,18 @@ class ExactResume:
                 data-parallel ranks.
         """
         module = self._strategy.lightning_module
-        if "loops" not in checkpoint:
+        if saved is None or "loops" not in checkpoint:
             return
         if module is None or module._trainer is None or module.trainer.state.fn != TrainerFn.FITTING:
             return
         mine = self._coordinates()
-        handed = _hand_out(states, mine)
-        if handed is None:
-            return
-        state, is_own, first = handed
-        ranks, now = first["coordinates"]["data_parallel_size"], mine["data_parallel_size"]
+        ranks, now = saved["data_parallel_size"], mine["data_parallel_size"]
+        number, is_own = pick(saved, mine, self._strategy.global_rank)
+        state = on_all(lambda: read(number))
+        data = state if ranks == now else on_all(lambda: read(0))  # all ranks share the same order
         place, random = Place(**state["place"]), from_plain(state["random"])
         if not is_own:
             random = replace(random, device=None, tracker=None)
-        data = state if ranks == now else first  # all ranks share the same order
         loops = checkpoint["loops"]["fit_loop"]
         place.write(loops)
         loops["state_dict"].pop("combined_loader", None)
@@ -423,30 +423,3 @@ def _sentence(kind: str, restored: _Restored, ranks: int, then: int | None, now:
         f"data-parallel ranks{sizes[0]}, and {kind} without Lightning's distributed sampler cannot continue from "
         f"there on {ranks}{sizes[1]}; resume as it was saved, or from the end of an epoch"
     )
-
-
-def _hand_out(
-    states: list[dict[str, Any]] | None, mine: Mapping[str, int]
-) -> tuple[dict[str, Any], bool, dict[str, Any]] | None:
-    """Send each rank the saved state that it takes, from rank 0, which has them all; collective over the world.
-
-    Args:
-        states: On rank 0, the state of each rank that saved.
-        mine: The coordinates of this rank.
-
-    Returns:
-        The state, whether a rank of the same place saved it, and what the first rank said of the data; None without
-        states.
-    """
-
-    def choose(wanted: list[Mapping[str, int]]) -> list[Any]:
-        if not states or not all(states):
-            return [None] * len(wanted)
-        first = {name: states[0][name] for name in ("coordinates", "loaders", "stateful")}
-        picked = pick([state["coordinates"] for state in states], wanted)
-        return [(states[index], is_own, first) for index, is_own in picked]
-
-    handed: list[Any] = [None]
-    dist.scatter_object_list(handed, collect(lambda: mine, choose), src=0, group=control_group())
-    found: tuple[dict[str, Any], bool, dict[str, Any]] | None = handed[0]
-    return found

@@ -102,7 +102,7 @@ def checkpoint(scale: float = 1.0, step: int = 7) -> dict[str, Any]:
         "loops": {"fit": step},
         SHARDED_STATE: state(world_size, rank, scale),
         MANIFEST: {"world_size": world_size, "global_step": step},
-        RANK_STATE: {"rank": rank, "random": torch.arange(rank + 1)},
+        RANK_STATE: {"rank": rank, "random": torch.arange(rank + 1), "scale": scale},
     }
 
 
@@ -117,6 +117,11 @@ def assert_loaded(found: dict[str, Any], scale: float = 1.0) -> None:
             assert torch.equal(found[name], piece.data), name
 
 
+def rank_state(plugin: MCoreCheckpointIO, path: str, rank: int | None = None) -> dict[str, Any]:
+    """Return what a rank, or this one, said of itself when it saved."""
+    return plugin.load_rank_state(path, plugin.read_contents(path), dist.get_rank() if rank is None else rank)
+
+
 def save_and_load(path: str) -> None:
     with groups():
         plugin = MCoreCheckpointIO()
@@ -124,8 +129,9 @@ def save_and_load(path: str) -> None:
         assert_loaded(plugin.load_shards(path, blank()))
         lightning = plugin.load_checkpoint(path)
         assert lightning["loops"] == {"fit": 7}
-        assert [len(of_rank["random"]) for of_rank in lightning[RANK_STATE]] == [
-            rank + 1 for rank in range(dist.get_world_size())
+        states = [rank_state(plugin, path, rank) for rank in range(dist.get_world_size())]
+        assert [(state["rank"], state["random"].tolist()) for state in states] == [
+            (rank, [*range(rank + 1)]) for rank in range(dist.get_world_size())
         ]
         bare = dist_checkpointing.load(blank(), path)
         assert_loaded(bare)
@@ -156,10 +162,12 @@ def save_without_waiting(folder: str) -> None:
         for piece in given[SHARDED_STATE].values():  # training goes on
             if isinstance(piece, ShardedTensor):
                 piece.data.zero_()
+        given[RANK_STATE]["random"].zero_()
         assert plugin.has_saves_in_flight
         assert not os.path.exists(first)  # written or not, it becomes a checkpoint at a poll
         poll_until_done(plugin)
         assert_loaded(plugin.load_shards(first, blank()))
+        assert rank_state(plugin, first)["random"].tolist() == [*range(rank + 1)]
 
         plugin.save_checkpoint(checkpoint(scale=2.0), second)
         if rank == 0:
@@ -195,6 +203,7 @@ def plan_again_where_needed(path: str) -> None:
             assert_loaded(found, scale)
             assert found.get("more", torch.full((3,), scale)).tolist() == [scale] * 3
             assert found["object"] == {"rank": dist.get_rank(), "scale": scale}
+            assert rank_state(plugin, path)["scale"] == scale
             assert ("more" in plugin.read_contents(path).shapes) == more
 
 
@@ -238,7 +247,7 @@ def save_and_wait(plugin: MCoreCheckpointIO, given: dict[str, Any], path: str) -
 
 def load_all(plugin: MCoreCheckpointIO, path: str) -> None:
     plugin.load_shards(path, blank())
-    plugin.load_checkpoint(path)
+    plugin.load_directory(path)
 
 
 def refuse_and_keep(folder: str) -> list[str]:
@@ -316,7 +325,6 @@ def read_with_care(folder: str) -> None:
         sound = {name: Path(path, name).read_bytes() for name in os.listdir(path)}
         for name, read in (
             ("lightning.pt", lambda: plugin.load_checkpoint(path)),
-            ("ranks.pt", lambda: plugin.load_checkpoint(path)),
             (".metadata", lambda: plugin.load_shards(path, blank())),
         ):
             if dist.get_rank() == 0:
@@ -333,7 +341,10 @@ def read_with_care(folder: str) -> None:
             dist.barrier()
         dangerous = checkpoint()
         dangerous[SHARDED_STATE]["object"].data = Malicious(f"{mark}{dist.get_rank()}")
+        dangerous[RANK_STATE]["random"] = Malicious(f"{mark}{dist.get_rank()}")
         plugin.save_checkpoint(dangerous, path)
+        with pytest.raises(ValueError, match="could run code"):
+            rank_state(plugin, path)
         with pytest.raises(ValueError, match="could run code"):
             plugin.load_shards(path, blank())
         assert not os.path.exists(f"{mark}{dist.get_rank()}")
@@ -357,7 +368,7 @@ def name_what_is_damaged(path: str) -> list[str]:
     with groups():
         plugin = MCoreCheckpointIO()
         plugin.save_checkpoint(checkpoint(), path)
-        for name in ("__1_0.distcp", ".metadata", "lightning.pt", "ranks.pt"):
+        for name in ("__1_0.distcp", ".metadata", "lightning.pt"):
             for damage in (flip, cut, os.unlink):
                 file = Path(path, name)
                 content = file.read_bytes()
@@ -372,6 +383,16 @@ def name_what_is_damaged(path: str) -> list[str]:
                 if dist.get_rank() == 0:
                     file.write_bytes(content)
                 dist.barrier()
+        file = Path(path, "__1_0.distcp")
+        content = file.read_bytes()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            file.write_bytes(content.replace(b"random", b"rANdom"))
+        dist.barrier()
+        with pytest.raises(ValueError, match=r"damaged: __1_0\.distcp cannot be read at .*rank_state.*: the checksum"):
+            rank_state(plugin, path, 1)
+        assert rank_state(plugin, path, 0)["rank"] == 0  # which reads another file
+        assert rank_state(MCoreCheckpointIO(verify="sizes"), path, 1)["rank"] == 1
         strange = blank()
         if dist.get_rank() == 0:
             strange["new"] = ShardedTensor.from_rank_offsets("new", torch.zeros(2))
@@ -470,6 +491,8 @@ def through_a_store(folder: str) -> None:
                 plugin.drain()
                 assert_loaded(plugin.load_shards("shared://bucket/a.ckpt", blank()), scale)
             assert plugin.load_checkpoint("shared://bucket/a.ckpt")["global_step"] == 7
+            for rank in range(2):
+                assert rank_state(plugin, "shared://bucket/a.ckpt", rank)["rank"] == rank
             dist.barrier()
             if dist.get_rank() == 0:
                 plugin.remove_checkpoint("shared://bucket/a.ckpt")

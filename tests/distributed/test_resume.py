@@ -10,7 +10,7 @@ import contextlib
 import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate, get_worker_info
 
-from lightning_mcore import MCoreGPT, Recipe
+from lightning_mcore import MCoreCheckpointIO, MCoreGPT, Recipe
+from lightning_mcore.checkpoint.files import record_file
 from lightning_mcore.strategy.precision import MCorePrecision
 from tests.ranks import run_ranks
 from tests.toy import FEATURES, WIDTH, Batch, PlainNet, Samples, fill, make_trainer
@@ -227,7 +228,22 @@ def train_whole(cases: dict[str, Case], folder: str) -> dict[str, Run]:
         if case.stop is not None:
             stopped = train(case, f"{folder}/{name}", ("end",), max_steps=case.stop)
             whole[name].places["end"] = stopped.places["end"]
+    if dist.get_rank() == 0 and "plain-limited" in cases:
+        as_version_1(Path(folder, "plain-limited", "batch 5.ckpt"))
     return whole
+
+
+def as_version_1(checkpoint: Path) -> None:
+    """Change a checkpoint to format version 1, which had the states of all ranks in one file."""
+    io = MCoreCheckpointIO()
+    manifest, contents = json.loads((checkpoint / "checkpoint.json").read_text()), io.read_contents(checkpoint)
+    torch.save([io.load_rank_state(checkpoint, contents, rank) for rank in range(2)], checkpoint / "ranks.pt")
+    state = torch.load(checkpoint / "lightning.pt", weights_only=True)
+    del state["lightning_mcore/coordinates"]
+    torch.save(state, checkpoint / "lightning.pt")
+    files = {name: asdict(record_file(checkpoint / name)) for name in ("lightning.pt", "ranks.pt")}
+    manifest |= {"format_version": 1, "files": manifest["files"] | files}
+    (checkpoint / "checkpoint.json").write_text(json.dumps(manifest))
 
 
 def go_on(cases: dict[str, Case], folder: str) -> dict[str, dict[str, Run]]:
@@ -575,6 +591,7 @@ class Deal:
     batch_size: int = 2
     drop_last: bool = False
     limit: int | None = None
+    strategy: Any = field(default_factory=dict)
 
     def train(self, **arguments: Any) -> list[tuple[int, int, list[int]]]:
         """Return the epoch, the number and the samples of every batch of this rank."""
@@ -582,7 +599,7 @@ class Deal:
         watch = Watch()
         data = DataLoader(Samples(SIZE), self.batch_size, shuffle=True, drop_last=self.drop_last)
         callbacks = [watch, *arguments.pop("callbacks", [])]
-        trainer = make_trainer({}, callbacks=callbacks, max_epochs=2, limit_train_batches=self.limit)
+        trainer = make_trainer(self.strategy, callbacks=callbacks, max_epochs=2, limit_train_batches=self.limit)
         trainer.fit(PlainNet(), data, **arguments)
         return [(int(e), int(i), json.loads(ids)) for e, i, ids in (line.split(" ", 2) for line in watch.batches)]
 
@@ -609,9 +626,9 @@ DEALS: dict[str, tuple[Deal, int, Deal]] = {
     "1 to 2": (Deal(1), 5, Deal(2)),
     "2 to 1": (Deal(2), 4, Deal(1)),
     "2 to 4": (Deal(2), 3, Deal(4)),
-    "2 to 4, limited": (Deal(2, limit=8), 3, Deal(4, limit=4)),
+    "2 to 4, limited": (Deal(2, limit=8, strategy=SHARDED), 3, Deal(4, limit=4, strategy=SHARDED)),
     "2 to 4, without the rest": (Deal(2, drop_last=True), 3, Deal(4, drop_last=True)),
-    "2 to 1, other batches": (Deal(2), 4, Deal(1, batch_size=3)),
+    "2 to 1, other batches": (Deal(2, strategy=SHARDED), 4, Deal(1, batch_size=3, strategy=SHARDED)),
     "2 to 2, other batches": (Deal(2), 4, Deal(2, batch_size=5)),
 }
 

@@ -138,7 +138,7 @@ def test_inspect_shows_what_one_asks_first(tmp_path: Path) -> None:
     path = save(tmp_path / "a.ckpt")
     assert checkpoint.inspect(path) == "\n".join(
         [
-            f"{path}: sharded checkpoint of lightning_mcore, format version 1",
+            f"{path}: sharded checkpoint of lightning_mcore, format version 2",
             "  step        1200",
             "  epoch       3",
             "  saved       2026-01-31T12:00:00+00:00",

@@ -89,7 +89,7 @@ def test_the_manifest_lists_every_file_with_size_and_checksum(tmp_path: Path) ->
     files.finish(str(tmp_path / "a.ckpt"), {"global_step": 3}, records)
     manifest = json.loads((tmp_path / "a.ckpt" / "checkpoint.json").read_text())
     assert manifest["format"] == "lightning_mcore"
-    assert manifest["format_version"] == 1
+    assert manifest["format_version"] == 2
     content = CONTENT + b"3"
     assert manifest["files"] == {
         ".metadata": {"size": 8, "crc32": f"{zlib.crc32(b'metadata'):08x}"},
@@ -836,8 +836,8 @@ def rewrite(path: Path, **entries: Any) -> None:
     ("entries", "message"),
     [
         (
-            {"format_version": 2, "files": "another kind", "versions": {"lightning_mcore": "9.1"}},
-            r"format version 2, and this lightning_mcore reads versions up to 1; install .*9\.1",
+            {"format_version": 3, "files": "another kind", "versions": {"lightning_mcore": "9.1"}},
+            r"format version 3, and this lightning_mcore reads versions up to 2; install .*9\.1",
         ),
         ({"format": "other"}, r"checkpoint\.json was written by another program"),
         ({"format_version": None}, r"checkpoint\.json does not give its format_version"),

@@ -199,12 +199,16 @@ def test_a_moment_is_plain_values_and_comes_back(tmp_path: Any) -> None:
     assert from_plain(to_plain(loaded.common)).python == moment.common.python
 
 
-def place(data: int, tensor: int, tensor_size: int) -> dict[str, int]:
-    """Return the coordinates of a rank."""
-    return {"data_parallel_rank": data, "tensor_model_parallel_rank": tensor, "tensor_model_parallel_size": tensor_size}
+def place(data: int, tensor: int, tensor_size: int, data_size: int = 2) -> dict[str, int]:
+    """Return the coordinates of a rank, and the sizes of its axes."""
+    ranks = {"data_parallel_rank": data, "tensor_model_parallel_rank": tensor}
+    sizes = {"data": data_size, "tensor_model": tensor_size, "context": 1}
+    return {**ranks, **{f"{axis}_parallel_size": size for axis, size in sizes.items()}}
 
 
 def test_a_rank_takes_its_own_state_or_that_of_a_rank_which_read_the_same_data() -> None:
-    saved = [place(data, tensor, 2) for data in (0, 1) for tensor in (0, 1)]
-    wanted = [place(1, 1, 2), place(1, 0, 1), place(3, 1, 4), place(2, 0, 2)]
-    assert pick(saved, wanted) == [(3, True), (2, False), (2, False), (0, False)]
+    saved = place(0, 0, tensor_size=2)  # ranks 0 and 1 read the same data, and 2 and 3
+    assert pick(saved, place(1, 1, tensor_size=2), rank=3) == (3, True)
+    assert pick(saved, place(1, 0, tensor_size=1), rank=1) == (2, False)
+    assert pick(saved, place(1, 3, tensor_size=4), rank=7) == (2, False)
+    assert pick(saved, place(2, 0, tensor_size=2, data_size=4), rank=4) == (0, False)

@@ -289,7 +289,7 @@ def test_a_checkpoint_that_says_nothing_of_itself_is_exported_like_another_model
     model, checkpoint = tiny
     theirs, out = tmp_path / "iter_0000001", tmp_path / "out"
     shutil.copytree(checkpoint, theirs)
-    for name in ("checkpoint.json", "lightning.pt", "ranks.pt"):
+    for name in ("checkpoint.json", "lightning.pt"):
         (theirs / name).unlink()
     with pytest.raises(ValueError, match=r"does not describe its model.*--like FOLDER"):
         export_checkpoint(str(theirs), str(out))
