@@ -276,8 +276,10 @@ def main() -> None:
         "transformers": importlib.metadata.version("transformers"),
         "a step": f"{ROWS} rows of {LENGTH} tokens on {RANKS} ranks together, fp32, AdamW",
     }
-    found = [measure(size, options) for size in options.sizes]
-    write_results(options.output, "peers", "One model, trained by what users would pick", facts, found, table(found))
+    for size in options.sizes:
+        found = [measure(size, options)]
+        title = f"One model ({size}), trained by what users would pick"
+        write_results(options.output, f"peers_{size}", title, facts, found, table(found))
 
 
 if __name__ == "__main__":

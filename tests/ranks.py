@@ -47,7 +47,7 @@ import pytest
 
 from tests.rank_process import STACK_SIGNAL, Report, rank_main
 
-_PRELOAD = [  # nothing that imports pyarrow, which starts a thread
+_PRELOAD = [  # nothing that starts a thread
     "tests.economy",
     "lightning_mcore",  # before megatron-core, which may find TransformerEngine without its CUDA library
     "torch",
@@ -55,13 +55,20 @@ _PRELOAD = [  # nothing that imports pyarrow, which starts a thread
     "megatron.core.distributed",
     "megatron.core.optimizer",
     "megatron.core.models.gpt",
+    "lightning_mcore.arguments.build",
+    "lightning_mcore.arguments.llamafactory.run",
+    "lightning_mcore.hf.callback",
     "lightning_mcore.hf.export",
+    "lightning_mcore.hf.families",
     "lightning_mcore.models.gpt",
+    "lightning_mcore.models.vision",
     "tests.parity.lightning_loop",
     "tests.tiny",
     "tests.toy",
+    "transformers.integrations.integration_utils",
     "transformers.models.llama.modeling_llama",
     "transformers.training_args_seq2seq",
+    "datasets",
     "pytest",
 ]
 _OUTPUT_LIMIT = 20_000  # characters shown of what one rank printed
