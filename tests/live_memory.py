@@ -22,14 +22,17 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_mcore import MCoreGPT, MCorePreference, MCoreStrategy
+from lightning_mcore import MCoreGPT, MCorePreference, MCoreStrategy, MCoreVisionGPT
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.vision import Vision
 from lightning_mcore.optimizer.megatron import optimizer_parts
 from lightning_mcore.planning.adapters import with_adapters
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.state_memory import RankMemory, optimizer_of, rank_memory
+from lightning_mcore.planning.vision import with_images, with_tower
 from lightning_mcore.strategy.precision import MCorePrecision
 from tests.toy import make_trainer
+from tests.vision_models import CONFIGS, IMAGE_TOKEN, VIDEO_TOKEN, vision_batch, vision_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +43,12 @@ class LiveRun:
         world: Ranks.
         strategy: Arguments of ``MCoreStrategy``.
         precision: As in ``MCorePrecision``.
-        model: Arguments of ``MCoreGPT``.
+        model: Arguments of ``MCoreGPT``, or of ``MCoreVisionGPT`` without ``vision``.
         rows: Rows of a microbatch.
         microbatches: Microbatches of a step.
         packed: Whether a row is four sequences.
+        family: Of a model that sees; its tower is added to the model's arguments.
+        images: Sizes in patches of the images of each row.
     """
 
     world: int
@@ -53,6 +58,20 @@ class LiveRun:
     rows: int = 1
     microbatches: int = 1
     packed: bool = False
+    family: str | None = None
+    images: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the module."""
+        if self.family is None:
+            return self.model
+        width = {"embed_dim": 64, "mlp_ratio": 4, "hidden_size": 64, "intermediate_size": 256}
+        if self.family != "qwen2_vl":
+            del width["embed_dim"], width["mlp_ratio"]
+        config = vision_config(self.family, vision_config={**CONFIGS[self.family]["vision_config"], **width})
+        vision = Vision(self.family, config.vision_config.to_dict(), IMAGE_TOKEN, VIDEO_TOKEN, (2, 1, 1))
+        return {**self.model, "vision": vision.plain()}
 
     @property
     def layout(self) -> ParallelLayout:
@@ -62,8 +81,11 @@ class LiveRun:
     def planned(self, rank: int) -> RankMemory:
         """Return what the plan says of a rank."""
         place = self.layout.coordinates(rank, self.world).pipeline_model_parallel_rank
+        model = self.arguments
+        tokens = sum(height * width // 4 for _, height, width in self.images) or None
+        fields = with_images(with_tower(GPTFields.of(model), model), tokens, model["seq_length"])
         return rank_memory(
-            with_adapters(GPTFields.of(self.model), self.model),
+            with_adapters(fields, model),
             self.layout,
             place,
             world_size=self.world,
@@ -180,10 +202,18 @@ def _measure(run: LiveRun) -> dict[str, int]:
         max_steps=1,
         accumulate_grad_batches=run.microbatches,
         callbacks=[measure],
+        use_distributed_sampler=run.family is None,
     )
-    module = (MCorePreference if "preference" in run.model else MCoreGPT)(**run.model)
+    kind = MCorePreference if "preference" in run.model else MCoreGPT if run.family is None else MCoreVisionGPT
+    trainer.fit(kind(**run.arguments), _data(run))
+    return measure.found
+
+
+def _data(run: LiveRun) -> DataLoader[Any]:
+    if run.family is not None:
+        sizes: list[Any] = [[run.images] * run.rows, [[]] * run.rows]
+        batches = [vision_batch(run.family, run.model["seq_length"], *sizes, seed) for seed in range(run.microbatches)]
+        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
     count = run.world * run.rows * run.microbatches
     rows = Rows(count, run.model["seq_length"], run.model["vocab_size"], run.packed)
-    data = DataLoader(rows, batch_size=run.rows)
-    trainer.fit(module, data)
-    return measure.found
+    return DataLoader(rows, batch_size=run.rows)

@@ -74,6 +74,7 @@ def _parser() -> CommandParser:
     add("--nodes", type=int, metavar="M", help="number of nodes (default: the file's, or one per 8 devices)")
     add("--model", metavar="PATH_OR_NAME", help="a Hugging Face model to plan for, instead of the file's")
     add("--seq-length", type=int, metavar="N", help="tokens of a row, instead of the file's")
+    add("--image-tokens", type=int, metavar="N", help="tokens of images in a row, to count the vision tower for them")
     add("--backend", choices=sorted(_BACKENDS), help="layers to plan for (default: those of the file, te on GPUs)")
     add("--device", choices=sorted(MACHINES), help="device for times and memory (default: h100 if the run is on GPUs)")
     add("--memory", metavar="80GB", help="memory of a device, instead of that of --device")
@@ -117,7 +118,7 @@ def _plan(options: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> int:
         raise ValueError(f"--model {options['model']} and the config.json in {folder} are two models; give one of them")
     settings = settings_of_files(files, overrides, folder or options["model"], options["seq_length"])
     devices, per_node = device_numbers(settings, options["devices"], options["nodes"])
-    settings = _with_sizes(settings)
+    settings = replace(_with_sizes(settings), image_tokens=options["image_tokens"])
     machine, memory = _machine(options, settings)
     backend = _BACKENDS[options["backend"]] if options["backend"] else None
     if options["suggest"]:
@@ -215,7 +216,10 @@ def _machine(options: dict[str, Any], settings: RunSettings) -> tuple[Machine | 
 
 _OF_LLAMAFACTORY = {"stage", "dataset", "cutoff_len", "finetuning_type", "template", "dataset_dir", "neat_packing"}
 _BESIDE_ARGUMENTS = ("model_name_or_path", "seq_length", "cutoff_len")
-_OPTIONS = ("devices", "nodes", "model", "seq-length", "backend", "device", "memory", "json", "picture", "suggest")
+_OPTIONS = (
+    *("devices", "nodes", "model", "seq-length", "image-tokens", "backend", "device", "memory"),
+    *("json", "picture", "suggest"),
+)
 
 
 def settings_of_files(

@@ -28,6 +28,7 @@ class RunSettings:
             arguments of the data.
         notes: A line for each key that the run treats differently from what the file says.
         ray: How Ray starts the run; None without Ray.
+        image_tokens: Tokens of images in a row, for which ``plan`` counts the vision tower; None if unknown.
     """
 
     strategy: Mapping[str, Any] = field(default_factory=dict)
@@ -37,6 +38,7 @@ class RunSettings:
     data: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     ray: RaySettings | None = None
+    image_tokens: int | None = None
 
 
 def class_and_arguments(given: Any) -> tuple[str, dict[str, Any]]:

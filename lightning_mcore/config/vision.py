@@ -132,13 +132,23 @@ class Vision:
                 f" first {deepstack}; give it more, for example with num_layers_in_first_pipeline_stage"
             )
 
+    @property
+    def width(self) -> int:
+        """Channels of a patch within the tower."""
+        return int(self.config.get("embed_dim") or self.config["hidden_size"])
+
+    @property
+    def patches_of_token(self) -> int:
+        """Patches that the projector joins to one token."""
+        return int(self.config["spatial_merge_size"]) ** 2
+
     def tokens_of(self, grid: tuple[int, int, int]) -> int:
         """Return how many tokens an image or a video takes.
 
         Args:
             grid: Its size in patches: time, height, width.
         """
-        return prod(grid) // int(self.config["spatial_merge_size"]) ** 2
+        return prod(grid) // self.patches_of_token
 
     def load_of(self, patches: int) -> int:
         """Return about how much the tower computes for one frame, in multiply-adds for each channel of a patch.
@@ -147,6 +157,5 @@ class Vision:
             patches: Patches of the frame.
         """
         blocks = int(self.config["depth"])
-        width = int(self.config.get("embed_dim") or self.config["hidden_size"])
         seeing_all = len(self.config.get("fullatt_block_indexes") or range(blocks))  # the other blocks have windows
-        return patches * (blocks * 12 * width + seeing_all * 2 * patches)
+        return patches * (blocks * 12 * self.width + seeing_all * 2 * patches)

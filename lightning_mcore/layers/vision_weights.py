@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weights of a vision tower without their memory, and the operations of its matrix products."""
 
+import functools
 import importlib
+import json
 from collections.abc import Collection
 from math import prod
 from typing import Any
@@ -10,6 +12,9 @@ import torch
 
 from lightning_mcore.config.vision import PROJECTOR, TOWER, Vision
 
+_LAST = ("fc2.weight", "down_proj.weight")
+"""Ends of the names of a block's last matrix."""
+
 
 def tower_weights(vision: Vision) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights of a tower and its projector, by their names in transformers' class.
@@ -17,13 +22,18 @@ def tower_weights(vision: Vision) -> dict[str, tuple[int, ...]]:
     Args:
         vision: Its settings.
     """
-    kind: Any = getattr(importlib.import_module(vision.family.package), vision.family.tower)
+    return _weights(vision.family.package, vision.family.tower, json.dumps(vision.config, sort_keys=True))
+
+
+@functools.lru_cache(maxsize=8)  # plans of many layouts ask for the same tower
+def _weights(package: str, name: str, config: str) -> dict[str, tuple[int, ...]]:
+    kind: Any = getattr(importlib.import_module(package), name)
     with torch.device("meta"):
-        tower = kind(kind.config_class(**vision.config))
+        tower = kind(kind.config_class(**json.loads(config)))
     return {name: tuple(weight.shape) for name, weight in tower.named_parameters()}
 
 
-def tower_flops_per_token(vision: Vision, frozen: Collection[str] = ()) -> int:
+def tower_flops_per_token(vision: Vision, frozen: Collection[str] = (), recomputes: bool = False) -> int:
     """Return the floating-point operations of training a tower on one token of an image, forward and backward.
 
     Only products with weights count. The scores of its attention are left out.
@@ -31,8 +41,9 @@ def tower_flops_per_token(vision: Vision, frozen: Collection[str] = ()) -> int:
     Args:
         vision: The settings of the tower.
         frozen: The parts of the model that are not trained.
+        recomputes: Whether to count the second forward pass of blocks that are recomputed.
     """
-    patches = int(vision.config["spatial_merge_size"]) ** 2
+    patches = vision.patches_of_token
     learns = {part: part not in frozen for part in (TOWER, PROJECTOR)}
     found = 0
     for name, shape in tower_weights(vision).items():
@@ -42,5 +53,7 @@ def tower_flops_per_token(vision: Vision, frozen: Collection[str] = ()) -> int:
         forward = 2 * prod(shape) * (patches if part == TOWER else 1)
         # No gradient of pixels; that of the projector's inputs also reaches its norms.
         has_input_gradient = (learns[TOWER] or learns[part]) and not name.startswith("patch_embed.")
-        found += (1 + learns[part] + has_input_gradient) * forward
+        # PyTorch recomputes a block up to the inputs of its last matrix.
+        again = recomputes and learns[part] and name.startswith("blocks.") and not name.endswith(_LAST)
+        found += (1 + learns[part] + has_input_gradient + again) * forward
     return found

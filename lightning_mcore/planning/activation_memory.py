@@ -2,9 +2,9 @@
 """Bytes of activations that one rank holds at its peak.
 
 Most of it is what forward keeps for backward, of every microbatch in flight (``schedule.py``), minus what is
-recomputed. At its worst moment, backward needs more for a while: with the loss, the
-logits in 16 bits and the gradient of the output layer; elsewhere the gradients of one feed-forward part, or a layer
-that is recomputed. Pure arithmetic.
+recomputed. At its worst moment, backward needs more for a while: with the loss, the logits in 16 bits and the gradient
+of the output layer; elsewhere the gradients of one feed-forward part, or a layer that is recomputed. Those of a vision
+tower are in ``vision.py``. Pure arithmetic.
 
 What a part of a GPT keeps is listed in rows, by their size for one token (:class:`SavedTensor`). A row says how many
 elements a token has in the tensor, of how many bytes, and which ranks share it. A tensor that two layers keep is one
@@ -25,12 +25,10 @@ from typing import Any, Literal
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.planning.model import ChunkLayers, Experts, GPTFields, LatentAttention, stage_layers
 from lightning_mcore.planning.schedule import in_flight
-
-_FP32 = 4
-
+from lightning_mcore.planning.vision import tower_bytes
 
 Shared = Literal["sequence", "tensor", "expert", "gathered", "nobody", "stacked", "stacked rows"]
-
+_FP32 = 4
 _INDEX = 8  # bytes of an int64
 _PROJECTION = ("self_attention.linear_proj.weight",)
 
@@ -429,17 +427,19 @@ class _ChunkBytes:
         output: Bytes kept after the last layer: final norm, logits, loss.
         at_output: Bytes that the worst moment of the loss takes beside ``kept``.
         in_layers: Bytes that the worst moment of a layer's backward takes beside ``kept``, minus ``output``.
+        in_tower: Bytes that the worst moment of the vision tower takes beside ``kept``, minus what layers keep.
     """
 
     kept: float
     output: float
     at_output: float
     in_layers: float
+    in_tower: float
 
     @property
     def beside(self) -> float:
         """Bytes that backward of this chunk needs beside the kept ones."""
-        return max(self.at_output, self.in_layers - self.output, 0.0)
+        return max(self.at_output, self.in_layers - self.output, self.in_tower, 0.0)
 
 
 def activation_memory(fields: GPTFields, layout: ParallelLayout, pipeline_rank: int, setting: ActivationSetting) -> int:
@@ -491,11 +491,15 @@ class _Meter:
         # A GPU frees a sent output at once, a CPU in the backward pass.
         sent = self.hidden if form.is_local and not chunk.output else 0.0
         has_experts = any(fields.is_moe[layer] for layer in chunk.layers)
+        tower = tower_bytes(fields, self.layout, self.setting.micro_batch_size, form.element)
+        of_tower, beside = tower if chunk.embedding else (0.0, 0.0)
+        kept += output + sent
         return _ChunkBytes(
-            kept=kept + output + sent,
+            kept=kept + of_tower,
             output=output,
             at_output=self._at_output() if chunk.output else 0.0,
             in_layers=again + self._in_layer(has_experts),
+            in_tower=beside - kept,
         )
 
     def _multi_token_bytes(self) -> float:

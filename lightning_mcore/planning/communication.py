@@ -5,7 +5,7 @@ Volumes are those of ring algorithms. With n ranks and a whole tensor of S bytes
 sends (n - 1) / n x S, an all-reduce twice that, and an all-to-all (n - 1) / n of what the rank holds. t below are the
 tokens of a microbatch on one context-parallel rank, h the hidden size, e the bytes of an activation. Recomputed forward
 passes send again. Small volumes are left out: gradients of norms over tensor-parallel ranks, routing probabilities,
-shapes.
+shapes, outputs of a vision tower.
 
 Sources: ``tensor_parallel/layers.py`` and ``mappings.py`` (tensor and sequence parallelism: an all-reduce, or an
 all-gather and a reduce-scatter, on each side of a pair of matrices, and another all-gather for the gradient of the
@@ -22,6 +22,7 @@ from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
 from lightning_mcore.planning.parameters import rank_parameters
+from lightning_mcore.planning.vision import trained_parameters
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class AxisVolume:
     """The bytes that a rank sends along one axis in a step.
 
     Args:
-        axis: ``tp``, ``cp``, ``ep``, ``etp``, ``pp``, ``dp`` (dense gradients), ``edp`` (of experts), ``embedding``.
+        axis: ``tp``, ``cp``, ``ep``, ``etp``, ``pp``, ``dp`` (dense gradients), ``edp`` (of experts), ``tower``,
+            ``embedding``.
         group_size: Ranks that take part.
         stride: Distance between neighbours in the group, in ranks.
         sent: Bytes.
@@ -115,6 +117,7 @@ def _volumes(layout: ParallelLayout, world_size: int, traffic: Traffic) -> dict[
         AxisVolume("pp", pp, world_size // pp, "activations forward, gradients back", True),
         AxisVolume("dp", dp * cp, tp, gradients, False),
         AxisVolume("edp", edp, etp * ep, f"experts' {gradients}", False),
+        AxisVolume("tower", tp, 1, "vision tower's gradients all-reduce", False),
         AxisVolume("embedding", min(pp, 2), (pp - 1) * world_size // pp, "tied embedding's gradient all-reduce", False),
     ]
     return {row.axis: row for row in rows}
@@ -248,3 +251,6 @@ def _add_gradients(
         if traffic.distributed_optimizer:
             bytes_each = traffic.gradient_bytes + traffic.parameter_bytes
         volumes[axis].sent += count * bytes_each * _ring(size)
+    if stage == 0:
+        tower = volumes["tower"]
+        tower.sent += trained_parameters(fields) * 2 * traffic.gradient_bytes * _ring(tower.group_size)

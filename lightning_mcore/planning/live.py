@@ -31,6 +31,7 @@ def plan_of(
     machine: Machine | None = None,
     devices: int | None = None,
     devices_per_node: int | None = None,
+    image_tokens: int | None = None,
 ) -> Plan:
     """Plan the run of a Trainer and a module.
 
@@ -42,12 +43,13 @@ def plan_of(
         machine: The machine for times and for the memory of a device.
         devices: Ranks of the whole run; None for the Trainer's.
         devices_per_node: Devices of a node; None for the Trainer's.
+        image_tokens: Tokens of images in a row, to count the vision tower for them.
 
     Raises:
         TypeError: The strategy is not ``MCoreStrategy``, or the module is not an ``MCoreGPT``.
         ValueError: There are no devices.
     """
-    settings = settings_of(trainer, module, data, batch_size)
+    settings = dataclasses.replace(settings_of(trainer, module, data, batch_size), image_tokens=image_tokens)
     of_node = devices_per_node or (trainer.num_devices if devices is None else min(8, devices))
     return make_plan(settings, devices or trainer.num_devices * trainer.num_nodes, of_node, machine)
 

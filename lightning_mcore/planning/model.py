@@ -25,6 +25,7 @@ from lightning_mcore.config.flops import moe_layers
 from lightning_mcore.config.layout import ModelShape, ParallelLayout
 from lightning_mcore.config.lora import AdaptedModel
 from lightning_mcore.config.preference import Preference
+from lightning_mcore.config.vision import Vision
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
@@ -123,7 +124,8 @@ class GPTFields:
         adapters: What is trained beside frozen weights, as ``adapters.py`` fills it in; None where all weights are.
         tower: Shape and part of each weight of the vision tower, by its name, as ``vision.py`` fills it in.
         frozen: Parts of a vision-language model that are not trained.
-        deepstack: Number of first layers with outputs from inside the tower added to theirs.
+        vision: The settings of the tower; None for a model of text.
+        image_tokens: Tokens of images in a row; 0 if unknown.
     """
 
     vocab_size: int
@@ -159,7 +161,8 @@ class GPTFields:
     adapters: AdaptedModel | None = None
     tower: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
-    deepstack: int = 0
+    vision: Vision | None = None
+    image_tokens: int = 0
 
     @property
     def output_size(self) -> int:

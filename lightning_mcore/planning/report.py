@@ -235,6 +235,8 @@ def _work(console: "Console", plan: Plan) -> None:
         ("model", f"{flops(work.model_flops)} a step, {flops(work.flops_per_token)} a token"),
         ("one rank", f"{flops(max(work.hardware_flops_of_rank))} a step, on the stage that has most"),
     ]
+    if work.tower_flops:
+        lines.insert(1, ("vision tower", f"{flops(work.tower_flops)} of it, on the first stage"))
     if again > 0.001:
         lines.insert(1, ("recomputed", f"{again:.1%} on top: {flops(work.hardware_flops)} a step"))
     if plan.time is not None and plan.machine is not None:

@@ -47,6 +47,7 @@ from lightning_mcore.layers.multi_token import check_multi_token
 from lightning_mcore.layers.spec import resolve_transformer_impl
 from lightning_mcore.layers.transformer_config import build_transformer_config, field_faults
 from lightning_mcore.models.recipe import Recipe
+from lightning_mcore.models.vision import check_parts
 from lightning_mcore.optimizer.rules import (
     check_kind,
     megatron_fields,
@@ -71,7 +72,7 @@ from lightning_mcore.planning.signatures import (
     of_strategy,
     of_trainer,
 )
-from lightning_mcore.planning.vision import assumptions_of_vision, check_first_stage, check_freezing, with_tower
+from lightning_mcore.planning.vision import assumptions_of_vision, check_first_stage, with_images, with_tower
 from lightning_mcore.strategy.overlap import TensorParallelOverlap
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.strategy.strategy import MCoreStrategy
@@ -298,7 +299,7 @@ def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:
             book.attempt(lambda name=name: require_size(name, right[name]))  # type: ignore[misc]
     book.attempt(lambda: check_positions(settings, transformer))
     arguments = {**given, "transformer": right}
-    book.attempt(lambda: check_freezing(arguments))
+    book.attempt(lambda: check_parts(arguments.get("freeze") or (), arguments.get("lora")))
     try:  # even for a model with wrong fields, to find later errors too
         fields = GPTFields.of(arguments)
         fields = with_tower(fields, arguments)
@@ -501,6 +502,8 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
     batch = _batch(book, settings, rules, fields, devices, assumptions)
     if batch is not None and fields is not None:
         check_batch(book, fields, rules, batch)
+        text, length = fields, batch.seq_length
+        fields = book.attempt(lambda: with_images(text, settings.image_tokens, length)) or fields
     is_computable = batch is not None and fields is not None and _fits(rules, fields)
     if model.get("transformer_impl", "auto") == "auto" and backend is None and used == "transformer_engine":
         assumptions.append(

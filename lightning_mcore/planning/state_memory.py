@@ -30,6 +30,7 @@ from lightning_mcore.config.text import unknown_name
 from lightning_mcore.planning.activation_memory import ActivationSetting, NumberFormat, activation_memory
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.parameters import ParameterTensor, rank_tensors
+from lightning_mcore.planning.vision import patch_bytes
 
 OPTIMIZERS: Mapping[str, int] = {"adam": 2, "adamw": 2, "sgd": 1, "sgd_without_momentum": 0, "muonwithadamw": 2}
 """Moments that an optimizer keeps of each element; Muon keeps one of each matrix."""
@@ -334,4 +335,5 @@ def rank_memory(
         group_size=strategy.get("microbatch_group_size_per_vp_stage"),
     )
     activations = activation_memory(fields, layout, pipeline_rank, setting)
+    activations += patch_bytes(fields, micro_batch_size * num_microbatches) if pipeline_rank == 0 else 0
     return RankMemory(state.weights, state.gradients, state.optimizer, activations, state.host)

@@ -23,6 +23,7 @@ from lightning_mcore.planning.communication import AxisVolume, forward_runs
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.machines import NARROW, Machine
 from lightning_mcore.planning.model import GPTFields, stage_layers
+from lightning_mcore.planning.vision import tower_flops
 
 _RUNS = 3
 """Forward once, and backward, which costs twice as much."""
@@ -40,6 +41,7 @@ class StepWork:
         slowed_flops_of_rank: The same, with narrow matrices counted as the wide-matrix work that takes equally long;
             used to estimate time.
         flops_per_token: Operations of the model for one token.
+        tower_flops: Those of the model's operations that its vision tower takes.
     """
 
     model_flops: float
@@ -47,6 +49,7 @@ class StepWork:
     hardware_flops_of_rank: tuple[float, ...]
     slowed_flops_of_rank: tuple[float, ...]
     flops_per_token: float
+    tower_flops: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -85,8 +88,12 @@ def step_work(fields: GPTFields, layout: ParallelLayout, world_size: int, batch:
         of_stage.append(sum(parts.values()) * batch.tokens / ranks)
         slow = sum(flops * (1 + NARROW / widths[part]) for part, flops in parts.items())
         slowed.append(slow * batch.tokens / ranks)
-    model = per_token * batch.tokens
-    return StepWork(model, sum(of_stage) * ranks, tuple(of_stage), tuple(slowed), per_token)
+    tower, again = (flops * batch.rows for flops in tower_flops(fields))
+    if fields.vision is not None:
+        of_stage[0] += again / ranks
+        slowed[0] += again / ranks * (1 + NARROW / fields.vision.width)
+    model = per_token * batch.tokens + tower
+    return StepWork(model, sum(of_stage) * ranks, tuple(of_stage), tuple(slowed), model / batch.tokens, tower)
 
 
 def _widths(fields: GPTFields, layout: ParallelLayout) -> dict[str, float]:

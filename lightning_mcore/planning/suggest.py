@@ -24,6 +24,7 @@ from lightning_mcore.planning.rules import check_run
 from lightning_mcore.planning.schedule import PipelineTimeline
 from lightning_mcore.planning.signatures import Arguments, of_strategy, of_transformer
 from lightning_mcore.planning.state_memory import StateFormats, optimizer_of, state_memory
+from lightning_mcore.planning.vision import with_images
 
 Kind = Literal["lightning", "llamafactory", "arguments"]
 
@@ -203,7 +204,7 @@ def _model_and_rows(settings: RunSettings, devices: int, backend: str | None) ->
     for count in (*tried, devices):
         run = check_run(settings, count, backend)
         if run.fields is not None and run.batch is not None:
-            return run.fields, run.batch.rows
+            return with_images(run.fields, settings.image_tokens, run.batch.seq_length), run.batch.rows
     raise ValueError(run.errors[0] if run.errors else "the global batch is unknown; give data.batch_size")
 
 

@@ -6,10 +6,12 @@ planned of activations is between 9 % less and 8 % more than what is there.
 """
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from lightning_mcore.config.vision import PROJECTOR, TOWER
 from tests.live_memory import LiveRun, measured
 from tests.ranks import run_ranks
 
@@ -108,6 +110,11 @@ def run(
         microbatches=microbatches,
         packed=packed,
     )
+
+
+def seeing(family: str, *arguments: Any, **more: Any) -> LiveRun:
+    """Return a run on rows with four images, which have three quarters of the tokens."""
+    return replace(run(*arguments, **more), family=family, images=((1, 12, 16),) * 4)
 
 
 def full(transformer: dict[str, Any], method: str, num_layers: int) -> dict[str, Any]:
@@ -219,6 +226,24 @@ RUNS: dict[str, LiveRun] = {
     "frozen": run(train_only=["layers.3.", "lm_head"]),
     "adapters-ep2-moe": run(MOE, 2, EP, lora={"r": 8}),
     "adapters-dp2-do-bf16": run(world=2, strategy=SHARDED, precision="bf16-mixed", lora={"r": 8}),
+    "images-qwen2": seeing("qwen2_vl"),
+    "images-qwen2-frozen": seeing("qwen2_vl", freeze=[TOWER, PROJECTOR]),
+    "images-qwen2-frozen-recompute": seeing("qwen2_vl", full(DENSE, "uniform", 1), freeze=[TOWER, PROJECTOR]),
+    "images-qwen2-bf16": seeing("qwen2_vl", precision="bf16-mixed"),
+    "images-qwen2_5": seeing("qwen2_5_vl"),
+    "images-qwen2_5-bf16": seeing("qwen2_5_vl", precision="bf16-mixed"),
+    "images-qwen3": seeing("qwen3_vl"),
+    "images-qwen3-bf16-two-rows": seeing("qwen3_vl", precision="bf16-mixed", rows=2),
+    "images-qwen3-tower-frozen": seeing("qwen3_vl", freeze=[TOWER]),
+    "images-qwen3-projector-frozen-bf16": seeing("qwen3_vl", freeze=[PROJECTOR], precision="bf16-mixed"),
+    "images-qwen3-recompute": seeing("qwen3_vl", full(DENSE, "uniform", 1)),
+    "images-qwen3-adapters": seeing("qwen3_vl", lora={"r": 8}),
+    "images-qwen2-tp2": seeing("qwen2_vl", world=2, strategy=TP),
+    "images-qwen2-tp2-frozen": seeing("qwen2_vl", world=2, strategy=TP, freeze=[TOWER, PROJECTOR]),
+    "images-qwen3-tp2-sp-bf16": seeing("qwen3_vl", world=2, strategy=SP, precision="bf16-mixed"),
+    "images-qwen3-tp2-sp-frozen": seeing("qwen3_vl", world=2, strategy=SP, freeze=[TOWER]),
+    "images-qwen3-cp2-recompute": seeing("qwen3_vl", full(DENSE, "uniform", 1), world=2, strategy=CP),
+    "images-qwen3-pp2": seeing("qwen3_vl", DEEP, 2, PP, microbatches=4),
     "tp2-sp-pp2-vp2-dp2-do": run(world=8, strategy=SP | VP | OVERLAPPED, microbatches=4),
 }
 

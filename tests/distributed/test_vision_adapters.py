@@ -2,6 +2,7 @@
 """Adapters on models that see, held to PEFT; prompts with images, held to transformers; import, and the other doors."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,16 @@ from lightning_mcore.config.vision import LANGUAGE_MODEL, PROJECTOR, TOWER, Visi
 from lightning_mcore.layers.vision_weights import tower_flops_per_token
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.planning.live import settings_of
+from lightning_mcore.planning.machines import MACHINES
 from lightning_mcore.planning.plan import make_plan
+from lightning_mcore.planning.suggest import suggest
 from tests.distributed.test_lora import Course
 from tests.hf_models import read_tensors
 from tests.layouts import Layout
 from tests.ranks import run_ranks
 from tests.toy import make_trainer
 from tests.unit.test_multimodal import kinds_of
-from tests.vision_models import IMAGE_TOKEN, VISION_START, vision_batch, vision_folder
+from tests.vision_models import IMAGE_TOKEN, PATCH_VALUES, VISION_START, vision_batch, vision_folder
 
 pytestmark = pytest.mark.distributed
 
@@ -233,7 +236,42 @@ def test_a_plan_counts_the_weights_of_the_tower(
     run_ranks(layout.world_size, counted, str(vision_folder(family)), layout, freeze, lora)
 
 
-def test_a_plan_refuses_what_the_run_refuses(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "freeze"), [(Layout(pp=2, dp=2), []), (Layout(tp=2, pp=2, sp=True), [TOWER, PROJECTOR])], ids=str
+)
+def test_a_plan_counts_the_tower_for_image_tokens(layout: Layout, freeze: list[str]) -> None:
+    """On the first stage: operations as ``model_tflops`` has them, their time, and the patches of both microbatches."""
+    folder = str(vision_folder("qwen2_vl"))
+    settings = RunSettings(
+        strategy=layout.strategy_arguments,
+        model={"path": folder, "seq_length": LENGTH, "freeze": freeze},
+        trainer={"accumulate_grad_batches": 2},
+    )
+    plain, seen = (
+        make_plan(replace(settings, image_tokens=tokens), 4, machine=MACHINES["h100"], ask_others=False)
+        for tokens in (None, 16)
+    )
+    assert "not counted (or give --image-tokens)" in plain.assumptions[-1]
+    assert "16 tokens of images in each row" in seen.assumptions[-1]
+    assert plain.work is not None
+    assert seen.work is not None
+    assert seen.batch is not None
+    assert seen.fields is not None
+    vision = seen.fields.vision
+    assert vision is not None
+    of_row = 16 * tower_flops_per_token(vision, freeze)
+    assert seen.work.tower_flops == seen.batch.rows * of_row
+    assert seen.work.flops_per_token - plain.work.flops_per_token == pytest.approx(of_row / LENGTH)
+    for name, factor in (("hardware_flops_of_rank", 1.0), ("slowed_flops_of_rank", 1 + 512 / 24)):
+        more = [a - b for a, b in zip(getattr(seen.work, name), getattr(plain.work, name), strict=True)]
+        assert more == pytest.approx([seen.work.tower_flops / 2 * factor, 0.0])
+    first, last = (a.memory.activations - b.memory.activations for a, b in zip(seen.stages, plain.stages, strict=True))
+    patches = 2 * 16 * 4 * PATCH_VALUES * 4
+    assert (first == patches) if freeze else (first > patches)
+    assert last == 0
+
+
+def test_a_plan_refuses_what_the_run_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(vision_folder("qwen3_vl"))
 
     def errors(strategy: dict[str, Any], **model: Any) -> tuple[str, ...]:
@@ -244,10 +282,18 @@ def test_a_plan_refuses_what_the_run_refuses(tmp_path: Path) -> None:
     assert "freeze has 'tower'; choose from vision_tower" in errors({}, freeze=["tower"])[0]
     assert "freeze has 'language_model', and lora" in errors({}, freeze=[LANGUAGE_MODEL], lora=ADAPTERS)[0]
     assert "train_only" in errors({}, train_only=["lm_head"])[0]
+    seeing = RunSettings(model={"path": folder, "seq_length": LENGTH}, data={"batch_size": 2}, image_tokens=LENGTH + 1)
+    wrong = "image_tokens=49 does not fit a row of 48 tokens; choose 1 to 48"
+    assert make_plan(seeing, devices=1).errors == (wrong,)
+    with pytest.raises(ValueError, match=wrong):
+        suggest(seeing, 1, 1, MACHINES["h100"])
     sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
     text = RunSettings(model={"vocab_size": 64, "seq_length": 8, "transformer": sizes, "freeze": [TOWER]})
     assert "'freeze'" in make_plan(text, devices=1).errors[0]
+    assert "image_tokens=4 is given, but the model" in make_plan(replace(text, image_tokens=4), devices=1).errors[1]
     model = {"class_path": "lightning_mcore.MCoreVisionGPT.from_pretrained", "init_args": {"path": folder}}
     run = tmp_path / "run.yaml"
     run.write_text(json.dumps({"trainer": {"strategy": "mcore", "max_steps": 1}, "model": model}))
     assert plan_command([str(run), "--devices", "2"]) == 0
+    assert plan_command([str(run), "--devices", "2", "--image-tokens", "32"]) == 0
+    assert "vision tower" in capsys.readouterr().out.split("WORK")[2]

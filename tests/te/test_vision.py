@@ -14,12 +14,12 @@ from tests.vision_models import vision_folder
 pytestmark = pytest.mark.distributed
 
 FAMILY = "qwen3_vl"
-SPLIT, STAGES = Layout(tp=2, sp=True), Layout(pp=2, first=3)
+SPLIT, CONTEXT, STAGES = Layout(tp=2, sp=True), Layout(cp=2), Layout(pp=2, first=3)
 
 
-def runs(folder: str) -> tuple[Ran, list[bool]]:
-    """Train on a split model in fp32, and on stages in FP8 with and without recompute."""
-    ran = course(folder, SPLIT, 2, transformer_impl="transformer_engine")
+def runs(folder: str) -> tuple[list[Ran], list[bool]]:
+    """Train on a split model and on split rows in fp32, and on stages in FP8 with and without recompute."""
+    ran = [course(folder, layout, 2, transformer_impl="transformer_engine") for layout in (SPLIT, CONTEXT)]
     plain, again = (
         trained(
             folder,
@@ -38,5 +38,6 @@ def runs(folder: str) -> tuple[Ran, list[bool]]:
 def test_steps_on_images_are_those_of_local_layers_and_recompute_changes_no_bit() -> None:
     """Megatron recomputes FP8 layers by TransformerEngine's own function."""
     ranks = run_ranks(2, runs, str(vision_folder(FAMILY)), timeout=180)
-    check_ranks([ran for ran, _ in ranks], FAMILY, SPLIT)
+    for place, layout in enumerate((SPLIT, CONTEXT)):
+        check_ranks([ran[place] for ran, _ in ranks], FAMILY, layout)
     assert all(all(same) for _, same in ranks)

@@ -214,13 +214,12 @@ def test_full_recompute_reaches_the_tower(family: str) -> None:
     assert not tower.requires_grad_(False)(None, None).requires_grad
 
 
+@pytest.mark.parametrize("recompute", [None, "full"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_operations_of_the_tower_are_those_that_torch_counts(family: str) -> None:
-    """Products with weights, forward and backward; a frozen tower runs forward alone."""
+def test_operations_of_the_tower_are_those_that_torch_counts(family: str, recompute: str | None) -> None:
+    """Products with weights, forward, recomputed and backward; a frozen tower runs forward alone."""
     vision = settings(family)
-    row = VISION_FAMILIES[family]
-    kind = getattr(importlib.import_module(row.package), row.tower)
-    tower = kind(kind.config_class(**vision.config))
+    tower: Any = tower_of(family, recompute).tower
     grids = torch.tensor([[1, 4, 6], [1, 8, 4]])
     patches = torch.randn(56, 96)
     tokens, aten = 56 // 4, torch.ops.aten
@@ -235,7 +234,7 @@ def test_operations_of_the_tower_are_those_that_torch_counts(family: str) -> Non
         counts = counter.get_flop_counts()["Global"]
         kinds = (aten.mm, aten.addmm, aten.convolution, aten.convolution_backward)
         found = sum(counts.get(kind, 0) for kind in kinds)
-        assert found == tokens * tower_flops_per_token(vision, frozen), frozen
+        assert found == tokens * tower_flops_per_token(vision, frozen, recompute is not None), frozen
 
 
 def test_settings_that_fit_nothing_are_refused() -> None:
