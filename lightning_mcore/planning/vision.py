@@ -141,16 +141,18 @@ def tower_bytes(fields: GPTFields, layout: ParallelLayout, rows: int, element: i
     tokens = rows * fields.image_tokens
     own = tokens * vision.patches_of_token / (tp * cp)
     width = vision.width * element
-    norm, mlp = _of_parts(vision, shapes, element)
-    block = 2 * norm + 9 * width + mlp  # 2 outputs of norms, 3 + 2 of attention before and 2 after it
+    norm, inner, of_inner = _of_parts(vision, shapes, element)
+    block = 2 * norm + 9 * width + of_inner * inner  # 2 outputs of norms, 3 + 2 of attention before and 2 after it
+    projector = norm + width * (1 if PROJECTOR in frozen else 3)
     recomputes = fields.recompute.granularity == "full"
-    kept, beside = 0.0, mlp + 2 * width
+    kept, beside = 0.0, of_inner * inner + 2 * width
     if TOWER not in frozen:
         kept += _pixels(fields) * element + int(vision.config["depth"]) * (width if recomputes else block)
-        beside += block * recomputes
-    if not {TOWER, PROJECTOR} <= set(frozen):
-        inputs = 1 if TOWER not in frozen else 1 + vision.deepstack  # blocks keep those from inside the tower
-        kept += inputs * norm + (1 + vision.deepstack) * width * (1 if PROJECTOR in frozen else 3)
+        kept += projector + vision.deepstack * (projector - norm)  # inputs of further projectors are those of blocks
+        if recomputes:  # the last block, when what the projector kept is free again
+            beside = max(beside, block + inner - projector)
+    elif PROJECTOR not in frozen:
+        kept += (1 + vision.deepstack) * projector
     kept *= own
     if recomputes:  # a recomputed layer keeps its inputs, and the outputs from inside the tower are among them
         ranks = cp * (tp if layout.sequence_parallel else 1)
@@ -158,12 +160,11 @@ def tower_bytes(fields: GPTFields, layout: ParallelLayout, rows: int, element: i
     return kept, beside * own
 
 
-def _of_parts(vision: Vision, shapes: Mapping[str, tuple[int, ...]], element: int) -> tuple[float, float]:
-    """Return the bytes that the input of a norm takes for a patch, and those of a feed-forward part after its input."""
+def _of_parts(vision: Vision, shapes: Mapping[str, tuple[int, ...]], element: int) -> tuple[float, float, int]:
+    """Return bytes for a patch: of what a norm keeps of its input, and of the inner width; and how often it is kept."""
     inner = next(shape[0] for name, shape in shapes.items() if name.startswith("blocks.0.mlp."))
     # RMSNorm keeps its input in fp32, and once more before the weight.
     norm = vision.width * (element if "blocks.0.norm1.bias" in shapes else element + _FP32)
     # Before and after an activation, and its sigmoid; a gate also keeps what it opens, and their product.
     of_activation = {"quick_gelu": 3}.get(vision.config["hidden_act"], 2)
-    kept = 4 if "blocks.0.mlp.gate_proj.weight" in shapes else of_activation
-    return norm, kept * inner * element
+    return norm, inner * element, 4 if "blocks.0.mlp.gate_proj.weight" in shapes else of_activation

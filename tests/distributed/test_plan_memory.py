@@ -237,7 +237,6 @@ RUNS: dict[str, LiveRun] = {
     "images-qwen3-tower-frozen": seeing("qwen3_vl", freeze=[TOWER]),
     "images-qwen3-projector-frozen-bf16": seeing("qwen3_vl", freeze=[PROJECTOR], precision="bf16-mixed"),
     "images-qwen3-recompute": seeing("qwen3_vl", full(DENSE, "uniform", 1)),
-    "images-qwen3-adapters": seeing("qwen3_vl", lora={"r": 8}),
     "images-qwen2-tp2": seeing("qwen2_vl", world=2, strategy=TP),
     "images-qwen2-tp2-frozen": seeing("qwen2_vl", world=2, strategy=TP, freeze=[TOWER, PROJECTOR]),
     "images-qwen3-tp2-sp-bf16": seeing("qwen3_vl", world=2, strategy=SP, precision="bf16-mixed"),
@@ -253,7 +252,9 @@ THOROUGH = (
     *("tp2-recompute", "tp2-sp-moe", "cp2-packed", "pp2-one-microbatch", "pp2-recompute", "pp2-vp2-group4"),
     *("pp2-split", "tp2-sp-cp2", "tp2-sp-pp2-vp2-dp2-do", "reward-bf16", "adapters-bf16-query-and-value"),
     *("adapters-dropout", "adapters-latent", "adapters-tp2", "adapters-pp2", "adapters-ep2-moe"),
-    *("adapters-dp2-do-bf16", "norms-around", "capped-scores"),
+    *("adapters-dp2-do-bf16", "norms-around", "capped-scores", "images-qwen2-frozen-recompute", "images-qwen2-bf16"),
+    *("images-qwen2_5", "images-qwen3-bf16-two-rows", "images-qwen3-projector-frozen-bf16"),
+    *("images-qwen3-cp2-recompute",),
 )
 """Runs that differ from one that stays in what another run that stays differs in."""
 

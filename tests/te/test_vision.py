@@ -9,6 +9,7 @@ from lightning_mcore import MCorePrecision
 from tests.layouts import Layout
 from tests.parity.test_vision_training import UNIFORM, Ran, check_ranks, course, trained
 from tests.ranks import run_ranks
+from tests.te.test_layouts import fused_attention_in_fp32
 from tests.vision_models import vision_folder
 
 pytestmark = pytest.mark.distributed
@@ -18,8 +19,10 @@ SPLIT, CONTEXT, STAGES = Layout(tp=2, sp=True), Layout(cp=2), Layout(pp=2, first
 
 
 def runs(folder: str) -> tuple[list[Ran], list[bool]]:
-    """Train on a split model and on split rows in fp32, and on stages in FP8 with and without recompute."""
-    ran = [course(folder, layout, 2, transformer_impl="transformer_engine") for layout in (SPLIT, CONTEXT)]
+    """Train on a split model and on split rows, also packed, in fp32; on stages in FP8 with and without recompute."""
+    ran = [course(folder, SPLIT, 2, transformer_impl="transformer_engine")]
+    with fused_attention_in_fp32():
+        ran += [course(folder, CONTEXT, 2, packs, transformer_impl="transformer_engine") for packs in (False, True)]
     plain, again = (
         trained(
             folder,
@@ -38,6 +41,6 @@ def runs(folder: str) -> tuple[list[Ran], list[bool]]:
 def test_steps_on_images_are_those_of_local_layers_and_recompute_changes_no_bit() -> None:
     """Megatron recomputes FP8 layers by TransformerEngine's own function."""
     ranks = run_ranks(2, runs, str(vision_folder(FAMILY)), timeout=180)
-    for place, layout in enumerate((SPLIT, CONTEXT)):
+    for place, layout in enumerate((SPLIT, CONTEXT, CONTEXT)):
         check_ranks([ran[place] for ran, _ in ranks], FAMILY, layout)
     assert all(all(same) for _, same in ranks)
