@@ -9,7 +9,7 @@ Time on two cores says nothing about a thousand machines, but counts do. A tiny 
 
 ``largest`` is the count of the rank with most; ``all`` is the sum over the ranks, which is what a file system sees.
 ``grows as`` says whether a count stays, grows with the ranks, or with their square: the simplest of the three that
-meets the counts of all runs but the smallest within 1 %. It is read off at 1,024 and 16,384 ranks.
+meets the counts of all runs but the smallest within 0.1 %. It is read off at 1,024 and 16,384 ranks.
 
     python -m benchmarks.scale
     python -m benchmarks.scale --worlds 2 4
@@ -54,7 +54,7 @@ PHASES = ("start", "step", "first save", "later save", "load")
 WHAT = ("collectives", "groups", "bytes", "opened", "file calls")
 EXTRAPOLATED = (1024, 16_384)
 GROWTHS = ("1", "N", "N²")
-TOLERANCE = 0.01
+TOLERANCE = 0.001  # growth shows late beside a large fixed part
 
 
 class Counter:
@@ -203,7 +203,7 @@ def growth(counts: dict[int, int]) -> dict[str, Any]:
         counts: The count for each number of ranks, two or more.
 
     Returns:
-        ``grows as``: ``"1"``, ``"N"`` or ``"N²"``, the first that meets the counts within 1 %, without that of
+        ``grows as``: ``"1"``, ``"N"`` or ``"N²"``, the first that meets the counts within 0.1 %, without that of
         the smallest number of ranks if there are others; the nearest if none does. ``grows to``: the counts on far more
         ranks.
     """
