@@ -162,7 +162,8 @@ def collect(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> Collec
     state = dict(model_state)
     numbers = []
     for index, own in enumerate(shares):
-        without_state = dict.fromkeys(identity_of(entry) for entry in _untrained(own, model_state))
+        untrained = _untrained(own, model_state) if _speaks_for_copies() else []
+        without_state = dict.fromkeys(identity_of(entry) for entry in untrained)
         numbers.append(gather_numbers({**without_state, **numbers_of(own)}))
         blocks = [*_state_blocks(index, own), *_blocks_of_untrained(index, own, model_state)]
         state[f"{OPTIMIZER}{index}"] = {str(number): block for number, block in enumerate(blocks)}
@@ -245,7 +246,14 @@ def _count_parameters(model_state: dict[str, Any]) -> int:
 
 
 def _over_all_ranks(own: dict[str, _T]) -> dict[str, _T]:
-    return merge(own, lambda of_ranks: {key: value for found in of_ranks for key, value in found.items()})
+    """Return the entries of all ranks, which agree between copies of the model; collective over the world."""
+    spoken = own if _speaks_for_copies() else {}
+    return merge(spoken, lambda of_ranks: {key: value for found in of_ranks for key, value in found.items()})
+
+
+def _speaks_for_copies() -> bool:
+    """Return whether this rank is the first of those that hold its parameters, or its experts."""
+    return process_group("dp_cp").rank() == 0 or process_group("expert_dp").rank() == 0
 
 
 def _keys(chunks: ModelChunks) -> list[str]:
