@@ -3,6 +3,7 @@
 # Variables:
 #   PYTHON        the Python 3.11, 3.12 or 3.13 that .venv is made from
 #   TORCH         what pip installs first; "torch==2.13.0+cu130" and the like for a certain GPU build
+#   TORCHVISION   the release of torchvision that is made for it
 #   WORKERS       test processes of pytest-xdist, each of which may start up to 8 ranks; three keep two cores busy
 #   PYTEST_ARGS   more arguments for pytest, as in: make test PYTEST_ARGS="-k layout"
 #   MCORE_LATEST  the release of megatron-core that "make test-mcore-latest" runs the tests on
@@ -21,6 +22,7 @@ SUITABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_inf
 PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.13; do \
 	"$$python" -c '$(SUITABLE)' 2>/dev/null && echo "$$python" && break; done)
 TORCH ?= torch==2.13.0
+TORCHVISION ?= torchvision==0.28.0
 WORKERS ?= 3
 PYTEST_ARGS ?=
 MCORE_LATEST ?= 0.19.2
@@ -43,7 +45,8 @@ help:  ## list the commands
 
 install: $(INSTALLED)  ## make .venv and install the package and its tools into it
 
-# torch comes first and pinned: left to choose, pip may take a build of several gigabytes for another CUDA.
+# torch comes first and pinned: left to choose, pip may take a build of several gigabytes for another CUDA, and another
+# release of torch for the newest torchvision.
 # The stamp is written last, so an installation that failed is tried again.
 $(INSTALLED): pyproject.toml Makefile
 	@"$(PYTHON)" -c '$(SUITABLE)' 2>/dev/null || { \
@@ -52,6 +55,8 @@ $(INSTALLED): pyproject.toml Makefile
 	@$(RUN) -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $(VENV)
 	$(RUN) -m pip install --quiet "$(TORCH)"
 	$(RUN) -m pip install --quiet --editable ".[dev]"
+	$(RUN) -m pip install --quiet --no-deps "$(TORCHVISION)"
+	$(RUN) -m tests.torchvision_on_cpu
 	@touch $@
 
 check: $(INSTALLED) docs  ## lint, formatting, types, wording and documentation

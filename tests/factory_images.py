@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what LLaMA-Factory makes of conversations with images, for ``tests/unit/test_llamafactory_images.py``.
+"""Writes what LLaMA-Factory makes of images and videos, for ``tests/unit/test_llamafactory_images.py``.
 
 It calls LLaMA-Factory's own converters, templates, plugins and collator on rows in the form of its ``mllm_demo``. Run
 it in an environment of its own:
 
-    pip install llamafactory==0.9.5
+    pip install llamafactory==0.9.5 av torchvision
     python -m tests.factory_images
 """
 
+import copy
 import json
 import tempfile
 from pathlib import Path
@@ -20,14 +21,16 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.chats import characters
+from tests.clips import frames_of, write_clip
 from tests.vision_models import CONFIGS, save_vision, vision_config
 
 FILE = Path(__file__).parent / "unit" / "factory_images.json"
 
 LIMITS = {"image_max_pixels": 128 * 128, "image_min_pixels": 32 * 32}
+LIMITS_OF_VIDEOS = {"video_max_pixels": 16384, "video_min_pixels": 4096, "video_fps": 2.0, "video_maxlen": 6}
 CUTOFF = 400
-FAMILIES = {"qwen2_vl": "qwen2_vl", "qwen3_vl_nothink": "qwen3_vl"}
-"""The family for each template."""
+TEMPLATES = {"qwen2_vl": "qwen2_vl", "qwen2_5_vl": "qwen2_vl", "qwen3_vl": "qwen3_vl_nothink"}
+"""The template of each family."""
 SIZES = {  # width and height in pixels, and mode
     "large.png": (250, 180, "RGB"),
     "palette.png": (200, 150, "P"),
@@ -60,6 +63,31 @@ ROWS: dict[str, list[dict[str, Any]]] = {  # the forms of mllm_demo.json, and of
     ],
     "alpaca": [{"instruction": "<image>", "input": "How tall?", "output": "Very.", "images": ["thin.png"]}],
 }
+CLIPS = {"odd.mov": (20, 160, 120), "long.mov": (41, 30, 36)}
+"""Frames, width and height of videos of 8 frames a second: five frames are taken, and ten, of which six may be."""
+ROWS_OF_VIDEOS: dict[str, list[dict[str, Any]]] = {
+    "clips": [
+        {
+            "messages": [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "Noise."}],
+            "images": [],
+            "videos": ["odd.mov"],
+        },
+        {
+            "messages": [
+                {"role": "user", "content": "<image>is not <video>, or?"},
+                {"role": "assistant", "content": "It is not."},
+            ],
+            "images": ["wide.png"],
+            "videos": ["long.mov"],
+        },
+    ],
+    "frames": [
+        {
+            "messages": [{"role": "user", "content": "In <video>?"}, {"role": "assistant", "content": "Three."}],
+            "videos": [["frame0.png", "frame1.png", "frame2.png"]],
+        }
+    ],
+}
 INFO: dict[str, dict[str, Any]] = {
     "sharegpt": {
         "file_name": "sharegpt.json",
@@ -72,15 +100,18 @@ INFO: dict[str, dict[str, Any]] = {
         "columns": {"prompt": "instruction", "query": "input", "response": "output", "images": "images"},
     },
 }
+INFO |= {
+    name: {**INFO["sharegpt"], "file_name": f"{name}.json", "columns": {"messages": "messages", **columns}}
+    for name, columns in (("clips", {"images": "images", "videos": "videos"}), ("frames", {"videos": "videos"}))
+}
 """The entries of ``dataset_info.json``."""
 
 KEYS: dict[str, Any] = {  # examples/megatron/qwen2_vl_full.yaml (ff6d4d12), with small values
     **LIMITS,
-    "video_max_pixels": 16384,
+    **LIMITS_OF_VIDEOS,
     "do_train": True,
     "stage": "sft",
     "finetuning_type": "full",
-    "dataset": "sharegpt,alpaca",
     "preprocessing_num_workers": 2,
     "cutoff_len": CUTOFF,
     "per_device_train_batch_size": 1,
@@ -98,6 +129,14 @@ KEYS: dict[str, Any] = {  # examples/megatron/qwen2_vl_full.yaml (ff6d4d12), wit
     "apply_rope_fusion": True,
     "use_distributed_optimizer": True,
 }
+
+
+def draw_videos(folder: Path) -> None:
+    """Write the videos."""
+    for name, sizes in CLIPS.items():
+        write_clip(folder / name, *sizes)
+    for number, frame in enumerate(frames_of(3, 90, 70)):
+        Image.fromarray(frame).save(folder / f"frame{number}.png")
 
 
 def draw_images(folder: Path) -> None:
@@ -122,6 +161,14 @@ def processor(family: str) -> Qwen2VLImageProcessorPil:
     )
 
 
+def video_processor(family: str) -> Any:
+    """Return the video processor of a family; that of Qwen3-VL counts the pixels of all frames."""
+    from transformers import Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
+
+    size = {"shortest_edge": 4096, "longest_edge": 65536}
+    return Qwen3VLVideoProcessor(size=size) if family == "qwen3_vl" else Qwen2VLVideoProcessor(size=size)
+
+
 def token_ids(of: Any) -> dict[str, int]:
     """Return the ids of the tokens of images, as a config of a model has them."""
     names = ("vision_start", "vision_end", "image", "video")
@@ -129,17 +176,18 @@ def token_ids(of: Any) -> dict[str, int]:
     return {f"{name}_token_id": of.convert_tokens_to_ids(mark) for name, mark in zip(names, marks, strict=True)}
 
 
-def write_file(folder: Path, template: str = "qwen2_vl", weights: bool = False, **more: Any) -> str:
+def write_file(folder: Path, family: str = "qwen2_vl", weights: bool = False, videos: bool = False, **more: Any) -> str:
     """Write a training file, its datasets with images, and a model; return the file.
 
     Args:
         folder: Where; made if it is not there.
-        template: Of the file; :data:`FAMILIES` has the family of the model.
+        family: Of the model; :data:`TEMPLATES` has the template of the file.
         weights: Whether the model has weights.
+        videos: Whether the datasets with videos are added.
         more: Keys of the file; ``model``, ``out``, ``data`` and ``cache`` become folders in this one.
     """
     (folder / "data").mkdir(parents=True, exist_ok=True)
-    family, words = FAMILIES[template], tokenizer()
+    words = tokenizer()
     ids = token_ids(words)
     text = {**CONFIGS[family]["text_config"], "vocab_size": len(words), "max_position_embeddings": 2 * CUTOFF}
     tower = {**CONFIGS[family]["vision_config"], "patch_size": processor(family).patch_size}
@@ -153,11 +201,17 @@ def write_file(folder: Path, template: str = "qwen2_vl", weights: bool = False, 
     words.save_pretrained(folder / "model")
     processor(family).save_pretrained(folder / "model")
     draw_images(folder / "data")
-    for name, rows in ROWS.items():
+    rows_of = dict(ROWS)
+    if videos:
+        draw_videos(folder / "data")
+        video_processor(family).save_pretrained(folder / "model")
+        rows_of |= ROWS_OF_VIDEOS
+    for name, rows in rows_of.items():
         (folder / "data" / f"{name}.json").write_text(json.dumps(rows), encoding="utf-8")
     (folder / "data" / "dataset_info.json").write_text(json.dumps(INFO), encoding="utf-8")
     places = {"model_name_or_path": "model", "output_dir": "out", "dataset_dir": "data", "cache_dir": "cache"}
-    values = {**KEYS, "template": template, **{key: str(folder / place) for key, place in places.items()}, **more}
+    folders = {key: str(folder / place) for key, place in places.items()}
+    values = {**KEYS, "dataset": ",".join(rows_of), "template": TEMPLATES[family], **folders, **more}
     (folder / "run.yaml").write_text(json.dumps(values), encoding="utf-8")
     return str(folder / "run.yaml")
 
@@ -173,50 +227,67 @@ def _rows(folder: Path, template: Any, words: Any, of_model: Any) -> list[dict[s
     )
     encoder = SupervisedDatasetProcessor(template, words, of_model, arguments)
     found = []
-    for name, kind in (("sharegpt", SharegptDatasetConverter), ("alpaca", AlpacaDatasetConverter)):
+    for name, rows in (ROWS | ROWS_OF_VIDEOS).items():
+        kind = AlpacaDatasetConverter if name == "alpaca" else SharegptDatasetConverter
         entry = DatasetAttr("file", name)
-        entry.join({**INFO[name], "formatting": name})
-        for row in ROWS[name]:
-            one = {key: [value] for key, value in kind(entry, arguments)(row).items()}
+        entry.join({**INFO[name], "formatting": "alpaca" if name == "alpaca" else "sharegpt"})
+        for row in rows:
+            one = {key: [value] for key, value in kind(entry, arguments)(copy.deepcopy(row)).items()}
             made = encoder.preprocess_dataset(one)
             found.append({key: value[0] for key, value in made.items()})
     return found
 
 
-def _collated(folder: Path, name: str) -> list[dict[str, Any]]:
+def _processor(family: str, words: Any) -> Any:
+    """Return the processor of a family, with the limits that LLaMA-Factory keeps there."""
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
+
+    kinds = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}
+    found = kinds[family](processor(family), words, video_processor(family))
+    for name, value in (LIMITS | LIMITS_OF_VIDEOS).items():
+        setattr(found, name, value)
+    return found
+
+
+def _collated(folder: Path, family: str) -> list[dict[str, Any]]:
     """Return the rows of a batch of LLaMA-Factory's collator, without padding."""
     from llamafactory.data.collator import MultiModalDataCollatorForSeq2Seq
-    from llamafactory.data.template import TEMPLATES
+    from llamafactory.data.template import TEMPLATES as OF_FACTORY
     from transformers import AutoModelForImageTextToText
 
-    words, template = tokenizer(), TEMPLATES[name]
+    words, template = tokenizer(), OF_FACTORY[TEMPLATES[family]]
     template.fix_special_tokens(words)
-    images = processor(FAMILIES[name])
-    of_model: Any = SimpleNamespace(image_processor=images, video_processor=images, **LIMITS)
+    of_model = _processor(family, words)
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(vision_config(FAMILIES[name], **token_ids(words)))
+        model = AutoModelForImageTextToText.from_config(vision_config(family, **token_ids(words)))
     collate = MultiModalDataCollatorForSeq2Seq(words, model, template=template, processor=of_model)
     rows = _rows(folder, template, words, of_model)
-    counts = [len(row["images"] or []) for row in rows]
+    counts = [[len(row[name] or []) for name in ("images", "videos")] for row in rows]
     batch = collate(rows)
-    grids, first, found = batch["image_grid_thw"], 0, []
-    patches = batch["pixel_values"].split(grids.prod(1).tolist())
-    for row, count in enumerate(counts):
+    seen = []
+    for name, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        grids = batch[f"{name}_grid_thw"]
+        patches = batch[pixels].split(grids.prod(1).tolist())
+        means = [float(values.double().mean()) for values in patches]
+        seen.append(list(zip(grids.tolist(), means, strict=True)))
+    found = []
+    for row, numbers in enumerate(counts):
         there = batch["attention_mask"][row].bool()
+        here = [seen[kind].pop(0) for kind, number in enumerate(numbers) for _ in range(number)]
         found.append(
             {
                 "ids": batch["input_ids"][row][there].tolist(),
                 "labels": batch["labels"][row][there].tolist(),
-                "positions": batch["position_ids"][1:, row, there].tolist(),
-                "grids": grids[first : first + count].tolist(),
-                "means": [float(values.double().mean()) for values in patches[first : first + count]],
+                "positions": batch["position_ids"][-3:, row, there].tolist(),
+                "grids": [grid for grid, _ in here],
+                "means": [mean for _, mean in here],
             }
         )
-        first += count
     return found
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as made:
         draw_images(Path(made))
-        FILE.write_text(json.dumps({name: _collated(Path(made), name) for name in FAMILIES}) + "\n", encoding="utf-8")
+        draw_videos(Path(made))
+        FILE.write_text(json.dumps({name: _collated(Path(made), name) for name in TEMPLATES}) + "\n", encoding="utf-8")

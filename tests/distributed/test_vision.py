@@ -21,7 +21,8 @@ from tests.hf_models import read_tensors, tiny_config
 from tests.layouts import Layout
 from tests.ranks import run_ranks
 from tests.toy import make_trainer
-from tests.unit.test_vision_data import ROWS, data, seeing_tokenizer
+from tests.unit.test_video_data import ROW, video_data
+from tests.unit.test_vision_data import ROWS, seeing_tokenizer
 from tests.vision_models import CONFIGS, save_vision, vision_batch, vision_folder
 
 pytestmark = pytest.mark.distributed
@@ -246,11 +247,13 @@ def test_a_run_with_images_goes_on_bit_for_bit_and_its_checkpoint_is_exported(
 def train_on_images(
     folder: str, files: Path, layout: Layout, steps: int = 2, save: str | None = None, start: str | None = None
 ) -> list[float]:
-    """Train on conversations about images, packed, that workers read; return the losses."""
+    """Train on conversations about images and videos, packed, that workers read; return the losses."""
     course = Course()
-    module = MCoreVisionGPT.from_pretrained(folder, 160, recipe=Recipe(learning_rate=1e-2, min_learning_rate=1e-2))
+    module = MCoreVisionGPT.from_pretrained(folder, 160, recipe=Recipe(learning_rate=1e-3, min_learning_rate=1e-3))
     trainer = make_trainer(MCoreStrategy(**layout.strategy_arguments), max_steps=steps, callbacks=[course])
-    read = data(files, 4 * ROWS, seq_length=160, shuffle=True, num_workers=layout.tp + layout.dp - 2)
+    rows = [{"videos": [], **row} for row in (*ROWS, ROW)]
+    workers = layout.tp + layout.dp - 2
+    read = video_data(files, 3 * rows, "qwen3", packing=True, seq_length=160, shuffle=True, num_workers=workers)
     trainer.fit(module, datamodule=read, ckpt_path=start)
     if save is not None:
         trainer.save_checkpoint(save)
@@ -262,19 +265,19 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model for the tokenizer of the conversations."""
     tokenizer = seeing_tokenizer()
     ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>") for name in ("image", "video")}
-    text = {**CONFIGS["qwen2_vl"]["text_config"], "vocab_size": len(tokenizer)}
-    return str(save_vision("qwen2_vl", tmp_path_factory.mktemp("talker"), text_config=text, **ids))
+    text = {**CONFIGS["qwen3_vl"]["text_config"], "vocab_size": len(tokenizer)}
+    return str(save_vision("qwen3_vl", tmp_path_factory.mktemp("talker"), text_config=text, **ids))
 
 
-def test_conversations_about_images_are_trained_on(talker: str, tmp_path: Path) -> None:
+def test_conversations_about_images_and_videos_are_trained_on(talker: str, tmp_path: Path) -> None:
     one, *_ = run_ranks(1, train_on_images, talker, tmp_path, Layout(), timeout=120)
     for losses in run_ranks(2, train_on_images, talker, tmp_path, Layout(tp=2, sp=True), timeout=120):
         assert losses == pytest.approx(one, abs=1e-5)
     assert len(one) == 2
 
 
-def test_a_run_goes_on_within_an_epoch_of_images_bit_for_bit(talker: str, tmp_path: Path) -> None:
-    """After one of the four steps of an epoch, and into the next; workers read the images."""
+def test_a_run_goes_on_within_an_epoch_of_images_and_videos_bit_for_bit(talker: str, tmp_path: Path) -> None:
+    """After one of the steps of an epoch, and into the next; workers read the images and decode the videos."""
     layout, saved = Layout(dp=2), str(tmp_path / "saved.ckpt")
     whole = run_ranks(2, train_on_images, talker, tmp_path, layout, 3, timeout=120)
     run_ranks(2, train_on_images, talker, tmp_path, layout, 1, save=saved, timeout=120)

@@ -38,11 +38,11 @@ pytestmark = pytest.mark.distributed
 LENGTH = 48
 NEW = 6
 ADAPTERS = {"r": 4, "lora_alpha": 8}
-_SEEN = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+_SEEN = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
 
 class Talk(Course):
-    """Continues a prompt with two images at the end of training."""
+    """Continues a prompt with two images and a video at the end of training."""
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         prompt, images = asked(module.vision.model_type)
@@ -50,8 +50,8 @@ class Talk(Course):
 
 
 def asked(family: str) -> tuple[list[int], dict[str, Tensor]]:
-    """Return a prompt, and its images as a processor hands them over."""
-    batch = vision_batch(family, 24, images=[[(1, 4, 6), (1, 2, 2)]], videos=[[]], seed=5)
+    """Return a prompt, and its images and its video as a processor hands them over."""
+    batch = vision_batch(family, 36, images=[[(1, 4, 6), (1, 2, 2)]], videos=[[(2, 4, 2)]], seed=5)
     return batch["tokens"][0].tolist(), {name: batch[name] for name in _SEEN if name in batch}
 
 
@@ -118,7 +118,7 @@ def test_adapters_and_prompts_with_images_are_those_of_peft_and_transformers(
             input_ids=ids, mm_token_type_ids=kinds, **images, max_new_tokens=NEW, do_sample=False, eos_token_id=None
         )
         batch = vision_batch(family)
-        seen = {name: batch[name] for name in (*_SEEN, "second_per_grid_ts") if name in batch}
+        seen = {name: batch[name] for name in _SEEN if name in batch}
         logits = model(input_ids=batch["tokens"], mm_token_type_ids=kinds_of(batch["tokens"]), **seen).logits
     assert wanted[0].tolist() == tokens
     read = run_ranks(1, logits_of, folder, str(one), batch, open_group=False)[0]

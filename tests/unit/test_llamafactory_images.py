@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from lightning_mcore.arguments.llamafactory.images import FactoryImageProcessor
+from lightning_mcore.arguments.llamafactory.images import Limits
 from lightning_mcore.arguments.llamafactory.run import FactoryRun, read_run
 from lightning_mcore.config.vision import Vision
 from lightning_mcore.data.multimodal import with_vision
 from lightning_mcore.hf.source import HFSource
 from tests.factory_files import LLAMA3, write_run
-from tests.factory_images import FAMILIES, FILE, INFO, processor, write_file
+from tests.factory_images import FILE, TEMPLATES, write_file
 
 EXPECTED: dict[str, list[dict[str, Any]]] = json.loads(FILE.read_text(encoding="utf-8"))
 
@@ -28,11 +28,11 @@ def samples(run: FactoryRun) -> list[dict[str, Any]]:
     return [with_vision(module._collate([items[index]]), vision) for index in range(len(items))]
 
 
-@pytest.mark.parametrize("template", FAMILIES)
-def test_batches_are_those_of_its_own_collator(template: str, tmp_path: Path) -> None:
-    """Tokens, labels, positions and patches of each sample, in both forms of datasets."""
-    found = samples(read_run(write_file(tmp_path, template)))
-    wanted = EXPECTED[template]
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_batches_are_those_of_its_own_collator(family: str, tmp_path: Path) -> None:
+    """Tokens, labels, positions and patches of each sample, in both forms of datasets, with images and with videos."""
+    found = samples(read_run(write_file(tmp_path, family, videos=True)))
+    wanted = EXPECTED[family]
     assert len(found) == len(wanted)
     for batch, row in zip(found, wanted, strict=True):
         places = len(row["ids"]) - 1
@@ -69,9 +69,8 @@ def test_a_sample_that_loses_part_of_an_image_is_left_out_and_counted(tmp_path: 
 
 
 def test_an_image_without_height_within_the_limits_is_refused() -> None:
-    limited = FactoryImageProcessor(processor("qwen2_vl"), most=1000, least=100)
     with pytest.raises(ValueError, match="within image_max_pixels, its shorter side would have no pixel"):
-        limited.get_number_of_image_patches(1, 9000)
+        Limits("image", 1000, 100).size(9000, 1)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +78,7 @@ def test_an_image_without_height_within_the_limits_is_refused() -> None:
     [
         (["image_max_pixels=100"], "image_min_pixels: 1024 and image_max_pixels: 100 do not make a range"),
         (["video_min_pixels=0"], "video_min_pixels: 0 and video_max_pixels: 16384 do not make a range"),
+        (["video_fps=0"], "video_fps: 0.* and video_maxlen: 6 leave no frame of a video; choose more than 0"),
         (["stage=dpo"], "stage: dpo is not supported for a model of images; choose stage: sft"),
         (["streaming=true", "max_steps=3"], "streaming: True is not supported for a model of images; choose streaming"),
         (["use_dft_loss=true"], "use_dft_loss: True is not supported for a model of images"),
@@ -96,18 +96,12 @@ def test_keys_that_do_not_fit_are_refused(overrides: list[str], sentence: str, t
         read_run(write_file(tmp_path), overrides)
 
 
-def test_videos_are_refused(tmp_path: Path) -> None:
-    file = write_file(tmp_path)
-    info = {**INFO, "sharegpt": {**INFO["sharegpt"], "columns": {"messages": "messages", "videos": "clips"}}}
-    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
-    row = {"messages": [{"role": "user", "content": "<video>"}, {"role": "assistant", "content": "A"}]}
-    for videos, sentence in (
-        (["a.mp4"], r"row 0 of .* has videos \(clips\), which are not supported"),
-        ([], "<video>"),
-    ):
-        (tmp_path / "data" / "sharegpt.json").write_text(json.dumps([{**row, "clips": videos}]), encoding="utf-8")
-        with pytest.raises(ValueError, match=sentence):
-            samples(read_run(file))
+def test_a_video_needs_its_marker(tmp_path: Path) -> None:
+    file = write_file(tmp_path, videos=True, dataset="clips")
+    row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "A"}], "images": []}
+    (tmp_path / "data" / "clips.json").write_text(json.dumps([{**row, "videos": ["odd.mov"]}]), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"row 0 of .* has 0 <video> in its text and 1 videos; give one for each vid"):
+        samples(read_run(file))
 
 
 def test_keys_and_columns_of_images_need_a_model_of_images(tmp_path: Path) -> None:

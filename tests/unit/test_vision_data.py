@@ -126,7 +126,7 @@ def test_a_sample_whose_cut_goes_through_an_image_is_left_out_and_counted(tmp_pa
     first, second = batches(module)
     statistics = module.statistics["train"]
     assert (statistics.through_image, statistics.cut, statistics.samples) == (1, 2, 3)
-    assert "left out 1 whose cut goes through an image" in str(statistics)
+    assert "left out 1 whose cut goes through an image or a video" in str(statistics)
     for batch in (first, second):
         assert len(batch["image_grid_thw"]) == int((batch["tokens"] == module.image_token).sum())
 
@@ -142,7 +142,7 @@ ANSWER = ("assistant", "x")
         ("<image>", {"images": ["d.png"]}, "d.png, an image of row 0 of .*, is not there"),
         ("<image>", {"images": ["rows.jsonl"]}, "rows.jsonl, an image of row 0 of .*, is not an image that can be"),
         ("<|image_pad|>", {"images": []}, r"has <\|image_pad\|> in its text; write <image>"),
-        ("<image>", {"images": [], "videos": ["v.mp4"]}, "has videos, which are not supported"),
+        (r"<|video_pad|>", {"images": []}, r"has <\|video_pad\|> in its text; write <video>"),
     ],
 )
 def test_rows_and_images_that_do_not_belong_together_are_refused(
@@ -185,7 +185,7 @@ def test_an_image_that_cannot_be_used_is_named_or_its_row_counted(
     assert len(batches(module)) == 1
     statistics = module.statistics["train"]
     assert (statistics.samples, statistics.unreadable_image, statistics.through_image) == (2, 1, 0)
-    assert "left out 1 with an image that cannot be read" in str(statistics)
+    assert "left out 1 with an image or a video that cannot be read" in str(statistics)
 
 
 def test_markers_without_images_are_an_error_even_where_broken_images_are_dropped(tmp_path: Path) -> None:
@@ -193,19 +193,23 @@ def test_markers_without_images_are_an_error_even_where_broken_images_are_droppe
         batches(data(tmp_path, [{**ROWS[0], "images": []}], broken_images="drop"))
 
 
-@pytest.mark.parametrize("part", ["text", {"type": "video", "video": "v.mp4"}, {"text": "x"}])
+@pytest.mark.parametrize("part", ["text", {"type": "audio", "audio": "a.wav"}, {"text": "x"}])
 def test_parts_of_other_kinds_are_refused(part: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"row 0 of .* has .* in a message, which is neither a text nor an image; l"):
+    with pytest.raises(ValueError, match=r"row 0 of .* has .* in a message, which is not a text, an image or a video"):
         batches(data(tmp_path, [{"messages": [("user", [part]), ANSWER]}]))
 
 
-def test_a_damaged_image_is_named(tmp_path: Path) -> None:
+def test_a_damaged_image_is_named_or_its_row_counted(tmp_path: Path) -> None:
     """Its header is whole, so its tokens are known."""
-    module = data(tmp_path, ROWS[:1])
-    whole = (tmp_path / "a.png").read_bytes()
-    (tmp_path / "a.png").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"a.png is damaged: .*; replace it, or leave its row out"):
-        batches(module)
+    for broken in ("error", "drop"):
+        module = data(tmp_path, [ROWS[0], ROWS[2]], packing=False, broken_images=broken)
+        whole = (tmp_path / "a.png").read_bytes()
+        (tmp_path / "a.png").write_bytes(whole[: len(whole) // 2])
+        if broken == "error":
+            with pytest.raises(ValueError, match=r"a.png is damaged: .*; replace it, or leave its row out"):
+                batches(module)
+    assert len(batches(module)) == 1
+    assert module.statistics["train"].unreadable_image == 1
 
 
 def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ input in another column, an answer, and perhaps earlier exchanges. ``sharegpt`` 
 messages, whose roles the dataset names. Three things differ from ``data/finetuning/conversations.py``: the names come
 from ``dataset_info.json``; one line break joins the two parts of an instruction; and a conversation whose roles do not
 alternate is skipped and counted, as in LLaMA-Factory. A row that calls tools is refused, because the templates here
-cannot write tool calls. ``images.py`` adds images.
+cannot write tool calls. ``images.py`` adds images and videos.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -111,12 +111,10 @@ class FactoryRows:
             answer: The column of the answer of an alpaca row; None for the one that the entry names.
 
         Raises:
-            ValueError: The row calls tools or has videos, or a message lacks a field.
+            ValueError: The row calls tools, or a message lacks a field.
             TypeError: A value is not text.
         """
         columns = self._entry.columns
-        if columns.videos is not None and row[columns.videos]:
-            raise ValueError(f"{name} has videos ({columns.videos}), which are not supported; leave the row out")
         if columns.tools is not None and row[columns.tools]:
             raise ValueError(
                 f"{name} calls tools ({columns.tools}), which the templates here cannot write; leave the row out"

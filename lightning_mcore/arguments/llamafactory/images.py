@@ -1,69 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The images of a LLaMA-Factory file: its limits of pixels before the model's image processor, and its data module."""
+"""The images and videos of a LLaMA-Factory file: its limits before the model's processors, and its data module."""
 
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from lightning_mcore.arguments.llamafactory.data import FactoryData, FactoryReading
 from lightning_mcore.data.finetuning.images import ImageRows
 from lightning_mcore.data.finetuning.tokenized import Reading
+from lightning_mcore.data.finetuning.videos import Header, Taken, Videos
 
 _LEAST_SIDE = 28  # in pixels
 _LARGEST_RATIO, _NEW_RATIO = 200, 180  # of the sides
 
 
-class FactoryImageProcessor:
-    """A model's image processor behind the limits of a LLaMA-Factory file.
+@dataclass(frozen=True)
+class Limits:
+    """The limits of pixels of a LLaMA-Factory file, which come before those of a model's processor.
 
-    An image is resized up to four times: to the largest number of pixels, to the smallest, to sides that are long
-    enough, and to a ratio of sides that a processor accepts.
+    An image or a frame is resized up to four times: to the largest number of pixels, to the smallest, to sides that are
+    long enough, and to a ratio of sides that a processor accepts.
 
     Source: ``_preprocess_image`` of ``Qwen2VLPlugin`` in LLaMA-Factory 0.9.5 (src/llamafactory/data/mm_plugin.py) has
     the same order.
 
     Args:
-        processor: The image processor of the model.
+        kind: ``"image"`` or ``"video"``.
         most: A larger image is shrunk to this many pixels.
         least: A smaller image is enlarged to this many pixels.
     """
 
-    def __init__(self, processor: Any, most: int, least: int) -> None:
-        self._processor = processor
-        self._most = most
-        self._least = least
-        self.merge_size = processor.merge_size
+    kind: str
+    most: int
+    least: int
 
-    def to_json_string(self) -> str:
-        """Return all settings as text."""
-        return json.dumps([self._processor.to_json_string(), self._most, self._least])
-
-    def get_number_of_image_patches(self, height: int, width: int) -> int:
-        """Return into how many patches an image is cut.
-
-        Args:
-            height: In pixels.
-            width: In pixels.
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the size, in pixels, of an image of ``width`` and ``height`` pixels after it was resized.
 
         Raises:
             ValueError: A side would have no pixel.
         """
         size = [(width, height), *self._within_limits(width, height)][-1]
-        width, height = [size, *_with_legal_sides(*size)][-1]
-        patches: int = self._processor.get_number_of_image_patches(height, width)
-        return patches
+        return [size, *_with_legal_sides(*size)][-1]
 
-    def __call__(self, images: list[Any], return_tensors: str) -> Any:
-        """Return the patches of images, as the processor of the model does.
-
-        Args:
-            images: Pillow images.
-            return_tensors: Kind of tensors, such as ``"pt"``.
-        """
-        return self._processor(images=[self._resized(image) for image in images], return_tensors=return_tensors)
-
-    def _resized(self, image: Any) -> Any:
+    def resized(self, image: Any) -> Any:
+        """Return a Pillow image in RGB within the limits."""
         for size in self._within_limits(*image.size):
             image = image.resize(size)
         image = image.convert("RGB")
@@ -73,12 +58,12 @@ class FactoryImageProcessor:
 
     def _within_limits(self, width: int, height: int) -> Iterator[tuple[int, int]]:
         """Yield the sizes that an image gets one after the other, to have an allowed number of pixels."""
-        for limit, is_outside in ((self._most, int.__gt__), (self._least, int.__lt__)):
+        for limit, is_outside in ((self.most, int.__gt__), (self.least, int.__lt__)):
             if is_outside(width * height, limit):
                 factor = math.sqrt(limit / (width * height))
                 width, height = int(width * factor), int(height * factor)
                 if not width or not height:
-                    raise ValueError("within image_max_pixels, its shorter side would have no pixel")
+                    raise ValueError(f"within {self.kind}_max_pixels, its shorter side would have no pixel")
                 yield width, height
 
 
@@ -95,28 +80,110 @@ def _with_legal_sides(width: int, height: int) -> Iterator[tuple[int, int]]:
         yield width, height
 
 
+class FactoryImageProcessor:
+    """A model's image processor behind the limits of a LLaMA-Factory file.
+
+    Args:
+        processor: The image processor of the model.
+        limits: The limits.
+    """
+
+    def __init__(self, processor: Any, limits: Limits) -> None:
+        self._processor = processor
+        self._limits = limits
+        self.merge_size = processor.merge_size
+
+    def to_json_string(self) -> str:
+        """Return all settings as text."""
+        return json.dumps([self._processor.to_json_string(), self._limits.most, self._limits.least])
+
+    def get_number_of_image_patches(self, height: int, width: int) -> int:
+        """Return into how many patches an image is cut.
+
+        Args:
+            height: In pixels.
+            width: In pixels.
+
+        Raises:
+            ValueError: A side would have no pixel.
+        """
+        width, height = self._limits.size(width, height)
+        patches: int = self._processor.get_number_of_image_patches(height, width)
+        return patches
+
+    def __call__(self, images: list[Any], return_tensors: str) -> Any:
+        """Return the patches of images, as the processor of the model does.
+
+        Args:
+            images: Pillow images.
+            return_tensors: Kind of tensors, such as ``"pt"``.
+        """
+        return self._processor(images=list(map(self._limits.resized, images)), return_tensors=return_tensors)
+
+
+class FactoryVideos(Videos):
+    """Reads videos as LLaMA-Factory does: frames at even distances, an even number of them, within its limits.
+
+    A file without a number of frames in its header is decoded to count them; LLaMA-Factory takes its first
+    ``video_maxlen`` frames, whatever their rate.
+
+    Source: ``_get_video_sample_indices`` and ``_regularize_videos`` of ``Qwen2VLPlugin`` in LLaMA-Factory 0.9.5.
+
+    Args:
+        given: The video processor of the model, or its folder or name.
+        fps: ``video_fps``: frames of a second.
+        most_frames: ``video_maxlen``: the most frames of a file.
+        limits: The limits of pixels.
+    """
+
+    def __init__(self, given: Any, fps: float, most_frames: int, limits: Limits) -> None:
+        super().__init__(given, fps)
+        self._most_frames = most_frames
+        self._limits = limits
+
+    def to_json_string(self) -> str:
+        """Return all settings as text."""
+        return json.dumps([super().to_json_string(), self._most_frames, self._limits.most, self._limits.least])
+
+    def _taken(self, header: Header) -> Taken:
+        count = header.frames
+        if not header.taken:
+            count = min(count, self._most_frames, max(1, math.floor(header.seconds * self.fps)))
+        frames = np.linspace(0, header.frames - 1, count).astype(np.int32).tolist()
+        times = [number / header.rate * self.fps / self.fps for number in frames]
+        return Taken(frames + frames[-1:] * (count % 2), times, count / header.seconds)
+
+    def _size(self, width: int, height: int) -> tuple[int, int]:
+        return self._limits.size(width, height)
+
+    def _frame(self, image: Any) -> Any:
+        return self._limits.resized(image)
+
+
 class FactoryVisionData(ImageRows, FactoryData):
-    """The datasets of a training file for a model of images.
+    """The datasets of a training file for a model of images and videos.
 
     Args:
         arguments: Those of :class:`FactoryData`.
-        image_processor: The image processor, or the folder or name of the model.
-        media_dir: The folder of the images.
-        limits: ``image_max_pixels`` and ``image_min_pixels``.
+        processor: The folder or name of the model, or its image processor.
+        media_dir: The folder of the images and videos.
+        limits: The limits of images.
+        videos: The reader of videos.
         settings: More arguments of :class:`FactoryData`.
     """
 
     def __init__(
-        self, *arguments: Any, image_processor: Any, media_dir: str, limits: tuple[int, int], **settings: Any
+        self, *arguments: Any, processor: Any, media_dir: str, limits: Limits, videos: FactoryVideos, **settings: Any
     ) -> None:
-        self._given_processor = image_processor
+        self._given_processor = processor
         self._limits = limits
+        self.videos = videos
         self.media_dir = media_dir
         super().__init__(*arguments, **settings)
 
     def _load_processor(self) -> Any:
-        return FactoryImageProcessor(super()._load_processor(), *self._limits)
+        return FactoryImageProcessor(super()._load_processor(), self._limits)
 
-    def _column(self, reading: Reading) -> str | None:
+    def _columns(self, reading: Reading) -> tuple[str | None, str | None]:
         assert isinstance(reading, FactoryReading)
-        return reading.entry.columns.images
+        return reading.entry.columns.images, reading.entry.columns.videos

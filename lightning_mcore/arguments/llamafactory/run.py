@@ -180,15 +180,17 @@ class FactoryRun:
         count = len(self.train)
         if not self._sees():
             return FactoryData(readings[:count], tokenizer, evaluation=readings[count:], **settings)
-        from lightning_mcore.arguments.llamafactory.images import FactoryVisionData
+        from lightning_mcore.arguments.llamafactory.images import FactoryVideos, FactoryVisionData, Limits
 
+        of_videos = Limits("video", keys.video_max_pixels, keys.video_min_pixels)
         return FactoryVisionData(
             readings[:count],
             tokenizer,
             evaluation=readings[count:],
-            image_processor=self.model_path,
+            processor=self.model_path,
             media_dir=keys.dataset_dir if keys.media_dir is None else keys.media_dir,
-            limits=(keys.image_max_pixels, keys.image_min_pixels),
+            limits=Limits("image", keys.image_max_pixels, keys.image_min_pixels),
+            videos=FactoryVideos(self.model_path, keys.video_fps, keys.video_maxlen, of_videos),
             **settings,
         )
 

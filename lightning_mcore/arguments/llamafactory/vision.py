@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of a LLaMA-Factory file for a model of images: limits of pixels, ``media_dir``, and the parts to freeze.
+"""The keys of a LLaMA-Factory file for a model of images: their limits, ``media_dir``, and the parts to freeze.
 
-``images.py`` applies the limits. Videos are not supported, so their limits have no effect.
+``images.py`` applies the limits.
 """
 
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ class VisionKeys:
     """The keys for models of images; the defaults are LLaMA-Factory's.
 
     Args:
-        media_dir: The folder of the images; None for ``dataset_dir``.
+        media_dir: The folder of the images and videos; None for ``dataset_dir``.
         image_max_pixels: A larger image is shrunk to this many pixels.
         image_min_pixels: A smaller image is enlarged to this many pixels.
-        video_max_pixels: Has no effect, like the next three keys: rows with videos are refused.
-        video_min_pixels: Of videos.
-        video_fps: Of videos.
-        video_maxlen: Of videos.
+        video_max_pixels: Larger frames of videos are shrunk to this many pixels.
+        video_min_pixels: Smaller frames of videos are enlarged to this many pixels.
+        video_fps: Frames to take of each second of a video.
+        video_maxlen: The most frames to take of a video.
         freeze_vision_tower: Do not train the vision tower; with adapters, put none on it.
         freeze_multi_modal_projector: Do not train the projector behind the tower.
         freeze_language_model: Do not train the language model.
@@ -89,6 +89,11 @@ def _check_limits(keys: VisionKeys) -> None:
                 f"{kind}_min_pixels: {least} and {kind}_max_pixels: {most} do not make a range; choose 1 or more,"
                 " and a maximum that is not below the minimum"
             )
+    if keys.video_fps <= 0 or keys.video_maxlen < 1:
+        raise ValueError(
+            f"video_fps: {keys.video_fps} and video_maxlen: {keys.video_maxlen} leave no frame of a video; choose more"
+            " than 0, and 1 or more"
+        )
 
 
 def _check_freezing(keys: VisionKeys, finetuning_type: str) -> None:

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MCoreVisionData``: conversations about images, for ``MCoreVisionGPT``.
+"""``MCoreVisionData``: conversations about images and videos, for ``MCoreVisionGPT``.
 
 The text is read, tokenised once into a cache, and packed, like all conversations (``datamodule.py``). Before that each
 ``<image>`` is replaced by the tokens of the image. Their number follows from the image's size, which is in the header
 of its file. The images themselves are read and cut into patches when a batch is made, in the workers of the loader.
+``videos.py`` does the same for each ``<video>``.
 
-The cache has a column with the images of each row, each a path or the bytes of a file. :class:`ImageRows` adds images
-to any data module of conversations.
+The cache has columns with the images and the videos of each row, each a path or the bytes of a file (``media.py``), and
+the number of its tokens. :class:`ImageRows` adds both to any data module of conversations.
 """
 
 import dataclasses
 import itertools
-import os
+import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from io import BytesIO
 from typing import Any, Literal
 
 import numpy as np
@@ -27,43 +28,54 @@ from lightning_mcore.config.value_checks import require_choice
 from lightning_mcore.data.finetuning.chat import ChatTemplate
 from lightning_mcore.data.finetuning.conversations import Format, LossOn, Message, Row
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
+from lightning_mcore.data.finetuning.media import (
+    Stored,
+    UnusableFileError,
+    called,
+    loaded_image,
+    opened_image,
+    stored,
+)
 from lightning_mcore.data.finetuning.tokenized import Encoder, Reading, RowReader
+from lightning_mcore.data.finetuning.videos import END, START, VIDEO_PAD, Videos, require_limits, require_packages
 from lightning_mcore.data.packing.best_fit import Overlong, TokenSample
 from lightning_mcore.data.packing.rows import PackedDataset, TokenizedSamples
 
-MARKER = "<image>"
-_VIDEO = "<video>"
-_START, _IMAGE, _END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
-_IMAGES, _UNREADABLE = "images", "unreadable"  # columns of the cache
+MARKERS = {"image": "<image>", "video": "<video>"}
+_IMAGE_PAD = "<|image_pad|>"
+_IMAGES, _VIDEOS, _UNREADABLE = "images", "videos", "unreadable"  # columns of the cache
+
+Files = tuple[list[Any], list[Any]]
+"""The images and the videos of a row."""
 
 Broken = Literal["error", "drop"]
-"""What happens to a row with an image that is not there or cannot be read."""
-
-Stored = dict[str, Any]
-"""An image: its ``path`` within ``media_dir``, or the ``bytes`` of its file; the other is None."""
+"""What happens to a row with an image or a video that is not there or cannot be read."""
 
 
 @dataclass(frozen=True)
 class ImageReading(Reading):
-    """How rows with images become tokens.
+    """How rows with images and videos become tokens.
 
     Args:
         text: How the rest of the row is read and tokenised.
-        column: The column of the images; None if the rows have none.
-        media_dir: Folder of the images.
-        image_token: Id of the token that stands for a part of an image.
-        sizes: The settings of the image processor, as text for the name of the cache.
-        broken: What happens to a row with an image that is not there or cannot be read: ``error`` or ``drop``.
+        columns_seen: The columns of the images and of the videos; None if the rows have none.
+        media_dir: Folder of the images and videos.
+        tokens: Ids of the tokens that stand for a part of an image and of a video.
+        sizes: The settings of the image and the video processor, as text for the name of the cache.
+        broken: What happens to a row with an image or a video that is not there or cannot be read: ``error`` or
+            ``drop``.
         processor: The image processor, which decides how many tokens an image takes.
+        videos: The reader of videos, which decides how many tokens a video takes.
     """
 
     text: Reading = field(default_factory=Reading)
-    column: str | None = "images"
+    columns_seen: tuple[str | None, str | None] = ("images", "videos")
     media_dir: str = ""
-    image_token: int = -1
+    tokens: tuple[int, int] = (-1, -1)
     sizes: str = ""
     broken: Broken = "error"
     processor: Any = field(default=None, repr=False, compare=False)
+    videos: Any = field(default=None, repr=False, compare=False)
 
     def reader(self, columns: Iterable[str]) -> RowReader:
         """Return the reader of conversations, without their images."""
@@ -78,256 +90,237 @@ class ImageReading(Reading):
         return self.text.chosen(rows)
 
     def with_partners(self, rows: Any) -> Any:
-        """Return the rows with images as they are stored, not decoded."""
-        from datasets import Image, List
+        """Return the rows with images and videos as they are stored, not decoded."""
+        from datasets import Image, List, Video
 
-        found, stored = rows.features.get(self.column), Image(decode=False)
-        for decoded, kept in ((Image(), stored), (List(Image()), List(stored))):
-            if found == decoded:
-                return rows.cast_column(self.column, kept)
+        for column, kind in zip(self.columns_seen, (Image, Video), strict=True):
+            found, kept = rows.features.get(column), kind(decode=False)
+            for decoded, encoded in ((kind(), kept), (List(kind()), List(kept))):
+                if found == decoded:
+                    rows = rows.cast_column(column, encoded)
         return rows
 
     def features(self) -> dict[str, Any]:
-        """Return the types of the columns of images, and of rows with one that cannot be read."""
+        """Return the types of the columns of images and videos, and of rows with one that cannot be read."""
         from datasets import List, Value
 
-        return {_IMAGES: List({"path": Value("string"), "bytes": Value("binary")}), _UNREADABLE: "bool"}
+        file, count = {"path": Value("string"), "bytes": Value("binary")}, {"tokens": Value("int64")}
+        numbers = {"taken": List(Value("int64")), "grid": List(Value("int64")), "seconds": Value("float64")}
+        videos = List({**file, "frames": List(file), **numbers, **count})
+        return {_IMAGES: List({**file, **count}), _VIDEOS: videos, _UNREADABLE: "bool"}
 
     def encoded(self, reader: RowReader, encoder: Encoder, row: Row, index: int, name: str) -> dict[str, Any]:
-        """Return the cache's columns of a row; tokens of images never count in the loss.
+        """Return the cache's columns of a row; tokens of images and videos never count in the loss.
 
-        A row whose images were cut, wholly or in part, has its images but no tokens.
+        A row of which an image or a video was cut, wholly or in part, has its images and videos but no tokens.
         """
-        row, images = _with_markers(row, self.column, name)
+        row, given = _with_markers(row, self.columns_seen, name)
         messages = reader.messages(row, name)
         unreadable = False
+        files: Files = ([], [])
         try:
-            count = self._insert_tokens(messages, images, name) if messages else 0
-        except _BrokenImageError:
+            files = self._insert_tokens(messages, given, name) if messages else files
+        except UnusableFileError:
             if self.broken == "error":
                 raise
-            count, unreadable, messages, images = 0, True, [], []
+            unreadable, messages = True, []
         sample = encoder.encode(messages, index, name)
-        seen = sample.tokens == self.image_token
+        seen = np.isin(sample.tokens, self.tokens)
         if not len(sample.tokens):
-            images = []
-        elif int(seen.sum()) < count:
+            files = ([], [])
+        elif int(seen.sum()) < sum(file["tokens"] for file in itertools.chain(*files)):
             sample, seen = TokenSample(sample.tokens[:0], seen[:0], index), seen[:0]
         learnt = ~seen if sample.loss_mask is None else sample.loss_mask & ~seen
         of_text = self.columns(dataclasses.replace(sample, loss_mask=learnt))
-        return {**of_text, _IMAGES: images, _UNREADABLE: unreadable}
+        return {**of_text, _IMAGES: files[0], _VIDEOS: files[1], _UNREADABLE: unreadable}
 
-    def _insert_tokens(self, messages: list[Message], images: list[Stored], name: str) -> int:
-        """Replace the markers in messages by the tokens of images, and return how many these are."""
+    def _insert_tokens(self, messages: list[Message], given: Files, name: str) -> Files:
+        """Replace the markers in messages by the tokens of images and videos, and return these with their tokens."""
         texts = [message["content"] for message in messages]
-        markers = sum(text.count(MARKER) for text in texts)
-        if markers != len(images):
-            raise ValueError(
-                f"{name} has {markers} {MARKER} in its text and {len(images)} images; give one for each image"
-            )
-        if any(_VIDEO in text for text in texts):
-            raise ValueError(f"{name} has {_VIDEO} in its text, and videos are not supported; leave the row out")
-        if any(_IMAGE in text for text in texts):
-            raise ValueError(f"{name} has {_IMAGE} in its text; write {MARKER} where an image belongs")
-        counts = [self._count(image, name) for image in images]
-        tokens = (_START + count * _IMAGE + _END for count in counts)
+        for (kind, marker), files in zip(MARKERS.items(), given, strict=True):
+            count = sum(text.count(marker) for text in texts)
+            if count != len(files):
+                raise ValueError(
+                    f"{name} has {count} {marker} in its text and {len(files)} {kind}s; give one for each {kind}"
+                )
+        for pad, marker in zip((_IMAGE_PAD, VIDEO_PAD), MARKERS.values(), strict=True):
+            if any(pad in text for text in texts):
+                raise ValueError(f"{name} has {pad} in its text; write {marker} where it belongs")
+        images = [self._with_tokens(stored(image, "an image", name), name) for image in given[0]]
+        videos = [self.videos.planned(video, self.media_dir, name) for video in given[1]]
+        found = images, [video for video, _ in videos]
+        if self.broken == "drop":  # what cannot be decoded is found here, and not when a batch is made
+            for image in images:
+                loaded_image(image, self.media_dir, name)
+            if videos:
+                self.videos.patches(found[1], self.media_dir, name)
+        of_images = iter([START + image["tokens"] * _IMAGE_PAD + END for image in images])
+        runs = {MARKERS["image"]: of_images, MARKERS["video"]: iter([text for _, text in videos])}
         for message, text in zip(messages, texts, strict=True):
-            first, *others = text.split(MARKER)
-            message["content"] = first + "".join(next(tokens) + other for other in others)
-        return sum(counts)
+            parts = re.split(f"({'|'.join(runs)})", text)
+            message["content"] = "".join(next(runs[part]) if part in runs else part for part in parts)
+        return found
 
-    def _count(self, stored: Stored, name: str) -> int:
-        """Return how many tokens an image takes."""
-        with opened_image(stored, self.media_dir, name) as image:
+    def _with_tokens(self, file: Stored, name: str) -> Stored:
+        """Return an image with the number of its tokens."""
+        with opened_image(file, self.media_dir, name) as image:
             width, height = image.size
         try:
             patches: int = self.processor.get_number_of_image_patches(height, width)
         except ValueError as error:
-            what = _called(stored, self.media_dir)
-            raise _BrokenImageError(
+            what = called(file, self.media_dir)
+            raise UnusableFileError(
                 f"{what}, an image of {name}, cannot be used: {error}; leave the row out"
             ) from error
-        return patches // int(self.processor.merge_size) ** 2
+        return {**file, "tokens": patches // int(self.processor.merge_size) ** 2}
 
 
-class _BrokenImageError(ValueError):
-    """An image is not there, or cannot be read or used."""
-
-
-def opened_image(stored: Stored, media_dir: str, name: str) -> Any:
-    """Open an image of a row; only its header is read.
-
-    Args:
-        stored: Its path or its bytes.
-        media_dir: The folder that the path is relative to.
-        name: What to call the row in an error.
-
-    Raises:
-        ModuleNotFoundError: Pillow is not installed.
-        ValueError: The file does not exist, or is not an image.
-    """
-    try:
-        from PIL import Image
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "images need Pillow, which is not installed; install lightning-mcore[vision]"
-        ) from error
-    try:
-        if stored["bytes"] is not None:
-            return Image.open(BytesIO(stored["bytes"]))
-        return Image.open(os.path.join(media_dir, stored["path"]))
-    except (OSError, Image.DecompressionBombError) as error:
-        what = "is not there" if isinstance(error, FileNotFoundError) else "is not an image that can be read"
-        raise _BrokenImageError(
-            f"{_called(stored, media_dir)}, an image of {name}, {what}; give its path, relative to media_dir"
-        ) from error
-
-
-def _called(stored: Stored, media_dir: str) -> str:
-    """Return a name for an image in errors."""
-    return os.path.join(media_dir, stored["path"]) if stored["path"] else f"one of {len(stored['bytes'])} bytes"
-
-
-def _with_markers(row: Row, column: str | None, name: str) -> tuple[Row, list[Stored]]:
-    """Return a row whose contents are text with markers, and its images."""
-    if row.get("videos"):
-        raise ValueError(f"{name} has videos, which are not supported; give images of their frames, or leave it out")
-    given = (row.get(column) if column is not None else None) or []
-    images = list(given) if isinstance(given, list | tuple) else [given]
+def _with_markers(row: Row, columns: tuple[str | None, str | None], name: str) -> tuple[Row, Files]:
+    """Return a row whose contents are text with markers, and its images and videos."""
+    images, videos = (_listed(row.get(column) if column is not None else None) for column in columns)
     messages = row.get("messages")
     if isinstance(messages, list) and any(_has_parts(message) for message in messages):
-        if images:
-            raise ValueError(f"{name} has images both in its messages and in a column; give them in one of the two")
-        row = {**row, "messages": [_joined(message, images, name) for message in messages]}
-    return row, [_stored(image, name) for image in images]
+        for kind, files in (("images", images), ("videos", videos)):
+            if files:
+                raise ValueError(f"{name} has {kind} both in its messages and in a column; give them in one of the two")
+        row = {**row, "messages": [_joined(message, {"image": images, "video": videos}, name) for message in messages]}
+    return row, (images, videos)
 
 
-def _stored(image: Any, name: str) -> Stored:
-    """Return an image as its path or the bytes of its file."""
-    if isinstance(image, str) and image:
-        return {"path": image, "bytes": None}
-    if isinstance(image, bytes):
-        return {"path": None, "bytes": image}
-    if isinstance(image, Mapping):
-        path, content = image.get("path"), image.get("bytes")
-        if (isinstance(content, bytes) and content) or (content is None and isinstance(path, str) and path):
-            return {"path": path, "bytes": content}
-    raise TypeError(f"{name} has an image of type {type(image).__name__}; give its path, or the bytes of its file")
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple) else [given] if given else []
 
 
 def _has_parts(message: Any) -> bool:
     return isinstance(message, Mapping) and isinstance(message.get("content"), list)
 
 
-def _joined(message: Any, images: list[Any], name: str) -> Any:
-    """Return a message whose parts are joined, and add its images to a list."""
+def _joined(message: Any, files: dict[str, list[Any]], name: str) -> Any:
+    """Return a message whose parts are joined, and add its images and videos to lists."""
     if not _has_parts(message):
         return message
     text = ""
     for part in message["content"]:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in ("image", "text"):
+        if kind not in ("image", "video", "text"):
             raise ValueError(
-                f"{name} has {part!r:.80} in a message, which is neither a text nor an image; leave the row out"
+                f"{name} has {part!r:.80} in a message, which is not a text, an image or a video; leave the row out"
             )
-        if kind == "image":
-            images.append(part.get("image") or part.get("path"))
-        text += MARKER if kind == "image" else part.get("text") or ""
+        if kind != "text":
+            files[kind].append(part.get(kind) or part.get("path"))
+        text += MARKERS.get(kind) or part.get("text") or ""
     return {**message, "content": text}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeeingSample(TokenSample):
-    """A sample with images.
+    """A sample with images and videos.
 
     Args:
         images: Its images, in order.
+        videos: Its videos, in order.
     """
 
     images: tuple[Stored, ...] = ()
+    videos: tuple[Stored, ...] = ()
 
 
 class _Samples(TokenizedSamples):
-    """Samples with their images; a sample that would be cut inside an image is left out and counted."""
+    """Samples with their images and videos; one that would be cut inside of one is left out and counted."""
 
     _or_overlong = " or overlong='cut'"
 
-    def __init__(self, tokenized: Any, *arguments: Any, image_token: int) -> None:
-        self._image_token = image_token
-        self._images = tokenized.select_columns([_IMAGES, _UNREADABLE])
+    def __init__(self, tokenized: Any, *arguments: Any, tokens: tuple[int, int]) -> None:
+        from pyarrow import compute
+
+        self._tokens = tokens
+        self._seen = tokenized.select_columns([_IMAGES, _VIDEOS, _UNREADABLE])
+        if compute.max(compute.list_value_length(tokenized.data.column(_VIDEOS))).as_py():
+            require_packages()
         super().__init__(tokenized, *arguments)
 
     def _pieces(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        [sample] = self._read([index])
-        if self._images[index][_UNREADABLE]:
+        [sample], seen = self._read([index]), self._seen[index]
+        if seen[_UNREADABLE]:
             self.statistics.samples += 1
             self.statistics.unreadable_image += 1
             return (np.zeros(0, np.int64),) * 3
-        if self._is_cut_inside(sample) or (not len(sample.tokens) and self._images[index][_IMAGES]):
+        inputs = sample.tokens[: self._row_length] if sample.length > self._row_length else sample.tokens
+        lost = not len(inputs) and (seen[_IMAGES] or seen[_VIDEOS])
+        if lost or None in self._whole(inputs, seen):
             self.statistics.samples += 1
             self.statistics.through_image += 1
             return (np.zeros(0, np.int64),) * 3
         return super()._pieces(index)
 
-    def _is_cut_inside(self, sample: TokenSample) -> bool:
-        """Return whether a row would end inside an image of a sample."""
-        end = self._row_length
-        return sample.length > end and bool((sample.tokens[end - 1 : end + 1] == self._image_token).all())
+    def _whole(self, tokens: NDArray[np.int64], seen: Mapping[str, Any]) -> list[int | None]:
+        """Return how many images and how many videos are in tokens; None if the last of them is not all there."""
+        found: list[int | None] = []
+        for column, token in zip((_IMAGES, _VIDEOS), self._tokens, strict=True):
+            ends = [0, *itertools.accumulate(file["tokens"] for file in seen[column])]
+            count = int((tokens == token).sum())
+            found.append(ends.index(count) if count in ends else None)
+        return found
 
     def take(self, indices: Sequence[int] | NDArray[np.int64]) -> list[TokenSample]:
-        """Return the samples at ``indices``, [n], with the images that are left after they were cut."""
-        found = self._images[self._source[indices].tolist()][_IMAGES]
-        return [self._with_images(*both) for both in zip(super().take(indices), found, strict=True)]
+        """Return the samples at ``indices``, [n], with the images and videos that are left after they were cut."""
+        rows = self._seen[self._source[indices].tolist()]
+        seen = [{_IMAGES: images, _VIDEOS: videos} for images, videos in zip(rows[_IMAGES], rows[_VIDEOS], strict=True)]
+        return [self._with_files(*both) for both in zip(super().take(indices), seen, strict=True)]
 
-    def _with_images(self, sample: TokenSample, images: list[Stored]) -> SeeingSample:
-        """Return a sample with the images whose tokens are among its inputs."""
-        there = sum(is_image for is_image, _ in itertools.groupby(sample.tokens[:-1] == self._image_token))
-        return SeeingSample(sample.tokens, sample.loss_mask, sample.sample_id, tuple(images[:there]))
+    def _with_files(self, sample: TokenSample, seen: dict[str, list[Stored]]) -> SeeingSample:
+        """Return a sample with the images and videos whose tokens are among its inputs."""
+        images, videos = self._whole(sample.tokens[:-1], seen)
+        files = tuple(seen[_IMAGES][:images]), tuple(seen[_VIDEOS][:videos])
+        return SeeingSample(sample.tokens, sample.loss_mask, sample.sample_id, *files)
 
 
 class _Packed(PackedDataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         samples = self._samples.take(self._rows[index])
         row: dict[str, Any] = super().__getitem__(index)
-        return {**row, _IMAGES: [image for sample in samples for image in getattr(sample, _IMAGES)]}
+        files = {name: [file for sample in samples for file in getattr(sample, name)] for name in (_IMAGES, _VIDEOS)}
+        return {**row, **files}
 
 
 class _Collate:
-    """Makes a batch of rows or samples and the patches of their images; a class, so that it can be pickled."""
+    """Makes a batch of rows or samples and the patches in them; a class, so that it can be pickled."""
 
-    def __init__(self, base: Callable[[list[Any]], dict[str, Tensor]], processor: Any, media_dir: str) -> None:
+    def __init__(
+        self, base: Callable[[list[Any]], dict[str, Tensor]], processor: Any, videos: Videos, media_dir: str
+    ) -> None:
         self._base = base
         self._processor = processor
+        self._videos = videos
         self._media_dir = media_dir
 
     def __call__(self, items: list[Any]) -> dict[str, Tensor]:
-        images = [image for item in items for image in (item[_IMAGES] if isinstance(item, dict) else item.images)]
+        images, videos = (
+            [file for item in items for file in (item[name] if isinstance(item, dict) else getattr(item, name))]
+            for name in (_IMAGES, _VIDEOS)
+        )
         batch = self._base(items)
-        if not images:
-            return batch
-        made = self._processor(images=[self._read(image) for image in images], return_tensors="pt")
-        return {**batch, **{name: torch.as_tensor(made[name]) for name in ("pixel_values", "image_grid_thw")}}
-
-    def _read(self, stored: Stored) -> Any:
-        with opened_image(stored, self._media_dir, "this batch") as image:
-            try:
-                image.load()
-            except (OSError, SyntaxError, ValueError) as error:  # its header could be read
-                what = _called(stored, self._media_dir)
-                raise ValueError(f"{what} is damaged: {error}; replace it, or leave its row out") from error
-            return image
+        if images:
+            read = [loaded_image(image, self._media_dir, "this batch") for image in images]
+            made = self._processor(images=read, return_tensors="pt")
+            batch |= {name: torch.as_tensor(made[name]) for name in ("pixel_values", "image_grid_thw")}
+        if videos:
+            batch |= self._videos.patches(videos, self._media_dir, "this batch")
+        return batch
 
 
 class ImageRows(MCoreFinetuningData):
-    """Adds images to a data module of conversations.
+    """Adds images and videos to a data module of conversations.
 
     Attributes:
-        media_dir: The folder that paths of images are relative to.
-        broken_images: What happens to a row with an image that is not there or cannot be read.
+        media_dir: The folder that paths of images and videos are relative to.
+        broken_images: What happens to a row with an image or a video that is not there or cannot be read.
+        videos: The reader of videos.
     """
 
     media_dir: str
     broken_images: Broken = "error"
+    videos: Videos
     _given_processor: Any  # or the folder or name of a model
 
     @cached_property
@@ -340,13 +333,9 @@ class ImageRows(MCoreFinetuningData):
         if isinstance(processor, str):
             from transformers import AutoImageProcessor
 
-            processor = AutoImageProcessor.from_pretrained(processor)  # type: ignore[no-untyped-call]
-        least, most = (processor.size[name] for name in ("shortest_edge", "longest_edge"))
-        if not 0 < least <= most:
-            raise ValueError(
-                f"the image processor has {least} pixels as the least and {most} as the most of an image; give a least"
-                " number that is not above the most"
-            )
+            # that of Pillow, whether torchvision is there or not
+            processor = AutoImageProcessor.from_pretrained(processor, backend="pil")  # type: ignore[no-untyped-call]
+        require_limits(processor, "image")
         return processor
 
     @cached_property
@@ -356,57 +345,71 @@ class ImageRows(MCoreFinetuningData):
         Raises:
             ValueError: The tokenizer has no such token.
         """
+        return self._id_of(_IMAGE_PAD)
+
+    def _id_of(self, pad: str) -> int:
         vocabulary = self.tokenizer.get_vocab()
-        missing = [token for token in (_START, _IMAGE, _END) if token not in vocabulary]
+        missing = [token for token in (START, pad, END) if token not in vocabulary]
         if missing:
             raise ValueError(f"the tokenizer has no token {missing[0]}; give the tokenizer of a vision-language model")
-        return int(vocabulary[_IMAGE])
+        return int(vocabulary[pad])
 
-    def _column(self, reading: Reading) -> str | None:
-        """Return the column of the images; None if the rows have none."""
-        return "images"
+    @property
+    def _tokens(self) -> tuple[int, int]:
+        return self.image_token, self._id_of(VIDEO_PAD)
+
+    def _columns(self, reading: Reading) -> tuple[str | None, str | None]:
+        """Return the columns of the images and of the videos; None if the rows have none."""
+        return _IMAGES, _VIDEOS
 
     def _tokenized_files(self, files: list[str], name: str, reading: Reading) -> Any:
         seeing = ImageReading(
             text=reading,
-            column=self._column(reading),
+            columns_seen=self._columns(reading),
             media_dir=self.media_dir,
-            image_token=self.image_token,
-            sizes=self.image_processor.to_json_string(),
+            tokens=self._tokens,
+            sizes=json.dumps([self.image_processor.to_json_string(), self.videos.to_json_string()]),
             broken=self.broken_images,
             processor=self.image_processor,
+            videos=self.videos,
         )
         return super()._tokenized_files(files, name, seeing)
 
     def _samples(self, tokenized: Any, indices: NDArray[np.int64], name: str) -> Any:
         arguments = tokenized, indices, self.seq_length, self.overlong, name
-        return _Samples(*arguments, image_token=self.image_token)
+        return _Samples(*arguments, tokens=self._tokens)
 
     def _packed(self, samples: Any, multiple: int) -> PackedDataset:
         return _Packed(samples, self.seq_length, multiple)
 
     @property
     def _collate(self) -> Callable[[list[Any]], Any]:
-        return _Collate(super()._collate, self.image_processor, self.media_dir)
+        return _Collate(super()._collate, self.image_processor, self.videos, self.media_dir)
 
 
 class MCoreVisionData(ImageRows):
-    """Conversations about images from jsonl or parquet files, for ``MCoreVisionGPT``.
+    """Conversations about images and videos from jsonl or parquet files, for ``MCoreVisionGPT``.
 
     A row has a conversation in one of the forms of :class:`~lightning_mcore.MCoreFinetuningData`, with ``<image>`` in
-    the text for each image, and the paths of the images in the column ``images``. In the form ``messages``, the content
-    of a message may also be a list of ``{"type": "text", "text": ...}`` and
-    ``{"type": "image", "image": path}``.
+    the text for each image, and the paths of the images in the column ``images``; and with ``<video>`` for each video,
+    and the videos in the column ``videos``: paths of files, or lists of paths of images. In the form ``messages``, the
+    content of a message may also be a list of ``{"type": "text", "text": ...}``,
+    ``{"type": "image", "image": path}`` and ``{"type": "video", "video": path}``. Videos need
+    ``lightning-mcore[video]``.
 
     Args:
         train_files: As in :class:`~lightning_mcore.MCoreFinetuningData`, which explains the other arguments further.
         tokenizer: A folder or name of a model, or its tokenizer.
-        seq_length: Tokens of a row, including those of images.
+        seq_length: Tokens of a row, including those of images and videos.
         image_processor: A folder or name of a model, or its image processor; None for that of ``tokenizer``.
-        media_dir: The folder that paths of images are relative to.
-        broken_images: For a row with an image that is not there, cannot be opened or cannot be used: ``error`` refuses
-            it; ``drop`` leaves it out and counts it. Damage behind an image's header is found when a batch is made, and
-            always an error.
+        video_processor: A folder or name of a model, or its video processor; None for that of ``image_processor``, if
+            this is a folder or name.
+        media_dir: The folder that paths of images and videos are relative to.
+        broken_images: For a row with an image or a video that is not there, cannot be read or cannot be used: ``error``
+            refuses it; ``drop`` leaves it out and counts it. ``error`` reads headers when rows are tokenised, and finds
+            damage behind them when a batch is made; ``drop`` decodes everything when rows are tokenised.
+        video_fps: Frames to take of each second of a video; a list of images is taken to have this many.
+        video_maxlen: The most frames to take of a video; None for the most that the video processor takes.
         batch_size: Rows in a batch of one data-parallel rank.
         validation_files: Files to validate on.
         test_files: Files to test on.
@@ -414,14 +417,14 @@ class MCoreVisionData(ImageRows):
         format: The form of a row.
         prompt_column: Column of the prompt, for ``prompt_response``.
         response_column: Column of the response, for ``prompt_response``.
-        loss_on: Which tokens count in the loss; those of images never do.
+        loss_on: Which tokens count in the loss; those of images and videos never do.
         template: How turns are written; None for the tokenizer's own template.
         packing: Put several samples into a row.
-        overlong: For a sample longer than a row: ``error`` refuses it; ``cut`` keeps its beginning and the images in
-            it, and leaves out and counts a sample that would be cut inside an image.
+        overlong: For a sample longer than a row: ``error`` refuses it; ``cut`` keeps its beginning and the images
+            and videos in it, and leaves out and counts a sample that would be cut inside one of them.
         shuffle: Draw a new order of the rows in each epoch.
         seed: Seed of the order and of ``validation_share``.
-        num_workers: Number of processes of each rank that read images and load batches in advance.
+        num_workers: Number of processes of each rank that read images and videos and load batches in advance.
         num_proc: Number of processes that tokenise in ``prepare_data``.
         cache_dir: Folder for the cache of tokens.
         eval_batch_size: Rows of one data-parallel rank in a batch of validation and testing.
@@ -438,8 +441,11 @@ class MCoreVisionData(ImageRows):
         tokenizer: Any,
         seq_length: int,
         image_processor: Any = None,
+        video_processor: Any = None,
         media_dir: str = "",
         broken_images: Broken = "error",
+        video_fps: float = 2.0,
+        video_maxlen: int | None = None,
         batch_size: int = 1,
         validation_files: str | list[str] | None = None,
         test_files: str | list[str] | None = None,
@@ -487,6 +493,9 @@ class MCoreVisionData(ImageRows):
             pad_to_seq_length=pad_to_seq_length,
         )
         self._given_processor = tokenizer if image_processor is None else image_processor
+        if video_processor is None and isinstance(self._given_processor, str):
+            video_processor = self._given_processor
+        self.videos = Videos(video_processor, video_fps, video_maxlen)
         self.media_dir = media_dir
         require_choice("broken_images", broken_images, Broken)
         self.broken_images = broken_images

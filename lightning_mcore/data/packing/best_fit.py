@@ -49,8 +49,8 @@ class PackingStatistics:
         too_short: Samples that were left out because they have fewer than two tokens.
         without_target: Samples that were left out because no target is in them.
         without_answer: Samples that were left out because they have no text to learn.
-        through_image: Samples that were left out because their cut would go through an image.
-        unreadable_image: Samples that were left out because an image of theirs cannot be read.
+        through_image: Samples that were left out because their cut would go through an image or a video.
+        unreadable_image: Samples that were left out because an image or a video of theirs cannot be read.
     """
 
     samples: int = 0
@@ -142,9 +142,9 @@ class PackingStatistics:
         if self.without_target:
             parts.append(f"left out {self.without_target:,} without a target")
         if self.through_image:
-            parts.append(f"left out {self.through_image:,} whose cut goes through an image")
+            parts.append(f"left out {self.through_image:,} whose cut goes through an image or a video")
         if self.unreadable_image:
-            parts.append(f"left out {self.unreadable_image:,} with an image that cannot be read")
+            parts.append(f"left out {self.unreadable_image:,} with an image or a video that cannot be read")
         return "; ".join(parts)
 
 

@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The videos of conversations: which frames are taken, how many tokens they need, and their patches.
+
+A video is a file, which PyAV decodes, or a list of image files: frames that were taken before. transformers' own video
+processor of the model chooses frames and their size, and makes the patches. When a row is tokenised, only the header
+of a file is read: the processor runs on frames without memory, and so says how many patches there will be. When a
+batch is made, frames are decoded, and their patches compared with that.
+
+In Qwen2-VL and Qwen2.5-VL a video is one run of tokens; Qwen2.5-VL's positions depend on the seconds between frames.
+In Qwen3-VL each step of time is a run of its own, after its time as text, as in transformers 4 and LLaMA-Factory;
+transformers 5 leaves a second pair of marks around them, which the models did not see when they were trained.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_mcore.config.value_checks import require_size
+from lightning_mcore.data.finetuning.media import (
+    Stored,
+    UnusableFileError,
+    called,
+    loaded_image,
+    opened_image,
+    source,
+    stored,
+)
+
+START, VIDEO_PAD, END = "<|vision_start|>", "<|video_pad|>", "<|vision_end|>"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the header of a video says.
+
+    Args:
+        frames: Number of frames.
+        rate: Frames of a second.
+        width: In pixels.
+        height: In pixels.
+        seconds: How long the video is.
+        taken: Whether these are frames that were taken before, all of which are used.
+    """
+
+    frames: int
+    rate: float
+    width: int
+    height: int
+    seconds: float
+    taken: bool = False
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The frames that are taken of a video.
+
+    Args:
+        frames: Their numbers.
+        times: The second of each.
+        rate: How many of them belong to a second.
+    """
+
+    frames: list[int]
+    times: list[float]
+    rate: float
+
+
+class Videos:
+    """Reads the videos of rows for a model.
+
+    Args:
+        given: The video processor of the model, or its folder or name; None refuses videos.
+        fps: Frames to take of a second; also that of lists of frames.
+        maxlen: The most frames to take of a file; None for the video processor's own.
+
+    Raises:
+        ValueError: There would be no frames.
+        TypeError: ``maxlen`` is not an int.
+    """
+
+    def __init__(self, given: Any, fps: float = 2.0, maxlen: int | None = None) -> None:
+        if fps <= 0:
+            raise ValueError(f"video_fps={fps} is not above 0; choose how many frames of a second to take")
+        if maxlen is not None:
+            require_size("video_maxlen", maxlen, at_least=2)
+        self._given = given
+        self.fps = fps
+        self.maxlen = maxlen
+
+    def to_json_string(self) -> str:
+        """Return all settings as text; the video processor, which needs torchvision, is not loaded."""
+        settings = self._given
+        if isinstance(settings, str):
+            from transformers.video_processing_utils import VideoProcessorMixin
+
+            try:
+                settings, _ = VideoProcessorMixin.get_video_processor_dict(settings)
+            except OSError:  # it has none, so there cannot be videos
+                settings = None
+        elif settings is not None:
+            settings = settings.to_json_string()
+        return json.dumps([settings, self.fps, self.maxlen])
+
+    @cached_property
+    def processor(self) -> Any:
+        """The video processor; loaded when it is first used.
+
+        Raises:
+            ModuleNotFoundError: A package that decodes or resizes videos is not installed.
+            ValueError: None was given, or it cannot be loaded.
+        """
+        require_packages()
+        processor = self._given
+        if processor is None:
+            raise ValueError("video_processor is not given; give a folder or name of a model, or a video processor")
+        if isinstance(processor, str):
+            from transformers import AutoVideoProcessor
+
+            processor = AutoVideoProcessor.from_pretrained(processor)  # type: ignore[no-untyped-call]
+        require_limits(processor, "video")
+        if self.maxlen is not None:
+            processor = copy(processor)
+            processor.max_frames = self.maxlen
+        return processor
+
+    def planned(self, given: Any, media_dir: str, name: str) -> tuple[Stored, str]:
+        """Return a video as the cache has it, and its text of tokens; only its header is read.
+
+        Args:
+            given: The video in the row: a path, bytes, or a list of images, each one of these.
+            media_dir: The folder that paths are relative to.
+            name: What to call the row in an error.
+
+        Raises:
+            ModuleNotFoundError: A package is not installed.
+            TypeError: It is something else.
+            ValueError: A file is not there, or cannot be read or used.
+        """
+        if isinstance(given, list):
+            if not given:
+                raise UnusableFileError(f"{name} has a video without frames; leave the row out")
+            frames = [stored(frame, "an image", name) for frame in given]
+            video = {"path": None, "bytes": None, "frames": frames}
+        else:
+            video = {**stored(given, "a video", name), "frames": []}
+        header = self._header(video, media_dir, name)
+        patch_time = int(self.processor.temporal_patch_size)
+        try:
+            taken = self._taken(header)
+            grid = self._grid(len(taken.frames), *self._size(header.width, header.height))
+        except ValueError as error:
+            raise UnusableFileError(
+                f"{_called(video, media_dir)}, a video of {name}, cannot be used: {error}; leave the row out"
+            ) from error
+        tokens = prod(grid) // int(self.processor.merge_size) ** 2
+        planned = {**video, "taken": taken.frames, "grid": grid, "seconds": patch_time / taken.rate, "tokens": tokens}
+        return planned, self._text(taken, grid, tokens)
+
+    def patches(self, videos: list[Stored], media_dir: str, name: str) -> dict[str, Tensor]:
+        """Return the patches of videos, as their processor makes them.
+
+        Args:
+            videos: As :meth:`planned` returns them, at least one.
+            media_dir: The folder that paths are relative to.
+            name: What to call the row in an error.
+
+        Returns:
+            ``pixel_values_videos`` [patches, values of a patch], ``video_grid_thw`` [videos, 3] int64, and unless times
+            are written as text, ``second_per_grid_ts`` [videos] float32.
+
+        Raises:
+            ValueError: A file is not there, damaged, or not what it was when the row was tokenised.
+        """
+        made = self.processor(
+            videos=[self._frames(video, media_dir, name) for video in videos],
+            do_sample_frames=False,
+            input_data_format="channels_last",
+            return_tensors="pt",
+        )
+        for video, grid in zip(videos, made["video_grid_thw"].tolist(), strict=True):
+            if grid != video["grid"]:
+                raise UnusableFileError(
+                    f"{_called(video, media_dir)} has {grid} patches in time, height and width, and its header"
+                    f" promised {video['grid']}; replace it, or leave its row out"
+                )
+        found = {name: made[name] for name in ("pixel_values_videos", "video_grid_thw")}
+        if not self._writes_times:
+            found["second_per_grid_ts"] = torch.tensor([video["seconds"] for video in videos])
+        return found
+
+    # ---- what a subclass may decide otherwise
+
+    def _taken(self, header: Header) -> Taken:
+        """Return the frames to take, as transformers draws them.
+
+        Raises:
+            ValueError: There are too few.
+        """
+        least = int(self.processor.temporal_patch_size)
+        if header.frames < least:
+            raise ValueError(f"it has {header.frames} frames, fewer than the {least} of a step in time")
+        frames = list(range(header.frames))
+        if not header.taken:
+            from transformers.video_utils import VideoMetadata
+
+            metadata = VideoMetadata(total_num_frames=header.frames, fps=header.rate)
+            frames = self.processor.sample_frames(metadata, fps=self.fps).tolist()
+        rate = len(frames) / header.frames * header.rate
+        return Taken(frames, [number / header.rate for number in frames], rate)
+
+    def _size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the size in pixels that :meth:`_frame` gives a frame."""
+        return width, height
+
+    def _frame(self, image: Any) -> Any:
+        """Return a frame in RGB, a Pillow image, before the video processor gets it."""
+        return image.convert("RGB")
+
+    # ---- internals
+
+    @property
+    def _writes_times(self) -> bool:
+        """Whether the time of each step is written as text."""
+        from transformers import Qwen3VLVideoProcessor
+
+        return isinstance(self.processor, Qwen3VLVideoProcessor)
+
+    def _text(self, taken: Taken, grid: list[int], tokens: int) -> str:
+        if not self._writes_times:
+            return START + tokens * VIDEO_PAD + END
+        from transformers import Qwen3VLProcessor
+
+        processor: Any = Qwen3VLProcessor
+        times = processor._calculate_timestamps(None, [*taken.times], 1.0, int(self.processor.temporal_patch_size))
+        step = START + tokens // grid[0] * VIDEO_PAD + END
+        return "".join(f"<{time:.1f} seconds>{step}" for time in times)
+
+    def _grid(self, frames: int, width: int, height: int) -> list[int]:
+        """Return how many patches a video has in time, height and width."""
+        empty = torch.empty(frames, 3, height, width, dtype=torch.uint8, device="meta")
+        made = self.processor(
+            videos=[empty],
+            do_sample_frames=False,
+            do_rescale=False,
+            do_normalize=False,
+            input_data_format="channels_first",
+        )
+        grid: list[int] = made["video_grid_thw"][0].tolist()
+        return grid
+
+    def _header(self, video: Stored, media_dir: str, name: str) -> Header:
+        if video["frames"]:
+            return self._header_of_frames(video["frames"], media_dir, name)
+        with _opened(video, media_dir, name) as (container, stream):
+            rate = float(stream.average_rate or 0)
+            if not rate:
+                raise UnusableFileError(
+                    f"{called(video, media_dir)}, a video of {name}, does not say how many frames a second has; write"
+                    " it in another format, or leave the row out"
+                )
+            frames = stream.frames or sum(1 for _ in container.decode(stream))
+            seconds = frames / rate if stream.duration is None else float(stream.duration * stream.time_base)
+            return Header(frames, rate, stream.width, stream.height, seconds)
+
+    def _header_of_frames(self, frames: list[Stored], media_dir: str, name: str) -> Header:
+        sizes = set()
+        for frame in frames:
+            with opened_image(frame, media_dir, name) as image:
+                sizes.add(image.size)
+        if len(sizes) > 1:
+            raise UnusableFileError(
+                f"a video of {name} has frames of different sizes, {' and '.join(map(_pixels, sorted(sizes)[:2]))};"
+                " give frames of one size"
+            )
+        [(width, height)] = sizes
+        return Header(len(frames), self.fps, width, height, len(frames) / self.fps, taken=True)
+
+    def _frames(self, video: Stored, media_dir: str, name: str) -> Any:
+        """Return the frames that are taken of a video, [frames, height, width, 3] uint8."""
+        if video["frames"]:
+            images = [self._frame(loaded_image(frame, media_dir, name)) for frame in video["frames"]]
+            found = dict(enumerate(images))
+        else:
+            found = self._decoded(video, media_dir, name)
+        return np.stack([np.asarray(found[number]) for number in video["taken"]])
+
+    def _decoded(self, video: Stored, media_dir: str, name: str) -> dict[int, Any]:
+        """Return the frames that are taken of a file, by number."""
+        wanted, number = set(video["taken"]), -1
+        found = {}
+        with _opened(video, media_dir, name) as (container, stream):
+            for number, frame in enumerate(itertools.islice(container.decode(stream), max(wanted) + 1)):
+                if number in wanted:
+                    found[number] = self._frame(frame.to_image())
+        if len(found) < len(wanted):
+            raise UnusableFileError(
+                f"{called(video, media_dir)} is damaged: it ends after {number + 1} frames, and its header promised"
+                f" more than {max(wanted)}; replace it, or leave its row out"
+            )
+        return found
+
+
+@contextmanager
+def _opened(video: Stored, media_dir: str, name: str) -> Iterator[tuple[Any, Any]]:
+    """Open a file of a video, and yield it and its stream of frames."""
+    require_packages()
+    import av
+
+    try:
+        with av.open(source(video, media_dir, "a video", name)) as container:
+            if not container.streams.video:
+                raise UnusableFileError(
+                    f"{called(video, media_dir)}, a video of {name}, has no frames; leave the row out"
+                )
+            yield container, container.streams.video[0]
+    except av.FFmpegError as error:
+        raise UnusableFileError(
+            f"{called(video, media_dir)}, a video of {name}, cannot be read: {error.strerror}; replace it, or leave the"
+            " row out"
+        ) from error
+
+
+def require_packages() -> None:
+    """Refuse videos without the packages that decode and resize them.
+
+    Raises:
+        ModuleNotFoundError: One is not installed.
+    """
+    for package in ("av", "torchvision"):
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(f"videos need {package}, which is not installed; install lightning-mcore[video]")
+
+
+def require_limits(processor: Any, kind: str) -> None:
+    """Refuse an image or video processor whose limits of pixels contradict each other.
+
+    Args:
+        processor: The processor.
+        kind: ``"image"`` or ``"video"``.
+
+    Raises:
+        ValueError: The least number of pixels is above the most.
+    """
+    least, most = (processor.size[name] for name in ("shortest_edge", "longest_edge"))
+    if not 0 < least <= most:
+        article = "an image" if kind == "image" else "a video"
+        raise ValueError(
+            f"the {kind} processor has {least} pixels as the least and {most} as the most of {article}; give a least"
+            " number that is not above the most"
+        )
+
+
+def _called(video: Stored, media_dir: str) -> str:
+    """Return a name for a video in errors."""
+    if not video["frames"]:
+        return called(video, media_dir)
+    return f"the {len(video['frames'])} frames from {called(video['frames'][0], media_dir)} on"
+
+
+def _pixels(size: tuple[int, int]) -> str:
+    return f"{size[0]} x {size[1]} pixels"
