@@ -62,6 +62,7 @@ _PRELOAD = [  # nothing that starts a thread
     "lightning_mcore.hf.families",
     "lightning_mcore.models.gpt",
     "lightning_mcore.models.vision",
+    "lightning_mcore.planning.suggest",
     "tests.parity.lightning_loop",
     "tests.tiny",
     "tests.toy",
