@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLaMA-Factory's file for a model of images runs, layout included: frozen parts stay, the others learn."""
+"""LLaMA-Factory's file for a model of images and videos runs, layout included: frozen parts stay, the others learn."""
 
 import json
 from pathlib import Path
@@ -20,8 +20,8 @@ def train(file: str) -> None:
 
 
 def test_the_file_of_qwen2_vl_trains_its_language_model(tmp_path: Path) -> None:
-    """On four ranks: tensor, sequence and pipeline parallel."""
-    run_ranks(4, train, write_file(tmp_path, weights=True))
+    """On four ranks: tensor, sequence and pipeline parallel; two of its datasets have videos."""
+    run_ranks(4, train, write_file(tmp_path, weights=True, videos=True))
     lines = (tmp_path / "out" / "trainer_log.jsonl").read_text(encoding="utf-8").splitlines()
     losses = [line["loss"] for line in map(json.loads, lines) if "loss" in line]
     assert losses[-1] < losses[0] - 1

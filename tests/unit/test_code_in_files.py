@@ -14,6 +14,7 @@ import torch
 from lightning_mcore import MCoreFinetuningData, MCoreGPT, single_process
 from lightning_mcore.arguments.llamafactory.run import _tokenizer
 from lightning_mcore.cli.fit import TrainingCLI
+from lightning_mcore.data.finetuning.processors import load_processor
 from lightning_mcore.data.preprocess.tokenizer import load_tokenizer
 from lightning_mcore.hf.export import export_checkpoint
 from lightning_mcore.hf.importing import import_checkpoint
@@ -207,6 +208,23 @@ def test_code_of_a_tokenizer_is_not_run_and_nobody_is_asked(
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     with pytest.raises((ValueError, FileNotFoundError), match="contains custom code which must be executed"):
         TOKENIZER_DOORS[door](str(folder))
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_code_of_a_processor_is_not_run_and_nobody_is_asked(
+    kind: Any, ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "processor"
+    folder.mkdir()
+    shutil.copy(tmp_path / f"{EVIL}.py", folder)
+    loader, name = f"Auto{kind.title()}Processor", "preprocessor_config.json"
+    content = {"auto_map": {loader: f"{EVIL}.Model"}, f"{kind}_processor_type": "Evil"}
+    (folder / (name if kind == "image" else f"video_{name}")).write_text(json.dumps(content))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ValueError, match=f"the {kind} processor of .* cannot be loaded: .*custom code") as refusal:
+        load_processor(str(folder), kind)
+    assert "\n" not in str(refusal.value)
     assert not ran.exists()
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations about videos: transformers' own frames, tokens and patches; what is cut, counted and refused."""
 
+import json
 import sys
 import wave
 from pathlib import Path
@@ -11,10 +12,12 @@ import torch
 from PIL import Image
 from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
+from lightning_mcore.cli.fit import TrainingCLI
 from lightning_mcore.config.vision import Vision
 from lightning_mcore.data.finetuning.images import MCoreVisionData
 from lightning_mcore.data.multimodal import with_vision
 from tests.clips import frames_of, write_clip
+from tests.factory_images import write_file
 from tests.unit.test_vision_data import ANSWER, batches, data, processor
 
 CLIP = (9, 24, 16)  # frames, width and height; 4 x 4 pixels are a patch, 8 frames a second
@@ -188,6 +191,26 @@ def test_a_video_that_became_another_is_named(frames: int, size: tuple[int, int]
     item: Any = module._opened("train")[0]
     with pytest.raises(ValueError, match=f"a.mov {message}.*; replace it, or leave its row out"):
         module._collate([item])
+
+
+def test_a_file_of_lightning_has_the_settings_of_videos(tmp_path: Path) -> None:
+    """Its model's folder has the processors and the tokenizer."""
+    write_file(tmp_path, "qwen3_vl", weights=True, videos=True)
+    model, files = str(tmp_path / "model"), str(tmp_path / "data")
+    settings = {"train_files": f"{files}/clips.json", "tokenizer": model, "seq_length": 800, "media_dir": files}
+    settings |= {"template": "qwen2_vl", "packing": False, "cache_dir": str(tmp_path / "cache")}
+    run = {
+        "seed_everything": False,
+        "trainer": {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False},
+        "model": {"class_path": "lightning_mcore.MCoreVisionGPT.from_pretrained", "init_args": {"path": model}},
+        "data": {
+            "class_path": "lightning_mcore.MCoreVisionData",
+            "init_args": {**settings, "video_fps": 4, "video_maxlen": 8},
+        },
+    }
+    (tmp_path / "fit.yaml").write_text(json.dumps(run))
+    module = TrainingCLI(args=["--config", str(tmp_path / "fit.yaml")], run=False).datamodule
+    assert [batch["video_grid_thw"].tolist() for batch in batches(module)] == [[[4, 4, 6]], [[4, 2, 2]]]
 
 
 def test_settings_and_rows_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,8 +36,9 @@ from lightning_mcore.data.finetuning.media import (
     opened_image,
     stored,
 )
+from lightning_mcore.data.finetuning.processors import load_processor
 from lightning_mcore.data.finetuning.tokenized import Encoder, Reading, RowReader
-from lightning_mcore.data.finetuning.videos import END, START, VIDEO_PAD, Videos, require_limits, require_packages
+from lightning_mcore.data.finetuning.videos import END, START, VIDEO_PAD, Videos, require_packages
 from lightning_mcore.data.packing.best_fit import Overlong, TokenSample
 from lightning_mcore.data.packing.rows import PackedDataset, TokenizedSamples
 
@@ -329,14 +330,7 @@ class ImageRows(MCoreFinetuningData):
         return self._load_processor()
 
     def _load_processor(self) -> Any:
-        processor = self._given_processor
-        if isinstance(processor, str):
-            from transformers import AutoImageProcessor
-
-            # that of Pillow, whether torchvision is there or not
-            processor = AutoImageProcessor.from_pretrained(processor, backend="pil")  # type: ignore[no-untyped-call]
-        require_limits(processor, "image")
-        return processor
+        return load_processor(self._given_processor, "image")
 
     @cached_property
     def image_token(self) -> int:

@@ -36,6 +36,7 @@ from lightning_mcore.data.finetuning.media import (
     source,
     stored,
 )
+from lightning_mcore.data.finetuning.processors import load_processor
 
 START, VIDEO_PAD, END = "<|vision_start|>", "<|video_pad|>", "<|vision_end|>"
 
@@ -121,14 +122,9 @@ class Videos:
             ValueError: None was given, or it cannot be loaded.
         """
         require_packages()
-        processor = self._given
-        if processor is None:
+        if self._given is None:
             raise ValueError("video_processor is not given; give a folder or name of a model, or a video processor")
-        if isinstance(processor, str):
-            from transformers import AutoVideoProcessor
-
-            processor = AutoVideoProcessor.from_pretrained(processor)  # type: ignore[no-untyped-call]
-        require_limits(processor, "video")
+        processor = load_processor(self._given, "video")
         if self.maxlen is not None:
             processor = copy(processor)
             processor.max_frames = self.maxlen
@@ -340,25 +336,6 @@ def require_packages() -> None:
     for package in ("av", "torchvision"):
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"videos need {package}, which is not installed; install lightning-mcore[video]")
-
-
-def require_limits(processor: Any, kind: str) -> None:
-    """Refuse an image or video processor whose limits of pixels contradict each other.
-
-    Args:
-        processor: The processor.
-        kind: ``"image"`` or ``"video"``.
-
-    Raises:
-        ValueError: The least number of pixels is above the most.
-    """
-    least, most = (processor.size[name] for name in ("shortest_edge", "longest_edge"))
-    if not 0 < least <= most:
-        article = "an image" if kind == "image" else "a video"
-        raise ValueError(
-            f"the {kind} processor has {least} pixels as the least and {most} as the most of {article}; give a least"
-            " number that is not above the most"
-        )
 
 
 def _called(video: Stored, media_dir: str) -> str:

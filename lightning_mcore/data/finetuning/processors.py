@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The image and video processors of a model, classes of transformers."""
+
+from typing import Any, Literal
+
+
+def load_processor(given: Any, kind: Literal["image", "video"]) -> Any:
+    """Return a processor whose limits are checked; code in its folder is not run.
+
+    An image processor is the one that uses Pillow, whether torchvision is installed or not.
+
+    Args:
+        given: The processor, or the folder or name of the model.
+        kind: What it processes.
+
+    Raises:
+        ValueError: It cannot be loaded, or its limits of pixels contradict each other.
+    """
+    processor = given
+    if isinstance(given, str):
+        import transformers
+
+        loader: Any = transformers.AutoImageProcessor if kind == "image" else transformers.AutoVideoProcessor
+        backend = {"backend": "pil"} if kind == "image" else {}
+        try:
+            processor = loader.from_pretrained(given, trust_remote_code=False, **backend)
+        except Exception as error:  # a damaged file can raise anything
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise ValueError(
+                f"the {kind} processor of {given!r} cannot be loaded: {lines[0][:300].rstrip('. ')}; give a folder or"
+                " name of a model that has one"
+            ) from error
+    least, most = (processor.size[name] for name in ("shortest_edge", "longest_edge"))
+    if not 0 < least <= most:
+        raise ValueError(
+            f"the {kind} processor has {least} pixels as the least and {most} as the most of {_ONE[kind]}; give a least"
+            " number that is not above the most"
+        )
+    return processor
+
+
+_ONE = {"image": "an image", "video": "a video"}
