@@ -247,7 +247,8 @@ class MCoreVisionGPT(MCoreGPT):
             top_k: Draw only among this many of the most probable tokens; None for all.
             seed: Seed of the draws.
             images: What the model's processor returns for the images and videos of the prompt: ``pixel_values`` and
-                ``image_grid_thw``, ``pixel_values_videos`` and ``video_grid_thw``; other entries are not used.
+                ``image_grid_thw``, ``pixel_values_videos``, ``video_grid_thw`` and ``second_per_grid_ts``; other
+                entries are not used.
 
         Returns:
             The prompt and the new tokens, the same on every rank.

@@ -38,7 +38,7 @@ from lightning_mcore.data.finetuning.media import (
 )
 from lightning_mcore.data.finetuning.processors import load_processor
 from lightning_mcore.data.finetuning.tokenized import Encoder, Reading, RowReader
-from lightning_mcore.data.finetuning.videos import END, START, VIDEO_PAD, Videos, require_packages
+from lightning_mcore.data.finetuning.videos import END, START, VIDEO_PAD, Videos
 from lightning_mcore.data.packing.best_fit import Overlong, TokenSample
 from lightning_mcore.data.packing.rows import PackedDataset, TokenizedSamples
 
@@ -231,13 +231,13 @@ class _Samples(TokenizedSamples):
 
     _or_overlong = " or overlong='cut'"
 
-    def __init__(self, tokenized: Any, *arguments: Any, tokens: tuple[int, int]) -> None:
+    def __init__(self, tokenized: Any, *arguments: Any, tokens: tuple[int, int], videos: Videos) -> None:
         from pyarrow import compute
 
         self._tokens = tokens
         self._seen = tokenized.select_columns([_IMAGES, _VIDEOS, _UNREADABLE])
         if compute.max(compute.list_value_length(tokenized.data.column(_VIDEOS))).as_py():
-            require_packages()
+            _ = videos.processor  # loaded once, before there are workers; refused if a package is not installed
         super().__init__(tokenized, *arguments)
 
     def _pieces(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -371,7 +371,7 @@ class ImageRows(MCoreFinetuningData):
 
     def _samples(self, tokenized: Any, indices: NDArray[np.int64], name: str) -> Any:
         arguments = tokenized, indices, self.seq_length, self.overlong, name
-        return _Samples(*arguments, tokens=self._tokens)
+        return _Samples(*arguments, tokens=self._tokens, videos=self.videos)
 
     def _packed(self, samples: Any, multiple: int) -> PackedDataset:
         return _Packed(samples, self.seq_length, multiple)

@@ -121,7 +121,7 @@ class Videos:
             ModuleNotFoundError: A package that decodes or resizes videos is not installed.
             ValueError: None was given, or it cannot be loaded.
         """
-        require_packages()
+        _require_packages()
         if self._given is None:
             raise ValueError("video_processor is not given; give a folder or name of a model, or a video processor")
         processor = load_processor(self._given, "video")
@@ -205,7 +205,7 @@ class Videos:
         """
         least = int(self.processor.temporal_patch_size)
         if header.frames < least:
-            raise ValueError(f"it has {header.frames} frames, fewer than the {least} of a step in time")
+            raise ValueError(f"it has fewer frames than the {least} of a step in time")
         frames = list(range(header.frames))
         if not header.taken:
             from transformers.video_utils import VideoMetadata
@@ -266,7 +266,9 @@ class Videos:
                     " it in another format, or leave the row out"
                 )
             frames = stream.frames or sum(1 for _ in container.decode(stream))
-            seconds = frames / rate if stream.duration is None else float(stream.duration * stream.time_base)
+            if not frames:
+                raise _without_frames(video, media_dir, name)
+            seconds = float(stream.duration * stream.time_base) if stream.duration else frames / rate
             return Header(frames, rate, stream.width, stream.height, seconds)
 
     def _header_of_frames(self, frames: list[Stored], media_dir: str, name: str) -> Header:
@@ -310,15 +312,13 @@ class Videos:
 @contextmanager
 def _opened(video: Stored, media_dir: str, name: str) -> Iterator[tuple[Any, Any]]:
     """Open a file of a video, and yield it and its stream of frames."""
-    require_packages()
+    _require_packages()
     import av
 
     try:
         with av.open(source(video, media_dir, "a video", name)) as container:
             if not container.streams.video:
-                raise UnusableFileError(
-                    f"{called(video, media_dir)}, a video of {name}, has no frames; leave the row out"
-                )
+                raise _without_frames(video, media_dir, name)
             yield container, container.streams.video[0]
     except av.FFmpegError as error:
         raise UnusableFileError(
@@ -327,7 +327,11 @@ def _opened(video: Stored, media_dir: str, name: str) -> Iterator[tuple[Any, Any
         ) from error
 
 
-def require_packages() -> None:
+def _without_frames(video: Stored, media_dir: str, name: str) -> UnusableFileError:
+    return UnusableFileError(f"{called(video, media_dir)}, a video of {name}, has no frames; leave the row out")
+
+
+def _require_packages() -> None:
     """Refuse videos without the packages that decode and resize them.
 
     Raises:
