@@ -35,6 +35,7 @@ from megatron.core.optimizer import DistributedOptimizer
 from torch._library.custom_ops import CustomOpDef
 from torch.distributed import distributed_c10d
 from torch.jit import _builtins
+from transformers import Qwen3VLProcessor
 
 from lightning_mcore.strategy import LIGHTNING, check_lightning
 
@@ -46,6 +47,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_apply_scaling": RotaryEmbedding,
     "_batches_that_stepped": _TrainingEpochLoop,
     "_build_megatron_dataset_splits": BlendedMegatronDatasetBuilder,
+    "_calculate_timestamps": Qwen3VLProcessor,
     "_callback_metrics": _LoggerConnector,
     "_checkpoint_connector": pl.Trainer,
     "_coalescing_manager": distributed_c10d,
