@@ -17,7 +17,15 @@ def frames_of(count: int, width: int, height: int, seed: int = 0) -> NDArray[np.
 
 
 def write_clip(
-    file: Path, count: int, width: int, height: int, rate: int = 8, seed: int = 0, codec: str = "png", **options: str
+    file: Path,
+    count: int,
+    width: int,
+    height: int,
+    rate: int = 8,
+    seed: int = 0,
+    codec: str = "png",
+    hidden: int = 0,
+    **options: str,
 ) -> str:
     """Write a video unless it is there, and return its name.
 
@@ -29,6 +37,7 @@ def write_clip(
         rate: Frames of a second.
         seed: Of the noise.
         codec: A codec without loss.
+        hidden: How many frames at the start a list of edits cuts off; the header of ``.mov`` counts them.
         options: Of the container.
     """
     if not file.exists():
@@ -39,8 +48,11 @@ def write_clip(
             stream: Any = container.add_stream(codec, rate=rate)
             stream.width, stream.height = width, height
             stream.pix_fmt = "rgb24" if codec == "png" else "bgr0"
-            for pixels in frames_of(count, width, height, seed):
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-            container.mux(stream.encode())
+            frames = [
+                av.VideoFrame.from_ndarray(pixels, format="rgb24") for pixels in frames_of(count, width, height, seed)
+            ]
+            for packet in [packet for frame in (*frames, None) for packet in stream.encode(frame)]:
+                packet.pts = packet.dts = packet.pts - round(hidden / rate / packet.time_base)
+                container.mux(packet)
         part.replace(file)
     return file.name

@@ -136,6 +136,11 @@ def refused(folder: Path, file: str) -> str:
         write_clip(folder / file, 4, 2, 900)
     elif file == "one.mov":
         write_clip(folder / file, 1, 16, 16)
+    elif file == "two.mjpeg":
+        frames = [Image.new("RGB", size) for size in ((24, 16), (24, 16), (8, 8), (8, 8))]
+        with (folder / file).open("wb") as two:
+            for frame in frames:
+                frame.save(two, "JPEG")
     elif file == "cut.mkv":
         write_clip(folder / file, *CLIP, codec="ffv1")
         (folder / file).write_bytes((folder / file).read_bytes()[:700])
@@ -151,8 +156,10 @@ def refused(folder: Path, file: str) -> str:
         ("thin.mov", r"thin.mov, a video of row 0 of .*, cannot be used: absolute aspect ratio must be .*; leave"),
         ("one.mov", r"one.mov, a video of row 0 of .*, cannot be used: it has fewer frames than the 2 of a step in"),
         ("cut.mkv", r"cut.mkv, a video of row 0 of .*, has no frames; leave the row out"),
+        ("two.mjpeg", "two.mjpeg, a video of .*, has frames of different sizes, 8 x 8 pixels and 24 x 16 pixels; give"),
         ([], "row 0 of .* has a video without frames; leave the row out"),
         (["a.png", "b.png"], "a video of row 0 of .* has frames of different sizes, 8 x 8 pixels and 24 x 16 pixels"),
+        (["a.png"], "the list of images from .*a.png on, a video of row 0 of .*, cannot be used: it has fewer frames"),
         (["a.png", "d.png"], "d.png, an image of row 0 of .*, is not there"),
     ],
 )
@@ -164,6 +171,16 @@ def test_a_video_that_cannot_be_used_is_named_or_its_row_counted(video: Any, mes
     module = video_data(tmp_path, rows, broken_images="drop")
     assert len(batches(module)) == 1
     assert module.statistics["train"].unreadable_image == 1
+
+
+@pytest.mark.parametrize(("count", "hidden", "taken"), [(61, 0, 14), (24, 3, 10)])
+def test_a_whole_video_is_not_called_damaged(count: int, hidden: int, taken: int, tmp_path: Path) -> None:
+    """Where transformers draws one frame behind the last, and where the header counts frames that are never shown."""
+    write_clip(tmp_path / "b.mov", count, 8, 8, hidden=hidden)
+    module = video_data(tmp_path, [{**ROW, "videos": ["b.mov"]}], video_fps=2.0 if not hidden else 4.0)
+    [batch] = batches(module)
+    assert batch["video_grid_thw"].tolist() == [[taken // 2, 2, 2]]
+    assert max(module.videos.planned("b.mov", str(tmp_path), "a row")[0]["taken"]) < count - hidden
 
 
 def test_a_damaged_video_is_named_or_its_row_counted(tmp_path: Path) -> None:
@@ -218,10 +235,16 @@ def test_a_file_of_lightning_has_the_settings_of_videos(tmp_path: Path) -> None:
 
 
 def test_settings_and_rows_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="video_fps=0 is not above 0; choose how many frames of a second to take"):
+    with pytest.raises(
+        ValueError, match="video_fps=0 is not a positive number; choose how many frames of a second to take"
+    ):
         video_data(tmp_path, [ROW], video_fps=0)
     with pytest.raises(ValueError, match="video_maxlen=1 is too small; choose 2 or more"):
         video_data(tmp_path, [ROW], video_maxlen=1)
+    with pytest.raises(TypeError, match="video_fps='2' is not a number; choose how many frames of a second to take"):
+        video_data(tmp_path, [ROW], video_fps="2")
+    with pytest.raises(ValueError, match="video_fps=nan is not a positive number; choose"):
+        video_data(tmp_path, [ROW], video_fps=float("nan"))
     with pytest.raises(ValueError, match="has 1 <video> in its text and 2 videos; give one for each video"):
         batches(video_data(tmp_path, [{**ROW, "videos": ["a.mov"] * 2}]))
     with pytest.raises(ValueError, match="video_processor is not given; give a folder or name of a model, or a video"):

@@ -19,7 +19,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import numpy as np
@@ -87,12 +87,14 @@ class Videos:
 
     Raises:
         ValueError: There would be no frames.
-        TypeError: ``maxlen`` is not an int.
+        TypeError: ``fps`` is not a number, or ``maxlen`` not an int.
     """
 
     def __init__(self, given: Any, fps: float = 2.0, maxlen: int | None = None) -> None:
-        if fps <= 0:
-            raise ValueError(f"video_fps={fps} is not above 0; choose how many frames of a second to take")
+        if isinstance(fps, bool) or not isinstance(fps, int | float):
+            raise TypeError(f"video_fps={fps!r} is not a number; choose how many frames of a second to take")
+        if not 0 < fps < inf:
+            raise ValueError(f"video_fps={fps} is not a positive number; choose how many frames of a second to take")
         if maxlen is not None:
             require_size("video_maxlen", maxlen, at_least=2)
         self._given = given
@@ -211,7 +213,8 @@ class Videos:
             from transformers.video_utils import VideoMetadata
 
             metadata = VideoMetadata(total_num_frames=header.frames, fps=header.rate)
-            frames = self.processor.sample_frames(metadata, fps=self.fps).tolist()
+            drawn = self.processor.sample_frames(metadata, fps=self.fps).tolist()
+            frames = [number for number in drawn if number < header.frames]  # Qwen2's can be one too many, by rounding
         rate = len(frames) / header.frames * header.rate
         return Taken(frames, [number / header.rate for number in frames], rate)
 
@@ -265,10 +268,13 @@ class Videos:
                     f"{called(video, media_dir)}, a video of {name}, does not say how many frames a second has; write"
                     " it in another format, or leave the row out"
                 )
-            frames = stream.frames or sum(1 for _ in container.decode(stream))
+            seconds = float(stream.duration * stream.time_base) if stream.duration else 0.0
+            frames = stream.frames
+            if not frames or (seconds and abs(seconds * rate - frames) > 0.5):  # as where a list of edits cuts some off
+                frames = sum(1 for _ in container.decode(stream))
             if not frames:
                 raise _without_frames(video, media_dir, name)
-            seconds = float(stream.duration * stream.time_base) if stream.duration else frames / rate
+            seconds = seconds or frames / rate
             return Header(frames, rate, stream.width, stream.height, seconds)
 
     def _header_of_frames(self, frames: list[Stored], media_dir: str, name: str) -> Header:
@@ -277,10 +283,7 @@ class Videos:
             with opened_image(frame, media_dir, name) as image:
                 sizes.add(image.size)
         if len(sizes) > 1:
-            raise UnusableFileError(
-                f"a video of {name} has frames of different sizes, {' and '.join(map(_pixels, sorted(sizes)[:2]))};"
-                " give frames of one size"
-            )
+            raise _of_sizes(sorted(sizes), f"a video of {name}")
         [(width, height)] = sizes
         return Header(len(frames), self.fps, width, height, len(frames) / self.fps, taken=True)
 
@@ -291,6 +294,9 @@ class Videos:
             found = dict(enumerate(images))
         else:
             found = self._decoded(video, media_dir, name)
+        sizes = sorted({image.size for image in found.values()})
+        if len(sizes) > 1:
+            raise _of_sizes(sizes, f"{_called(video, media_dir)}, a video of {name},")
         return np.stack([np.asarray(found[number]) for number in video["taken"]])
 
     def _decoded(self, video: Stored, media_dir: str, name: str) -> dict[int, Any]:
@@ -346,8 +352,9 @@ def _called(video: Stored, media_dir: str) -> str:
     """Return a name for a video in errors."""
     if not video["frames"]:
         return called(video, media_dir)
-    return f"the {len(video['frames'])} frames from {called(video['frames'][0], media_dir)} on"
+    return f"the list of images from {called(video['frames'][0], media_dir)} on"
 
 
-def _pixels(size: tuple[int, int]) -> str:
-    return f"{size[0]} x {size[1]} pixels"
+def _of_sizes(sizes: list[tuple[int, int]], what: str) -> UnusableFileError:
+    pixels = " and ".join(f"{width} x {height} pixels" for width, height in sizes[:2])
+    return UnusableFileError(f"{what} has frames of different sizes, {pixels}; give frames of one size")
