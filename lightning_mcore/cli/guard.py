@@ -33,6 +33,7 @@ _OF_PACKAGES = (
     ".*torch.distributed.*is deprecated.*",  # megatron-core 0.16 under a torch that renames collectives
     ".*isinstance.treespec, LeafSpec.*",  # Lightning under the same torch
     ".*You have overridden `on_before_batch_transfer`.*",  # MCoreGPT overrides it, correctly
+    ".*Total length of `list` across ranks is zero.*",  # there are no validation files
 )
 """Warnings that every rank would print, and that a user of a command cannot do anything about."""
 _OF_PACKAGES_ON_A_CPU = (".*CUDA_DEVICE_MAX_CONNECTIONS.*",)
