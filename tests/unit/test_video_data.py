@@ -10,11 +10,19 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from transformers import Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+from transformers import (
+    LlavaOnevisionVideoProcessor,
+    Qwen2_5_VLProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+    ViTImageProcessor,
+)
 
 from lightning_mcore.cli.fit import TrainingCLI
 from lightning_mcore.config.vision import Vision
 from lightning_mcore.data.finetuning.images import MCoreVisionData
+from lightning_mcore.data.finetuning.processors import load_processor
 from lightning_mcore.data.multimodal import with_vision
 from tests.clips import frames_of, write_clip
 from tests.factory_images import write_file
@@ -136,6 +144,9 @@ def refused(folder: Path, file: str) -> str:
         write_clip(folder / file, 4, 2, 900)
     elif file == "one.mov":
         write_clip(folder / file, 1, 16, 16)
+    elif file == "unknown.mov":
+        write_clip(folder / file, *CLIP)
+        (folder / file).write_bytes((folder / file).read_bytes().replace(b"png ", b"zzzz"))
     elif file == "two.mjpeg":
         frames = [Image.new("RGB", size) for size in ((24, 16), (24, 16), (8, 8), (8, 8))]
         with (folder / file).open("wb") as two:
@@ -156,6 +167,7 @@ def refused(folder: Path, file: str) -> str:
         ("thin.mov", r"thin.mov, a video of row 0 of .*, cannot be used: absolute aspect ratio must be .*; leave"),
         ("one.mov", r"one.mov, a video of row 0 of .*, cannot be used: it has fewer frames than the 2 of a step in"),
         ("cut.mkv", r"cut.mkv, a video of row 0 of .*, has no frames; leave the row out"),
+        ("unknown.mov", r"unknown.mov, a video of row 0 of .*, cannot be read: its codec is unknown; replace it, or"),
         ("two.mjpeg", "two.mjpeg, a video of .*, has frames of different sizes, 8 x 8 pixels and 24 x 16 pixels; give"),
         ([], "row 0 of .* has a video without frames; leave the row out"),
         (["a.png", "b.png"], "a video of row 0 of .* has frames of different sizes, 8 x 8 pixels and 24 x 16 pixels"),
@@ -252,6 +264,11 @@ def test_settings_and_rows_that_do_not_fit_are_refused(tmp_path: Path, monkeypat
     limits = Qwen2VLVideoProcessor(patch_size=4, size={"shortest_edge": 900, "longest_edge": 100})
     with pytest.raises(ValueError, match="the video processor has 900 pixels as the least and 100 as the most of"):
         batches(video_data(tmp_path, [ROW], video_processor=limits))
+    for kind, other in (("video", LlavaOnevisionVideoProcessor()), ("image", ViTImageProcessor()), ("image", None)):
+        with pytest.raises(
+            TypeError, match=f"{type(other).__name__} is not the {kind} processor of a Qwen-VL model; give"
+        ):
+            load_processor(other, kind)  # type: ignore[arg-type]
     for package in ("av", "torchvision"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, package, None)

@@ -14,6 +14,7 @@ def load_processor(given: Any, kind: Literal["image", "video"]) -> Any:
         kind: What it processes.
 
     Raises:
+        TypeError: It is something else, or made for another kind of model.
         ValueError: It cannot be loaded, or its limits of pixels contradict each other.
     """
     processor = given
@@ -30,6 +31,11 @@ def load_processor(given: Any, kind: Literal["image", "video"]) -> Any:
                 f"the {kind} processor of {given!r} cannot be loaded: {lines[0][:300].rstrip('. ')}; give a folder or"
                 " name of a model that has one"
             ) from error
+    if not hasattr(processor, "merge_size"):
+        raise TypeError(
+            f"{type(processor).__name__} is not the {kind} processor of a Qwen-VL model; give a folder or name of such"
+            f" a model, or its {kind} processor"
+        )
     least, most = (processor.size[name] for name in ("shortest_edge", "longest_edge"))
     if not 0 < least <= most:
         raise ValueError(

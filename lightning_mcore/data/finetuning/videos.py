@@ -325,12 +325,18 @@ def _opened(video: Stored, media_dir: str, name: str) -> Iterator[tuple[Any, Any
         with av.open(source(video, media_dir, "a video", name)) as container:
             if not container.streams.video:
                 raise _without_frames(video, media_dir, name)
-            yield container, container.streams.video[0]
+            stream: Any = container.streams.video[0]
+            if stream.codec_context is None:
+                raise _unreadable(video, media_dir, name, "its codec is unknown")
+            yield container, stream
     except av.FFmpegError as error:
-        raise UnusableFileError(
-            f"{called(video, media_dir)}, a video of {name}, cannot be read: {error.strerror}; replace it, or leave the"
-            " row out"
-        ) from error
+        raise _unreadable(video, media_dir, name, error.strerror) from error
+
+
+def _unreadable(video: Stored, media_dir: str, name: str, why: str) -> UnusableFileError:
+    return UnusableFileError(
+        f"{called(video, media_dir)}, a video of {name}, cannot be read: {why}; replace it, or leave the row out"
+    )
 
 
 def _without_frames(video: Stored, media_dir: str, name: str) -> UnusableFileError:
