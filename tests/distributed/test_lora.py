@@ -64,7 +64,7 @@ RESUMED = (
     pytest.param(Layout(), "llama", marks=pytest.mark.thorough),
     pytest.param(Layout(tp=2, pp=2, sp=True), "llama", marks=pytest.mark.thorough),
     (Layout(tp=2, sp=True), "llama"),
-    (Layout(dp=2, distributed_optimizer=True), "llama"),
+    pytest.param(Layout(dp=2, distributed_optimizer=True), "llama", marks=pytest.mark.thorough),
     pytest.param(Layout(moe=True, dp=2, ep=2, distributed_optimizer=True), "qwen3_moe", marks=pytest.mark.thorough),
 )
 STACKED: dict[str, Any] = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj", "gate.weight"]}

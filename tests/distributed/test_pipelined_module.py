@@ -244,7 +244,7 @@ def fired(strategy: Any, events: Events, *callbacks: pl.Callback, **arguments: A
     return events.events, module.calls, trainer.global_step, trainer.estimated_stepping_batches
 
 
-@pytest.mark.parametrize("strategy", [PP2, VP2], ids=["pp2", "vp2"])
+@pytest.mark.parametrize("strategy", [pytest.param(PP2, marks=pytest.mark.thorough), VP2], ids=["pp2", "vp2"])
 def test_every_hook_and_counter_of_lightning_is_where_it_is_without_us(strategy: dict[str, Any]) -> None:
     any_window = strategy is PP2  # an interleaved schedule needs windows that fill it
     [expected] = run_ranks(1, loops, "auto", any_window, open_group=False)

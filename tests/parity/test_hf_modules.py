@@ -10,6 +10,7 @@ import torch
 from tests.hf_models import tiny_folder
 from tests.parity.hf_modules import KINDS, train, train_each, write_each
 from tests.ranks import RanksFailedError, run_ranks
+from tests.thorough import thorough_but
 
 TOLERANCE = 1e-5  # of losses around 5; measured at most 2e-6
 
@@ -48,8 +49,9 @@ def _run(kind: str, layout: str) -> tuple[str, str, Any, dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "kind",
-    # heads share the way through pools and gathers, which classification stands for in make test
-    [pytest.param(kind, marks=pytest.mark.thorough if kind in ("reward", "embedding") else ()) for kind in KINDS],
+    # heads share the way through pools and gathers, which classification stands for; each of the two models of a
+    # distillation is called as in fine-tuning
+    thorough_but(KINDS, "fine-tuning", "classification"),
 )
 def test_a_module_written_for_ddp_gives_its_numbers_on_every_layout(kind: str) -> None:
     runs = {layout: _run(kind, layout) for layout in LAYOUTS}

@@ -275,7 +275,19 @@ OPTIONS = (
 )
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+TWINS = {  # whose parts other options have
+    *("aux-and-z-loss-by-tokens", "experts-in-three-layers", "one-key-head", "latent-attention-with-rope"),
+    *("no-positions", "capacity"),
+}
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        pytest.param(option, id=option.name, marks=[pytest.mark.thorough] if option.name in TWINS else [])
+        for option in OPTIONS
+    ],
+)
 def test_option_equals_the_bare_loop_and_one_rank(option: Option) -> None:
     _check(option, option.layouts)
 

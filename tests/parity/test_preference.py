@@ -70,8 +70,8 @@ DESIRABLE = (True, False, False, True)
 Run = tuple[str, str, bool]  # a case, a family, and whether rows are packed
 SCORED: tuple[Run, ...] = (("reward", "qwen2, scores", False), ("reward", "qwen2, scores", True))
 DENSE: tuple[Run, ...] = (("dpo", "qwen2", False), ("dpo", "qwen2", True))
-LAYOUTS: dict[int, dict[Layout, tuple[Run, ...]]] = {
-    1: {
+LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with the number of ranks
+    "1": {
         Layout(): (
             *((case, "qwen2", False) for case in CASES if case != "reward"),
             ("orpo", "qwen2", True),
@@ -79,17 +79,19 @@ LAYOUTS: dict[int, dict[Layout, tuple[Run, ...]]] = {
             *SCORED,
         )
     },
-    2: {
-        Layout(tp=2): DENSE,
+    "2": {
         Layout(tp=2, sp=True): (*DENSE, *SCORED),
         Layout(pp=2): (*DENSE, ("kto", "qwen2", False), SCORED[0]),
-        Layout(pp=2, vp=2): DENSE,
         Layout(cp=2): (*DENSE, ("ipo", "qwen2", True), ("kto", "qwen2", False), *SCORED),
-        Layout(dp=2): (*DENSE, ("kto", "qwen2", False), ("kto", "qwen2", True), ("robust", "qwen2", False)),
         Layout(dp=2, distributed_optimizer=True): (*DENSE, ("kto", "qwen2", True), SCORED[1]),
         Layout(moe=True, dp=2, ep=2): (("dpo", "qwen2_moe", False), ("dpo", "qwen2_moe", True)),
     },
-    4: {
+    "2 more": {
+        Layout(tp=2): DENSE,
+        Layout(pp=2, vp=2): DENSE,
+        Layout(dp=2): (*DENSE, ("kto", "qwen2", False), ("kto", "qwen2", True), ("robust", "qwen2", False)),
+    },
+    "4": {
         Layout(tp=2, cp=2, sp=True): (*DENSE[1:], ("kto", "qwen2", False), ("orpo", "qwen2", True), SCORED[1]),
         Layout(tp=2, pp=2, sp=True): (*DENSE[:1], ("kto", "qwen2", True), ("orpo", "qwen2", True), SCORED[1]),
         Layout(dp=2, cp=2): (*DENSE[1:], ("kto", "qwen2", True), ("orpo", "qwen2", False), SCORED[0]),
@@ -370,12 +372,12 @@ def _train(layout: Layout, run: Run, folder: str, other: str, cache: str) -> See
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.gradients
 
 
-@pytest.mark.parametrize("world_size", thorough_but(LAYOUTS, 1, 2))
-def test_a_step_on_every_layout_is_that_of_a_plain_loop_with_a_frozen_copy(world_size: int, tmp_path: Path) -> None:
-    layouts = LAYOUTS[world_size]
+@pytest.mark.parametrize("name", thorough_but(LAYOUTS, "1", "2"))
+def test_a_step_on_every_layout_is_that_of_a_plain_loop_with_a_frozen_copy(name: str, tmp_path: Path) -> None:
+    layouts = LAYOUTS[name]
     families = {family for runs in layouts.values() for _, family, _ in runs}
     folders = {name: (folder_of(name), other_folder(name.partition(",")[0])) for name in families}
-    ranks = run_ranks(world_size, train, layouts, folders, str(tmp_path), timeout=240)
+    ranks = run_ranks(int(name[0]), train, layouts, folders, str(tmp_path), timeout=240)
     wrong: dict[str, Any] = {}
     for index, (layout, runs) in enumerate(layouts.items()):
         for number, run in enumerate(runs):
