@@ -121,7 +121,6 @@ def short_table() -> list[Scenario]:
         Scenario(Plan("SIGKILL", rank=0, layout="pp2")),
         Scenario(Plan("ValueError", rank=-1, again=True), expected=DONE),
         Scenario(Plan("ValueError", rank=1, again=True), expected=REFUSED),
-        Scenario(Plan("slow", rank=1, layout="tp2"), expected=DONE),
     ]
 
 
@@ -182,6 +181,7 @@ def table() -> list[Scenario]:
             sentence=r"Restored all states from the checkpoint at .*/on_exception\.ckpt",
         ),
         *(scenario for scenario in short_table() if scenario not in scenarios),
+        Scenario(Plan("slow", rank=1, layout="tp2"), expected=DONE),
         Scenario(Plan("holds the interpreter", rank=0), expected=DONE),
         Scenario(Plan("holds the interpreter", rank=1, layout="pp2"), expected=DONE),
         Scenario(Plan("SIGSTOP", rank=-1), expected=DONE),

@@ -193,7 +193,7 @@ def test_one_rank_learns_logs_and_generates(name: str, tmp_path: Any) -> None:
     train_alone(ONE_RANK[name], str(tmp_path))
 
 
-@pytest.mark.parametrize("name", thorough_but(TWO_RANKS, *TWO_RANKS.keys() - {"pp2"}))
+@pytest.mark.parametrize("name", thorough_but(TWO_RANKS, *TWO_RANKS.keys() - {"pp2", "ep2"}))
 def test_two_ranks_learn_log_and_generate_alike(name: str, tmp_path: Any) -> None:
     train_alike(TWO_RANKS[name], str(tmp_path))
 
@@ -208,7 +208,9 @@ def test_half_a_sequence_on_each_of_two_ranks_learns_as_the_whole_on_one(name: s
         assert ours == pytest.approx(expected, rel=1e-5)  # measured: 3e-6
 
 
-@pytest.mark.parametrize("name", thorough_but(AS_LIGHTNING, *AS_LIGHTNING.keys() - {"all"}))
+@pytest.mark.parametrize(
+    "name", thorough_but(AS_LIGHTNING, *AS_LIGHTNING.keys() - {"all", "losses-of-layers-in-a-short-window"})
+)
 def test_one_rank_of_ours_learns_as_lightning_does(name: str, tmp_path: Any) -> None:
     run = AS_LIGHTNING[name]
     runs = [train_alone(replace(run, strategy=strategy), str(tmp_path)) for strategy in ("auto", "mcore")]

@@ -131,7 +131,7 @@ def _left_changed(before: dict[str, Any]) -> list[str]:
     return sorted({*hygiene.changes(before, hygiene.snapshot())} - {"Module.__init__", "Module.__setstate__"})
 
 
-@pytest.mark.parametrize("other", ["ddp", "auto"])
+@pytest.mark.parametrize("other", ["ddp", pytest.param("auto", marks=pytest.mark.thorough)])
 def test_fits_of_other_strategies_follow_in_one_process(other: str) -> None:
     world_size = 2 if other == "ddp" else 1
     split = Layout(tp=2, sp=True) if other == "ddp" else Layout()
