@@ -69,7 +69,6 @@ def end_of(process: "subprocess.Popen[str]") -> str:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.thorough
 def test_a_single_machine(tmp_path: Path) -> None:
     """One rank; ``tests/distributed/test_cli.py`` sees that Lightning starts the others of the same command."""
     whole = ["--trainer.strategy.tensor_model_parallel_size=1", "--trainer.strategy.sequence_parallel=false"]

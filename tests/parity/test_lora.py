@@ -293,7 +293,7 @@ def _train(folder: str, adapter: str, layout: Layout) -> Seen:
     return predict_and_step(module, layout)
 
 
-STAY = ("tp2-sp", "pp2", "cp2", "moe-tp2-sp-ep2-etp1")
+STAY = ("one", "tp2-sp", "pp2", "cp2", "moe-tp2-sp-ep2-etp1")
 
 
 @pytest.mark.parametrize("layout", thorough_but(LAYOUTS, *STAY))

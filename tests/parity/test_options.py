@@ -275,10 +275,7 @@ OPTIONS = (
 )
 
 
-TWINS = {  # whose parts other options have
-    *("aux-and-z-loss-by-tokens", "experts-in-three-layers", "one-key-head", "latent-attention-with-rope"),
-    *("no-positions", "capacity"),
-}
+TWINS = {"aux-and-z-loss-by-tokens", "experts-in-three-layers", "one-key-head"}  # whose parts other options have
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,7 @@ def train_each(runs: list[Run], ranks: int) -> list[tuple[list[float], list[floa
     [
         pytest.param("delayed", (*SPLIT, "dp2-sharded", "cp2", "tp2-sp-ep2"), id="delayed"),
         pytest.param("delayed", ("pp2", "ep2"), marks=pytest.mark.thorough, id="delayed-others"),
-        pytest.param("tensorwise", SPLIT, marks=pytest.mark.thorough, id="tensorwise"),  # delayed has its casts
-        *(pytest.param(kind, SPLIT, id=kind) for kind in ("blockwise", "mxfp8")),
+        *(pytest.param(kind, SPLIT, id=kind) for kind in ("tensorwise", "blockwise", "mxfp8")),
         *(
             pytest.param(kind, OTHERS, marks=pytest.mark.thorough, id=f"{kind}-others")
             for kind in ("tensorwise", "blockwise", "mxfp8")

@@ -150,7 +150,7 @@ class FactoryVideos(Videos):
         if not header.taken:
             count = min(count, self._most_frames, max(1, math.floor(header.seconds * self.fps)))
         frames = np.linspace(0, header.frames - 1, count).astype(np.int32).tolist()
-        times = [number / header.rate * self.fps / self.fps for number in frames]
+        times = [number / header.rate * self.fps / self.fps for number in frames]  # rounded as there
         return Taken(frames + frames[-1:] * (count % 2), times, count / header.seconds)
 
     def _size(self, width: int, height: int) -> tuple[int, int]:
