@@ -11,9 +11,10 @@ memory is slow. ``save.py`` calls this; any ``dist_checkpointing.load`` reads th
 
 **One file.** A checkpoint is written once and rarely read soon. In the page cache it would evict pages of the training
 data, and finding and clearing memory for it can take longer than the disk does. So :class:`ChecksummedFile` writes past
-the page cache (``O_DIRECT``). Direct writes need memory and sizes in whole blocks of the disk, so everything passes
-through a buffer. On disks that refuse (memory disks, some network disks), the same buffer is written in the ordinary
-way. ``hf/safetensors.py`` writes the files of an export with it.
+the page cache (``O_DIRECT``). Direct writes need memory, places and sizes in whole blocks of the disk. The copy of an
+asynchronous save has its large tensors there, and they are written from it, which takes half the processor's time;
+everything else passes through a buffer. On disks that refuse (memory disks, some network disks), the same is written in
+the ordinary way. ``hf/safetensors.py`` writes the files of an export with it.
 
 **One tensor.** A ``.distcp`` file is a row of ``torch.save`` archives, one for each piece of a tensor. ``torch.save``
 computes the checksum of an archive in a slow loop. The archive itself is simple: an uncompressed zip file with a pickle
@@ -37,7 +38,7 @@ from typing import Any, Self
 
 import numpy
 import torch
-from isal.isal_zlib import crc32
+from isal.isal_zlib import crc32, crc32_combine
 from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -46,10 +47,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from lightning_mcore.checkpoint.manifest import METADATA_FILE, FileRecord
 
 _DCP_VERSION = "1.0.0"  # version of torch.distributed.checkpoint's metadata since torch 2.8
-_ALIGNMENT = 64  # bytes; for tensors in the staging memory, archives in a file, and data in an archive, as in torch's
+_ALIGNMENT = 64  # bytes; for tensors in the staging memory, archives in a file, and their data, as in torch's
 _STAGING_BLOCK = 1 << 30  # bytes of staging memory taken at once, unless a tensor is larger
 _BUFFER = 8 << 20  # bytes; large, so that waiting for Python's global lock between two writes costs little
 _DISK_BLOCK = 4096  # bytes; a multiple of the block size of common disks
+_LARGE = 1 << 20  # bytes from which a tensor begins on a block of the disk
 _FOLDER = "archive"
 _PADDING = b"FB"  # the id of the extra field that torch pads with
 _LIMIT = 0xFFFFFFFF  # bytes from which zip uses its 64-bit fields
@@ -76,7 +78,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(content)
 
 
-def frame_tensor(dtype: torch.dtype, shape: tuple[int, ...], checksum: int) -> tuple[bytes, bytes]:
+def frame_tensor(dtype: torch.dtype, shape: tuple[int, ...], checksum: int, position: int = 0) -> tuple[bytes, bytes]:
     """Return the bytes before and after those of a contiguous tensor in an archive of ``torch.save``.
 
     Source: torch 2.13, ``torch.serialization._save``; readable since torch 1.6.
@@ -85,6 +87,7 @@ def frame_tensor(dtype: torch.dtype, shape: tuple[int, ...], checksum: int) -> t
         dtype: Type of the tensor.
         shape: Its shape.
         checksum: CRC32 of its bytes.
+        position: Where the archive begins in its file, which decides where the bytes of a large tensor begin.
     """
     size = prod(shape) * dtype.itemsize
     records = [
@@ -96,7 +99,7 @@ def frame_tensor(dtype: torch.dtype, shape: tuple[int, ...], checksum: int) -> t
     for name, content in records:
         local, central = _record(name, len(head), len(content), crc32(content))
         head, directory = head + local + content, directory + central
-    local, central = _record("data/0", len(head), size, checksum, aligned=True)
+    local, central = _record("data/0", len(head), size, checksum, _alignment(size), position)
     head += local
     return head, _end_of_archive(directory + central, len(records) + 1, len(head) + size)
 
@@ -138,13 +141,20 @@ class _Pickler(pickle.Pickler):
         return ("storage", obj.kind, "0", "cpu", obj.length) if isinstance(obj, _Storage) else None
 
 
-def _record(name: str, offset: int, size: int, checksum: int, aligned: bool = False) -> tuple[bytes, bytes]:
+def _alignment(size: int) -> int:
+    """Return the multiple of which a tensor of so many bytes begins, in memory and in a file."""
+    return _DISK_BLOCK if size >= _LARGE else _ALIGNMENT
+
+
+def _record(
+    name: str, offset: int, size: int, checksum: int, alignment: int | None = None, position: int = 0
+) -> tuple[bytes, bytes]:
     """Return a record's header, which precedes its content, and its entry in the directory at the end."""
     encoded = f"{_FOLDER}/{name}".encode()
     short, long = (_LIMIT, struct.pack("<HHQQ", 1, 16, size, size)) if size >= _LIMIT else (size, b"")
     padding = b""
-    if aligned:
-        room = -(offset + 30 + len(encoded) + len(long) + 4) % _ALIGNMENT
+    if alignment is not None:
+        room = -(position + offset + 30 + len(encoded) + len(long) + 4) % alignment
         padding = struct.pack("<2sH", _PADDING, room) + bytes(room)
     fields = struct.pack("<5H3L2H", 45, 0, 0, 0, 33, checksum, short, short, len(encoded), len(long) + len(padding))
     local = b"PK\3\4" + fields + encoded + long + padding
@@ -173,8 +183,7 @@ class ChecksummedFile:
         self.size = 0
         self._checksum = 0
         self._filled = 0
-        self._buffer = mmap.mmap(-1, _BUFFER)
-        self._bytes = numpy.frombuffer(self._buffer, numpy.uint8)
+        self._buffer = numpy.frombuffer(mmap.mmap(-1, _BUFFER), numpy.uint8)  # begins on a page
         self._descriptor = _open(path)
 
     def __enter__(self) -> Self:
@@ -187,25 +196,37 @@ class ChecksummedFile:
         finally:
             os.close(self._descriptor)
 
-    def write(self, content: bytes | memoryview) -> None:
+    def write(self, content: bytes | memoryview, checksum: int | None = None) -> None:
         """Append ``content``.
+
+        Args:
+            content: The bytes.
+            checksum: Their CRC32, if known.
 
         Raises:
             OSError: The disk refuses.
         """
-        source = numpy.frombuffer(content, numpy.uint8)
-        length = len(source)
-        self.size += length
-        done = 0
-        while done < length:
-            step = min(_BUFFER - self._filled, length - done)
-            # numpy copies without Python's global lock, which the training threads need
-            self._bytes[self._filled : self._filled + step] = source[done : done + step]
-            self._filled += step
-            done += step
-            if self._filled == _BUFFER:
-                self._write(_BUFFER)
+        left = numpy.frombuffer(content, numpy.uint8)
+        self.size += len(left)
+        if checksum is not None:
+            self._checksum = crc32_combine(self._checksum, checksum, len(left))
+        while len(left):
+            if self._filled % _DISK_BLOCK == left.ctypes.data % _DISK_BLOCK == 0 and len(left) >= _LARGE:
+                part = left[: min(_BUFFER, len(left) // _DISK_BLOCK * _DISK_BLOCK)]
+                self._write(self._buffer[: self._filled])
+                self._write(part)
                 self._filled = 0
+            else:
+                part = left[: _BUFFER - self._filled]
+                # numpy copies without Python's global lock, which the training threads need
+                self._buffer[self._filled : self._filled + len(part)] = part
+                self._filled += len(part)
+                if self._filled == _BUFFER:
+                    self._write(self._buffer)
+                    self._filled = 0
+            if checksum is None:
+                self._checksum = crc32(part, self._checksum)  # now, while it is in the processor's cache
+            left = left[len(part) :]
 
     @property
     def record(self) -> FileRecord:
@@ -215,24 +236,22 @@ class ChecksummedFile:
     def _finish(self) -> None:
         """Write the rest in whole blocks, truncate the file to its size, and flush it."""
         blocks = -(-self._filled // _DISK_BLOCK) * _DISK_BLOCK
-        self._buffer[self._filled : blocks] = bytes(blocks - self._filled)
-        self._write(blocks)
+        self._buffer[self._filled : blocks] = 0
+        self._write(self._buffer[:blocks])
         os.ftruncate(self._descriptor, self.size)
         os.fsync(self._descriptor)
 
-    def _write(self, length: int) -> None:
+    def _write(self, blocks: Any) -> None:
+        """Write an array of bytes, [length] in whole blocks of memory."""
         done = 0
-        with memoryview(self._buffer) as buffer:
-            with buffer[: self._filled] as content:  # now, while it is in the processor's cache
-                self._checksum = crc32(content, self._checksum)
-            while done < length:
-                try:
-                    done += os.write(self._descriptor, buffer[done:length])
-                except OSError as error:
-                    if error.errno != errno.EINVAL or not _leave_direct(self._descriptor):
-                        raise
-                if done % _DISK_BLOCK:  # a disk that is nearly full writes part of a block
-                    _leave_direct(self._descriptor)
+        while done < len(blocks):
+            try:
+                done += os.write(self._descriptor, blocks[done:])
+            except OSError as error:
+                if error.errno != errno.EINVAL or not _leave_direct(self._descriptor):
+                    raise
+            if done % _DISK_BLOCK:  # a disk that is nearly full writes part of a block
+                _leave_direct(self._descriptor)
 
 
 def _open(path: str) -> int:
@@ -290,7 +309,7 @@ class Staging:
                 self._blocks.append(torch.empty(0, dtype=torch.uint8))
             if self._blocks[block].numel() < size:
                 self._blocks[block] = torch.empty(0, dtype=torch.uint8)  # free the old one first
-                self._blocks[block] = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+                self._blocks[block] = _memory(size, on_gpu)
         copies = list(pieces)
         for number, (block, offset) in places.items():
             content = pieces[number].content
@@ -305,16 +324,22 @@ class Staging:
         return copies
 
 
+def _memory(size: int, pinned: bool) -> Tensor:
+    """Return uninitialised memory that begins on a block of the disk, as all page-locked memory does: [size] uint8."""
+    if pinned:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    memory = torch.empty(size + _DISK_BLOCK, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % _DISK_BLOCK :][:size]
+
+
 def _places(pieces: Sequence[Piece]) -> tuple[dict[int, tuple[int, int]], list[int]]:
     """Return block and offset of each tensor, by its index in ``pieces``, and the size of each block, in bytes."""
-    lengths = {
-        number: -(-piece.content.numel() * piece.content.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        for number, piece in enumerate(pieces)
-        if isinstance(piece.content, Tensor)
-    }
+    contents = {number: piece.content for number, piece in enumerate(pieces) if isinstance(piece.content, Tensor)}
+    bytes_of = {number: content.numel() * content.dtype.itemsize for number, content in contents.items()}
+    lengths = {number: -(-size // _alignment(size)) * _alignment(size) for number, size in bytes_of.items()}
     places: dict[int, tuple[int, int]] = {}
     sizes: list[int] = []
-    for number in sorted(lengths, key=lambda number: -lengths[number]):  # small tensors fill the gaps
+    for number in sorted(lengths, key=lambda number: -lengths[number]):  # large ones first: small ones fill the gaps
         length = lengths[number]
         block = next((block for block, size in enumerate(sizes) if size + length <= _STAGING_BLOCK), len(sizes))
         if block == len(sizes):
@@ -370,7 +395,7 @@ def _plain(tensor: Tensor) -> Tensor:
 def _write_tensor(file: ChecksummedFile, tensor: Tensor) -> None:
     content = tensor_bytes(tensor)
     checksum = crc32(content)
-    before, after = frame_tensor(tensor.dtype, tuple(tensor.shape), checksum)
+    before, after = frame_tensor(tensor.dtype, tuple(tensor.shape), checksum, file.size)
     file.write(before)
-    file.write(content)
+    file.write(content, checksum)
     file.write(after)

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The copy that an asynchronous save writes from, and one file of a checkpoint."""
 
+import io
+import mmap
+import os
 import random
 import weakref
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,14 +31,14 @@ def some_pieces(*sizes: int) -> list[Piece]:
 
 def test_a_copy_lies_in_blocks_and_is_kept_for_the_next_save(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    empty = torch.empty
+    memory = checkpoint_writer._memory
 
-    def watched(size: int, **arguments: object) -> torch.Tensor:
+    def watched(size: int, pinned: bool) -> torch.Tensor:
         taken.append(size)
-        return empty(size, **arguments)  # type: ignore[call-overload, no-any-return]
+        return memory(size, pinned)
 
     monkeypatch.setattr(checkpoint_writer, "_STAGING_BLOCK", BLOCK)
-    monkeypatch.setattr(torch, "empty", watched)
+    monkeypatch.setattr(checkpoint_writer, "_memory", watched)
     pieces, staging = some_pieces(400, 401, 400, 1000, 5000, 7, 400, 0), Staging()
     copies = staging.copy(pieces)
     for piece, copy in zip(pieces, copies, strict=True):
@@ -45,12 +49,12 @@ def test_a_copy_lies_in_blocks_and_is_kept_for_the_next_save(monkeypatch: pytest
             assert not torch.equal(piece.content, copy.content) or piece.content.numel() == 0
         else:
             assert copy is piece
-    assert [size for size in taken if size] == [5056, 1024, 960, 896]  # one tensor is larger than a block
+    assert taken == [5056, 1024, 960, 896]  # one tensor is larger than a block
     taken.clear()
     staging.copy(pieces)
-    assert not any(taken)
+    assert not taken
     staging.copy(some_pieces(400, 401, 400, 1000, 5000, 7, 400, 900))
-    assert [size for size in taken if size] == [1024, 896]  # one has grown, one is new
+    assert taken == [1024, 896]  # one has grown, one is new
 
 
 def test_quantized_tensors_are_copied_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,12 +74,52 @@ def test_quantized_tensors_are_copied_one_after_another(monkeypatch: pytest.Monk
         assert torch.equal(piece.content, copy.content)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("part", [3_000_001, 2 << 20], ids=["between blocks", "whole blocks"])
+@pytest.mark.parametrize("with_checksum", [True, False], ids=["its checksum known", "its checksum not known"])
 @pytest.mark.parametrize("length", [0, 1, 4096, 10_000, 8 << 20, (8 << 20) + 5, 20_000_000])
-def test_a_file_is_what_was_written_with_the_checksum_of_zlib(length: int, tmp_path: Path) -> None:
+def test_a_file_is_what_was_written_with_the_checksum_of_zlib(
+    length: int, with_checksum: bool, part: int, tmp_path: Path
+) -> None:
     """In parts that end within the buffer and beyond it, on blocks of the disk and between them."""
     content = random.Random(length).randbytes(length)
+    memory = memoryview(mmap.mmap(-1, length + 1))[:length]  # begins on a block of the disk
+    memory[:] = content
     with checkpoint_writer.ChecksummedFile(str(tmp_path / "file")) as file:
-        for start in range(0, length, 3_000_001):
-            file.write(memoryview(content)[start : start + 3_000_001])
+        for start in range(0, length, part):
+            piece = memory[start : start + part]
+            file.write(piece, zlib.crc32(piece) if with_checksum else None)
     assert (tmp_path / "file").read_bytes() == content
     assert file.record == FileRecord(length, f"{zlib.crc32(content):08x}")
+
+
+def test_large_tensors_of_a_copy_are_written_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without another copy, wherever they lie between small ones; torch reads each archive."""
+    written: dict[int, int] = {}
+    write = os.write
+
+    def watched(descriptor: int, blocks: Any) -> int:
+        count = write(descriptor, blocks)
+        written[blocks.ctypes.data] = count
+        return count
+
+    sizes = (400, 401, 3_000_000, 1 << 20, 10_000_000, 7)
+    pieces = [
+        Piece(MetadataIndex(f"{size}"), torch.arange(size).to(torch.uint8).view(-1, 1 if size % 8 else 8))
+        for size in sizes
+    ]
+    copies = Staging().copy(pieces)
+    monkeypatch.setattr(os, "write", watched)
+    places, records = checkpoint_writer.write_pieces(str(tmp_path), "__0_", copies, {"other": b"bytes"})
+    [name] = records.keys() - {"other"}
+    content = (tmp_path / name).read_bytes()
+    assert records[name] == FileRecord(len(content), f"{zlib.crc32(content):08x}")
+    for piece, copy in zip(pieces, copies, strict=True):
+        assert isinstance(piece.content, torch.Tensor)
+        assert isinstance(copy.content, torch.Tensor)
+        place = places[piece.index]
+        archive = content[place.offset : place.offset + place.length]
+        assert torch.equal(torch.load(io.BytesIO(archive), weights_only=True), piece.content)
+        begin, size = copy.content.data_ptr(), piece.content.numel()
+        direct = sum(count for address, count in written.items() if begin <= address < begin + size)
+        assert direct >= (size - (1 << 20) if size > 1 << 20 else 0)
+        assert direct == 0 or begin % 4096 == 0

@@ -82,8 +82,17 @@ def test_a_tensor_is_found_wherever_its_archive_begins(dtype: torch.dtype, shape
             assert_same(find_tensor(mapped(archive, before), dtype, shape, check=True), tensor)
 
 
-def test_the_data_of_an_archive_is_aligned() -> None:
-    assert len(frame_tensor(torch.float32, (3, 5), 0)[0]) % 64 == 0
+@pytest.mark.parametrize("position", [0, 64, 4032, 1_000_000])
+def test_the_data_of_an_archive_is_aligned(position: int) -> None:
+    """As torch aligns it; that of a large tensor to a block of the disk, wherever the archive begins."""
+    tensors = (torch.arange(15.0).view(3, 5), 64), (torch.arange(500_000.0), 4096)
+    for tensor, alignment in tensors:
+        content = tensor_bytes(tensor)
+        before, after = frame_tensor(tensor.dtype, tuple(tensor.shape), zlib.crc32(content), position)
+        assert (position + len(before)) % alignment == 0
+        archive = before + bytes(content) + after
+        assert torch.equal(torch.load(io.BytesIO(archive), weights_only=True), tensor)
+        assert_same(find_tensor(mapped(archive), tensor.dtype, tuple(tensor.shape), check=True), tensor)
 
 
 def test_another_shape_type_or_layout_is_left_to_torch() -> None:
