@@ -336,12 +336,18 @@ def gather_numbers(numbers: Mapping[str, Numbers | None]) -> dict[str, Any]:
         ``{"common": {name: value}, "own": {parameter: {name: value}}}``; ``own`` has only the parameters that differ.
     """
 
-    def together(of_ranks: list[Mapping[str, Numbers | None]]) -> dict[str, Any]:
-        merged = {name: value for found in of_ranks for name, value in found.items()}
-        common = _most_frequent(list(merged.values()))
-        return {"common": common, "own": {name: value for name, value in merged.items() if not _same(value, common)}}
+    def together(of_ranks: list[tuple[list[str], dict[str, Any]]]) -> dict[str, Any]:
+        merged: dict[str, Numbers | None] = {}
+        for names, split in of_ranks:
+            merged |= {**dict.fromkeys(names, split["common"]), **split["own"]}
+        return _split(merged)
 
-    return merge(numbers, together)
+    return merge((list(numbers), _split(numbers)), together)
+
+
+def _split(numbers: Mapping[str, Numbers | None]) -> dict[str, Any]:
+    common = _most_frequent(list(numbers.values()))
+    return {"common": common, "own": {name: value for name, value in numbers.items() if not _same(value, common)}}
 
 
 def _most_frequent(values: list[Numbers | None]) -> Numbers | None:
@@ -357,7 +363,7 @@ def _most_frequent(values: list[Numbers | None]) -> Numbers | None:
 
 
 def _same(one: Numbers | None, other: Numbers | None) -> bool:
-    if one is None or other is None:
+    if one is other or one is None or other is None:
         return one is other
     return one.keys() == other.keys() and all(_is_equal(one[name], other[name]) for name in one)
 
