@@ -8,9 +8,9 @@ both see the same moments of a shared machine, and the ratio of the two medians 
 
 Memory is measured separately: each loop alone in fresh processes, the peak of the largest rank.
 
-The bare loop does without Lightning, whose loops, hooks and logging are most of the difference. So a plain
-LightningModule of a few parameters, whose step is little but Lightning's loop, trains on one rank in turns under
-``"ddp"`` and ``MCoreStrategy``.
+The bare loop does without Lightning, whose loops, hooks and logging are most of the difference. So the same modules
+train in turns under Lightning's own ``"ddp"`` and under ``MCoreStrategy``: the smaller model, with the same logs, and a
+plain LightningModule of a few parameters, whose step is little but Lightning's loop.
 
 A step of the larger model takes about half a second, one of the smaller about 20 ms, where what the strategy adds to
 each step shows.
@@ -31,7 +31,7 @@ import statistics
 import subprocess
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from typing import Any
 import lightning.pytorch as pl
 import megatron.core
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -66,14 +67,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2-do": (2, {"use_distributed_optimizer": True}),
 }
 MODELS: dict[str, dict[str, int]] = {  # and the pairs of steps that count
-    "large": {"layers": 4, "hidden": 512, "seq_length": 128, "rows": 1, "microbatches": 4, "rounds": 30},
+    "large": {"layers": 4, "hidden": 512, "seq_length": 128, "rows": 1, "microbatches": 4, "rounds": 80},
     "small": {"layers": 2, "hidden": 128, "seq_length": 64, "rows": 1, "microbatches": 2, "rounds": 200},
 }
 VOCAB_SIZE = 1024
 LEARNING_RATE = 1e-4
 WARM_UP = 3  # pairs that are not counted
 LOOPS = ("ddp", "MCoreStrategy")
-TURNS, LOOP_STEPS = 7, 300  # of a module of a few parameters, under each of them
+TURNS, LOOP_STEPS = 7, 150  # of each module, under each of them
 _FOLDERS = ("output", "disk")  # options that change no figure
 _LOAD = "load of the machine"
 
@@ -264,11 +265,14 @@ def fit(options: argparse.Namespace, parallel: dict[str, Any], world_size: int, 
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        model = MCoreGPT(
-            VOCAB_SIZE, options.seq_length, transformer_fields(options), recipe=Recipe(learning_rate=LEARNING_RATE)
-        )
-        trainer.fit(model, data(options))
+        trainer.fit(gpt(options), data(options))
     return pairs
+
+
+def gpt(options: argparse.Namespace) -> MCoreGPT:
+    """Return the model as a LightningModule."""
+    recipe = Recipe(learning_rate=LEARNING_RATE)
+    return MCoreGPT(VOCAB_SIZE, options.seq_length, transformer_fields(options), recipe=recipe)
 
 
 def measure_time(options: argparse.Namespace, parallel: dict[str, Any], world_size: int) -> dict[str, list[float]]:
@@ -318,19 +322,34 @@ def measure(name: str, model: str) -> dict[str, Any]:
     }
 
 
-def measure_loops() -> dict[str, float]:
-    """Rank function: seconds of a step of Lightning's loop around a tiny module under each strategy, by name."""
+def measure_loops() -> list[dict[str, Any]]:
+    """Rank function: seconds of a step of each module under each strategy."""
     warnings.filterwarnings("ignore")
-    seconds: dict[str, list[float]] = {name: [] for name in LOOPS}
-    for turn in range(TURNS + 1):
-        for name in LOOPS:
-            steps = PairedSteps(argparse.Namespace(microbatches=1), None)
-            strategy: Any = "ddp" if name == "ddp" else MCoreStrategy()
-            trainer = make_trainer(strategy, max_steps=LOOP_STEPS, max_epochs=-1, callbacks=[steps])
-            trainer.fit(PlainNet(), loader(128, 2))
-            if turn:  # the first warms up
-                seconds[name].append(statistics.median(steps.ours_seconds))
-    return {name: statistics.median(medians) for name, medians in seconds.items()}
+    options = argparse.Namespace(**{**MODELS["small"], "rounds": LOOP_STEPS})
+    modules: dict[str, tuple[int, Callable[[], tuple[Any, Any]]]] = {
+        "the smaller GPT": (options.microbatches, lambda: (gpt(options), data(options))),
+        "a plain module of a few parameters": (1, lambda: (PlainNet(), loader(128, 2))),
+    }
+    rows = []
+    for module, (microbatches, make) in modules.items():
+        seconds: dict[str, list[float]] = {name: [] for name in LOOPS}
+        for turn in range(TURNS + 1):
+            for name in LOOPS:
+                steps = PairedSteps(argparse.Namespace(microbatches=microbatches), None)
+                trainer = make_trainer(
+                    "ddp" if name == "ddp" else MCoreStrategy(),
+                    max_steps=LOOP_STEPS,
+                    max_epochs=-1,
+                    accumulate_grad_batches=microbatches,
+                    gradient_clip_val=1.0,
+                    callbacks=[steps],
+                )
+                trainer.fit(*make())
+                if turn:  # the first warms up
+                    seconds[name].append(statistics.median(steps.ours_seconds[WARM_UP:]))
+        medians = {name: statistics.median(values) for name, values in seconds.items()}
+        rows.append({"module": module, "ranks": dist.get_world_size(), "median_seconds": medians, "seconds": seconds})
+    return rows
 
 
 def commit() -> str:
@@ -358,7 +377,7 @@ def circumstances(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def table(rows: list[dict[str, Any]], loops: dict[str, float] | None = None) -> str:
+def table(rows: list[dict[str, Any]], loops: Iterable[dict[str, Any]] = ()) -> str:
     """Return the results as Markdown."""
     lines = [
         "| model | layout | pairs | bare, median s | ours, median s | ratio of medians | peak memory ratio |",
@@ -370,12 +389,11 @@ def table(rows: list[dict[str, Any]], loops: dict[str, float] | None = None) -> 
             f"| {row['model']} | {row['layout']} | {row['pairs']} | {medians['bare']:.4f} | {medians['ours']:.4f} "
             f"| {row['ratio_of_medians']:.3f} | {row['ratio_of_peak_memory']:.3f} |"
         )
-    if loops is not None:
-        ddp, ours = (1e3 * loops[name] for name in LOOPS)
-        lines += [
-            "",
-            f'A step of a plain module of a few parameters takes {ddp:.2f} ms under `"ddp"`, {ours:.2f} ms here.',
-        ]
+    if loops:
+        lines += ["", '| module | data-parallel ranks | "ddp", ms | MCoreStrategy, ms |', "|---|---|---|---|"]
+    for row in loops:
+        ddp, ours = (1e3 * row["median_seconds"][name] for name in LOOPS)
+        lines.append(f"| {row['module']} | {row['ranks']} | {ddp:.2f} | {ours:.2f} |")
     return "\n".join(lines)
 
 
@@ -416,7 +434,8 @@ def main() -> None:
             print(f"measuring {model} on {name} ...", flush=True)
             rows.append(measure(name, model))
             print(table(rows[-1:]).splitlines()[-1], flush=True)
-    [loops] = run_ranks(1, measure_loops, timeout=600)
+    print("measuring under Lightning's ddp ...", flush=True)
+    loops = [row for world_size in (1, 2) for row in run_ranks(world_size, measure_loops, timeout=1200)[0]]
     results = {"beside a bare loop": rows, "loops": loops}
     text = table(rows, loops)
     write_results(options.output, "overhead", "Our step against a bare Megatron loop", facts, results, text)
