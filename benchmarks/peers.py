@@ -248,18 +248,17 @@ def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
     return {"size": size, "medians": medians, "over_ddp": over_ddp, "turns": turns}
 
 
-def table(found: list[dict[str, Any]]) -> str:
-    """Return the results as Markdown."""
+def table(size: dict[str, Any]) -> str:
+    """Return the results of one size as Markdown."""
     lines = [
         "| model | form | tokens/s | of ddp's | peak of a rank, MiB | of ddp's |",
         "|---|---|---|---|---|---|",
     ]
-    for size in found:
-        for form, median in size["medians"].items():
-            over = size["over_ddp"].get(form)
-            speed, memory = (f"{1 / over['seconds']:.2f}", f"{over['peak']:.2f}") if over else ("", "")
-            rate, peak = ROWS * LENGTH / median["seconds"], median["peak"] / 2**20
-            lines.append(f"| {size['size']} | {form} | {rate:,.0f} | {speed} | {peak:,.0f} | {memory} |")
+    for form, median in size["medians"].items():
+        over = size["over_ddp"].get(form)
+        speed, memory = (f"{1 / over['seconds']:.2f}", f"{over['peak']:.2f}") if over else ("", "")
+        rate, peak = ROWS * LENGTH / median["seconds"], median["peak"] / 2**20
+        lines.append(f"| {size['size']} | {form} | {rate:,.0f} | {speed} | {peak:,.0f} | {memory} |")
     return "\n".join(lines)
 
 
@@ -277,7 +276,7 @@ def main() -> None:
         "a step": f"{ROWS} rows of {LENGTH} tokens on {RANKS} ranks together, fp32, AdamW",
     }
     for size in options.sizes:
-        found = [measure(size, options)]
+        found = measure(size, options)
         title = f"One model ({size}), trained by what users would pick"
         write_results(options.output, f"peers_{size}", title, facts, found, table(found))
 

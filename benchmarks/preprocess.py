@@ -236,8 +236,8 @@ def table(found: dict[str, Any]) -> str:
 def main() -> None:
     """Measure and write the results."""
     parser = argparse.ArgumentParser(description="Time lightning-mcore preprocess against its tokenizer alone.")
-    parser.add_argument("--megabytes", type=float, default=200.0, help="of text")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of both")
+    parser.add_argument("--megabytes", type=float, default=60.0, help="of text")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of both")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes that tokenise")
     parser.add_argument("--vocab-size", type=int, default=32_000)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
