@@ -51,6 +51,7 @@ _ALIGNMENT = 64  # bytes; for tensors in the staging memory, archives in a file,
 _STAGING_BLOCK = 1 << 30  # bytes of staging memory taken at once, unless a tensor is larger
 _BUFFER = 8 << 20  # bytes; large, so that waiting for Python's global lock between two writes costs little
 _DISK_BLOCK = 4096  # bytes; a multiple of the block size of common disks
+_REFUSALS = (errno.EINVAL, errno.EFAULT)  # of direct writes: by a disk, and from memory that belongs to a driver
 _LARGE = 1 << 20  # bytes from which a tensor begins on a block of the disk
 _FOLDER = "archive"
 _PADDING = b"FB"  # the id of the extra field that torch pads with
@@ -248,7 +249,7 @@ class ChecksummedFile:
             try:
                 done += os.write(self._descriptor, blocks[done:])
             except OSError as error:
-                if error.errno != errno.EINVAL or not _leave_direct(self._descriptor):
+                if error.errno not in _REFUSALS or not _leave_direct(self._descriptor):
                     raise
             if done % _DISK_BLOCK:  # a disk that is nearly full writes part of a block
                 _leave_direct(self._descriptor)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The copy that an asynchronous save writes from, and one file of a checkpoint."""
 
+import errno
+import fcntl
 import io
 import mmap
 import os
@@ -90,6 +92,27 @@ def test_a_file_is_what_was_written_with_the_checksum_of_zlib(
             file.write(piece, zlib.crc32(piece) if with_checksum else None)
     assert (tmp_path / "file").read_bytes() == content
     assert file.record == FileRecord(length, f"{zlib.crc32(content):08x}")
+
+
+@pytest.mark.parametrize("refusal", [errno.EINVAL, errno.EFAULT], ids=["by the disk", "of the memory"])
+def test_refused_direct_writes_become_ordinary_ones(
+    refusal: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, refused = os.write, []
+
+    def refuses_direct(descriptor: int, blocks: Any) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(len(blocks))
+            raise OSError(refusal, os.strerror(refusal))
+        return write(descriptor, blocks)
+
+    monkeypatch.setattr(os, "write", refuses_direct)
+    content = random.Random(refusal).randbytes(10_000_000)
+    with checkpoint_writer.ChecksummedFile(str(tmp_path / "file")) as file:
+        is_direct = fcntl.fcntl(file._descriptor, fcntl.F_GETFL) & os.O_DIRECT
+        file.write(content)
+    assert (tmp_path / "file").read_bytes() == content
+    assert len(refused) == (1 if is_direct else 0)
 
 
 def test_large_tensors_of_a_copy_are_written_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
