@@ -31,7 +31,7 @@ import statistics
 import subprocess
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -377,7 +377,7 @@ def circumstances(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def table(rows: list[dict[str, Any]], loops: Iterable[dict[str, Any]] = ()) -> str:
+def table(rows: list[dict[str, Any]], loops: Sequence[dict[str, Any]] = ()) -> str:
     """Return the results as Markdown."""
     lines = [
         "| model | layout | pairs | bare, median s | ours, median s | ratio of medians | peak memory ratio |",
