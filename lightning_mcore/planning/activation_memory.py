@@ -23,12 +23,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.planning.model import ChunkLayers, Experts, GPTFields, LatentAttention, stage_layers
+from lightning_mcore.planning.model import FP32, ChunkLayers, Experts, GPTFields, LatentAttention, stage_layers
 from lightning_mcore.planning.schedule import in_flight
 from lightning_mcore.planning.vision import tower_bytes
 
 Shared = Literal["sequence", "tensor", "expert", "gathered", "nobody", "stacked", "stacked rows"]
-_FP32 = 4
 _INDEX = 8  # bytes of an int64
 _PROJECTION = ("self_attention.linear_proj.weight",)
 
@@ -183,11 +182,11 @@ def output_rows(fields: GPTFields, form: NumberFormat) -> list[SavedTensor]:
     output = "embedding.word_embeddings.weight" if fields.tied else "output_layer.weight"
     norm = list(_norm(fields, "decoder.final_layernorm", fields.hidden_size, form, weights=(output,)))
     if fields.scores:  # the score layer keeps a copy in fp32 of the norm's output, of whole sequences
-        of_score = SavedTensor("score layer input", fields.hidden_size, _FP32, "nobody", weights=(output,))
+        of_score = SavedTensor("score layer input", fields.hidden_size, FP32, "nobody", weights=(output,))
         return _needed(fields, [*norm[:-1], of_score], "")
     rows = [
         *norm,
-        SavedTensor("probabilities", fields.padded_vocab_size, _FP32, "tensor"),
+        SavedTensor("probabilities", fields.padded_vocab_size, FP32, "tensor"),
         SavedTensor("labels and their mask", 1, _INDEX + 1, "nobody"),
     ]
     adapted = fields.adapters.of.get("output_layer.weight") if fields.adapters is not None else None
@@ -235,11 +234,11 @@ def _norm(
 ) -> Iterator[SavedTensor]:
     """Yield what a norm keeps, and its output, which the linear layer behind it keeps for ``weights``."""
     fused = not form.is_local or fields.layer_norm_has_bias
-    kept = _FP32 if fields.fp32_residual_connection or not fused else form.element
+    kept = FP32 if fields.fp32_residual_connection or not fused else form.element
     yield SavedTensor(f"{name} input", width, kept, shared)
     if not fused:
-        yield SavedTensor(f"{name} input, scaled", width, _FP32, shared, weights=(f"{name}.weight",))
-    yield SavedTensor(f"{name} statistics", 2 if fields.layer_norm_has_bias else 1, _FP32, shared)
+        yield SavedTensor(f"{name} input, scaled", width, FP32, shared, weights=(f"{name}.weight",))
+    yield SavedTensor(f"{name} statistics", 2 if fields.layer_norm_has_bias else 1, FP32, shared)
     # A router reads the output too, so it is also kept unchanged.
     kept = form.element if kept_whole else form.linear_input
     yield SavedTensor(f"{name} output", width, kept, shared, weights=weights)
@@ -256,8 +255,8 @@ def _attention(fields: GPTFields, seq_length: int, form: NumberFormat) -> Iterat
         output = fields.num_attention_heads * fields.attention.v_head_dim
     heads = fields.num_attention_heads
     if fields.architecture.attention_cap is not None:
-        scores, copied = heads * seq_length, form.element if form.element < _FP32 else 0
-        yield SavedTensor("attention weights", scores, _FP32 + copied, "tensor", part="core_attn")
+        scores, copied = heads * seq_length, form.element if form.element < FP32 else 0
+        yield SavedTensor("attention weights", scores, FP32 + copied, "tensor", part="core_attn")
         yield SavedTensor("capped scores", scores, form.element, "tensor", part="core_attn")
         yield SavedTensor("mask", seq_length, 1, "nobody", part="core_attn")
         yield SavedTensor("keys and values of each head", 2 * output, form.element, "tensor", part="core_attn")
@@ -265,12 +264,12 @@ def _attention(fields: GPTFields, seq_length: int, form: NumberFormat) -> Iterat
         # PyTorch's attention with dropout is not fused on a CPU: weights, mask, and the weights after dropout.
         yield SavedTensor("attention weights", 3 * heads * seq_length, form.element, "tensor", part="core_attn")
     else:
-        yield SavedTensor("attention statistics", heads, _FP32, "tensor", part="core_attn")
+        yield SavedTensor("attention statistics", heads, FP32, "tensor", part="core_attn")
     yield SavedTensor("attention output", output, form.element, "tensor")
     if form.fp8:
         yield SavedTensor("attention output in 8 bits", output, form.linear_input, "tensor")
     if fields.attention_output_gate:
-        yield SavedTensor("output gate", output, _FP32, "tensor")
+        yield SavedTensor("output gate", output, FP32, "tensor")
         yield SavedTensor("gated output", output, form.linear_input, "tensor", weights=_PROJECTION)
 
 
@@ -279,19 +278,19 @@ def _delta_net(fields: GPTFields, form: NumberFormat) -> Iterator[SavedTensor]:
     assert sizes is not None
     keys, values, heads = fields.architecture.delta_net_channels
     repeated, chunk = heads * sizes["linear_key_head_dim"], 64  # tokens
-    mixed, is_copied = 2 * keys + values, form.element < _FP32
+    mixed, is_copied = 2 * keys + values, form.element < FP32
     # In fp32 queries and keys are views of all that the convolution gives, and gates of all that the projection gives.
     normalised = 2 * keys if is_copied else mixed
     gates = values if is_copied else mixed + values + 2 * heads
     yield SavedTensor("convolution and its output", 2 * mixed, form.element, "tensor")
-    yield SavedTensor("before their norm, and gates", normalised + gates, _FP32, "tensor")
-    yield SavedTensor("queries, keys and values", 2 * repeated + values, _FP32, "tensor")
-    yield SavedTensor("decays and steps", 5 * heads, _FP32, "tensor")
+    yield SavedTensor("before their norm, and gates", normalised + gates, FP32, "tensor")
+    yield SavedTensor("queries, keys and values", 2 * repeated + values, FP32, "tensor")
+    yield SavedTensor("decays and steps", 5 * heads, FP32, "tensor")
     memories = repeated * sizes["linear_value_head_dim"] / chunk
-    yield SavedTensor("scores within chunks", 5 * heads * chunk, _FP32, "tensor", part="core_attn")
-    yield SavedTensor("what is written and read", 4 * repeated + 2 * values, _FP32, "tensor", part="core_attn")
-    yield SavedTensor("memories, and their decays", memories + 5 * heads, _FP32, "tensor", part="core_attn")
-    yield SavedTensor("output before its norm", 2 * values, _FP32, "tensor")
+    yield SavedTensor("scores within chunks", 5 * heads * chunk, FP32, "tensor", part="core_attn")
+    yield SavedTensor("what is written and read", 4 * repeated + 2 * values, FP32, "tensor", part="core_attn")
+    yield SavedTensor("memories, and their decays", memories + 5 * heads, FP32, "tensor", part="core_attn")
+    yield SavedTensor("output before its norm", 2 * values, FP32, "tensor")
     yield SavedTensor("output, normalised", 2 * values, form.element, "tensor")
     behind = ("self_attention.linear_out.weight",)
     yield SavedTensor("output through its gate", values, form.linear_input, "tensor", weights=behind)
@@ -305,12 +304,12 @@ def _grouped_attention(fields: GPTFields, form: NumberFormat) -> Iterator[SavedT
     if fields.qk_layernorm:
         yield from _head_norms(fields, queries, keys, form)
     if fields.architecture.head_norms == "all_heads":
-        width = queries if form.element == _FP32 else queries + keys
-        yield SavedTensor("queries and keys before their norms, in fp32", width, _FP32, "tensor")
+        width = queries if form.element == FP32 else queries + keys
+        yield SavedTensor("queries and keys before their norms, in fp32", width, FP32, "tensor")
         yield SavedTensor("queries and keys, normalised", queries + keys, form.element, "tensor")
     elif fields.architecture.head_norms == "after_rotation":
         heads = fields.num_attention_heads + fields.num_query_groups
-        yield SavedTensor("inputs of norms, and scaled", 2 * (queries + keys) + heads, _FP32, "tensor")
+        yield SavedTensor("inputs of norms, and scaled", 2 * (queries + keys) + heads, FP32, "tensor")
     if fields.rotary_channels and not fields.transformer.get("apply_rope_fusion"):
         yield SavedTensor("cosines and sines", 4 * fields.rotary_channels, form.element, "nobody", form.packed)
     if fields.rotary_channels or fields.qk_layernorm:
@@ -320,14 +319,14 @@ def _grouped_attention(fields: GPTFields, form: NumberFormat) -> Iterator[SavedT
 def _head_norms(fields: GPTFields, queries: int, keys: int, form: NumberFormat) -> Iterator[SavedTensor]:
     heads = fields.num_attention_heads + fields.num_query_groups
     fused = not form.is_local or fields.layer_norm_has_bias
-    if not fused and form.element < _FP32:
-        yield SavedTensor("queries and keys in fp32", queries + keys, _FP32, "tensor")
+    if not fused and form.element < FP32:
+        yield SavedTensor("queries and keys in fp32", queries + keys, FP32, "tensor")
     else:
         yield SavedTensor("queries before their norm", queries, form.element, "tensor")
     if not fused:
         of_norms = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
-        yield SavedTensor("queries and keys, scaled", queries + keys, _FP32, "tensor", weights=of_norms)
-    yield SavedTensor("statistics of heads", heads * (2 if fields.layer_norm_has_bias else 1), _FP32, "tensor")
+        yield SavedTensor("queries and keys, scaled", queries + keys, FP32, "tensor", weights=of_norms)
+    yield SavedTensor("statistics of heads", heads * (2 if fields.layer_norm_has_bias else 1), FP32, "tensor")
 
 
 def _latent_attention(fields: GPTFields, latent: LatentAttention, form: NumberFormat) -> Iterator[SavedTensor]:
@@ -379,10 +378,8 @@ def _experts(fields: GPTFields, experts: Experts, form: NumberFormat) -> Iterato
     if experts.capacity_factor is not None:
         share *= experts.capacity_factor if experts.pads_to_capacity else min(1.0, experts.capacity_factor)
     # Scores in fp32, the map as bytes, and for each choice its index, position and weight.
-    scores = 2 * _FP32 + 1
-    yield SavedTensor(
-        "routing", experts.count * scores + experts.topk * (3 * _INDEX + _FP32), 1, "sequence", part="moe"
-    )
+    scores = 2 * FP32 + 1
+    yield SavedTensor("routing", experts.count * scores + experts.topk * (3 * _INDEX + FP32), 1, "sequence", part="moe")
     behind = ("mlp.experts.experts.linear_fc1.weight",)
     yield SavedTensor("input of experts", hidden * share, form.linear_input, "gathered", part="moe", weights=behind)
     yield from _mlp(fields, experts.width, form, "moe", "expert", share)
@@ -544,9 +541,9 @@ class _Meter:
         """Return the bytes that the loss needs briefly: its copy of the logits, then the output layer's gradient."""
         fields, element = self.fields, self.setting.form.element
         if fields.scores:
-            return self._tokens * fields.hidden_size * _FP32  # the gradient of the score layer's input
+            return self._tokens * fields.hidden_size * FP32  # the gradient of the score layer's input
         rows = fields.padded_vocab_size / self.layout.tensor_model_parallel_size
-        halves = element < _FP32
+        halves = element < FP32
         copied = halves or bool(fields.transformer.get("cross_entropy_loss_fusion"))
         logits = self._tokens * rows * element if copied else 0.0
         adapted = None if fields.adapters is None else fields.adapters.of.get("output_layer.weight")
@@ -555,7 +552,7 @@ class _Meter:
         # Whole sequences, and the gradient of the matrix; by then 16-bit gradients have replaced fp32 probabilities.
         trained = fields.adapters is None or (adapted is not None and adapted.is_saved)
         gradient = rows * fields.hidden_size * element * trained + self._tokens * fields.hidden_size * element
-        freed = self._tokens * rows * (_FP32 - element) if halves else 0.0
+        freed = self._tokens * rows * (FP32 - element) if halves else 0.0
         return max(logits, gradient - freed)
 
     def _in_layer(self, is_moe: bool) -> float:

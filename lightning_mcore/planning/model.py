@@ -27,6 +27,9 @@ from lightning_mcore.config.lora import AdaptedModel
 from lightning_mcore.config.preference import Preference
 from lightning_mcore.config.vision import Vision
 
+FP32 = 4
+"""Bytes of a number in fp32."""
+
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 

@@ -28,7 +28,7 @@ from typing import Any
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.planning.activation_memory import ActivationSetting, NumberFormat, activation_memory
-from lightning_mcore.planning.model import GPTFields
+from lightning_mcore.planning.model import FP32, GPTFields
 from lightning_mcore.planning.parameters import ParameterTensor, rank_tensors
 from lightning_mcore.planning.vision import patch_bytes
 
@@ -37,7 +37,6 @@ OPTIMIZERS: Mapping[str, int] = {"adam": 2, "adamw": 2, "sgd": 1, "sgd_without_m
 
 
 _BYTES = {"32-true": (4, 4), "bf16-mixed": (2, 4), "bf16-true": (2, 2), "16-mixed": (2, 4), "16-true": (2, 2)}
-_FP32 = 4
 _TENSOR_ALIGNMENT = 64  # elements
 _BUCKET_ALIGNMENT = 128
 _BACKENDS = ("local", "transformer_engine")
@@ -189,12 +188,12 @@ def _of_optimizer(
     parameter: int, optimizer: str, own: Mapping[str, Any], precision: Mapping[str, Any]
 ) -> tuple[int, tuple[int, ...]]:
     """Return the bytes of the optimizer's copy of an element, and of each moment."""
-    main, count = 0 if parameter == _FP32 else _FP32, OPTIMIZERS[optimizer]
+    main, count = 0 if parameter == FP32 else FP32, OPTIMIZERS[optimizer]
     if not own.get("use_precision_aware_optimizer"):
-        return main, (_FP32,) * count
+        return main, (FP32,) * count
     main_type = _type_bytes(own.get("main_params_dtype"))
     recipe = precision.get("fp8_recipe") or ("delayed" if precision.get("fp8") else None)
-    if parameter != _FP32 and (main_type != _FP32 or recipe in (None, "delayed")):
+    if parameter != FP32 and (main_type != FP32 or recipe in (None, "delayed")):
         # TransformerEngine's optimizer holds the copy: what bf16 lacks of fp32, where it stores remainders.
         halved = str(precision.get("precision")).startswith("bf16") and own.get("store_param_remainders", True)
         main = 2 if halved else main_type

@@ -14,9 +14,8 @@ from typing import Any
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.vision import PARTS, PROJECTOR, TOWER, Vision
 from lightning_mcore.layers.vision_weights import tower_flops_per_token, tower_weights
-from lightning_mcore.planning.model import GPTFields, stage_layers
+from lightning_mcore.planning.model import FP32, GPTFields, stage_layers
 
-_FP32 = 4
 _NAME = "vision.tower."
 
 
@@ -113,7 +112,7 @@ def patch_bytes(fields: GPTFields, rows: int) -> int:
     """Return the bytes of the patches of some rows, which every rank of the first stage has, in fp32."""
     if fields.vision is None:
         return 0
-    return rows * fields.image_tokens * fields.vision.patches_of_token * _pixels(fields) * _FP32
+    return rows * fields.image_tokens * fields.vision.patches_of_token * _pixels(fields) * FP32
 
 
 def _pixels(fields: GPTFields) -> int:
@@ -164,7 +163,7 @@ def _of_parts(vision: Vision, shapes: Mapping[str, tuple[int, ...]], element: in
     """Return bytes for a patch: of what a norm keeps of its input, and of the inner width; and how often it is kept."""
     inner = next(shape[0] for name, shape in shapes.items() if name.startswith("blocks.0.mlp."))
     # RMSNorm keeps its input in fp32, and once more before the weight.
-    norm = vision.width * (element if "blocks.0.norm1.bias" in shapes else element + _FP32)
+    norm = vision.width * (element if "blocks.0.norm1.bias" in shapes else element + FP32)
     # Before and after an activation, and its sigmoid; a gate also keeps what it opens, and their product.
     of_activation = {"quick_gelu": 3}.get(vision.config["hidden_act"], 2)
     return norm, inner * element, 4 if "blocks.0.mlp.gate_proj.weight" in shapes else of_activation
