@@ -332,25 +332,23 @@ class ImageRows(MCoreFinetuningData):
     def _load_processor(self) -> Any:
         return load_processor(self._given_processor, "image")
 
-    @cached_property
+    @property
     def image_token(self) -> int:
         """Id of the token that stands for a part of an image.
 
         Raises:
             ValueError: The tokenizer has no such token.
         """
-        return self._id_of(_IMAGE_PAD)
+        return self._tokens[0]
 
-    def _id_of(self, pad: str) -> int:
+    @cached_property
+    def _tokens(self) -> tuple[int, int]:
+        """Ids of the tokens that stand for a part of an image and of a video."""
         vocabulary = self.tokenizer.get_vocab()
-        missing = [token for token in (START, pad, END) if token not in vocabulary]
+        missing = [token for token in (START, _IMAGE_PAD, VIDEO_PAD, END) if token not in vocabulary]
         if missing:
             raise ValueError(f"the tokenizer has no token {missing[0]}; give the tokenizer of a vision-language model")
-        return int(vocabulary[pad])
-
-    @property
-    def _tokens(self) -> tuple[int, int]:
-        return self.image_token, self._id_of(VIDEO_PAD)
+        return int(vocabulary[_IMAGE_PAD]), int(vocabulary[VIDEO_PAD])
 
     def _columns(self, reading: Reading) -> tuple[str | None, str | None]:
         """Return the columns of the images and of the videos; None if the rows have none."""
