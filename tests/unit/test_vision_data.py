@@ -227,6 +227,13 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
         batches(data(tmp_path, ROWS, seq_length=4, packing=False))
     with pytest.raises(ValueError, match="image_processor is not given"):
         MCoreVisionData("rows.jsonl", seeing_tokenizer(), 32)
+    for kind in ("image", "video"):
+        given: dict[str, Any] = {"image_processor": processor(), f"{kind}_processor": 5}
+        with pytest.raises(
+            TypeError,
+            match=f"{kind}_processor is of type int; give a folder or name of a model, or its {kind} processor",
+        ):
+            MCoreVisionData("rows.jsonl", seeing_tokenizer(), 32, **given)
     module = MCoreVisionData(str(tmp_path / "rows.jsonl"), characters(), 32, processor(), cache_dir=str(tmp_path))
     with pytest.raises(ValueError, match=r"the tokenizer has no token <\|vision_start\|>"):
         _ = module.image_token

@@ -36,7 +36,7 @@ from lightning_mcore.data.finetuning.media import (
     opened_image,
     stored,
 )
-from lightning_mcore.data.finetuning.processors import load_processor
+from lightning_mcore.data.finetuning.processors import load_processor, require_processor
 from lightning_mcore.data.finetuning.tokenized import Encoder, Reading, RowReader
 from lightning_mcore.data.finetuning.videos import END, START, VIDEO_PAD, Videos
 from lightning_mcore.data.packing.best_fit import Overlong, TokenSample
@@ -461,6 +461,8 @@ class MCoreVisionData(ImageRows):
             raise ValueError("overlong='split' would separate images from their text; choose 'error' or 'cut'")
         if image_processor is None and not isinstance(tokenizer, str):
             raise ValueError("image_processor is not given; give a folder or name of a model, or an image processor")
+        require_processor("image", image_processor)
+        require_processor("video", video_processor)
         super().__init__(
             train_files=train_files,
             tokenizer=tokenizer,

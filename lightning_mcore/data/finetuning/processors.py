@@ -3,8 +3,27 @@
 
 from typing import Any, Literal
 
+Kind = Literal["image", "video"]
 
-def load_processor(given: Any, kind: Literal["image", "video"]) -> Any:
+
+def require_processor(kind: Kind, given: Any) -> None:
+    """Refuse an argument that cannot be a processor.
+
+    Args:
+        kind: What it processes.
+        given: The argument: a processor, the folder or name of a model, or None.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not (given is None or isinstance(given, str) or hasattr(given, "to_json_string")):
+        raise TypeError(
+            f"{kind}_processor is of type {type(given).__name__}; give a folder or name of a model, or its {kind}"
+            " processor"
+        )
+
+
+def load_processor(given: Any, kind: Kind) -> Any:
     """Return a processor whose limits are checked; code in its folder is not run.
 
     An image processor is the one that uses Pillow, whether torchvision is installed or not.
