@@ -197,7 +197,7 @@ def reference(case: str) -> Adapted:
             if "lora_" in name:
                 noise = torch.randn(parameter.shape, generator=_generator(name))
                 parameter.copy_(parameter * (1 + 0.1 * noise) if "magnitude" in name else noise * 0.05)
-    folder = tempfile.mkdtemp(prefix="adapter_")
+    folder = tempfile.mkdtemp(dir=_folders().name)
     # As PEFT does on its own, with a copy of the frozen embedding and output layer that have adapters.
     model.save_pretrained(folder, save_embedding_layers=case == "embedding")
     batch = text()
@@ -209,6 +209,11 @@ def reference(case: str) -> Adapted:
         for name, parameter in trained.items()
     }
     return Adapted(folder, logits.detach(), loss.item(), gradients)
+
+
+@functools.cache
+def _folders() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="adapters_")  # removed when this process ends
 
 
 @functools.cache
@@ -249,7 +254,7 @@ def reference_of_experts(case: str) -> Adapted:
             )
         elif weight.dim() == 2:
             weights[name] = changed(name, weight)
-    folder = tempfile.mkdtemp(prefix="adapter_")
+    folder = tempfile.mkdtemp(dir=_folders().name)
     save_file({key: tensor.detach() for key, tensor in trained.items()}, f"{folder}/adapter_model.safetensors")
     Path(folder, "adapter_config.json").write_text(
         json.dumps({"r": lora.r, "lora_alpha": lora.lora_alpha, "peft_type": "LORA", **settings})

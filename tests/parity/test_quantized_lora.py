@@ -37,10 +37,14 @@ LAYOUTS = (Layout(), Layout(tp=2, sp=True), Layout(tp=2, pp=2))
 
 
 @functools.cache
+def _folders() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="quantized_")  # removed when this process ends
+
+
+@functools.cache
 def base() -> str:
     """A tiny model whose rows hold whole blocks on two ranks."""
-    folder = tempfile.mkdtemp(prefix="wide_")
-    return str(save_tiny("llama", folder, hidden_size=256, intermediate_size=384))
+    return str(save_tiny("llama", Path(_folders().name) / "wide", hidden_size=256, intermediate_size=384))
 
 
 @functools.cache
@@ -71,7 +75,7 @@ def reference() -> Adapted:
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(0.05 * torch.randn(parameter.shape, generator=_generator(name)))
-    folder = tempfile.mkdtemp(prefix="adapter_")
+    folder = str(Path(_folders().name) / "adapter")
     adapted.save_pretrained(folder)
     batch = text()
     logits = adapted(batch["tokens"]).logits
@@ -94,10 +98,10 @@ def test_a_step_on_4_bits_is_that_of_peft_over_bitsandbytes(layout: Layout) -> N
     assert _differences(wanted, ranks) == {}
 
 
-def test_rows_without_whole_blocks_are_refused_before_anything_is_built() -> None:
+def test_rows_without_whole_blocks_are_refused_before_anything_is_built(tmp_path: Path) -> None:
     """A model that fits one rank alone is refused on two."""
     sizes = {"hidden_size": 128, "intermediate_size": 192}
-    narrow = str(save_tiny("llama", tempfile.mkdtemp(prefix="narrow_"), **sizes))
+    narrow = str(save_tiny("llama", tmp_path, **sizes))
     lora = {"quantization": "nf4"}
     MCoreGPT.from_pretrained(narrow, lora=lora).check_settings()
     sentence = (
@@ -114,7 +118,7 @@ def test_rows_without_whole_blocks_are_refused_before_anything_is_built() -> Non
 def experts() -> str:
     """A tiny model whose experts have rows of whole blocks."""
     sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64}
-    return str(save_tiny("qwen3_moe", tempfile.mkdtemp(prefix="experts_"), **sizes))
+    return str(save_tiny("qwen3_moe", Path(_folders().name) / "experts", **sizes))
 
 
 def test_experts_in_4_bits_train_as_on_one_rank_and_go_on_where_they_were_saved(tmp_path: Path) -> None:
