@@ -4,8 +4,8 @@
 The names below are imported when they are used, because torch, Lightning and megatron-core take seconds to import and a
 command such as ``lightning-mcore --help`` needs none of them.
 
-``Trainer(strategy="mcore")`` is ``MCoreStrategy()``. Lightning knows the name once Lightning and this package are
-imported in that order, or any module of ``lightning_mcore.strategy`` in whatever order::
+``Trainer(strategy="mcore")`` is ``MCoreStrategy()``. Lightning knows the name if Lightning is imported before
+this package, or, in any order, once a module of ``lightning_mcore.strategy`` is imported::
 
     import lightning.pytorch as pl
     import lightning_mcore
@@ -149,7 +149,7 @@ _HOMES = {
 _PACKAGES = ("data", "hf")  # ``lightning_mcore.hf.Family`` needs no import of its own
 
 _WITH_MEGATRON = ("checkpoint", "hf", "layers", "models", "optimizer", "strategy")  # rooms that import megatron-core
-_LIGHT = ("Recipe", "loraplus_groups")  # do not, though they are in such a room
+_LIGHT = ("Recipe", "loraplus_groups")  # these do not import it, although their room does
 
 
 def _build_strategy() -> Any:
@@ -167,10 +167,10 @@ _register_strategy()
 prepare()  # TransformerEngine's Python code alone, if that is what is installed
 
 
-if not TYPE_CHECKING:  # or a type checker would take any name for one that there is
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Import a name when it is used first."""
+        """Import a name on first use."""
         if name in _PACKAGES:
             return importlib.import_module(f"{__name__}.{name}")
         if name not in _HOMES:

@@ -167,7 +167,7 @@ def table() -> list[Scenario]:
         Scenario(Plan("ValueError", "setup_environment", rank=1), LAUNCHER, sentence=early),
         Scenario(Plan("none", "files", 1, "dp2"), LAUNCHER, sentence="Too many open files|EMFILE"),
         Scenario(Plan("none", "port", 0), LAUNCHER, port_in_use=True, sentence="EADDRINUSE|in use"),
-        Scenario(Plan("SIGKILL", "setup_environment", 1), sentence="rank 1 of 2 did not come to .* in time"),
+        Scenario(Plan("SIGKILL", "setup_environment", 1), sentence="rank 1 of 2 did not reach .* in time"),
         Scenario(Plan("SIGKILL", "setup_environment", 0), sentence="rank 0 did not answer at .* in 20 s"),
         Scenario(Plan("none", "port", 0), port_in_use=True, sentence=r"(EADDRINUSE|in use)(.|\n)*another program has"),
     ]

@@ -121,7 +121,7 @@ def _loader() -> Any:
             for key, _ in node.value:
                 if str(key.value) in seen:
                     raise yaml.constructor.ConstructorError(
-                        problem=f"the key {key.value!r} is there twice; keep one", problem_mark=key.start_mark
+                        problem=f"the key {key.value!r} appears twice; keep one", problem_mark=key.start_mark
                     )
                 seen.add(str(key.value))
             found: dict[Any, Any] = super().construct_mapping(node, deep)

@@ -78,7 +78,7 @@ def check_type(name: str, value: Any, hint: Any) -> None:
 
 
 def _at_yaml(value: Any, hint: Any) -> str:
-    """Return why YAML read a number as text, for the end of an error; empty text if the value is not a number."""
+    """Return the end of an error that says why YAML read a number as text; empty if the value is not a number."""
     if not (isinstance(value, str) and _fits(0.5, hint) and _is_number(value)):
         return ""
     if "e" in value.lower():
@@ -136,7 +136,7 @@ def _described(hint: Any) -> str:
         return " or ".join(dict.fromkeys(_described(argument) for argument in _alternatives(hint)))
     if origin is Literal:
         return " or ".join(map(repr, arguments))
-    names = {bool: "True or False", int: "a whole number", float: "a number", str: "a text", type(None): "None"}
+    names = {bool: "True or False", int: "a whole number", float: "a number", str: "text", type(None): "None"}
     if hint in names:
         return names[hint]
     if origin in (list, dict) or hint in (list, dict):

@@ -124,7 +124,7 @@ def check_variable_lengths(arguments: Any, experts: bool, because: str) -> None:
     Args:
         arguments: ``DistributingParallelArguments``.
         experts: Whether the model has experts; dense models have no dispatcher.
-        because: The reason to assume experts, for the error.
+        because: Why the model is known to have experts, for the error.
 
     Raises:
         ValueError: The dispatcher is ``allgather``.
@@ -199,13 +199,13 @@ def check_megatron(arguments: Any) -> None:
         raise ValueError(f"overlap_param_gather=True needs {' and '.join(f'{name}=True' for name in missing)}")
     if arguments.ckpt_format == "legacy":
         raise ValueError(
-            "ckpt_format='legacy' fits only one layout and is no longer written; choose 'torch_dist', which every"
-            " layout can load"
+            "ckpt_format='legacy' loads only on the layout that saved it, and is no longer written; choose"
+            " 'torch_dist', which every layout can load"
         )
     if arguments.ddp_bucket_size is not None and not arguments.overlap_grad_reduce:
         raise ValueError(
             f"ddp_bucket_size={arguments.ddp_bucket_size} does nothing without overlap_grad_reduce=True, because "
-            "otherwise all gradients are one bucket; set both"
+            "otherwise all gradients share one bucket; set both"
         )
     if arguments.ddp_average_in_collective and arguments.calculate_per_token_loss in (None, True):
         raise ValueError(
@@ -231,7 +231,7 @@ def _check_offload(arguments: Any) -> None:
         return
     if fraction == 0:
         raise ValueError(
-            "optimizer_offload_fraction=0.0 contradicts optimizer_cpu_offload=True, because it offloads nothing;"
+            "optimizer_offload_fraction=0.0 contradicts optimizer_cpu_offload=True, because it would offload nothing;"
             " choose a number above 0, at most 1"
         )
     if not arguments.use_distributed_optimizer:

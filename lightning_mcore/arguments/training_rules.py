@@ -4,7 +4,7 @@
 transformers' ``TrainingArguments`` has more than a hundred fields, all for its own Trainer. Those in :data:`HONOURED`
 are supported (``mapping.py`` says where each goes). Those in :data:`REFUSED` are refused with the reason, unless they
 have their default. Those in :data:`AS_IT_IS` are ignored, because they ask for what happens anyway or cannot be told
-from a default. A field of a newer transformers that is in none of these tables is refused as unknown.
+apart from a default. A field of a newer transformers that is in none of these tables is refused as unknown.
 """
 
 import dataclasses

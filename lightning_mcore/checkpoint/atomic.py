@@ -63,7 +63,7 @@ def begin(path: str) -> str:
     Raises:
         ValueError: The name is reserved, or other files have the name of the unfinished directory.
         RuntimeError: The directory is already being written, here or by another process.
-        OSError: The disk refuses.
+        OSError: The disk reports an error.
     """
     target = unfinished(path)
     folder, name = os.path.split(target)
@@ -73,7 +73,7 @@ def begin(path: str) -> str:
     if (writer := _take(target)) == _THIS_PROCESS:
         raise RuntimeError(f"{path} is still being written; wait for that save, or save under another name")
     if writer is not None:
-        raise RuntimeError(f"{path} is being written by {writer}; end that, or save under another name")
+        raise RuntimeError(f"{path} is being written by {writer}; stop that process, or save under another name")
     try:
         _clear(folder)
         recover(path)
@@ -90,7 +90,7 @@ def publish(path: str) -> None:
     """Replace ``path`` by the finished directory, and delete what was at ``path``.
 
     Raises:
-        OSError: The disk refuses; what was at ``path`` is still there.
+        OSError: The disk reports an error; what was at ``path`` is still there.
     """
     path, source = os.path.abspath(path), unfinished(path)
     sync_directory(source)
@@ -120,7 +120,7 @@ def link(path: str, target: str) -> None:
 
     Raises:
         ValueError, RuntimeError: As for :func:`begin`.
-        OSError: The disk refuses; what was at ``path`` is still there.
+        OSError: The disk reports an error; what was at ``path`` is still there.
     """
     folder, name = os.path.split(os.path.abspath(target))
     way = os.path.relpath(os.path.realpath(folder), os.path.realpath(os.path.dirname(os.path.abspath(path))))
@@ -137,7 +137,7 @@ def remove(path: str) -> None:
     """Delete a directory so that a crash leaves all of it or nothing at ``path``; if it is a link, only the link.
 
     Raises:
-        OSError: The disk refuses to move it.
+        OSError: The directory cannot be moved.
         ValueError: Other files have the name of the unfinished directory.
     """
     path, target = os.path.abspath(path), unfinished(path)
@@ -291,7 +291,7 @@ def _release(target: str) -> None:
     """Delete the leftovers of a directory that this process no longer writes, and the folder if it is empty."""
     if (descriptor := _marks.pop(target, None)) is None:
         return
-    if _is_at(descriptor, target + _MARK):  # otherwise the folder was deleted, and another process made a new one
+    if _is_at(descriptor, target + _MARK):  # otherwise the folder was deleted, and another process created a new one
         for leftover in _entries(target):
             _discard(leftover)
         if not any(map(os.path.lexists, _entries(target))):
@@ -307,7 +307,7 @@ def _entries(target: str) -> tuple[str, ...]:
 
 
 def _discard(path: str) -> None:
-    """Delete a path that is no longer needed; only warn if that fails."""
+    """Delete a path that is no longer needed; if that fails, only warn."""
     try:
         delete(path)
     except OSError as error:
@@ -332,7 +332,7 @@ def _take(target: str) -> str | None:
 
     Raises:
         ValueError: There are files under these names without a mark.
-        OSError: The disk refuses.
+        OSError: The disk reports an error.
     """
     mark = target + _MARK
     while True:

@@ -200,7 +200,7 @@ def _of_data_parallel_ranks(found: dict[str, dict[str, Tensor]]) -> dict[str, di
 
 
 def _of_this_rank(tensors: Mapping[str, Tensor], config: TransformerConfig) -> Mapping[str, Tensor]:
-    """Return the part of this data-parallel rank; if there is another number of them now, what no value exceeds."""
+    """Return this data-parallel rank's part; if their number has changed, the largest histories and smallest scales."""
     if tensors["scale_fwd"].dim() == 1:
         return tensors
     group = parallel_state.get_data_parallel_group()

@@ -83,7 +83,7 @@ def begin(path: str) -> str:
     Raises:
         ValueError: The directory at ``path`` is not a checkpoint, or :func:`atomic.begin` raised it.
         RuntimeError: The path is already being written.
-        OSError: The disk refuses.
+        OSError: The disk reports an error.
     """
     path = _local(path)
     if not os.path.islink(path):
@@ -102,7 +102,7 @@ def finish(path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord])
             recorded here.
 
     Raises:
-        OSError: The disk refuses, or a file differs from its record.
+        OSError: The disk reports an error, or a file differs from its record.
     """
     path = _local(path)
     directory = atomic.unfinished(path)
@@ -129,7 +129,7 @@ def link(path: str, target: str) -> None:
     Raises:
         ValueError: There is a directory at ``path`` that is not a checkpoint.
         RuntimeError: Another process is writing ``path``.
-        OSError: The disk refuses; ``path`` is unchanged.
+        OSError: The disk reports an error; ``path`` is unchanged.
     """
     path, target = _local(path), _local(target)
     if not os.path.islink(path):
@@ -144,7 +144,7 @@ def remove(path: str) -> None:
     A remote checkpoint need not exist.
 
     Raises:
-        OSError: The disk or the store refuses.
+        OSError: The disk or the store reports an error.
     """
     if not writes_directly(path):
         _remove_from_store(path)
@@ -467,7 +467,7 @@ def download(path: str, local_dir: str, names: Iterable[str] | None = None) -> s
     Raises:
         FileNotFoundError: There is nothing at ``path``.
         ValueError: A file is missing or incomplete.
-        OSError: The store or the disk refuses.
+        OSError: The store or the disk reports an error.
     """
     fs, root = open_store(path)
     if not fs.exists(root):

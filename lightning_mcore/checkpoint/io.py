@@ -137,7 +137,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             storage_options: Not supported, as in Lightning's plugin.
 
         Raises:
-            OSError: The disk refused; ``path`` is unchanged.
+            OSError: The disk reported an error; ``path`` is unchanged.
             ValueError: The file or directory at ``path`` is not a checkpoint.
         """
         target = _absolute(path)
@@ -240,7 +240,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             link: The path of the link, on a disk of this machine.
 
         Raises:
-            OSError: The disk refused; the link is unchanged.
+            OSError: The disk reported an error; the link is unchanged.
         """
         target, name = _absolute(path), _absolute(link)
         if target == name:
@@ -298,7 +298,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
     def load_directory(self, path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Read Lightning's state of a directory as :meth:`load_checkpoint` does, together; collective over the world.
 
-        Rank 0 alone looks at the files, or they would be looked at as often as the square of the number of ranks.
+        Only rank 0 looks at the files; otherwise the look-ups would grow with the square of the number of ranks.
 
         Args:
             path: The same on every rank.
@@ -378,7 +378,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
     def contents_for_all(self, path: _PATH, manifest: dict[str, Any] | None = None) -> Contents:
         """Return the contents as :meth:`read_contents` does, together; collective over the world.
 
-        Rank 0 alone looks at all files. Each rank reads ``.metadata`` itself.
+        Only rank 0 looks at all files. Each rank reads ``.metadata`` itself.
         """
         manifest = decide(lambda: _manifest_of(str(path))) if manifest is None else manifest
         return on_all(lambda: self.read_contents(path, manifest))

@@ -163,7 +163,7 @@ def saving(path: str) -> Iterator[None]:
     """Turn a disk error into one sentence about ``path``; for a ``with`` statement or as a decorator.
 
     Raises:
-        OSError: The disk refused; the class and the ``errno`` are those of the original.
+        OSError: The disk reported an error; the class and the ``errno`` are those of the original.
     """
     try:
         yield

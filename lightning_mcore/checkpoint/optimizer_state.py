@@ -201,7 +201,7 @@ def shares_of(optimizer: MCoreOptimizer, model_state: Mapping[str, Any]) -> list
 
 
 def reload_weights(optimizer: MCoreOptimizer, of_fp8: Mapping[Tensor, Tensor]) -> None:
-    """Make the fp32 copies that an optimizer steps of the weights again.
+    """Make the fp32 copies that an optimizer steps again, from the weights.
 
     Args:
         optimizer: The optimizer.

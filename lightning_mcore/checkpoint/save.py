@@ -316,7 +316,7 @@ class CheckpointSave:
                 finished.
 
         Raises:
-            OSError: The disk refuses.
+            OSError: The disk reports an error.
             ValueError: The pieces of all ranks do not form whole tensors, or ``path`` is not a checkpoint.
         """
         directory = _begin(path)
@@ -355,7 +355,7 @@ class CheckpointSave:
 
         Raises:
             FileNotFoundError: The folder that the save writes into was deleted.
-            OSError: The disk or the store refused, on some rank.
+            OSError: The disk or the store reported an error, on some rank.
         """
         try:
             if self._uploading is None:
@@ -421,7 +421,7 @@ def save_file(content: Any, path: str) -> None:
         path: An absolute path. A file or checkpoint directory there is replaced.
 
     Raises:
-        OSError: The disk refuses; ``path`` is unchanged.
+        OSError: The disk reports an error; ``path`` is unchanged.
         ValueError: The directory at ``path`` is not a checkpoint, or :func:`atomic.begin` raised it.
         RuntimeError: Another process is writing ``path``.
     """

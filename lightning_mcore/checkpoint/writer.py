@@ -143,7 +143,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _alignment(size: int) -> int:
-    """Return the multiple of which a tensor of so many bytes begins, in memory and in a file."""
+    """Return the alignment of a tensor of this many bytes, in memory and in a file."""
     return _DISK_BLOCK if size >= _LARGE else _ALIGNMENT
 
 
@@ -205,7 +205,7 @@ class ChecksummedFile:
             checksum: Their CRC32, if known.
 
         Raises:
-            OSError: The disk refuses.
+            OSError: The disk reports an error.
         """
         left = numpy.frombuffer(content, numpy.uint8)
         self.size += len(left)
@@ -365,7 +365,7 @@ def write_pieces(
         Where each piece lies, and size and checksum of each file.
 
     Raises:
-        OSError: The disk refuses.
+        OSError: The disk reports an error.
     """
     places: Places = {}
     records: dict[str, FileRecord] = {}

@@ -45,7 +45,7 @@ def explain(parser: Any, arguments: Sequence[str], message: str, documents: Sequ
 def overlooked_fault(
     parser: Any, arguments: Sequence[str], parsed: Mapping[str, Any], documents: Sequence[Mapping[str, Any]] = ()
 ) -> str | None:
-    """Return a sentence for a fault that jsonargparse accepts: an unknown empty mapping, no trainer, a null recipe.
+    """Return a sentence for a fault that jsonargparse accepts: an unknown empty mapping, a null trainer or recipe.
 
     Args:
         parser: The parser of the command, a ``LightningArgumentParser``.

@@ -42,8 +42,8 @@ def _import_parser() -> CommandParser:
         action="append",
         default=[],
         metavar="PEFT",
-        help="make CKPT from this PEFT adapter of HF, which is then whole in memory; given again, the earlier ones are"
-        " merged into HF first",
+        help="make CKPT from this PEFT adapter of HF, with all of HF in memory; if given more than once, the earlier"
+        " adapters are merged into HF first",
     )
     return parser
 

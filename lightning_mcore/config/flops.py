@@ -27,7 +27,7 @@ def training_flops_per_token(
     ``num_floating_point_operations`` of megatron.training 0.19.2, which differs in two points: it leaves out the router
     and gives every layer full attention. A layer of multi-token prediction costs as much as the last layer, plus the
     projection before it and another output layer. A gated delta net writes and reads its memory token by token; what it
-    computes more, in chunks, is left out.
+    computes beyond that, in chunks, is left out.
 
     Args:
         fields: Fields of ``TransformerConfig`` by name; an absent one has Megatron's default. Those of gated delta nets

@@ -45,7 +45,8 @@ def check_positions(settings: Mapping[str, Any], transformer: Mapping[str, Any])
     latent = transformer.get("multi_latent_attention", False)
     if latent and kind == "yarn":
         raise ValueError(
-            "position_embedding_type='yarn' with multi_latent_attention; set rope_type='yarn' in transformer"
+            "position_embedding_type='yarn' does not work with multi_latent_attention; set rope_type='yarn' in"
+            " transformer"
         )
     for name, nothing in _ROTARY_DEFAULTS.items():
         ignored = kind != "rope" or (latent and name != "rotary_percent")

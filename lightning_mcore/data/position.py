@@ -121,7 +121,7 @@ class FollowedLoader(BatchSampler):
         vars(loader)[self._slot] = self  # DataLoader refuses to assign it
 
     def leave(self) -> None:
-        """Give the loader its own sampler back, and that its own seed."""
+        """Give the loader back its own sampler, and the sampler its own seed."""
         vars(self._loader)[self._slot] = self._inner
         if self._given_seed is not None:
             self._loader_sampler.seed = self._given_seed
@@ -207,7 +207,7 @@ class FollowedLoader(BatchSampler):
         return self.samples_of_batch is not None and type(self._loader_sampler) in kinds
 
     def remaining(self, position: Position) -> int:
-        """Return how many batches each rank reads until the epoch ends, on the ranks and with the batch size of now."""
+        """Return how many batches each rank reads until the epoch ends, with the current ranks and batch size."""
         if self.is_dealt_as(position):
             return max(0, len(self._inner) - position.batches)
         assert position.batch_size is not None

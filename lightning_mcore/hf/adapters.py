@@ -114,7 +114,7 @@ def merge_adapters(
 
 
 def fingerprint(module: pl.LightningModule) -> str:
-    """Return what tells the weights of a model from those of another one, on any layout; collective over the world.
+    """Return what identifies the weights of a model, the same on any layout; collective over the world.
 
     It is a digest of the names and shapes of all tensors and of the first values of each.
 

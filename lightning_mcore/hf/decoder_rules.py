@@ -342,7 +342,7 @@ def _read_attention_bias(config: Config) -> dict[str, Any]:
 
 def _write_attention_bias(fields: Fields) -> dict[str, Any]:
     if fields["add_qkv_bias"] != fields["attention_output_bias"]:
-        raise ValueError("some of the projections of attention have biases, and in its config all or none have")
+        raise ValueError("some of the projections of attention have biases, but in its config either all or none do")
     return {"attention_bias": fields["add_qkv_bias"]}
 
 

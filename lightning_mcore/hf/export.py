@@ -87,7 +87,7 @@ def export_checkpoint(
 
     Raises:
         FileNotFoundError: There is nothing at ``path`` or ``like``.
-        OSError: The disk refuses; nothing is left at ``out``.
+        OSError: The disk reports an error; nothing is left at ``out``.
         ValueError: An argument is wrong, the checkpoint is damaged, or the family of its model is not known.
     """
     options = parse_dtype(dtype), parse_size(max_shard_size)
@@ -124,7 +124,7 @@ def export_checkpoint(
 
 
 def _export_adapted(path: str, out: str, experts: Any, of_preferences: bool, **options: Any) -> None:
-    """Write the adapters of a checkpoint in a layout of experts, or its base with them merged into it for None."""
+    """Write the adapters of a checkpoint in a layout of experts; if that is None, its base with them merged in."""
     from lightning_mcore.hf.peft_folder import save_adapter
     from lightning_mcore.models.gpt import MCoreGPT
     from lightning_mcore.models.preference import MCorePreference
@@ -161,7 +161,7 @@ def export_model(
         replace: Whether to replace a Hugging Face model at ``out`` once the new one is whole.
 
     Raises:
-        RuntimeError: The module has no model yet, or there are no ranks.
+        RuntimeError: The module has no model yet, or there are no process groups.
         Exception: An error of :func:`export_checkpoint`; the same on every rank.
     """
     _require_groups()
@@ -188,7 +188,7 @@ def check_export(
     dtype: str = "auto",
     max_shard_size: str | int = MAX_SHARD_SIZE,
 ) -> None:
-    """Raise the errors of :func:`export_model` in advance, except for a taken folder; collective over the world.
+    """Raise the errors of :func:`export_model` in advance, except for a non-empty folder; collective over the world.
 
     Args:
         module: As in :func:`export_model`.
@@ -235,8 +235,8 @@ class _LiveModel:
 def _require_groups() -> None:
     if not dist.is_initialized():
         raise RuntimeError(
-            "there is no running model: call export_model() during a run of MCoreStrategy, after one, or in"
-            " single_process(); or export a checkpoint with export_checkpoint(), which does not need one"
+            "there is no running model: call export_model() during or after a run of MCoreStrategy, or inside"
+            " single_process(); or use export_checkpoint(), which exports a checkpoint without one"
         )
 
 

@@ -64,7 +64,7 @@ def import_checkpoint(
 
     Raises:
         FileNotFoundError: There is no such model, or a file of it is missing.
-        OSError: The disk refuses.
+        OSError: The disk reports an error.
         ValueError: Its family is unknown, its config or weights are not supported, or ``out`` is not empty.
     """
     path, out = os.fspath(path), os.fspath(out)

@@ -375,7 +375,7 @@ def require_adapters(module: pl.LightningModule) -> LoRA:
 
 
 def check_adapter_export(module: pl.LightningModule, experts: ExpertLayout = "stacked") -> LoRA:
-    """Refuse now what :func:`save_adapter` would refuse, except for a taken folder; return the LoRA settings.
+    """Refuse now what :func:`save_adapter` would refuse, except a non-empty folder; return the LoRA settings.
 
     Args:
         module: As in :func:`save_adapter`.
@@ -406,7 +406,7 @@ def save_adapter(
             transformers 5 and vLLM from 0.23 read; ``"each"``, a pair for each projection of each expert.
 
     Raises:
-        OSError: The disk refuses.
+        OSError: The disk reports an error.
         ValueError: The module has no adapters, the layout of experts cannot hold them, or ``out`` is taken.
     """
     names: Any = module

@@ -307,7 +307,7 @@ def write_safetensors(
             each.
 
     Raises:
-        OSError: The disk refuses.
+        OSError: The disk reports an error.
     """
     names = sorted(
         tensors, key=lambda name: -tensors[name][0].itemsize

@@ -482,7 +482,7 @@ def _read_use_bias(config: Config) -> dict[str, Any]:
 def _write_use_bias(fields: Fields) -> dict[str, Any]:
     given = {bool(fields[name]) for name in ("add_qkv_bias", "attention_output_bias", "mlp_bias")}
     if len(given) > 1:
-        raise ValueError("some of its projections have biases, and in its config all or none have")
+        raise ValueError("some of its projections have biases, but in its config either all or none do")
     return {"use_bias": given.pop()}
 
 

@@ -557,7 +557,7 @@ def merging(layer: nn.Module) -> Callable[[], Tensor] | None:
 
 
 def merge(layer: Any) -> None:
-    """Merge the adapters of a layer into its weight and take them off; collective as :func:`merging` is."""
+    """Merge the adapters of a layer into its weight and remove them; collective as :func:`merging` is."""
     merged = merging(layer)
     assert merged is not None
     adapted_weight(layer).data.copy_(merged())

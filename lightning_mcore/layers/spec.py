@@ -62,7 +62,7 @@ TESTED_TRANSFORMER_ENGINE: Mapping[str, str] = {"<0.17": ">=2.9,<2.12", ">=0.17"
 
 @contextlib.contextmanager
 def choice_of_attention_restored() -> Iterator[None]:
-    """Restore at the end the environment variables by which Megatron gives TransformerEngine ``attention_backend``.
+    """Restore at the end the environment variables that pass ``attention_backend`` from Megatron to TransformerEngine.
 
     Megatron sets them when a model is built, and refuses to build a model if they have other values.
 

@@ -4,7 +4,7 @@
 The model, its layouts, checkpoints and adapters are those of ``MCoreGPT``; only the batch and the loss differ.
 ``data/preference/pairs.py`` describes a batch: neighbouring sequences are the two answers of a pair. The losses of
 tokens, which the tensor-parallel ranks compute from their parts of the vocabulary, are added up for each answer
-(``layers/losses.py``), so a row of logits is never put together or copied to fp32. The loss of a step
+(``layers/losses.py``), so a row of logits is never assembled or copied to fp32. The loss of a step
 (``preference_losses.py``) is the mean over the pairs of all microbatches and ranks.
 
 ``reference.py`` computes the log-probabilities under the reference model before training.

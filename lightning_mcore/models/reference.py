@@ -8,7 +8,7 @@ on a device.
 
 The results of each split, two numbers for each pair, are in a file beside the data. Its name is a digest of the
 reference's weights, of the pairs (``PairSource.key``: files, template, lengths) and of the number format. Rank 0
-appends to it during the pass, and a pass that was interrupted goes on where the file ends, on any layout. A checkpoint
+appends to it during the pass, and an interrupted pass continues where the file ends, on any layout. A checkpoint
 records which reference its run has. A resumed run finds the file by that record, because its own weights have changed.
 """
 
@@ -58,7 +58,7 @@ def compute_reference(module: "MCorePreference") -> None:
         mark = _mark(module)
         if module.reference_mark not in (None, mark):
             raise ValueError(
-                "the reference's log-probabilities of this run are not beside the data any more, and"
+                "the reference's log-probabilities of this run are no longer beside the data, and"
                 + (
                     " its weights have changed; give Preference(reference=...) the model that it began with"
                     if module.preference.reference is None
@@ -91,7 +91,7 @@ def _weights_of_reference(module: "MCorePreference") -> Iterator[None]:
 
 
 def _mark(module: "MCorePreference") -> str:
-    """Return what tells the weights of the reference from any others, on any layout; collective."""
+    """Return what identifies the weights of the reference, the same on any layout; collective."""
     if module.adapters_can_be_off and module.preference.reference is None and module._base is not None:
         return module._base
     from lightning_mcore.hf.adapters import fingerprint
@@ -140,7 +140,7 @@ def _complete(module: "MCorePreference", name: str, source: PairSource) -> _Tabl
     multiple = packing_multiples(trainer).row
     path = _path(module, source)
     if table.size:
-        rank_zero_info(f"the reference of the {name} data goes on at pair {len(table)} of {len(source)}")
+        rank_zero_info(f"the reference of the {name} data continues at pair {len(table)} of {len(source)}")
     parts = [table]
     with _appending(path, len(table), trainer.is_global_zero) as append:
         starts = range(len(table), len(source), at_once)

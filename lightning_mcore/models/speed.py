@@ -97,7 +97,7 @@ class SpeedLogs(MCoreModule):
         return mean * model_copies(self.trainer.strategy)
 
     def image_tokens(self, batch: Any) -> Tensor | None:
-        """Return the number of tokens of images in a batch, a scalar ``[]``; None for a model of text."""
+        """Return the number of tokens of images in a batch, a scalar ``[]``; None for a text-only model."""
         return None
 
     def flops_per_token(self) -> float:

@@ -146,9 +146,9 @@ class MCoreVisionGPT(MCoreGPT):
 
     @classmethod
     def check_kind(cls, path: str, settings: dict[str, Any]) -> None:
-        """Refuse the settings of a model of text, and drop those that are not arguments here."""
+        """Refuse the settings of a text-only model, and drop those that are not arguments here."""
         if "vision" not in settings:
-            raise ValueError(f"{path} is a model of text; take MCoreGPT")
+            raise ValueError(f"{path} is a text-only model; take MCoreGPT")
         for name in settings.keys() - inspect.signature(cls).parameters.keys():
             del settings[name]  # checkpoints record it, always with its default
 

@@ -154,15 +154,15 @@ def _sign_in(store: Store, rank: int, size: int, deadline: float, where: str) ->
                 missing = [number for number in range(size) if not store.check([f"lightning_mcore/{number}"])]
                 if missing and now > deadline:
                     raise TimeoutError(
-                        f"{_some_of(missing, size)} did not come to {where} in time; see their own output, or start"
+                        f"{_some_of(missing, size)} did not reach {where} in time; see their own output, or start"
                         " them too; MCoreStrategy(timeout=...) sets how long ranks wait"
                     )
                 notice = math.inf
-                _log.warning("still waiting for %s to come to %s; see their own output", _some_of(missing, size), where)
+                _log.warning("still waiting for %s to reach %s; see their own output", _some_of(missing, size), where)
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
     except RuntimeError as error:  # the store is gone
-        raise RuntimeError(f"rank 0 ended before all ranks had come to {where}; its own output says why") from error
+        raise RuntimeError(f"rank 0 ended before all ranks had reached {where}; its own output says why") from error
 
 
 def _some_of(ranks: list[int], size: int) -> str:

@@ -227,7 +227,7 @@ class _Watch:
         with self._changed:
             self._start(is_in=True)
             self._tell("enter", self._run, dict(positions))
-            refusal: str | None = f"not all ranks have come to this run in {timeout:g} s"
+            refusal: str | None = f"not all ranks have reached this run in {timeout:g} s"
             if self._changed.wait_for(lambda: self._is_answered or self._cause or self._absent is not None, timeout):
                 refusal = self._answer[1] if self._is_answered else self._cause
             if self._absent is not None:

@@ -89,5 +89,5 @@ def parse_memory(text: str) -> float:
         raise ValueError(f"memory={text!r} is not a size of memory; write it as '80GB' or '79.6GiB'")
     size = float(match[1]) * _UNITS[match[2].lower()]
     if size < _LEAST_MEMORY:
-        raise ValueError(f"memory={text!r} are {size:.0f} bytes, which no device has; write it as '80GB' or '79.6GiB'")
+        raise ValueError(f"memory={text!r} is {size:.0f} bytes, which no device has; write it as '80GB' or '79.6GiB'")
     return size

@@ -127,7 +127,7 @@ class GPTFields:
         adapters: What is trained beside frozen weights, as ``adapters.py`` fills it in; None where all weights are.
         tower: Shape and part of each weight of the vision tower, by its name, as ``vision.py`` fills it in.
         frozen: Parts of a vision-language model that are not trained.
-        vision: The settings of the tower; None for a model of text.
+        vision: The settings of the tower; None for a text-only model.
         image_tokens: Tokens of images in a row; 0 if unknown.
     """
 

@@ -378,7 +378,7 @@ def _of_layout(layout: ParallelLayout, devices_per_node: int) -> list[str]:
     tp, experts = layout.tensor_model_parallel_size, layout.expert_tensor_size * layout.expert_model_parallel_size
     if tp > devices_per_node:
         found.append(
-            f"tensor_model_parallel_size={tp} reaches over nodes of {devices_per_node} devices, and its collectives"
+            f"tensor_model_parallel_size={tp} spans nodes of {devices_per_node} devices, and its collectives"
             f" wait for the network in every layer; choose {devices_per_node} or less"
         )
     if tp > 1 and not layout.sequence_parallel:
@@ -388,7 +388,7 @@ def _of_layout(layout: ParallelLayout, devices_per_node: int) -> list[str]:
         )
     if layout.expert_model_parallel_size > 1 and experts > devices_per_node:
         found.append(
-            f"the {experts} ranks that share experts reach over nodes of {devices_per_node} devices, and every layer"
+            f"the {experts} ranks that share experts span nodes of {devices_per_node} devices, and every layer"
             " with experts sends tokens over the network"
         )
     return found

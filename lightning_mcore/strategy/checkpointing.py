@@ -4,7 +4,7 @@
 The strategy owns a :class:`Checkpoints`, which does its saving and loading.
 
 ==========================================  ===================================================================
-a plain module, optimizer not sharded       one file, as Lightning writes it; ``"ddp"`` reads it and the other way,
+a plain module, optimizer not sharded       one file, as Lightning writes it; ``"ddp"`` reads it, and vice versa,
                                             but for the fp32 copies of ``bf16-true`` and ``16-true``
 a plain module, distributed optimizer       a directory
 a model built with ``pipeline()``           a directory, also on one rank: any layout reads it

@@ -118,7 +118,9 @@ def check_meeting(strategy: "MCoreStrategy", module: pl.LightningModule) -> None
     raise_first(expert_faults(layout, strategy.root_device.type))
     check_device(strategy, world_size)
     if strategy._layer_sync is not None and machine.type == "cpu" and not isinstance(module, MCoreModule):
-        raise ValueError("sync_batchnorm=True needs GPUs, where alone torch's SyncBatchNorm runs; set it to False")
+        raise ValueError(
+            "sync_batchnorm=True needs GPUs, because torch's SyncBatchNorm runs only there; set it to False"
+        )
     if module._trainer is not None:  # Trainer(...).strategy.connect(model) has none: it can save a model before any run
         asked = module.trainer._accelerator_connector._precision_flag
         raise_first(precision_faults(asked, precision.precision))

@@ -85,7 +85,7 @@ class PreemptionCheckpoint(Checkpoint):
         if dirpath is not None and not isinstance(dirpath, str | Path):
             raise TypeError(f"dirpath={dirpath!r} is of type {type(dirpath).__name__}; give a path, or None")
         if not isinstance(filename, str):
-            raise TypeError(f"filename={filename!r} is of type {type(filename).__name__}; give a text")
+            raise TypeError(f"filename={filename!r} is of type {type(filename).__name__}; give text")
         if not filename.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST):
             raise ValueError(f'filename={filename!r} must begin with "last", or ckpt_path="last" does not find it')
         if "/" in filename or filename.endswith(ModelCheckpoint.FILE_EXTENSION):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLaMA-Factory's file for a model of images and videos runs, layout included: frozen parts stay, the others learn."""
+"""LLaMA-Factory's file for a vision-language model runs, layout included: frozen parts stay, the others learn."""
 
 import json
 from pathlib import Path

@@ -298,7 +298,7 @@ def test_slurm_requeues_between_steps_and_lightning_finds_the_directory(has_call
         ({"filename": "preempted"}, ValueError, 'must begin with "last"'),
         ({"filename": "last.ckpt"}, ValueError, 'must have no folder and no ".ckpt"'),
         ({"filename": "last/one"}, ValueError, 'must have no folder and no ".ckpt"'),
-        ({"filename": 3}, TypeError, "filename=3 is of type int; give a text"),
+        ({"filename": 3}, TypeError, "filename=3 is of type int; give text"),
         ({"dirpath": 3}, TypeError, "dirpath=3 is of type int; give a path"),
     ],
 )

@@ -44,7 +44,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     began = time.monotonic()
     first, second, _ = run_ranks(3, _meet, 4.0, 2, open_group=False)
     assert time.monotonic() - began < 30
-    assert "TimeoutError: rank 2 of 3 did not come to" in first[0]
+    assert "TimeoutError: rank 2 of 3 did not reach" in first[0]
     assert "still waiting for rank 2 of 3" in "".join(first[1])
     assert second[0].startswith(("TimeoutError: rank 2 of 3", "RuntimeError: rank 0 ended before all ranks"))
 

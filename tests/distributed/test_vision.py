@@ -290,7 +290,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     seeing, text = str(vision_folder("qwen3_vl")), str(text_folder(tmp_path / "text"))
     with pytest.raises(ValueError, match="also sees images, which MCoreGPT does not; take MCoreVisionGPT"):
         MCoreGPT.from_pretrained(seeing)
-    with pytest.raises(ValueError, match="is a model of text; take MCoreGPT"):
+    with pytest.raises(ValueError, match="is a text-only model; take MCoreGPT"):
         MCoreVisionGPT.from_pretrained(text)
     with pytest.raises(ValueError, match="freeze has 'tower'; choose from vision_tower, multi_modal_projector"):
         MCoreVisionGPT.from_pretrained(seeing, freeze=["tower"])

@@ -166,7 +166,7 @@ WRONG_TYPES: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"tensor_model_parallel_size": True}, TypeError, "tensor_model_parallel_size=True is of type bool"),
     ({"sequence_parallel": "yes"}, TypeError, "sequence_parallel='yes' is of type str; give True or False"),
     ({"sequence_parallel": None}, TypeError, "sequence_parallel=None is of type NoneType"),
-    ({"recompute_modules": ["mlp"]}, TypeError, "recompute_modules=\\['mlp'\\] is of type list; give a text"),
+    ({"recompute_modules": ["mlp"]}, TypeError, "recompute_modules=\\['mlp'\\] is of type list; give text"),
     ({"recompute_method": "recompute"}, ValueError, "recompute_method='recompute' .* choose 'uniform', 'block' or"),
     ({"moe_token_dispatcher_type": "all2all"}, ValueError, "='all2all' .* choose 'allgather', 'alltoall', 'flex' or"),
     ({"optimizer": "muon"}, ValueError, "optimizer='muon' .* choose 'adam' or 'sgd'"),
@@ -248,7 +248,7 @@ def test_a_file_of_arguments_is_read_as_yaml_1_2_and_names_a_key_once(tmp_path: 
     (arguments,) = parse_arguments(path)
     assert arguments.learning_rate == 1e-5
     path.write_text("seed: 1\nseed: 2\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"line 2 of .*run\.yaml is not YAML: the key 'seed' is there twice; keep one"):
+    with pytest.raises(ValueError, match=r"line 2 of .*run\.yaml is not YAML: the key 'seed' appears twice; keep one"):
         parse_arguments(path)
 
 

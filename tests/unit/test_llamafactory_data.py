@@ -114,7 +114,7 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, row: Any, says: Any,
         ({"num_samples": 0}, "has num_samples: 0; choose 1 or more"),
         (
             {"columns": {"images": "i"}},
-            "column of the dataset 'd' of .* has 'images', and model_name_or_path is a model of text",
+            "column of the dataset 'd' of .* has 'images', and model_name_or_path is a text-only model",
         ),
         ({"columns": {"chosen": "c"}}, "has the column 'chosen' without ranking: true; set it, or leave the column"),
         ({"columns": {"promt": "c"}}, "unknown column of the dataset 'd' of .* 'promt'; did you mean 'prompt'"),

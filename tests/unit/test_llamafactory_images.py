@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of LLaMA-Factory for models of images: the batches of its own collator, limits of pixels, refusals."""
+"""Files of LLaMA-Factory for vision-language models: the batches of its own collator, limits of pixels, refusals."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_images_lie_in_media_dir(tmp_path: Path) -> None:
     for name in ("large.png", "palette.png", "small.png", "thin.png", "wide.png"):
         (tmp_path / "data" / name).rename(tmp_path / "elsewhere" / name)
     assert len(samples(read_run(file, [f"media_dir={tmp_path}/elsewhere"]))) == 4
-    with pytest.raises(ValueError, match=r"data/large.png, an image of row 0 of .*, is not there; give its path"):
+    with pytest.raises(ValueError, match=r"data/large.png, an image of row 0 of .*, does not exist; give its path"):
         samples(read_run(file))
 
 
@@ -69,7 +69,7 @@ def test_a_sample_that_loses_part_of_an_image_is_left_out_and_counted(tmp_path: 
 
 
 def test_an_image_without_height_within_the_limits_is_refused() -> None:
-    with pytest.raises(ValueError, match="within image_max_pixels, its shorter side would have no pixel"):
+    with pytest.raises(ValueError, match="within image_max_pixels, its shorter side would have no pixels"):
         Limits("image", 1000, 100).size(9000, 1)
 
 
@@ -79,16 +79,22 @@ def test_an_image_without_height_within_the_limits_is_refused() -> None:
         (["image_max_pixels=100"], "image_min_pixels: 1024 and image_max_pixels: 100 do not make a range"),
         (["video_min_pixels=0"], "video_min_pixels: 0 and video_max_pixels: 16384 do not make a range"),
         (["video_fps=0"], "video_fps: 0.* and video_maxlen: 6 leave no frame of a video; choose more than 0"),
-        (["stage=dpo"], "stage: dpo is not supported for a model of images; choose stage: sft"),
-        (["streaming=true", "max_steps=3"], "streaming: True is not supported for a model of images; choose streaming"),
-        (["use_dft_loss=true"], "use_dft_loss: True is not supported for a model of images"),
-        (["finetuning_type=freeze"], "finetuning_type: freeze is not supported for a model of images; choose full"),
+        (["stage=dpo"], "stage: dpo is not supported for a vision-language model; choose stage: sft"),
+        (
+            ["streaming=true", "max_steps=3"],
+            "streaming: True is not supported for a vision-language model; choose streaming",
+        ),
+        (["use_dft_loss=true"], "use_dft_loss: True is not supported for a vision-language model"),
+        (
+            ["finetuning_type=freeze"],
+            "finetuning_type: freeze is not supported for a vision-language model; choose full",
+        ),
         (
             ["finetuning_type=lora", "freeze_vision_tower=false"],
             "freeze_vision_tower: False contradicts finetuning_type: lora, which puts adapters on the language",
         ),
         (["freeze_language_model=true"], "freeze_language_model: True freezes everything, because freeze_vision_t"),
-        (["crop_to_patches=true"], "crop_to_patches: True belongs to models of sound, or to families of images that"),
+        (["crop_to_patches=true"], "crop_to_patches: True belongs to audio models, or to vision families that"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(overrides: list[str], sentence: str, tmp_path: Path) -> None:
@@ -106,7 +112,9 @@ def test_a_video_needs_its_marker(tmp_path: Path) -> None:
 
 def test_keys_and_columns_of_images_need_a_model_of_images(tmp_path: Path) -> None:
     file = write_run(tmp_path, LLAMA3)
-    with pytest.raises(ValueError, match="image_max_pixels: 9 is for a model of images, and model_name_or_path is a"):
+    with pytest.raises(
+        ValueError, match="image_max_pixels: 9 is for a vision-language model, and model_name_or_path is a"
+    ):
         read_run(file, ["image_max_pixels=9"])
 
 

@@ -190,7 +190,7 @@ def test_texts_are_not_read_of_conversations(tmp_path: Path) -> None:
     [
         ("a.yaml", "a: [", "line 1 of .*a.yaml is not YAML"),
         ("a.yaml", "- a", "does not hold keys with values"),
-        ("a.yaml", "a: 1\nb: 2\na: 3", "line 3 of .*a.yaml is not YAML: the key 'a' is there twice; keep one"),
+        ("a.yaml", "a: 1\nb: 2\na: 3", "line 3 of .*a.yaml is not YAML: the key 'a' appears twice; keep one"),
         ("a.json", "{", "line 1 of .*a.json is not JSON"),
         ("a.txt", "a: 1", "is neither YAML nor JSON"),
         ("a.yaml", "a: 2001-13-45", "a.yaml has a value that YAML does not allow: month must be in 1..12"),

@@ -233,7 +233,7 @@ def test_warnings_name_what_idles_and_what_does_not_fit() -> None:
         assert part in warnings, part
     plan = make_plan(run_with(strategy={"tensor_model_parallel_size": 4}), 4, devices_per_node=2)
     warnings = "\n".join(plan.warnings)
-    for part in ("reaches over nodes of 2", "sequence_parallel=False"):
+    for part in ("spans nodes of 2", "sequence_parallel=False"):
         assert part in warnings, part
     assert make_plan(run_with(), 1).warnings == ()
 

@@ -131,7 +131,7 @@ def test_rows_are_left_out_and_counted(tmp_path: Path, monkeypatch: pytest.Monke
         opened(tmp_path / "none", rows[2:3])
     with pytest.raises(ValueError, match=r"1 of 1 pairs of .* have a sequence of more than 12 tokens, the longest 2\d"):
         opened(tmp_path / "long", rows[:1], seq_length=12)
-    with pytest.raises(ValueError, match="overlong='split' would part an answer from its prompt"):
+    with pytest.raises(ValueError, match="overlong='split' would separate an answer from its prompt"):
         opened(tmp_path, rows, overlong="split")
 
 

@@ -161,7 +161,7 @@ def refused(folder: Path, file: str) -> str:
 @pytest.mark.parametrize(
     ("video", "message"),
     [
-        ("b.mov", r"b.mov, a video of row 0 of .*, is not there; give its path, relative to media_dir"),
+        ("b.mov", r"b.mov, a video of row 0 of .*, does not exist; give its path, relative to media_dir"),
         ("rows.jsonl", r"rows.jsonl, a video of row 0 of .*, cannot be read: Invalid data .*; replace it"),
         ("sound.wav", r"sound.wav, a video of row 0 of .*, has no frames; leave the row out"),
         ("thin.mov", r"thin.mov, a video of row 0 of .*, cannot be used: absolute aspect ratio must be .*; leave"),
@@ -172,7 +172,7 @@ def refused(folder: Path, file: str) -> str:
         ([], "row 0 of .* has a video without frames; leave the row out"),
         (["a.png", "b.png"], "a video of row 0 of .* has frames of different sizes, 8 x 8 pixels and 24 x 16 pixels"),
         (["a.png"], "the list of images from .*a.png on, a video of row 0 of .*, cannot be used: it has fewer frames"),
-        (["a.png", "d.png"], "d.png, an image of row 0 of .*, is not there"),
+        (["a.png", "d.png"], "d.png, an image of row 0 of .*, does not exist"),
     ],
 )
 def test_a_video_that_cannot_be_used_is_named_or_its_row_counted(video: Any, message: str, tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_settings_and_rows_that_do_not_fit_are_refused(tmp_path: Path, monkeypat
     with pytest.raises(ValueError, match="video_processor is not given; give a folder or name of a model, or a video"):
         batches(video_data(tmp_path, [ROW], video_processor=None))
     limits = Qwen2VLVideoProcessor(patch_size=4, size={"shortest_edge": 900, "longest_edge": 100})
-    with pytest.raises(ValueError, match="the video processor has 900 pixels as the least and 100 as the most of"):
+    with pytest.raises(ValueError, match="the video processor has a minimum of 900 pixels and a maximum of 100 for"):
         batches(video_data(tmp_path, [ROW], video_processor=limits))
     for kind, other in (("video", LlavaOnevisionVideoProcessor()), ("image", ViTImageProcessor()), ("image", None)):
         with pytest.raises(

@@ -139,7 +139,7 @@ ANSWER = ("assistant", "x")
     [
         ("no marker", {"images": ["a.png"]}, "has 0 <image> in its text and 1 images"),
         ("<image>", {"images": []}, "has 1 <image> in its text and 0 images"),
-        ("<image>", {"images": ["d.png"]}, "d.png, an image of row 0 of .*, is not there"),
+        ("<image>", {"images": ["d.png"]}, "d.png, an image of row 0 of .*, does not exist"),
         ("<image>", {"images": ["rows.jsonl"]}, "rows.jsonl, an image of row 0 of .*, is not an image that can be"),
         ("<|image_pad|>", {"images": []}, r"has <\|image_pad\|> in its text; write <image>"),
         (r"<|video_pad|>", {"images": []}, r"has <\|video_pad\|> in its text; write <video>"),
@@ -219,7 +219,7 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
         data(tmp_path, ROWS, broken_images="skip")
     contradictory = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 900, "longest_edge": 100})
     limits = MCoreVisionData(str(tmp_path / "rows.jsonl"), seeing_tokenizer(), 32, contradictory)
-    with pytest.raises(ValueError, match="has 900 pixels as the least and 100 as the most of an image"):
+    with pytest.raises(ValueError, match="has a minimum of 900 pixels and a maximum of 100 for an image"):
         _ = limits.image_processor
     with pytest.raises(
         ValueError, match=r"take more than the 4 tokens of a row.*; choose a larger seq_length or overl"

@@ -25,8 +25,8 @@ _FETCHED = {
     "script_url": "a script",
     "cloud_file_name": "a cloud",
 }
-_OF_TEXT = "model_name_or_path is a model of text"
-_REFUSED_COLUMNS = {"audios": "models of sound are not available"}
+_OF_TEXT = "model_name_or_path is a text-only model"
+_REFUSED_COLUMNS = {"audios": "audio models are not available"}
 
 
 @dataclass(frozen=True)

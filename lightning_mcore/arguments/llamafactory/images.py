@@ -63,7 +63,7 @@ class Limits:
                 factor = math.sqrt(limit / (width * height))
                 width, height = int(width * factor), int(height * factor)
                 if not width or not height:
-                    raise ValueError(f"within {self.kind}_max_pixels, its shorter side would have no pixel")
+                    raise ValueError(f"within {self.kind}_max_pixels, its shorter side would have no pixels")
                 yield width, height
 
 
@@ -161,7 +161,7 @@ class FactoryVideos(Videos):
 
 
 class FactoryVisionData(ImageRows, FactoryData):
-    """The datasets of a training file for a model of images and videos.
+    """The datasets of a training file for a vision-language model.
 
     Args:
         arguments: Those of :class:`FactoryData`.

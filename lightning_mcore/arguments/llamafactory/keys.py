@@ -252,7 +252,7 @@ _PISSA = (
 )
 _PPO = "belongs to PPO, and the stages here are pt, sft, dpo, kto and rm"
 _REFERENCE = "changes the weights of the reference; merge or convert them first, and give that folder as ref_model"
-_VISION = "belongs to models of sound, or to families of images that are not available"
+_VISION = "belongs to audio models, or to vision families that are not available"
 _QUANTIZED = "belongs to weights quantised in another way than quantization_bit: 4 with nf4"
 _OPTIMIZER = "belongs to an optimizer that is not available; choose optim: adamw_torch or sgd"
 _GENERATION = "belongs to generating text, which a training run here does not do"

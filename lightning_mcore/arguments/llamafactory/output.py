@@ -157,7 +157,7 @@ def where_to_resume(output_dir: str, overwrite: bool) -> str | None:
     there = [name for name in _OF_A_MODEL + _OF_ADAPTERS if (folder / name).exists()]
     if there:
         raise ValueError(
-            f"output_dir: {output_dir} already holds a model ({there[0]}), and no checkpoint to resume from; choose"
+            f"output_dir: {output_dir} already holds a model ({there[0]}), but no checkpoint to resume from; choose"
             " another folder, or set overwrite_output_dir: true"
         )
     return None

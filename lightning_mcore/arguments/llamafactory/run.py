@@ -95,7 +95,7 @@ class FactoryRun:
         return dataclasses.replace(settings, model=model, data=data, notes=notes, ray=ray)
 
     def _seeing(self, model: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-        """Return the settings of a model of images, and notes on what differs from the file."""
+        """Return the settings of a vision-language model, and notes on what differs from the file."""
         keys, arguments = self.keys, self.arguments
         if keys.lora is None:
             model = {**model, "freeze": keys.frozen_parts}

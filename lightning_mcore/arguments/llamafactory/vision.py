@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of a LLaMA-Factory file for a model of images: their limits, ``media_dir``, and the parts to freeze.
+"""The keys of a LLaMA-Factory file for a vision-language model: their limits, ``media_dir``, and the parts to freeze.
 
 ``images.py`` applies the limits.
 """
@@ -13,7 +13,7 @@ from lightning_mcore.config.vision import LANGUAGE_MODEL, PROJECTOR, TOWER
 
 @dataclass(frozen=True)
 class VisionKeys:
-    """The keys for models of images; the defaults are LLaMA-Factory's.
+    """The keys for vision-language models; the defaults are LLaMA-Factory's.
 
     Args:
         media_dir: The folder of the images and videos; None for ``dataset_dir``.
@@ -66,8 +66,8 @@ def check_vision(keys: VisionKeys, given: Mapping[str, Any], sees: bool) -> None
             value = getattr(keys, field.name)
             if value != field.default:
                 raise ValueError(
-                    f"{field.name}: {value!r} is for a model of images, and model_name_or_path is a model of text;"
-                    " leave it out"
+                    f"{field.name}: {value!r} is for a vision-language model, and model_name_or_path is a text-only"
+                    " model; leave it out"
                 )
         return
     for name, value, choice in (
@@ -76,7 +76,7 @@ def check_vision(keys: VisionKeys, given: Mapping[str, Any], sees: bool) -> None
         ("use_dft_loss", given.get("use_dft_loss", False), False),
     ):
         if value != choice:
-            raise ValueError(f"{name}: {value} is not supported for a model of images; choose {name}: {choice}")
+            raise ValueError(f"{name}: {value} is not supported for a vision-language model; choose {name}: {choice}")
     _check_limits(keys)
     _check_freezing(keys, given.get("finetuning_type", "lora"))
 
@@ -99,8 +99,8 @@ def _check_limits(keys: VisionKeys) -> None:
 def _check_freezing(keys: VisionKeys, finetuning_type: str) -> None:
     if finetuning_type == "freeze":
         raise ValueError(
-            "finetuning_type: freeze is not supported for a model of images; choose full with freeze_vision_tower,"
-            " freeze_multi_modal_projector or freeze_language_model"
+            "finetuning_type: freeze is not supported for a vision-language model; choose full with"
+            " freeze_vision_tower, freeze_multi_modal_projector or freeze_language_model"
         )
     if finetuning_type == "lora":
         for field in fields(VisionKeys):
@@ -121,7 +121,7 @@ def notes_of_vision(keys: VisionKeys) -> list[str]:
     """Return notes about what differs from LLaMA-Factory.
 
     Args:
-        keys: The keys, already checked, for a model of images.
+        keys: The keys, already checked, for a vision-language model.
     """
     if keys.freeze_vision_tower == keys.freeze_multi_modal_projector:
         return []

@@ -279,7 +279,7 @@ def _check_combinations(config: "TransformerConfig") -> None:
         # Megatron's recomputation returns the bias, a parameter, as an output, which makes it a node of its own graph.
         raise ValueError(
             "recompute_modules with 'mlp' needs add_bias_linear=False (and no mlp_bias): otherwise the backward pass of"
-            " megatron-core calls itself without end; set it, or leave 'mlp' out"
+            " megatron-core recurses endlessly; set it, or leave 'mlp' out"
         )
     staged = config.pipeline_model_parallel_size > 1
     halved = config.pipeline_dtype is not None and config.pipeline_dtype.itemsize < 4
@@ -329,8 +329,8 @@ def check_normalization(normalization: LossNormalization, config: Any) -> None:
         return
     for name in weighted_by_tokens(config):
         raise ValueError(
-            f"loss normalization 'samples' with {name}={getattr(config, name)}, a loss that Megatron weights by "
-            "tokens; choose 'tokens', or leave that loss out"
+            f"loss normalization 'samples' with {name}={getattr(config, name)} is not available, because"
+            " Megatron weights that loss by tokens; choose 'tokens', or leave that loss out"
         )
 
 

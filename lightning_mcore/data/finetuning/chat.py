@@ -542,7 +542,7 @@ def end_of_turn(tokenizer: Any, template: ChatTemplate) -> int | None:
         if len(ids) != 1:
             raise ValueError(
                 f"the template {template.name!r} ends turns with the token {template.end_of_turn!r}, which this"
-                " tokenizer does not have; choose the template that the model was made with, or none to go by the"
+                " tokenizer does not have; choose the template that the model was trained with, or none to use the"
                 " tokenizer's own"
             )
         token: int = ids[0]

@@ -50,7 +50,7 @@ Files = tuple[list[Any], list[Any]]
 """The images and the videos of a row."""
 
 Broken = Literal["error", "drop"]
-"""What happens to a row with an image or a video that is not there or cannot be read."""
+"""What happens to a row with an image or a video that does not exist or cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ImageReading(Reading):
         media_dir: Folder of the images and videos.
         tokens: Ids of the tokens that stand for a part of an image and of a video.
         sizes: The settings of the image and the video processor, as text for the name of the cache.
-        broken: What happens to a row with an image or a video that is not there or cannot be read: ``error`` or
+        broken: What happens to a row with an image or a video that does not exist or cannot be read: ``error`` or
             ``drop``.
         processor: The image processor, which decides how many tokens an image takes.
         videos: The reader of videos, which decides how many tokens a video takes.
@@ -227,7 +227,7 @@ class SeeingSample(TokenSample):
 
 
 class _Samples(TokenizedSamples):
-    """Samples with their images and videos; one that would be cut inside of one is left out and counted."""
+    """Samples with their images and videos; one whose cut goes through one of these is left out and counted."""
 
     _or_overlong = " or overlong='cut'"
 
@@ -255,7 +255,7 @@ class _Samples(TokenizedSamples):
         return super()._pieces(index)
 
     def _whole(self, tokens: NDArray[np.int64], seen: Mapping[str, Any]) -> list[int | None]:
-        """Return how many images and how many videos are in tokens; None if the last of them is not all there."""
+        """Return how many images and how many videos are in tokens; None if the last one is incomplete."""
         found: list[int | None] = []
         for column, token in zip((_IMAGES, _VIDEOS), self._tokens, strict=True):
             ends = [0, *itertools.accumulate(file["tokens"] for file in seen[column])]
@@ -315,7 +315,7 @@ class ImageRows(MCoreFinetuningData):
 
     Attributes:
         media_dir: The folder that paths of images and videos are relative to.
-        broken_images: What happens to a row with an image or a video that is not there or cannot be read.
+        broken_images: What happens to a row with an image or a video that does not exist or cannot be read.
         videos: The reader of videos.
     """
 
@@ -397,9 +397,9 @@ class MCoreVisionData(ImageRows):
         video_processor: A folder or name of a model, or its video processor; None for that of ``image_processor``, if
             this is a folder or name.
         media_dir: The folder that paths of images and videos are relative to.
-        broken_images: For a row with an image or a video that is not there, cannot be read or cannot be used: ``error``
-            refuses it; ``drop`` leaves it out and counts it. ``error`` reads headers when rows are tokenised, and finds
-            damage behind them when a batch is made; ``drop`` decodes everything when rows are tokenised.
+        broken_images: For a row with an image or a video that does not exist, cannot be read or cannot be used:
+            ``error`` refuses it; ``drop`` leaves it out and counts it. ``error`` reads headers when rows are tokenised,
+            and finds damage beyond them when a batch is made; ``drop`` decodes everything when rows are tokenised.
         video_fps: Frames to take of each second of a video; a list of images is taken to have this many.
         video_maxlen: The most frames to take of a video; None for the most that the video processor takes.
         batch_size: Rows in a batch of one data-parallel rank.

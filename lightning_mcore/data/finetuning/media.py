@@ -14,7 +14,7 @@ Stored = dict[str, Any]
 
 
 class UnusableFileError(ValueError):
-    """An image or a video is not there, or cannot be read or used."""
+    """An image or a video does not exist, or cannot be read or used."""
 
 
 def stored(given: Any, kind: str, name: str) -> Stored:
@@ -60,7 +60,7 @@ def source(file: Stored, media_dir: str, kind: str, name: str) -> str | BytesIO:
         return BytesIO(file["bytes"])
     path = os.path.join(media_dir, file["path"])
     if not os.path.isfile(path):
-        raise UnusableFileError(f"{path}, {kind} of {name}, is not there; give its path, relative to media_dir")
+        raise UnusableFileError(f"{path}, {kind} of {name}, does not exist; give its path, relative to media_dir")
     return path
 
 
@@ -95,7 +95,7 @@ def loaded_image(file: Stored, media_dir: str, name: str) -> Any:
     """Read an image of a row; the arguments and errors are those of :func:`opened_image`.
 
     Raises:
-        ValueError: Also if the file is damaged behind its header.
+        ValueError: Also if the file is damaged beyond its header.
     """
     with opened_image(file, media_dir, name) as image:
         try:

@@ -26,7 +26,7 @@ def require_processor(kind: Kind, given: Any) -> None:
 def load_processor(given: Any, kind: Kind) -> Any:
     """Return a processor whose limits are checked; code in its folder is not run.
 
-    An image processor is the one that uses Pillow, whether torchvision is installed or not.
+    The image processor is always the one that uses Pillow, even if torchvision is installed.
 
     Args:
         given: The processor, or the folder or name of the model.
@@ -58,8 +58,8 @@ def load_processor(given: Any, kind: Kind) -> Any:
     least, most = (processor.size[name] for name in ("shortest_edge", "longest_edge"))
     if not 0 < least <= most:
         raise ValueError(
-            f"the {kind} processor has {least} pixels as the least and {most} as the most of {_ONE[kind]}; give a least"
-            " number that is not above the most"
+            f"the {kind} processor has a minimum of {least} pixels and a maximum of {most} for {_ONE[kind]}; give a"
+            " minimum that is not above the maximum"
         )
     return processor
 

@@ -143,7 +143,7 @@ class Videos:
         Raises:
             ModuleNotFoundError: A package is not installed.
             TypeError: It is something else.
-            ValueError: A file is not there, or cannot be read or used.
+            ValueError: A file does not exist, or cannot be read or used.
         """
         if isinstance(given, list):
             if not given:
@@ -178,7 +178,7 @@ class Videos:
             are written as text, ``second_per_grid_ts`` [videos] float32.
 
         Raises:
-            ValueError: A file is not there, damaged, or not what it was when the row was tokenised.
+            ValueError: A file does not exist, is damaged, or is not what it was when the row was tokenised.
         """
         made = self.processor(
             videos=[self._frames(video, media_dir, name) for video in videos],
@@ -265,8 +265,8 @@ class Videos:
             rate = float(stream.average_rate or 0)
             if not rate:
                 raise UnusableFileError(
-                    f"{called(video, media_dir)}, a video of {name}, does not say how many frames a second has; write"
-                    " it in another format, or leave the row out"
+                    f"{called(video, media_dir)}, a video of {name}, does not give its frame rate; convert it to"
+                    " another format, or leave the row out"
                 )
             seconds = float(stream.duration * stream.time_base) if stream.duration else 0.0
             frames = stream.frames

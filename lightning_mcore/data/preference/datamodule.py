@@ -298,7 +298,7 @@ class MCorePreferenceData(PairLoading):
     ) -> None:
         require_choice("overlong", overlong, Overlong)
         if overlong == "split":
-            raise ValueError("overlong='split' would part an answer from its prompt; choose 'error' or 'cut'")
+            raise ValueError("overlong='split' would separate an answer from its prompt; choose 'error' or 'cut'")
         super().__init__(
             train_files,
             tokenizer,

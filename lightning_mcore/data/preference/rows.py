@@ -182,7 +182,7 @@ def _system(row: Row, name: str) -> list[Message]:
 
 
 def _shared_beginning(first: str, second: str) -> str:
-    """Return what two texts begin with, without a space at its end."""
+    """Return the common beginning of two texts, without a space at its end."""
     length = next(
         (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
@@ -193,7 +193,7 @@ def require_tag(row: Row, tag: str, name: str) -> bool:
     """Return whether an example is desirable.
 
     Raises:
-        TypeError: The column does not say so.
+        TypeError: The value is not a bool.
     """
     value = row[tag]
     if not isinstance(value, bool):

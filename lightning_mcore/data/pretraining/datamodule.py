@@ -165,7 +165,7 @@ class MCorePretrainingData(pl.LightningDataModule):
             size = fact.get("vocab_size")
             if isinstance(vocabulary, int) and isinstance(size, int) and size > vocabulary:
                 raise ValueError(
-                    f"{prefix} was made with a vocabulary of {size} but the model has vocab_size={vocabulary}; choose"
+                    f"{prefix} was made with a vocabulary of {size}, but the model has vocab_size={vocabulary}; choose"
                     f" vocab_size={size} or more"
                 )
         return held, self._end_of_document(facts)
@@ -177,8 +177,8 @@ class MCorePretrainingData(pl.LightningDataModule):
         if len(tokens) != 1 or None in tokens:
             name = "reset_position_ids" if self.reset_position_ids else "eod_mask_loss"
             raise ValueError(
-                f"{name}=True needs the end-of-document token, but the datasets name"
-                f" {'different ones' if len(tokens - {None}) > 1 else 'none'}; give eod_token_id"
+                f"{name}=True needs the end-of-document token, but the datasets"
+                f" {'name different ones' if len(tokens - {None}) > 1 else 'do not name one'}; give eod_token_id"
             )
         return tokens.pop()
 

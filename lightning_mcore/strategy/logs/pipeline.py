@@ -110,7 +110,7 @@ class PipelineLogs:
 
         Args:
             tokens: Tokens of whole sequences, before they are split over ranks; an integer or a scalar ``[]``.
-            of_images: Those of them that are of images, a scalar ``[]``; None for a model of text.
+            of_images: Those of them that are of images, a scalar ``[]``; None for a text-only model.
         """
         counted = {_TOKENS: tokens} | ({} if of_images is None else {_IMAGE_TOKENS: of_images})
         self._counted = {name: self._counted.get(name, 0) + number for name, number in counted.items()}
