@@ -23,7 +23,7 @@ import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import torch
@@ -235,6 +235,14 @@ def _tensor_to_cpu(tensor: torch.Tensor, as_numpy: bool = False, record_stream: 
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def _scale_in_place(
+    chunk_size: int, overflow: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], scale: float
+) -> None:
+    """Replace ``local_multi_tensor_scale`` where source and target are the same: it multiplies into a new tensor."""
+    for tensor in lists[0]:
+        tensor.mul_(scale)
+
+
 def _replacements() -> list[tuple[Any, str, Any]]:
     """Return ``(owner, attribute, replacement)`` with the Megatron code that needs it (0.16.1 to 0.19.2)."""
     cuda = torch.cuda
@@ -242,6 +250,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     token_dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     sharded_tensor = importlib.import_module("megatron.core.dist_checkpointing.mapping").ShardedTensor
+    clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
     return [
         *_functions_of_a_device(),
         # exchange_utils: `init_data("cuda")`
@@ -285,6 +294,8 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         *_absent_names(),
         # TransformerEngine on the CPU
         *megatron_names(),
+        # clip_grad_by_total_norm_fp32
+        (clip_grads, "multi_tensor_scale_impl", _scale_in_place),
         # token_dispatcher: split sizes for gloo's all_to_all
         (moe_utils, "maybe_move_tensor_to_cpu", _tensor_to_cpu),
         (token_dispatcher, "maybe_move_tensor_to_cpu", _tensor_to_cpu),

@@ -178,7 +178,7 @@ def megatron_names() -> list[tuple[Any, str, Any]]:
     utils, optimizer = part("utils"), part("optimizer")
     sharded, mixed, clipping = (part(f"optimizer.{name}") for name in ("distrib_optimizer", "optimizer", "clip_grads"))
     coalescing = _coalescing_for_gloo(torch.distributed.distributed_c10d._coalescing_manager)
-    applier, scale = utils.local_multi_tensor_applier, utils.local_multi_tensor_scale
+    applier = utils.local_multi_tensor_applier
     return [
         (torch.distributed, "_coalescing_manager", coalescing),
         (part("distributed.param_and_grad_buffer"), "_coalescing_manager", coalescing),
@@ -190,8 +190,7 @@ def megatron_names() -> list[tuple[Any, str, Any]]:
         (sharded, "USING_TE_OPTIMIZER", False),
         (sharded, "HAVE_APEX_OR_TE", False),
         (mixed, "multi_tensor_applier", applier),
-        (mixed, "multi_tensor_scale_impl", scale),
+        (mixed, "multi_tensor_scale_impl", utils.local_multi_tensor_scale),
         (clipping, "multi_tensor_applier", applier),
         (clipping, "l2_norm_impl", utils.local_multi_tensor_l2_norm),
-        (clipping, "multi_tensor_scale_impl", scale),
     ]

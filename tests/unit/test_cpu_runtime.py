@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import utils
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch import nn
@@ -152,6 +154,20 @@ def test_autograd_functions_of_megatron_ask_about_the_autocast_of_the_cpu(runtim
         with torch.amp.autocast_mode.autocast("cuda", enabled=False):
             assert not torch.is_autocast_enabled()
     assert not torch.is_autocast_enabled("cuda")
+
+
+def test_gradients_are_clipped_as_by_megatron_and_where_they_are(runtime: None) -> None:
+    parameters = [nn.Parameter(torch.zeros(3, 5)), nn.Parameter(torch.zeros(7))]
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+    norm, places = 3.7, [parameter.grad.data_ptr() for parameter in parameters if parameter.grad is not None]
+    expected = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+    utils.local_multi_tensor_scale(2048, None, [expected, expected], 0.9 / (norm + 1e-6))
+    clip_grads.clip_grad_by_total_norm_fp32(parameters, 0.9, norm)
+    for parameter, value, place in zip(parameters, expected, places, strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, value)
+        assert parameter.grad.data_ptr() == place
 
 
 def test_the_warning_that_two_generators_are_one_is_dropped_and_no_other(
