@@ -193,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time Hugging Face models in and out against a plain copy.")
     parser.add_argument("--gigabytes", type=float, default=2.0, help="of weights")
     parser.add_argument("--shard-bytes", type=int, default=250_000_000, help="of a file of the model at most")
-    parser.add_argument("--rounds", type=int, default=5, help="turns that count")
+    parser.add_argument("--rounds", type=int, default=7, help="turns that count")
     parser.add_argument("--disk", type=Path, default=None, help="a folder on the disk to measure")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
