@@ -238,7 +238,7 @@ def _tensor_to_cpu(tensor: torch.Tensor, as_numpy: bool = False, record_stream: 
 def _scale_in_place(
     chunk_size: int, overflow: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], scale: float
 ) -> None:
-    """Replace ``local_multi_tensor_scale`` where source and target are the same: it multiplies into a new tensor."""
+    """Scale gradients in place; ``local_multi_tensor_scale`` multiplies into a new tensor and copies it back."""
     for tensor in lists[0]:
         tensor.mul_(scale)
 

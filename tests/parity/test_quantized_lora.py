@@ -4,7 +4,6 @@
 import functools
 import importlib.util
 import math
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from tests.distributed.test_lora import train, whole
 from tests.hf_models import save_tiny
 from tests.layouts import Layout
 from tests.parity.hf_training import LENGTH, Seen, _mean, predict_and_step, text
-from tests.parity.test_lora import ATTENTION, Adapted, WatchedAdapters, _differences, _generator
+from tests.parity.test_lora import ATTENTION, Adapted, WatchedAdapters, _differences, _folders, _generator
 from tests.parity.test_preference import Data, Losses
 from tests.ranks import RanksFailedError, run_ranks
 from tests.thorough import thorough_but
@@ -34,11 +33,6 @@ pytestmark = [
 ]
 
 LAYOUTS = (Layout(), Layout(tp=2, sp=True), Layout(tp=2, pp=2))
-
-
-@functools.cache
-def _folders() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="quantized_")  # removed when this process ends
 
 
 @functools.cache

@@ -157,17 +157,18 @@ def test_autograd_functions_of_megatron_ask_about_the_autocast_of_the_cpu(runtim
 
 
 def test_gradients_are_clipped_as_by_megatron_and_where_they_are(runtime: None) -> None:
-    parameters = [nn.Parameter(torch.zeros(3, 5)), nn.Parameter(torch.zeros(7))]
-    for number, parameter in enumerate(parameters):
-        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
-    norm, places = 3.7, [parameter.grad.data_ptr() for parameter in parameters if parameter.grad is not None]
-    expected = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+    generator, norm = torch.Generator().manual_seed(0), 3.7
+    gradients = [torch.randn(shape, generator=generator) for shape in ((3, 5), (7,))]
+    expected = [gradient.clone() for gradient in gradients]
     utils.local_multi_tensor_scale(2048, None, [expected, expected], 0.9 / (norm + 1e-6))
+    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
     clip_grads.clip_grad_by_total_norm_fp32(parameters, 0.9, norm)
-    for parameter, value, place in zip(parameters, expected, places, strict=True):
+    for parameter, gradient, value in zip(parameters, gradients, expected, strict=True):
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, value)
-        assert parameter.grad.data_ptr() == place
+        assert parameter.grad.data_ptr() == gradient.data_ptr()
 
 
 def test_the_warning_that_two_generators_are_one_is_dropped_and_no_other(
