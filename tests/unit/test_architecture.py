@@ -47,7 +47,6 @@ PASSES_ON_BY_NAME = {
     ("HFModel", "generate"),  # to transformers, which refuses names that it does not know
 }
 SAYS_NOTHING = {"utils", "helpers", "common", "base", "misc"}
-MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 
 
@@ -223,9 +222,7 @@ def follows_a_foreign_signature(owner: ModuleType | type, name: str) -> bool:
 
 
 @package_file
-def test_files_and_functions_stay_readable(path: Path) -> None:
-    lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= MAX_FILE_LINES, f"{named(path)} has {lines} lines"
+def test_functions_stay_readable(path: Path) -> None:
     long = [
         f"{named(path)}:{node.lineno}: {node.name} has {node.end_lineno - node.lineno + 1} lines"
         for node in ast.walk(tree(path))
