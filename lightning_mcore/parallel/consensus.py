@@ -32,14 +32,24 @@ _groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # a 
 
 
 def control_group() -> dist.ProcessGroup:
-    """Return a gloo group of all ranks; the first call makes it and is collective over the world."""
+    """Return a gloo group of all ranks, with the timeout of the default group.
+
+    The first call makes it and is collective over the world.
+    """
     world: Any = dist.group.WORLD
     if dist.get_backend() == "gloo":
         return world  # type: ignore[no-any-return]
     if world not in _groups:
-        _groups[world] = dist.new_group(backend="gloo")
+        _groups[world] = dist.new_group(backend="gloo", timeout=default_timeout())
     group: dist.ProcessGroup = _groups[world]
     return group
+
+
+def default_timeout() -> datetime.timedelta:
+    """Return how long a collective of the default group may wait."""
+    world: Any = dist.group.WORLD
+    timeout: datetime.timedelta = world._get_backend(world._device_types[0]).options._timeout
+    return timeout
 
 
 def collect(mine: Callable[[], T], together: Callable[[list[T]], R]) -> R | None:

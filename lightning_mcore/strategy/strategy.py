@@ -29,6 +29,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from lightning_mcore.config.communication import CommunicationOptions
@@ -440,8 +441,18 @@ class MCoreStrategy(DDPStrategy):
         return _sync_ddp_if_available(tensor, self._or_data_parallel(group), reduce_op=reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather a tensor of any shape and dtype from the data-parallel ranks, stacked along a new first dimension."""
-        return super().all_gather(tensor, self._or_data_parallel(group), sync_grads=sync_grads)
+        """Gather a tensor of any shape and dtype from the data-parallel ranks, stacked along a new first dimension.
+
+        Args:
+            tensor: The tensor of this rank, with the same shape on all of them.
+            group: The ranks to gather from. The world means the data-parallel ranks, because
+                ``LightningModule.all_gather`` asks for it where the user names no group.
+            sync_grads: Send gradients back to the rank that each part came from, summed over the ranks.
+        """
+        group = self._or_data_parallel(None if group is dist.group.WORLD else group)
+        if not (sync_grads and process_groups_are_open()):
+            return super().all_gather(tensor, group)
+        return gather_from_sequence_parallel_region(tensor.unsqueeze(0), group=group)  # type: ignore[no-any-return]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return a decision of the whole world: True if all ranks say so, or with ``all=False``, if any does."""
