@@ -19,11 +19,11 @@ from lightning_mcore.config.text import unknown_name
 _FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$")
 
 
-def read_file(path: str, what: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read_file(path: str | None, what: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Return the keys and values of a file, with the overrides applied.
 
     Args:
-        path: A ``.yaml``, ``.yml`` or ``.json`` file.
+        path: A ``.yaml``, ``.yml`` or ``.json`` file; None for the overrides alone.
         what: What errors call such a file, for example ``"a file of arguments"``.
         overrides: Texts ``key=value``; values are YAML.
 
@@ -31,6 +31,16 @@ def read_file(path: str, what: str, overrides: Sequence[str] = ()) -> dict[str, 
         FileNotFoundError: There is no such file.
         ValueError: The file does not hold keys and values, or an override is not ``key=value``.
     """
+    values = {} if path is None else _read_keys(path, what)
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key:
+            raise ValueError(f"{override!r} is not key=value; write for example learning_rate=1e-5")
+        _put(values, key.split("."), read_yaml(value, override))
+    return values
+
+
+def _read_keys(path: str, what: str) -> dict[str, Any]:
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path!r} is not a file; give {what}, in YAML or JSON")
     text = read_text(path)
@@ -39,11 +49,6 @@ def read_file(path: str, what: str, overrides: Sequence[str] = ()) -> dict[str, 
     values = read_json(text, path) if Path(path).suffix == ".json" else read_yaml(text, path)
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ValueError(f"{path!r} does not hold keys with values; write one 'key: value' on each line")
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        if not equals or not key:
-            raise ValueError(f"{override!r} is not key=value; write for example learning_rate=1e-5")
-        _put(values, key.split("."), read_yaml(value, override))
     return values
 
 

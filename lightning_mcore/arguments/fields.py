@@ -12,6 +12,8 @@ import types
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from lightning_mcore.arguments.documents import read_yaml
+
 
 def option(help: str, default: Any = None) -> Any:
     """Declare a field with its help text and its default.
@@ -54,6 +56,19 @@ def check_types(arguments: Any, may_be_none: Collection[str] = ()) -> None:
             check_type(field.name, value, hints[field.name])
 
 
+_SECRETS = ("token", "api_key", "secret", "webhook_url")
+
+
+def shown(name: str, value: Any) -> str:
+    """Return a value for an error; that of an option that holds a secret stays hidden.
+
+    Args:
+        name: The name of the option.
+        value: Its value.
+    """
+    return "..." if name.endswith(_SECRETS) and value else repr(value)
+
+
 def check_type(name: str, value: Any, hint: Any) -> None:
     """Refuse a value that does not have the given type.
 
@@ -71,10 +86,54 @@ def check_type(name: str, value: Any, hint: Any) -> None:
     choices = _choices(hint)
     if any(choice is not None for choice in choices):
         written = " (YAML reads an unquoted no as False)" if value is False and "no" in choices else ""
-        raise ValueError(f"{name}={value!r}{written} is not available; choose {_listed(choices)}")
+        raise ValueError(f"{name}={shown(name, value)}{written} is not available; choose {_listed(choices)}")
     raise TypeError(
-        f"{name}={value!r} is of type {type(value).__name__}{_at_yaml(value, hint)}; give {_described(hint)}"
+        f"{name}={shown(name, value)} is of type {type(value).__name__}{_at_yaml(value, hint)}; give {_described(hint)}"
     )
+
+
+_YES, _NO = ("1", "t", "true", "y", "yes"), ("0", "f", "false", "n", "no")
+
+
+def take_words(words: list[str], hint: Any) -> Any:
+    """Take the value of an option from the words of a command line, as transformers' ``HfArgumentParser`` does.
+
+    A yes-or-no option may stand alone, which means yes. Text stays text where the type allows it; other values are
+    YAML, so ``1e-5`` is a number and ``{"a": 1}`` a dict.
+
+    Args:
+        words: The words after the name of the option; those that belong to it are removed.
+        hint: The type of the option, as ``typing.get_type_hints`` returns it.
+
+    Raises:
+        ValueError: There is no value, and the option needs one.
+    """
+    end = next((number for number, word in enumerate(words) if word.startswith("--")), len(words))
+    is_flag, is_list = _fits(True, hint), hint is not Any and _fits([""], hint)
+    count = end if is_list else min(end, 1)
+    if is_flag and count == 1 and hint is not Any and not (_means(words[0]) or _fits("", hint) or _choices(hint)):
+        count = 0  # the word is another argument
+    if not count:
+        if is_flag:
+            return True
+        raise ValueError("it needs a value")
+    taken, words[:count] = words[:count], []
+    return taken if count > 1 else _value_of(taken[0], hint)
+
+
+def _means(word: str) -> bool:
+    return word.lower() in _YES + _NO
+
+
+def _value_of(word: str, hint: Any) -> Any:
+    if hint is Any:
+        return read_yaml(word, word)
+    if word in _choices(hint):
+        return word
+    if _fits(True, hint) and _means(word):
+        return word.lower() in _YES
+    is_dict = word.startswith("{") and _fits({}, hint)
+    return word if _fits("", hint) and not is_dict else read_yaml(word, word)
 
 
 def _at_yaml(value: Any, hint: Any) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mcore.arguments.megatron_rules import check_variable_lengths, fp8_settings
+from lightning_mcore.arguments.on_cpu import without_gpu_switches
 from lightning_mcore.arguments.training_rules import METRICS, checkpoints_activations, text_of
 from lightning_mcore.config.fp8 import FP8Settings
 from lightning_mcore.config.run import RunSettings
@@ -89,6 +90,7 @@ def run_settings(
     seq_length: int | None,
     devices: int | str | None,
     num_nodes: int | None,
+    on_cpu: bool | None,
 ) -> RunSettings:
     """Return the run that ``TrainingArguments`` describes; ``TrainingArguments.settings`` explains the parameters."""
     if model_path is not None:
@@ -108,7 +110,8 @@ def run_settings(
     parts["trainer"] |= _trainer(arguments)
     parts["trainer"] |= {k: v for k, v in (("devices", devices), ("num_nodes", num_nodes)) if v is not None}
     parts["data"] |= _data(arguments)
-    return RunSettings(parts["strategy"], parts["precision"], parts["model"], parts["trainer"], parts["data"])
+    settings = RunSettings(parts["strategy"], parts["precision"], parts["model"], parts["trainer"], parts["data"])
+    return without_gpu_switches(settings) if (arguments.use_cpu if on_cpu is None else on_cpu) else settings
 
 
 def _put(parts: dict[str, dict[str, Any]], place: str, value: Any) -> None:

@@ -126,6 +126,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         seq_length: int | None = None,
         devices: int | str | None = None,
         num_nodes: int | None = None,
+        on_cpu: bool | None = None,
     ) -> RunSettings:
         """Return the run as plain data, without building anything or importing Lightning or Megatron.
 
@@ -134,17 +135,27 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
             seq_length: Tokens of a row; None for the longest that the model supports.
             devices: Ranks on each machine; None for as many as the Trainer finds.
             num_nodes: Machines; None for one.
+            on_cpu: Whether the run is on a CPU, where the switches of GPUs' kernels are left out; None for ``use_cpu``.
 
         Raises:
             ValueError: The model has experts, and a field does not allow them.
         """
-        return run_settings(self, model_path, seq_length=seq_length, devices=devices, num_nodes=num_nodes)
+        return run_settings(
+            self, model_path, seq_length=seq_length, devices=devices, num_nodes=num_nodes, on_cpu=on_cpu
+        )
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether a run on this machine is on the CPU: ``use_cpu`` is set, or there is no GPU."""
+        import torch
+
+        return bool(self.use_cpu) or not torch.cuda.is_available()
 
     def strategy(self) -> "MCoreStrategy":
         """Build the strategy."""
         from lightning_mcore.arguments.build import make_strategy
 
-        return make_strategy(self.settings().strategy)
+        return make_strategy(self.settings(on_cpu=self.on_cpu).strategy)
 
     def precision(self) -> "MCorePrecision":
         """Build the precision plugin."""
@@ -165,7 +176,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         """
         from lightning_mcore.arguments.build import make_trainer
 
-        return make_trainer(self, self.settings(), overrides)
+        return make_trainer(self, self.settings(on_cpu=self.on_cpu), overrides)
 
     def model(
         self,
@@ -192,6 +203,8 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
             FileNotFoundError: There is no such model.
             ValueError: It is not supported, or a field does not fit it.
         """
+        from lightning.pytorch.utilities import rank_zero_info
+
         from lightning_mcore.arguments.build import make_model
         from lightning_mcore.config.preference import Preference
 
@@ -199,7 +212,10 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         check_metric(self.metric_for_best_model, loss)
         given = {"lora": lora, "adapters": adapters, "preference": preference}
         more = {name: value for name, value in given.items() if value}
-        return make_model({**self.settings(path, seq_length=seq_length).model, **more}, transformer or {})
+        settings = self.settings(path, seq_length=seq_length, on_cpu=self.on_cpu)
+        for note in settings.notes:
+            rank_zero_info(note)
+        return make_model({**settings.model, **more}, transformer or {})
 
     def data(
         self,

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lightning_mcore.arguments.fields import shown
 from lightning_mcore.arguments.megatron_rules import fp8_settings
 
 METRICS = {
@@ -425,7 +426,7 @@ def check_foreign(arguments: Any, of: type) -> None:
         if _means_the_same(value, default):
             continue
         reason = REFUSED.get(field.name, "this option of transformers is unknown here")
-        raise ValueError(f"{field.name}={_shown(value)} is not available: {reason}; leave it out")
+        raise ValueError(f"{field.name}={shown(field.name, value)} is not available: {reason}; leave it out")
 
 
 def _default(field: "dataclasses.Field[Any]") -> Any:
@@ -441,7 +442,3 @@ def _means_the_same(value: Any, default: Any) -> bool:
         return bool(value == type(value)())
     off = any(default == item and type(default) is type(item) for item in _OFF)
     return off and any(value == item and type(value) is type(item) for item in _OFF)
-
-
-def _shown(value: Any) -> str:
-    return "..." if isinstance(value, str) and value.startswith("hf_") else repr(value)  # access tokens stay hidden

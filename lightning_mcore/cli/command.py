@@ -106,6 +106,31 @@ class CommandParser(argparse.ArgumentParser):
         _refuse_unknown_options(self, arguments)
         return vars(self.parse_args(arguments))
 
+    @property
+    def options(self) -> list[str]:
+        """The names of the options, such as ``--devices``."""
+        return [name for name in self._option_string_actions if name.startswith("--")]
+
+    def split(self, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Return the options of the command with their values, and all other words.
+
+        Args:
+            arguments: The words after the name of the command.
+        """
+        takes = {name: action.nargs != 0 for name, action in self._option_string_actions.items()}
+        own: list[str] = []
+        others: list[str] = []
+        words = list(arguments)
+        while words:
+            word = words.pop(0)
+            name, equals, _ = word.partition("=")
+            if name not in takes:
+                others.append(word)
+                continue
+            own.append(word)
+            own += [words.pop(0)] if takes[name] and not equals and words else []
+        return own, others
+
     def error(self, message: str) -> NoReturn:
         """Print one line instead of the usage, which ``--help`` shows.
 
@@ -117,7 +142,7 @@ class CommandParser(argparse.ArgumentParser):
 
 def _refuse_unknown_options(parser: CommandParser, arguments: Sequence[str]) -> None:
     """Refuse a misspelt option before argparse, which first reports missing options and suggests no similar one."""
-    known = [name for name in parser._option_string_actions if name.startswith("--")]
+    known = parser.options
     for argument in arguments:
         if argument == "--":
             break

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``lightning-mcore llamafactory FILE [key=value ...]``: run an unchanged training file of LLaMA-Factory.
+"""The command ``lightning-mcore llamafactory``: run an unchanged file, or line of flags, of LLaMA-Factory or ROLL.
 
 ::
 
-    lightning-mcore llamafactory examples/megatron/qwen3_moe_full.yaml output_dir=saves/mine --devices 8
-    torchrun --nnodes 2 --nproc-per-node 8 ... -m lightning_mcore.cli llamafactory file.yaml
+    lightning-mcore llamafactory train examples/megatron/qwen3_moe_full.yaml output_dir=saves/mine --devices 8
+    torchrun --nnodes 2 --nproc-per-node 8 ... -m lightning_mcore.cli llamafactory --model_name_or_path ... --do_train
 
-The whole file is checked before any slow import. The run prints its layout and batch, saves checkpoints in
+The word ``train`` or ``export`` may stand first, as in ``llamafactory-cli``. All keys are checked before any slow
+import. The run prints its layout and batch, saves checkpoints in
 ``output_dir`` and losses in ``trainer_log.jsonl``, and writes the model in Hugging Face form, or the adapters in
 PEFT's, at the end. Ranks are started here, one for each device, by ``torchrun``, or by Ray (``ray_num_workers``).
 """
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from lightning_mcore.cli.guard import Beginning
 
 _OF_RAY = ("ray_min_workers", "ray_max_failures", "ray_save_steps")  # which no release of LLaMA-Factory has as keys
+_NOT_HERE = ("api", "chat", "env", "eval", "help", "version", "webchat", "webui")  # commands of llamafactory-cli
 _MOVE_SECONDS = 120.0  # time to rename and delete files
 
 
@@ -42,13 +44,13 @@ def run(arguments: Sequence[str]) -> int:
     Args:
         arguments: The words after its name.
     """
-    pairs = [word for word in arguments if "=" in word and not word.startswith("-") and not os.path.isfile(word)]
-    options = _parser().read([word for word in arguments if word not in pairs])  # pairs may stand between the options
-    options["overrides"] += pairs
+    parser = _parser()
+    own, words = parser.split(arguments)
+    options = parser.read(own)
     from lightning_mcore.arguments.llamafactory.export import FactoryExport
 
     read: list[FactoryRun | FactoryExport] = []
-    code = run_command(lambda: read.append(_read(options)))  # before any slow import
+    code = run_command(lambda: read.append(_read(options, words, parser)))  # before any slow import
     if code != DONE:
         return code
     asked = read[0]
@@ -56,9 +58,10 @@ def run(arguments: Sequence[str]) -> int:
         return run_command(asked.write)
     if asked.ray.use_ray and ON_RAY not in os.environ:
         return _on_ray(asked, options, arguments)
+    from lightning_mcore.arguments.llamafactory.rules import in_words_of_the_file
     from lightning_mcore.cli.guard import guarded
 
-    return guarded(lambda beginning: _train(asked, options, beginning))
+    return guarded(in_words_of_the_file()(lambda beginning: _train(asked, options, beginning)))
 
 
 def _on_ray(asked: "FactoryRun", options: dict[str, Any], words: Sequence[str]) -> int:
@@ -77,17 +80,25 @@ def _on_ray(asked: "FactoryRun", options: dict[str, Any], words: Sequence[str]) 
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser("llamafactory", "Run a training file of LLaMA-Factory (stage pt, sft, dpo, kto or rm).")
-    parser.add_argument("file", metavar="FILE", help="the training file, YAML or JSON")
+    parser = CommandParser(
+        "llamafactory",
+        "Run a training file of LLaMA-Factory (stage pt, sft, dpo, kto or rm), or the same keys as flags: --key value."
+        " The word train or export may stand first.",
+    )
+    parser.add_argument("file", nargs="?", metavar="FILE", help="the training file, YAML or JSON")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="keys that replace those of the file; values are YAML"
+        "changes",
+        nargs="*",
+        metavar="key=value",
+        help="keys that replace those of the file; values are YAML, and null takes a key back; or --key value",
     )
     parser.add_argument(
         "--devices",
         type=int,
-        help="ranks on each machine; default: torchrun's, all GPUs, or on a CPU as many as the layout needs",
+        help="ranks on each machine; default: torchrun's, NPROC_PER_NODE, all GPUs, or on a CPU as many as the layout"
+        " needs",
     )
-    parser.add_argument("--nodes", type=int, help="machines; default: torchrun's, or 1")
+    parser.add_argument("--nodes", type=int, help="machines; default: torchrun's, NNODES, or 1")
     for name in _OF_RAY:
         option = next(field for field in dataclasses.fields(RayArguments) if field.name == name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=option.metadata["help"])
@@ -97,12 +108,19 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _read(options: dict[str, Any]) -> "FactoryRun | FactoryExport":
+def _read(options: dict[str, Any], words: list[str], parser: CommandParser) -> "FactoryRun | FactoryExport":
     from lightning_mcore.arguments.llamafactory.export import read_export
+    from lightning_mcore.arguments.llamafactory.flags import read_words
+    from lightning_mcore.arguments.llamafactory.rules import in_words_of_the_file
     from lightning_mcore.arguments.llamafactory.run import FactoryRun, read_run
 
-    given = options["file"], options["overrides"]
-    read = read_export(*given) or read_run(*given)
+    file, changes = read_words(_without_command(words), parser.options)
+    if file is None and not changes:
+        raise ValueError("no FILE is given; give a training file of LLaMA-Factory, or its keys as flags: --key value")
+    if options["accelerator"] == "cpu":
+        changes.append("use_cpu=true")
+    with in_words_of_the_file():
+        read = read_export(file, changes) or read_run(file, changes)
     of_ray = {name: options[name] for name in _OF_RAY if options[name] is not None}
     if not of_ray:
         return read
@@ -110,6 +128,17 @@ def _read(options: dict[str, Any]) -> "FactoryRun | FactoryExport":
         name = next(iter(of_ray)).replace("_", "-")
         raise ValueError(f"--{name} is for training, and the file exports a model; leave it out")
     return dataclasses.replace(read, ray=dataclasses.replace(read.ray, **of_ray))
+
+
+def _without_command(words: list[str]) -> list[str]:
+    """Return the words after the command of ``llamafactory-cli``, if one stands first."""
+    if not words or os.path.isfile(words[0]):
+        return words
+    if words[0] in _NOT_HERE:
+        raise ValueError(
+            f"llamafactory-cli {words[0]} is not available here; choose train, or export to merge adapters into a model"
+        )
+    return words[1:] if words[0] in ("train", "export") else words
 
 
 def _train(asked: "FactoryRun", options: dict[str, Any], beginning: "Beginning") -> None:
@@ -127,7 +156,7 @@ def _train(asked: "FactoryRun", options: dict[str, Any], beginning: "Beginning")
     resume = _resume(asked)
     model = asked.model()
     data = asked.data()
-    _say(trainer, "\n".join([*asked.notes, batch_line(asked, trainer)]))
+    _say(trainer, "\n".join([*asked.settings(asked.arguments.on_cpu).notes, batch_line(asked, trainer)]))
     if arguments.do_train:
         trainer.fit(model, datamodule=data, ckpt_path=resume)
         if exports and trainer.is_global_zero:
@@ -197,6 +226,8 @@ def _trainer(asked: "FactoryRun", options: dict[str, Any], callbacks: list[Any])
     if here is not None and everywhere is not None:  # set by torchrun
         devices = devices or int(here)
         nodes = nodes or int(everywhere) // int(here)
+    else:
+        devices, nodes = devices or _of_environment("NPROC_PER_NODE"), nodes or _of_environment("NNODES")
     if devices is None:
         on_cpu = accelerator == "cpu" or not torch.cuda.is_available()
         devices = smallest_world(asked) if on_cpu else -1
@@ -206,6 +237,25 @@ def _trainer(asked: "FactoryRun", options: dict[str, Any], callbacks: list[Any])
     if nodes is not None:
         overrides["num_nodes"] = nodes
     return asked.arguments.trainer(devices=devices, **overrides)
+
+
+def _of_environment(name: str) -> int | None:
+    """Return a number that LLaMA-Factory's launcher takes from the environment.
+
+    Raises:
+        ValueError: It is not a number, or the environment asks for the launcher's elastic ranks.
+    """
+    if os.environ.get("RDZV_ID"):
+        raise ValueError(
+            f"RDZV_ID={os.environ['RDZV_ID']} asks for elastic ranks of torchrun, which are not started here; start"
+            " torchrun -m lightning_mcore.cli llamafactory yourself, or give ray_num_workers"
+        )
+    value = os.environ.get(name)
+    if value is None:
+        return None
+    if not value.isdigit() or int(value) < 1:
+        raise ValueError(f"{name}={value} in the environment is not a number; give 1 or more, or unset it")
+    return int(value)
 
 
 def smallest_world(asked: "FactoryRun") -> int:

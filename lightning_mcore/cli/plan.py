@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mcore.arguments.documents import read_text, read_yaml
+from lightning_mcore.arguments.llamafactory.rules import refuse_v1
 from lightning_mcore.cli.command import DONE, WRONG, CommandParser, run_command
 from lightning_mcore.cli.lightning_file import COMMANDS, TOP_KEYS, refuse_unknown_option, settings_of_lightning
 from lightning_mcore.config.layout import ParallelLayout
@@ -303,6 +304,7 @@ def kind_of(document: Mapping[str, Any], path: str) -> Kind:
     Raises:
         ValueError: The file is of no known kind.
     """
+    refuse_v1(document, path)
     keys = {str(key) for key in document}
     if {"trainer", "model", "data", *COMMANDS} & keys:
         return "lightning"

@@ -26,12 +26,9 @@ from tests.hf_models import tiny_folder
 from tests.parity.hf_training import LENGTH, text
 from tests.ranks import run_ranks
 from tests.toy import make_trainer
+from tests.unit.test_llamafactory_flags import as_flags
 
 pytestmark = pytest.mark.distributed
-
-# The file of the model with experts asks for three kernels of TransformerEngine's. One of them is a no-op without it;
-# the others are refused on a CPU, and left out here.
-WITHOUT_KERNELS = ("apply_rope_fusion=false", "moe_grouped_gemm=false")
 
 
 def command(words: list[str]) -> int:
@@ -51,11 +48,14 @@ def run_all(world_size: int, *words: str) -> list[int]:
 def test_the_file_of_the_model_with_experts_runs(
     stages: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The file has four stages."""
+    """The file has four stages; here as it is, without a GPU for its kernels."""
     file = write_run(tmp_path, QWEN3_MOE, "qwen3_moe")
     words = [] if stages == 4 else [f"pipeline_model_parallel_size={stages}"]
-    assert run_all(2 * stages, file, *WITHOUT_KERNELS, *words) == [0] * 2 * stages
+    assert run_all(2 * stages, "train", file, *words) == [0] * 2 * stages
     said = capfd.readouterr().out
+    assert (
+        "on a CPU, apply_rope_fusion, moe_grouped_gemm have no effect and are left out; the numbers are the s" in said
+    )
     assert f"layout: tp1 pp{stages} cp1 dp2 ep2 etp1 edp1" in said
     assert "per_device_train_batch_size 1 * gradient_accumulation_steps 8 * data-parallel size 2 = 16 rows" in said
     found = [float(line.split()[1]) for line in losses(tmp_path)]
@@ -65,13 +65,27 @@ def test_the_file_of_the_model_with_experts_runs(
     assert model.config.model_type == "qwen3_moe"
 
 
-@pytest.mark.parametrize("kernel", WITHOUT_KERNELS)
-def test_kernels_that_are_not_there_are_refused(tmp_path: Path, kernel: str, capfd: pytest.CaptureFixture[str]) -> None:
-    one_rank = ("pipeline_model_parallel_size=1", "expert_model_parallel_size=1")
+def test_a_line_of_flags_runs_without_the_switches_of_gpus(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The losses are those of the same keys without the switches; what changes numbers is refused."""
     file = write_run(tmp_path, QWEN3_MOE, "qwen3_moe")
-    others = [key for key in WITHOUT_KERNELS if key != kernel]
-    assert run_all(1, file, *others, *one_rank) == [2]
-    assert kernel.partition("=")[0] in capfd.readouterr().out  # where ranks print
+    keys = {**yaml.safe_load(Path(file).read_text()), "max_steps": 2, "pipeline_model_parallel_size": 2}
+    del keys["num_train_epochs"]
+    kernels = {
+        "additional_configs": '{"moe_permute_fusion": true, "attention_backend": "flash"}',
+        "ddp_backend": "nccl",
+    }
+    assert run_all(2, *as_flags({**keys, **kernels, "expert_model_parallel_size": 1}, False)) == [0, 0]
+    note = (
+        "on a CPU, apply_rope_fusion, moe_grouped_gemm, moe_permute_fusion, attention_backend, ddp_backend have no eff"
+    )
+    assert capfd.readouterr().out.count(note) == 1
+    found = losses(tmp_path)
+    without = {**keys, "apply_rope_fusion": False, "moe_grouped_gemm": False, "output_dir": str(tmp_path / "2" / "out")}
+    assert run_all(2, *as_flags({**without, "expert_model_parallel_size": 1}, False)) == [0, 0]
+    assert "on a CPU" not in capfd.readouterr().out
+    assert losses(tmp_path / "2") == found
+    assert run_all(2, file, "--fp8_recipe", "delayed", "pipeline_model_parallel_size=1") == [2, 2]
+    assert "fp8" in capfd.readouterr().out
 
 
 def test_the_file_of_the_dense_model_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

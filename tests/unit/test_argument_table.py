@@ -105,9 +105,11 @@ def optimizer_config(strategy: Any) -> OptimizerConfig:
 
 
 def test_an_offload_without_transformer_engine_is_refused(tmp_path: Path) -> None:
+    """On a CPU there is nothing to offload, and the option is left out."""
     args = TrainingArguments(output_dir=str(tmp_path), use_distributed_optimizer=True, optimizer_cpu_offload=True)
     with pytest.raises(ModuleNotFoundError, match="optimizer_cpu_offload=True needs TransformerEngine"):
-        args.strategy()
+        make_strategy(args.settings(on_cpu=False).strategy)
+    assert args.strategy().optimizer_config is None
 
 
 class _Attributes:

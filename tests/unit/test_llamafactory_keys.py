@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_mcore.arguments.llamafactory.keys import REFUSED, FactoryKeys
 from lightning_mcore.arguments.llamafactory.output import where_to_resume
 from lightning_mcore.arguments.llamafactory.rules import OF_RAY
 from lightning_mcore.arguments.llamafactory.run import FactoryRun, read_run
+from lightning_mcore.cli import guard, main
 from lightning_mcore.cli.llamafactory import run
 from lightning_mcore.cli.plan import run as plan
 from tests.factory_files import LLAMA3, QWEN3_LORA, QWEN3_MOE, TRAIN_LORA, write_run
@@ -324,7 +326,7 @@ def test_json_is_read_too(tmp_path: Path) -> None:
 def test_wrong_input_is_one_sentence_and_exit_code_2(file: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert run([file, "lerning_rate=1e-5"]) == 2
     said = capfd.readouterr().err
-    assert said == f"error: unknown key of {file} 'lerning_rate'; did you mean 'learning_rate'?\n"
+    assert said == "error: unknown option 'lerning_rate'; did you mean 'learning_rate'?\n"
 
 
 def test_a_share_of_warm_up_has_its_older_name_too(file: str) -> None:
@@ -340,7 +342,7 @@ def test_allowing_code_that_is_not_run_is_no_error(file: str) -> None:
 
 
 def test_a_file_that_asks_for_nothing_is_refused(file: str) -> None:
-    with pytest.raises(ValueError, match="asks neither for training nor for evaluation; set do_train: true"):
+    with pytest.raises(ValueError, match="neither training nor evaluation is asked for; set do_train: true"):
         read(file, "do_train=false")
 
 
@@ -409,9 +411,26 @@ def test_adapters_are_merged_or_continued_as_llamafactory_does(adapters_file: st
     assert model["lora"] == {"path": "a", "quantization": "nf4", "double_quantization": True}
 
 
-def test_the_example_of_adapters_on_experts_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    example = Path(__file__).parents[2] / "examples" / "llamafactory" / "qwen3_30b_a3b_lora.yaml"
-    write_run(tmp_path, QWEN3_LORA, "qwen3_moe")
-    places = [f"model_name_or_path={tmp_path / 'model'}", f"dataset_dir={tmp_path / 'data'}", "dataset=alpaca_en_demo"]
-    assert plan([str(example), *places, "--devices", "8"]) == 0
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "llamafactory").iterdir())
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_commands_that_an_example_names_accept_it(
+    example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stand in its first comment; the model and the datasets of the repository are tiny ones here."""
+    commands = [
+        line[1:].split() for line in example.read_text().splitlines() if line.startswith("#     lightning-mcore")
+    ]
+    assert {words[1] for words in commands} == {"plan", "llamafactory"}
+    write_run(tmp_path, QWEN3_LORA, "qwen3_moe", info={"identity": {"file_name": "alpaca_en_demo.json"}})
+    (tmp_path / "LLaMA-Factory").mkdir()
+    (tmp_path / "data").rename(tmp_path / "LLaMA-Factory" / "data")
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(example, tmp_path)
+    started = []
+    monkeypatch.setattr(guard, "guarded", lambda run: started.append(run) or 0)
+    for _, command, *words in commands:
+        assert main([command, *words, "model_name_or_path=model"]) == 0, capsys.readouterr().err
+    assert len(started) == 1
     assert "ep4" in capsys.readouterr().out

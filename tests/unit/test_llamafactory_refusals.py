@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a LLaMA-Factory file may not say: one sentence each, naming what contradicts what."""
 
+import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ import pytest
 from lightning_mcore.arguments.documents import read_file
 from lightning_mcore.arguments.llamafactory.export import read_export
 from lightning_mcore.arguments.llamafactory.output import is_waiting, move_in, unfinished, where_to_resume
+from lightning_mcore.arguments.llamafactory.rules import in_words_of_the_file
 from lightning_mcore.arguments.llamafactory.run import read_run
+from lightning_mcore.cli.plan import run as plan
 from tests.factory_files import LLAMA3, write_run
 
 
@@ -35,7 +39,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["finetuning_type=freeze", "quantization_bit=4"], "quantization_bit: 4 is for one adapter, new or contin"),
         (["finetuning_type=freeze", "use_llama_pro=true"], "use_llama_pro: True belongs to a way of fine-tuning that"),
         (["lora_rank=4"], "lora_rank: 4 is for finetuning_type: lora; leave it out, or choose that"),
-        (["finetuning_type=lora", "lora_rank=0"], "r=0 is too small; choose 1 or more"),
+        (["finetuning_type=lora", "lora_rank=0"], "lora_rank=0 is too small; choose 1 or more"),
         (["finetuning_type=lora", "lora_dropout=1.5"], r"lora_dropout=1.5 is not in \[0, 1\)"),
         (["finetuning_type=lora", "adapter_name_or_path=a", "lora_rank=4"], "lora_rank: 4 contradicts adapter_name_or"),
         (["finetuning_type=lora", "adapter_folder=a"], "adapter_folder: a is a folder inside adapter_name_or_path"),
@@ -112,13 +116,13 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["cutoff_len=long"], "cutoff_len='long' is of type str"),
         (["cutoff_len=0"], "cutoff_len: 0 is too small; choose 1 or more"),
         (["max_samples=0"], "max_samples: 0 is too small"),
-        (["cutof_len=3"], "unknown key of .*run.yaml 'cutof_len'; did you mean 'cutoff_len'?"),
+        (["cutof_len=3"], "unknown option 'cutof_len'; did you mean 'cutoff_len'?"),
         (["template=lama3"], "unknown chat template 'lama3'; did you mean 'llama3'?"),
         (["dataset=alpaca_en"], "unknown dataset of .*dataset_info.json 'alpaca_en'; did you mean 'alpaca_en_demo'?"),
         (["dataset_dir=nowhere"], "dataset_dir='nowhere' has no dataset_info.json"),
         (["dataset=null"], "do_train: True needs a dataset"),
-        (["dataset=null", "do_train=false"], "the file has no dataset"),
-        (["model_name_or_path=null"], "the file has no model_name_or_path"),
+        (["dataset=null", "do_train=false"], "dataset is not given"),
+        (["model_name_or_path=null"], "model_name_or_path is not given"),
         (["use_mca=true", "use_megatron_bridge=true"], "use_mca: True contradicts use_megatron_bridge: True"),
         (["packing=false", "neat_packing=true"], "neat_packing: True contradicts packing: False"),
         (["packing=false", "use_packed_sequences=true"], "use_packed_sequences: True contradicts packing: False"),
@@ -137,7 +141,11 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
         ),
         (["do_eval=true"], "do_eval: True needs something to evaluate on"),
         (["eval_strategy=steps"], "eval_strategy: steps needs something to evaluate on"),
-        (["do_predict=true"], "do_predict: True generates text, which is not supported"),
+        (["do_predict=true"], "do_predict: True generates text, which is not supported; set do_eval: true"),
+        (["fp8_enable_fsdp_float8_all_gather=true"], "belongs to FSDP, and data parallelism is Megatron's here"),
+        (["hub_token=my-secret"], r"hub_token=\.\.\. is not available: nothing is uploaded"),
+        (["hub_token=[my-secret]"], r"hub_token=\.\.\. is not available: nothing is uploaded"),
+        (["swanlab_api_key=my-secret"], r"swanlab_api_key: \.\.\. belongs to SwanLab"),
         (["early_stopping_steps=2"], "early_stopping_steps: 2 counts evaluations, and there are none"),
         (["streaming=true", "max_samples=3"], "streaming: True contradicts max_samples: 3"),
         (["streaming=true", "val_size=3"], "streaming: True contradicts val_size: 3"),
@@ -173,9 +181,62 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
 )
 def test_what_cannot_be_run_is_refused(file: str, overrides: list[str], sentence: str) -> None:
-    with pytest.raises((ValueError, TypeError, FileNotFoundError), match=sentence) as caught:
+    refused = pytest.raises((ValueError, TypeError, FileNotFoundError), match=sentence)
+    with refused as caught, in_words_of_the_file():
         assert read_export(file, overrides) or read_run(file, overrides)
     assert "\n" not in str(caught.value)
+    assert "my-secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        (
+            {"model": "m", "train_dataset": "d.yaml", "output_dir": "o"},
+            "is in LLaMA-Factory's v1 format (train_dataset)",
+        ),
+        (
+            {"model": "m", "peft_config": {"name": "lora", "export_dir": "o"}},
+            "v1 format (peft_config), which is not re",
+        ),
+        (
+            {"model_name_or_path": "m", "template": "qwen3", "infer_backend": "huggingface"},
+            "is for chatting with a mod",
+        ),
+        (
+            {"model_name_or_path": "m", "do_predict": True, "eval_dataset": "d", "predict_with_generate": True},
+            "do_predict: True generates text, which is not supported; set do_eval: true",
+        ),
+        (
+            {"model_name_or_path": "m", "cutof_len": 3, "stage": "sft"},
+            "unknown key of {file} 'cutof_len'; did you mean",
+        ),
+    ],
+    ids=lambda value: None if isinstance(value, str) else list(value)[1],
+)
+def test_files_of_other_commands_are_named(tmp_path: Path, keys: dict[str, Any], sentence: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(keys), encoding="utf-8")
+    with pytest.raises(ValueError, match=re.escape(sentence.replace("{file}", str(file)))):
+        read_run(str(file))
+    if "cutof_len" not in keys:
+        code = plan([str(file), "--devices", "1"])
+        assert code == 2
+
+
+def test_a_change_to_null_takes_a_key_back(file: str) -> None:
+    """Whatever the file says: it is as if the key were not there."""
+    lines = Path(file).read_text(encoding="utf-8")
+    other = Path(file).with_name("other.yaml")
+    other.write_text(f"{lines}fsdp: [full_shard, auto_wrap]\ncutof_len: 3\nseed: 7\n", encoding="utf-8")
+    back = ["fsdp=null", "cutof_len=null"]
+    for number in range(2):
+        with pytest.raises(ValueError, match=r"fsdp|cutof_len"):
+            read_run(str(other), back[number : number + 1])
+    assert read_run(str(other), back).arguments.seed == 7
+    assert read_run(str(other), [*back, "seed=null"]).arguments.seed == 42
+    with pytest.raises(ValueError, match="unknown option 'cutof_len'"):
+        read_run(file, ["cutof_len=null"])
 
 
 def test_texts_are_not_read_of_conversations(tmp_path: Path) -> None:

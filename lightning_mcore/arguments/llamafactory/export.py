@@ -4,8 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_mcore.arguments.documents import read_file
-from lightning_mcore.arguments.llamafactory.rules import check_names, check_supported, own_keys
+from lightning_mcore.arguments.llamafactory.rules import check_supported, own_keys, read_keys
 from lightning_mcore.config.value_checks import require_size
 from lightning_mcore.hf.source import read_config, sees_images
 
@@ -52,11 +51,11 @@ class FactoryExport:
             export_model(module, self.out, dtype=dtype, max_shard_size=self.max_shard_size)
 
 
-def read_export(path: str, overrides: Sequence[str] = ()) -> FactoryExport | None:
+def read_export(path: str | None, overrides: Sequence[str] = ()) -> FactoryExport | None:
     """Return the export that a file asks for; None for a file that trains or evaluates.
 
     Args:
-        path: The file, YAML or JSON.
+        path: The file, YAML or JSON; None for the changes alone.
         overrides: Changes to the file, each ``key=value``.
 
     Raises:
@@ -64,11 +63,10 @@ def read_export(path: str, overrides: Sequence[str] = ()) -> FactoryExport | Non
         ValueError: A key is unknown or not supported, or a value is not allowed.
         TypeError: A value has another type.
     """
-    given = read_file(path, "a file of LLaMA-Factory", overrides)
+    given = read_keys(path, overrides)
     out = given.get("export_dir")
     if not out or given.get("do_train") or given.get("do_eval"):
         return None
-    check_names(given, path)
     keys = own_keys(given)
     check_supported({key: value for key, value in given.items() if key not in _OWN})
     if keys.quantization_bit is not None:

@@ -254,6 +254,10 @@ _PPO = "belongs to PPO, and the stages here are pt, sft, dpo, kto and rm"
 _REFERENCE = "changes the weights of the reference; merge or convert them first, and give that folder as ref_model"
 _VISION = "belongs to audio models, or to vision families that are not available"
 _QUANTIZED = "belongs to weights quantised in another way than quantization_bit: 4 with nf4"
+_FSDP = (
+    "belongs to FSDP, and data parallelism is Megatron's here; fp8_param: true with use_distributed_optimizer: true"
+    " gathers weights in FP8"
+)
 _OPTIMIZER = "belongs to an optimizer that is not available; choose optim: adamw_torch or sgd"
 _GENERATION = "belongs to generating text, which a training run here does not do"
 _EXPORT = "belongs to LLaMA-Factory's export; lightning-mcore export writes a checkpoint in Hugging Face form"
@@ -304,8 +308,8 @@ _GROUPS: dict[str, dict[str, Any]] = {
         "quantization_device_map": None,
         "upcast_layernorm": False,
         "upcast_lmhead_output": False,
-        "fp8_enable_fsdp_float8_all_gather": False,
     },
+    _FSDP: {"fp8_enable_fsdp_float8_all_gather": False},
     _OPTIMIZER: {
         "use_galore": False,
         "galore_target": "all",

@@ -4,11 +4,15 @@
 Each refusal is one sentence that names the keys. ``run.py`` applies these rules before it uses the file.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning_mcore.arguments.fields import check_types
+from lightning_mcore.arguments.documents import read_file
+from lightning_mcore.arguments.fields import check_types, shown
 from lightning_mcore.arguments.llamafactory.keys import FREEZE, LORA, OF_NEW_ADAPTERS, REFUSED, FactoryKeys
 from lightning_mcore.arguments.llamafactory.preference import check_preferences, preference_of
 from lightning_mcore.arguments.training_rules import check_metric
@@ -22,24 +26,87 @@ OF_RAY = {"ray_num_workers", "ray_init_kwargs", "master_addr", "master_port"}
 OF_RAY |= {"ray_run_name", "ray_storage_path", "resources_per_worker", "placement_strategy"}  # of older releases
 """Names of the keys of a launch on Ray; ``RayArguments`` has more, which are our own options."""
 
+_MAY_BE_NULL = ("enable_thinking",)  # None is a value of its own, and not the default
+
 _PRECISIONS = ("bf16_mixed", "fp16_mixed", "fp32")
 _BRIDGE_FP8 = "set fp8: hybrid and bf16: true for FP8"
 
 
-def check_names(given: Mapping[str, Any], path: str) -> None:
-    """Refuse names that are neither LLaMA-Factory keys nor arguments.
+_OF_V1 = {"model_class", "train_dataset", "peft_config", "dist_config", "kernel_config", "quant_config", "init_config"}
+_WORK = ("stage", "dataset", "eval_dataset", "do_train", "do_eval", "do_predict", "export_dir")
+_IN_THE_FILE = {
+    "seq_length": "cutoff_len",
+    "r": "lora_rank",
+    "target_modules": "lora_target",
+    "modules_to_save": "additional_target",
+    "accumulate_grad_batches": "gradient_accumulation_steps",
+}
+"""Names in errors of other rooms, and the keys that they come from."""
+
+
+@contextlib.contextmanager
+def in_words_of_the_file() -> Iterator[None]:
+    """Put the file's own keys into errors about the arguments that they become."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        names = "|".join(_IN_THE_FILE)
+        text = re.sub(rf"\b({names})(?==)", lambda found: _IN_THE_FILE[found[1]], str(error))
+        if type(error) not in (TypeError, ValueError) or text == str(error):
+            raise
+        raise type(error)(text) from error
+
+
+def read_keys(path: str | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the keys of a file with their values, after the changes; a change to null takes a key back.
+
+    Args:
+        path: The file, YAML or JSON; None for the changes alone.
+        overrides: The changes, each ``key=value``.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: A name is neither a LLaMA-Factory key nor an argument, or the file is of another kind.
+    """
+    what = "a training file of LLaMA-Factory"
+    in_file, given = set(read_file(path, what)), read_file(path, what, overrides)
+    changed = {text.partition("=")[0].partition(".")[0] for text in overrides}
+    for key in sorted(changed):
+        if given[key] is None and (key in in_file or key in _names()) and key not in _MAY_BE_NULL:
+            del given[key]
+    refuse_v1(given, path)
+    for key in given:
+        if key not in _names():
+            raise ValueError(unknown_name(f"key of {path}" if key in in_file else "option", key, _names()))
+    if "infer_backend" in given and not any(given.get(name) for name in _WORK):
+        raise ValueError(
+            f"{path} is for chatting with a model (infer_backend), which is not available here; give a file that trains"
+            " (stage and dataset) or merges adapters (export_dir)"
+        )
+    return given
+
+
+def refuse_v1(given: Mapping[str, Any], path: str | None) -> None:
+    """Refuse a file of LLaMA-Factory's v1 format, whose keys have other names.
 
     Args:
         given: All keys of the file.
         path: The file, named in errors.
 
     Raises:
-        ValueError: A name is unknown.
+        ValueError: The file has that format.
     """
-    known = OWN | OF_RAY | set(REFUSED) | _training_fields()
-    for key in given:
-        if key not in known:
-            raise ValueError(unknown_name(f"key of {path}", key, known))
+    found = sorted(_OF_V1 & given.keys())
+    if found and "model_name_or_path" not in given:
+        raise ValueError(
+            f"{path} is in LLaMA-Factory's v1 format ({', '.join(found)}), which is not read; write model_name_or_path,"
+            " stage, finetuning_type, dataset and template instead, as in examples/train_lora of LLaMA-Factory"
+        )
+
+
+@functools.cache
+def _names() -> frozenset[str]:
+    return frozenset(OWN | OF_RAY | set(REFUSED) | _training_fields())
 
 
 def own_keys(given: Mapping[str, Any]) -> FactoryKeys:
@@ -55,7 +122,7 @@ def own_keys(given: Mapping[str, Any]) -> FactoryKeys:
     keys = FactoryKeys(**{key: value for key, value in given.items() if key in OWN})
     check_types(keys)
     if keys.model_name_or_path is None:
-        raise ValueError("the file has no model_name_or_path; give a Hugging Face folder or name")
+        raise ValueError("model_name_or_path is not given; give a Hugging Face folder or name")
     return keys
 
 
@@ -71,15 +138,11 @@ def check_supported(given: Mapping[str, Any]) -> None:
     for key, value in given.items():
         if key in REFUSED and not _equal(value, REFUSED[key][0]):
             default, reason = REFUSED[key]
-            raise ValueError(f"{key}: {_shown(key, value)} {reason}; leave it out, or keep its default {default!r}")
+            raise ValueError(f"{key}: {shown(key, value)} {reason}; leave it out, or keep its default {default!r}")
 
 
 def _equal(value: Any, default: Any) -> bool:
     return value == default and isinstance(value, bool) == isinstance(default, bool)
-
-
-def _shown(key: str, value: Any) -> str:
-    return "..." if key.endswith(("_token", "_api_key", "_secret", "_webhook_url")) and value else repr(value)
 
 
 def check_keys(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
@@ -217,12 +280,18 @@ def _check_learning(keys: FactoryKeys) -> None:
 
 
 def _check_evaluation(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
+    for name in ("do_predict", "predict_with_generate"):
+        if given.get(name):
+            raise ValueError(
+                f"{name}: True generates text, which is not supported; set do_eval: true for the loss of an evaluation,"
+                " and generate with the exported model"
+            )
     if given.get("do_train") and not keys.dataset:
         raise ValueError("do_train: True needs a dataset; name one of dataset_info.json")
     if not keys.dataset:
-        raise ValueError("the file has no dataset; name one of dataset_info.json, which evaluation alone needs too")
-    if not given.get("do_train") and not given.get("do_eval") and not given.get("do_predict"):
-        raise ValueError("the file asks neither for training nor for evaluation; set do_train: true, or do_eval: true")
+        raise ValueError("dataset is not given; name one of dataset_info.json, which evaluation alone needs too")
+    if not given.get("do_train") and not given.get("do_eval"):
+        raise ValueError("neither training nor evaluation is asked for; set do_train: true, or do_eval: true")
     if keys.val_size and keys.eval_dataset:
         raise ValueError(
             f"val_size: {keys.val_size} and eval_dataset: {keys.eval_dataset} both say what to evaluate on; leave one"
@@ -230,8 +299,6 @@ def _check_evaluation(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
         )
     if given.get("do_eval") and not keys.val_size and not keys.eval_dataset:
         raise ValueError("do_eval: True needs something to evaluate on; set eval_dataset or val_size")
-    if given.get("do_predict"):
-        raise ValueError("do_predict: True generates text, which is not supported; leave it out")
     evaluates = isinstance(given.get("eval_strategy"), str) and given["eval_strategy"] != "no"
     if evaluates and not keys.val_size and not keys.eval_dataset:
         raise ValueError(

@@ -11,14 +11,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_mcore.arguments.documents import read_file
 from lightning_mcore.arguments.fields import check_type
 from lightning_mcore.arguments.llamafactory.datasets import DatasetEntry, read_datasets
 from lightning_mcore.arguments.llamafactory.fp8 import Fp8Arguments
 from lightning_mcore.arguments.llamafactory.freeze import trained_parts
 from lightning_mcore.arguments.llamafactory.keys import REFUSED, FactoryKeys, notes_of, translated
 from lightning_mcore.arguments.llamafactory.preference import preference_of
-from lightning_mcore.arguments.llamafactory.rules import OF_RAY, OWN, check_keys, check_names, check_supported, own_keys
+from lightning_mcore.arguments.llamafactory.rules import OF_RAY, OWN, check_keys, check_supported, own_keys, read_keys
 from lightning_mcore.arguments.llamafactory.vision import check_vision, notes_of_vision
 from lightning_mcore.arguments.ray import RayArguments
 from lightning_mcore.config.run import RunSettings, rows_of_pairs
@@ -62,18 +61,17 @@ class FactoryRun:
         """Folder or name of the model."""
         return str(self.keys.model_name_or_path)
 
-    def settings(self, devices: int | str | None = None, num_nodes: int | None = None) -> RunSettings:
+    def settings(self, on_cpu: bool | None = None) -> RunSettings:
         """Return the run as plain data.
 
         Args:
-            devices: Ranks on each machine; None for as many as the Trainer finds.
-            num_nodes: Machines; None for one.
+            on_cpu: Whether the run is on a CPU; None for ``use_cpu``.
 
         Raises:
             ValueError: The model is not supported.
         """
         length = self.keys.cutoff_len
-        settings = self.arguments.settings(self.model_path, seq_length=length, devices=devices, num_nodes=num_nodes)
+        settings = self.arguments.settings(self.model_path, seq_length=length, on_cpu=on_cpu)
         model, lora, merged = settings.model, self.keys.lora, self.keys.merged_adapters
         if lora is not None:
             model = {**model, "lora": lora, **({"adapters": merged} if merged else {})}
@@ -88,7 +86,7 @@ class FactoryRun:
             model = {**model, "preference": preference_of(self.keys, self.keys.stage)}
             data = rows_of_pairs(model, data)
         ray = self.ray.settings() if self.ray.use_ray else None
-        notes = self.notes
+        notes = (*self.notes, *settings.notes)
         if sees_images(self.model_path):
             model, more = self._seeing(model)
             notes += more
@@ -119,7 +117,7 @@ class FactoryRun:
         from lightning_mcore.models.vision import MCoreVisionGPT
 
         kind = MCoreVisionGPT if self._sees() else DFTModel if self.keys.use_dft_loss else MCoreGPT
-        return make_model(self.settings().model, {}, kind)
+        return make_model(self.settings(self.arguments.on_cpu).model, {}, kind)
 
     def _sees(self) -> bool:
         """Return whether the model sees images; downloads the config of a name on the hub."""
@@ -213,11 +211,11 @@ class FactoryRun:
         return FactoryPairs(readings[:count], tokenizer, evaluation=readings[count:], **settings)
 
 
-def read_run(path: str, overrides: Sequence[str] = ()) -> FactoryRun:
+def read_run(path: str | None, overrides: Sequence[str] = ()) -> FactoryRun:
     """Return the run that a training file describes.
 
     Args:
-        path: The file, YAML or JSON.
+        path: The file, YAML or JSON; None for the changes alone.
         overrides: Changes to the file, as texts ``key=value``.
 
     Raises:
@@ -225,8 +223,7 @@ def read_run(path: str, overrides: Sequence[str] = ()) -> FactoryRun:
         ValueError: A key is unknown or not supported, a value is not allowed, or two keys contradict each other.
         TypeError: A value has another type.
     """
-    given = read_file(path, "a training file of LLaMA-Factory", overrides)
-    check_names(given, path)
+    given = read_keys(path, overrides)
     own = own_keys(given)
     sees = sees_images(str(own.model_name_or_path))
     check_supported(given)
@@ -289,7 +286,7 @@ def _arguments(keys: FactoryKeys, given: Mapping[str, Any]) -> "Seq2SeqTrainingA
 
     values = {key: value for key, value in given.items() if key not in OWN | OF_RAY | set(REFUSED)}
     if "output_dir" not in values:
-        raise ValueError("the file has no output_dir; give the folder for checkpoints and the model")
+        raise ValueError("output_dir is not given; give the folder for checkpoints and the model")
     if keys.use_megatron_bridge:
         values = dict.fromkeys(_BRIDGE, True) | values
     if keys.warmup_ratio:

@@ -91,6 +91,23 @@ TORCH_BACKEND_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 """The values that the torch backend supports for these fields, and why it does not support others."""
 
+KERNELS: Collection[str] = frozenset(
+    {
+        *("apply_rope_fusion", "fused_single_qkv_rope", "mla_down_proj_fusion"),
+        *("attention_backend", "cp_comm_type", "flash_attention_version", "masked_softmax_fusion"),
+        *("kitchen_attention_backend", "use_kitchen_attention"),
+        *("fused_residual_rmsnorm", "memory_efficient_layer_norm", "persist_layer_norm"),
+        *("use_te_activation_func", "use_transformer_engine_op_fuser", "disable_parameter_transpose_cache"),
+        *("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "moe_permute_fusion_into_hybridep"),
+        *("moe_single_grouped_bias", "moe_single_grouped_weight", "moe_hybridep_num_sms", "moe_paged_stash"),
+        *("use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert"),
+        *("delay_wgrad_compute", "defer_embedding_wgrad_compute", "gradient_accumulation_fusion"),
+        *("overlap_dispatch_backward_with_experts_wgrad", "symmetric_ar_type"),
+        *("cpu_offloading", "fine_grained_activation_offloading"),
+    }
+)
+"""Fields above that choose a kernel, a transport or a place in memory; without them only rounding changes."""
+
 NOT_CARRIED_OUT: Mapping[str, str] = {
     **dict.fromkeys(
         ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),

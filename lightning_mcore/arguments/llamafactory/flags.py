@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The words of a command line that LLaMA-Factory and ROLL take: a file with changes to it, or flags alone.
+
+::
+
+    sft.yaml learning_rate=1e-5 --devices 8
+    --model_name_or_path Qwen/Qwen3-0.6B --do_train --dataset identity --bf16 --learning_rate 1e-5
+
+:func:`read_words` turns flags into the ``key=value`` texts that ``run.py`` and ``export.py`` read, so a flag and a key
+of a file mean the same. It has the rules of transformers' ``HfArgumentParser``, except that no name is abbreviated.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Collection, Sequence
+from typing import Any, get_type_hints
+
+from lightning_mcore.arguments.fields import take_words
+from lightning_mcore.arguments.llamafactory.keys import REFUSED, FactoryKeys
+from lightning_mcore.arguments.ray import RayArguments
+from lightning_mcore.config.text import unknown_name
+
+
+def read_words(words: Sequence[str], others: Collection[str]) -> tuple[str | None, list[str]]:
+    """Return the file, or None, and the changes to it, each ``key=value``.
+
+    Args:
+        words: The words of the command line, without the options of the command itself.
+        others: Names of those options, to suggest for a misspelt one.
+
+    Raises:
+        ValueError: An option is unknown or lacks its value, or a word belongs to no option.
+    """
+    hints, file, changes = _hints(), None, []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("--"):
+            changes.append(_change(word, rest, hints, others))
+        elif "=" in word and not os.path.isfile(word):
+            changes.append(word)
+        elif file is None:
+            file = word
+        else:
+            raise ValueError(f"{word!r} belongs to no option; give one FILE, and then key=value or --key value")
+    return file, changes
+
+
+def _change(word: str, rest: list[str], hints: dict[str, Any], others: Collection[str]) -> str:
+    """Return a flag as ``key=value``; takes the words of its value."""
+    name, equals, value = word[2:].partition("=")
+    name = name.replace("-", "_")
+    negated = name.removeprefix("no_")
+    if name not in hints and negated != name and hints.get(negated) is bool and not equals:
+        return f"{negated}=false"
+    if name not in hints:
+        raise ValueError(unknown_name("option", word.partition("=")[0], [*others, *(f"--{key}" for key in hints)]))
+    try:
+        found = take_words([value] if equals else rest, hints[name])
+    except ValueError as error:
+        raise ValueError(f"--{name}: {error}; give --{name} VALUE") from error
+    return f"{name}={json.dumps(found, ensure_ascii=False)}"
+
+
+def _hints() -> dict[str, Any]:
+    """Return the type of every key of a training file."""
+    from lightning_mcore.arguments.training import Seq2SeqTrainingArguments
+
+    refused = {name: Any if default is None else type(default) for name, (default, _) in REFUSED.items()}
+    found: dict[str, Any] = dict(refused)
+    for kind in (RayArguments, Seq2SeqTrainingArguments, FactoryKeys):
+        hints = get_type_hints(kind)
+        found |= {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
+    found["fp8"] = found["fp8"] | bool  # a format in Megatron's arguments, a yes or no in LLaMA-Factory's
+    return found
