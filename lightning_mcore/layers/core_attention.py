@@ -18,7 +18,9 @@ its own tokens, summed over the ranks that read them. Both run on every rank tha
 are padding, so that every rank takes part in every collective.
 
 Multi-latent attention rotates one key head that all heads share, also those on other tensor-parallel ranks. Megatron's
-local layers leave its gradient as a partial sum on each rank; :class:`_CompleteSharedGradient` adds up these sums.
+local layers leave its gradient as a partial sum on each rank, and so do its layers on TransformerEngine without
+sequence parallelism; :class:`_CompleteSharedGradient` adds up these sums. :func:`completed` puts it into
+TransformerEngine's core attention.
 
 Source: ``DotProductAttention`` (megatron.core.transformer.dot_product_attention, 0.16.1 and 0.19.2).
 """
@@ -36,7 +38,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -302,6 +303,45 @@ class _CompleteSharedGradient(torch.autograd.Function):
         return gradient, None, None
 
 
+@functools.cache
+def completed(attention: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of TransformerEngine's core attention that makes up for two omissions.
+
+    TransformerEngine leaves the memory of learned sinks as it is, so that a run begins with whatever was there; here
+    they begin at 0, as in :class:`TorchAttention`. And without sequence parallelism Megatron leaves the gradient of the
+    rotated key that all heads share as a partial sum on each tensor-parallel rank.
+
+    Args:
+        attention: ``TEDotProductAttention``.
+
+    Source: ``DotProductAttention.__init__`` of TransformerEngine (2.11), and ``get_query_key_value_tensors``
+    (megatron.core.transformer.multi_latent_attention, 0.16.1 and 0.19.2), which gathers and sums the rotated key only
+    with sequence parallelism.
+    """
+
+    class Completed(attention):  # type: ignore[misc, valid-type]
+        def __init__(
+            self,
+            config: TransformerConfig,
+            *args: Any,
+            pg_collection: ProcessGroupCollection | None = None,
+            **kwargs: Any,
+        ) -> None:
+            super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
+            if isinstance(self.softmax_offset, nn.Parameter):
+                nn.init.zeros_(self.softmax_offset)
+            self.shared_key_group = None if config.sequence_parallel else _shared_key_group(config, pg_collection)
+
+        def forward(self, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+            """Compute attention; ``key`` is [s / cp, b, groups / tp, d], packed [t / cp, groups / tp, d]."""
+            if self.shared_key_group is not None:
+                width = self.config.qk_pos_emb_head_dim
+                key = _CompleteSharedGradient.apply(key, width, self.shared_key_group)  # type: ignore[no-untyped-call]
+            return super().forward(query, key, *args, **kwargs)
+
+    return Completed
+
+
 def _sinks(config: TransformerConfig) -> Tensor | None:
     """Return the sinks of this rank's heads, [h / tp], which begin at 0, or None for a plain softmax.
 
@@ -313,9 +353,7 @@ def _sinks(config: TransformerConfig) -> Tensor | None:
     sinks = torch.zeros(heads, dtype=config.params_dtype, device=torch.cuda.current_device())
     if config.softmax_type == "off-by-one":
         return sinks
-    learned = nn.Parameter(sinks)
-    set_tensor_model_parallel_attributes(learned, is_parallel=True, dim=0, stride=1)
-    return learned
+    return nn.Parameter(sinks)
 
 
 def _window_of_layer(config: TransformerConfig, layer_number: int) -> tuple[int, int]:

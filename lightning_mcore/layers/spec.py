@@ -22,7 +22,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
-from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs
 from megatron.core.transformer import multi_latent_attention
@@ -40,7 +40,7 @@ from torch import nn
 
 from lightning_mcore.config.architecture import Architecture, architecture_of, check_architecture
 from lightning_mcore.config.rules.model import check_fields, check_without_transformer_engine
-from lightning_mcore.layers.core_attention import TorchAttention
+from lightning_mcore.layers.core_attention import TorchAttention, completed
 from lightning_mcore.layers.delta_net import GatedDeltaNet
 from lightning_mcore.layers.norms import LatentNorm, LatentQueryNorm, TorchNorm, check_norm
 from lightning_mcore.layers.router import ChoiceBiasRouter, ExactRouter
@@ -271,9 +271,11 @@ def _use_our_modules(
     splits_gates = config.attention_output_gate and config.num_query_groups < config.tensor_model_parallel_size
     if architecture.window_rotary_base is not None or architecture.head_norms == "all_heads" or splits_gates:
         submodules.self_attention.module = VariantAttention
-    if transformer_impl == "transformer_engine":
-        return
     attention = submodules.self_attention.submodules
+    if transformer_impl == "transformer_engine":
+        if attention.core_attention is TEDotProductAttention:
+            attention.core_attention = completed(TEDotProductAttention)
+        return
     attention.core_attention = TorchAttention
     before = IdentityOp if architecture.layer_norms == "after" else TorchNorm
     _replace_norm(submodules, "input_layernorm", before)

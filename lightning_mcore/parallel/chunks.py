@@ -184,8 +184,8 @@ def wrap_chunks(
     Source: ``get_model`` and ``train`` in megatron/training/training.py (0.16).
     """
     wrapped: list[nn.Module] = list(modules)
+    _mark_shares_of_norm(wrapped)
     if transformer_engine.HAVE_TE:
-        _mark_whole_weights(wrapped)
         _forget_earlier_run(wrapped)
     if pipeline is not None and (config.bf16 or config.fp16):
         wrapped = [Float16Module(config, module) for module in wrapped]
@@ -211,20 +211,33 @@ def wrap_chunks(
     return ModelChunks(config, list(ddp), pipeline)
 
 
-def _mark_whole_weights(modules: Sequence[nn.Module]) -> None:
-    """Mark the weights that every tensor-parallel rank has whole, so that the norm of the gradient counts them once.
+def _mark_shares_of_norm(modules: Sequence[nn.Module]) -> None:
+    """Set the marks by which Megatron counts each parameter once in the norm of the gradients, and clips by that.
 
-    TransformerEngine marks the weights of all its linear layers as slices. Compressed attention and latent experts have
-    layers that are not cut.
+    Megatron counts a parameter on every rank if its mark says that it is a slice, else on tensor-parallel rank 0. Three
+    marks are wrong. TransformerEngine marks the weights of all its linear layers as slices, but compressed attention
+    and latent experts have layers that are not cut. Sinks of attention are slices, and have no mark. And experts may be
+    spread over tensor-parallel ranks: with tp2-ep2-etp1, rank 1 has experts of its own, whose output biases have no
+    mark either.
 
     Source: ``TELinear`` (megatron.core.extensions.transformer_engine, 0.16.1 and 0.19.2), ``reset_parameters`` of
-    TransformerEngine's ``Linear``, and ``param_is_not_tensor_parallel_duplicate`` (megatron.core.tensor_parallel).
+    TransformerEngine's ``Linear``, ``DotProductAttention`` of both, and ``param_is_not_tensor_parallel_duplicate``
+    (megatron.core.tensor_parallel, 0.16.1; that of 0.19 knows the ranks that share an expert).
     """
     for module in modules:
         for layer in module.modules():
-            if type(layer) is transformer_engine.TELinear:  # its subclasses are cut
+            if transformer_engine.HAVE_TE and type(layer) is transformer_engine.TELinear:  # its subclasses are cut
                 for parameter in layer.parameters(recurse=False):
                     parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
+            sinks = layer._parameters.get("softmax_offset")
+            if sinks is not None:
+                sinks.tensor_model_parallel = True  # type: ignore[attr-defined]
+        for parameter in module.parameters():
+            of_spread_experts = not getattr(parameter, "allreduce", True)
+            if of_spread_experts and not getattr(parameter, "tensor_model_parallel", False):
+                is_counted = process_group("expert_tp").rank() == 0
+                parameter.tensor_model_parallel = is_counted  # type: ignore[attr-defined]
+                parameter.shared = not is_counted  # type: ignore[attr-defined]  # this rank may be tensor-parallel 0
 
 
 def _forget_earlier_run(modules: Sequence[nn.Module]) -> None:

@@ -29,7 +29,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.parallel.random_state import put_common, seed_common, take_common
 
-Axis = Literal["tp", "pp", "cp", "tp_cp", "dp", "dp_cp", "ep", "expert_dp", "model"]
+Axis = Literal["tp", "pp", "cp", "tp_cp", "dp", "dp_cp", "ep", "expert_tp", "expert_dp", "model"]
 
 _GROUP_OF_AXIS = {
     "tp": parallel_state.get_tensor_model_parallel_group,
@@ -39,6 +39,7 @@ _GROUP_OF_AXIS = {
     "dp": parallel_state.get_data_parallel_group,
     "dp_cp": lambda: parallel_state.get_data_parallel_group(with_context_parallel=True),
     "ep": parallel_state.get_expert_model_parallel_group,
+    "expert_tp": parallel_state.get_expert_tensor_parallel_group,
     "expert_dp": parallel_state.get_expert_data_parallel_group,
     "model": parallel_state.get_model_parallel_group,
 }

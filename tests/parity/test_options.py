@@ -45,6 +45,7 @@ EP2 = Layout(moe=True, dp=2, ep=2)
 MOE_TP2 = Layout(moe=True, tp=2, sp=True)
 MOE_PP2 = Layout(moe=True, pp=2)
 MOE_CP2 = Layout(moe=True, cp=2, ep=2)
+MOE_SPREAD = Layout(moe=True, tp=2, sp=True, ep=2, etp=1)
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,7 @@ OPTIONS = (
         (EP2,),
         (MOE_TP2,),
     ),
+    Option("experts-with-biases", {"add_bias_linear": True}, (EP2, MOE_SPREAD)),
     Option("experts-every-second-layer", {"moe_layer_freq": 2}, (MOE_PP2,), (EP2,), num_layers=4),
     Option(
         "experts-on-the-last-stage-only",

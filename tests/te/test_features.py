@@ -12,6 +12,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from torch.utils.data import DataLoader
 
+from lightning_mcore import single_process
 from lightning_mcore.checkpoint.extra_state import checked_extra_state
 from lightning_mcore.config.field_homes import fusion_defaults
 from tests.ranks import run_ranks
@@ -251,3 +252,16 @@ def test_a_batch_of_evaluation_that_fp8_cannot_divide_is_computed_in_bf16() -> N
     loss, in_bf16, after = run_ranks(1, validated, timeout=90)[0]
     assert loss == pytest.approx(in_bf16, rel=0.02)
     assert after[0] != after[1]  # training goes on in FP8
+
+
+def first_sinks() -> list[list[float]]:
+    """Return the sinks of each layer of a fresh model, in memory that torch fills with NaN unless it is written."""
+    torch.use_deterministic_algorithms(True)
+    model = make_model(Run(transformer={"softmax_type": "learnable", "attention_backend": "unfused"}))
+    with single_process():
+        model.configure_model()
+    return [p.tolist() for name, p in model.named_parameters() if name.endswith("softmax_offset")]
+
+
+def test_sinks_begin_at_zero() -> None:
+    assert run_ranks(1, first_sinks, open_group=False) == [[[0.0] * 4] * 2]

@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnBackend
 
 from tests.layouts import LAYOUTS, Layout
 from tests.parity import bare_loop, lightning_loop, packed
@@ -62,6 +63,7 @@ def with_fields(fields: dict[str, Any], recipe: Recipe = MEAN) -> Recipe:
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 PARTS = {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm", "mlp")}
 SMALL_LATENT = with_fields(LATENT | {"q_lora_rank": 16, "rope_type": "rope", "qk_layernorm": True, "num_layers": 2})
+UNFUSED = (("attention_backend", AttnBackend.unfused),)
 CASES = {
     **{name: Case(BY_ID[name]) for name in IDS},
     "tokens": Case(BY_ID["dp2-do"], TOKENS),
@@ -70,7 +72,15 @@ CASES = {
     "experts-grouped-fused": Case(
         BY_ID["moe-dp2-ep2"], more=(("moe_grouped_gemm", True), ("moe_permute_fusion", True))
     ),
+    "experts-with-biases": Case(
+        BY_ID["moe-tp2-sp-ep2-etp1"], with_fields({"add_bias_linear": True}), more=(("moe_grouped_gemm", True),)
+    ),
     "latent": Case(BY_ID["tp2-sp"], SMALL_LATENT),
+    "latent-without-sequence-parallelism": Case(BY_ID["tp2"], SMALL_LATENT),
+    "latent-without-compressed-queries": Case(
+        BY_ID["tp2"], with_fields(LATENT | {"q_lora_rank": None, "rope_type": "rope", "num_layers": 2})
+    ),
+    "sinks": Case(BY_ID["tp2"], with_fields({"softmax_type": "learnable", "num_layers": 2}), UNFUSED),
     "two-tokens-ahead": Case(BY_ID["pp2"], with_fields({"mtp_num_layers": 1, "num_layers": 2}, TOKENS)),
     "recompute-all": Case(BY_ID["pp2"], more=tuple(FULL.items())),
     "recompute-parts": Case(BY_ID["tp2-sp"], more=tuple(PARTS.items())),
