@@ -40,6 +40,7 @@ from lightning_mcore.config.architecture import architecture_of
 from lightning_mcore.layers.core_attention import token_orders
 from lightning_mcore.layers.packed_sequences import boundaries_of
 from lightning_mcore.layers.router import scale_gradient
+from lightning_mcore.parallel.groups import generator_of
 
 _CHUNK = 64  # tokens
 _SHORTEST = 1e-6  # added to the squared length of queries and keys
@@ -94,8 +95,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         self.linear_in = ColumnParallelLinear(
             config.hidden_size, heads * width, init_method=config.init_method, gather_output=False, **common
         )
-        # Each layer draws from its number, so that it begins alike on every layout.
-        generator = torch.Generator().manual_seed((torch.initial_seed() + layer_number) % 2**63)
+        generator = generator_of(f"delta net of layer {layer_number}")
         kernel = sizes["linear_conv_kernel_dim"]
         convolution = torch.empty(heads * self.mixed_width, 1, kernel)
         convolution.uniform_(-(kernel**-0.5), kernel**-0.5, generator=generator)  # as PyTorch's convolutions begin

@@ -12,6 +12,7 @@ farthest apart.
 
 import contextlib
 import gc
+import hashlib
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -22,12 +23,19 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.parallel.random_state import put_common, seed_common, take_common
+from lightning_mcore.parallel.random_state import (
+    RandomState,
+    put_common,
+    seed_common,
+    seed_of_stage,
+    seed_stage,
+    take_common,
+)
 
 Axis = Literal["tp", "pp", "cp", "tp_cp", "dp", "dp_cp", "ep", "expert_tp", "expert_dp", "model"]
 
@@ -55,12 +63,16 @@ class _Opened:
         world: Returns the default group while it exists.
         groups: All groups that this rank is in.
         users: Models that hold some of the groups and may be used again.
+        seed: The run's seed, the same on every rank.
+        building: The common generators' state for the next model of this run; None before the first one.
     """
 
     layout: ParallelLayout | None = None
     arguments: Mapping[str, Any] | None = None
     world: Callable[[], Any] = lambda: None
     groups: list[dist.ProcessGroup] = field(default_factory=list)
+    seed: int = 0
+    building: RandomState | None = None
     users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
 
@@ -79,7 +91,7 @@ def open_process_groups(
 
     Args:
         layout: Sizes of the parallel axes; they must divide the world (``layout.validate_world``).
-        seed: Seed of Megatron's tracker, for the weights and the dropout of tensor-parallel layers.
+        seed: Seed of the model's weights and of the dropout of tensor-parallel layers, the same on every rank.
         timeout: How long a collective of these groups may wait; rounded up to whole minutes.
         options: More arguments of ``initialize_model_parallel``.
 
@@ -110,7 +122,8 @@ def open_process_groups(
         world: Any = dist.group.WORLD
         _opened.layout, _opened.arguments, _opened.world = layout, arguments, weakref.ref(world)
         _opened.groups = [group for group in parallel_state._global_process_group_list or () if group is not None]
-    _seed_tracker(seed)
+    _opened.seed, _opened.building = seed, None
+    seed_stage(seed)
 
 
 def close_process_groups() -> None:
@@ -196,10 +209,10 @@ def pipeline_stage(vp_stage: int | None) -> tuple[bool, bool]:
     )
 
 
-def _seed_tracker(seed: int) -> None:
-    state = torch.get_rng_state()
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    torch.set_rng_state(state)
+def generator_of(name: str) -> torch.Generator:
+    """Return a generator on the CPU that depends on the run's seed and on ``name``, and not on the layout."""
+    digest = hashlib.sha256(f"{_opened.seed} {name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7]))
 
 
 def align_random_state() -> None:
@@ -231,6 +244,26 @@ def from_last_stage(value: Any, device: torch.device) -> Any:
     box = [apply_to_collection(value, torch.Tensor, lambda tensor: tensor.detach().cpu())]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, group.size() - 1), group=group, device=device)
     return box[0]
+
+
+@contextlib.contextmanager
+def random_state_of_build() -> Iterator[None]:
+    """Let the common generators belong to this pipeline stage inside the ``with`` block, without lasting effect.
+
+    Routers, position tables and the user's own layers draw their weights from the default generator. On CUDA,
+    Megatron-LM seeds it once for each stage. On the CPU it is also the generator of the data, which must be equal on
+    all stages, so the state for building is kept apart; a second model of the run goes on where the first one ended.
+    """
+    common = take_common()
+    if _opened.building is None:
+        seed_common(seed_of_stage(_opened.seed))
+    else:
+        put_common(_opened.building)
+    try:
+        yield
+    finally:
+        _opened.building = take_common()
+        put_common(common)
 
 
 @contextlib.contextmanager

@@ -24,11 +24,14 @@ from typing import Any
 
 import numpy
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel.random import convert_cuda_rng_state, is_graph_safe_cuda_rng_tracker
 from torch import Tensor
 
 Plain = dict[str, Any]
+
+_BETWEEN_STAGES = 100
+"""Distance of the seeds of two pipeline stages. Source: ``_set_random_seed`` of Megatron-LM's training/initialize.py."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,14 @@ def put(state: RandomState, device: torch.device) -> None:
     tracker.set_states({name: convert_cuda_rng_state(s, to_graphable=graphs) for name, s in state.tracker.items()})
 
 
+def draw_seed() -> int:
+    """Draw a seed below 2**31 from torch's generator, the same on ranks with the same state."""
+    return int(torch.randint(2**31, ()))
+
+
 def draw_other_numbers() -> None:
-    """Seed the common generators with a number drawn from torch's, the same on ranks with the same state."""
-    seed_common(int(torch.randint(2**31, ())))
+    """Seed the common generators with a number drawn from torch's."""
+    seed_common(draw_seed())
 
 
 def seed_common(seed: int) -> None:
@@ -104,9 +112,39 @@ def _seed_device_and_tracker(state: RandomState) -> None:
     """Seed Megatron's tracker, and on CUDA the default generator, with a number drawn from the common state."""
     generator = torch.Generator()
     generator.set_state(state.torch)
-    seed = int(torch.randint(2**31 - 2**20, (), generator=generator))
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    torch.set_rng_state(state.torch)  # on the CPU, the line above also seeds torch's generator
+    seed_stage(int(torch.randint(2**31 - 2**20, (), generator=generator)))
+
+
+def seed_of_stage(seed: int) -> int:
+    """Return the seed of this rank's pipeline stage, so that its layers begin unlike those of other stages.
+
+    Example:
+        With ``seed=7`` and four stages: 7, 107, 207 and 307.
+    """
+    return seed + _BETWEEN_STAGES * parallel_state.get_pipeline_model_parallel_rank()
+
+
+def seed_stage(seed: int) -> None:
+    """Seed Megatron's tracker, and on CUDA the default generator, for this rank's pipeline stage.
+
+    The state of the CPU's generator does not change. The seeds are Megatron-LM's: ``seed + 100 * stage``, to which
+    ``model_parallel_cuda_manual_seed`` adds a distance for tensor-parallel ranks and one for expert-parallel ranks. The
+    latter is also 100, so stage 1 would draw the experts that stage 0 draws on its second expert-parallel rank.
+    Here, each stage goes on counting where the stage before it ended.
+
+    Example:
+        Distances of the experts' seeds with two stages of two expert-parallel ranks: 0 and 100, then 200 and 300. In
+        Megatron-LM: 0 and 100, then 100 and 200.
+
+    Args:
+        seed: The same on every rank; below 2**31 less 100 for each stage.
+    """
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    experts = parallel_state.get_expert_model_parallel_world_size()
+    ep_rank = parallel_state.get_expert_model_parallel_rank() + stage * (experts - 1)
+    state = torch.get_rng_state()
+    tensor_parallel.model_parallel_cuda_manual_seed(seed_of_stage(seed), ep_rank=ep_rank)
+    torch.set_rng_state(state)  # on the CPU, the line above also seeds torch's generator
 
 
 def to_plain(state: RandomState) -> Plain:

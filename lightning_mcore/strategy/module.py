@@ -37,7 +37,13 @@ from lightning_mcore.layers.losses import sample_mean, token_mean
 from lightning_mcore.layers.packed_sequences import rows_between
 from lightning_mcore.layers.session import SingleModelSession, single_process
 from lightning_mcore.parallel.context import split_for_context_parallel
-from lightning_mcore.parallel.groups import keep_groups_for, pipeline_stage, process_group, process_groups_are_open
+from lightning_mcore.parallel.groups import (
+    keep_groups_for,
+    pipeline_stage,
+    process_group,
+    process_groups_are_open,
+    random_state_of_build,
+)
 from lightning_mcore.parallel.pipeline import ChunkFactory, Pipeline, PipelineHost
 
 
@@ -74,7 +80,8 @@ class MCoreModule(pl.LightningModule):
                     "make a new module and load a checkpoint to carry the weights over"
                 )
             return built
-        pipeline = self._build(factory, layout, whole=host is None)
+        with random_state_of_build():
+            pipeline = self._build(factory, layout, whole=host is None)
         keep_groups_for(pipeline)
         object.__setattr__(self, "_built_pipeline", pipeline)  # the user's attribute registers it as a submodule
         return pipeline

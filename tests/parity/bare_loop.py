@@ -7,11 +7,13 @@ no line with the strategy, the schedule, the chunks or the optimizer adapter.
 """
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -83,6 +85,14 @@ def train(layout: Layout, recipe: Recipe, keep_gradients: bool = False) -> Trace
         return trace
 
 
+def draw_weights(layout: Layout, recipe: Recipe, seed: int) -> list[Slice]:
+    """Return this rank's slices of the weights that Megatron-LM begins with, given ``--seed``."""
+    with process_groups(layout):
+        _seed_as_megatron_lm(seed)
+        fields = {**tiny.transformer_fields(layout, recipe), **_parallel_fields(layout, recipe)}
+        return weight_slices(_build_chunks(tiny.make_config(fields), layout, recipe, fill=False))
+
+
 @contextlib.contextmanager
 def process_groups(layout: Layout) -> Iterator[None]:
     """Hold Megatron's process groups open, in the CPU runtime; those of an earlier run are closed first."""
@@ -99,10 +109,19 @@ def process_groups(layout: Layout) -> Iterator[None]:
             create_gloo_process_groups=False,
         )
         try:
-            tensor_parallel.model_parallel_cuda_manual_seed(1)
+            _seed_as_megatron_lm(1)
             yield
         finally:
             parallel_state.destroy_model_parallel()
+
+
+def _seed_as_megatron_lm(seed: int) -> None:
+    """Seed all generators of this rank, as ``_set_random_seed`` of its training/initialize.py does."""
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def _parallel_fields(layout: Layout, recipe: Recipe) -> dict[str, Any]:
@@ -126,13 +145,16 @@ def _parallel_fields(layout: Layout, recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _build_chunks(config: TransformerConfig, layout: Layout, recipe: Recipe) -> list[DistributedDataParallel]:
+def _build_chunks(
+    config: TransformerConfig, layout: Layout, recipe: Recipe, fill: bool = True
+) -> list[DistributedDataParallel]:
     models: list[nn.Module] = []
     for vp_stage in range(layout.vp) if layout.vp else [None]:
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         models.append(tiny.build_gpt(config, layout, recipe, first, last, vp_stage))
-    fill_weights(models)
+    if fill:
+        fill_weights(models)
     if recipe.precision != "32-true":
         models = [Float16Module(config, model) for model in models]
     ddp_config = DistributedDataParallelConfig(
