@@ -199,12 +199,13 @@ def gpt_mtp_block_spec(
     return block
 
 
-def check_multi_token(config: TransformerConfig, tied: bool = False) -> None:
+def check_multi_token(config: TransformerConfig, tied: bool = False, learned_positions: bool = False) -> None:
     """Refuse layouts on which Megatron's loss of multi-token prediction is not that of the whole batch.
 
     Args:
         config: The transformer's config.
         tied: Whether the output layer is the embedding's transpose.
+        learned_positions: Whether the embedding holds a table of positions.
 
     Raises:
         ValueError: A rank would divide by its own number of tokens, which differs between the ranks that share a
@@ -235,4 +236,11 @@ def check_multi_token(config: TransformerConfig, tied: bool = False) -> None:
             f"share_embeddings_and_output_weights=True with mtp_num_layers={layers} and "
             f"pipeline_model_parallel_size={config.pipeline_model_parallel_size}: megatron-core {_MEGATRON} "
             "gives the last stage an output weight that it neither uses nor saves; choose one of the three"
+        )
+    if learned_positions and config.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            f"learned positions with mtp_num_layers={layers} and"
+            f" pipeline_model_parallel_size={config.pipeline_model_parallel_size}: the last stage has a copy of the"
+            " position table for multi-token prediction, and megatron-core does not add up the gradients of the copies;"
+            " choose position_embedding_type='rope', one stage, or mtp_num_layers=None"
         )

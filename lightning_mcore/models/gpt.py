@@ -276,7 +276,8 @@ class MCoreGPT(SpeedLogs):
         config = self._build_config()
         device_type = self._device_type()
         check_backend(config, self._impl(device_type), device_type)
-        check_multi_token(config, self.hparams["share_embeddings_and_output_weights"])
+        learned_positions = self.hparams["position_embedding_type"] == "learned_absolute"
+        check_multi_token(config, self.hparams["share_embeddings_and_output_weights"], learned_positions)
         check_normalization(self.loss_normalization, config)
         if self.lora is not None:
             from lightning_mcore.hf.adapters import projection_names

@@ -31,7 +31,10 @@ from torch import Tensor
 Plain = dict[str, Any]
 
 _BETWEEN_STAGES = 100
-"""Distance of the seeds of two pipeline stages. Source: ``_set_random_seed`` of Megatron-LM's training/initialize.py."""
+"""Distance between the seeds of neighbouring pipeline stages.
+
+Source: ``_set_random_seed`` in Megatron-LM's training/initialize.py.
+"""
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,8 @@ def seed_of_stage(seed: int) -> int:
     Example:
         With ``seed=7`` and four stages: 7, 107, 207 and 307.
     """
-    return seed + _BETWEEN_STAGES * parallel_state.get_pipeline_model_parallel_rank()
+    stage: int = parallel_state.get_pipeline_model_parallel_rank()
+    return seed + _BETWEEN_STAGES * stage
 
 
 def seed_stage(seed: int) -> None:

@@ -362,7 +362,8 @@ def check_in_megatron(
     book.attempt(lambda: check_fields(config, used, device_type))  # type: ignore[arg-type]
     book.attempt(lambda: check_uniform_recompute(config))
     book.attempt(lambda: check_adapters(fields, config, settings))
-    book.attempt(lambda: check_multi_token(config, bool(settings["share_embeddings_and_output_weights"])))
+    tied, positions = settings["share_embeddings_and_output_weights"], settings["position_embedding_type"]
+    book.attempt(lambda: check_multi_token(config, bool(tied), positions == "learned_absolute"))
     book.attempt(lambda: check_normalization(settings["loss_normalization"], config))
     book.attempt(lambda: check_average_in_collective(bool(rules.resolved("average_in_collective")), config))
     if device_type == "cpu" and not HAVE_TE:

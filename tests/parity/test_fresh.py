@@ -8,17 +8,18 @@ random numbers, on every layout of the table and for every kind of model.
 
 import functools
 import hashlib
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from megatron.core import parallel_state
+from megatron.core import tensor_parallel
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -27,13 +28,14 @@ from lightning_mcore import MCoreGPT, MCoreModule, MCoreStrategy
 from lightning_mcore.hf import find_family
 from lightning_mcore.hf.family import split_fields
 from lightning_mcore.hf.source import complete_config
+from lightning_mcore.parallel.random_state import put, take_common
 from tests import tiny
 from tests.hf_models import CONFIGS, VOCAB_SIZE, tiny_config
 from tests.layouts import LAYOUTS, ONE_RANK, Layout
 from tests.parity import bare_loop
 from tests.parity.global_tensors import Slice, assemble, gradient_slices, weight_slices
 from tests.parity.lightning_loop import TinyGPT, make_trainer
-from tests.ranks import run_ranks
+from tests.ranks import RanksFailedError, run_ranks
 from tests.thorough import thorough_but
 from tests.tiny import Recipe
 
@@ -44,7 +46,20 @@ RECIPE = Recipe(steps=1, global_batch_size=4, token_weighted=True)
 STAY = ("dp2", "tp2", "tp2-sp", "pp4", "pp2-vp2", "cp2", "dp2-do-overlap", "moe-tp2-sp-ep2-etp1", "moe-dp2-pp2-ep2")
 STAY += ("tied-tp2-sp-pp2", "dp2-tp2-sp-pp2-vp2-do-overlap")
 
-# Rows of a family's layouts: those that its kind of model allows.
+LEARNED_POSITIONS = (("position_embedding_type", "learned_absolute"),)
+
+# What the tiny GPT may have besides, on a layout that cuts it.
+OPTIONS: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "multi-token": (Layout(pp=2), {"options": (("mtp_num_layers", 1),)}),
+    "biases": (Layout(tp=2, pp=2), {"options": (("add_bias_linear", True), ("qk_layernorm", True))}),
+    "learned positions": (
+        Layout(tp=2, sp=True, pp=2),
+        {"model_options": (("position_embedding_type", "learned_absolute"),)},
+    ),
+    "cpu initialization": (Layout(tp=2, sp=True, pp=2), {"options": (("use_cpu_initialization", True),)}),
+}
+
+# A layout for each family that its kind of model allows.
 FAMILY_LAYOUTS = {
     "llama": Layout(tp=2, pp=2),
     "qwen2": Layout(tp=2, sp=True, pp=2),
@@ -55,8 +70,6 @@ FAMILY_LAYOUTS = {
     "qwen3_moe": Layout(tp=2, sp=True, ep=2, etp=1),
     "deepseek_v3": Layout(dp=2, pp=2, ep=2),
     "glm4_moe": Layout(tp=2, sp=True, pp=2),
-    "qwen3_next": Layout(tp=2, sp=True, pp=2),
-    "qwen3_5_text": Layout(tp=2, sp=True, pp=2),
 }
 
 
@@ -152,8 +165,8 @@ def text(rows: int) -> list[dict[str, Tensor]]:
 
 
 @functools.cache
-def _fresh(layout: Layout, family: str | None = None) -> list[Seen]:
-    return run_ranks(layout.world_size, look, layout, RECIPE, family, timeout=120)
+def _fresh(layout: Layout, family: str | None = None, recipe: Recipe = RECIPE) -> list[Seen]:
+    return run_ranks(layout.world_size, look, layout, recipe, family, timeout=120)
 
 
 # ---- the weights are Megatron-LM's
@@ -185,7 +198,20 @@ def test_a_fresh_model_is_well_drawn(layout: Layout) -> None:
     _check(_fresh(layout), _fresh(layout.one_rank))
 
 
-@pytest.mark.parametrize("family", thorough_but(FAMILY_LAYOUTS, "llama", "deepseek_v3", "qwen3_next", "gpt_oss"))
+@pytest.mark.parametrize("name", thorough_but(OPTIONS, "multi-token"))
+def test_a_fresh_model_with_another_part_is_well_drawn(name: str) -> None:
+    layout, options = OPTIONS[name]
+    recipe = replace(RECIPE, **options)
+    _check(_fresh(layout, recipe=recipe), _fresh(Layout(), recipe=recipe))
+
+
+def test_a_table_of_positions_that_two_stages_would_hold_is_refused() -> None:
+    recipe = replace(RECIPE, options=(("mtp_num_layers", 1),), model_options=LEARNED_POSITIONS)
+    with pytest.raises(RanksFailedError, match="learned positions with mtp_num_layers=1 and"):
+        run_ranks(4, look, Layout(pp=4), recipe, timeout=60)  # the two stages between have no table
+
+
+@pytest.mark.parametrize("family", thorough_but(FAMILY_LAYOUTS, "llama", "deepseek_v3", "gpt_oss"))
 def test_a_fresh_model_of_a_family_is_well_drawn(family: str) -> None:
     ranks = _fresh(FAMILY_LAYOUTS[family], family)
     _check(ranks, _fresh(Layout(), family))
@@ -208,7 +234,9 @@ def _check(ranks: list[Seen], one_rank: list[Seen]) -> None:
 def _check_copies(ranks: list[Seen]) -> dict[str, Tensor]:
     """Return the whole weights, of which every rank has its slices, bit for bit."""
     whole = assemble(part for seen in ranks for part in seen.weights)
-    differs = {part.key for seen in ranks for part in seen.weights if not torch.equal(part.of(whole[part.key]), part.data)}
+    differs = {
+        part.key for seen in ranks for part in seen.weights if not torch.equal(part.of(whole[part.key]), part.data)
+    }
     assert not differs, f"copies differ: {differs}"
     return whole
 
@@ -318,6 +346,28 @@ def test_masks_differ_where_ranks_hold_different_parts(
             assert mine[0] == other[0]
         else:
             assert (mine == other) if alike else not set(mine) & set(other)
+
+
+def restore_on_another_layout(layout: Layout) -> dict[str, str]:
+    """Return digests of Megatron's generators after a state from another layout was restored."""
+    with bare_loop.process_groups(layout):
+        torch.manual_seed(SEED)
+        put(take_common(), torch.device("cpu"))
+        states = tensor_parallel.get_cuda_rng_tracker().get_states()
+        return {name: hashlib.sha256(state.numpy().tobytes()).hexdigest() for name, state in states.items()}
+
+
+def test_stages_draw_other_masks_after_a_resume_on_another_layout() -> None:
+    ranks = run_ranks(8, restore_on_another_layout, Layout(moe=True, pp=2, dp=2, tp=2, ep=2))
+    streams = [
+        {"tp": rank % 2, "dp": rank // 2 % 2, "pp": rank // 4, "states": states} for rank, states in enumerate(ranks)
+    ]
+    for one, other in itertools.combinations(streams, 2):
+        same = {name for name in one["states"] if one["states"][name] == other["states"][name]}
+        is_stage = one["pp"] == other["pp"]
+        assert ("data-parallel-rng" in same) == is_stage
+        assert ("model-parallel-rng" in same) == (is_stage and one["tp"] == other["tp"])
+        assert ("expert-parallel-rng" in same) == (is_stage and (one["tp"], one["dp"]) == (other["tp"], other["dp"]))
 
 
 # ---- models and runs of one process

@@ -137,6 +137,10 @@ def test_fields_of_other_models_are_refused_for_a_gpt_alone(name: str) -> None:
             "expert_tensor_parallel_size=1 with tensor_model_parallel_size=2 needs expert_model_parallel_size > 1",
         ),
         (
+            {"num_moe_experts": 4, "expert_model_parallel_size": 2, "use_cpu_initialization": True},
+            "use_cpu_initialization=True with expert_model_parallel_size=2: megatron-core draws the same experts",
+        ),
+        (
             {"fp32_residual_connection": True, "pipeline_model_parallel_size": 2, "pipeline_dtype": torch.bfloat16},
             "would send fp32 where torch.bfloat16 is expected; choose 32-true or one stage",
         ),
@@ -191,6 +195,15 @@ def test_multi_token_prediction_that_would_depend_on_the_layout_is_refused(
         check_multi_token(config, tied)
     check_multi_token(config_of(**fields), tied)
     check_multi_token(config_of(mtp_num_layers=1, calculate_per_token_loss=True), tied)
+
+
+def test_learned_positions_are_refused_where_multi_token_prediction_copies_their_table() -> None:
+    fields = {"mtp_num_layers": 1, "calculate_per_token_loss": True}
+    staged = config_of(**fields, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"^learned positions with mtp_num_layers=1 and pipeline_model"):
+        check_multi_token(staged, learned_positions=True)
+    check_multi_token(staged)
+    check_multi_token(config_of(**fields), learned_positions=True)
 
 
 @pytest.mark.skipif(hasattr(multi_token_prediction, "process_mtp_loss"), reason="fixed in megatron-core 0.17")

@@ -298,6 +298,11 @@ def _check_combinations(config: "TransformerConfig") -> None:
             "recompute_modules with 'mlp' needs add_bias_linear=False (and no mlp_bias): otherwise the backward pass of"
             " megatron-core recurses endlessly; set it, or leave 'mlp' out"
         )
+    if config.num_moe_experts and ep > 1 and config.use_cpu_initialization:
+        raise ValueError(
+            f"use_cpu_initialization=True with expert_model_parallel_size={ep}: megatron-core draws the same experts on"
+            " every expert-parallel rank; leave use_cpu_initialization out"
+        )
     staged = config.pipeline_model_parallel_size > 1
     halved = config.pipeline_dtype is not None and config.pipeline_dtype.itemsize < 4
     if config.fp32_residual_connection and staged and halved:
