@@ -37,7 +37,7 @@ from lightning_mcore.parallel.random_state import (
     take_common,
 )
 
-Axis = Literal["tp", "pp", "cp", "tp_cp", "dp", "dp_cp", "ep", "expert_tp", "expert_dp", "model"]
+Axis = Literal["tp", "pp", "cp", "tp_cp", "dp", "dp_cp", "ep", "experts", "expert_tp", "expert_dp", "model"]
 
 _GROUP_OF_AXIS = {
     "tp": parallel_state.get_tensor_model_parallel_group,
@@ -47,6 +47,7 @@ _GROUP_OF_AXIS = {
     "dp": parallel_state.get_data_parallel_group,
     "dp_cp": lambda: parallel_state.get_data_parallel_group(with_context_parallel=True),
     "ep": parallel_state.get_expert_model_parallel_group,
+    "experts": parallel_state.get_expert_tensor_and_model_parallel_group,
     "expert_tp": parallel_state.get_expert_tensor_parallel_group,
     "expert_dp": parallel_state.get_expert_data_parallel_group,
     "model": parallel_state.get_model_parallel_group,
@@ -177,8 +178,8 @@ def process_group(axis: Axis) -> dist.ProcessGroup:
     """Return this rank's group along ``axis``.
 
     Args:
-        axis: ``dp_cp`` joins data and context parallelism, ``model`` joins tensor and pipeline parallelism, and
-            ``expert_dp`` has the ranks that hold the same experts.
+        axis: ``dp_cp`` joins data and context parallelism, ``model`` joins tensor and pipeline parallelism,
+            ``experts`` has the ranks that share the experts of a stage, and ``expert_dp`` those that hold the same.
 
     Raises:
         RuntimeError: The groups are not open.

@@ -9,7 +9,7 @@ Under other strategies the whole model is built, and the class runs unchanged.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from lightning_mcore.parallel.groups import (
     random_state_of_build,
 )
 from lightning_mcore.parallel.pipeline import ChunkFactory, Pipeline, PipelineHost
+from lightning_mcore.strategy.outputs import join_outputs
 
 
 class MCoreModule(pl.LightningModule):
@@ -185,6 +186,25 @@ class MCoreModule(pl.LightningModule):
             The same structure, [rows, ...], and its share of the rows of the batch.
         """
         yield from split_rows(batch, rows)
+
+    def join_rows(self, outputs: Sequence[Any], rows: Sequence[int]) -> Any:
+        """Join what an evaluation step returned for the parts of a batch, cut by :meth:`split_rows`, into one output.
+
+        Tensors are concatenated along dimension 0, fractions are averaged, whole numbers added, and dicts, tuples and
+        lists joined entry by entry (``strategy/outputs.py`` has the rules). Override this method if a step returns
+        something else.
+
+        Args:
+            outputs: What the step returned for each part, in the order of the rows.
+            rows: The number of rows of each part.
+
+        Returns:
+            What the step would have returned for the whole batch.
+
+        Raises:
+            ValueError: The outputs have no common form.
+        """
+        return join_outputs(outputs, rows)
 
     def shard_context(self, batch: Any) -> Any:
         """Return this context-parallel rank's share of a batch; called before the step when cp > 1.
@@ -406,15 +426,16 @@ def split_rows(batch: Any, rows: int) -> Iterator[tuple[Any, float]]:
     total = extract_batch_size(batch)
     for start in range(0, total, rows):
         stop = min(start + rows, total)
-        part = apply_to_collection(batch, Tensor, _rows_of(total, start, stop))
-        yield part, (stop - start) / total
+        yield rows_of(batch, total, start, stop), (stop - start) / total
 
 
-def _rows_of(rows: int, start: int, stop: int) -> Callable[[Tensor], Tensor]:
+def rows_of(batch: Any, total: int, start: int, stop: int) -> Any:
+    """Return rows ``start`` to ``stop - 1`` of every tensor of a batch that has ``total`` rows."""
+
     def take(tensor: Tensor) -> Tensor:
-        return rows_between(tensor, start, stop) if tensor.dim() > 0 and tensor.shape[0] == rows else tensor
+        return rows_between(tensor, start, stop) if tensor.dim() > 0 and tensor.shape[0] == total else tensor
 
-    return take
+    return apply_to_collection(batch, Tensor, take)
 
 
 def _device_of_layers() -> AbstractContextManager[Any]:

@@ -3,8 +3,9 @@
 
 A DataLoader batch is one microbatch, and ``Trainer(accumulate_grad_batches=N)`` is Megatron's ``num_microbatches``: for
 the first N-1 batches ``training_step`` only keeps the batch, and at the N-th it runs Megatron's schedule over all of
-them. Lightning's loops are unchanged, so ``global_step``, ``max_steps``, ``val_check_interval`` and the rest mean what
-they do in Lightning.
+them. An evaluation batch runs alone, in the parts into which ``micro_batch_size`` cuts it; what the step returns for
+them is joined. Lightning's loops are unchanged, so ``global_step``, ``max_steps``, ``val_check_interval`` and the rest
+mean what they do in Lightning.
 
 :class:`Schedule` gathers the microbatches of one optimizer step (or takes one evaluation batch) and runs Megatron's
 schedule over them. The schedule asks for one microbatch and one chunk at a time; for each, this class activates the
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -49,7 +51,7 @@ from lightning_mcore.parallel.consensus import on_all
 from lightning_mcore.parallel.groups import from_last_stage, process_group, random_state_of_stage
 from lightning_mcore.parallel.pipeline import Pipeline, StageOutput
 from lightning_mcore.strategy.checks import check_backward_is_free, check_chunks
-from lightning_mcore.strategy.module import MCoreModule, split_rows
+from lightning_mcore.strategy.module import MCoreModule, rows_of, split_rows
 
 if TYPE_CHECKING:
     from lightning_mcore.strategy.strategy import MCoreStrategy
@@ -255,14 +257,60 @@ class Schedule:
             shares_output: Whether any rank of the pipeline reads what the step returns; the same on all of them.
 
         Returns:
-            The output of the step, on every rank of the pipeline; on the last stage only, and None elsewhere, if no
-            rank reads it.
+            The output of the step for the whole batch, on every rank of the pipeline; None if no rank reads it.
         """
         if self._pipeline.takes_whole_batches:
             return self._evaluate_everywhere(step, args)
-        outputs, _ = self._run(step, [self._microbatch(args[0], args[1:], 1.0)], forward_only=True, num_batches=1)
-        output = outputs[0] if outputs else None
-        return self._send_output(output) if shares_output else output
+        parts = self.split(args[0], args[1:], self._strategy.micro_batch_size)
+        is_counted = step in ("validation_step", "test_step")
+        num_parts = self._num_parts(len(parts), self._logs.rows_of_others if is_counted else 0)
+        filled = [*parts, *[_filler(parts[-1])] * (num_parts - len(parts))]
+        outputs, _ = self._run(step, filled, forward_only=True, num_batches=1)
+        return self._whole_output(step, parts, outputs[: len(parts)]) if shares_output else None
+
+    def _num_parts(self, own: int, rows_of_others: int = 0) -> int:
+        """Return the number of parts that an evaluation batch has on the rank where it has most.
+
+        Ranks that share experts need the same number. So do model copies if a step communicates with the others, and
+        then one with repeated samples has as many parts as the others.
+
+        Args:
+            own: Parts of the batch on this rank.
+            rows_of_others: Rows of the batch where no samples are repeated; 0 if none are repeated here.
+        """
+        size = self._strategy.micro_batch_size
+        if size is None:
+            return own
+        own = max(own, -(-rows_of_others // size))
+        group = process_group("experts")
+        if group.size() == 1:
+            return own
+        most = torch.tensor(own, device=self._device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        return int(most)
+
+    def _whole_output(self, step: str, parts: Sequence[Microbatch], outputs: Sequence[Any]) -> Any:
+        """Return on every stage what a step returned for a batch; ``outputs`` is empty on all stages but the last.
+
+        Raises:
+            ValueError: The outputs for the parts cannot be joined; raised on every stage.
+        """
+        output: Any = outputs[0] if outputs else None
+        if len(outputs) > 1:
+            assert isinstance(self._module, MCoreModule)  # the steps of others see whole batches
+            size = self._strategy.micro_batch_size or 1
+            try:
+                output = self._module.join_rows(outputs, [round(size * p.weight / parts[0].weight) for p in parts])
+            except ValueError as error:
+                output = ValueError(f"{step} returned, for the parts of micro_batch_size={size} rows, {error}")
+        group = process_group("pp")
+        if group.size() > 1:
+            sent = from_last_stage(output, self._device)
+            if group.rank() < group.size() - 1:
+                output = apply_to_collection(sent, Tensor, lambda tensor: tensor.to(self._device))
+        if isinstance(output, ValueError):
+            raise output
+        return output
 
     def _evaluate_everywhere(self, step: str, args: tuple[Any, ...]) -> Any:
         """Run a step on every stage, where each call of the model runs all stages and gives each of them the result."""
@@ -282,22 +330,41 @@ class Schedule:
         Returns:
             Its output on the last stage; None on the others.
         """
-        wrapped = self._chunks.wrapped
-        if not self._pipeline.is_staged:
-            return wrapped[0](*args, **kwargs)
+        wrapped, rows = self._chunks.wrapped, len(args[0])
+        size, parts = self._strategy.micro_batch_size or rows, [(args, kwargs)]
+        has_memory = kwargs.get("inference_context") is not None  # of all rows
+        calls = parts
+        if not has_memory and (self._pipeline.is_staged or not torch.is_grad_enabled()):
+            parts = [rows_of((args, kwargs), rows, start, start + size) for start in range(0, rows, size)]
+            calls = [*parts, *parts[-1:] * (self._num_parts(len(parts)) - len(parts))]
+        if self._pipeline.is_staged:
+            outputs = self._run_calls(calls)[: len(parts)]
+        else:
+            outputs = [wrapped[0](*own_args, **own_kwargs) for own_args, own_kwargs in calls][: len(parts)]
+        if len(outputs) > 1:
+            return torch.cat(outputs)
+        return outputs[0] if outputs else None
 
-        def forward_step(iterator: Iterator[None], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any] | None]:
-            next(iterator)
+    def _run_calls(self, calls: list[tuple[Any, Any]]) -> list[Any]:
+        """Run calls of the model through all stages without gradients; return their outputs on the last stage."""
+        wrapped = self._chunks.wrapped
+
+        def forward_step(iterator: Iterator[Any], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any] | None]:
+            args, kwargs = next(iterator)
             output = chunk(*args, **kwargs)
             if self._chunks.is_last[wrapped.index(chunk)]:
                 return torch.zeros((), device=self._device), lambda tensor: (tensor.clone(), output)
             return make_viewless_tensor(output, requires_grad=False, keep_graph=False), None
 
-        interleaved = self._layout.virtual_pipeline_model_parallel_size is not None
-        count = self._layout.pipeline_model_parallel_size if interleaved else 1  # a whole group
+        missing = -len(calls) % self._whole_groups
         with torch.no_grad():
-            outputs = self._pass_through(forward_step, [None] * count, None, forward_only=True)
-        return outputs[0] if outputs else None
+            return self._pass_through(forward_step, [*calls, *calls[-1:] * missing], None, forward_only=True)
+
+    @property
+    def _whole_groups(self) -> int:
+        """The number of which the schedule needs a multiple of microbatches."""
+        interleaved = self._layout.virtual_pipeline_model_parallel_size is not None
+        return self._layout.pipeline_model_parallel_size if interleaved else 1
 
     def _pass_through(
         self,
@@ -341,18 +408,23 @@ class Schedule:
         shapes = {microbatch.shape for microbatch in filled}
         shape = shapes.pop() if len(shapes) == 1 else None
         self._strategy.tensor_overlap.open(shape, config)
-        with self._fp8_of(shape, forward_only), self._logs.pipeline.recording(), random_state_of_stage():
+        with (
+            self._fp8_of([microbatch.shape for microbatch in filled], forward_only),
+            self._logs.pipeline.recording(),
+            random_state_of_stage(),
+        ):
             forward_step = self._forward_step(step, len(filled), forward_only, num_batches)
             outputs = self._pass_through(forward_step, filled, shape, forward_only)
         return outputs, self._logs.pipeline.finish(step, over_copies=not forward_only)
 
     @contextlib.contextmanager
-    def _fp8_of(self, shape: tuple[int, int] | None, forward_only: bool) -> Iterator[None]:
-        """Refuse a batch that FP8 cannot divide into blocks, or compute it in bf16: an evaluation may end with one."""
+    def _fp8_of(self, shapes: Sequence[tuple[int, int] | None], forward_only: bool) -> Iterator[None]:
+        """Refuse microbatches that FP8 cannot divide into blocks; compute those at the end of an evaluation in bf16."""
         configs: list[Any] = [chunk.config for chunk in self._chunks.bare if hasattr(chunk, "config")]
         formats = [(config.fp8, config.fp4) for config in configs]
         try:
-            check_microbatch(self._strategy.precision_plugin.fp8, shape, self._layout)
+            for shape in dict.fromkeys(shapes):
+                check_microbatch(self._strategy.precision_plugin.fp8, shape, self._layout)
         except ValueError:
             if not forward_only:
                 raise
@@ -382,9 +454,7 @@ class Schedule:
             RuntimeError: The model has experts or multi-token prediction, whose losses a repeated microbatch would
                 change.
         """
-        missing = 0
-        if self._layout.virtual_pipeline_model_parallel_size is not None:
-            missing = -len(microbatches) % self._layout.pipeline_model_parallel_size
+        missing = -len(microbatches) % self._whole_groups
         config = self._chunks.config
         if missing and (config.num_moe_experts or config.mtp_num_layers) and torch.is_grad_enabled():
             raise RuntimeError(
@@ -393,9 +463,7 @@ class Schedule:
                 "experts or multi-token prediction; set limit_train_batches or drop_last so that "
                 "accumulate_grad_batches divides the epoch"
             )
-        last = microbatches[-1]
-        filler = Microbatch(last.batch, last.arguments, last.shape, weight=0.0, filler=True)
-        return [*microbatches, *[filler] * missing]
+        return [*microbatches, *[_filler(microbatches[-1])] * missing]
 
     def _forward_step(
         self, step: str, num_microbatches: int, forward_only: bool, num_batches: int
@@ -472,15 +540,10 @@ class Schedule:
         counted = num_tokens * 0 if microbatch.filler else num_tokens
         return lambda loss: (loss * counted, counted, None)
 
-    def _send_output(self, output: Any) -> Any:
-        """Broadcast the output of the last stage to the other stages."""
-        group = process_group("pp")
-        if group.size() == 1:
-            return output
-        sent = from_last_stage(output, self._device)
-        if group.rank() == group.size() - 1:
-            return output
-        return apply_to_collection(sent, Tensor, lambda tensor: tensor.to(self._device))
+
+def _filler(microbatch: Microbatch) -> Microbatch:
+    """Return a microbatch that runs only because the schedule or other ranks need one more."""
+    return Microbatch(microbatch.batch, microbatch.arguments, microbatch.shape, weight=0.0, filler=True)
 
 
 def _check_steps_take_batches(module: pl.LightningModule) -> None:

@@ -102,8 +102,8 @@ class MCoreStrategy(DDPStrategy):
         tp_comm_overlap: Send parts of a tensor-parallel layer's result while it computes the next; needs CUDA,
             TransformerEngine and sequence parallelism.
         tp_comm_overlap_cfg: A YAML file with the overlap settings of each layer; None for TransformerEngine's defaults.
-        micro_batch_size: Rows of a microbatch, into which each DataLoader batch is cut; None makes a batch one
-            microbatch.
+        micro_batch_size: Rows of a microbatch, into which each DataLoader batch is cut, also in evaluation; None makes
+            a batch one microbatch.
         ddp_config: Megatron's config for gradients, for settings that have no argument here.
         optimizer_config: Megatron's config for its optimizers: offload to the host, dtypes of the optimizer's state,
             counting zeros. Learning rates and similar settings belong to the torch optimizer.

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.distributed
 PP2 = {"pipeline_model_parallel_size": 2}
 VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
+ROWS = {"micro_batch_size": 1}
 SIZES = range(1, 10)
 BATCH_SIZES = {2: (1, 2, 4), 4: (2,)}  # by the number of ranks
 
@@ -93,6 +94,9 @@ def evaluate_every_size(staged: bool, strategy: Any) -> dict[tuple[str, int, int
         pytest.param(True, 4, PP2, marks=pytest.mark.thorough, id="pp2-dp2"),
         pytest.param(True, 4, VP2, id="pp2-vp2-dp2"),
         pytest.param(True, 4, CP2, id="cp2-dp2"),
+        pytest.param(True, 2, ROWS, id="dp2-rows"),
+        pytest.param(True, 4, {**VP2, **ROWS}, id="pp2-vp2-dp2-rows"),
+        pytest.param(True, 4, {**PP2, **ROWS}, marks=pytest.mark.thorough, id="pp2-dp2-rows"),
     ],
 )
 def test_every_sample_counts_once_whatever_the_size(staged: bool, world_size: int, strategy: dict[str, Any]) -> None:

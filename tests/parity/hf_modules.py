@@ -223,6 +223,30 @@ def train_each(runs: dict[str, tuple[str, str, Any, dict[str, Any]]]) -> dict[st
     return {name: train(*run, **arguments) for name, (*run, arguments) in runs.items()}
 
 
+class WatchRows(pl.Callback):
+    """Keeps the rows of the calls that the layers see."""
+
+    def __init__(self) -> None:
+        self.rows: set[int] = set()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if pl_module.ours:
+            chunk = pl_module.model.pipeline.chunks[0]
+            chunk.register_forward_pre_hook(lambda _, args: self.rows.add(len(args[0])))
+
+
+def validate_in_parts(runs: dict[str, tuple[str, str, Any]]) -> dict[str, tuple[dict[str, float], set[int]]]:
+    """Validate each module on batches of at most ten rows; return what it logged, and the rows of its calls."""
+    found = {}
+    for name, (kind, path, strategy) in runs.items():
+        pl.seed_everything(1, verbose=False)
+        module, watch = KINDS[kind](path, ours=isinstance(strategy, dict)), WatchRows()
+        loader = DataLoader(Texts(24), 10, collate_fn=collate)
+        [values] = make_trainer(strategy, callbacks=[watch]).validate(module, loader, verbose=False)
+        found[name] = values, watch.rows
+    return found
+
+
 class Writer(FineTuning):
     """Continues prompts in ``validation_step``."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.hf_models import tiny_folder
-from tests.parity.hf_modules import KINDS, train, train_each, write_each
+from tests.parity.hf_modules import KINDS, train, train_each, validate_in_parts, write_each
 from tests.ranks import RanksFailedError, run_ranks
 from tests.thorough import thorough_but
 
@@ -69,6 +69,21 @@ def test_two_calls_in_a_step_of_a_pipeline_are_refused_without_a_hang() -> None:
     with pytest.raises(RanksFailedError) as failure:
         run_ranks(2, train, "two calls", _path("llama"), LAYOUTS["pp2"], callbacks=[])
     assert "was called twice in training_step under pipeline_model_parallel_size=2" in failure.value.errors[1]
+
+
+@pytest.mark.parametrize("kind", thorough_but(KINDS, "fine-tuning"))
+def test_micro_batch_size_cuts_the_calls_of_the_model_in_validation(kind: str) -> None:
+    runs = {
+        name: (*_run(kind, name)[:2], {**LAYOUTS[name], "micro_batch_size": 4}) for name in LAYOUTS if name != "dp2"
+    }
+    paths = {path: (kind, path, "auto") for _, path, _ in runs.values()}
+    [whole] = run_ranks(1, validate_in_parts, paths)
+    for found in run_ranks(2, validate_in_parts, runs, timeout=120):
+        for name, (_, path, _) in runs.items():
+            values, rows = found[name]
+            assert max(rows) == 4, name
+            if name != "ep2":  # where each rank logs the rows of its own model copy
+                assert values == pytest.approx(whole[path][0], abs=TOLERANCE), name
 
 
 def test_generation_gives_the_tokens_of_transformers_on_every_layout() -> None:

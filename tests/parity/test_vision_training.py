@@ -224,3 +224,24 @@ def test_recomputing_and_micro_batch_size_change_no_bit(
     """Outputs from inside the tower belong to the microbatch whose layers are recomputed, and images to their rows."""
     for rank in run_ranks(2, ways, str(vision_folder(family)), layout, recomputes, timeout=120):
         assert all(all(same) for same in rank), rank
+
+
+def evaluated(folder: str, layout: Layout, rows: int | None) -> tuple[dict[str, float], Tensor]:
+    """Validate and predict two batches of eight rows with images, in parts of ``rows``; return what came out."""
+    module = MCoreVisionGPT.from_pretrained(folder, LENGTH, fields_of(layout))
+    found = batches(module.vision.model_type, 8)
+    data: Any = DataLoader([joined(found[:4]), joined(found[4:])], batch_size=None)  # type: ignore[arg-type]
+    strategy = MCoreStrategy(**layout.strategy_arguments, micro_batch_size=rows)
+    [values] = make_trainer(strategy, use_distributed_sampler=False).validate(module, data, verbose=False)
+    strategy = MCoreStrategy(**layout.strategy_arguments, micro_batch_size=rows)
+    predicted: Any = make_trainer(strategy, use_distributed_sampler=False).predict(module, data)
+    return dict(values), torch.cat(predicted)
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2, first=3), Layout(cp=2)], ids=lambda layout: layout.id)
+def test_the_parts_of_an_evaluation_batch_have_the_images_of_their_rows(layout: Layout) -> None:
+    folder = str(vision_folder("qwen3_vl"))
+    [(values, predicted)] = run_ranks(1, evaluated, folder, Layout(), None)
+    for rank_values, rank_predicted in run_ranks(2, evaluated, folder, layout, 3, timeout=120):
+        assert rank_values == pytest.approx(values, rel=1e-5)
+        assert torch.equal(rank_predicted, predicted)

@@ -104,6 +104,8 @@ class RepeatedRows:
         place: The index of the last batch that went through :meth:`cut`, and the index of its dataloader.
         whole_batch: Whether that batch holds only repeated samples.
         only_batch: Whether, in addition, this rank has no other batch.
+        rows_before: The rows of that batch before it was cut, which a rank without repeated samples has; 0 if it was
+            not cut.
     """
 
     def __init__(self) -> None:
@@ -111,12 +113,14 @@ class RepeatedRows:
         self.place = (0, 0)
         self.whole_batch = False
         self.only_batch = False
+        self.rows_before = 0
 
     def start(self) -> None:
         """Start a run over the evaluation dataloaders."""
         self._num_batches.clear()
         self.place = (0, 0)
         self.whole_batch = self.only_batch = False
+        self.rows_before = 0
 
     def cut(self, batch: Any, loaders: CombinedLoader | None, dataloader_idx: int) -> Any:
         """Return the next batch of a dataloader without repeated samples.
@@ -138,6 +142,7 @@ class RepeatedRows:
         new, samples = (None, 1) if found is None else found
         self.whole_batch = new == 0
         self.only_batch = self.whole_batch and batch_idx == 0
+        self.rows_before = 0
         if not new or dataloader.batch_size is None:
             return batch
         rows = extract_batch_size(batch)
@@ -145,6 +150,7 @@ class RepeatedRows:
             new *= rows // samples  # a sample may have several rows, such as the answers of a pair
         if new >= rows:
             return batch
+        self.rows_before = rows
         return apply_to_collection(batch, Tensor, lambda t: t[:new] if t.dim() > 0 and t.shape[0] == rows else t)
 
 

@@ -143,6 +143,11 @@ class StepLogger:
         """Return a validation or test batch without samples that the sampler repeats."""
         return self._rows.cut(batch, self._module.trainer._evaluation_loop._combined_loader, dataloader_idx)
 
+    @property
+    def rows_of_others(self) -> int:
+        """Rows that the evaluation batch has on ranks without repeated samples; 0 if this rank's was not cut."""
+        return self._rows.rows_before
+
     def evaluation_step(self) -> AbstractContextManager[None]:
         """Drop the logs of a step if all samples of its batch are repeated."""
         if self._rows.whole_batch:

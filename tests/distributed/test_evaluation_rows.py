@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``micro_batch_size`` cuts evaluation batches: what comes out is what comes out of whole batches on one rank.
+
+The other side is Lightning's own ``"auto"`` strategy, which cuts nothing.
+"""
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_mcore import MCoreGPT
+from lightning_mcore.strategy.schedule import Schedule
+from tests.parity.global_tensors import fill_weights
+from tests.ranks import RanksFailedError, run_ranks
+from tests.toy import Batch, StagedNet, loader, make_trainer
+
+pytestmark = pytest.mark.distributed
+
+PP2 = {"pipeline_model_parallel_size": 2}
+VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
+TWO_ROWS = {"micro_batch_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+Pair = namedtuple("Pair", "count errors")
+
+
+class Returning(StagedNet):
+    """Returns everything that a step may return, and keeps what its hooks get and which rows its steps see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Any] = []
+        self.rows: list[int] = []
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.rows.append(len(batch["x"]))
+        predicted = self.predictions(batch)
+        loss = functional.mse_loss(predicted, batch["y"])
+        tokens = batch["index"] + 1
+        weighed = (predicted.mean((1, 2)) * tokens).sum() / tokens.sum()
+        self.error.update((predicted - batch["y"]).square().mean((1, 2)))
+        self.log("val_metric", self.error)
+        self.log("val_loss", loss, on_step=True, on_epoch=True)
+        self.log("val_weighed", weighed, batch_size=tokens.sum())
+        self.log("val_rows", float(len(predicted)), reduce_fx="sum")
+        return {
+            "predicted": predicted,
+            "mean": loss,
+            "number": loss.item(),
+            "pair": Pair(len(predicted), (predicted - batch["y"]).square().mean((1, 2))),
+            "names": [f"row {index}" for index in batch["index"].tolist()],
+            "both": [batch["x"], predicted],
+            "weighed": {"loss": weighed, "num_tokens": tokens.sum()},
+            "nothing": None,
+            "kind": "validation",
+        }
+
+    predict_step = validation_step
+    test_step = validation_step
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        if not self.trainer.predicting:
+            super().log(*args, **kwargs)
+
+    def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.outputs.append(outputs)
+
+    on_test_batch_end = on_validation_batch_end
+
+
+def evaluate(strategy: Any) -> dict[str, Any]:
+    """Validate, test and predict five samples in batches of four."""
+    module, found = Returning(), {}
+    for way in ("validate", "test"):
+        trainer = make_trainer(strategy)
+        getattr(trainer, way)(module, loader(5, 4), verbose=False)
+        found[way] = {name: float(value) for name, value in trainer.callback_metrics.items()}, module.outputs
+        module.outputs = []
+    found["predict"] = make_trainer(strategy).predict(module, loader(5, 4))
+    found["rows"] = max(module.rows)
+    return found
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    """Compare numbers closely, and everything else exactly."""
+    assert type(found) is type(wanted)
+    if isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+        found, wanted = list(found.values()), list(wanted.values())
+    if isinstance(wanted, list | tuple):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert_same(one, other)
+    elif isinstance(wanted, Tensor | float):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    else:
+        assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [
+        (1, TWO_ROWS),
+        pytest.param(2, {**PP2, **TWO_ROWS}, marks=pytest.mark.thorough),
+        (2, {**VP2, "micro_batch_size": 3}),
+    ],
+    ids=["one", "pp2", "pp2-vp2"],
+)
+def test_what_a_step_logs_and_returns_is_that_of_whole_batches(world_size: int, strategy: dict[str, Any]) -> None:
+    [whole] = run_ranks(1, evaluate, "auto")
+    for rank in run_ranks(world_size, evaluate, strategy):
+        assert rank["rows"] == strategy["micro_batch_size"]
+        for way in ("validate", "test", "predict"):
+            assert_same(rank[way], whole[way])
+
+
+def passes(strategy: dict[str, Any]) -> list[int]:
+    """Return the number of microbatches of each run of the schedule."""
+    module, seen = StagedNet(), list[int]()
+    trainer = make_trainer(strategy)
+    run = Schedule._pass_through
+
+    def counting(self: Any, forward_step: Any, microbatches: Any, *rest: Any, **others: Any) -> Any:
+        seen.append(len(microbatches))
+        return run(self, forward_step, microbatches, *rest, **others)
+
+    Schedule._pass_through = counting  # type: ignore[method-assign]
+    try:
+        trainer.validate(module, loader(9, 8), verbose=False)
+    finally:
+        Schedule._pass_through = run  # type: ignore[method-assign]
+    return seen
+
+
+def test_the_parts_of_a_batch_go_through_the_pipeline_together() -> None:
+    assert run_ranks(2, passes, {**PP2, **TWO_ROWS}) == [[4, 1], [4, 1]]
+
+
+class Apart(StagedNet):
+    """Returns what cannot be joined."""
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Any:
+        return self.predictions(batch)[:, : len(batch["x"])]
+
+
+def predict_apart() -> None:
+    make_trainer({**PP2, **TWO_ROWS}).predict(Apart(), loader(3, 3))
+
+
+def test_outputs_that_cannot_be_joined_are_refused_on_every_stage() -> None:
+    with pytest.raises(RanksFailedError) as failure:
+        run_ranks(2, predict_apart)
+    message = (
+        "predict_step returned, for the parts of micro_batch_size=2 rows, tensors of the shapes [1, 1, 1] and [2, 2, 1]"
+    )
+    assert sorted(failure.value.errors) == [0, 1]
+    assert all(message in error and "override join_rows()" in error for error in failure.value.errors.values())
+
+
+class Gathering(StagedNet):
+    """Talks to the other model copies in each step."""
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.evaluate("val", batch)
+        self.trainer.strategy.reduce(batch["x"].sum())
+
+
+def gather() -> float:
+    trainer = make_trainer({**PP2, "micro_batch_size": 1})
+    trainer.validate(Gathering(), loader(5, 4), verbose=False)
+    return float(trainer.callback_metrics["val_loss"])
+
+
+def whole_loss() -> float:
+    trainer = make_trainer("auto")
+    trainer.validate(StagedNet(), loader(5, 4), verbose=False)
+    return float(trainer.callback_metrics["val_loss"])
+
+
+def test_a_step_that_communicates_runs_as_often_on_a_rank_with_repeated_samples() -> None:
+    [whole] = run_ranks(1, whole_loss)
+    assert run_ranks(4, gather) == pytest.approx([whole] * 4, rel=1e-6)
+
+
+EXPERTS = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_moe_experts": 4, "moe_router_topk": 2}
+EXPERTS |= {"moe_token_dispatcher_type": "alltoall", "add_bias_linear": False, "hidden_dropout": 0.0}
+
+
+class Experts(MCoreGPT):
+    """Starts from weights that do not depend on the layout."""
+
+    def configure_model(self) -> None:
+        is_new = not hasattr(self, "model")
+        super().configure_model()
+        if is_new:
+            fill_weights(self.model.chunks)
+
+
+def with_experts(strategy: Any) -> tuple[dict[str, float], list[Tensor]]:
+    """Validate and predict rows that the model copies cannot divide evenly."""
+    rows = torch.randint(0, 64, (7, 9), generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.DataLoader([{"tokens": row[:-1], "labels": row[1:]} for row in rows], batch_size=4)
+    module = Experts(64, 8, EXPERTS)
+    [found] = make_trainer(strategy).validate(module, data, verbose=False)
+    predicted: Any = make_trainer(strategy).predict(module, data)
+    return found, predicted
+
+
+@pytest.mark.parametrize("strategy", [EP2, {**EP2, **PP2}], ids=["ep2", "ep2-pp2"])
+def test_ranks_that_share_experts_run_equally_often(strategy: dict[str, Any]) -> None:
+    [(whole, predicted)] = run_ranks(1, with_experts, "auto")
+    ranks = run_ranks(
+        2 * strategy.get("pipeline_model_parallel_size", 1), with_experts, {**strategy, "micro_batch_size": 1}
+    )
+    for rank, (found, own) in enumerate(ranks):
+        assert found == pytest.approx(whole, rel=1e-5)
+        assert torch.equal(torch.cat(own), torch.cat(predicted)[rank % 2 :: 2])
