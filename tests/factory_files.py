@@ -217,7 +217,7 @@ def write_run(
 def losses(folder: Path, name: str = "loss") -> list[str]:
     """Return the losses that a run wrote down, as text, each behind its step."""
     lines = (folder / "out" / "trainer_log.jsonl").read_text(encoding="utf-8").splitlines()
-    return [f"{line['step']} {line[name]!r}" for line in map(json.loads, lines) if name in line]
+    return [f"{line['current_steps']} {line[name]!r}" for line in map(json.loads, lines) if name in line]
 
 
 def _save_tokenizer(folder: Path) -> None:

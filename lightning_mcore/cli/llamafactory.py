@@ -299,8 +299,9 @@ def _outcome(asked: "FactoryRun", record: "LossRecord", exports: bool) -> str:
         if losses:
             (first, before), (last, after) = losses[0], losses[-1]
             lines.append(f"{name} loss: {before:.4f} at step {first}, {after:.4f} at step {last}")
-    lines.append(f"losses: {os.path.join(folder, LOG)}")
-    if asked.keys.plot_loss:
+    if lines:
+        lines.append(f"losses: {os.path.join(folder, LOG)}")
+    if record.training and asked.keys.plot_loss:
         lines.append(f"picture: {os.path.join(folder, PICTURE)}")
     if exports:
         kind = "model in Hugging Face form" if asked.keys.lora is None else "adapters in PEFT's form"

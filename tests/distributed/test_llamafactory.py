@@ -164,7 +164,7 @@ def test_the_files_of_preferences_run(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert len(list((tmp_path / "dpo-full" / "cache").rglob("reference-*.f64"))) == 2
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "dpo-full" / "out").config.model_type == "qwen3"
     resumed = f"resume_from_checkpoint={tmp_path / 'dpo-full' / 'out' / 'checkpoint-2.ckpt'}"
-    assert losses_of("dpo-full", 2, *layout, resumed, **full) == [*found, found[-1]]
+    assert losses_of("dpo-full", 2, *layout, resumed, **full) == found
 
     assert losses_of("kto", 2)[0] == pytest.approx(0.5, abs=1e-6)
     found = losses_of("reward", 1)
@@ -204,12 +204,57 @@ def test_a_run_is_resumed_exactly(tmp_path: Path) -> None:
         assert (tmp_path / folder / "out" / "model.safetensors").is_file()
     first = losses(tmp_path / "halves")
     shutil.rmtree(tmp_path / "halves" / "out" / "checkpoint-3.ckpt")  # of the last step
+    with (tmp_path / "halves" / "out" / "trainer_log.jsonl").open("a") as log:
+        log.write('{"current_st')  # as a process leaves it that ends while it writes
     assert run_all(2, halves, *more, "max_steps=5", "lr_scheduler_type=constant", "warmup_steps=0") == [0, 0]
     again = losses(tmp_path / "halves")
+    assert [line.split()[0] for line in again] == ["1", "2", "3", "4", "5"]  # step 3 ran twice, and stands once
     assert again[: len(first)] == first
-    assert again[len(first)].split()[0] == "3"  # from the checkpoint of step 2
-    assert again[len(first)] == first[-1]
+    assert [line.split()[0] for line in losses(tmp_path / "halves", "eval_loss")] == ["3", "5"]
     assert [line.split()[0] for line in losses(tmp_path / "whole", "eval_loss")] == ["3", "5"]
+
+
+def shown_by_the_board(lines: list[str]) -> tuple[list[tuple[int, float]], str, float]:
+    """Return what LLaMA-Factory's web page shows of a log, by its own rules: the curve, the label and the percentage.
+
+    They are those of ``gen_loss_plot`` and ``get_trainer_info`` (LLaMA-Factory ff6d4d12), which fail on other keys.
+    """
+    log = [json.loads(line) for line in lines]
+    curve = [(line["current_steps"], line["loss"]) for line in log if line.get("loss", None)]
+    last = log[-1]
+    steps, times = ("current_steps", "total_steps"), ("elapsed_time", "remaining_time")
+    label = "{:d}/{:d}: {} < {}".format(*(last[name] for name in (*steps, *times)))
+    return curve, label, last["percentage"]
+
+
+def test_the_log_is_that_of_llamafactory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """40 samples on one rank, 8 in a step: 5 steps are an epoch."""
+    keys = {**LLAMA3, "max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 8, "logging_steps": 2}
+    file = write_run(tmp_path, keys)
+    assert run_all(1, file, "val_size=0.2", "eval_strategy=epoch", "eval_on_start=true", "plot_loss=true") == [0]
+    lines = (tmp_path / "out" / "trainer_log.jsonl").read_text().splitlines()
+    curve, label, percentage = shown_by_the_board(lines)
+    assert [step for step, _ in curve] == [2, 4, 6, 8]
+    assert label.startswith("8/8: 0:00:")
+    assert percentage == 100
+    log = [json.loads(line) for line in lines]
+    assert [(line["current_steps"], line["epoch"], line["percentage"]) for line in log] == [
+        (0, 0, 0),  # the evaluation before the first step
+        *((2, 0.5, 25), (4, 1, 50), (4, 1, 50)),  # the last is of the evaluation
+        *((6, 1.5, 75), (8, 2, 100), (8, 2, 100)),
+    ]
+    assert ["eval_loss" in line for line in log] == [True, False, False, True, False, False, True]
+    assert {name for line in log if "loss" in line for name in line} == {
+        *("current_steps", "total_steps", "loss", "lr", "epoch", "percentage", "elapsed_time", "remaining_time")
+    }
+    assert "losses: " in capfd.readouterr().out
+    other = write_run(tmp_path / "other", {**keys, "logging_steps": 100})
+    assert run_all(1, other, "plot_loss=true") == [0]
+    assert not (tmp_path / "other" / "out" / "trainer_log.jsonl").exists()
+    assert not (tmp_path / "other" / "out" / "training_loss.png").exists()
+    said = capfd.readouterr().out
+    assert "losses: " not in said
+    assert "picture: " not in said
 
 
 def test_texts_are_trained_on(tmp_path: Path) -> None:

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The output of a LLaMA-Factory run in ``output_dir``: losses, checkpoints and, at the end, the model.
 
-:class:`LossRecord` writes ``trainer_log.jsonl``, where LLaMA-Factory's tools look for losses:
-``{"step": 10, "loss": 1.25, "lr": 1e-05, "epoch": 0}`` for training, ``{"step": 10, "eval_loss": 1.5, "epoch": 0}`` for
-evaluation. Stages that learn from preferences add ``rewards/...``, ``logps/...`` and the other values that the
-module logs; in evaluation their names begin with ``eval_``. Rank 0 writes the file, and a resumed run appends to it.
+:class:`LossRecord` writes ``trainer_log.jsonl``, where LLaMA-Factory's tools look for losses and for progress::
+
+    {"current_steps": 10, "total_steps": 40, "loss": 1.25, "lr": 1e-05, "epoch": 0.5, "percentage": 25.0,
+     "elapsed_time": "0:00:20", "remaining_time": "0:01:00"}
+
+A line of an evaluation has ``eval_loss`` instead of ``loss`` and ``lr``. Stages that learn from preferences add
+``accuracy``, ``rewards/...``, ``logps/...`` and the other values that the module logs; in evaluation their names begin
+with ``eval_``. Rank 0 writes the file. A resumed run removes the lines of the steps that it takes again, so each step
+stands once.
 
 Checkpoints (``checkpoint-<step>...``) are saved during the run. The model in Hugging Face form is added at the end, so
 that ``output_dir`` itself can be loaded. It is first written to a folder inside ``output_dir``, and then moved.
@@ -13,13 +18,17 @@ Adapters and their ``adapter_config.json`` are written in the same way.
 """
 
 import json
+import math
 import os
 import re
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_mcore.checkpoint.atomic import sync_directory
 
@@ -51,12 +60,25 @@ class LossRecord(Callback):
         self.training: list[tuple[int, float]] = []
         self.evaluation: list[tuple[int, float]] = []
         self._folder = folder
+        self._file = Path(folder) / LOG
         self._picture = picture
-        self._step = 0
+        self._step = self._first = 0
+        self._began: float | None = None  # seconds of the monotonic clock
+
+    def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin with the step that the run resumes from."""
+        self._begin(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Remember the step that the run resumes from."""
-        self._step = trainer.global_step
+        """Begin with the step that the run resumes from, if no evaluation came before."""
+        if self._began is None:
+            self._begin(trainer)
+
+    def _begin(self, trainer: pl.Trainer) -> None:
+        self._step = self._first = trainer.global_step
+        self._began = time.monotonic()
+        if trainer.is_global_zero:
+            _forget_after(self._file, self._first)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Record the loss of an optimizer step, if it is logged."""
@@ -70,9 +92,7 @@ class LossRecord(Callback):
             return
         self.training.append((step, float(loss)))
         rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        self._write(
-            trainer, {"step": step, "loss": float(loss), "lr": max(rates, default=0.0), **_of_preferences(trainer)}
-        )
+        self._write(trainer, {"loss": float(loss), "lr": max(rates, default=0.0)}, _of_preferences(trainer))
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Record the loss of an evaluation, including the one before the first step (``eval_on_start``)."""
@@ -82,20 +102,38 @@ class LossRecord(Callback):
         self.evaluation.append((trainer.global_step, float(loss)))
         self._write(
             trainer,
-            {"step": trainer.global_step, "eval_loss": float(loss), **_of_preferences(trainer, "val_", "eval_")},
+            {"eval_loss": float(loss)},
+            _of_preferences(trainer, "val_", "eval_"),
         )
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Plot the losses."""
-        if self._picture and trainer.is_global_zero:
+        if self._picture and trainer.is_global_zero and (self.training or self.evaluation):
             self._draw()
 
-    def _write(self, trainer: pl.Trainer, line: dict[str, Any]) -> None:
+    def _write(self, trainer: pl.Trainer, found: dict[str, float], more: dict[str, float]) -> None:
+        """Append a line; the names and their order are those of LLaMA-Factory's ``LogCallback``."""
         if not trainer.is_global_zero:
             return
+        total = _all_steps(trainer)
+        step = trainer.global_step
+        elapsed = 0.0 if self._began is None else time.monotonic() - self._began
+        left = elapsed / (step - self._first) * (total - step) if step > self._first else 0.0
+        accuracy = more.get("rewards/accuracies")
+        line = {
+            "current_steps": step,
+            "total_steps": total,
+            **found,
+            **({} if accuracy is None else {"accuracy": accuracy}),
+            "epoch": _epoch(trainer, total),
+            "percentage": round(100 * step / total, 2) if total else 0.0 if trainer.sanity_checking else 100.0,
+            "elapsed_time": str(timedelta(seconds=int(elapsed))),
+            "remaining_time": str(timedelta(seconds=int(left))),
+            **more,
+        }
         os.makedirs(self._folder, exist_ok=True)
-        with open(os.path.join(self._folder, LOG), "a", encoding="utf-8") as log:
-            log.write(json.dumps({**line, "epoch": trainer.current_epoch}) + "\n")
+        with self._file.open("a", encoding="utf-8") as log:
+            log.write(json.dumps(line) + "\n")
 
     def _draw(self) -> None:
         from matplotlib.figure import Figure
@@ -108,6 +146,44 @@ class LossRecord(Callback):
         axes.set(xlabel="optimizer step", ylabel="loss")
         axes.legend()
         figure.savefig(os.path.join(self._folder, PICTURE), dpi=120)
+
+
+def _all_steps(trainer: pl.Trainer) -> int:
+    """Return the number of steps of a whole run; 0 if the trainer only evaluates, or does not know it yet."""
+    if trainer.state.fn != TrainerFn.FITTING:
+        return 0
+    if trainer.sanity_checking:  # asking would make the loaders of the training before their time
+        return max(trainer.max_steps, 0)
+    return int(trainer.estimated_stepping_batches)
+
+
+def _epoch(trainer: pl.Trainer, total: int) -> float:
+    """Return the number of epochs that have passed, with the part of the last; of a stream, the part of the run."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    length = float(trainer.num_training_batches)
+    if math.isinf(length):
+        length = max(total * trainer.accumulate_grad_batches, 1)
+    return trainer.current_epoch + (batches.ready / length if length and not trainer.sanity_checking else 0.0)
+
+
+def _forget_after(file: Path, step: int) -> None:
+    """Remove the lines of later steps, which this run takes again."""
+    if not file.exists():
+        return
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if _step_of(line) <= step]
+    if len(kept) < len(lines):
+        part = file.with_suffix(".part")
+        part.write_text("".join(kept), encoding="utf-8")
+        os.replace(part, file)
+
+
+def _step_of(line: str) -> float:
+    """Return the step of a line; a line without one is kept, and one that a dying process has cut is removed."""
+    try:
+        return float(json.loads(line).get("current_steps", -1))
+    except (ValueError, TypeError, AttributeError):
+        return math.inf
 
 
 def _of_preferences(trainer: pl.Trainer, prefix: str = "", written: str = "") -> dict[str, float]:
