@@ -53,8 +53,12 @@ from torch.futures import Future
 
 from lightning_mcore.checkpoint.files import has_checksums, open_store
 from lightning_mcore.checkpoint.manifest import METADATA_FILE, damaged, some_of
+from lightning_mcore.checkpoint.stored_dtypes import StoredDtypes, require_kept
 from lightning_mcore.checkpoint.writer import tensor_pickle
 from lightning_mcore.parallel.consensus import collect, on_all
+
+OF_AN_OPTIMIZER = ("optimizer.", "chained_", "optimizer_")
+"""How names of an optimizer's state begin."""
 
 _SHOWN = 5  # names in an error
 _AHEAD = 16 << 20  # bytes to read ahead, faster than page by page
@@ -82,6 +86,13 @@ class ShardReader(FileSystemReader):
         self._locate = locate
         self._check = check
         self._weights_only = weights_only
+        weights = {
+            name: entry
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata) and not name.startswith(OF_AN_OPTIMIZER)
+        }
+        shapes = {name: tuple(entry.size) for name, entry in weights.items()}
+        self._stored = StoredDtypes.of_tensors({n: entry.properties.dtype for n, entry in weights.items()}, shapes)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read each requested part into its place."""
@@ -145,6 +156,8 @@ class ShardReader(FileSystemReader):
             target = planner.resolve_tensor(item).detach()
             if target.size() != source.size():
                 raise damaged(self.checkpoint, f"{item.storage_index.fqn} does not have the shape in {METADATA_FILE}")
+            if not item.storage_index.fqn.startswith(OF_AN_OPTIMIZER):
+                require_kept(item.storage_index.fqn, source, target.dtype, self._stored)
             target.copy_(source)
             planner.commit_tensor(item, target)
 

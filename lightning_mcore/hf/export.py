@@ -45,6 +45,7 @@ from lightning_mcore.hf.safetensors import SafetensorsFolder, write_safetensors
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.layers.session import single_process
+from lightning_mcore.parallel.chunks import built_chunks
 from lightning_mcore.parallel.consensus import decide, on_all
 from lightning_mcore.strategy import MCoreStrategy
 
@@ -78,7 +79,8 @@ def export_checkpoint(
             like those of Megatron-LM, or if you want others.
         family: The kind of model to write: a ``model_type``, or ``"package.module:FAMILY"`` for your own family; None
             for the family in the checkpoint or in ``like``, or else the first that fits the model.
-        dtype: ``"bfloat16"``, ``"float16"``, ``"float32"``, or ``"auto"`` for the type in the checkpoint.
+        dtype: ``"bfloat16"``, ``"float16"``, ``"float32"``, or ``"auto"`` for the type in the checkpoint; after a run
+            in the type of most of the model's weights, that of each tensor in the model.
         max_shard_size: Size of a file in bytes, or as text, such as ``"5GB"``.
         adapter: Write only the LoRA adapters, as a PEFT folder.
         merge: Refuse a checkpoint without LoRA adapters; those of one that has them are merged anyway.
@@ -116,7 +118,7 @@ def export_checkpoint(
         if given:
             raise ValueError(f"{path} has no LoRA adapters; leave --{option} ({option}=True) out")
     description = describe(path, settings, stored.shapes, like, family)
-    plan = _plan(description, family, stored.shapes, stored.places, *options)
+    plan = _plan(description, family, stored.shapes, stored.places, *options, stored.runs_in, stored.read)
     warn_of_losses(description, settings, like)
     with new_folder(out) as folder, _progress(plan, out) as bar, saving(out):
         _write_all(plan, folder, stored.read, bar)
@@ -229,7 +231,9 @@ class _LiveModel:
         places = places_of_all(pieces)
         settings, name = dict(module.hparams), type(module).__name__
         description = decide(lambda: describe(name, settings, pieces.shapes, like, family))
-        return cls(pieces, description, on_all(lambda: _plan(description, family, pieces.shapes, places, *options)))
+        runs_in = built_chunks(module).config.params_dtype
+        plan = on_all(lambda: _plan(description, family, pieces.shapes, places, *options, runs_in))
+        return cls(pieces, description, plan)
 
 
 def _require_groups() -> None:
@@ -303,10 +307,14 @@ def _plan(
     places: Mapping[str, list[Place]],
     dtype: torch.dtype | None,
     max_shard_size: int,
+    runs_in: torch.dtype | None,
+    read: Callable[[Place], Tensor] | None = None,
 ) -> ExportPlan:
     known = find_family(family) if family else recorded_family(description.family)
     weights = WeightMap(known, description.fields, shapes)
-    return ExportPlan(weights, places, dtype, max_shard_size)
+    stored = description.stored
+    is_as_stored = stored is not None and stored.most == runs_in
+    return ExportPlan(weights, places, dtype, max_shard_size, stored if is_as_stored else None, read)
 
 
 def _finish(plan: ExportPlan, description: Description, folder: str) -> None:

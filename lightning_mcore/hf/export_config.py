@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_mcore.checkpoint.stored_dtypes import StoredDtypes
 from lightning_mcore.config.field_homes import OF_THE_MODULE
 from lightning_mcore.hf.family import (
     SCORING,
@@ -72,6 +73,7 @@ class Description:
         config: Content of ``config.json``, except the type of the weights.
         generation_config: Content of ``generation_config.json``; None if there is none.
         source: Hugging Face folder with its tokenizer; None if there is none.
+        stored: The dtypes of its weights in the model that it was made from; None if unknown.
     """
 
     family: str
@@ -79,6 +81,7 @@ class Description:
     config: dict[str, Any]
     generation_config: dict[str, Any] | None
     source: str | None
+    stored: StoredDtypes | None = None
 
 
 def describe(
@@ -126,7 +129,8 @@ def describe(
     config = _config(known, fields, origin.get("config"), settings.get("seq_length"))
     if name.endswith(SCORING):
         config |= _labels(origin.get("config") or {}, shapes["output_layer.weight"][0])
-    return Description(name, fields, config, origin.get("generation_config"), _folder_of(origin.get("path")))
+    stored = StoredDtypes.recorded(settings.get("hf"))
+    return Description(name, fields, config, origin.get("generation_config"), _folder_of(origin.get("path")), stored)
 
 
 def write_files(description: Description, dtype: torch.dtype, folder: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_mcore.checkpoint.manifest import some_of
+from lightning_mcore.checkpoint.stored_dtypes import StoredDtypes, holds, widest
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Block, Shape
 from lightning_mcore.hf.weights import require_fits
@@ -82,6 +83,8 @@ class ExportPlan:
         places: The rectangles that make up each Megatron tensor, by its whole name.
         dtype: The dtype to write; None for the dtype of the places.
         max_shard_size: Bytes of tensors in a file; a single tensor may have more.
+        stored: The dtypes to write if ``dtype`` is None, those of the model's source; None for those of the places.
+        read: Returns the rectangle of a place; None if values can be read only when they are written.
 
     Attributes:
         files: Names of the tensors in each file, by file name, in order.
@@ -98,9 +101,13 @@ class ExportPlan:
         places: Mapping[str, Sequence[Place]],
         dtype: torch.dtype | None,
         max_shard_size: int,
+        stored: StoredDtypes | None = None,
+        read: Callable[[Place], Tensor] | None = None,
     ) -> None:
         self._weights = weights
         self._places = places
+        self._read = read
+        self._stored = stored if dtype is None else None
         _check_whole(weights, places)
         self.shapes = weights.shapes
         self.dtypes = {name: self._dtype_of(name, dtype) for name in weights.shapes}
@@ -118,10 +125,7 @@ class ExportPlan:
     @property
     def main_dtype(self) -> torch.dtype:
         """The dtype of most of the values."""
-        counts: dict[torch.dtype, int] = {}
-        for name, dtype in self.dtypes.items():
-            counts[dtype] = counts.get(dtype, 0) + prod(self.shapes[name])
-        return max(counts, key=lambda dtype: counts[dtype])
+        return StoredDtypes.of_tensors(self.dtypes, self.shapes).most
 
     @property
     def index(self) -> dict[str, Any] | None:
@@ -189,15 +193,24 @@ class ExportPlan:
         target.copy_(values)
 
     def _dtype_of(self, name: str, dtype: torch.dtype | None) -> torch.dtype:
+        if self._stored is not None:
+            return self._dtype_as_stored(name, self._stored.of(name))
         if name in self._weights.in_fp32:
             return torch.float32
-        if dtype is not None:
-            return dtype
-        kinds = [self._places[megatron][0].dtype for megatron, _ in self._weights.of(name)]
-        widest = kinds[0]
-        for kind in kinds[1:]:
-            widest = torch.promote_types(widest, kind)
-        return widest
+        return self._held_in(name) if dtype is None else dtype
+
+    def _dtype_as_stored(self, name: str, wanted: torch.dtype) -> torch.dtype:
+        """Return the dtype that a tensor had in its source, or a wider one if that would now round it."""
+        wide = torch.promote_types(self._held_in(name), wanted)
+        if wide == wanted or self._read is None:
+            return wide
+        values = (part.within_place(self._read(part.place)) for part in self.parts(name))
+        return wanted if all(holds(wanted, each) for each in values) else wide
+
+    def _held_in(self, name: str) -> torch.dtype:
+        """Return a dtype that holds all parts of a tensor."""
+        first, *others = (self._places[megatron][0].dtype for megatron, _ in self._weights.of(name))
+        return widest(others, first)
 
     def _in_order(self) -> list[str]:
         """Return the names in the order of the model: the embedding, the layers, then the rest."""

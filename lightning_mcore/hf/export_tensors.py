@@ -30,12 +30,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint.manifest import METADATA_FILE, damaged, least_sizes, read_metadata
-from lightning_mcore.checkpoint.reader import ShardReader
+from lightning_mcore.checkpoint.reader import OF_AN_OPTIMIZER, ShardReader
 from lightning_mcore.hf.export_plan import ExportPlan, Part, Place
 from lightning_mcore.hf.pretrained import ModelPieces
 from lightning_mcore.hf.weight_map import whole_names
 from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.parallel.consensus import control_group, gather, on_all
+from lightning_mcore.strategy.precision import dtype_of
 
 _ON_THEIR_WAY = 256 << 20  # bytes that a rank sends at once, unless one rectangle is larger
 _ALIGNMENT = 8  # bytes; a suitable alignment for any dtype
@@ -213,7 +214,6 @@ def _started(work: dist.Work | None) -> dist.Work:
     return work
 
 
-_OF_AN_OPTIMIZER = ("optimizer.", "chained_", "optimizer_")  # prefixes of the names of optimizer state
 _MAPPED = 64 << 20  # bytes of pieces that stay mapped, because they may hold the next tensor
 
 
@@ -226,6 +226,7 @@ class StoredTensors:
     Attributes:
         path: The argument.
         is_ours: Whether ``MCoreStrategy`` wrote it; others have no checksums of files and do not describe their model.
+        runs_in: The dtype of the run that wrote it; None if unknown.
         shapes: Shapes of the tensors, by whole name.
         places: Rectangles that they consist of, by whole name.
 
@@ -241,6 +242,7 @@ class StoredTensors:
         fs, self._root = checkpoint_files.open_store(path)
         self.is_ours = not checkpoint_files.is_megatron_checkpoint(path)
         manifest = checkpoint_files.check_sizes(path) if self.is_ours else None
+        self.runs_in = None if manifest is None else dtype_of(manifest["precision"])
         content = self._read(METADATA_FILE)
         if manifest is not None and f"{crc32(content):08x}" != manifest["files"][METADATA_FILE]["crc32"]:
             raise damaged(path, f"the checksum of {METADATA_FILE} differs from the one in the manifest")
@@ -254,7 +256,7 @@ class StoredTensors:
         self.shapes: dict[str, Shape] = {}
         self.places: dict[str, list[Place]] = {}
         for key, entry in self._metadata.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata) and not key.startswith(_OF_AN_OPTIMIZER):
+            if isinstance(entry, TensorStorageMetadata) and not key.startswith(OF_AN_OPTIMIZER):
                 self._add(key, entry)
 
     def read(self, place: Place) -> Tensor:

@@ -9,14 +9,14 @@ with only weights. Every layout loads it (``self.load_weights(out)``, ``MCoreGPT
 
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from math import prod
 from typing import Any, Literal, overload
 
 import lightning
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
@@ -24,15 +24,15 @@ from tqdm import tqdm
 from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint import manifest as checkpoint_manifest
 from lightning_mcore.checkpoint import model_state
+from lightning_mcore.checkpoint.optimizer_state import pieces_of
 from lightning_mcore.checkpoint.save import MANIFEST, SHARDED_STATE, CheckpointSave, ShardPlan, ShardPlanner
 from lightning_mcore.checkpoint.writer import Piece
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.hf.export_plan import parse_dtype
 from lightning_mcore.hf.peft_folder import adapter_dtype
 from lightning_mcore.hf.pretrained import check_downloads, pieces_of_module, running_fields
-from lightning_mcore.hf.safetensors import SafetensorsFolder
 from lightning_mcore.hf.source import HFSource, refuse_megatron_checkpoint, sees_images, settings_of_source
-from lightning_mcore.hf.weight_map import whole_name
+from lightning_mcore.hf.weight_map import whole_name, whole_names
 from lightning_mcore.hf.weights import HFWeights
 from lightning_mcore.layers.session import single_process
 from lightning_mcore.models.gpt import MCoreGPT
@@ -81,15 +81,18 @@ def import_checkpoint(
         return
     source = HFSource.open(path, family)
     folder = source.open_tensors()
-    settings = settings_of_source(source, folder.shapes, path, family)
-    kept = _type_of_most(folder) if given is None else given
+    settings = settings_of_source(source, folder.shapes, path, family, folder.stored if given is None else None)
+    kept = _running_type(folder.stored.most) if given is None else given
     kind = MCoreVisionGPT if "vision" in settings else MCoreGPT
     kind.check_kind(path, settings)
     with single_process():
         module = kind(**settings)
         _build_without_memory(module, kept)
         fields, shapes = running_fields(source, module), pieces_of_module(module).shapes
-        weights = HFWeights(folder, source.family, fields, shapes, source.fields.get("mtp_num_layers") or 0)
+        predicted = source.fields.get("mtp_num_layers") or 0
+        weights = HFWeights(folder, source.family, fields, shapes, predicted, rounds=given is not None)
+        if given is None:
+            _keep_wide(module, weights)
         check_downloads(source.folder, {path for name in folder.shapes for path in folder.files_of(name)})
         _write(module, _ReadingPlanner(weights), out, kept)
 
@@ -109,11 +112,7 @@ def _import_adapter(
         _write(module, ShardPlanner(), out, kept)
 
 
-def _type_of_most(folder: SafetensorsFolder) -> torch.dtype:
-    count: Counter[torch.dtype] = Counter()
-    for name, dtype in folder.dtypes.items():
-        count[dtype] += prod(folder.shapes[name])
-    most = max(count, key=lambda dtype: count[dtype], default=torch.float32)
+def _running_type(most: torch.dtype) -> torch.dtype:
     return most if most in PRECISIONS else torch.float32
 
 
@@ -132,6 +131,16 @@ def _build_without_memory(module: MCoreGPT, dtype: torch.dtype) -> None:
         module.configure_model()
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)  # what Megatron keeps in fp32, such as a router's bias, is a buffer
+
+
+def _keep_wide(module: MCoreGPT, weights: HFWeights) -> None:
+    """Give each tensor without memory a dtype that holds what it will be filled with."""
+    chunks = built_chunks(module)
+    for index in range(len(chunks.bare)):
+        for entry in nested_values(model_state.sharded_chunk(chunks, index, whole=True)):
+            for piece in pieces_of(entry) if isinstance(entry, ShardedTensor | ShardedTensorFactory) else ():
+                names = whole_names(piece.place.key, tuple(piece.place.global_shape))
+                entry.data.data = entry.data.to(weights.dtype(next(iter(names)), entry.data.dtype))
 
 
 def _write(module: MCoreGPT, planner: ShardPlanner, out: str, dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ modules know which part of which tensor they hold (``sharded_state_dict``). Expo
 
 import os
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -30,15 +30,16 @@ from tqdm import tqdm
 from lightning_mcore.checkpoint.manifest import some_of
 from lightning_mcore.checkpoint.model_state import sharded_chunk
 from lightning_mcore.checkpoint.optimizer_state import pieces_of
+from lightning_mcore.checkpoint.stored_dtypes import StoredDtypes
 from lightning_mcore.checkpoint.weights import load_weights
-from lightning_mcore.hf.family import complete_fields
+from lightning_mcore.hf.family import Family, complete_fields
 from lightning_mcore.hf.files import check_download
 from lightning_mcore.hf.source import HFSource, absolute, is_own_checkpoint, pretrained_settings
-from lightning_mcore.hf.weight_map import whole_name, whole_names
+from lightning_mcore.hf.weight_map import WeightMap, whole_name, whole_names
 from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.hf.weights import HFWeights
 from lightning_mcore.layers.lora import ADAPTERS, adapted_weight, merging
-from lightning_mcore.parallel.chunks import ModelChunks, built_chunks, filled_as_plain, find_pipeline
+from lightning_mcore.parallel.chunks import TAKES_FP32, ModelChunks, built_chunks, filled_as_plain, find_pipeline
 from lightning_mcore.parallel.consensus import collect, gather, on_all
 
 __all__ = ["absolute", "load_pretrained", "pretrained_settings", "running_fields"]
@@ -143,6 +144,34 @@ def _fill_from(source: HFSource, module: pl.LightningModule) -> None:
     read = {file for piece in pieces.own for file in weights.files(piece.name, piece.start, piece.shape)}
     check_downloads(source.folder, read)
     on_all(lambda: _fill(source.folder, weights, pieces))
+
+
+def keep_wide(module: pl.LightningModule, family: Family, fields: Mapping[str, Any], hf: Mapping[str, Any]) -> None:
+    """Put parameters into fp32 that a model has in a wider dtype than most, where their layers take that.
+
+    Args:
+        module: A module whose model has just been built.
+        family: The rules of its Hugging Face names.
+        fields: Settings of the model.
+        hf: What the module knows of the model that it will be filled from.
+    """
+    stored = StoredDtypes.recorded(hf)
+    if stored is None or not any(map(stored.is_wide, stored.others.values())):
+        return
+    chunks = built_chunks(module)
+    for index, chunk in enumerate(chunks.bare):
+        layers = [layer for layer in chunk.modules() if getattr(layer, TAKES_FP32, False)]
+        taking = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+        for entry in nested_values(sharded_chunk(chunks, index, whole=True)):
+            if id(getattr(entry, "data", None)) not in taking:
+                continue
+            place = pieces_of(entry)[0].place
+            shape = (1,) * (len(place.global_shape) - len(place.local_shape)) + tuple(place.local_shape)
+            name, *_ = whole_name(place.key, tuple(place.global_offset), shape)
+            size = whole_names(place.key, tuple(place.global_shape))[name][1]
+            blocks = WeightMap(family, fields, {name: size}).blocks[name]
+            if any(stored.is_wide(stored.of(block.hf)) for block in blocks):
+                entry.data.data = entry.data.float()
 
 
 def running_fields(source: HFSource, module: pl.LightningModule) -> dict[str, Any]:

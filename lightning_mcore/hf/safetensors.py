@@ -29,6 +29,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from lightning_mcore.checkpoint.stored_dtypes import StoredDtypes
 from lightning_mcore.checkpoint.writer import ChecksummedFile, tensor_bytes
 from lightning_mcore.hf.files import INDEX_FILE, SINGLE_FILE, read_header, read_json
 from lightning_mcore.hf.mxfp4 import BLOCKS, SCALES, dequantise, dequantised_shape
@@ -114,6 +115,11 @@ class SafetensorsFolder:
             row = whole[0].nbytes if whole.numel() else 0
             self._announce(name, start[0] * row, shape[0] * row)
         return whole[index_of(start, shape, steps)]
+
+    @property
+    def stored(self) -> StoredDtypes:
+        """The dtypes of the tensors."""
+        return StoredDtypes.of_tensors(self.dtypes, self.shapes)
 
     def files_of(self, name: str) -> set[str]:
         """Return the paths of the files that hold a tensor."""

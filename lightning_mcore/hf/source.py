@@ -205,6 +205,7 @@ def read_generation_config(folder: str) -> dict[str, Any] | None:
 
 
 if TYPE_CHECKING:
+    from lightning_mcore.checkpoint.stored_dtypes import StoredDtypes
     from lightning_mcore.hf.safetensors import SafetensorsFolder
 
 
@@ -355,7 +356,8 @@ def absolute(path: str) -> str:
 def _settings_of_model(path: str, family: str | None) -> dict[str, Any]:
     refuse_megatron_checkpoint(path)
     source = HFSource.open(path, family)
-    return settings_of_source(source, source.open_tensors().shapes, path, family)
+    folder = source.open_tensors()
+    return settings_of_source(source, folder.shapes, path, family, folder.stored)
 
 
 def refuse_megatron_checkpoint(path: str) -> None:
@@ -372,7 +374,11 @@ def refuse_megatron_checkpoint(path: str) -> None:
 
 
 def settings_of_source(
-    source: HFSource, tensors: Collection[str] | None, path: str, family: str | None
+    source: HFSource,
+    tensors: Collection[str] | None,
+    path: str,
+    family: str | None,
+    stored: "StoredDtypes | None" = None,
 ) -> dict[str, Any]:
     """Return the arguments of ``MCoreGPT`` for a model whose config and headers have been read.
 
@@ -381,6 +387,7 @@ def settings_of_source(
         tensors: The names of its weights; None if unknown.
         path: The path that the user gave.
         family: The family that the user gave.
+        stored: The dtypes of its weights; None if unknown.
     """
     module, fields = split_fields(source.fields)
     [behind] = source.family.multi_token_prefixes(source.fields["num_layers"], 1)
@@ -399,6 +406,7 @@ def settings_of_source(
             "family": family or source.family.model_type,
             "config": read_config(source.folder),
             "generation_config": read_generation_config(source.folder),
+            **({} if stored is None else {"stored": stored.plain()}),
         },
     }
 

@@ -62,6 +62,12 @@ def whole_name(key: str, start: Shape, shape: Shape) -> tuple[str, Shape, Shape]
     return f"{stem}.layers.{start[0]}.{rest}", start[1:], shape[1:]
 
 
+def stacked_name(name: str) -> str:
+    """Return the name that a tensor with a whole name has in a checkpoint that stacks layers."""
+    layer = _LAYER.fullmatch(name)
+    return name if layer is None else f"{layer[1]}.layers.{layer[3]}"
+
+
 class WeightMap:
     """The equal rectangles of one model's Megatron and Hugging Face tensors.
 

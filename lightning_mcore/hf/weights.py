@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from lightning_mcore.checkpoint.manifest import some_of
+from lightning_mcore.checkpoint.stored_dtypes import require_kept, widest
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.safetensors import SafetensorsFolder
-from lightning_mcore.hf.weight_map import WeightMap
+from lightning_mcore.hf.weight_map import WeightMap, stacked_name
 from lightning_mcore.hf.weight_rules import Block, Shape
 
 _SHOWN = 5  # names in an error
@@ -37,6 +38,7 @@ class HFWeights:
         fields: Settings of Megatron's model.
         shapes: Shapes of all of its tensors, by whole name.
         multi_token_layers: Number of layers for multi-token prediction in the config; the model may lack them.
+        rounds: Whether values may be rounded that are stored in a wider dtype than most weights.
 
     Raises:
         ValueError: The weights belong to another model: some are missing, unknown, or of another shape.
@@ -49,11 +51,13 @@ class HFWeights:
         fields: Mapping[str, Any],
         shapes: Mapping[str, Shape],
         multi_token_layers: int,
+        rounds: bool = False,
     ) -> None:
         self._folder = folder
         self._family = family
         self._fields = fields
         self._shapes = shapes
+        self._stored = None if rounds else folder.stored
         maps = [WeightMap(each, fields, shapes) for each in (family, *family.variants)]
         fitting = [each for each in maps if _agree(each.shapes, folder.shapes)] or maps[:1]
         self._map = max(fitting, key=lambda each: len(each.shapes.keys() & folder.shapes.keys()))
@@ -92,9 +96,25 @@ class HFWeights:
                 self._check_tied(part)
             require_finite(part.hf, values)
             require_fits(part.hf, values, place.dtype)
+            if self._stored is not None:
+                require_kept(part.hf, values, place.dtype, self._stored)
             first = tuple(a - b for a, b in zip(part.start, start, strict=True))
             inside = place[tuple(slice(a, a + n) for a, n in zip(first, part.shape, strict=True))]
             inside.copy_((values.mT if part.transposed else values).view_as(inside))
+
+    def dtype(self, name: str, least: torch.dtype) -> torch.dtype:
+        """Return a dtype that holds every value of one of Megatron's tensors in all layers, and those of ``least``.
+
+        Args:
+            name: Whole name of the tensor.
+            least: The dtype that it has anyway.
+        """
+        if not hasattr(self, "_dtypes"):
+            self._dtypes: dict[str, set[torch.dtype]] = {}  # layers are stacked in a checkpoint, and share a dtype
+            for each, blocks in self._map.blocks.items():
+                there = {self._folder.dtypes[b.hf] for b in blocks if b.hf in self._folder.dtypes}
+                self._dtypes.setdefault(stacked_name(each), set()).update(there)
+        return widest(self._dtypes[stacked_name(name)], least)
 
     def files(self, name: str, start: Shape, shape: Shape) -> set[str]:
         """Return the paths of the files that :meth:`fill` reads for a rectangle."""

@@ -243,6 +243,8 @@ class _OfHeads(nn.Module):
         config: Megatron's config, for ``params_dtype``.
     """
 
+    takes_fp32 = True
+
     def __init__(self, group: dist.ProcessGroup, whole: Tensor, config: TransformerConfig) -> None:
         super().__init__()
         own = whole.chunk(group.size())[group.rank()]
@@ -266,6 +268,8 @@ class _GatedNorm(nn.Module):
         config: Megatron's config, for ``layernorm_epsilon`` and ``params_dtype``.
         size: Channels of a head.
     """
+
+    takes_fp32 = True
 
     def __init__(self, config: TransformerConfig, size: int) -> None:
         super().__init__()

@@ -39,6 +39,8 @@ _COUNTERS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
 class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no type information
     """Routes tokens to experts; it takes the arguments of ``TopKRouter``."""
 
+    takes_fp32 = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.weighs_tokens: bool = self.config.calculate_per_token_loss
@@ -50,6 +52,16 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
         self.z_scale: Tensor | int = 1
         self.z_share: Tensor | int = 1
         self.is_empty: Tensor | None = None
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Return the scores of the experts, in fp32 if the weights are, else in the router's dtype.
+
+        Args:
+            input: [s / cp / tp, b, h], any float dtype; / tp only with sequence parallelism. TransformerEngine
+                multiplies matrices of one dtype.
+        """
+        scores: Tensor = super().gating(input.to(torch.promote_types(input.dtype, self.weight.dtype)))
+        return scores
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose the experts of each token.

@@ -311,6 +311,10 @@ class MCoreGPT(SpeedLogs):
         if not hasattr(self, "model"):
             self._config = None  # left by a run that ended before a model was built
         self.model = self.pipeline(self.build_chunk)
+        if self.hparams["hf"]:
+            from lightning_mcore.hf.pretrained import keep_wide
+
+            keep_wide(self, *self.hf_names(), self.hparams["hf"])
         if self._starts_from is not None and (self.lora is not None or not self._resumes):
             from lightning_mcore.hf.pretrained import load_pretrained
 

@@ -5,6 +5,7 @@ The strategy calls :func:`make_optimizer` in ``setup`` for each optimizer that `
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from torch.optim import Optimizer
@@ -139,9 +141,24 @@ def _rebuild(
         _config(fields, setting), list(chunks), config_overrides=overrides, use_gloo_process_groups=False
     )
     for part in optimizer_parts(megatron):
+        _order_parameters(part)
         if getattr(part, "init_state_fn", _no_initial_state) is None:  # SGD's; Megatron calls it when it loads
             part.init_state_fn = _no_initial_state
     return megatron
+
+
+def _order_parameters(part: MegatronOptimizer) -> None:
+    """Correct where the sharded optimizer says that a parameter is, if some of a group are in fp32 and others are not.
+
+    It counts them as they come, and then puts those in fp32 first. Checkpoints find the state of a parameter by this.
+
+    Source: ``_build_optimizer_group_ranges`` and ``_build_model_and_main_param_groups`` of ``DistributedOptimizer``
+    (megatron.core.optimizer.distrib_optimizer, 0.16.1 and 0.19.2).
+    """
+    if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
+        for index, groups in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
+            for position, parameter in enumerate(itertools.chain(*groups)):
+                part.model_param_group_index_map[parameter] = (index, position)
 
 
 class _MemberOf:

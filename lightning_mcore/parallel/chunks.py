@@ -24,6 +24,7 @@ from megatron.core.distributed import (
 from megatron.core.extensions import transformer_engine
 from megatron.core.fp8_utils import correct_amax_history_if_needed, is_float8tensor, post_all_gather_processing
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -31,6 +32,9 @@ from lightning_mcore.config.fp8 import TRANSFORMER_FIELDS as FP8_FIELDS
 from lightning_mcore.config.rules.model import check_average_in_collective, check_fields
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.pipeline import Pipeline, check_uniform_recompute
+
+TAKES_FP32 = "takes_fp32"
+"""An attribute of a layer that computes the same way if its own tensors are in fp32 and its inputs are not."""
 
 _T = TypeVar("_T")
 _OWNED_FIELDS = (
@@ -188,7 +192,7 @@ def wrap_chunks(
     if transformer_engine.HAVE_TE:
         _forget_earlier_run(wrapped)
     if pipeline is not None and (config.bf16 or config.fp16):
-        wrapped = [Float16Module(config, module) for module in wrapped]
+        wrapped = [_cast(config, module) for module in wrapped]
         if config.fp8_param:
             correct_amax_history_if_needed(wrapped)  # casting damages it before TransformerEngine 2
     if ddp_config is not None:
@@ -209,6 +213,28 @@ def wrap_chunks(
     if align_grad_reduce:
         config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in ddp])
     return ModelChunks(config, list(ddp), pipeline)
+
+
+def _cast(config: TransformerConfig, module: nn.Module) -> Float16Module:
+    """Cast a chunk as Megatron does, but leave what is in fp32 in its routers and delta nets, which compute with that.
+
+    Megatron rounds the bias by which a router chooses experts, and then keeps the rounded values in fp32.
+
+    Source: ``TopKRouter._maintain_float32_expert_bias`` (megatron.core.transformer.moe.router, 0.16.1 and 0.19.2).
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, TopKRouter) or hasattr(layer, TAKES_FP32)]
+    tables: list[dict[str, Any]] = [table for layer in layers for table in (layer._parameters, layer._buffers)]
+    kept = [
+        (table, name, tensor, tensor.data)
+        for table in tables
+        for name, tensor in table.items()
+        if tensor is not None and tensor.dtype == torch.float32
+    ]
+    cast = Float16Module(config, module)
+    for table, name, tensor, values in kept:
+        tensor.data = values
+        table[name] = tensor
+    return cast
 
 
 def _mark_shares_of_norm(modules: Sequence[nn.Module]) -> None:

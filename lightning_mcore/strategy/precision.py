@@ -68,6 +68,13 @@ _DTYPES = {
     "16-mixed": torch.float16,
     "16-true": torch.float16,
 }
+
+
+def dtype_of(precision: str) -> torch.dtype | None:
+    """Return the dtype of the parameters of a model built with ``pipeline()``; None for an unknown precision."""
+    return _DTYPES.get(precision)
+
+
 _HOOKS_THAT_STEP = ("optimizer_step", "training_step")  # training_step in manual optimization
 
 

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dtypes that a model is stored in: one for most of its weights, perhaps another one for a few.
+
+A Hugging Face model in bf16 may have the gates of its routers, or the decays of its delta nets, in fp32. Rounding those
+changes what the model computes, so they keep their bits:
+
+* ``lightning-mcore import`` writes each of Megatron's tensors in a dtype that holds all of its parts,
+* a run in bf16 or fp16 has them in fp32 where a layer takes that (``hf/pretrained.py``, ``keep_wide``). Elsewhere a
+  value that would be rounded is refused when it is read (:func:`require_kept`),
+* a model remembers the dtypes, in ``hf["stored"]``, and an export writes each tensor in its own
+  (``hf/export_plan.py``).
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class StoredDtypes:
+    """The dtypes of a model's tensors.
+
+    Args:
+        most: That of most of the values.
+        others: Those of the other tensors, by name; a name with ``*`` for numbers, of layers and experts, stands for
+            all of them.
+    """
+
+    most: torch.dtype
+    others: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    @classmethod
+    def of_tensors(cls, dtypes: Mapping[str, torch.dtype], shapes: Mapping[str, tuple[int, ...]]) -> "StoredDtypes":
+        """Return those of a folder.
+
+        Args:
+            dtypes: Type of each tensor, by name.
+            shapes: Their shapes.
+        """
+        count: Counter[torch.dtype] = Counter()
+        alike: dict[str, set[torch.dtype]] = {}
+        for name, dtype in dtypes.items():
+            count[dtype] += prod(shapes[name])
+            alike.setdefault(_NUMBER.sub(".*", name), set()).add(dtype)
+        most = max(count, key=lambda dtype: count[dtype], default=torch.float32)
+        others = {}
+        for name, dtype in dtypes.items():
+            stem = _NUMBER.sub(".*", name)
+            if dtype != most or len(alike[stem]) > 1:
+                others[stem if len(alike[stem]) == 1 else name] = dtype
+        return cls(most, others)
+
+    @classmethod
+    def recorded(cls, hf: Mapping[str, Any] | None) -> "StoredDtypes | None":
+        """Return those that a model remembers of its source; None if it has none, or an older version made it.
+
+        Args:
+            hf: What ``MCoreGPT`` knows of its source.
+        """
+        plain = (hf or {}).get("stored")
+        if plain is None:
+            return None
+        return cls(getattr(torch, plain["dtype"]), {n: getattr(torch, dtype) for n, dtype in plain["others"].items()})
+
+    def plain(self) -> dict[str, Any]:
+        """Return them as plain data, for :meth:`recorded`."""
+        return {"dtype": _name(self.most), "others": {name: _name(dtype) for name, dtype in self.others.items()}}
+
+    def of(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
+        return self.others.get(name) or self.others.get(_NUMBER.sub(".*", name)) or self.most
+
+    def is_wide(self, dtype: torch.dtype) -> bool:
+        """Return whether a dtype holds values that the dtype of most weights does not."""
+        return torch.promote_types(dtype, self.most) != self.most
+
+
+def holds(dtype: torch.dtype, values: Tensor) -> bool:
+    """Return whether a dtype has all values of a tensor, of any shape and floating-point dtype, exactly."""
+    if torch.promote_types(values.dtype, dtype) == dtype:
+        return True
+    return bool((values.to(dtype).to(values.dtype) == values).all())
+
+
+def widest(dtypes: Iterable[torch.dtype], least: torch.dtype) -> torch.dtype:
+    """Return the smallest dtype that holds the values of all of these dtypes, and of ``least``."""
+    return reduce(torch.promote_types, dtypes, least)
+
+
+def require_kept(name: str, values: Tensor, dtype: torch.dtype, stored: StoredDtypes) -> None:
+    """Refuse to round values that are stored in a wider dtype than most weights of their model.
+
+    Args:
+        name: The name of the tensor, for errors.
+        values: The tensor or a part of it, of any shape and its current dtype.
+        dtype: The new dtype.
+        stored: The dtypes of the model's tensors.
+
+    Raises:
+        ValueError: A value would be rounded.
+    """
+    if stored.is_wide(values.dtype) and not holds(dtype, values):
+        kinds = [_name(each) for each in (values.dtype, stored.most, dtype)]
+        raise ValueError(
+            f"{name} is stored in {kinds[0]}, where most weights are in {kinds[1]}, and {kinds[2]} would round it;"
+            " train with precision='32-true', or round it with lightning-mcore import --dtype and train from that"
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
