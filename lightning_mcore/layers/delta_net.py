@@ -169,10 +169,6 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         parts = torch.unflatten(output, 0, (self.cp_group.size(), -1))
         return torch.cat(tensor_parallel.all_to_all(self.cp_group, parts).unbind(), dim=2)
 
-    def _own(self, weights: "_OfHeads") -> Tensor:
-        """Return the part of the weights of heads, [n / tp, ...], that this context-parallel rank uses."""
-        return weights.weight.chunk(self.cp_group.size())[self.cp_group.rank()]
-
     def _continue(self, mixed: Tensor, attention_mask: Tensor | None, context: Any) -> Tensor:
         """Return the output for the next tokens, [n, b, heads / tp, c], and update the layer's state."""
         if attention_mask is not None:
@@ -203,7 +199,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         query, key = (_normalised(part).repeat_interleave(values, 1) for part in (query, key))
         value = torch.unflatten(value, -1, (values, -1)).transpose(2, 3).flatten(1, 2)  # [b, value heads, s, d]
         beta, step = (part.flatten(2).permute(1, 2, 0) for part in (beta, step))  # [b, value heads, s]
-        rate, bias = self._own(self.A_log).float().exp(), self._own(self.dt_bias)
+        rate, bias = self.A_log(self.cp_group).float().exp(), self.dt_bias(self.cp_group)
         decay = -rate[:, None] * functional.softplus(step.float() + bias[:, None])
         tokens = (query * self.key_size**-0.5, key, value, decay, beta.sigmoid().float())
         if self.is_recomputed and state is None:
@@ -225,7 +221,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         Returns:
             The same shape and dtype, and the last inputs.
         """
-        weight = self._own(self.conv1d)
+        weight = self.conv1d(self.cp_group)
         channels = inputs.flatten(2).permute(1, 2, 0).to(weight.dtype)
         before = weight.size(-1) - 1
         channels = functional.pad(channels, (before, 0)) if last is None else torch.cat((last, channels), dim=-1)
@@ -250,6 +246,16 @@ class _OfHeads(nn.Module):
         own = whole.chunk(group.size())[group.rank()]
         self.weight = nn.Parameter(own.to(config.params_dtype, copy=True))
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, cp_group: dist.ProcessGroup) -> Tensor:
+        """Return the weights of the heads of this context-parallel rank, [n / tp / cp, ...].
+
+        A call, because ``overlap_param_gather`` gathers weights when their module is called.
+
+        Args:
+            cp_group: The context-parallel ranks.
+        """
+        return self.weight.chunk(cp_group.size())[cp_group.rank()]
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Return the weights for a checkpoint."""

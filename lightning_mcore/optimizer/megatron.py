@@ -21,6 +21,7 @@ and skip the step if one is inf or nan; where the parameters are fp32 (a plain m
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +41,18 @@ GROUP_INDEX = "is_decoupled_lr"
 _IDENTIFY = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult")
 # Options of how a group is computed; an offloaded optimizer has its own for each device.
 _OF_IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
+
+
+@dataclass
+class _Gradients:
+    """What has been done to the gradients since they were zeroed: handed to the step, summed over the ranks.
+
+    ``self.optimizers()`` returns Lightning's wrapper, which reads the optimizer's attributes but sets its own: what
+    ``zero_grad`` sets there must be in an object that both have.
+    """
+
+    are_ready: bool = False
+    are_summed: bool = False
 
 
 class MCoreOptimizer(Optimizer):
@@ -76,7 +89,7 @@ class MCoreOptimizer(Optimizer):
         self._inline = inline
         self._clip_value = 0.0
         self._clip_by_value = False
-        self._grads_are_ready = self.gradients_are_summed = False
+        self._gradients = _Gradients()
         self._overflow = False
         self._scaler = scaler
         self._parameters = list(parameters)
@@ -109,6 +122,11 @@ class MCoreOptimizer(Optimizer):
         return {p: s for part in self._parts for p, s in part.optimizer.state.items()}
 
     @property
+    def gradients_are_summed(self) -> bool:
+        """Whether the gradients are already summed over the ranks."""
+        return self._gradients.are_summed
+
+    @property
     def loss_scale(self) -> float:
         """The factor of the loss of the next step; 1 without loss scaling."""
         return float(self._scaler.scale) if self._scaler is not None else 1.0
@@ -124,7 +142,7 @@ class MCoreOptimizer(Optimizer):
             return
         self.user.zero_grad(set_to_none)  # may be the user's own method
         self.megatron.zero_grad(set_to_none)
-        self._grads_are_ready = self.gradients_are_summed = False
+        self._gradients.are_ready = self._gradients.are_summed = False
         owns_all = self._owns_every_parameter
         if owns_all:
             for chunk in self._chunks:
@@ -137,8 +155,7 @@ class MCoreOptimizer(Optimizer):
 
     def gradients_changed(self, are_summed: bool = False) -> None:
         """Record that backward has run, or will run under a schedule; called by the strategy."""
-        self._grads_are_ready = False
-        self.gradients_are_summed = are_summed
+        self._gradients.are_ready, self._gradients.are_summed = False, are_summed
         if self._scaler is not None:
             self._scaler.remember_scale()
 
@@ -350,7 +367,7 @@ class MCoreOptimizer(Optimizer):
 
     def _prepare_grads(self) -> None:
         """Hand Megatron's gradients to the parameters that are stepped, once: a second time would undo clipping."""
-        if self._grads_are_ready:
+        if self._gradients.are_ready:
             return
         if self._inline and not self.rebuilt:
             self._prepare_shown_grads()
@@ -359,7 +376,7 @@ class MCoreOptimizer(Optimizer):
         if self._scaler is not None and isinstance(self.megatron, FP32Optimizer):
             gradients = [p.grad for p in self.megatron.get_parameters() if p.grad is not None]
             self._overflow = self._scaler.unscale(gradients, process_group("dp_cp"))
-        self._grads_are_ready = True
+        self._gradients.are_ready = True
 
     def _prepare_shown_grads(self) -> None:
         """Prepare the gradients of a plain module, whose hooks may have put another in the place of the one shown."""

@@ -11,7 +11,7 @@ uses the chunks. :func:`filled_as_plain` lets weights that are kept in FP8 take 
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_mcore.config.fp8 import TRANSFORMER_FIELDS as FP8_FIELDS
 from lightning_mcore.config.rules.model import check_average_in_collective, check_fields
@@ -66,11 +67,13 @@ class ModelChunks:
         config: The config that every chunk shares; Megatron's schedule reads its hooks from it.
         wrapped: The chunks in their wrappers, in the order of their virtual stages.
         pipeline: The model that the user calls; None for a plain module, which runs without a schedule.
+        uncalled: With ``overlap_param_gather``, the modules of each wrapped chunk for which no hook waits.
     """
 
     config: TransformerConfig
     wrapped: list[nn.Module]
     pipeline: Pipeline | None
+    uncalled: Mapping[nn.Module, "UncalledModules"] = field(default_factory=dict)
 
     @property
     def ddp(self) -> list[DistributedDataParallel]:
@@ -82,10 +85,51 @@ class ModelChunks:
         """The chunks without their wrappers."""
         return [_unwrapped(chunk) for chunk in self.wrapped]
 
+    def wait_for_uncalled(self, chunk: nn.Module) -> None:
+        """Wait for the parameters of a wrapped chunk for which no hook waits; call it before a forward pass."""
+        if chunk in self.uncalled:
+            self.uncalled[chunk].wait()
+
     @property
     def is_last(self) -> list[bool]:
         """For each chunk, whether it holds the end of the model."""
         return self.pipeline.is_last if self.pipeline is not None else [True]
+
+
+class UncalledModules:
+    """Modules whose parameters are used in training without a call, so that no forward hook waits for these.
+
+    ``overlap_param_gather`` gathers a parameter before its module is called. A parameter may also be read from outside,
+    as in ``functional.linear(x, self.projection.weight)``, or belong to a LightningModule, whose ``forward`` does not
+    run in a step. Such parameters would be those of the step before. So each module counts as uncalled until it is
+    called in training, and the strategy waits for the uncalled ones before each forward pass.
+
+    Args:
+        chunk: A chunk that gathers its parameters during its forward pass.
+
+    Source: ``enable_forward_pre_hook`` and ``_make_forward_pre_hook`` of ``DistributedDataParallel`` (0.16.1, 0.19.2).
+    """
+
+    def __init__(self, chunk: DistributedDataParallel) -> None:
+        self._wait_for = chunk._make_forward_pre_hook()
+        self._modules: dict[int, tuple[nn.Module, RemovableHandle]] = {}  # by identity: metrics change their hash
+        for module in chunk.module.modules():
+            if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+                self._modules[id(module)] = module, module.register_forward_pre_hook(self._called)
+
+    def _called(self, module: nn.Module, inputs: Any) -> None:
+        if torch.is_grad_enabled():  # evaluation may call a module that training does not
+            self._modules.pop(id(module))[1].remove()
+
+    def wait(self) -> None:
+        """Wait until the parameters of the uncalled modules are gathered; collective over the data-parallel ranks."""
+        for module, _ in self._modules.values():
+            self._wait_for(module)
+
+    def close(self) -> None:
+        """Remove the hooks that are left."""
+        for _, handle in self._modules.values():
+            handle.remove()
 
 
 def _unwrapped(chunk: nn.Module) -> nn.Module:
@@ -148,7 +192,7 @@ def pipeline_config(pipeline: Pipeline, owned: Mapping[str, Any]) -> Transformer
             f"{type(pipeline.chunks[0]).__name__} has {type(config).__name__}"
         )
     staged = owned["pipeline_model_parallel_size"] > 1
-    defaults = {field.name: field.default for field in fields(TransformerConfig) if field.name in FP8_FIELDS}
+    defaults = {each.name: each.default for each in fields(TransformerConfig) if each.name in FP8_FIELDS}
     wanted_values = {**defaults, **owned}
     for name in (*_OWNED_FIELDS, *FP8_FIELDS, *(_OWNED_FIELDS_BETWEEN_STAGES if staged else ())):
         given, wanted = getattr(config, name), wanted_values[name]
@@ -212,7 +256,8 @@ def wrap_chunks(
     _connect(config, ddp, ddp_config)
     if align_grad_reduce:
         config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in ddp])
-    return ModelChunks(config, list(ddp), pipeline)
+    uncalled = {chunk: UncalledModules(chunk) for chunk in ddp if chunk.use_forward_hook}
+    return ModelChunks(config, list(ddp), pipeline, uncalled)
 
 
 def _cast(config: TransformerConfig, module: nn.Module) -> Float16Module:
@@ -289,6 +334,8 @@ def unwrap_chunks(chunks: ModelChunks) -> ModelChunks:
     Returns:
         The same chunks without wrappers.
     """
+    for modules in chunks.uncalled.values():
+        modules.close()
     for chunk in chunks.ddp:
         _remove_forward_hooks(chunk)
         # The hooks that add gradients to this wrapper's buffers are on nodes of autograd. Such a node outlives the
@@ -340,23 +387,6 @@ def take_gradients_back(parameters: Sequence[Any], were_shown: bool) -> None:
         elif parameter.grad is not None and parameter.grad is not parameter.main_grad:
             parameter.main_grad.copy_(parameter.grad)  # a hook has replaced it
         parameter.grad = None  # autograd would add to it
-
-
-def check_parameters_are_called(module: nn.Module) -> None:
-    """Refuse ``overlap_param_gather`` if a parameter's module is never called, because forward hooks gather.
-
-    Raises:
-        ValueError: A parameter belongs to the LightningModule itself, or to a list or dict of parameters.
-    """
-    for path, owner in module.named_modules():
-        own = [name for name, parameter in owner.named_parameters(recurse=False) if parameter.requires_grad]
-        if own and (owner is module or isinstance(owner, nn.ParameterList | nn.ParameterDict)):
-            name = f"{path}.{own[0]}" if path else own[0]
-            raise ValueError(
-                f"overlap_param_gather=True gathers a parameter when its module is called, but {name!r} belongs to"
-                f" {type(owner).__name__}, which is never called; move it into a module with a forward(), or set"
-                " overlap_param_gather=False"
-            )
 
 
 def check_gradients(chunks: ModelChunks) -> None:

@@ -18,7 +18,6 @@ from lightning_mcore.optimizer.rules import check_not_summed
 from lightning_mcore.parallel.chunks import (
     ModelChunks,
     check_gradients,
-    check_parameters_are_called,
     parameters_with_visible_gradients,
     plain_config,
     take_gradients_back,
@@ -61,8 +60,6 @@ class PlainSteps:
         check_plain(strategy, module)
         if ddp_config is not None and strategy._layer_sync is not None:
             strategy._layer_sync.apply(module)
-        if ddp_config is not None and ddp_config.overlap_param_gather:
-            check_parameters_are_called(module)
         precision = strategy.precision_plugin
         precision.convert_module(module)
         return wrap_chunks([module], plain_config(precision.dtype), None, ddp_config)
@@ -71,6 +68,7 @@ class PlainSteps:
         """Run the step forward; Lightning runs backward."""
         module = self._strategy.lightning_module
         assert module is not None
+        self._strategy.chunks.wait_for_uncalled(self._strategy.chunks.wrapped[0])
         with self._strategy.precision_plugin.train_step_context():
             output = module.training_step(*args, **kwargs)
         self._strategy.logs.end_plain_step()

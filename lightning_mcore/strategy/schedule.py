@@ -492,6 +492,7 @@ class Schedule:
         is_last = self._chunks.is_last[self._chunks.wrapped.index(chunk)]
         calls = self._pipeline.num_calls
         muted = microbatch.filler or not is_last
+        self._chunks.wait_for_uncalled(chunk)
         with self._logs.pipeline.microbatch(microbatch.batch, muted), self._pipeline.activate(chunk, is_last):
             batch = copy.copy(microbatch.batch)  # a step may take entries out of it, and runs for every chunk
             output = getattr(self._module, step)(batch, *microbatch.arguments)

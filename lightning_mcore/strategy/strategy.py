@@ -372,9 +372,14 @@ class MCoreStrategy(DDPStrategy):
 
     @refuse_to_stop_iterating
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step; at the end of an epoch or of the run, make the parameters whole, because hooks may read them."""
+        """Step; make the parameters whole where something other than the next step may read them.
+
+        That is at the end of an epoch or of the run, for hooks, and in manual optimization, where a training step may
+        go on after this.
+        """
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.is_set_up and ends_the_epoch(self._module.trainer):
+        module = self._module
+        if self.is_set_up and (ends_the_epoch(module.trainer) or not module.automatic_optimization):
             self.complete_parameters()
         return result
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """MCoreGPT at work: it learns, logs, predicts and generates, alike under every strategy and on every layout."""
 
+import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,10 +9,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lightning_mcore import MCoreGPT, MCoreStrategy, Recipe
+from lightning_mcore import LoRA, MCoreGPT, MCoreStrategy, Recipe, single_process
+from lightning_mcore.hf import find_family
+from lightning_mcore.hf.family import split_fields
+from lightning_mcore.hf.source import complete_config
+from tests.hf_models import CONFIGS, MORE_CONFIGS
 from tests.ranks import run_ranks
 from tests.thorough import thorough_but
 from tests.toy import Memory
@@ -257,3 +262,54 @@ def check(result: dict[str, Any], run: Run) -> None:
     if not run.learns_slowly:
         assert result["accuracy"] > 0.7
         assert result["text"] == list(range(3, 12))
+
+
+# ---- overlap_param_gather
+
+
+def uncalled(texts: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> dict[str, list[str]]:
+    """Return for each model the modules that own trained parameters and are not called in a forward pass."""
+    found = {}
+    tokens = torch.randint(0, 64, (2, SEQ_LENGTH), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(SEQ_LENGTH).expand(2, -1)
+    for name, arguments, fields in texts:
+        with single_process():
+            module = MCoreGPT(seq_length=SEQ_LENGTH, transformer=fields, **arguments)
+            module.configure_model()
+            called: set[nn.Module] = set()
+            for child in module.model.modules():
+                child.register_forward_pre_hook(lambda child, inputs, called=called: called.add(child))
+            module.model(tokens, positions, None, labels=tokens)
+        owners = [
+            (path, child)
+            for path, child in module.model.named_modules()
+            if any(parameter.requires_grad for parameter in child.parameters(recurse=False))
+        ]
+        found[name] = [path for path, child in owners if child not in called]
+        assert owners
+    return found
+
+
+def models_of_every_kind() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Return the name, the arguments and the fields of a model of each family, and what no family has."""
+    models = []
+    for family, content in (CONFIGS | MORE_CONFIGS).items():
+        read = find_family(family)
+        config = complete_config(read, {"model_type": family, **copy.deepcopy(content)})
+        arguments, fields = split_fields(read.read_config(config))
+        models.append((family, arguments, fields))
+    for name, fields in {
+        "multi-token": {"mtp_num_layers": 1},
+        "sinks": {"softmax_type": "learnable"},
+        "experts": EXPERTS | {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True},
+        "biases": {"add_bias_linear": True, "normalization": "LayerNorm", "gated_linear_unit": False},
+    }.items():
+        models.append((name, {"vocab_size": 64}, TRANSFORMER | fields))
+    adapters = LoRA(target_modules=["q_proj", "down_proj", "embed_tokens", "lm_head"])
+    return [*models, ("adapters", {"vocab_size": 64, "lora": adapters}, TRANSFORMER)]
+
+
+def test_every_module_with_trained_parameters_is_called() -> None:
+    models = models_of_every_kind()
+    (found,) = run_ranks(1, uncalled, models, open_group=False, timeout=120)
+    assert found == {name: [] for name, *_ in models}

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
@@ -293,3 +294,38 @@ def test_what_a_step_returned_is_kept_of_the_last_microbatch_alone() -> None:
     returned, expected, names = last[1]
     assert returned == expected
     assert names == {"loss", "predictions", "first"}
+
+
+class Reading(nn.Linear):
+    """A layer that is never called: whoever calls it computes with its weights."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class ReadsLayers(StagedNet):
+    """Reads the weights of its layers without calling these."""
+
+    def build_chunk(self, **where: Any) -> nn.Module:
+        chunk = super().build_chunk(**where)
+        for child in chunk.modules():
+            if isinstance(child, nn.Linear):
+                child.__class__ = Reading
+        return chunk
+
+
+def read_layers(layout: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """Return the weights that this rank ends with, sharded and overlapped."""
+    found = []
+    for strategy in (SHARDED, {**OVERLAPPED, "ddp_config": DistributedDataParallelConfig(bucket_size=1)}):
+        module = ReadsLayers()
+        trainer = make_trainer({**layout, **strategy}, accumulate_grad_batches=2)
+        trainer.fit(module, loader(24, 2))
+        found.append(weights(module))
+    return found
+
+
+@pytest.mark.parametrize("layout", [{}, CP2], ids=["dp2", "cp2"])
+def test_weights_that_are_read_without_a_call_are_gathered_in_time(layout: dict[str, Any]) -> None:
+    for whole, overlapped in run_ranks(2, read_layers, layout):
+        assert all(torch.equal(whole[name], overlapped[name]) for name in whole)

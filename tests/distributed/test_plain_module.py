@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BaseFinetuning
+from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -32,6 +33,7 @@ from tests.toy import (
     Samples,
     Seen,
     StagedNet,
+    fill,
     loader,
     make_trainer,
     run_fit,
@@ -432,13 +434,55 @@ def test_a_run_that_ends_within_an_epoch_leaves_whole_parameters() -> None:
         assert torch.equal(whole, overlapped)
 
 
-# What would go wrong in silence is refused
+class ReadsParameters(PlainNet):
+    """Has a parameter of its own, some in a list, and reads those of a layer that it does not call."""
 
-
-class OwnsAParameter(PlainNet):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
+        self.shifts = nn.ParameterList([torch.zeros(1)])
+        self.square = nn.Linear(1, 1)
+        fill(self.square, seed=2)
+
+    def predictions(self, batch: Batch) -> Tensor:
+        made = super().predictions(batch) * self.scale + self.shifts[0]
+        return functional.linear(made, self.square.weight, self.square.bias)
+
+
+class StepsTwice(ReadsParameters):
+    """Steps within a training step, and goes on with the new parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(functional.mse_loss(self.predictions(batch).float(), batch["y"]))
+            optimizer.step()
+
+
+def read_parameters(strategies: list[dict[str, Any]]) -> list[list[Tensor]]:
+    """Return the weights that this rank ends with under each strategy, of each module."""
+    results = []
+    for strategy in strategies:
+        modules = [ReadsParameters(), StepsTwice()]
+        for module in modules:
+            run_fit(module, strategy, loader(28, 2), max_epochs=2)
+        results.append([torch.cat([weight.flatten() for weight in weights(module).values()]) for module in modules])
+    return results
+
+
+def test_parameters_that_are_read_without_a_call_are_gathered_in_time() -> None:
+    one_bucket_each = {**OVERLAPPED, "ddp_config": DistributedDataParallelConfig(bucket_size=1)}
+    for whole, *overlapped in run_ranks(2, read_parameters, [SHARDED, OVERLAPPED, one_bucket_each]):
+        for ours in overlapped:
+            assert all(torch.equal(wanted, found) for wanted, found in zip(whole, ours, strict=True))
+
+
+# What would go wrong in silence is refused
 
 
 class BackwardTwice(PlainNet):
@@ -460,7 +504,6 @@ class BackwardTwice(PlainNet):
 def refuse_what_shards_cannot_do() -> list[str]:
     messages = []
     for error, module, strategy in (
-        (ValueError, OwnsAParameter(), OVERLAPPED),
         (RuntimeError, BackwardTwice(), SHARDED),
         (RuntimeError, BackwardTwice(), {"overlap_grad_reduce": True}),
         (TypeError, Adversaries(ADAMW), {"overlap_grad_reduce": True}),
@@ -469,13 +512,11 @@ def refuse_what_shards_cannot_do() -> list[str]:
             run_fit(module, strategy, loader(8, 2))
         messages.append(str(refused.value))
     run_fit(BackwardTwice(), {}, loader(8, 2))
-    run_fit(OwnsAParameter(), SHARDED, loader(8, 2))
     return messages
 
 
-def test_what_sharded_or_overlapped_gradients_and_parameters_cannot_do_is_refused() -> None:
-    for owned, sharded, overlapped, several in run_ranks(2, refuse_what_shards_cannot_do):
-        assert owned.startswith("overlap_param_gather=True gathers a parameter when its module is called, but 'scale'")
+def test_what_sharded_or_overlapped_gradients_cannot_do_is_refused() -> None:
+    for sharded, overlapped, several in run_ranks(2, refuse_what_shards_cannot_do):
         assert sharded == overlapped
         assert sharded.startswith("backward ran again before zero_grad()")
         assert several.startswith("configure_optimizers returned 2 optimizers, and overlap_grad_reduce=True needs one")
