@@ -4,8 +4,7 @@
 The names below are imported when they are used, because torch, Lightning and megatron-core take seconds to import and a
 command such as ``lightning-mcore --help`` needs none of them.
 
-``Trainer(strategy="mcore")`` is ``MCoreStrategy()``. Lightning knows the name if Lightning is imported before
-this package, or, in any order, once a module of ``lightning_mcore.strategy`` is imported::
+``Trainer(strategy="mcore")`` is ``MCoreStrategy()``, whichever of the two packages is imported first::
 
     import lightning.pytorch as pl
     import lightning_mcore
@@ -15,6 +14,8 @@ this package, or, in any order, once a module of ``lightning_mcore.strategy`` is
 
 import importlib
 import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
 from lightning_mcore.te_cpu.load import prepare
@@ -156,11 +157,38 @@ def _build_strategy() -> Any:
     return importlib.import_module("lightning_mcore.strategy.strategy").MCoreStrategy()
 
 
+_REGISTRY = "lightning.pytorch.strategies"  # the module of Lightning's names of strategies
+
+
 def _register_strategy() -> None:
-    """Let Lightning know the name ``"mcore"`` where it is imported already; imports nothing."""
-    registry: Any = getattr(sys.modules.get("lightning.pytorch.strategies"), "StrategyRegistry", None)
-    if registry is not None and "mcore" not in registry.available_strategies():
+    """Let Lightning know the name ``"mcore"``: now if it is imported already, else when it is; imports nothing."""
+    registry: Any = getattr(sys.modules.get(_REGISTRY), "StrategyRegistry", None)
+    if registry is None:
+        sys.meta_path.insert(0, _WhenLightningComes())
+    elif "mcore" not in registry.available_strategies():
         registry.register("mcore", _build_strategy, description="Class: MCoreStrategy")
+
+
+class _WhenLightningComes(MetaPathFinder):
+    """Finds nothing itself: it waits for the import of Lightning's strategies, registers ours after it, and is gone."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return what the other finders find, with one step more after the module has run."""
+        if name != _REGISTRY:
+            return None
+        sys.meta_path.remove(self)
+        found = (finder.find_spec(name, path, target) for finder in sys.meta_path)
+        spec = next((spec for spec in found if spec is not None), None)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            run = loader.exec_module
+
+            def run_and_register(module: Any) -> None:
+                run(module)
+                _register_strategy()
+
+            loader.exec_module = run_and_register
+        return spec
 
 
 _register_strategy()

@@ -175,7 +175,7 @@ def _put(settings: dict[str, Any], path: list[str], value: Any) -> None:
         if isinstance(place.get(name), str):
             place[name] = {"class_path": place[name]}
         place = place.setdefault(name, {}) if isinstance(place.get(name, {}), dict) else {}
-        if "class_path" in place and "init_args" not in path:
+        if "class_path" in place and "init_args" not in path and path[-1] not in _OF_A_CLASS:
             place = place.setdefault("init_args", {})
     place[path[-1]] = value
 
@@ -239,7 +239,23 @@ def _fault_in_value(path: str, value: Any, hint: Any) -> str | None:
         if isinstance(value, str) and path in _CLASSES:
             return _fault_in_class(path, {"class_path": value})
         return None
+    if path == "trainer.precision" and (fault := fp8_as_precision(value)):
+        return fault
     return None if accepts(hint, value) else f"{path}={value!r} does not fit; choose {choices_of(hint)}"
+
+
+def fp8_as_precision(precision: Any) -> str | None:
+    """Return a sentence that refuses FP8 as the name of a precision; None for other precisions.
+
+    Args:
+        precision: ``trainer.precision`` of the file.
+    """
+    if not isinstance(precision, str) or not precision.startswith(("fp8", "transformer-engine")):
+        return None
+    return (
+        f"trainer.precision={precision!r} is not how FP8 is chosen here; leave it out, and set trainer.plugins:"
+        " {class_path: MCorePrecision, init_args: {precision: bf16-mixed, fp8_recipe: delayed}}"
+    )
 
 
 def _fault_in_class(path: str, value: Mapping[str, Any]) -> str | None:

@@ -18,22 +18,25 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.cli import LightningCLI, instantiate_class
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
 
 from lightning_mcore.checkpoint.weights import hyper_parameters_of, refuse_code
 from lightning_mcore.cli import ray as on_ray
 from lightning_mcore.cli.command import refused
-from lightning_mcore.cli.config_errors import explain, on_one_line, overlooked_fault
+from lightning_mcore.cli.config_errors import explain, fp8_as_precision, on_one_line, overlooked_fault
 from lightning_mcore.cli.guard import Beginning, guarded
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.ray import ON_RAY, RaySettings
 from lightning_mcore.config.run import class_and_arguments
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
+from lightning_mcore.data.finetuning.images import MCoreVisionData
 from lightning_mcore.data.preference.datamodule import MCorePreferenceData
 from lightning_mcore.data.pretraining.datamodule import MCorePretrainingData
 from lightning_mcore.hf.callback import SaveHFModel
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
+from lightning_mcore.models.vision import MCoreVisionGPT
+from lightning_mcore.strategy.fp8_monitor import FP8Monitor
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.strategy.preemption import PreemptionCheckpoint
 from lightning_mcore.strategy.progress import MCoreProgressBar
@@ -41,6 +44,7 @@ from lightning_mcore.strategy.strategy import MCoreStrategy
 
 # Imported, so that jsonargparse finds a class by its short name: --model=MCoreGPT, --trainer.strategy=MCoreStrategy
 SHORT_NAMES = (
+    FP8Monitor,
     MCoreFinetuningData,
     MCoreGPT,
     MCorePrecision,
@@ -49,6 +53,8 @@ SHORT_NAMES = (
     MCorePretrainingData,
     MCoreProgressBar,
     MCoreStrategy,
+    MCoreVisionData,
+    MCoreVisionGPT,
     PreemptionCheckpoint,
     SaveHFModel,
 )
@@ -57,8 +63,30 @@ SHORT_NAMES = (
 _NO_GPU = "No supported gpu backend found!"  # Lightning's whole message
 
 
+class WholeNames(LightningArgumentParser):
+    """Lightning's parser without argparse's abbreviations, also in the parsers that it makes for arguments of classes.
+
+    Args:
+        args: As Lightning's.
+        kwargs: As Lightning's.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+
 class TrainingCLI(LightningCLI):
-    """``LightningCLI`` for ``MCoreStrategy``; takes the same arguments."""
+    """``LightningCLI`` for ``MCoreStrategy``; takes the same arguments, and no abbreviations of their names."""
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Make the parser.
+
+        Args:
+            kwargs: As Lightning's.
+        """
+        if self.parser_class is LightningArgumentParser:
+            self.parser_class = WholeNames
+        return super().init_parser(**kwargs)
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
         """Parse the command line, and refuse errors in it with one sentence.
@@ -85,6 +113,7 @@ class TrainingCLI(LightningCLI):
         """
         command = self.config.get("subcommand")
         path = self.config[command].get("ckpt_path") if command else None
+        _check_checkpoint(path)
         if path and Path(path).is_file():
             refuse_code(path, hyper_parameters_of(path, weights_only=True))
         super()._parse_ckpt_path()
@@ -94,6 +123,9 @@ class TrainingCLI(LightningCLI):
         trainer = self._get(self.config, "trainer")
         if trainer["strategy"] == MCoreStrategy.__name__:
             trainer["strategy"] = "mcore"
+        strategy, _ = class_and_arguments(trainer["strategy"])
+        if strategy in ("mcore", MCoreStrategy.__name__) and (fault := fp8_as_precision(trainer["precision"])):
+            raise ValueError(fault)
 
     def instantiate_classes(self) -> None:
         """Create model, data and trainer.
@@ -229,6 +261,20 @@ def run(arguments: Sequence[str]) -> int:
     except _OnRay as asked:
         settings = asked.settings.beside(str(asked.trainer["default_root_dir"] or ""))
         return on_ray.run(__name__, arguments, settings, _layout(asked.trainer["strategy"]), asked.trainer)
+
+
+_KEYWORDS = ("last", "best", "hpc", "registry")  # for which Lightning looks itself
+
+
+def _check_checkpoint(path: Any) -> None:
+    """Refuse a checkpoint that does not exist, before ranks are started.
+
+    Raises:
+        FileNotFoundError: There is nothing at the path.
+    """
+    if not isinstance(path, str) or path.partition(":")[0] in _KEYWORDS or "://" in path or os.path.exists(path):
+        return
+    raise FileNotFoundError(f"ckpt_path={path!r} does not exist; give the path of a checkpoint, or 'last'")
 
 
 def _layout(strategy: Any) -> ParallelLayout:

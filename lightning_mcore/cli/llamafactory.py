@@ -121,6 +121,8 @@ def _read(options: dict[str, Any], words: list[str], parser: CommandParser) -> "
         changes.append("use_cpu=true")
     with in_words_of_the_file():
         read = read_export(file, changes) or read_run(file, changes)
+    if isinstance(read, FactoryRun):
+        read.check_tokenizer()
     of_ray = {name: options[name] for name in _OF_RAY if options[name] is not None}
     if not of_ray:
         return read

@@ -37,7 +37,7 @@ from lightning_mcore.cli.command import DONE, WRONG, CommandParser, run_command
 from lightning_mcore.cli.lightning_file import COMMANDS, TOP_KEYS, refuse_unknown_option, settings_of_lightning
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.ray import elastic_sizes
-from lightning_mcore.config.run import RunSettings
+from lightning_mcore.config.run import RunSettings, number_of_devices
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.hf.source import is_unknown_on_hub
 from lightning_mcore.planning.machines import MACHINES, Machine, machine_named, parse_memory
@@ -98,10 +98,10 @@ def _split(parser: CommandParser, arguments: Sequence[str]) -> tuple[list[str], 
         if name in takes:
             known.append(word)
             known += [words.pop(0)] if takes[name] and not equals and words else []
-        elif word in ("--config", "-c"):
-            continue
-        elif name == "--config":
-            files.append(value)
+        elif name in ("--config", "-c"):
+            if not equals and not words:
+                parser.error(f"{word} needs a file")
+            files.append(value if equals else words.pop(0))
         elif name.startswith("--"):
             if not equals:
                 value = words.pop(0) if words and not words[0].startswith("--") else "true"
@@ -119,7 +119,8 @@ def _plan(options: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> int:
         raise ValueError(f"--model {options['model']} and the config.json in {folder} are two models; give one of them")
     settings = settings_of_files(files, overrides, folder or options["model"], options["seq_length"])
     devices, per_node = device_numbers(settings, options["devices"], options["nodes"])
-    settings = replace(_with_sizes(settings), image_tokens=options["image_tokens"])
+    settings = replace(settings, image_tokens=options["image_tokens"])
+    settings, elastic_fault = _with_sizes(settings)
     machine, memory = _machine(options, settings)
     backend = _BACKENDS[options["backend"]] if options["backend"] else None
     if options["suggest"]:
@@ -133,26 +134,27 @@ def _plan(options: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> int:
         print(text)
         return DONE
     plan = make_plan(settings, devices, per_node, machine, memory, backend)
+    plan = replace(plan, errors=tuple(dict.fromkeys([*plan.errors, *elastic_fault])))
     if plan.fields is None and not options["json"]:
         _say_what_is_missing(settings)
     print(json.dumps(plan.to_dict(), indent=2) if options["json"] else report(plan, options["picture"]))
     return WRONG if plan.errors else DONE
 
 
-def _with_sizes(settings: RunSettings) -> RunSettings:
-    """Return the settings with a note of the numbers of workers that an elastic run on Ray can have.
-
-    Raises:
-        ValueError: The layout divides none of them.
-    """
+def _with_sizes(settings: RunSettings) -> tuple[RunSettings, list[str]]:
+    """Return the settings with a note of the numbers of workers that an elastic run on Ray can have, and its fault."""
     ray = settings.ray
     if ray is None:
-        return settings
+        return settings, []
     layout = {key: value for key, value in settings.strategy.items() if key in _OF_LAYOUT}
     accumulated = settings.trainer.get("accumulate_grad_batches") or 1
-    sizes = elastic_sizes(ParallelLayout(**layout), ray.least, ray.most, accumulated)
+    try:
+        sizes = elastic_sizes(ParallelLayout(**layout), ray.least, ray.most, accumulated)
+    except (TypeError, ValueError) as error:
+        return settings, [str(error)]
     shown = ", ".join(f"{size} (accumulate_grad_batches={batches})" for size, batches in sizes.items())
-    return replace(settings, notes=(*settings.notes, f"workers that Ray starts, with the same global batch: {shown}"))
+    note = f"workers that Ray starts, with the same global batch: {shown}"
+    return replace(settings, notes=(*settings.notes, note)), []
 
 
 def _say_what_is_missing(settings: RunSettings) -> None:
@@ -179,19 +181,16 @@ def device_numbers(settings: RunSettings, devices: int | None, nodes: int | None
     Raises:
         ValueError: The number of devices is unknown, or nodes do not divide it.
     """
-    of_node, of_file = settings.trainer.get("devices"), settings.trainer.get("num_nodes")
+    given, of_file = settings.trainer.get("devices"), settings.trainer.get("num_nodes")
     of_file = of_file if isinstance(of_file, int) and of_file > 0 else 1
-    if isinstance(of_node, list):
-        of_node = len(of_node)
-    if isinstance(of_node, str) and of_node.isdigit():
-        of_node = int(of_node)
+    of_node = number_of_devices(given)
     if devices is None and settings.ray is not None:
         devices = settings.ray.most
     if devices is None:
-        if not isinstance(of_node, int) or of_node < 1:
+        if of_node is None or of_node < 1:
             raise ValueError(
-                f"the number of devices is unknown: trainer.devices is {of_node!r}; give --devices N"
-                if of_node is not None
+                f"the number of devices is unknown: trainer.devices is {given!r}; give --devices N"
+                if given is not None
                 else "the number of devices is unknown; give --devices N"
             )
         total = of_node * (nodes or of_file)
@@ -199,8 +198,8 @@ def device_numbers(settings: RunSettings, devices: int | None, nodes: int | None
     if devices < 1:
         raise ValueError(f"devices={devices} is too small; choose 1 or more")
     if nodes is None:
-        same = isinstance(of_node, int) and of_node * of_file == devices
-        per_node = of_node if same and isinstance(of_node, int) else min(devices, _DEVICES_OF_A_NODE)
+        same = of_node is not None and of_node * of_file == devices
+        per_node = of_node if same and of_node is not None else min(devices, _DEVICES_OF_A_NODE)
         return devices, per_node
     if nodes < 1 or devices % nodes:
         raise ValueError(f"nodes={nodes} does not divide devices={devices}; give nodes of equal size")
@@ -255,7 +254,9 @@ def settings_of_files(
 
         texts = [f"{key}={value}" for key, value in overrides]
         texts += [f"model_name_or_path={model}"] if model is not None else []
-        settings = read_run(paths[0], texts).settings()
+        run = read_run(paths[0], texts)
+        run.check_tokenizer()
+        settings = run.settings()
     else:
         settings = _arguments(documents[0], overrides, model)
     if seq_length is None:

@@ -13,8 +13,8 @@ from typing import Any
 from lightning_mcore.cli.command import EXPECTED, FAILED, INTERRUPTED, refused
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.ray import RaySettings, elastic_sizes
+from lightning_mcore.config.run import number_of_devices
 
-_SPARE = ("auto", -1, "-1", None)  # values of devices that mean all there are
 _GPUS = {"cpu": False, "gpu": True, "cuda": True}
 
 
@@ -50,13 +50,11 @@ def run(
 
 def _check_devices(settings: RaySettings, trainer: Mapping[str, Any]) -> None:
     """Refuse numbers of devices and nodes that do not make the number of Ray's workers."""
-    devices, nodes = trainer["devices"], trainer["num_nodes"] or 1
-    if isinstance(devices, list):
-        devices = len(devices)
-    if devices not in _SPARE and int(devices) * nodes != settings.most:
+    devices, nodes = number_of_devices(trainer["devices"]), trainer["num_nodes"] or 1
+    if devices is not None and devices * nodes != settings.most:
         raise ValueError(
-            f"devices={devices} times num_nodes={nodes} is not num_workers={settings.most}, the ranks that Ray starts;"
-            " leave devices and num_nodes out"
+            f"devices={trainer['devices']} times num_nodes={nodes} is not num_workers={settings.most}, the ranks that"
+            " Ray starts; leave devices and num_nodes out"
         )
 
 

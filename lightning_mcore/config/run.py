@@ -41,6 +41,26 @@ class RunSettings:
     image_tokens: int | None = None
 
 
+def number_of_devices(given: Any) -> int | None:
+    """Return how many devices ``Trainer(devices=...)`` names on each machine; None if it means all there are.
+
+    Args:
+        given: A number, a list of indices, or text with one of them, such as ``"0,1"``.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if isinstance(given, list | tuple):
+        return len(given)
+    if given in (None, "auto", -1, "-1"):
+        return None
+    if isinstance(given, str) and "," in given:
+        return len([index for index in given.split(",") if index.strip()])
+    if isinstance(given, bool) or not str(given).strip().isdigit():
+        raise ValueError(f"devices={given!r} is not a number of devices; give a number, or indices such as '0,1'")
+    return int(given)
+
+
 def class_and_arguments(given: Any) -> tuple[str, dict[str, Any]]:
     """Return the name of a class and its arguments, from the form that YAML files use.
 

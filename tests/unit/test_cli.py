@@ -111,6 +111,18 @@ FAULTS: dict[str, tuple[list[str], str]] = {
         ["--trainer.max_stepps=3"],
         "unknown option '--trainer.max_stepps'; did you mean '--trainer.max_steps'?",
     ),
+    "abbreviation": (
+        ["--trainer.max_step=3"],
+        "unknown option '--trainer.max_step'; did you mean '--trainer.max_steps'?",
+    ),
+    "abbreviation of a field": (
+        ["--model.recipe.learning_rat=3"],
+        "unknown key of model.recipe 'learning_rat'; did you mean 'learning_rate'?",
+    ),
+    "abbreviation before the config is printed": (
+        ["--seed_ever=3", "--print_config"],
+        "unknown option '--seed_ever'; did you mean '--seed_everything'?",
+    ),
     "type": (["--trainer.max_steps=abc"], "trainer.max_steps='abc' does not fit; choose a value of type int"),
     "argument of the strategy": (
         ["--trainer.strategy.tensor_model_parallel_sizes=2"],
@@ -129,6 +141,19 @@ FAULTS: dict[str, tuple[list[str], str]] = {
         "model.transformer_impl='fooo' does not fit; choose 'auto' or 'local' or 'transformer_engine'",
     ),
     "precision": (["--trainer.precision=bf17"], "trainer.precision='bf17' does not fit; choose 64 or 32 or 16 or"),
+    "fp8": (
+        ["--trainer.precision=fp8"],
+        "trainer.precision='fp8' is not how FP8 is chosen here; leave it out, and set trainer.plugins: {class_path",
+    ),
+    "transformer-engine": (
+        ["--trainer.precision=transformer-engine"],
+        "trainer.precision='transformer-engine' is not how FP8 is chosen here; leave it out, and set trainer.plugins",
+    ),
+    "checkpoint": (["--ckpt_path=/nope"], "ckpt_path='/nope' does not exist; give the path of a checkpoint, or 'last'"),
+    "class of another than the file's": (
+        ["--model.class_path=lightning_mcore.MCoreGTP"],
+        "model: unknown name in lightning_mcore 'MCoreGTP'; did you mean 'MCoreGPT'?",
+    ),
     "short name": (["--model=MCoreGTP"], "model: unknown class 'MCoreGTP'; did you mean 'MCoreGPT'?"),
     "class": (
         ["--model=lightning_mcore.MCoreGTP"],
@@ -287,6 +312,12 @@ def test_short_names_are_enough(capsys: pytest.CaptureFixture[str]) -> None:
     run = yaml.safe_load(printed(capsys, "fit", *strategy, "--model=MCoreGPT", *sizes))
     assert run["trainer"]["strategy"]["class_path"] == "lightning_mcore.MCoreStrategy"
     assert run["model"]["class_path"] == "lightning_mcore.MCoreGPT"
+    models = ("MCoreVisionGPT", "MCorePreference")
+    for name in (*models, "MCoreVisionData", "FP8Monitor"):  # known by their names alone, and then short of arguments
+        key = "model" if name in models else "data" if name.endswith("Data") else "trainer.callbacks"
+        more = [] if key == "model" else ["--model=MCoreGPT", *sizes]
+        cli.main(["fit", f"--{key}={name}", *more, "--trainer.max_steps=x"])
+        assert "unknown class" not in capsys.readouterr().err
 
 
 def test_the_name_of_the_strategy_alone_is_enough(tiny: str) -> None:

@@ -97,6 +97,14 @@ assert lightning_mcore.hf.Family
 import lightning.pytorch as pl
 {KNOWN}
 """
+PACKAGE_FIRST = f"""
+import sys
+finders = [*sys.meta_path]
+import lightning_mcore
+import lightning.pytorch as pl
+assert [finder for finder in sys.meta_path if type(finder).__module__ == 'lightning_mcore'] == []
+{KNOWN}
+"""
 STRATEGY_FIRST = f"""
 import sys, torch
 import lightning.pytorch as pl  # replaces torch.compile itself
@@ -113,14 +121,14 @@ def test_whatever_is_imported_first_the_strategy_is_known_the_process_left_alone
 import gc, os
 gc.disable()
 import torch  # for all orders, each of which then has a process of its own
-for first in {(LIGHTNING_FIRST, ALL_NAMES_FIRST, STRATEGY_FIRST)!r}:
+for first in {(LIGHTNING_FIRST, PACKAGE_FIRST, ALL_NAMES_FIRST, STRATEGY_FIRST)!r}:
     if os.fork() == 0:
         exec(first, {{}})
         print('quiet', flush=True)
         os._exit(0)
     assert os.wait()[1] == 0, first
 """
-    assert python(code, *FILTERS).splitlines() == ["quiet"] * 3
+    assert python(code, *FILTERS).splitlines() == ["quiet"] * 4
 
 
 def test_every_public_name_has_one_home() -> None:

@@ -411,6 +411,19 @@ def test_adapters_are_merged_or_continued_as_llamafactory_does(adapters_file: st
     assert model["lora"] == {"path": "a", "quantization": "nf4", "double_quantization": True}
 
 
+def test_a_template_that_the_tokenizer_does_not_fit_is_refused_before_ranks_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_run(tmp_path, LLAMA3)
+    for path in (tmp_path / "model").glob("tokenizer*.json"):
+        path.write_text(path.read_text(encoding="utf-8").replace("<|eot_id|>", "<|eos_id|>"), encoding="utf-8")
+    monkeypatch.setattr(guard, "guarded", lambda _: pytest.fail("ranks are started"))
+    for command in (["llamafactory"], ["plan", "--devices", "1"]):
+        assert main([command[0], file, *command[1:]]) == 2
+        told = capsys.readouterr().err
+        assert "ends turns with the token '<|eot_id|>', which this tokenizer does not have; choose the temp" in told
+
+
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "llamafactory").iterdir())
 
 

@@ -173,6 +173,7 @@ def test_a_llamafactory_file_asks_for_workers(
     refused = {
         ("tensor_model_parallel_size=3",): "num_workers=4 is not a multiple of 3",
         ("--devices", "2"): "devices=2 times num_nodes=1 is not num_workers=4",
+        ("--devices", "0"): "devices=0 times num_nodes=1 is not num_workers=4",
         ("--ray-min-workers", "5"): "ray_min_workers=5 is not between 1 and ray_num_workers=4",
     }
     for words, sentence in refused.items():
@@ -232,6 +233,7 @@ def test_a_file_of_lightning_asks_for_workers(
         ("run.yaml", "--ray.num_workers=0"): "num_workers=0 is too small",
         ("run.yaml", "--ray.num_worker=2"): "unknown key of ray 'num_worker'; did you mean 'num_workers'",
         ("run.yaml", "--ray.num_workers=2", "--trainer.devices=4"): "devices=4 times num_nodes=1 is not num_workers=2",
+        ("run.yaml", "--ray.num_workers=4", "--trainer.devices='0,1'"): "devices=0,1 times num_nodes=1 is not num_wo",
     }
     for words, sentence in refused.items():
         assert main(["fit", "--config", *words]) == 2, words
@@ -241,7 +243,16 @@ def test_a_file_of_lightning_asks_for_workers(
     assert main(["plan", "elastic.yaml"]) == 0
     shown = capsys.readouterr().out
     assert "workers that Ray starts, with the same global batch: 2 (accumulate_grad_batches=4), 4" in shown
-    assert main(["plan", "elastic.yaml", "--ray.num_workers=[3,3]"]) == 2
+    capsys.readouterr()
+    assert main(["plan", "elastic.yaml", "--ray.num_workers=[3,3]", "--model.transformer.num_attention_heads=3"]) == 2
+    shown = capsys.readouterr().out
+    assert "num_workers=3 is not a multiple of 2" in shown  # and the other faults beside it
+    assert "num_attention_heads=3" in shown
+    assert main(["plan", "run.yaml", "--trainer.devices=0,2,", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["devices"] == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "run.yaml", "--config"])
+    assert "error: --config needs a file" in capsys.readouterr().err
 
 
 # ---- one rank, with Ray's package and without a cluster

@@ -8,6 +8,7 @@ reads no data, and imports neither Lightning nor megatron-core, so ``lightning-m
 """
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from lightning_mcore.arguments.llamafactory.rules import OF_RAY, OWN, check_keys
 from lightning_mcore.arguments.llamafactory.vision import check_vision, notes_of_vision
 from lightning_mcore.arguments.ray import RayArguments
 from lightning_mcore.config.run import RunSettings, rows_of_pairs
-from lightning_mcore.data.finetuning.chat import ChatTemplate, named_template
+from lightning_mcore.data.finetuning.chat import ChatTemplate, end_of_turn, named_template
 from lightning_mcore.data.preprocess.tokenizer import auto_tokenizer
 from lightning_mcore.hf.source import local_folder, sees_images
 
@@ -125,6 +126,15 @@ class FactoryRun:
         sees = bool(sees_images(self.model_path))
         check_vision(self.keys, dataclasses.asdict(self.keys), sees)
         return sees
+
+    def check_tokenizer(self) -> None:
+        """Refuse a template that the tokenizer of a local model does not fit; for use before ranks are started.
+
+        Raises:
+            ValueError: The tokenizer lacks a token of the template, or cannot be loaded.
+        """
+        if self.template is not None and os.path.isdir(self.model_path):
+            end_of_turn(_tokenizer(self.model_path), self.template)
 
     def data_settings(self) -> dict[str, Any]:
         """Return the arguments of the data module."""

@@ -320,6 +320,9 @@ _ALL = (
     ChatTemplate("qwen3_vl_nothink", **_CHATML, end_of_turn="<|im_end|>"),
     ChatTemplate("qwen3", **_CHATML, end_of_turn="<|im_end|>", thoughts=True),
     ChatTemplate("qwen3_nothink", **_CHATML, end_of_turn="<|im_end|>"),
+    ChatTemplate("qwen3_5", **_CHATML, end_of_turn="<|im_end|>", thoughts=True),
+    ChatTemplate("qwen3_5_nothink", **_CHATML, end_of_turn="<|im_end|>"),
+    ChatTemplate("qwen3_6", **_CHATML, end_of_turn="<|im_end|>", thoughts=True),
     ChatTemplate(
         "llama2",
         user=(BOS, "[INST] {text} [/INST]"),
@@ -539,7 +542,7 @@ def end_of_turn(tokenizer: Any, template: ChatTemplate) -> int | None:
     """
     if template.end_of_turn is not None:
         ids = tokenizer(template.end_of_turn, add_special_tokens=False)["input_ids"]
-        if len(ids) != 1:
+        if len(ids) != 1 or ids[0] == getattr(tokenizer, "unk_token_id", None):
             raise ValueError(
                 f"the template {template.name!r} ends turns with the token {template.end_of_turn!r}, which this"
                 " tokenizer does not have; choose the template that the model was trained with, or none to use the"
