@@ -70,6 +70,8 @@ FAMILY_LAYOUTS = {
     "qwen3_moe": Layout(tp=2, sp=True, ep=2, etp=1),
     "deepseek_v3": Layout(dp=2, pp=2, ep=2),
     "glm4_moe": Layout(tp=2, sp=True, pp=2),
+    "qwen3_next": Layout(tp=2, sp=True, pp=2),
+    "qwen3_5_text": Layout(tp=2, sp=True, pp=2),
 }
 
 
@@ -211,7 +213,7 @@ def test_a_table_of_positions_that_two_stages_would_hold_is_refused() -> None:
         run_ranks(4, look, Layout(pp=4), recipe, timeout=60)  # the two stages between have no table
 
 
-@pytest.mark.parametrize("family", thorough_but(FAMILY_LAYOUTS, "llama", "deepseek_v3", "gpt_oss"))
+@pytest.mark.parametrize("family", thorough_but(FAMILY_LAYOUTS, "llama", "deepseek_v3", "gpt_oss", "qwen3_next"))
 def test_a_fresh_model_of_a_family_is_well_drawn(family: str) -> None:
     ranks = _fresh(FAMILY_LAYOUTS[family], family)
     _check(ranks, _fresh(Layout(), family))
