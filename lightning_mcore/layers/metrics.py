@@ -287,6 +287,46 @@ class TokensSeen(_ExactMetric):
         return int(batch["tokens"].numel())
 
 
+class MeansOfKinds(_ExactMetric):
+    """Means of the rewards and log-probabilities of chosen and of rejected answers, of all batches and ranks.
+
+    The margin is a difference of two means, each over its own number of answers, so it cannot be averaged over batches.
+    """
+
+    sums: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("sums", torch.zeros(3, 2, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, rewards: Tensor, logps: Tensor, is_chosen: Tensor, counts: Tensor) -> None:
+        """Add answers.
+
+        Args:
+            rewards: [n], any float dtype.
+            logps: [n], their log-probabilities.
+            is_chosen: [n] bool, the kind of each.
+            counts: [n] bool, whether it counts.
+        """
+        values = torch.stack([rewards, logps, torch.ones_like(rewards)]).detach().double()  # [3, n]
+        kinds = torch.stack([counts & is_chosen, counts & ~is_chosen])  # [2, n]
+        self.sums = self.sums + torch.where(kinds[None], values[:, None], 0.0).sum(-1)
+
+    def means(self, sums: Tensor | None = None) -> Tensor:
+        """Return [2, 2] fp64: rewards and log-probabilities of chosen and of rejected answers; nan without answers.
+
+        Args:
+            sums: The state of all ranks, [3, 2]; None for that of this rank.
+        """
+        sums = self.sums if sums is None else sums
+        return sums[:2] / sums[2]
+
+    def compute(self) -> Tensor:
+        """Return the margin, the mean reward of chosen answers less that of rejected ones, an fp32 scalar."""
+        of_rewards = self.means()[0]
+        return (of_rewards[0] - of_rewards[1]).float()
+
+
 class RunningMean(_ExactMetric):
     """Mean of all values of a run, over epochs and resumes; every rank is given the sums of all ranks."""
 

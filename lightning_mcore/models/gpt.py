@@ -34,6 +34,7 @@ from lightning_mcore.config.positions import PositionEmbedding, check_positions,
 from lightning_mcore.config.preference import Preference
 from lightning_mcore.config.rules.model import LossNormalization, check_normalization
 from lightning_mcore.config.value_checks import require_size
+from lightning_mcore.data.multimodal import INPUTS
 from lightning_mcore.layers import sampling
 from lightning_mcore.layers.inputs import (
     ModelInputs,
@@ -108,6 +109,9 @@ class MCoreGPT(SpeedLogs):
         ValueError: A value is not allowed, or a field of ``transformer`` is unknown or set in another place.
         TypeError: A size is not an int.
     """
+
+    takes_images = False
+    """Whether a batch may hold images and videos."""
 
     def __init__(
         self,
@@ -454,12 +458,18 @@ class MCoreGPT(SpeedLogs):
         return microbatch_shape(batch)
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Refuse tokens and labels outside the vocabulary, and sequences beyond the positions, on the host.
+        """Refuse tokens and labels outside the vocabulary, sequences beyond the positions, and images, on the host.
 
         Raises:
             ValueError: The batch has one; a label outside the vocabulary would silently have no loss. Ranks that read
                 other data learn of the error when this rank ends.
         """
+        images = [name for name in INPUTS if name in batch]
+        if images and not self.takes_images:
+            raise ValueError(
+                f"a batch has {images[0]}, which {type(self).__name__} would ignore; train MCoreVisionGPT, or leave"
+                " images and videos out of the data"
+            )
         check_vocabulary(batch, self.vocab_size)
         if self.hparams["position_embedding_type"] == "learned_absolute":
             check_places(batch, self.seq_length)
@@ -558,9 +568,10 @@ class MCoreGPT(SpeedLogs):
     def _forget_last_loader(self, stage: str, batch_idx: int, dataloader_idx: int) -> None:
         """Empty the metrics between two dataloaders; Lightning has computed them, and resets them after the last."""
         if batch_idx == 0 and dataloader_idx > 0:
-            for name in ("perplexity", "accuracy"):
-                metric: Any = self.metrics[f"{stage}_{name}"]
-                metric.reset()
+            metrics: Any = self.metrics
+            for name in metrics:
+                if name.startswith(f"{stage}_"):
+                    metrics[name].reset()
 
     def _evaluate(self, stage: str, batch: Batch) -> None:
         logits, inputs = self.token_logits(batch)

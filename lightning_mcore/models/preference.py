@@ -30,7 +30,7 @@ from lightning_mcore.data.preference.pairs import check_pairs
 from lightning_mcore.layers.inputs import ModelInputs, is_packed
 from lightning_mcore.layers.lora import adapters_off
 from lightning_mcore.layers.losses import sample_sums, tail_weights
-from lightning_mcore.layers.metrics import RunningMean
+from lightning_mcore.layers.metrics import MeansOfKinds, RunningMean
 from lightning_mcore.layers.score import ScoreLayer
 from lightning_mcore.layers.spec import TransformerImpl
 from lightning_mcore.models import preference_losses as losses_of
@@ -38,9 +38,11 @@ from lightning_mcore.models.generation import evaluating
 from lightning_mcore.models.gpt import Batch, MCoreGPT
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.strategy.strategy import MCoreStrategy
 
 _REFERENCE = "preference_reference"  # key of a checkpoint
 _OFF: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "mtp_num_layers": None}
+_KINDS = ("chosen", "rejected")
 Values = dict[str, tuple[Tensor, Tensor]]
 
 
@@ -83,8 +85,9 @@ class MCorePreference(MCoreGPT):
     ``rewards/accuracies`` (share of the pairs with a margin above 0), ``logps/chosen`` and ``logps/rejected``; for ORPO
     also ``sft_loss`` and ``odds_ratio_loss``, for KTO ``kl``. In validation and testing the names begin with ``val_``
     and ``test_``. A reward is ``beta`` times the log ratio; without a reference ``beta`` times the log-probability. For
-    IPO, ORPO and SimPO, log-probabilities are means over the tokens of an answer, otherwise sums. ``grad_norm`` and the
-    speed are logged as by ``MCoreGPT``.
+    IPO, ORPO and SimPO, log-probabilities are means over the tokens of an answer, otherwise sums. In training with KTO,
+    the values of chosen and rejected examples are about all steps since those that a logger got last, because a batch
+    may have one kind only. ``grad_norm`` and the speed are logged as by ``MCoreGPT``.
 
     With ``Preference("reward")`` the output layer gives each token one score, and a reward is the score of an answer's
     last token; batches then hold that token too (``with_last_token``). :meth:`from_pretrained` takes transformers'
@@ -168,6 +171,8 @@ class MCorePreference(MCoreGPT):
         self.reference_mark: str | None = None  # tells the reference of this run from any other
         if self.preference.bco_weight:
             self.baseline = RunningMean()
+        if self.preference.loss == "kto":
+            self.metrics.update({f"{stage}_kinds": MeansOfKinds() for stage in ("train", "val", "test")})
 
     @classmethod
     def from_pretrained(  # type: ignore[override]  # the loss is a mean over pairs, without a loss_normalization
@@ -288,6 +293,27 @@ class MCorePreference(MCoreGPT):
         super().on_train_batch_start(batch, batch_idx)
         self._add_reference(batch)
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the values of KTO's two kinds of examples over the steps since the last ones that a logger got."""
+        has_stepped = self.trainer.global_step != self._stepped
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if has_stepped and self.preference.loss == "kto":
+            kinds = self._kinds("train")
+            of_rewards, of_logps = kinds.means(
+                self.trainer.strategy.reduce(kinds.sums.clone(), reduce_op="sum")
+            ).float()
+            self.log_dict({f"rewards/{kind}": value for kind, value in zip(_KINDS, of_rewards, strict=True)})
+            self.log_dict({f"logps/{kind}": value for kind, value in zip(_KINDS, of_logps, strict=True)})
+            self.log("rewards/margins", of_rewards[0] - of_rewards[1])
+            every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+            if every and self.trainer.global_step % every == 0:
+                kinds.reset()
+
+    def _kinds(self, stage: str) -> MeansOfKinds:
+        kinds = self.metrics[f"{stage}_kinds"]
+        assert isinstance(kinds, MeansOfKinds)
+        return kinds
+
     def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add the reference's log-probabilities to a batch, with the adapters switched off."""
         super().on_validation_batch_start(batch, batch_idx, dataloader_idx)
@@ -338,9 +364,10 @@ class MCorePreference(MCoreGPT):
         """Refuse, besides what ``MCoreGPT`` refuses, batches that do not hold pairs.
 
         Raises:
-            ValueError: The sequences are not pairs, or the tags of KTO are missing or superfluous.
+            ValueError: The sequences are not pairs, or lack what the loss reads.
         """
-        check_pairs(batch, self.preference.loss == "kto")
+        if self._trainer is None or not self._trainer.predicting:
+            check_pairs(batch, self.preference.loss)
         return super().on_before_batch_transfer(batch, dataloader_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
@@ -385,7 +412,7 @@ class MCorePreference(MCoreGPT):
         else:
             answers = self._answers(*self.token_losses(batch), batch)
             is_kto = self.preference.loss == "kto"
-            each, values = self._kto(answers, batch["desirable"]) if is_kto else self._pairs(answers)
+            each, values = self._kto(answers, batch["desirable"], prefix) if is_kto else self._pairs(answers)
         mean, count = answers.mean(each)
         for name, (value, weight) in {loss_name: (mean, count), **values}.items():
             self.log(
@@ -479,32 +506,31 @@ class MCorePreference(MCoreGPT):
             self.baseline.update(*self.trainer.strategy.reduce(sums, reduce_op="sum"))
         return self.baseline.mean
 
-    def _kto(self, answers: _Answers, desirable: Tensor) -> tuple[Tensor, Values]:
-        """Return the loss of each example, [n], and the values to log with their weights."""
+    def _kto(self, answers: _Answers, desirable: Tensor, prefix: str) -> tuple[Tensor, Values]:
+        """Return the loss of each example, [n], and the values to log with their weights, besides those of a window."""
         setting = self.preference
         assert answers.reference is not None
         is_good, there = desirable.view(-1, 2)[:, 0], answers.there
         ratios = answers.logps - answers.reference
-        rewards = setting.beta * ratios[:, 0]
-        of_kind = [torch.where(there & kind, rewards, 0.0) for kind in (is_good, ~is_good)]
-        counted = [ratios.new_ones(()) * (there & kind).sum() for kind in (is_good, ~is_good)]
-        divergence = torch.where(there, ratios[:, 1], 0.0).sum()
-        sums = torch.stack([divergence, *(part.sum() for part in of_kind), *counted]).detach()
-        divergence, good, bad, num_good, num_bad = self.trainer.strategy.reduce(sums, reduce_op="sum")
-        kl = (divergence / (num_good + num_bad).clamp(min=1)).clamp(min=0)
+        rewards, logps = setting.beta * ratios[:, 0], answers.logps[:, 0]
+        strategy = self.trainer.strategy
+        number = there.sum()
+        sums = torch.stack([torch.where(there, ratios[:, 1], 0.0).sum(), number.to(ratios)]).detach()
+        if isinstance(strategy, MCoreStrategy) and not strategy.logs.counts:
+            sums = sums * 0  # examples that are repeated
+        divergence, examples = strategy.reduce(sums, reduce_op="sum")
+        kl = (divergence / examples.clamp(min=1)).clamp(min=0)
         each = losses_of.kto_loss(
             ratios[:, 0], is_good, kl, setting.beta, setting.desirable_weight, setting.undesirable_weight
         )
-        margin = good / num_good.clamp(min=1) - bad / num_bad.clamp(min=1)
-        number = there.sum()
-        return each, {
-            "kl": (kl, number),
-            "rewards/chosen": answers.mean(rewards, is_good),
-            "rewards/rejected": answers.mean(rewards, ~is_good),
-            "rewards/margins": (margin, number * (num_good * num_bad > 0)),
-            "logps/chosen": answers.mean(answers.logps[:, 0], is_good),
-            "logps/rejected": answers.mean(answers.logps[:, 0], ~is_good),
-        }
+        self._kinds(prefix.rstrip("_") or "train").update(rewards, logps, is_good, there)
+        values: Values = {"kl": (kl, number)}
+        if prefix:
+            self.log(f"{prefix}rewards/margins", self._kinds(prefix.rstrip("_")), on_step=False, on_epoch=True)
+            for kind, of in zip(_KINDS, (is_good, ~is_good), strict=True):
+                values[f"rewards/{kind}"] = answers.mean(rewards, of)
+                values[f"logps/{kind}"] = answers.mean(logps, of)
+        return each, values
 
     @property
     def _cp_group(self) -> Any:

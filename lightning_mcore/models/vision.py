@@ -58,6 +58,8 @@ class MCoreVisionGPT(MCoreGPT):
         TypeError: A size is not an int.
     """
 
+    takes_images = True
+
     def __init__(
         self,
         vocab_size: int,

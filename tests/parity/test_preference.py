@@ -406,6 +406,59 @@ def differences(wanted: Wanted, ranks: Sequence[Seen]) -> Iterator[tuple[str, fl
         yield "names", float("nan")
 
 
+# ---- the two kinds of KTO
+
+
+def kinds_apart(layout: Layout, folder: str, reference: list[list[float]], cuts: bool) -> list[dict[str, float]]:
+    """Train and validate with one example in each microbatch; return what was logged in both."""
+    given = [
+        dataclasses.replace(pair, desirable=good, reference=tuple(logps))
+        for pair, good, logps in zip(pairs(), DESIRABLE, reference, strict=True)
+    ]
+    parts = [given] if cuts else [[pair] for pair in given]
+    batches: Any = [collate_padded_pairs(part, multiple=8) for part in parts]
+    recipe = Recipe(learning_rate=0.0, min_learning_rate=0.0)
+    module = MCorePreference.from_pretrained(folder, LENGTH, preference=CASES["kto"], recipe=recipe)
+    data: Any = DataLoader(batches, batch_size=None)
+    strategy = {**layout.strategy_arguments, "micro_batch_size": 2}
+    steps = len(batches) // layout.dp
+    trainer = make_trainer(strategy, max_steps=steps, log_every_n_steps=steps, limit_val_batches=0)
+    trainer.fit(module, data)
+    [validated] = make_trainer(strategy).validate(module, data, verbose=False)
+    trained = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return [trained, {name.removeprefix("val_"): value for name, value in validated.items()}]
+
+
+@pytest.mark.parametrize(
+    ("layout", "cuts"),
+    [
+        (Layout(), False),
+        (Layout(pp=2), True),
+        (Layout(dp=2), False),
+        pytest.param(Layout(pp=2, dp=2), False, marks=pytest.mark.thorough),
+        pytest.param(Layout(cp=2), True, marks=pytest.mark.thorough),
+    ],
+    ids=lambda value: getattr(value, "id", ""),
+)
+def test_the_margin_of_kto_is_that_of_all_examples_though_each_microbatch_has_one_kind(
+    layout: Layout, cuts: bool
+) -> None:
+    policy, frozen = (answer_logps(model).sum(2).detach() for model in _models("qwen2"))
+    rewards, good = CASES["kto"].beta * (policy - frozen)[:, 0], torch.tensor(DESIRABLE)
+    wanted = {
+        "rewards/chosen": rewards[good].mean(),
+        "rewards/rejected": rewards[~good].mean(),
+        "rewards/margins": rewards[good].mean() - rewards[~good].mean(),
+        "logps/chosen": policy[good, 0].mean(),
+        "logps/rejected": policy[~good, 0].mean(),
+    }
+    for rank in run_ranks(layout.world_size, kinds_apart, layout, folder_of("qwen2"), frozen.tolist(), cuts):
+        for found in rank:
+            assert {name: found[name] for name in wanted} == pytest.approx(
+                {name: value.item() for name, value in wanted.items()}, rel=LOSS, abs=LOSS
+            )
+
+
 # ---- the reference of a run
 
 

@@ -314,3 +314,12 @@ def test_evaluation_mode_gives_each_module_its_own_mode_back() -> None:
     with pytest.raises(RuntimeError, match="stop"):
         interrupted_evaluation(model)
     assert [child.training for child in model.modules()] == [True, True, False, False]
+
+
+# What it refuses of a batch
+
+
+def test_images_that_a_language_model_would_ignore_are_refused() -> None:
+    batch = {"tokens": torch.zeros(1, 4, dtype=torch.long), "pixel_values": torch.zeros(4, 3)}
+    with pytest.raises(ValueError, match="a batch has pixel_values, which MCoreGPT would ignore; train MCoreVisionGPT"):
+        gpt().on_before_batch_transfer(batch, 0)

@@ -24,11 +24,12 @@ from lightning_mcore.data.preference.pairs import (
     check_pairs,
     collate_padded_pairs,
     collate_pair_rows,
+    with_last_token,
 )
 from lightning_mcore.strategy.logs.evaluation import num_new_samples
 from tests.chats import characters, write
 from tests.hf_models import save_tiny
-from tests.ranks import run_ranks
+from tests.ranks import RanksFailedError, run_ranks
 from tests.toy import make_trainer
 
 TRANSFORMER: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
@@ -188,19 +189,46 @@ def test_neighbours_of_a_batch_are_a_pair_padded_and_packed() -> None:
     assert packed["desirable"].dtype == torch.bool
     for batch in (padded, packed):
         assert batch["reference_logps"].dtype == torch.float64
-        check_pairs(batch, is_kto=True)
+        check_pairs(batch, "kto")
 
 
 def test_a_batch_without_pairs_is_refused() -> None:
     batch = collate_padded_pairs([pair(0), pair(1)])
     with pytest.raises(ValueError, match=r"a batch has 3 sequences, which are not pairs"):
-        check_pairs({name: value[:3] for name, value in batch.items()}, is_kto=False)
+        check_pairs({name: value[:3] for name, value in batch.items()}, "sigmoid")
     with pytest.raises(ValueError, match=r"sequences 2 and 3 of a batch are of samples 1 and 5, and not the answers"):
-        check_pairs({**batch, "sample_ids": torch.tensor([0, 0, 1, 5])}, is_kto=False)
+        check_pairs({**batch, "sample_ids": torch.tensor([0, 0, 1, 5])}, "sigmoid")
     with pytest.raises(ValueError, match=r"the loss 'kto' needs the entry 'desirable'"):
-        check_pairs(batch, is_kto=True)
+        check_pairs(batch, "kto")
     with pytest.raises(ValueError, match=r"a batch has the entry 'desirable', which only the loss 'kto' reads"):
-        check_pairs({**batch, "desirable": torch.ones(4).bool()}, is_kto=False)
+        check_pairs({**batch, "desirable": torch.ones(4).bool()}, "sigmoid")
+    with pytest.raises(ValueError, match=r"a batch with tokens, .* has no sample_ids, which say that neighbouring seq"):
+        check_pairs({name: value for name, value in batch.items() if name != "sample_ids"}, "sigmoid")
+
+
+def test_a_reward_model_refuses_pairs_whose_last_token_is_a_label_only() -> None:
+    given = [pair(0), pair(1), pair(2)]
+    for make in (list, lambda pairs: [with_last_token(pair) for pair in pairs]):
+        padded = collate_padded_pairs(make(given), multiple=4)
+        packed = collate_pair_rows([build_pair_row(make(given[:2]), 32, 4), build_pair_row(make(given[2:]), 32, 4)])
+        for batch in (padded, packed):
+            if make is list:
+                with pytest.raises(ValueError, match=r"a reward model scores the last token .* with_last_token\(\)"):
+                    check_pairs(batch, "reward")
+            else:
+                check_pairs(batch, "reward")
+
+
+def fit_supervised() -> None:
+    rows = torch.randint(0, 32, (4, 9))
+    batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+    make_trainer(MCoreStrategy()).fit(module(preference=Preference("orpo")), loader(batch))
+
+
+def test_supervised_rows_are_no_pairs() -> None:
+    with pytest.raises(RanksFailedError) as failure:
+        run_ranks(1, fit_supervised)
+    assert "a batch with tokens, labels has no sample_ids" in failure.value.errors[0]
 
 
 def test_a_row_for_each_answer_of_a_repeated_pair_is_cut_off() -> None:

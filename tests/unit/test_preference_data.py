@@ -140,7 +140,7 @@ def test_packed_rows_hold_the_pairs_of_padded_ones(tmp_path: Path) -> None:
     padded, packed = opened(tmp_path, rows, batch_size=3), opened(tmp_path, rows, packing=True, batch_size=2)
     for module, sequences in ((padded, 6), (packed, None)):
         batch = next(iter(module.train_dataloader()))
-        check_pairs(batch, is_kto=False)
+        check_pairs(batch, "sigmoid")
         assert sequences in (None, len(batch["tokens"]))
     rows_of: Any = packed._opened("train")
     seen = [rows_of[number]["sample_ids"].tolist() for number in range(len(rows_of))]
@@ -174,7 +174,7 @@ def test_the_partner_of_kto_has_the_answer_of_the_row_before(tmp_path: Path) -> 
     assert [text[2] for text in halves(module)] == [f"Human: q{n}{END}\nAssistant:" for n in (0, 1, 4)]
     counts = module.pair_sources()["train"].counts()
     assert counts == "3 of 5 pairs; left out 1 without an answer; left out 1 whose partner has no answer"
-    check_pairs(next(iter(module.train_dataloader())), is_kto=True)
+    check_pairs(next(iter(module.train_dataloader())), "kto")
 
 
 def test_a_module_that_learns_from_other_data_is_refused(tmp_path: Path) -> None:

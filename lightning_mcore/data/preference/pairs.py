@@ -219,16 +219,16 @@ def collate_pair_rows(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return batch
 
 
-def check_pairs(batch: dict[str, Any], is_kto: bool) -> None:
+def check_pairs(batch: dict[str, Any], loss: str) -> None:
     """Refuse a batch that does not hold pairs; only a batch on the host is checked.
 
     Args:
         batch: As described above.
-        is_kto: Whether it must have the tags of KTO.
+        loss: The loss that learns from it. For ``"kto"`` it must have tags, for ``"reward"`` the last tokens.
 
     Raises:
-        ValueError: The number of sequences is odd, neighbours do not belong together, or the tags
-            are missing or superfluous.
+        ValueError: The number of sequences is odd, neighbours do not belong together or nothing says that they do, or
+            tags are missing or superfluous, or last tokens missing.
     """
     tokens = batch.get("tokens") if isinstance(batch, dict) else None
     if not isinstance(tokens, Tensor) or tokens.is_cuda:
@@ -238,19 +238,42 @@ def check_pairs(batch: dict[str, Any], is_kto: bool) -> None:
     what = "a packed row" if packed else "a batch"
     if number % 2:
         raise ValueError(f"{what} has {number} sequences, which are not pairs; give the answers of a pair together")
-    if "sample_ids" in batch:
-        first, second = batch["sample_ids"].reshape(-1, 2).unbind(1)
-        if not torch.equal(first, second):
-            wrong = int((first != second).nonzero()[0])
-            raise ValueError(
-                f"sequences {2 * wrong} and {2 * wrong + 1} of a batch are of samples {int(first[wrong])} and"
-                f" {int(second[wrong])}, and not the answers of one pair; give pairs, or train with MCoreGPT"
-            )
+    if "sample_ids" not in batch:
+        raise ValueError(
+            f"a batch with {', '.join(batch)} has no sample_ids, which say that neighbouring sequences are the answers"
+            " of one pair; give pairs, or train with MCoreGPT"
+        )
+    first, second = batch["sample_ids"].reshape(-1, 2).unbind(1)
+    if not torch.equal(first, second):
+        wrong = int((first != second).nonzero()[0])
+        raise ValueError(
+            f"sequences {2 * wrong} and {2 * wrong + 1} of a batch are of samples {int(first[wrong])} and"
+            f" {int(second[wrong])}, and not the answers of one pair; give pairs, or train with MCoreGPT"
+        )
+    if loss == "reward":
+        _check_last_tokens(batch)
+    is_kto = loss == "kto"
     if is_kto != ("desirable" in batch):
         raise ValueError(
             "the loss 'kto' needs the entry 'desirable' of a batch, which says whether an example is desirable; add it"
             if is_kto
             else "a batch has the entry 'desirable', which only the loss 'kto' reads; choose it, or give pairs"
+        )
+
+
+def _check_last_tokens(batch: dict[str, Any]) -> None:
+    """Refuse sequences whose last place still has a label to learn: their last token is a label only."""
+    if is_packed(batch):
+        lengths = batch["cu_seqlens"].diff(dim=1)  # [b, k]
+        places = batch["cu_seqlens_padded"][:, :-1] + lengths - 1
+    else:
+        lengths = batch["lengths"][:, None]
+        places = lengths - 1
+    learnt = batch["loss_mask"].gather(1, places.clamp(min=0).long())
+    if bool(((learnt > 0) & (lengths > 0)).any()):
+        raise ValueError(
+            "a reward model scores the last token of a sequence, and a batch has it as a label only; make the pairs"
+            " with with_last_token()"
         )
 
 

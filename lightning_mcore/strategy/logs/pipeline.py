@@ -105,6 +105,11 @@ class PipelineLogs:
         """Those of them that are of images."""
         return self._counts.get(_IMAGE_TOKENS, 0.0)
 
+    @property
+    def is_muted(self) -> bool:
+        """Whether the running microbatch leaves no trace in logs."""
+        return self._muted
+
     def count_tokens(self, tokens: Tensor | int, of_images: Tensor | None = None) -> None:
         """Count tokens that the next training step reads.
 

@@ -144,6 +144,11 @@ class StepLogger:
         return self._rows.cut(batch, self._module.trainer._evaluation_loop._combined_loader, dataloader_idx)
 
     @property
+    def counts(self) -> bool:
+        """Whether the rows of the running step count; they do not where they are repeated to run as often as others."""
+        return not self._rows.whole_batch and (self._pipeline is None or not self._pipeline.is_muted)
+
+    @property
     def rows_of_others(self) -> int:
         """Rows that the evaluation batch has on ranks without repeated samples; 0 if this rank's was not cut."""
         return self._rows.rows_before
