@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens of a conversation are learnt, against masks that are written by hand."""
 
+import re
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models
 
 from lightning_mcore.data.finetuning.chat import ChatEncoder
+from lightning_mcore.data.finetuning.datamodule import _numbered
+from lightning_mcore.data.finetuning.tokenized import compare_sources
 from lightning_mcore.data.packing.best_fit import TokenSample
 from tests.chats import APPENDING, characters
 
@@ -153,3 +156,36 @@ def test_what_is_no_fitting_tokenizer_is_refused() -> None:
         ChatEncoder(characters(None, pad_token="<|user|>"))
     with pytest.raises(ValueError, match="loss_on='user' is unknown; choose 'assistant', 'last_assistant' or 'all'"):
         ChatEncoder(characters(), "user")  # type: ignore[arg-type]
+
+
+# ---- other data than in a checkpoint
+
+
+def _described(*names: str) -> dict[str, Any]:
+    """Describe datasets of one file each."""
+    return _numbered([{"the files": [f"{name}.jsonl (1)"], "the tokenizer": "t"} for name in names])
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "said"),
+    [
+        (_described("a"), _described("a", "b"), "the number of datasets, which was 1 and is now 2"),
+        (_described("a", "b"), _described("a"), "the number of datasets, which was 2 and is now 1"),
+        (_described("a", "b", "c"), _described("a", "b"), "the number of datasets, which was 3 and is now 2"),
+        (
+            _described("a", "b"),
+            _described("a", "c"),
+            "the files of dataset 1, which was b.jsonl (1) and is now c.jsonl (1)",
+        ),
+        (
+            {**_described("a"), "the chat template": "x"},
+            _described("a"),
+            "the chat template, which was x and is now absent",
+        ),
+        (_described("a"), {**_described("a"), "more": "x"}, "more, which was absent and is now x"),
+    ],
+)
+def test_nothing_that_is_missing_counts_as_equal(then: dict[str, Any], now: dict[str, Any], said: str) -> None:
+    compare_sources(then, then, in_epoch=True)
+    with pytest.raises(ValueError, match=re.escape(f"of other data: it differs in {said}; resume")):
+        compare_sources(then, now, in_epoch=True)

@@ -40,6 +40,7 @@ from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.preprocess.tokenizer import tokenizer_digest
 
 _CACHE_VERSION = "2"
+_FILES = "the files"  # of each dataset, in its description
 _SOURCES = "sources.json"
 _TOKENS = "tokens"
 
@@ -190,7 +191,7 @@ def describe_sources(files: Sequence[str], tokenizer: Any, reading: Reading) -> 
     template = {} if reading.template is not None else {"the chat template": _short(str(tokenizer.chat_template))}
     settings = functools.reduce(lambda text, file: text.replace(file, os.path.basename(file)), files, repr(reading))
     return {
-        "the files": marks,
+        _FILES: marks,
         "the tokenizer": tokenizer_digest(tokenizer),
         **template,
         "the reading of the rows": _short(settings),
@@ -231,8 +232,11 @@ def compare_sources(then: Mapping[str, Any], now: Mapping[str, Any], in_epoch: b
 
 def _changed_source(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Return the first difference between two descriptions, as part of a sentence; None if they are equal."""
-    for name, value in now.items():
-        before = then.get(name, value)
+    counts = [sum(name.startswith(_FILES) for name in part) for part in (then, now)]
+    if counts[0] != counts[1]:
+        return f"the number of datasets, which was {counts[0]} and is now {counts[1]}"
+    for name in dict.fromkeys([*now, *then]):
+        before, value = then.get(name, "absent"), now.get(name, "absent")
         if before != value:
             if isinstance(value, list) and isinstance(before, list):
                 pairs = zip_longest(before, value, fillvalue="absent")

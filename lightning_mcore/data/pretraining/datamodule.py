@@ -269,13 +269,13 @@ class MCorePretrainingData(pl.LightningDataModule):
         return self.trainer.max_steps * self.trainer.accumulate_grad_batches * self.batch_size * ranks
 
     def _restored_samples(self, restored: dict[str, Any], needed: int | None, given: int | None) -> int | None:
-        now = self._order
-        changed = [name for name, value in now.items() if restored["order"].get(name, value) != value]
+        then, now = restored["order"], self._order
+        changed = [name for name in {**now, **then} if (name in then, then.get(name)) != (name in now, now.get(name))]
         if changed:
             name = changed[0]
             raise ValueError(
-                f"the checkpoint was taken with other data: {name} was {restored['order'].get(name)} and is now"
-                f" {now[name]}; resume with the data of its run, or begin a new run with load_weights"
+                f"the checkpoint was taken with other data: {name} was {then.get(name, 'absent')} and is now"
+                f" {now.get(name, 'absent')}; resume with the data of its run, or begin a new run with load_weights"
             )
         saved: int | None = restored["train_samples"]
         if given is not None and given != saved:
