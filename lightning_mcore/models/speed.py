@@ -5,6 +5,7 @@
 """
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -80,7 +81,10 @@ class SpeedLogs(MCoreModule):
         flops = tokens_per_second * self.flops_per_token() / self.trainer.world_size
         self.log("tokens_per_second", tokens_per_second, prog_bar=True)
         self.log("model_tflops", flops / 1e12)
-        grad_norm = getattr(self.trainer.optimizers[0], "grad_norm", self._local_grad_norm)  # Megatron's own, or ours
+        optimizer = self.trainer.optimizers[0]
+        grad_norm = getattr(optimizer, "grad_norm", self._local_grad_norm)  # Megatron's own, or ours
+        if getattr(optimizer, "step_skipped", False):
+            grad_norm = math.inf  # Megatron does not measure it, and Lightning would repeat that of the step before
         if grad_norm is not None:
             self.log("grad_norm", grad_norm)
 

@@ -53,7 +53,7 @@ def errors_by_hand(staged: bool) -> Tensor:
 def evaluate(module: Any, name: str, batch: Batch) -> None:
     """Log errors in every way there is: means, sums and extremes, by Lightning and by torchmetrics."""
     errors = (module.predictions(batch).float() - batch["y"]).square().mean((1, 2))
-    module.log(f"{name}_loss", errors.mean(), sync_dist=True)
+    module.log_dict({f"{name}_loss": errors.mean()}, sync_dist=True)  # which gives log() batch_size=None
     module.log_dict({f"{name}_min": errors.min(), f"{name}_other": 0.0}, reduce_fx="min", sync_dist=True)
     module.log(f"{name}_max", errors.max(), reduce_fx="max", sync_dist=True)
     module.log(f"{name}_rows", float(len(errors)), reduce_fx="sum", sync_dist=True)

@@ -6,8 +6,10 @@ module is measured here against Lightning's ``ddp`` with torch's ``GradScaler``.
 a CPU Lightning's Trainer turns the string ``"16-mixed"`` into ``"bf16-mixed"``, with a warning.
 """
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
-from lightning_mcore import MCorePrecision
+from lightning_mcore import MCoreGPT, MCorePrecision
 from tests.ranks import RanksFailedError, run_ranks
 from tests.toy import ADAMW, Memory, PlainNet, Seen, StagedNet, loader, make_trainer, run_fit, weights
 
@@ -312,3 +315,36 @@ def test_an_optimizer_that_evaluates_its_closure_again_is_refused() -> None:
         RanksFailedError, match=r"LBFGS evaluates the step several times, and loss scaling may skip a step"
     ):
         run_ranks(1, lbfgs)
+
+
+# The gradient norm in the logs
+
+
+def norms_of_a_resumed_run(folder: str) -> list[list[tuple[bool, float]]]:
+    """Train a GPT through overflows for three steps and then for more; return what was logged in both runs."""
+    rows = torch.randint(0, 64, (32, 9), generator=torch.Generator().manual_seed(0))
+    data: Any = DataLoader([{"tokens": row[:-1], "labels": row[1:]} for row in rows], batch_size=2)
+    found = []
+    for steps, start in ((3, None), (24, f"{folder}/three.ckpt")):
+        module = MCoreGPT(64, 8, {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2})
+        watch, memory = Scale(), Memory()
+        plugin = half(initial_loss_scale=2.0**24, loss_scale_window=2, hysteresis=1)
+        arguments = {"max_steps": steps, "callbacks": [watch], "logger": memory}
+        trainer = make_trainer({**PIPELINED, "precision_plugin": plugin}, **arguments)
+        trainer.fit(module, data, ckpt_path=start)
+        if start is None:
+            trainer.save_checkpoint(f"{folder}/three.ckpt")
+        norms = [row.get("grad_norm", -1.0) for row in memory.rows]
+        found.append(list(zip(watch.steps.skipped, norms, strict=True)))
+    return found
+
+
+def test_a_skipped_step_logs_an_infinite_gradient_norm_also_just_after_a_resume(tmp_path: Path) -> None:
+    for first, second in run_ranks(2, norms_of_a_resumed_run, str(tmp_path), timeout=120):
+        for skipped, norm in (*first, *second):
+            assert skipped == (norm == math.inf), (first, second)
+            assert norm > 0
+        assert first[-1][0]
+        assert second[0][0]
+        assert any(before and not after for (before, _), (after, _) in pairwise(second))
+        assert any(after and not before for (before, _), (after, _) in pairwise(second))

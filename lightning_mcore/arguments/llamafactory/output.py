@@ -187,10 +187,13 @@ def _step_of(line: str) -> float:
 
 
 def _of_preferences(trainer: pl.Trainer, prefix: str = "", written: str = "") -> dict[str, float]:
-    """Return the logged values of a loss over pairs, with ``prefix`` replaced by ``written`` in their names."""
+    """Return the logged values of a loss over pairs, with ``prefix`` replaced by ``written`` in their names.
+
+    Values of a kind of examples that there was none of are nan, and left out.
+    """
     names = tuple(prefix + name for name in ("rewards/", "logps/", "sft_loss", "odds_ratio_loss", "kl"))
-    logged = trainer.callback_metrics.items()
-    return {written + name.removeprefix(prefix): float(value) for name, value in logged if name.startswith(names)}
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith(names)}
+    return {written + name.removeprefix(prefix): value for name, value in logged.items() if math.isfinite(value)}
 
 
 def _require_matplotlib() -> None:

@@ -203,7 +203,8 @@ def _log_without_weight(
         if reduction == "sum":
             options["value"] = value * 0
         elif reduction == "mean":
-            options["batch_size"] = options.get("batch_size", 1) * 0  # zero of the type that the other ranks reduce
+            weight = options.get("batch_size")
+            options["batch_size"] = 0 if weight is None else weight * 0  # zero of the type that other ranks reduce
     options.pop("self")
     pl.LightningModule.log(module, **options)
 
