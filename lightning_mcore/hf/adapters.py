@@ -46,6 +46,8 @@ class ChunkWeight:
         whole: Shape of the tensor of the whole model, without leading axes of experts.
         parts: What it holds: a block within this rank's rectangle, and its first row in the parameter.
         shapes: Shapes of the whole Hugging Face tensors.
+        names: Hugging Face tensors in the whole weight, in order, if experts do not make it up; else those in the
+            parameter. With more tensor-parallel ranks than key heads a rank may hold no row of some.
     """
 
     name: str
@@ -54,11 +56,12 @@ class ChunkWeight:
     whole: Shape
     parts: list[tuple[Block, int]]
     shapes: Mapping[str, Shape]
+    names: list[str]
 
     @property
     def modules(self) -> dict[str, None]:
-        """Hugging Face names of the modules whose tensors it holds, in order."""
-        return dict.fromkeys(block.hf.rpartition(".")[0] for block, _ in self.parts)
+        """Hugging Face names of the modules of these tensors, in order, the same on each rank."""
+        return dict.fromkeys(name.rpartition(".")[0] for name in self.names)
 
 
 def add_adapters(chunks: ModelChunks, family: Family, fields: Mapping[str, Any], lora: LoRA) -> None:
@@ -187,11 +190,20 @@ def _projection(weight: ChunkWeight, name: str) -> Projection:
         out_start, in_start = block.hf_start[::-1] if block.transposed else block.hf_start
         rows.append(Rows(row, out_start, block.shape[-2]))
         columns.add(in_start)
-    out_features, in_features = weight.shapes[hf][::-1] if own[0][0].transposed else weight.shapes[hf]
+    is_transposed = any(block.transposed for block, _ in own)
+    out_features, in_features = weight.shapes[hf][::-1] if is_transposed else weight.shapes[hf]
     is_alone = len(weight.modules) == 1  # then what is left of the weight is padding
     padding = weight.parameter.shape[0] - sum(part.count for part in rows) if is_alone else 0
-    projection = Projection(name, tuple(rows), out_features, in_features, min(columns), padding)
-    if projection.own_rows != max(r.hf_start + r.count for r in rows) - projection.first_row:
+    projection = Projection(
+        name,
+        tuple(rows),
+        out_features,
+        in_features,
+        min(columns, default=0),
+        padding,
+        shares_layer=not is_alone,
+    )
+    if rows and projection.own_rows != max(r.hf_start + r.count for r in rows) - projection.first_row:
         raise ValueError(f"this layout gives a rank rows of {name} that are not consecutive; choose a smaller tp")
     return projection
 
@@ -229,7 +241,9 @@ def weights_of_chunk(
                 if part is not None:
                     axis = len(start) - entry.data.dim()
                     parts.append((part, row + part.start[axis] - start[axis]))
-        yield ChunkWeight(name, owners[id(entry.data)], entry.data, whole[-2:], parts, shapes)
+        blocks = maps[name].blocks[name] if len(whole) == entry.data.dim() else [block for block, _ in parts]
+        names = [block.hf for block in blocks]
+        yield ChunkWeight(name, owners[id(entry.data)], entry.data, whole[-2:], parts, shapes, names)
 
 
 def weights_trained_whole(

@@ -31,7 +31,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -90,12 +90,14 @@ class Projection:
 
     Args:
         name: Hugging Face's name of the module.
-        rows: The rows of the layer's weight on this rank that belong to it; consecutive ones of the projection.
+        rows: The rows of the layer's weight on this rank that belong to it; consecutive ones of the projection. None
+            where tensor-parallel ranks outnumber key heads and the projection is on others of them.
         out_features: Rows of the whole projection.
         in_features: Columns of the whole projection.
         column: The first of its columns on this rank.
         padding: Rows on this rank, after its own, that pad the vocabulary.
         is_embedding: Whether its weight is that of an embedding, transposed: the columns are tokens.
+        shares_layer: Whether the layer has other projections too, so that ranks may hold unequal parts of this one.
     """
 
     name: str
@@ -105,6 +107,7 @@ class Projection:
     column: int
     padding: int = 0
     is_embedding: bool = False
+    shares_layer: bool = False
 
     @property
     def in_order(self) -> list[Rows]:
@@ -113,8 +116,8 @@ class Projection:
 
     @property
     def first_row(self) -> int:
-        """The first row of the projection on this rank."""
-        return self.in_order[0].hf_start
+        """The first row of the projection on this rank; 0 if it has none."""
+        return self.in_order[0].hf_start if self.rows else 0
 
     @property
     def own_rows(self) -> int:
@@ -135,6 +138,9 @@ class Adapter(nn.Module):
         lora_A: [r, columns].
         lora_B: [rows of this rank with its padding, r].
         lora_magnitude_vector: [rows of this rank with its padding], with DoRA.
+
+    A rank without rows of the projection has all of A, because it is summed over the ranks, and nothing to train of the
+    others.
     """
 
     def __init__(self, projection: Projection, columns: int, lora: LoRA, weight: Tensor) -> None:
@@ -149,10 +155,10 @@ class Adapter(nn.Module):
         else:
             whole = _initial_a(projection, rank, lora)[:, projection.column : projection.column + columns]
             self.lora_A = nn.Parameter(whole.to(weight).contiguous())
-            self.lora_B = nn.Parameter(weight.new_zeros(rows, rank))
+            self.lora_B = nn.Parameter(weight.new_zeros(rows, rank), requires_grad=rows > 0)
         self.lora_magnitude_vector: nn.Parameter | None = None
         if lora.use_dora:
-            self.lora_magnitude_vector = nn.Parameter(weight.new_zeros(rows))
+            self.lora_magnitude_vector = nn.Parameter(weight.new_zeros(rows), requires_grad=rows > 0)
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return A [r, columns], B [rows, r] and DoRA's lengths [rows]; Megatron gathers parameters at this call."""
@@ -204,6 +210,7 @@ class Adapters(nn.ModuleDict):
         self._known: tuple[Any, Tensor] | None = None  # the frozen weight at that time, and its rows' squared lengths
         adapters: list[Adapter] = list(self.values())  # type: ignore[arg-type]
         self._adapters = adapters
+        self._projections = {p.name.rpartition(".")[2]: p for p in projections}
         order = _order(adapters, rows)
         is_as_stacked = torch.equal(order, torch.arange(len(order)))
         self.order: Tensor | None  # None where the stacked rows are those of the layer
@@ -401,7 +408,7 @@ class Adapters(nn.ModuleDict):
         for adapter in self._adapters:
             assert adapter.lora_magnitude_vector is not None
             own = [lengths[rows.start : rows.start + rows.count] for rows in adapter.projection.in_order]
-            adapter.lora_magnitude_vector[: adapter.projection.own_rows].copy_(torch.cat(own))
+            adapter.lora_magnitude_vector[: adapter.projection.own_rows].copy_(torch.cat([lengths[:0], *own]))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -421,7 +428,31 @@ class Adapters(nn.ModuleDict):
             tp_group=self.group,
             dp_cp_group=metadata["dp_cp_group"],
         )
-        return found
+        if self.split != 0:
+            return found
+        placed: dict[str, Any] = {}
+        for name, entry in found.items():
+            adapter, _, part = name.removeprefix(prefix).rpartition(".")
+            projection = self._projections[adapter]
+            if part == "lora_A" or not projection.shares_layer:
+                placed[name] = entry
+            elif projection.rows:
+                placed[name] = _in_whole(entry, projection)
+        return placed
+
+
+def _in_whole(entry: Any, projection: Projection) -> Any:
+    """Return a sharded tensor, whose rows are those of a projection on this rank, at its place in the whole projection.
+
+    Ranks have equally many rows, unless there are more ranks than key heads: of 4 query heads and 1 key head, the first
+    of 2 ranks has query heads 0 to 2, the second query head 3, the key and the value head.
+    """
+    axis = entry.prepend_axis_num
+    shape, offset = list(entry.global_shape), list(entry.global_offset)
+    if (shape[axis], offset[axis]) == (projection.out_features, projection.first_row):
+        return entry
+    shape[axis], offset[axis] = projection.out_features, projection.first_row
+    return replace(entry, global_shape=tuple(shape), global_offset=tuple(offset), axis_fragmentations=None)
 
 
 class _Adapted:

@@ -64,6 +64,7 @@ RESUMED = (
     pytest.param(Layout(), "llama", marks=pytest.mark.thorough),
     pytest.param(Layout(tp=2, pp=2, sp=True), "llama", marks=pytest.mark.thorough),
     (Layout(tp=2, sp=True), "llama"),
+    (Layout(tp=2, dp=2, distributed_optimizer=True), "llama, one key head"),
     pytest.param(Layout(dp=2, distributed_optimizer=True), "llama", marks=pytest.mark.thorough),
     pytest.param(Layout(moe=True, dp=2, ep=2, distributed_optimizer=True), "qwen3_moe", marks=pytest.mark.thorough),
 )
@@ -270,6 +271,7 @@ def test_a_checkpoint_of_another_base_is_refused(one_rank: dict[str, Any], tmp_p
     [
         (Layout(tp=2, sp=True), "llama", {**SETTINGS, "modules_to_save": ["embed_tokens", "lm_head"]}),
         (Layout(dp=2), "qwen2", {**SETTINGS, "use_dora": True}),
+        (Layout(tp=2), "llama, one key head", {**SETTINGS, "target_modules": ["q_proj", "v_proj"]}),
         (Layout(moe=True, pp=2), "qwen2_moe", {**SETTINGS, **GATES}),
         pytest.param(Layout(moe=True, dp=2, ep=2), "qwen2_moe", SETTINGS, marks=pytest.mark.thorough),
         pytest.param(Layout(tp=2, pp=2), "llama", {**SETTINGS, **ENDS}, marks=pytest.mark.thorough),
