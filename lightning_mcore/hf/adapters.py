@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from torch import Tensor, nn
 
@@ -22,7 +23,7 @@ from lightning_mcore.checkpoint.model_state import TRAINED_ONLY, sharded_chunk
 from lightning_mcore.checkpoint.optimizer_state import pieces_of
 from lightning_mcore.config.lora import ALL_LINEAR, EMBEDDING, EXPERTS, AdaptedModel, LoRA, Pair, Trained
 from lightning_mcore.hf.family import Family
-from lightning_mcore.hf.pretrained import pieces_of_module
+from lightning_mcore.hf.pretrained import ModelPiece, pieces_of_module
 from lightning_mcore.hf.source import HFSource, is_own_checkpoint
 from lightning_mcore.hf.weight_map import TOWER, WeightMap, whole_name, whole_names
 from lightning_mcore.hf.weight_rules import Block, Experts, Shape
@@ -31,7 +32,7 @@ from lightning_mcore.layers.quantized import quantize
 from lightning_mcore.parallel.chunks import ModelChunks
 from lightning_mcore.parallel.consensus import gather
 
-_COMPARED = 8  # values of each tensor
+_DIGESTED = 1 << 17  # values that are digested at once, few enough for the cache of a processor
 _ADAPTED = (".weight", ".gate_weight")  # how the names of weights that may have adapters end
 
 
@@ -116,23 +117,54 @@ def merge_adapters(
         parameter.requires_grad_(was_trained)
 
 
-def fingerprint(module: pl.LightningModule) -> str:
+def fingerprint(module: pl.LightningModule, of_adapters: bool = False) -> str:
     """Return what identifies the weights of a model, the same on any layout; collective over the world.
 
-    It is a digest of the names and shapes of all tensors and of the first values of each.
+    It is a digest of the names and shapes of all tensors and of every value in bf16. The digest of a tensor is the sum
+    of its values, each times a number that depends on its place, so ranks sum what they hold.
 
     Args:
         module: A module whose model is built, without adapters yet.
+        of_adapters: Return what identifies the weights of its adapters instead.
     """
-    pieces = pieces_of_module(module)
-    own = {
-        piece.name: piece.data.flatten()[:_COMPARED].to("cpu", torch.bfloat16).float().tolist()
-        for piece in pieces.own
-        if piece.is_main and not any(piece.start)
-    }
-    known = {name: values for of_rank in gather(own) for name, values in of_rank.items()}
-    whole = [(name, shape, known.get(name)) for name, shape in sorted(pieces.shapes.items())]
+    pieces = pieces_of_module(module, of_adapters)
+    own: dict[str, int] = {}
+    for piece in pieces.own:
+        if piece.is_main:
+            own[piece.name] = own.get(piece.name, 0) + _weighted_sum(piece, pieces.shapes[piece.name])
+    of_ranks = gather(own)
+    sums = {name: sum(of_rank.get(name, 0) for of_rank in of_ranks) % 2**64 for name in pieces.shapes}
+    whole = [(name, shape, sums[name]) for name, shape in sorted(pieces.shapes.items())]
     return hashlib.sha256(repr(whole).encode()).hexdigest()
+
+
+def _weighted_sum(piece: ModelPiece, whole: Shape) -> int:
+    """Return the sum of a piece's bits, as integers, times weights of their rows and columns, modulo 2**64.
+
+    Each weight is odd, so one changed value changes the sum. Rows are counted through all axes but the last.
+    """
+    data = piece.data.dequantize() if is_float8tensor(piece.data) else piece.data
+    width = piece.shape[-1] if piece.shape else 1
+    rows = torch.zeros((), dtype=torch.int64, device=data.device)
+    for start, length, size in zip(piece.start[:-1], piece.shape[:-1], whole[:-1], strict=True):
+        rows = rows[..., None] * size + torch.arange(start, start + length, device=data.device)
+    first = piece.start[-1] if piece.start else 0
+    of_columns = _odd(torch.arange(first, first + width, device=data.device)).int()
+    at_once = max(1, _DIGESTED // max(1, width))
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    parts = (torch.split(each, at_once) for each in (data.reshape(-1, width), rows.reshape(-1)))
+    for values, own in zip(*parts, strict=True):
+        bits = values.to(torch.bfloat16).contiguous().view(torch.int16).int()
+        total += ((bits * of_columns).sum(-1) * _odd(own)).sum()  # integers wrap around
+    return int(total)
+
+
+def _odd(places: Tensor) -> Tensor:
+    """Return odd numbers below 2**31 that look random, from places, [n] int64."""
+    for factor, shift in ((0x2545F4914F6CDD1D, 29), (0x369DEA0F31A53F85, 32)):
+        places = (places + 1) * factor
+        places = places ^ (places >> shift)
+    return places & 0x7FFFFFFF | 1
 
 
 def _train(weight: ChunkWeight, lora: LoRA) -> None:

@@ -25,7 +25,7 @@ from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.checkpoint.manifest import saving, some_of
 from lightning_mcore.checkpoint.weights import load_weights
 from lightning_mcore.config.lora import ALL_LINEAR, LoRA
-from lightning_mcore.hf.adapters import merge_adapters, projection_names
+from lightning_mcore.hf.adapters import fingerprint, merge_adapters, projection_names
 from lightning_mcore.hf.export import new_folder, require_free
 from lightning_mcore.hf.export_config import write_json
 from lightning_mcore.hf.family import SCORE, complete_fields
@@ -250,23 +250,33 @@ def load_adapter(module: pl.LightningModule, path: str, lora: LoRA) -> None:
     on_all(lambda: _compare_copies(folder, in_memory, list(copied_pieces(module))))
 
 
-def merge_folders(module: pl.LightningModule, paths: Sequence[str]) -> None:
+def merge_folders(module: pl.LightningModule, paths: Sequence[str]) -> list[str]:
     """Merge PEFT adapters into the weights of a model, one after the other; collective over the world.
 
     Args:
         module: An ``MCoreGPT`` whose model is built and has no adapters.
         paths: Their folders, or names on the Hugging Face hub.
 
+    Returns:
+        What identifies each of them. The merged weights do not: layouts round them in different ways.
+
     Raises:
         FileNotFoundError: There is no such adapter.
         ValueError: One does not fit this model.
     """
     names: Any = module
+    marks: list[str] = []
+
+    def fill(path: str, lora: LoRA) -> None:
+        load_adapter(module, path, lora)
+        marks.append(f"{fingerprint(module, of_adapters=True)} {lora.r} {lora.lora_alpha}")
+
     for path in paths:
         lora = on_all(partial(read_lora, path))
         family, fields = names.hf_names()
         lora.check_vocabulary(projection_names(family, fields), fields)
-        merge_adapters(built_chunks(module), family, fields, lora, partial(load_adapter, module, path, lora))
+        merge_adapters(built_chunks(module), family, fields, lora, partial(fill, path, lora))
+    return marks
 
 
 def check_folders(base: str, paths: Sequence[str], family: str | None = None) -> None:

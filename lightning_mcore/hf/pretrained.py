@@ -238,11 +238,12 @@ def _fill(folder: str, weights: HFWeights, pieces: ModelPieces) -> None:
             weights.fill(piece.data, piece.name, piece.start, piece.shape)
 
 
-def pieces_of_module(module: pl.LightningModule) -> ModelPieces:
+def pieces_of_module(module: pl.LightningModule, of_adapters: bool = False) -> ModelPieces:
     """Return the pieces of a module's model that this rank holds; collective over the world.
 
     Args:
         module: A module whose model is built with ``pipeline()``, wrapped or not.
+        of_adapters: Return those of LoRA adapters instead.
 
     Raises:
         RuntimeError: The module has no such model yet.
@@ -253,7 +254,7 @@ def pieces_of_module(module: pl.LightningModule) -> ModelPieces:
             f"{type(module).__name__} has no model that is built with pipeline(), so it cannot exchange weights with"
             " Hugging Face models; build the model in configure_model()"
         )
-    own, stored = on_all(lambda: _own_pieces(chunks))
+    own, stored = on_all(lambda: _own_pieces(chunks, of_adapters))
     shapes: dict[str, Shape] = {}
     for of_rank in gather(stored):
         for key, shape in of_rank.items():
@@ -261,14 +262,14 @@ def pieces_of_module(module: pl.LightningModule) -> ModelPieces:
     return ModelPieces(own, shapes)
 
 
-def _own_pieces(chunks: ModelChunks) -> tuple[list[ModelPiece], dict[str, Shape]]:
+def _own_pieces(chunks: ModelChunks, of_adapters: bool) -> tuple[list[ModelPiece], dict[str, Shape]]:
     """Return the pieces that this rank holds, and the shapes of their stored tensors."""
     own, stored = [], {}
     latest = lru_cache(maxsize=1)(lambda read: read())  # a merged weight is read for each of its projections
     for index, chunk in enumerate(chunks.bare):
         merged = {id(adapted_weight(layer)): read for layer in chunk.modules() if (read := merging(layer)) is not None}
         for entry in nested_values(sharded_chunk(chunks, index, whole=True)):
-            if f".{ADAPTERS}." in entry.key:
+            if (f".{ADAPTERS}." in entry.key) != of_adapters:
                 continue
             for piece in pieces_of(entry) if isinstance(entry, ShardedTensor | ShardedTensorFactory) else ():
                 stored[piece.place.key] = tuple(piece.place.global_shape)

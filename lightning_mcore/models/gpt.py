@@ -55,7 +55,7 @@ from lightning_mcore.parallel.chunks import built_chunks
 from lightning_mcore.parallel.groups import process_group
 
 Batch = dict[str, Tensor]
-_BASE = "lora_base"  # key of a checkpoint
+_BASE = "lora_base_digest"  # key of a checkpoint; an older one, "lora_base", saw eight values of each tensor
 
 
 def _with_plain_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,13 +320,7 @@ class MCoreGPT(SpeedLogs):
 
             keep_wide(self, *self.hf_names(), self.hparams["hf"])
         if self._starts_from is not None and (self.lora is not None or not self._resumes):
-            from lightning_mcore.hf.pretrained import load_pretrained
-
-            load_pretrained(self, self._starts_from, self._given_family)
-            if self._merged:
-                from lightning_mcore.hf.peft_folder import merge_folders
-
-                merge_folders(self, self._merged)
+            self._start_from(self._starts_from)
             self._starts_from = None  # the next run keeps the trained weights
         if hasattr(self.model.chunks[0], TRAINED_ONLY):
             return  # from an earlier run
@@ -341,7 +335,8 @@ class MCoreGPT(SpeedLogs):
             from lightning_mcore.hf.adapters import adapted_model, add_adapters, fingerprint
             from lightning_mcore.hf.pretrained import pieces_of_module
 
-            self._base = fingerprint(self)
+            if self._base is None:
+                self._base = fingerprint(self)
             adapted = adapted_model(pieces_of_module(self).shapes, *self.hf_names(), self.lora)
             self.trained_products = adapted.multiplications(topk=self.config.moe_router_topk)
             add_adapters(built_chunks(self), *self.hf_names(), self.lora)
@@ -349,6 +344,18 @@ class MCoreGPT(SpeedLogs):
                 from lightning_mcore.hf.peft_folder import load_adapter
 
                 load_adapter(self, self._adapter, self.lora)
+
+    def _start_from(self, path: str) -> None:
+        """Read the weights of a model, merge adapters into them, and remember what identifies the base of new ones."""
+        from lightning_mcore.hf.adapters import fingerprint
+        from lightning_mcore.hf.peft_folder import merge_folders
+        from lightning_mcore.hf.pretrained import load_pretrained
+
+        load_pretrained(self, path, self._given_family)
+        base = None if self.lora is None else fingerprint(self)
+        marks = merge_folders(self, self._merged)
+        if base is not None:
+            self._base = " ".join([base, *marks])
 
     def hf_names(self) -> tuple[Any, dict[str, Any]]:
         """Return the family that names the projections, and the settings of the model."""

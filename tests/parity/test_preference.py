@@ -547,6 +547,21 @@ def test_a_run_that_resumes_has_the_reference_that_it_began_with(tmp_path: Path)
         assert resumed == whole[1:]
 
 
+def losses_with_one_cache(folders: list[str], cache: str) -> list[list[float]]:
+    """Return the first losses of models that are their own references, one after the other."""
+    return [first_losses(Layout(), folder, cache) for folder in folders]
+
+
+def test_a_model_with_another_row_of_its_embedding_has_another_reference(tmp_path: Path) -> None:
+    other = shutil.copytree(tiny_folder("qwen2"), tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["model.embed_tokens.weight"][5:] *= 2
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    folders = [str(tiny_folder("qwen2")), str(other)]
+    for losses in run_ranks(1, losses_with_one_cache, folders, str(tmp_path / "cache"), timeout=60)[0]:
+        assert losses == pytest.approx(list(FIRST.values()), abs=1e-5)
+
+
 def reward_runs(folder: str, with_value_head: str, out: str) -> list[Tensor]:
     """Train reward models from a language model, whole and with adapters, and export them; return the last scores."""
     found = []

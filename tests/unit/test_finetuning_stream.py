@@ -215,6 +215,19 @@ def test_what_cannot_go_on_says_so(tmp_path: Path) -> None:
         loader._running.state(5)  # type: ignore[union-attr]
 
 
+def test_files_of_the_same_size_with_other_rows_are_refused(tmp_path: Path) -> None:
+    of_stream = settings(tmp_path)
+    loader = StreamLoader(None, of_stream)
+    next(iter(loader))
+    state = loader.state_dict()
+    file = Path(of_stream.files[-1])
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"q", b"p", 1))
+    assert file.stat().st_size == len(content)
+    with pytest.raises(ValueError, match=f"of a stream with files=.*{file.name}"):
+        StreamLoader(None, of_stream).load_state_dict(state)
+
+
 def fail_with_the_words_of_the_row(tmp_path: Path, workers: int) -> None:
     of_stream = settings(tmp_path, row_length=24)
     with pytest.raises(ValueError, match=r"row [0-9]+ of .*/[abc].jsonl takes [0-9]+ tokens, more") as raised:

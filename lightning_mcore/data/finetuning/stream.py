@@ -26,6 +26,7 @@ A state belongs to one data-parallel rank and one number of workers, so in the m
 with the same numbers of both. ``MCoreFinetuningData(streaming=True)`` makes this loader.
 """
 
+import functools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -42,6 +43,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lightning_mcore.data.checked_files import fingerprints
 from lightning_mcore.data.finetuning.conversations import Row
 from lightning_mcore.data.finetuning.files import explained, load_rows, name_of_row
 from lightning_mcore.data.finetuning.tokenized import Encoder, RowReader
@@ -460,12 +462,17 @@ class StreamLoader:
         settings = self._settings
         names = ("row_length", "multiple", "batch_size", "packing", "overlong", "shuffle_buffer", "seed")
         return {
-            "files": [f"{Path(file).name} ({Path(file).stat().st_size} bytes)" for file in settings.files],
+            "files": self._files,
             "data_parallel_rank": self._rank,
             "data_parallel_size": self._ranks,
             "num_workers": self._num_workers,
             **{name: getattr(settings, name) for name in names},
         }
+
+    @functools.cached_property
+    def _files(self) -> list[str]:
+        files = self._settings.files
+        return [f"{Path(file).name} ({mark})" for file, mark in zip(files, fingerprints(files), strict=True)]
 
     @property
     def _window(self) -> int:
