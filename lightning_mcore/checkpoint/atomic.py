@@ -39,6 +39,7 @@ _REPLACED, _REMOVED, _MARK = _SUFFIXES = (".replaced", ".removed", ".mcore-lock"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 _CANNOT_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _IS_THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)  # errors of renaming to a name that exists
+_HAS_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # NFS without its lock service, Lustre
 _THIS_PROCESS = "this process"
 
 _log = logging.getLogger(__name__)
@@ -80,8 +81,8 @@ def begin(path: str) -> str:
         for leftover in _entries(target):
             delete(leftover)
         os.makedirs(target)
-    except OSError:
-        _release(target)
+    except BaseException:  # a Ctrl-C too: otherwise this process would hold the mark until its end
+        abandon(path)
         raise
     return target
 
@@ -111,8 +112,13 @@ def publish_file(path: str, name: str) -> None:
 
 def abandon(path: str) -> None:
     """Delete the unfinished directory; ``path`` is not touched."""
-    recover(path)
-    _release(unfinished(path))
+    target = unfinished(path)
+    try:
+        recover(path)
+    except BaseException:
+        _close_mark(target)  # what was moved aside is the only copy, so it is not deleted
+        raise
+    _release(target)
 
 
 def link(path: str, target: str) -> None:
@@ -141,25 +147,26 @@ def remove(path: str) -> None:
         ValueError: Other files have the name of the unfinished directory.
     """
     path, target = os.path.abspath(path), unfinished(path)
-    if _is_directory(path):
+    recover(path)
+    moves = _is_directory(path)
+    if moves:
         _require_folder(os.path.dirname(target))
-        writer = _take(target)
-        try:
+    is_ours = (moves or _is_ours(target)) and _take(target) is None  # otherwise it is being saved again
+    try:
+        if is_ours:
+            delete(target + _REPLACED)  # first: half of it must not be put back once the path is free
+        if moves:
             delete(target + _REMOVED)
             os.rename(path, target + _REMOVED)
-        except OSError:
-            if writer is None:
-                _release(target)
-            raise
-    else:
-        writer = _take(target) if _is_ours(target) else None
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-    if os.path.isdir(os.path.dirname(path)):
-        sync_directory(os.path.dirname(path))
-    if writer is None:
-        _release(target)
-    else:  # it is being saved again
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        if os.path.isdir(os.path.dirname(path)):
+            sync_directory(os.path.dirname(path))
+    finally:
+        if is_ours:
+            _release(target)
+    if moves and not is_ours:
         _discard(target + _REMOVED)
 
 
@@ -214,6 +221,23 @@ def sync_directory(path: str) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def is_locked_elsewhere(descriptor: int) -> bool:
+    """Lock an open file and return whether another process already holds the lock; False on disks without locks.
+
+    Raises:
+        OSError: The disk has locks, and could not say.
+    """
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HAS_NO_LOCKS:
+            return False
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            raise
+        return True
+    return False
 
 
 def _replace(source: str, path: str) -> None:
@@ -283,23 +307,30 @@ def _clear(folder: str) -> None:
         target = os.path.join(folder, name)
         with contextlib.suppress(OSError):  # the mark belongs to another user, or is not a file
             if name not in ("", os.curdir, os.pardir) and _take(target) is None:
-                recover(os.path.join(os.path.dirname(folder), name))
-                _release(target)
+                abandon(os.path.join(os.path.dirname(folder), name))
 
 
 def _release(target: str) -> None:
     """Delete the leftovers of a directory that this process no longer writes, and the folder if it is empty."""
-    if (descriptor := _marks.pop(target, None)) is None:
+    if target not in _marks:
         return
-    if _is_at(descriptor, target + _MARK):  # otherwise the folder was deleted, and another process created a new one
-        for leftover in _entries(target):
-            _discard(leftover)
-        if not any(map(os.path.lexists, _entries(target))):
-            with contextlib.suppress(OSError):
-                os.unlink(target + _MARK)
-    os.close(descriptor)
+    try:
+        if _is_at(_marks[target], target + _MARK):  # otherwise the folder was deleted, and another process made a new one
+            for leftover in _entries(target):
+                _discard(leftover)
+            if not any(map(os.path.lexists, _entries(target))):
+                with contextlib.suppress(OSError):
+                    os.unlink(target + _MARK)
+    finally:
+        _close_mark(target)
     with contextlib.suppress(OSError):
         os.rmdir(os.path.dirname(target))
+
+
+def _close_mark(target: str) -> None:
+    """Let others write a directory, without deleting anything."""
+    if (descriptor := _marks.pop(target, None)) is not None:
+        os.close(descriptor)
 
 
 def _entries(target: str) -> tuple[str, ...]:
@@ -344,22 +375,24 @@ def _take(target: str) -> str | None:
             descriptor = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except FileNotFoundError:  # another process no longer needed the folder and deleted it
             continue
-        if _taken(descriptor):
-            writer = os.read(descriptor, 1000).decode(errors="replace")
-            os.close(descriptor)
-            return writer or "another process"
-        if _is_at(descriptor, mark):
-            break
-        os.close(descriptor)  # its process has deleted this mark in the meantime
-    if is_new and (foreign := next(filter(os.path.lexists, _entries(target)), None)):
-        os.unlink(mark)
-        os.close(descriptor)
-        raise ValueError(f"{foreign} is in the way and was not written by lightning_mcore; move it to another place")
-    _marks[target] = descriptor
-    with contextlib.suppress(OSError):
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
-    return None
+        try:
+            if is_locked_elsewhere(descriptor):
+                return os.read(descriptor, 1000).decode(errors="replace") or "another process"
+            if not _is_at(descriptor, mark):  # its process has deleted this mark in the meantime
+                continue
+            if is_new and (foreign := next(filter(os.path.lexists, _entries(target)), None)):
+                os.unlink(mark)
+                raise ValueError(
+                    f"{foreign} is in the way and was not written by lightning_mcore; move it to another place"
+                )
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            _marks[target] = descriptor  # last: an interrupt before this leaves nothing to release
+            return None
+        finally:
+            if _marks.get(target) != descriptor:
+                os.close(descriptor)
 
 
 def _is_at(descriptor: int, path: str) -> bool:
@@ -370,10 +403,3 @@ def _is_at(descriptor: int, path: str) -> bool:
         return False
 
 
-def _taken(descriptor: int) -> bool:
-    """Lock a file; return whether another process already holds the lock."""
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in (errno.EACCES, errno.EAGAIN)
-    return False

@@ -105,8 +105,8 @@ class SaveHFModel(Callback):
         return {"beside": sorted(self._beside)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`, without folders that no longer exist."""
-        self._beside = {path for path in state_dict["beside"] if os.path.isdir(path + SUFFIX)}
+        """Add the result of :meth:`state_dict` to what earlier fits wrote, without folders that no longer exist."""
+        self._beside |= {path for path in state_dict["beside"] if os.path.isdir(path + SUFFIX)}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Move after the other callbacks, to see what ModelCheckpoint has saved; the model is not built yet.

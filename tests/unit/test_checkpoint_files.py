@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
+import contextlib
 import errno
+import fcntl
 import json
 import os
 import runpy
@@ -19,6 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_mcore.checkpoint import atomic, files
 from lightning_mcore.checkpoint.manifest import LIGHTNING_FILE, FileRecord
+from lightning_mcore.data.preprocess.journal import Journal
 
 SHARD = "__0_0.distcp"
 CONTENT = bytes(range(256)) * 40
@@ -414,6 +417,89 @@ def test_a_new_save_begins_with_putting_back_what_a_crash_left_moved_away(tmp_pa
         atomic.begin(str(tmp_path / name))
         assert (tmp_path / "last.ckpt" / LIGHTNING_FILE).read_bytes() == b"state of step 1"
         files.abandon(str(tmp_path / name))
+
+
+class Interrupting:
+    """Raises one error around one of the operations on the disk, before it or after it, and lets all others pass."""
+
+    operations = ("rename", "symlink", "unlink", "rmdir", "mkdir", "fsync", "open", "ftruncate", "write", "listdir")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, passes: int, error: BaseException, comes_after: bool) -> None:
+        self.left, self.error, self.comes_after = passes, error, comes_after
+        for name in self.operations:
+            monkeypatch.setattr(os, name, self.counted(getattr(os, name)))
+
+    def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            self.left -= 1
+            if self.left == -1 and not self.comes_after:
+                raise self.error
+            result = function(*arguments, **keywords)
+            if self.left == -1:
+                raise self.error
+            return result
+
+        return call
+
+
+@pytest.mark.parametrize("error", ["Ctrl-C before", "Ctrl-C after", "no permission"])
+@pytest.mark.parametrize("moved_aside", [False, True])
+@pytest.mark.parametrize("action", ["begin", "save", "link", "remove"])
+def test_after_an_interrupted_call_the_process_can_write_the_name_again(
+    tmp_path: Path, disk: str, action: str, moved_aside: bool, error: str
+) -> None:
+    path, target = tmp_path / "run" / "last.ckpt", tmp_path / "run" / "target.ckpt"
+    raised = PermissionError(errno.EACCES, "no permission") if error == "no permission" else KeyboardInterrupt()
+    calls: dict[str, tuple[Callable[[], object], list[int | None]]] = {
+        "begin": (lambda: files.abandon(str(path)) if files.begin(str(path)) else None, [1]),
+        "save": (lambda: save(path, 2), [1, 2]),
+        "link": (lambda: files.link(str(path), str(target)), [1, 7]),
+        "remove": (lambda: files.remove(str(path)), [1, None]),
+    }
+    call, allowed = calls[action]
+    passes, raises = 0, True
+    while raises:
+        clean(path.parent)
+        save(target, 7)
+        save(path, 1)
+        if moved_aside:  # by a crash
+            (path.parent / ".unfinished").mkdir()
+            (path.parent / ".unfinished" / "last.ckpt.mcore-lock").touch()
+            path.rename(path.parent / ".unfinished" / "last.ckpt.replaced")
+        with pytest.MonkeyPatch.context() as patch:
+            interrupting = Interrupting(patch, passes, raised, error == "Ctrl-C after")
+            with contextlib.suppress(KeyboardInterrupt, OSError):
+                call()
+            raises = interrupting.left < 0
+            passes += 1
+        if action == "save":
+            files.abandon(str(path))  # as every writer does after an error
+        files.begin(str(path))
+        files.abandon(str(path))
+        assert (step_of(path) if path.exists() else None) in allowed
+        assert sorted({*os.listdir(path.parent), "last.ckpt"}) == ["last.ckpt", "target.ckpt"]
+    assert passes > 4
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EIO])
+def test_only_a_disk_without_locks_is_written_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    path = tmp_path / "a.ckpt"
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "lockf", refuse)
+        if number == errno.ENOLCK:
+            save(path, 1)
+        else:
+            with pytest.raises(OSError, match=r"a\.ckpt could not be saved: input/output error; check the disk"):
+                files.begin(str(path))
+            with pytest.raises(OSError, match="Input/output error"):
+                Journal(str(tmp_path / "text"), {"inputs": []}, 100, overwrite=False)
+    save(path, 2)
+    assert step_of(path) == 2
 
 
 def test_a_full_disk_does_not_stop_a_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

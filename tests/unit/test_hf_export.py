@@ -510,6 +510,23 @@ def test_the_callback_refuses_a_folder_that_is_taken_before_it_trains(tmp_path: 
     assert os.listdir(tmp_path) == ["notes.txt"]
 
 
+def test_a_second_fit_that_resumes_from_an_older_checkpoint_deletes_what_the_first_wrote(tmp_path: Path) -> None:
+    trainer = SimpleNamespace(is_global_zero=True, checkpoint_callbacks=[ModelCheckpoint(tmp_path)])
+    older, newer = (str(tmp_path / name) for name in ("older.ckpt", "newer.ckpt"))
+    for path in (older, newer):
+        os.makedirs(path)
+        os.makedirs(path + "-hf")
+        Path(path + "-hf", "config.json").touch()
+    callback = SaveHFModel(every_checkpoint=True)
+    callback.load_state_dict({"beside": [older, newer]})
+    callback._delete_stale(trainer)  # type: ignore[arg-type]
+    callback.load_state_dict({"beside": [older]})
+    os.rmdir(newer)
+    callback._delete_stale(trainer)  # type: ignore[arg-type]
+    assert sorted(os.listdir(tmp_path)) == ["older.ckpt", "older.ckpt-hf"]
+    assert callback.state_dict() == {"beside": [older]}
+
+
 def test_what_belongs_to_a_deleted_checkpoint_goes_with_it_also_after_a_resume(tmp_path: Path) -> None:
     trainer = SimpleNamespace(is_global_zero=True, checkpoint_callbacks=[ModelCheckpoint(tmp_path)])
     kept, gone, coming = (str(tmp_path / name) for name in ("kept.ckpt", "gone.ckpt", "coming.ckpt"))

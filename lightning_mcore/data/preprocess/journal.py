@@ -20,8 +20,6 @@ resumes from there. At the end the files get their final names, the index last, 
 """
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -33,7 +31,7 @@ from typing import Any
 import numpy as np
 from isal.isal_zlib import crc32
 
-from lightning_mcore.checkpoint.atomic import sync_directory
+from lightning_mcore.checkpoint.atomic import is_locked_elsewhere, sync_directory
 from lightning_mcore.data.checked_files import BLOCK, BlockChecksums, checksums_of
 from lightning_mcore.data.preprocess.inputs import UNFINISHED
 from lightning_mcore.data.preprocess.pool import Tokens
@@ -158,14 +156,14 @@ class Journal:
     def _take_lock(self) -> Any:
         lock = (self.folder / "lock").open("ab")
         try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                lock.close()
+            if is_locked_elsewhere(lock.fileno()):
                 raise RuntimeError(
                     f"{self.prefix} is being written by another process; wait for it, or give another --output"
-                ) from None
-        return lock  # without effect on a file system without locks
+                )
+        except BaseException:
+            lock.close()
+            raise
+        return lock
 
     def _read(self, overwrite: bool) -> _Begun | None:
         """Return the content of the journal; None if there is none to resume from.
