@@ -38,7 +38,14 @@ from lightning.fabric.utilities.types import _PATH
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_mcore.checkpoint import files as checkpoint_files
-from lightning_mcore.checkpoint.manifest import LIGHTNING_FILE, METADATA_FILE, OLD_RANKS_FILE, damaged, read_metadata
+from lightning_mcore.checkpoint.manifest import (
+    LIGHTNING_FILE,
+    MANIFEST_FILE,
+    METADATA_FILE,
+    OLD_RANKS_FILE,
+    damaged,
+    read_metadata,
+)
 from lightning_mcore.checkpoint.reader import ShardReader, check_archive, load_shards
 from lightning_mcore.checkpoint.save import (
     CONTENT_METADATA,
@@ -291,9 +298,9 @@ class MCoreCheckpointIO(TorchCheckpointIO):
                 raise ValueError(f"{where} is not a checkpoint: it holds a {type(content).__name__}; give another path")
             return content
         manifest = checkpoint_files.check_sizes(where)
-        state: dict[str, Any] = _unpacked(self._read(where, manifest, LIGHTNING_FILE), weights_only, map_location)
-        state[MANIFEST] = manifest
-        return state
+        content = self._read(where, manifest, LIGHTNING_FILE)
+        state: dict[str, Any] = _unpacked(where, LIGHTNING_FILE, dict, content, weights_only, map_location)
+        return {**state, MANIFEST: manifest}
 
     def load_directory(self, path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Read Lightning's state of a directory as :meth:`load_checkpoint` does, together; collective over the world.
@@ -314,14 +321,19 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         """
         where = str(path)
 
-        def read() -> tuple[dict[str, Any], list[bytes]]:
+        def read() -> tuple[dict[str, Any], dict[str, bytes]]:
             manifest = _checked_manifest(where)
             names = [LIGHTNING_FILE, *([OLD_RANKS_FILE] if OLD_RANKS_FILE in manifest["files"] else [])]
-            return manifest, [self._read(where, manifest, name) for name in names]
+            return manifest, {name: self._read(where, manifest, name) for name in names}
+
+        def unpack() -> dict[str, Any]:
+            state: dict[str, Any] = _unpacked(where, LIGHTNING_FILE, dict, contents[LIGHTNING_FILE], weights_only)
+            if OLD_RANKS_FILE in contents:
+                state[RANK_STATE] = _unpacked(where, OLD_RANKS_FILE, list, contents[OLD_RANKS_FILE], weights_only)
+            return {**state, MANIFEST: manifest}
 
         manifest, contents = decide(read)
-        state, *of_ranks = on_all(lambda: [_unpacked(content, weights_only) for content in contents])
-        return {**state, **({RANK_STATE: of_ranks[0]} if of_ranks else {}), MANIFEST: manifest}
+        return on_all(unpack)
 
     def load_rank_state(
         self, path: _PATH, contents: Contents, rank: int, weights_only: bool | None = None
@@ -338,9 +350,12 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             ValueError: The checkpoint lacks it, or it is damaged.
         """
         safe = True if weights_only is None else weights_only
+        ranks = contents.manifest.get("world_size")
+        if not isinstance(ranks, int):
+            raise damaged(str(path), f"{MANIFEST_FILE} does not give its world_size")
         locate = partial(os.path.join, str(path))
         reader = ShardReader(str(path), contents.metadata, locate, self.verify == "checksums", safe)
-        state: dict[str, Any] = reader.read_object(rank_object(rank, contents.manifest["world_size"]).unique_key)
+        state: dict[str, Any] = reader.read_object(rank_object(rank, ranks).unique_key)
         return state
 
     @staticmethod
@@ -459,16 +474,35 @@ class MCoreCheckpointIO(TorchCheckpointIO):
 
     def _read(self, path: str, manifest: dict[str, Any], name: str) -> bytes:
         fs, root = checkpoint_files.open_store(path)
-        content: bytes = fs.cat_file(f"{root}/{name}")
+        try:
+            content: bytes = fs.cat_file(f"{root}/{name}")
+        except FileNotFoundError:
+            raise damaged(path, f"{name} is missing") from None
         record = manifest.get("files", {}).get(name)
         if self.verify == "checksums" and record is not None and f"{crc32(content):08x}" != record["crc32"]:
             raise damaged(path, f"the checksum of {name} differs from the one in the manifest")
         return content
 
 
-def _unpacked(content: bytes, weights_only: bool | None, map_location: Any | None = None) -> Any:
+def _unpacked(
+    path: str, name: str, kind: type, content: bytes, weights_only: bool | None, map_location: Any | None = None
+) -> Any:
+    """Return the object of class ``kind`` in the file ``name`` of a checkpoint.
+
+    Raises:
+        ValueError: It holds something else, is damaged, or could run code.
+    """
     safe = True if weights_only is None else weights_only
-    return torch.load(io.BytesIO(content), map_location or "cpu", weights_only=safe)
+    try:
+        found = torch.load(io.BytesIO(content), map_location or "cpu", weights_only=safe)
+    except Exception as error:  # a damaged pickle can raise anything
+        raise ValueError(
+            f"{path} cannot be read: {name} is damaged, or holds objects that could run code when they are read; use"
+            " another checkpoint, or load it with weights_only=False if you trust its author"
+        ) from error
+    if not isinstance(found, kind):
+        raise damaged(path, f"{name} holds a {type(found).__name__}, not a {kind.__name__}")
+    return found
 
 
 def _finish_before_exit(plugin: MCoreCheckpointIO) -> None:

@@ -381,7 +381,17 @@ def load_whole_state(optimizer: MCoreOptimizer, state: Mapping[str, Any]) -> Non
     Args:
         optimizer: The optimizer of a module that is whole on every rank.
         state: The result of ``torch.optim.Optimizer.state_dict()``.
+
+    Raises:
+        ValueError: The groups of parameters differ in number or size.
     """
+    saved_sizes = [len(group["params"]) for group in state["param_groups"]]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if saved_sizes != sizes:
+        raise ValueError(
+            f"the checkpoint's optimizer has parameter groups of {saved_sizes} tensors and that of configure_optimizers"
+            f" {sizes}; resume with the groups of the run that saved it"
+        )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     indices = [index for group in state["param_groups"] for index in group["params"]]
     saved = {id(parameter): state["state"].get(index) for parameter, index in zip(parameters, indices, strict=True)}

@@ -35,6 +35,7 @@ SHARDED = {"use_distributed_optimizer": True}
 OVERLAPPED = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 MOMENTUM: MakeOptimizer = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
+ADAMW: MakeOptimizer = partial(torch.optim.AdamW, lr=1e-2)
 NADAM: MakeOptimizer = partial(torch.optim.NAdam, lr=1e-2)
 ASGD: MakeOptimizer = partial(torch.optim.ASGD, lr=1e-2, t0=3)
 ADAFACTOR: MakeOptimizer = partial(torch.optim.Adafactor, lr=1e-2)
@@ -248,6 +249,7 @@ def refusals(folder: str) -> dict[str, str]:
         ("stages", "pp2/last.ckpt", Run(module=Staged, strategy=VP2)),
         ("optimizer", "pp2/last.ckpt", momentum),
         ("file", "file/last.ckpt", staged),
+        ("file-groups", "file/last.ckpt", Run(module=partial(Plain, ADAMW), strategy=SHARDED)),
         ("file-precision", "file/last.ckpt", Run(module=Plain, strategy={}, precision="bf16-true")),
     ):
         with pytest.raises((ValueError, FileNotFoundError)) as refusal:
@@ -273,6 +275,8 @@ def test_what_a_run_cannot_read_is_refused_in_one_sentence(tmp_path: Path) -> No
         "file": "/file/last.ckpt is one file, as other strategies write it, but this run splits the model into tp1 pp2"
         " cp1 dp1 and reads only directories that MCoreStrategy wrote: load it on one rank or with data parallelism"
         " alone, and save it there",
+        "file-groups": "the checkpoint's optimizer has parameter groups of [2, 2] tensors and that of"
+        " configure_optimizers [4]; resume with the groups of the run that saved it",
         "file-precision": "the checkpoint's optimizer state was saved in another precision or without Megatron, so it"
         " lacks the fp32 copies of the parameters; load only its weights, or train in the precision of the save",
     }

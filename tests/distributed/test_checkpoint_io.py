@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -325,6 +325,7 @@ def read_with_care(folder: str) -> None:
         sound = {name: Path(path, name).read_bytes() for name in os.listdir(path)}
         for name, read in (
             ("lightning.pt", lambda: plugin.load_checkpoint(path)),
+            ("lightning.pt", lambda: plugin.load_directory(path)),
             (".metadata", lambda: plugin.load_shards(path, blank())),
         ):
             if dist.get_rank() == 0:
@@ -332,7 +333,7 @@ def read_with_care(folder: str) -> None:
                 bad = pickle.dumps(Malicious(mark)) if name == ".metadata" else Path(folder, "bad").read_bytes()
                 replace_file(path, name, bad)
             dist.barrier()
-            with pytest.raises((ValueError, pickle.UnpicklingError)):
+            with pytest.raises(ValueError, match=r"a\.ckpt cannot be read.*(damaged|could run code)"):
                 read()
             dist.barrier()
             assert not os.path.exists(mark)
@@ -393,6 +394,9 @@ def name_what_is_damaged(path: str) -> list[str]:
             rank_state(plugin, path, 1)
         assert rank_state(plugin, path, 0)["rank"] == 0  # which reads another file
         assert rank_state(MCoreCheckpointIO(verify="sizes"), path, 1)["rank"] == 1
+        messages += refused(path, a_list, "damaged: lightning.pt holds a list, not a dict")
+        messages += refused(path, without_its_entry, "damaged: lightning.pt is missing")
+        messages += refused(path, without_world_size, "damaged: checkpoint.json does not give its world_size")
         strange = blank()
         if dist.get_rank() == 0:
             strange["new"] = ShardedTensor.from_rank_offsets("new", torch.zeros(2))
@@ -405,6 +409,46 @@ def name_what_is_damaged(path: str) -> list[str]:
                 plugin.load_shards(wrong, blank())
             messages.append(str(caught.value))
     return messages
+
+
+def refused(path: str, damage: Callable[[Path], object], match: str) -> list[str]:
+    """Return the sentences of the readers for a checkpoint that was damaged; it is whole again afterwards."""
+    plugin, texts = MCoreCheckpointIO(verify="sizes"), []
+    sound = {found: Path(path, found).read_bytes() for found in os.listdir(path)}
+    of_lightning = (plugin.load_directory, plugin.load_checkpoint)
+    of_ranks = (lambda path: rank_state(plugin, path),)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        damage(Path(path))
+    dist.barrier()
+    for read in of_ranks if damage is without_world_size else of_lightning:
+        with pytest.raises(ValueError, match=match) as caught:
+            read(path)
+        texts.append(str(caught.value))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for found, content in sound.items():
+            Path(path, found).write_bytes(content)
+    dist.barrier()
+    return texts
+
+
+def a_list(path: Path) -> None:
+    torch.save([], path / "lightning.pt")
+    replace_file(str(path), "lightning.pt", (path / "lightning.pt").read_bytes())
+
+
+def without_its_entry(path: Path) -> None:
+    manifest = json.loads((path / "checkpoint.json").read_text())
+    del manifest["files"]["lightning.pt"]
+    (path / "checkpoint.json").write_text(json.dumps(manifest))
+    (path / "lightning.pt").unlink()
+
+
+def without_world_size(path: Path) -> None:
+    manifest = json.loads((path / "checkpoint.json").read_text())
+    del manifest["world_size"]
+    (path / "checkpoint.json").write_text(json.dumps(manifest))
 
 
 def flip(file: Path) -> None:
