@@ -286,6 +286,8 @@ class ExactResume:
                 loader.generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
             return
         index, self._num_loaders = self._num_loaders, self._num_loaders + 1
+        if restored is not None and restored.place.in_epoch:
+            _check_kind(loader, index, restored)
         progress: Any = trainer.fit_loop.epoch_progress.current
         epoch = restored.place.epoch if restored is not None else progress.processed
         _set_sampler_epoch(loader, epoch)  # workers read ahead before Lightning does it
@@ -404,6 +406,19 @@ class ExactResume:
         if module is not None and module._trainer is not None:
             EndOfRestart.detach(module.trainer)
         self._restores.close()
+
+
+def _check_kind(loader: object, index: int, restored: _Restored) -> None:
+    """Refuse a loader that would begin the epoch again, because it cannot use the place of the one that was saved."""
+    saved = restored.kinds[index] if index < len(restored.kinds) else "read"  # another number is refused later
+    now = "stateful" if isinstance(loader, _Stateful) else "index" if isinstance(loader, DataLoader) else "read"
+    if saved not in ("read", now):
+        was = {"stateful": "a dataloader that keeps its own state", "index": "a DataLoader of torch"}[saved]
+        raise ValueError(
+            f"the checkpoint was taken after {restored.place.batches} batches of an epoch of {was}, and"
+            f" {type(loader).__name__} cannot continue from there; resume with the dataloaders of the run that saved"
+            " it, or from the end of an epoch"
+        )
 
 
 def _check_can_go_on(followed: FollowedLoader, position: Position, restored: _Restored, ranks: int) -> None:

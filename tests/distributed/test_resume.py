@@ -704,6 +704,22 @@ def refuse(folder: str) -> dict[str, str]:
     return texts
 
 
+def refuse_other_loaders(folder: str) -> list[str]:
+    """Return what is said of loaders that cannot use the place of those that were saved, on one rank."""
+    texts = []
+    for name, data in (("stateful", partial(stream, Stream)), ("own", Reader), ("own", Remembering)):
+        module, _, trainer = TO_REFUSE[name]
+        case = Case(module=module, data=data, trainer={"max_epochs": 2, **trainer})
+        with pytest.raises(ValueError, match="cannot continue from there; resume with the dataloaders") as refusal:
+            train(case, folder, resume=f"{folder}/{name}/batch 2.ckpt")
+        texts.append(str(refusal.value).partition(";")[0])
+        assert train(case, folder, resume=f"{folder}/{name}/epoch 0.ckpt").batches[0].startswith("1 0 "), name
+    case = Case(module=Dropping, data=partial(own_batches, 18), trainer={"max_epochs": 1, **OWN})
+    again = train(case, folder, resume=f"{folder}/reader/batch 2.ckpt")  # what was read is read again, and dropped
+    assert again.batches[0].startswith("0 2 ")
+    return texts
+
+
 def two_streams() -> CombinedLoader:
     """Return two loaders."""
     return CombinedLoader({"a": stream(Stream), "b": stream(Stream)}, "min_size")
@@ -738,8 +754,18 @@ def test_what_cannot_go_on_in_an_epoch_says_so_and_begins_the_next_one(tmp_path:
         "the checkpoint was taken in the middle of an epoch over 1 dataloaders, and there are 2 now; resume with the"
         " dataloaders of the run that saved it"
     )
-    del alone["stateful"]  # Lightning's own
+    assert alone.pop("stateful").endswith(
+        "of a dataloader that keeps its own state, and DataLoader cannot continue"
+        " from there; resume with the dataloaders of the run that saved it, or from the end of an epoch"
+    )
     assert set(alone.values()) == {sentence}
+    [others] = run_ranks(1, refuse_other_loaders, str(tmp_path))
+    taken = "the checkpoint was taken after 2 batches of an epoch of"
+    assert others == [
+        f"{taken} a dataloader that keeps its own state, and DataLoader cannot continue from there",
+        f"{taken} a DataLoader of torch, and Reader cannot continue from there",
+        f"{taken} a DataLoader of torch, and Remembering cannot continue from there",
+    ]
 
 
 # A batch that fails
