@@ -315,7 +315,7 @@ def _release(target: str) -> None:
     if target not in _marks:
         return
     try:
-        if _is_at(_marks[target], target + _MARK):  # otherwise the folder was deleted, and another process made a new one
+        if _is_at(_marks[target], target + _MARK):  # otherwise it was deleted, and another process made one
             for leftover in _entries(target):
                 _discard(leftover)
             if not any(map(os.path.lexists, _entries(target))):
@@ -401,5 +401,3 @@ def _is_at(descriptor: int, path: str) -> bool:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
         return False
-
-

@@ -118,6 +118,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         self._saves: list[CheckpointSave] = []
         self._stagings: list[Staging] = []
         self._lost: BaseException | None = None  # why the newest save failed, if its folder was deleted
+        self._outlived: list[str] = []  # to delete after saves that failed; deleted after the next that does not
         self._links: set[str] = set()
         self._unneeded: list[str] = []  # deleted as soon as no link leads there
         self._planner = ShardPlanner()
@@ -148,7 +149,8 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             ValueError: The file or directory at ``path`` is not a checkpoint.
         """
         target = _absolute(path)
-        self._unneeded = [unneeded for unneeded in self._unneeded if _absolute(unneeded) != target]
+        for kept in (self._unneeded, self._outlived):
+            kept[:] = [unneeded for unneeded in kept if _absolute(unneeded) != target]
         if SHARDED_STATE not in checkpoint:
             if storage_options is None and checkpoint_files.writes_directly(str(path)):
                 save_file(checkpoint, target)
@@ -203,9 +205,12 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             return
         failure: BaseException | None = None
         while self._saves:
+            path = self._saves[0].path
             try:
                 self._finish_oldest()
             except Exception as error:
+                if failure is not None:
+                    _log.error("%s was not saved either: %s", path, error)
                 failure = failure or error
         lost, self._lost = self._lost, None
         if timeout is None:  # with a timeout, another error ends the run
@@ -298,8 +303,8 @@ class MCoreCheckpointIO(TorchCheckpointIO):
                 raise ValueError(f"{where} is not a checkpoint: it holds a {type(content).__name__}; give another path")
             return content
         manifest = checkpoint_files.check_sizes(where)
-        content = self._read(where, manifest, LIGHTNING_FILE)
-        state: dict[str, Any] = _unpacked(where, LIGHTNING_FILE, dict, content, weights_only, map_location)
+        stored = self._read(where, manifest, LIGHTNING_FILE)
+        state: dict[str, Any] = _unpacked(where, LIGHTNING_FILE, dict, stored, weights_only, map_location)
         return {**state, MANIFEST: manifest}
 
     def load_directory(self, path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
@@ -444,6 +449,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             finished = save.advance()
         except BaseException as error:
             self._saves.remove(save)
+            self._outlived += save.removals
             is_deleted = isinstance(error, FileNotFoundError) and checkpoint_files.writes_directly(save.path)
             if not (another_follows and is_deleted):
                 raise
@@ -460,7 +466,8 @@ class MCoreCheckpointIO(TorchCheckpointIO):
     def _clean_up(self, save: CheckpointSave) -> None:
         if save.staging is not None:
             self._stagings.append(save.staging)
-        self._remove_unneeded(save.removals)
+        outlived, self._outlived = self._outlived, []
+        self._remove_unneeded([*outlived, *save.removals])
 
     def _remove_unneeded(self, paths: Iterable[str] = ()) -> None:
         """Delete the checkpoints that Lightning wants to delete, except targets of links; links go first."""
@@ -524,7 +531,7 @@ def _finish_at_exit() -> None:
 
 
 def _all_come(timeout: float) -> bool:
-    return dist.is_initialized() and can_meet(timeout) and all_arrive(timeout)
+    return dist.is_initialized() and can_meet() and all_arrive(timeout)
 
 
 @contextlib.contextmanager

@@ -343,7 +343,7 @@ def read_metadata(path: str, content: bytes) -> "Metadata":
         content: The bytes of the file.
 
     Raises:
-        ValueError: It is damaged, or holds something else.
+        ValueError: It is damaged, holds something else, or places tensors outside the checkpoint.
     """
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -353,6 +353,10 @@ def read_metadata(path: str, content: bytes) -> "Metadata":
         raise ValueError(f"{path} cannot be read, because {METADATA_FILE} is damaged or unsafe: {error}") from error
     if not isinstance(metadata, Metadata):
         raise ValueError(f"{path} cannot be read: {METADATA_FILE} holds a {type(metadata).__name__}, not a Metadata")
+    for place in (metadata.storage_data or {}).values():
+        name = place.relative_path
+        if name.startswith("/") or ".." in name.split("/"):
+            raise damaged(path, f"{METADATA_FILE} names {name}, which lies outside the checkpoint")
     return metadata
 
 

@@ -106,7 +106,10 @@ class BackgroundTask(Generic[T]):
         self._result: list[T] = []
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads; told by wait(), which all ranks call
+            self._error = error
 
     @property
     def is_done(self) -> bool:
@@ -124,9 +127,10 @@ class BackgroundTask(Generic[T]):
             raise self._error
         return self._result[0]
 
-    def join(self) -> None:
-        """Wait for the function to return or fail."""
-        self._thread.join()
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the function to return or fail, for some seconds at most."""
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(timeout)
 
     def _run(self) -> None:
         assert self._function is not None
@@ -295,6 +299,7 @@ class CheckpointSave:
         self._writing: BackgroundTask[Written] | None = None
         self._uploading: BackgroundTask[None] | None = None
         self._records: dict[str, FileRecord] = {}
+        self._stopped = threading.Event()
 
     @classmethod
     def start(
@@ -324,20 +329,19 @@ class CheckpointSave:
             files = on_all(lambda: _common_files(checkpoint) if dist.get_rank() == 0 else {})
             plan = planner.plan(_pieces(checkpoint), copies)
             save = cls(path, directory, dict(checkpoint.get(MANIFEST) or {}), plan.metadata)
-            on_all(lambda: save._start_writing(plan.pieces, files, staging))
+            pieces = on_all(lambda: plan.pieces if staging is None else staging.copy(plan.pieces))
         except BaseException:
             _abandon(path, directory)
             raise
+        save._start_writing(pieces, files, staging)  # last, because it cannot fail
         return save
 
     def _start_writing(self, pieces: Sequence[Piece], files: dict[str, bytes], staging: Staging | None) -> None:
-        if staging is not None:
-            pieces = staging.copy(pieces)
         prefix, path, directory = f"__{dist.get_rank()}_", self.path, self._directory
         self.staging = staging
         self._writing = BackgroundTask(
             f"writer of {path}",
-            saving(path)(partial(write_pieces, directory, prefix, pieces, files)),
+            saving(path)(partial(write_pieces, directory, prefix, pieces, files, self._stopped.is_set)),
             gives_way=staging is not None,
         )
 
@@ -377,6 +381,8 @@ class CheckpointSave:
             shutil.rmtree(self._directory, ignore_errors=True)
             return True
         except BaseException:
+            self._stopped.set()
+            self.join()  # after a Ctrl-C it still writes, and a folder is never deleted under a writer
             _abandon(self.path, self._directory)
             raise
 

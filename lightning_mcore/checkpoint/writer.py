@@ -30,7 +30,7 @@ import os
 import pickle
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -351,7 +351,11 @@ def _places(pieces: Sequence[Piece]) -> tuple[dict[int, tuple[int, int]], list[i
 
 
 def write_pieces(
-    directory: str, prefix: str, pieces: Sequence[Piece], others: Mapping[str, bytes]
+    directory: str,
+    prefix: str,
+    pieces: Sequence[Piece],
+    others: Mapping[str, bytes],
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[Places, dict[str, FileRecord]]:
     """Write one rank's part of a checkpoint.
 
@@ -360,12 +364,14 @@ def write_pieces(
         prefix: Start of the name of this rank's file of tensors.
         pieces: The pieces of tensors and objects.
         others: Files to write beside them, by name.
+        is_stopped: Whether to write no further piece.
 
     Returns:
         Where each piece lies, and size and checksum of each file.
 
     Raises:
         OSError: The disk reports an error.
+        InterruptedError: It was stopped.
     """
     places: Places = {}
     records: dict[str, FileRecord] = {}
@@ -373,6 +379,8 @@ def write_pieces(
         name = f"{prefix}0.distcp"
         with ChecksummedFile(os.path.join(directory, name)) as file:
             for piece in pieces:
+                if is_stopped():
+                    raise InterruptedError("the save was given up")
                 file.write(bytes(-file.size % _ALIGNMENT))
                 start = file.size
                 if isinstance(piece.content, Tensor):

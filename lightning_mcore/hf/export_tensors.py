@@ -244,7 +244,8 @@ class StoredTensors:
         manifest = checkpoint_files.check_sizes(path) if self.is_ours else None
         self.runs_in = None if manifest is None else dtype_of(manifest["precision"])
         content = self._read(METADATA_FILE)
-        if manifest is not None and f"{crc32(content):08x}" != manifest["files"][METADATA_FILE]["crc32"]:
+        record = None if manifest is None else manifest["files"].get(METADATA_FILE)
+        if record is not None and f"{crc32(content):08x}" != record["crc32"]:
             raise damaged(path, f"the checksum of {METADATA_FILE} differs from the one in the manifest")
         self._metadata = read_metadata(path, content)
         for name, size in least_sizes(self._metadata).items():

@@ -28,6 +28,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.parallel.consensus import all_true
 from lightning_mcore.parallel.random_state import (
     RandomState,
     put_common,
@@ -111,6 +112,7 @@ def open_process_groups(
         if _opened.users or _replaced:
             gc.collect()  # a trainer and its model refer to each other, and keep their groups until then
         close_process_groups()
+        _destroy_unused_groups()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor_model_parallel_size,
             pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
@@ -130,7 +132,7 @@ def open_process_groups(
 def close_process_groups() -> None:
     """Remove Megatron's groups, if there are any; the default process group stays.
 
-    Groups that a model was built with stay open while the model exists, because it may be used again.
+    The next :func:`open_process_groups` destroys them.
     """
     global _opened
     if parallel_state.is_initialized():
@@ -143,9 +145,16 @@ def close_process_groups() -> None:
         ):  # Megatron caches the last 32 embeddings, and with them their groups
             kind.forward.cache_clear()
     _opened = _Opened()
+
+
+def _destroy_unused_groups() -> None:
+    """Destroy the groups that no existing model of any rank was built with, because it may be used again; collective.
+
+    A rank may keep a model longer than others, and NCCL destroys a communicator on all its ranks or waits for them.
+    """
     for opened in list(_replaced):
         exists = opened.world() is not None and opened.world() is dist.group.WORLD  # otherwise they were closed with it
-        if not (exists and opened.users):
+        if not exists or all_true(not opened.users):
             _replaced.remove(opened)
             for group in opened.groups if exists else ():
                 with contextlib.suppress(ValueError):  # Megatron has already destroyed the gloo groups among them

@@ -57,6 +57,7 @@ from lightning_mcore.parallel.rank_connections import Connections, Lines, connec
 
 _GRACE = 10.0  # seconds for a rank to end by itself, once another has failed
 _LAST_GRACE = 20.0  # seconds for the rank that failed to clear up, if the others have not failed too
+_MEETING = 15.0  # seconds to wait for the exceptions of the others: they are ended before that, and this rank after
 _STOPPED = 10  # seconds that a rank may be stopped while another is not
 _TICK = 1.0  # seconds between two checks of another process
 _CAUSE_TIMEOUT = 1.0  # seconds to wait until rank 0 has passed on a message
@@ -173,16 +174,17 @@ def cleared_up() -> None:
         _here.watch.cleared_up()
 
 
-def can_meet(timeout: float) -> bool:
+def can_meet() -> bool:
     """Return whether this rank may still use collectives: after an exception, only if all ranks have raised one.
 
     This cannot be found out with a collective, because ranks without an exception are waiting in a different one.
-
-    Args:
-        timeout: Seconds to wait for the exceptions of the others.
     """
-    watch = _here.watch
-    return watch is None or not watch.has_failed or watch.all_failed(timeout)
+    return not has_failed() or (_here.watch is not None and _here.watch.all_failed(_MEETING))
+
+
+def has_failed() -> bool:
+    """Return whether this rank has raised an exception in this run and is clearing up."""
+    return _here.watch is not None and _here.watch.has_failed
 
 
 # ---- one rank
@@ -420,7 +422,7 @@ class _Hub:
     def _hear_enter(self, rank: int, run: int, positions: dict[str, int]) -> None:
         self._states[rank], self._runs[rank], self._positions[rank] = "in", run, positions
         if all(state == "in" for state in self._states.values()) and set(self._runs.values()) == {run}:
-            self._tell("answer", run, _out_of_step(self._positions) if self._told == run - 1 else None)
+            self._tell("answer", run, out_of_step(self._positions) if self._told == run - 1 else None)
 
     def _hear_left(self, rank: int, run: int) -> None:
         self._states[rank] = "out"
@@ -460,7 +462,7 @@ class _Hub:
             self._tell("verdict", run, failed and len(self._present) == len(self._states))
 
 
-def _out_of_step(positions: Mapping[int, Mapping[str, int]]) -> str | None:
+def out_of_step(positions: Mapping[int, Mapping[str, int]]) -> str | None:
     """Return which ranks would not meet in the next collective of a group, because they have issued fewer or more."""
     seen: dict[str, tuple[int, int]] = {}
     for rank in sorted(positions):

@@ -17,12 +17,13 @@ Lightning reads a checkpoint before the model exists: it calls ``load_checkpoint
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -37,10 +38,12 @@ from lightning_mcore.checkpoint.extra_state import checked_extra_state
 from lightning_mcore.checkpoint.io import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
 from lightning_mcore.checkpoint.model_state import StoredState
 from lightning_mcore.checkpoint.optimizer_state import load_whole_state, reload_weights
+from lightning_mcore.checkpoint.save import BackgroundTask
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from lightning_mcore.parallel import rank_watch
 from lightning_mcore.parallel.chunks import ModelChunks, filled_as_plain, find_pipeline, synchronize_parameters
-from lightning_mcore.parallel.consensus import decide, on_all
+from lightning_mcore.parallel.consensus import all_true, decide, merge, on_all
+from lightning_mcore.parallel.groups import collectives_issued
 from lightning_mcore.strategy.module import MCoreModule
 
 if TYPE_CHECKING:
@@ -52,7 +55,8 @@ _NUMBERS = "lightning_mcore/optimizer_numbers"
 _COORDINATES = "lightning_mcore/coordinates"  # of rank 0
 # Megatron-LM's way of saying that every layout can read the optimizer's state.
 _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-_EXCEPTION_TIMEOUT = 30.0  # seconds
+_EXCEPTION_TIMEOUT = 30.0  # seconds for all ranks to arrive, after all have raised an exception
+_DEVICE_TIMEOUT = 10.0  # seconds for the work that was queued on the device before the exception
 
 
 class Checkpoints:
@@ -134,8 +138,8 @@ class Checkpoints:
             TypeError: The ``checkpoint_io`` given to the strategy cannot write shards.
         """
         strategy = self._strategy
-        if not rank_watch.can_meet(_EXCEPTION_TIMEOUT):
-            _log.error("%s is not saved: an exception was raised on some ranks, and others are in their step", filepath)
+        if (hindrance := self._hindrance()) is not None:
+            _log.error("%s is not saved: %s", filepath, hindrance)
             return
         self._saved.add(str(filepath))
         chunks = self._chunks
@@ -162,6 +166,24 @@ class Checkpoints:
             io.save_checkpoint({**checkpoint, **own}, strategy.broadcast(str(filepath)), storage_options)
             if not strategy.is_set_up:  # after a run, no steps follow that could finish it
                 io.drain()
+
+    def _hindrance(self) -> str | None:
+        """Return why a save after an exception would not end; None if all ranks can save together."""
+        if not rank_watch.has_failed():
+            return None
+        if not rank_watch.can_meet():
+            return "an exception was raised on some ranks, and others are in their step"
+        device = self._strategy.root_device
+
+        def have_all_issued_the_same(positions: list[dict[str, int]]) -> str | None:
+            return rank_watch.out_of_step(dict(enumerate(positions)))
+
+        if (said := merge(collectives_issued(), have_all_issued_the_same)) is not None:
+            return said
+        # A kernel of NCCL whose peers never came stays at the head of its queue, and copies would wait behind it.
+        if device.type == "cuda" and not all_true(_finishes(partial(torch.cuda.synchronize, device))):
+            return "the device waits for ranks that raised an exception elsewhere"
+        return None
 
     def _save_file(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
         strategy = self._strategy
@@ -360,6 +382,13 @@ class Checkpoints:
         module = self._strategy.lightning_module
         assert module is not None
         return module
+
+
+def _finishes(function: Callable[[], object]) -> bool:
+    """Call a function that may never return; return whether it has."""
+    task = BackgroundTask("waits for the device", function)
+    task.join(_DEVICE_TIMEOUT)
+    return task.is_done
 
 
 def _link_when_whole(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:

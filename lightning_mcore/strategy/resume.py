@@ -286,8 +286,7 @@ class ExactResume:
                 loader.generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
             return
         index, self._num_loaders = self._num_loaders, self._num_loaders + 1
-        if restored is not None and restored.place.in_epoch:
-            _check_kind(loader, index, restored)
+        _check_kind(loader, index, restored)
         progress: Any = trainer.fit_loop.epoch_progress.current
         epoch = restored.place.epoch if restored is not None else progress.processed
         _set_sampler_epoch(loader, epoch)  # workers read ahead before Lightning does it
@@ -408,8 +407,10 @@ class ExactResume:
         self._restores.close()
 
 
-def _check_kind(loader: object, index: int, restored: _Restored) -> None:
+def _check_kind(loader: object, index: int, restored: _Restored | None) -> None:
     """Refuse a loader that would begin the epoch again, because it cannot use the place of the one that was saved."""
+    if restored is None or not restored.place.in_epoch:
+        return
     saved = restored.kinds[index] if index < len(restored.kinds) else "read"  # another number is refused later
     now = "stateful" if isinstance(loader, _Stateful) else "index" if isinstance(loader, DataLoader) else "read"
     if saved not in ("read", now):

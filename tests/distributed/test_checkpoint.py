@@ -35,7 +35,6 @@ SHARDED = {"use_distributed_optimizer": True}
 OVERLAPPED = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 MOMENTUM: MakeOptimizer = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
-ADAMW: MakeOptimizer = partial(torch.optim.AdamW, lr=1e-2)
 NADAM: MakeOptimizer = partial(torch.optim.NAdam, lr=1e-2)
 ASGD: MakeOptimizer = partial(torch.optim.ASGD, lr=1e-2, t0=3)
 ADAFACTOR: MakeOptimizer = partial(torch.optim.Adafactor, lr=1e-2)

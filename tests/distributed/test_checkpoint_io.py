@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from lightning_mcore.checkpoint import files as checkpoint_files
+from lightning_mcore.checkpoint import io as checkpoint_io
 from lightning_mcore.checkpoint import save as checkpoint_save
 from lightning_mcore.checkpoint import writer as checkpoint_writer
 from lightning_mcore.checkpoint.io import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
@@ -240,6 +242,90 @@ def test_as_many_saves_are_in_flight_as_allowed(tmp_path: Path) -> None:
     run_ranks(2, two_in_flight, str(tmp_path))
 
 
+def fail_beside_writers(folder: str) -> None:
+    """Let saves fail that rank 0 could already write; its folder must not be deleted under its writer."""
+    path, rank = f"{folder}/a.ckpt", dist.get_rank()
+    running, overlaps = [0], []
+
+    def write_slowly(*arguments: Any) -> Any:
+        running[0] += 1
+        try:
+            time.sleep(0.5)
+            return _write_pieces(*arguments)
+        finally:
+            running[0] -= 1
+
+    def abandon(*arguments: Any) -> None:
+        overlaps.append(running[0])
+        _abandon(*arguments)
+
+    def no_memory(*_: Any) -> Any:
+        raise MemoryError("no room for a copy")
+
+    with (
+        groups(),
+        mock.patch.object(checkpoint_save, "write_pieces", write_slowly),
+        mock.patch.object(checkpoint_save, "_abandon", abandon),
+    ):
+        plugin = MCoreCheckpointIO(async_save=True)
+        with (
+            mock.patch.object(checkpoint_writer.Staging, "copy", no_memory if rank == 1 else _copy),
+            pytest.raises((MemoryError, RuntimeError), match="no room for a copy"),
+        ):
+            plugin.save_checkpoint(checkpoint(), path)
+        plugin.save_checkpoint(checkpoint(), path)
+        with (  # a Ctrl-C on all ranks
+            mock.patch.object(checkpoint_save.BackgroundTask, "wait", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            plugin.drain()
+        assert overlaps == [0, 0]
+        dist.barrier()
+        plugin.save_checkpoint(checkpoint(3.0), path)
+        plugin.drain()
+        assert_loaded(plugin.load_shards(path, blank()), scale=3.0)
+        assert os.listdir(folder) == ["a.ckpt"]
+
+
+_abandon = checkpoint_save._abandon
+_copy = checkpoint_writer.Staging.copy
+_write_pieces = checkpoint_writer.write_pieces
+
+
+def test_a_folder_is_not_deleted_while_a_writer_of_its_save_runs(tmp_path: Path) -> None:
+    run_ranks(2, fail_beside_writers, str(tmp_path))
+
+
+def delete_after_failures(folder: str) -> list[str]:
+    """Let two saves in flight fail and the next succeed; return what is logged of the failures."""
+    rank, log = dist.get_rank(), []
+    with groups(), mock.patch.object(checkpoint_io._log, "error", lambda text, *values: log.append(text % values)):
+        plugin = MCoreCheckpointIO(async_save=True, max_in_flight=2)
+        for name in ("old", "older"):
+            plugin.save_checkpoint(checkpoint(), f"{folder}/{name}.ckpt")
+        plugin.drain()
+        with mock.patch.object(checkpoint_writer.ChecksummedFile, "write", _full if rank == 1 else _written):
+            for name, unneeded in (("first", "older"), ("second", "old")):
+                plugin.save_checkpoint(checkpoint(), f"{folder}/{name}.ckpt")
+                if rank == 0:
+                    plugin.remove_checkpoint(f"{folder}/{unneeded}.ckpt")
+            with pytest.raises(OSError, match=r"first\.ckpt could not be saved"):
+                plugin.drain()
+        dist.barrier()
+        assert sorted(os.listdir(folder)) == ["old.ckpt", "older.ckpt"]  # nothing newer is whole
+        plugin.save_checkpoint(checkpoint(), f"{folder}/third.ckpt")
+        plugin.drain()
+        dist.barrier()
+        assert os.listdir(folder) == ["third.ckpt"]
+    return log
+
+
+def test_every_failed_save_is_told_and_old_checkpoints_go_with_the_next_whole_one(tmp_path: Path) -> None:
+    for log in run_ranks(2, delete_after_failures, str(tmp_path)):
+        assert len(log) == 1
+        assert re.search(r"second\.ckpt was not saved either: .* no space left on device", log[0])
+
+
 def save_and_wait(plugin: MCoreCheckpointIO, given: dict[str, Any], path: str) -> None:
     plugin.save_checkpoint(given, path)
     plugin.drain()
@@ -281,7 +367,7 @@ def refuse_and_keep(folder: str) -> list[str]:
             unpicklable["callbacks"] = lambda: None
             fails(plugin, unpicklable, TypeError)
             old = MCoreCheckpointIO(async_save=True)
-            old.save_checkpoint(checkpoint(), path)
+            save_and_wait(old, checkpoint(), path)
             with mock.patch.object(checkpoint_writer.ChecksummedFile, "write", _full if rank == 1 else _written):
                 old.save_checkpoint(checkpoint(3.0), f"{folder}/next.ckpt")
                 if rank == 0:

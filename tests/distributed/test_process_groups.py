@@ -49,6 +49,13 @@ def fit_with_many_layouts() -> None:
     gc.collect()
     run_fit(StagedNet(), LAYOUTS[2], loader(8, 2), max_steps=1)
     assert not process_groups._replaced
+
+    kept_on_rank_0 = StagedNet()
+    run_fit(kept_on_rank_0, LAYOUTS[0], loader(8, 2), max_steps=1)
+    if dist.get_rank() == 1:
+        del kept_on_rank_0
+    run_fit(StagedNet(), LAYOUTS[1], loader(8, 2), max_steps=1)
+    assert process_groups._replaced  # on both ranks, because NCCL destroys a communicator on all of its ranks
     dist.barrier()
 
 

@@ -8,12 +8,14 @@ step the loss as Python prints it.
 
 import contextlib
 import json
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import numpy
@@ -26,6 +28,8 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default
 
 from lightning_mcore import MCoreCheckpointIO, MCoreGPT, Recipe
 from lightning_mcore.checkpoint.files import record_file
+from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.strategy import checkpointing
 from lightning_mcore.strategy.precision import MCorePrecision
 from tests.ranks import run_ranks
 from tests.thorough import thorough_but
@@ -766,6 +770,39 @@ def test_what_cannot_go_on_in_an_epoch_says_so_and_begins_the_next_one(tmp_path:
         f"{taken} a DataLoader of torch, and Reader cannot continue from there",
         f"{taken} a DataLoader of torch, and Remembering cannot continue from there",
     ]
+
+
+# A failure on all ranks
+
+
+class OutOfStep(PlainNet):
+    """Fails on all ranks; one of them has begun a collective that the other has not."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            if self.global_rank == 1:
+                self.begun = dist.all_reduce(torch.ones(3), group=process_group("dp"), async_op=True)
+            raise ArithmeticError
+        return super().training_step(batch, batch_idx)
+
+
+def save_out_of_step(path: str) -> list[str]:
+    """Return what is logged of a save after such a failure."""
+    log: list[str] = []
+    trainer = make_trainer({}, callbacks=[SaveOnException(path)], max_epochs=1)
+    with (
+        mock.patch.object(checkpointing._log, "error", lambda text, *values: log.append(text % values)),
+        pytest.raises(ArithmeticError),
+    ):
+        trainer.fit(OutOfStep(), noisy(8, 2))
+    return log
+
+
+def test_ranks_that_failed_out_of_step_do_not_save(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    for log in run_ranks(2, save_out_of_step, str(path)):
+        assert log == [f"{path} is not saved: ranks 0 and 1 are out of step since the run that failed"]
+    assert os.listdir(tmp_path) == []
 
 
 # A batch that fails

@@ -244,6 +244,21 @@ def test_a_truncated_or_changed_file_of_megatron_is_named(tmp_path: Path, run: R
     assert (code, f"{shard.name} has {shard.stat().st_size} of" in errors) == (1, True)
 
 
+@pytest.mark.parametrize("outside", ["../other/weights.distcp", "/etc/hosts"])
+def test_metadata_that_lead_out_of_the_checkpoint_are_not_followed(tmp_path: Path, run: Run, outside: str) -> None:
+    path = tmp_path / "a"
+    save_as_megatron_does(path)
+    metadata = read_metadata(str(path), (path / ".metadata").read_bytes())
+    place = next(iter(metadata.storage_data.values()))
+    (tmp_path / "other").mkdir()
+    (path / place.relative_path).rename(tmp_path / "other" / "weights.distcp")
+    for found in metadata.storage_data.values():
+        found.relative_path = outside
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    code, _, errors = run("verify", str(path))
+    assert (code, f".metadata names {outside}, which lies outside the checkpoint" in errors) == (1, True)
+
+
 def test_metadata_are_read_as_torch_reads_them(tmp_path: Path) -> None:
     path = save_as_megatron_does(tmp_path / "a")
     ours = read_metadata(path, (tmp_path / "a" / ".metadata").read_bytes())

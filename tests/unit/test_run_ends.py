@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import signal
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from lightning_mcore.parallel import consensus as agreement
 from lightning_mcore.parallel import rank_watch
 from lightning_mcore.parallel.groups import open_single_process
 from lightning_mcore.parallel.rank_connections import Lines
+from lightning_mcore.strategy import checkpointing
 from tests import hygiene
 from tests.ranks import run_ranks
 from tests.toy import PlainNet, Samples, StagedNet, loader, make_trainer, metrics_of
@@ -196,9 +198,23 @@ def test_messages_come_whole_however_they_are_cut() -> None:
     assert lines.split(b'ft", 1]\n') == [["left", 1]]
 
 
+def test_a_rank_that_failed_waits_for_the_others_as_long_as_they_live_and_it_may() -> None:
+    assert (
+        rank_watch._GRACE + 2 * rank_watch._TICK < rank_watch._MEETING < rank_watch._LAST_GRACE - 2 * rank_watch._TICK
+    )
+
+
+def test_a_device_that_never_ends_its_work_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointing, "_DEVICE_TIMEOUT", 0.2)
+    never = threading.Event()
+    assert not checkpointing._finishes(never.wait)
+    never.set()
+    assert checkpointing._finishes(never.wait)
+
+
 def test_ranks_that_issued_other_numbers_of_collectives_are_out_of_step() -> None:
-    assert rank_watch._out_of_step({0: {"dp": 3, "tp": 1}, 1: {"dp": 3}}) is None
-    assert rank_watch._out_of_step({0: {"dp": 3}, 1: {}, 2: {"dp": 4}}) == (
+    assert rank_watch.out_of_step({0: {"dp": 3, "tp": 1}, 1: {"dp": 3}}) is None
+    assert rank_watch.out_of_step({0: {"dp": 3}, 1: {}, 2: {"dp": 4}}) == (
         "ranks 0 and 2 are out of step since the run that failed"
     )
 
