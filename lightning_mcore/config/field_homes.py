@@ -186,7 +186,10 @@ _SILU = ("silu", "torch.nn.functional.silu")
 
 
 def fusion_defaults(
-    transformer: Mapping[str, Any], position_embedding_type: str = "rope", has_adapters: bool = False
+    transformer: Mapping[str, Any],
+    position_embedding_type: str = "rope",
+    has_adapters: bool = False,
+    architecture: Mapping[str, Any] | None = None,
 ) -> dict[str, bool]:
     """Return the fusions that are on for a model, except those that it sets itself.
 
@@ -194,6 +197,7 @@ def fusion_defaults(
         transformer: The model's fields of ``TransformerConfig``, as plain data.
         position_embedding_type: Argument of ``MCoreGPT``.
         has_adapters: Whether the model has adapters.
+        architecture: Argument of ``MCoreGPT``, as plain data.
 
     Returns:
         Field names of ``TransformerConfig``, all with the value True.
@@ -203,6 +207,7 @@ def fusion_defaults(
     wanted = {
         # with packed rows, Megatron's fused kernel ignores YaRN's scale and rotary_interleaved
         "apply_rope_fusion": position_embedding_type == "rope"
+        and not (architecture or {}).get("stretch")
         and not get("multi_latent_attention")
         and not get("rotary_interleaved"),
         "bias_activation_fusion": bool(get("gated_linear_unit"))

@@ -45,16 +45,17 @@ def training_flops_per_token(
         return _FORWARD_AND_BACKWARD * forward
     saved, added = (2 * count for count in trained)
     products = _forward(fields, vocab_size, 0)
-    scores = _FORWARD_AND_BACKWARD * (forward - products)  # attention scores involve no weights
+    scores = _FORWARD_AND_BACKWARD * (forward - products)  # those of attention and the memory of a delta net
     return scores + _FORWARD_AND_INPUT * products + saved + _FORWARD_AND_BACKWARD * added
 
 
 def _forward(fields: Mapping[str, Any], vocab_size: int, seq_length: int) -> float:
+    """Return the operations of one token's forward pass; with ``seq_length=0`` those with weights alone."""
     windows = _windowed_layers(fields)
     linear = fields.get("linear_attention_freq") or [0] * fields["num_layers"]
     layers = [
         (
-            _delta_net(fields)
+            _delta_net(fields, seq_length)
             if is_linear
             else _attention(fields, _attended_keys(seq_length, fields.get("window_size") if windowed else None))
         )
@@ -124,12 +125,12 @@ def _latent_attention(fields: Mapping[str, Any], keys: float) -> float:
     return projections + keys * _product(1, query + heads * value)
 
 
-def _delta_net(fields: Mapping[str, Any]) -> float:
+def _delta_net(fields: Mapping[str, Any], seq_length: int) -> float:
     hidden, (keys, values, heads) = fields["hidden_size"], delta_net_channels(fields)
     projections = _product(hidden, 2 * (keys + values + heads)) + _product(values, hidden)
     convolution = _product(fields["linear_conv_kernel_dim"], 2 * keys + values)
     memory: int = 3 * _product(fields["linear_key_head_dim"], values)  # a token asks what is there, writes, and reads
-    return projections + convolution + memory
+    return projections + convolution + (memory if seq_length else 0)
 
 
 def _attended_keys(seq_length: int, window_size: tuple[int, int] | list[int] | None) -> float:

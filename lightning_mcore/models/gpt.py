@@ -603,8 +603,10 @@ class MCoreGPT(SpeedLogs):
         device_type = self._device_type()
         if device_type != "cuda" or self._impl(device_type) == "local":
             return {}
-        positions = "stretched" if self.architecture.stretch else self.hparams["position_embedding_type"]
-        return fusion_defaults(self.transformer, positions, self.lora is not None)
+        own = self.hparams
+        return fusion_defaults(
+            self.transformer, own["position_embedding_type"], self.lora is not None, own["architecture"]
+        )
 
     def _impl(self, device_type: str) -> Literal["local", "transformer_engine"]:
         choice = self.hparams["transformer_impl"]

@@ -4,7 +4,6 @@
 ``MCoreGPT`` derives from :class:`SpeedLogs`, and your own module may too. ``config/flops.py`` says what is counted.
 """
 
-import functools
 import math
 from typing import Any
 
@@ -40,6 +39,7 @@ class SpeedLogs(MCoreModule):
         super().__init__()
         self._clock = StepClock()
         self._stepped = 0
+        self._row_length: int | None = None
         self._local_grad_norm: Tensor | None = None
 
     @property
@@ -55,6 +55,7 @@ class SpeedLogs(MCoreModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Continue measuring after validation."""
         self._clock.start()
+        self._row_length = batch["tokens"].size(1) if "tokens" in batch else None
         if self._counter is not None:
             self._counter.count_tokens(num_tokens(batch), self.image_tokens(batch))
 
@@ -106,11 +107,7 @@ class SpeedLogs(MCoreModule):
 
     def flops_per_token(self) -> float:
         """Return the floating-point operations for one token of the last step, forward and backward."""
-        return self._flops_per_token
-
-    @functools.cached_property
-    def _flops_per_token(self) -> float:
-        sizes = (self.output_size, self.seq_length)
         architecture: Any = self.architecture
         fields = {**self.transformer, **(architecture.delta_net or {})}
-        return training_flops_per_token(fields, *sizes, self.trained_products)
+        length = self.seq_length if self._row_length is None else self._row_length
+        return training_flops_per_token(fields, self.output_size, length, self.trained_products)

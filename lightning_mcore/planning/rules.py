@@ -533,7 +533,8 @@ def _fusions(model: Mapping[str, Any], backend: str, device_type: str) -> dict[s
     if backend != "transformer_engine" or device_type != "cuda" or not isinstance(transformer, Mapping):
         return {}
     settings = settings_of_gpt(model)
-    found = fusion_defaults(transformer, settings["position_embedding_type"], settings["lora"] is not None)
+    positions, has_adapters = settings["position_embedding_type"], settings["lora"] is not None
+    found = fusion_defaults(transformer, positions, has_adapters, settings["architecture"])
     return {**found, "apply_rope_fusion": False} if "vision" in model else found
 
 

@@ -67,7 +67,7 @@ def step_work(fields: GPTFields, layout: ParallelLayout, world_size: int, batch:
     """
     trained = None if fields.adapters is None else fields.adapters.multiplications(topk=_topk(fields))
     given = {**fields.transformer, **(fields.architecture.delta_net or {})}
-    per_token = training_flops_per_token(given, fields.output_size, fields.seq_length, trained)
+    per_token = training_flops_per_token(given, fields.output_size, batch.seq_length, trained)
     ranks = world_size // layout.pipeline_model_parallel_size
     widths = _widths(fields, layout)
     of_stage, slowed = list[float](), list[float]()
@@ -77,7 +77,7 @@ def step_work(fields: GPTFields, layout: ParallelLayout, world_size: int, batch:
             numbers = [*chunk.layers, *[fields.num_layers - 1] * chunk.mtp]
             for place, layer in enumerate(numbers):
                 runs = forward_runs(fields, place, len(chunk.layers))
-                for part, flops in _layer_flops(fields, layer, runs).items():
+                for part, flops in _layer_flops(fields, layer, runs, batch.seq_length).items():
                     parts[part] += flops
             outputs = int(chunk.output) + chunk.mtp
             head = "embedding." if fields.tied else "output_layer."
@@ -121,9 +121,9 @@ _NAMES = {
 """How the names of the weights of each part of a layer begin; scores of attention have none."""
 
 
-def _layer_flops(fields: GPTFields, layer: int, runs: Mapping[str, int]) -> dict[str, float]:
+def _layer_flops(fields: GPTFields, layer: int, runs: Mapping[str, int], seq_length: int) -> dict[str, float]:
     """Return the operations of one layer for one token, by part, including recomputation."""
-    parts = _parts(_hashable(one_layer(fields, layer)), fields.seq_length)
+    parts = _parts(_hashable(one_layer(fields, layer)), seq_length)
     if fields.adapters is None:
         return {part: flops * (1 + (runs[part] - 1) / _RUNS) for part, flops in parts.items()}
     found = {}

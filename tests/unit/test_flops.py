@@ -53,6 +53,16 @@ def test_a_frozen_weight_costs_two_thirds_and_adapters_come_on_top() -> None:
     assert found == 3 * scores + 2 * products + OUTPUT + 3 * 2 * added
 
 
+def test_a_frozen_delta_net_has_a_memory_without_weights() -> None:
+    sizes = {"linear_num_key_heads": 2, "linear_key_head_dim": 3, "linear_num_value_heads": 4}
+    sizes |= {"linear_value_head_dim": 5, "linear_conv_kernel_dim": 4}
+    fields = {**DENSE, **sizes, "linear_attention_freq": [1, 1]}
+    memory = 2 * 3 * (2 * 3 * 4 * 5)  # of two layers
+    whole = training_flops_per_token(fields, vocab_size=32, seq_length=16)
+    frozen = training_flops_per_token(fields, vocab_size=32, seq_length=16, trained=(0, 0))
+    assert frozen == 3 * memory + 2 * (whole / 3 - memory)
+
+
 def test_another_token_ahead_costs_a_layer_a_projection_and_an_output_layer() -> None:
     more = flops(mtp_num_layers=2) - flops()
     assert more == 2 * (flops(num_layers=3) - flops() + 3 * (2 * 16 * 8 + OUTPUT))

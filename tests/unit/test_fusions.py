@@ -18,6 +18,9 @@ from lightning_mcore.planning.rules import check_run
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 LLAMA: dict[str, Any] = {**SIZES, "gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False}
+STRETCH = {"kind": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
+    "original_max_position_embeddings": 16
+}
 DENSE = ("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion")
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2}
 OF_EXPERTS = ("moe_grouped_gemm", "moe_permute_fusion")
@@ -38,6 +41,7 @@ OF_EXPERTS = ("moe_grouped_gemm", "moe_permute_fusion")
         ({**EXPERTS, "add_bias_linear": True}, {}, (DENSE[0], *OF_EXPERTS)),
         ({**EXPERTS, "moe_expert_capacity_factor": 1.0}, {}, (*DENSE, OF_EXPERTS[0])),
         (EXPERTS, {"has_adapters": True}, (*DENSE, OF_EXPERTS[1])),
+        ({}, {"architecture": {"stretch": STRETCH}}, DENSE[1:]),
     ],
     ids=str,
 )
@@ -59,6 +63,18 @@ def test_a_model_on_a_gpu_gets_them(device: str, impl: Any, fused: bool, monkeyp
 def test_a_model_on_the_cpu_gets_none() -> None:
     config = MCoreGPT(64, 32, LLAMA)._build_config()
     assert not any(getattr(config, name) for name in (*DENSE, *OF_EXPERTS))
+
+
+@pytest.mark.parametrize("stretch", [None, STRETCH])
+def test_the_plan_has_those_of_the_run(stretch: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MCoreGPT, "_device_type", lambda self: "cuda")
+    monkeypatch.setattr(MCoreGPT, "_impl", lambda self, device_type: "transformer_engine")
+    model: dict[str, Any] = {"vocab_size": 64, "seq_length": 32, "transformer": LLAMA}
+    model |= {"architecture": {"stretch": stretch}} if stretch else {}
+    run = check_run(RunSettings(model=model, trainer={}), 1, "transformer_engine", ask_others=False)
+    assert run.fields is not None, run.errors
+    planned = {name: run.fields.transformer.get(name, False) for name in DENSE}
+    assert planned == {name: MCoreGPT(**model)._fusions().get(name, False) for name in DENSE}
 
 
 @pytest.mark.parametrize(("backend", "said"), [("transformer_engine", True), ("local", False)])

@@ -200,6 +200,13 @@ def test_frozen_gradients_are_not_sent() -> None:
     assert sent(fields, ParallelLayout(), 2, traffic())["dp"] == pytest.approx(trained * 2 * 4 / 2)
 
 
+def test_attention_is_counted_over_the_rows_of_the_data() -> None:
+    short, long = (step_work(gpt(), ParallelLayout(), 1, GlobalBatch(1, 1, 1, 1, length)) for length in (16, 64))
+    assert long.flops_per_token - short.flops_per_token == pytest.approx(3 * 4 * (64 - 16) / 2 * 2 * 2 * 32)
+    for work in (short, long):
+        assert work.hardware_flops == pytest.approx(work.model_flops)
+
+
 def test_the_work_of_all_ranks_is_that_of_the_model() -> None:
     layout = ParallelLayout(pipeline_model_parallel_size=2, tensor_model_parallel_size=2)
     work = step_work(gpt(num_moe_experts=4, moe_router_topk=1), layout, 8, GlobalBatch(1, 2, 2, 4, 64))
