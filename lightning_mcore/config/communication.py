@@ -10,11 +10,10 @@ on the CPU when the trainer gets the model, before a group is opened.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.config.value_checks import require_flag
+from lightning_mcore.config.value_checks import require_file, require_flag
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +56,7 @@ class CommunicationOptions:
             training does, but not on the CPU, where gloo may still be sending from its memory.
 
     Raises:
-        TypeError: A flag is not a bool.
+        TypeError: A flag is not a bool, a path or a list of names is something else.
         ValueError: Megatron does not know a value, or options contradict each other.
         FileNotFoundError: The file of ``nccl_communicator_config_path`` does not exist.
     """
@@ -87,16 +86,15 @@ class CommunicationOptions:
             )
         if self.sharp_enabled_group is not None and not self.use_sharp:
             raise ValueError(f"sharp_enabled_group={self.sharp_enabled_group!r} needs use_sharp=True; set both")
-        if unknown := sorted(set(self.high_priority_stream_groups or []) - GROUP_NAMES):
+        groups = self.high_priority_stream_groups or []
+        if not isinstance(groups, list) or not all(isinstance(name, str) for name in groups):
+            raise TypeError(f"high_priority_stream_groups={groups!r} is not a list of names; give one")
+        if unknown := sorted(set(groups) - GROUP_NAMES):
             raise ValueError(
                 f"high_priority_stream_groups names {unknown}, which Megatron does not know; choose from"
                 f" {' '.join(sorted(GROUP_NAMES))}"
             )
-        path = self.nccl_communicator_config_path
-        if path is not None and not Path(path).is_file():
-            raise FileNotFoundError(
-                f"nccl_communicator_config_path={path!r} is not a file; give the path of one in YAML"
-            )
+        require_file("nccl_communicator_config_path", self.nccl_communicator_config_path)
 
     def _check_flags(self) -> None:
         names = ("use_sharp", "create_gloo_process_groups", "overlap_p2p_comm_warmup_flush")

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from lightning_mcore.config.value_checks import require_flag
+
 ALL_LINEAR = "all-linear"
 EXPERTS = ".experts."  # part of the name of each projection of a routed expert
 _NAMES = ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
@@ -86,6 +88,8 @@ class LoRA:
     double_quantization: bool = True
 
     def __post_init__(self) -> None:
+        for flag in ("use_rslora", "use_dora", "double_quantization"):
+            require_flag(flag, getattr(self, flag))
         for name, rank in {"r": self.r, **_entries("rank_pattern", self.rank_pattern)}.items():
             if isinstance(rank, bool) or not isinstance(rank, int):
                 raise TypeError(f"{name}={rank!r} is not a rank; give a whole number of 1 or more")

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lightning_mcore.config.architecture import Architecture
+from lightning_mcore.config.value_checks import require_flag, require_instance, require_number
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -37,11 +38,13 @@ def check_positions(settings: Mapping[str, Any], transformer: Mapping[str, Any])
         transformer: Its fields of ``TransformerConfig``.
 
     Raises:
-        ValueError: A value is unknown, or Megatron would ignore a setting because of another one.
+        TypeError: A value is not a number, a bool or a mapping.
+        ValueError: A value is unknown or out of range, or Megatron would ignore a setting because of another one.
     """
     kind = settings["position_embedding_type"]
     if kind not in ("rope", "yarn", "learned_absolute", "none"):
         raise ValueError(f"position_embedding_type={kind!r}; choose 'rope', 'yarn', 'learned_absolute' or 'none'")
+    _check_values(settings)
     latent = transformer.get("multi_latent_attention", False)
     if latent and kind == "yarn":
         raise ValueError(
@@ -55,9 +58,6 @@ def check_positions(settings: Mapping[str, Any], transformer: Mapping[str, Any])
             raise ValueError(f"{name}={settings[name]!r} has no effect with {where}; leave it out")
     if kind == "yarn" and transformer.get("rotary_interleaved"):
         raise ValueError("rotary_interleaved=True is not available with position_embedding_type='yarn'; leave it out")
-    factor = settings["seq_len_interpolation_factor"]
-    if factor is not None and factor <= 1:
-        raise ValueError(f"seq_len_interpolation_factor={factor!r} is not above 1; choose the factor to stretch by")
     _check_yarn(kind, settings["yarn"])
     if Architecture.of(settings.get("architecture")).stretch is None:
         return
@@ -67,7 +67,19 @@ def check_positions(settings: Mapping[str, Any], transformer: Mapping[str, Any])
         raise ValueError(f"architecture has stretch, which does not work with {other}; leave out one of the two")
 
 
+def _check_values(settings: Mapping[str, Any]) -> None:
+    for name in ("rotary_percent", "rotary_base", "rope_scaling_factor"):
+        require_number(name, settings[name])
+    if settings["rotary_percent"] > 1:
+        raise ValueError(f"rotary_percent={settings['rotary_percent']} is a share of each head; choose 1 or less")
+    require_flag("rope_scaling", settings["rope_scaling"])
+    factor = settings["seq_len_interpolation_factor"]
+    if factor is not None:
+        require_number("seq_len_interpolation_factor", factor, above=1.0)
+
+
 def _check_yarn(kind: str, yarn: Mapping[str, Any] | None) -> None:
+    require_instance("yarn", yarn, Mapping)
     if (kind == "yarn") != (yarn is not None):
         raise ValueError("position_embedding_type='yarn' and yarn={'rotary_scaling_factor': ...} need each other")
     known = ["rotary_scaling_factor", *YARN_DEFAULTS]

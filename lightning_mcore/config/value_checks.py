@@ -8,6 +8,9 @@ configs, in the form that YAML files use: functions as import paths, enum member
 
 import dataclasses
 import enum
+import math
+import numbers
+import os
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -39,6 +42,42 @@ def require_flag(name: str, value: object, or_none: bool = False) -> None:
     """
     if not isinstance(value, bool) and not (or_none and value is None):
         raise TypeError(f"{name}={value!r} is not a bool; give {'True, False or None' if or_none else 'True or False'}")
+
+
+def require_number(name: str, value: object, above: float = 0.0) -> None:
+    """Refuse a value that is not a finite number above ``above``.
+
+    Raises:
+        TypeError: The value is not a number.
+        ValueError: It is infinite, NaN or too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}={value!r} is not a number; give one above {above:g}")
+    if not math.isfinite(value) or value <= above:
+        raise ValueError(f"{name}={value} is not a finite number above {above:g}; choose one")
+
+
+def require_instance(name: str, value: object, kind: type) -> None:
+    """Refuse an object that is neither None nor of a class.
+
+    Raises:
+        TypeError: The value is something else.
+    """
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name}={value!r} is not a {kind.__name__}; give one, or leave it out")
+
+
+def require_file(name: str, value: object, what: str = "one in YAML") -> None:
+    """Refuse a value that is neither None nor the path of a file.
+
+    Raises:
+        TypeError: The value is not a path.
+        FileNotFoundError: There is no such file.
+    """
+    if value is not None and not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name}={value!r} is not a path; give the path of {what}")
+    if value is not None and not os.path.isfile(value):
+        raise FileNotFoundError(f"{name}={value!r} is not a file; give the path of {what}")
 
 
 def require_choice(name: str, value: object, kind: Any) -> None:

@@ -65,6 +65,8 @@ def field_faults(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     hints = _hints(fields)
     for name, value in fields.items():
         try:
+            if not isinstance(name, str):
+                raise ValueError(f"transformer has the key {name!r}, which is not text; give names of fields")
             check_home(name)
             if name not in hints:
                 raise ValueError(_unknown(name, hints))

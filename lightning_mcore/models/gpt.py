@@ -33,7 +33,7 @@ from lightning_mcore.config.lora import LoRA, check_train_only
 from lightning_mcore.config.positions import PositionEmbedding, check_positions, gpt_arguments, set_yarn
 from lightning_mcore.config.preference import Preference
 from lightning_mcore.config.rules.model import LossNormalization, check_normalization
-from lightning_mcore.config.value_checks import require_size
+from lightning_mcore.config.value_checks import require_flag, require_size
 from lightning_mcore.data.multimodal import INPUTS
 from lightning_mcore.layers import sampling
 from lightning_mcore.layers.inputs import (
@@ -146,6 +146,7 @@ class MCoreGPT(SpeedLogs):
         self.hparams["recipe"] = self.recipe.plain()  # even if a subclass has an argument of this name
         for name in ("vocab_size", "seq_length", "make_vocab_size_divisible_by"):
             require_size(name, self.hparams[name])
+        require_flag("share_embeddings_and_output_weights", share_embeddings_and_output_weights)
         self.vocab_size = vocab_size
         self.seq_length = seq_length
         self.loss_normalization = loss_normalization

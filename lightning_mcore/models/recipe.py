@@ -291,11 +291,14 @@ def _number(name: str, value: Any, advice: str = "one") -> float:
 
     Raises:
         TypeError: The value is not a number.
+        ValueError: It is infinite or NaN.
     """
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r} is not a number; give {advice}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={value} is not finite; give {advice}")
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 

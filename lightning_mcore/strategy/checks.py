@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
@@ -70,6 +71,15 @@ def check_schedule(
     raise_first(schedule_faults(given, gradients.changed, layout))
     if group_size is not None:
         layout.validate_microbatches(group_size, group_size)
+
+
+def check_backend(name: str | None) -> None:
+    """Refuse backends that torch does not know, in ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``."""
+    for part in (name or "gloo").split(","):
+        backend = part.rpartition(":")[2].lower()
+        if backend not in dist.Backend.backend_list or backend == dist.Backend.UNDEFINED:
+            known = [known for known in dist.Backend.backend_list if known != dist.Backend.UNDEFINED]
+            raise ValueError(f"process_group_backend={name!r} names {backend!r}; choose from {', '.join(known)}")
 
 
 def checked_micro_batch_size(micro_batch_size: int | None) -> int | None:
@@ -125,6 +135,7 @@ def check_meeting(strategy: "MCoreStrategy", module: pl.LightningModule) -> None
         asked = module.trainer._accelerator_connector._precision_flag
         raise_first(precision_faults(asked, precision.precision))
         if module.trainer.state.fn == TrainerFn.FITTING:
+            require_size("accumulate_grad_batches", module.trainer.accumulate_grad_batches)
             if strategy.micro_batch_size is None:
                 layout.validate_microbatches(module.trainer.accumulate_grad_batches, strategy.microbatch_group_size)
             check_averaging(module, strategy.gradients.distributed)

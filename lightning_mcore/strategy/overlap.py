@@ -24,7 +24,7 @@ from packaging.version import Version
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.strategy import tensor_overlap_device_faults, tensor_overlap_faults
-from lightning_mcore.config.value_checks import require_flag
+from lightning_mcore.config.value_checks import require_file, require_flag
 
 
 class TensorParallelOverlap:
@@ -37,7 +37,7 @@ class TensorParallelOverlap:
         layout: The strategy's layout.
 
     Raises:
-        TypeError: ``enabled`` is not a bool.
+        TypeError: ``enabled`` is not a bool, or ``config_path`` not a path.
         ValueError: It needs tensor and sequence parallelism, or the file is given without it.
         FileNotFoundError: There is no such file.
     """
@@ -45,8 +45,7 @@ class TensorParallelOverlap:
     def __init__(self, enabled: bool, config_path: str | None, layout: ParallelLayout) -> None:
         require_flag("tp_comm_overlap", enabled)
         raise_first(tensor_overlap_faults(enabled, config_path, layout))
-        if config_path is not None and not Path(config_path).is_file():
-            raise FileNotFoundError(f"tp_comm_overlap_cfg={config_path!r} is not a file; give the path of one in YAML")
+        require_file("tp_comm_overlap_cfg", config_path)
         self.enabled = enabled
         self._config_path = config_path
         self._layout = layout

@@ -35,6 +35,7 @@ from torch import Tensor
 from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.rules import raise_first
+from lightning_mcore.config.value_checks import require_instance
 from lightning_mcore.layers.metrics import settle_tokens_seen
 from lightning_mcore.layers.packed_sequences import keep_numbers
 from lightning_mcore.layers.spec import choice_of_attention_restored
@@ -57,6 +58,7 @@ from lightning_mcore.parallel.random_state import draw_seed
 from lightning_mcore.parallel.rank_connections import meet
 from lightning_mcore.strategy.checkpointing import Checkpoints
 from lightning_mcore.strategy.checks import (
+    check_backend,
     check_batches_to_predict,
     check_meeting,
     check_schedule,
@@ -115,6 +117,7 @@ class MCoreStrategy(DDPStrategy):
         timeout: How long a collective may wait before the run fails.
 
     Raises:
+        TypeError: An argument is an object of another class.
         ValueError: Settings contradict each other. The error comes as soon as they are known: here, when the trainer
             gets the model, or when the model is built; always before process groups or parameters that they affect.
     """
@@ -152,6 +155,15 @@ class MCoreStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
+        for name, value, kind in (
+            ("communication", communication, CommunicationOptions),
+            ("cluster_environment", cluster_environment, ClusterEnvironment),
+            ("checkpoint_io", checkpoint_io, CheckpointIO),
+            ("process_group_backend", process_group_backend, str),
+            ("timeout", timeout, timedelta),
+        ):
+            require_instance(name, value, kind)
+        check_backend(process_group_backend)
         self.layout = ParallelLayout(
             tensor_model_parallel_size=tensor_model_parallel_size,
             pipeline_model_parallel_size=pipeline_model_parallel_size,

@@ -131,10 +131,12 @@ def test_other_adapters_are_refused_by_name(change: dict[str, Any], sentence: st
         read_lora(str(tmp_path))
 
 
-@pytest.mark.parametrize("field", ["lora_dropout", "use_dora"])
-def test_what_experts_cannot_have_is_refused_before_anything_is_built(field: str) -> None:
-    module = MCoreGPT.from_pretrained(str(tiny_folder("qwen3_moe")), lora=LoRA(**{field: 0.5}))
-    with pytest.raises(ValueError, match=rf"{field}=0.5 is not supported on experts such as model.layers.0.mlp.expe"):
+@pytest.mark.parametrize(("field", "value"), [("lora_dropout", 0.5), ("use_dora", True)])
+def test_what_experts_cannot_have_is_refused_before_anything_is_built(field: str, value: Any) -> None:
+    module = MCoreGPT.from_pretrained(str(tiny_folder("qwen3_moe")), lora=LoRA(**{field: value}))
+    with pytest.raises(
+        ValueError, match=rf"{field}={value} is not supported on experts such as model.layers.0.mlp.expe"
+    ):
         module.check_settings()
 
 

@@ -344,6 +344,8 @@ def test_an_average_over_ranks_contradicts_a_sum_over_tokens() -> None:
         ({"sharp_enabled_group": "dp"}, ValueError, "sharp_enabled_group='dp' needs use_sharp=True"),
         ({"high_priority_stream_groups": ["dpcp"]}, ValueError, r"names \['dpcp'\], which Megatron does not know"),
         ({"nccl_communicator_config_path": "/nowhere.yaml"}, FileNotFoundError, "'/nowhere.yaml' is not a file"),
+        ({"nccl_communicator_config_path": b"a"}, TypeError, "config_path=b'a' is not a path; give the path of one"),
+        ({"high_priority_stream_groups": "ep"}, TypeError, "groups='ep' is not a list of names; give one"),
         ({"use_sharp": 1}, TypeError, "use_sharp=1 is not a bool"),
         ({"batch_p2p_comm": "yes"}, TypeError, "batch_p2p_comm='yes' is not a bool"),
     ],

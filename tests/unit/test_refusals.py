@@ -59,6 +59,21 @@ def is_one_sentence(text: str) -> bool:
         ({"micro_batch_size": 2.0}, TypeError, r"micro_batch_size=2\.0 is not an int"),
         ({"overlap_p2p_comm": True}, ValueError, f"overlap_p2p_comm=True needs the interleaved schedule; set {VP}"),
         ({PP: 2, VP: 2, "overlap_p2p_comm": 1}, TypeError, "overlap_p2p_comm=1 is not a bool"),
+        ({"communication": dict}, TypeError, "communication=<class 'dict'> is not a CommunicationOptions; give one"),
+        ({"checkpoint_io": "x"}, TypeError, "checkpoint_io='x' is not a CheckpointIO; give one, or leave it out"),
+        ({"cluster_environment": ()}, TypeError, r"cluster_environment=\(\) is not a ClusterEnvironment; give one"),
+        ({"timeout": 30}, TypeError, "timeout=30 is not a timedelta; give one, or leave it out"),
+        ({"process_group_backend": 5}, TypeError, "process_group_backend=5 is not a str; give one, or leave it out"),
+        (
+            {"process_group_backend": "glo"},
+            ValueError,
+            "process_group_backend='glo' names 'glo'; choose from gloo, nccl",
+        ),
+        (
+            {TP: 2, SP: True, "tp_comm_overlap": True, "tp_comm_overlap_cfg": [1]},
+            TypeError,
+            r"tp_comm_overlap_cfg=\[1\] is not a path; give the path of one in YAML",
+        ),
         ({"ddp_config": {"bucket_size": 1}}, TypeError, "ddp_config=.* is not a DistributedDataParallelConfig"),
         (
             {"precision_plugin": MixedPrecision("16-mixed", "cpu", OWN_SCALER)},
@@ -155,6 +170,9 @@ def gpt(**transformer: Any) -> Callable[[], pl.LightningModule]:
 
 
 BEFORE_GROUPS: dict[str, Case] = {
+    "accumulation": Case(
+        trainer={"accumulate_grad_batches": 0}, error=ValueError, message="accumulate_grad_batches=0 is too small"
+    ),
     "world": Case(strategy={TP: 3}, error=ValueError, message=f"world_size=2 is not a multiple of {TP}=3"),
     "layers": Case(
         strategy={PP: 2},
