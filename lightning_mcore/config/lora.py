@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from lightning_mcore.config.value_checks import require_flag
@@ -21,9 +21,11 @@ EXPERTS = ".experts."  # part of the name of each projection of a routed expert
 _NAMES = ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 EMBEDDING, OUTPUT = "embed_tokens", "lm_head"  # last parts of the names of these modules
-ROUTERS = ("gate", "shared_expert_gate")  # the same of routers and of the gates of shared experts
-_OUTSIDE_OF_ALL = (OUTPUT, EMBEDDING, *ROUTERS, "output_layer")
+ROUTERS = ("gate", "router", "shared_expert_gate")  # the same of routers and of the gates of shared experts
+_OUTSIDE_OF_ALL = (OUTPUT, EMBEDDING, *ROUTERS, "layer", "conv1d", "output_layer")
 _EXPERT = re.compile(r"(.*\.)?\w+\.experts\.\d+\.(\w+)")
+_HEADS = ["classifier", "score"]  # what PEFT adds to modules_to_save for every classifier, which has one of them
+_INSIDE_EXPERTS = re.compile(r"(?<=\.experts)\.\d+\..*")
 NOT_MERGED = (
     "adapters cannot be merged into weights with quantization='nf4'; write them alone (adapter=True), and merge them"
     " into the model that was quantized"
@@ -52,7 +54,10 @@ class LoRA:
         layers_to_transform: Numbers of the layers that get adapters, counted from 0; None for all.
         rank_pattern: Ranks other than ``r``, by ending of a name or by regular expression.
         alpha_pattern: Values other than ``lora_alpha``, likewise.
-        modules_to_save: Endings of names of modules that are trained in full, such as ``["lm_head", "embed_tokens"]``.
+        modules_to_save: Modules that are trained in full, such as ``["lm_head", "embed_tokens"]``: endings of their
+            names or of those of modules around them, wherever an ending begins. ``["norm"]`` means all norms.
+        ensure_weight_tying: Train an embedding that is also the output layer as both, where ``modules_to_save`` names
+            it. Without this, PEFT trains a copy and leaves the output layer as it was, which is not supported.
         use_rslora: Divide ``lora_alpha`` by the square root of the rank (rsLoRA).
         use_dora: Also train the length ``m`` of each row of the weights (DoRA); the output is multiplied by
             ``m / |W + scale * B A|``.
@@ -79,6 +84,7 @@ class LoRA:
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
     modules_to_save: list[str] | None = None
+    ensure_weight_tying: bool = False
     use_rslora: bool = False
     use_dora: bool = False
     init_lora_weights: bool | str = True
@@ -120,6 +126,8 @@ class LoRA:
             given = getattr(self, name)
             if given is None and name != "target_modules":
                 continue
+            if name == "target_modules" and given == "all":
+                raise ValueError(f"target_modules='all' is not a target; for all linear layers give {ALL_LINEAR!r}")
             if isinstance(given, str) and name in ("target_modules", "exclude_modules"):
                 _compiled(name, given)
             elif not isinstance(given, list | tuple) or not all(isinstance(item, str) for item in given):
@@ -166,21 +174,24 @@ class LoRA:
         Args:
             name: Its Hugging Face name, such as ``model.layers.3.self_attn.q_proj``.
         """
-        if self.saves(name):
+        if self._surrounds(name):
             return False
         if self.targets_parameter(name):
             return True
         if self._excludes(name):
             return False
+        targets = self.target_modules
+        if targets != ALL_LINEAR and not isinstance(targets, str) and name in targets:
+            return True  # whatever its layer
         if self.layers_to_transform is not None:
             layer = _LAYER.search(f".{name}")
             wanted = self.layers_to_transform
             if layer is None or int(layer[1]) not in ([wanted] if isinstance(wanted, int) else wanted):
                 return False
-        if self.target_modules == ALL_LINEAR:
+        if targets == ALL_LINEAR:
             last = name.rpartition(".")[2]
             return last not in _OUTSIDE_OF_ALL and not last.endswith("norm")
-        return _matches(self.target_modules, name)
+        return _matches(targets, name)
 
     def targets_parameter(self, name: str) -> bool:
         """Return whether ``target_parameters`` names the parameter of transformers that holds a projection."""
@@ -195,7 +206,22 @@ class LoRA:
 
     def saves(self, name: str) -> bool:
         """Return whether a module, by its Hugging Face name, is trained in full."""
-        return bool(self.modules_to_save) and _matches(list(self.modules_to_save or ()), name)
+        if not self.modules_to_save:
+            return False
+        parts = _INSIDE_EXPERTS.sub("", name).split(".")
+        around = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+        return any(module.endswith(tuple(self.modules_to_save)) for module in around)
+
+    def _surrounds(self, name: str) -> bool:
+        """Return whether ``modules_to_save`` names a projection or a module around it, which then has no adapter.
+
+        Source: ``check_target_module_exists`` (PEFT 0.21.2), whose entries are patterns of whole parts of names here.
+        """
+        module = _INSIDE_EXPERTS.sub("", name)
+        return any(
+            _compiled("modules_to_save", rf"(^|.*\.){entry}($|\..*)").match(module)
+            for entry in self.modules_to_save or ()
+        )
 
     def rank(self, name: str) -> int:
         """Return the rank of a projection's adapter."""
@@ -215,40 +241,36 @@ class LoRA:
     def _known_as(self, name: str) -> str:
         return parameter_of(name) if self.targets_parameter(name) else name
 
-    def check_targets(self, names: Iterable[str], patterns: bool = True) -> None:
+    def check_targets(self, names: Iterable[str], strict: bool = True) -> None:
         """Refuse a target, a module to save or a pattern that matches nothing in a model.
 
         Args:
             names: Hugging Face names of all projections of the model, and of its other modules with a weight.
-            patterns: Whether to check the patterns too; PEFT writes some that match nothing.
+            strict: Whether each entry must match something; in PEFT's own files some do not.
 
         Raises:
             ValueError: An entry matches nothing, and the message has the nearest names; no projection gets an adapter;
                 or a module cannot have these adapters.
         """
         known = list(names)
-        parameters = list(dict.fromkeys(map(parameter_of, known)))
         for field in ("target_modules", "target_parameters", "modules_to_save"):
             entries = getattr(self, field)
-            of_field = parameters if field == "target_parameters" else known
-            for entry in entries if isinstance(entries, list | tuple) else ():
-                if not any(_matches([entry], name) for name in of_field):
-                    parts = 2 if field == "target_parameters" else 1
-                    endings = sorted({".".join(name.split(".")[-parts:]) for name in of_field})
-                    near = difflib.get_close_matches(entry, endings, 3) or endings
-                    raise ValueError(
-                        f"{field} has {entry!r}, and the model has no such module; did you mean {', '.join(near)}?"
-                    )
+            for entry in entries if strict and isinstance(entries, list | tuple) else ():
+                self._check_entry(field, entry, known)
         adapted = [name for name in known if self.adapts(name)]
         if not adapted:
+            hint = ""
+            if isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR:
+                hint = f"; a string is a pattern that matches whole names, or {ALL_LINEAR!r}"
             raise ValueError(
                 f"target_modules={self.target_modules!r} with exclude_modules={self.exclude_modules!r} and"
                 f" layers_to_transform={self.layers_to_transform!r} leaves no projection that gets an adapter; name"
-                " some, such as ['q_proj', 'v_proj']"
+                f" some, such as ['q_proj', 'v_proj']{hint}"
             )
         self.check_adapted(adapted)
+        self._check_saved(known)
         for field in ("rank_pattern", "alpha_pattern"):
-            for key in (getattr(self, field) or {}) if patterns else ():
+            for key in (getattr(self, field) or {}) if strict else ():
                 if not any(by_pattern({key: True}, self._known_as(name), False) for name in adapted):
                     endings = sorted({name.rpartition(".")[2] for name in map(self._known_as, adapted)})
                     near = difflib.get_close_matches(key, endings, 3) or endings
@@ -256,6 +278,43 @@ class LoRA:
                         f"{field} has {key!r}, and no projection that gets an adapter matches it; did you mean"
                         f" {', '.join(near)}?"
                     )
+
+    def _check_entry(self, field: str, entry: str, known: list[str]) -> None:
+        """Refuse an entry of a field that names nothing in a model."""
+        if field == "modules_to_save":
+            saving = replace(self, modules_to_save=_HEADS if entry in _HEADS else [entry])
+            if any(map(saving.saves, known)):
+                return
+        of_field = list(dict.fromkeys(map(parameter_of, known))) if field == "target_parameters" else known
+        if any(_matches([entry], name) for name in of_field):
+            return
+        embeddings = [name for name in known if _matches([EMBEDDING], name)]
+        is_tied = field == "modules_to_save" and self.ensure_weight_tying and any(map(self.saves, embeddings))
+        if entry == OUTPUT and is_tied:
+            return
+        if entry == OUTPUT and embeddings:
+            raise ValueError(
+                f"{field} has {OUTPUT!r}, and the model has none beside its embedding; train the embedding with"
+                f" modules_to_save=[{EMBEDDING!r}], and ensure_weight_tying=True if it is the output layer too"
+            )
+        parts = 2 if field == "target_parameters" else 1
+        endings = sorted({".".join(name.split(".")[-parts:]) for name in of_field})
+        near = difflib.get_close_matches(entry, endings, 3) or endings
+        raise ValueError(f"{field} has {entry!r}, and the model has no such module; did you mean {', '.join(near)}?")
+
+    def _check_saved(self, known: Iterable[str]) -> None:
+        """Refuse modules to save that PEFT cannot save, or that also get an adapter."""
+        for name in filter(self.saves, known):
+            if EXPERTS in name:
+                raise ValueError(
+                    f"modules_to_save={self.modules_to_save!r} means the routed experts too, such as {name}, which"
+                    " cannot be trained whole beside adapters; name other modules"
+                )
+            if self.adapts(name):
+                raise ValueError(
+                    f"modules_to_save={self.modules_to_save!r} means {name}, which gets an adapter; write its last part"
+                    " out in modules_to_save, or leave it out of target_modules"
+                )
 
     def check_layers(self, config: Any, names: Iterable[str]) -> None:
         """Refuse settings of a model that do not work with adapters.
@@ -301,6 +360,24 @@ class LoRA:
                         f" leave {kind} without adapters (exclude_modules)"
                     )
 
+    def check_parameters(self, name: str) -> None:
+        """Refuse dropout and DoRA on a projection that PEFT takes for a parameter, as the experts beside it.
+
+        Args:
+            name: Hugging Face name of a projection that gets an adapter, in a model with such experts.
+
+        Raises:
+            ValueError: The settings ask for one of these.
+        """
+        last = name.rpartition(".")[2]
+        for field in ("lora_dropout", "use_dora"):
+            if getattr(self, field) and any(last in names for names in TRIPLES):
+                raise ValueError(
+                    f"{field}={getattr(self, field)!r} is not supported on {name}, because PEFT has adapters without it"
+                    f" for every {last} of a model with experts; leave it out, or leave {name} without adapters"
+                    " (exclude_modules)"
+                )
+
     def check_vocabulary(self, names: Iterable[str], model: Mapping[str, Any], padded: int = 0, ranks: int = 1) -> None:
         """Refuse adapters on an embedding or output layer that cannot have one.
 
@@ -313,13 +390,21 @@ class LoRA:
         Raises:
             ValueError: The settings ask for such an adapter.
         """
-        for name in (name for name in names if self.adapts(name)):
+        known = list(names)
+        is_tied = model.get("share_embeddings_and_output_weights")
+        if is_tied and not self.ensure_weight_tying and any(_matches([EMBEDDING], n) and self.saves(n) for n in known):
+            raise ValueError(
+                f"modules_to_save={self.modules_to_save!r} means the embedding, which is the output layer too; PEFT"
+                " trains a copy of it and leaves the output layer as it was; to train both as one, here and in PEFT,"
+                " give ensure_weight_tying=True, or leave it out"
+            )
+        for name in filter(self.adapts, known):
             last = name.rpartition(".")[2]
             for field in ("share_embeddings_and_output_weights", "mtp_num_layers"):
                 if last == EMBEDDING and model.get(field):
                     raise ValueError(
                         f"target_modules has {name}, which the model uses twice ({field}={model[field]!r}); train it"
-                        " whole with modules_to_save, or leave it out"
+                        " whole with modules_to_save and ensure_weight_tying=True, or leave it out"
                     )
             if last in (EMBEDDING, OUTPUT) and padded - padded // ranks >= model["vocab_size"]:
                 raise ValueError(
@@ -365,7 +450,12 @@ def parameter_of(name: str) -> str:
     for gate, up, down in TRIPLES if expert else ():
         if expert is not None and expert[2] in (gate, up, down):
             return f"{expert[1] or ''}mlp.experts.{'down_proj' if expert[2] == down else 'gate_up_proj'}"
-    return f"{name}.weight".replace(".block_sparse_moe.", ".mlp.")
+    return in_transformers(f"{name}.weight")
+
+
+def in_transformers(name: str) -> str:
+    """Return the name that a tensor of a file has in the memory of transformers 5."""
+    return name if ".router." in name else name.replace(".block_sparse_moe.", ".mlp.")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ layout. ``layers/lora.py`` has the adapters themselves, ``peft_folder.py`` reads
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_mcore.checkpoint.model_state import TRAINED_ONLY, sharded_chunk
 from lightning_mcore.checkpoint.optimizer_state import pieces_of
-from lightning_mcore.config.lora import ALL_LINEAR, EMBEDDING, EXPERTS, AdaptedModel, LoRA, Pair, Trained
+from lightning_mcore.config.lora import ALL_LINEAR, EMBEDDING, EXPERTS, ROUTERS, AdaptedModel, LoRA, Pair, Trained
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.pretrained import ModelPiece, pieces_of_module
 from lightning_mcore.hf.source import HFSource, is_own_checkpoint
@@ -33,6 +34,17 @@ from lightning_mcore.parallel.chunks import ModelChunks
 from lightning_mcore.parallel.consensus import gather
 
 _DIGESTED = 1 << 17  # values that are digested at once, few enough for the cache of a processor
+_EACH_EXPERT = re.compile(r"\.experts\.\d")
+_TRANSLATED = """
+    deepseek_v3 dots1 ernie4_5_moe glm4_moe minimax_m2 mixtral olmoe qwen3_moe qwen3_next
+"""
+_ADAPTED_OUTSIDE = (
+    "router",
+    "shared_experts",
+    "word_embeddings",
+    "output_layer",
+)  # beside linear_*: Megatron's modules
+_OF_EXPERTS, _OF_DENSE_LAYERS = ("mlp.experts.", "mlp.router.", "mlp.shared_experts."), ("mlp.linear_fc",)
 _ADAPTED = (".weight", ".gate_weight")  # how the names of weights that may have adapters end
 
 
@@ -84,6 +96,8 @@ def add_adapters(chunks: ModelChunks, family: Family, fields: Mapping[str, Any],
 
 
 def _put_on(chunks: ModelChunks, family: Family, fields: Mapping[str, Any], lora: LoRA) -> None:
+    check_held(family, fields, lora)
+    family = family.in_adapters()
     for index, chunk in enumerate(chunks.bare):
         found = [each for each in weights_of_chunk(chunks, index, family, fields) if not each.name.startswith(TOWER)]
         chunk.requires_grad_(False)
@@ -167,20 +181,91 @@ def _odd(places: Tensor) -> Tensor:
     return places & 0x7FFFFFFF | 1
 
 
-def _train(weight: ChunkWeight, lora: LoRA) -> None:
-    of_all_experts = any(len(block.hf_start) > len(weight.whole) for block, _ in weight.parts)
-    saved = [name for name in weight.modules if lora.saves(name)]
-    if saved and of_all_experts:
-        raise ValueError(
-            f"modules_to_save has {saved[0]}, and one tensor for all experts cannot be saved; leave it out"
-        )
-    if saved:
-        others = [name for name in weight.modules if name not in saved]
-        if others:
+def check_held(family: Family, fields: Mapping[str, Any], lora: LoRA) -> None:
+    """Refuse adapters that a model or PEFT has no place for, and modules that cannot be trained whole; builds nothing.
+
+    Args:
+        family: The rules of the model's Hugging Face names.
+        fields: Settings of the model.
+        lora: The settings of the adapters.
+
+    Raises:
+        ValueError: The settings ask for one of these.
+    """
+    weights = tensor_names(family.in_adapters(), fields)
+    _check_experts(weights, lora)
+    is_biased = any(weight.endswith(("router.expert_bias", "router.choice_bias")) for weight in weights)
+    for weight, tensors in weights.items():
+        modules = list(dict.fromkeys(name.rpartition(".")[0] for name in tensors))
+        saved = [name for name in modules if lora.saves(name)]
+        others = [name for name in modules if name not in saved]
+        if saved and weight.endswith(".router.weight") and (is_biased or modules[0].rpartition(".")[2] not in ROUTERS):
+            raise ValueError(
+                f"modules_to_save has {saved[0]}, a router that PEFT keeps in another module, with its bias; leave it"
+                " out"
+            )
+        if saved and others:
             raise ValueError(
                 f"modules_to_save has {saved[0]}, which Megatron keeps in one weight with {', '.join(others)}; name"
                 " all of them, or none"
             )
+        adapted = [name for name in modules if lora.adapts(name)] if weight.endswith(_ADAPTED) else []
+        if adapted and is_translated(family):
+            lora.check_parameters(adapted[0])
+        if adapted:
+            _check_place(weight, adapted[0], lora)
+
+
+def _check_experts(weights: Mapping[str, Sequence[str]], lora: LoRA) -> None:
+    """Refuse to train experts that are one tensor, by the names of the tensors in each of Megatron's weights."""
+    names = [name for weight, tensors in weights.items() if _of_all_experts(weight, tensors) for name in tensors]
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names if not name.endswith("_bias")))
+    saved, adapted = ([name for name in modules if chosen(name)] for chosen in (lora.saves, lora.adapts))
+    if saved:
+        raise ValueError(
+            f"modules_to_save has {saved[0]}, and one tensor for all experts cannot be saved; leave it out"
+        )
+    if adapted:
+        last = list(dict.fromkeys(name.rpartition(".")[2] for name in adapted))
+        raise ValueError(
+            f"target_modules={lora.target_modules!r} means {adapted[0]}, and one tensor for all experts cannot have"
+            f" adapters in this family; leave the experts out (exclude_modules={last})"
+        )
+
+
+def is_translated(family: Family) -> bool:
+    """Return whether PEFT reads ``gate_proj`` and the like in ``target_modules`` as the routed experts of a family.
+
+    It then takes all other projections of these names for parameters, which can have neither dropout nor DoRA.
+
+    Source: ``_convert_peft_config_moe`` (PEFT 0.21.2).
+    """
+    return (family.config_class or family.model_type) in _TRANSLATED.split()
+
+
+def _check_place(weight: str, module: str, lora: LoRA) -> None:
+    """Refuse an adapter of a module of Hugging Face that is in one of Megatron's weights, by its name."""
+    last = module.rpartition(".")[2]
+    if lora.target_modules == ALL_LINEAR and not lora.targets_parameter(module):
+        return  # means no other weights than linear layers
+    kind = weight.rpartition(".")[0].rpartition(".")[2]
+    if kind == "router" and last not in ROUTERS:
+        raise ValueError(f"target_modules has {module}, a router for which PEFT has no adapters; leave it out")
+    if not kind.startswith("linear_") and kind not in _ADAPTED_OUTSIDE:
+        raise ValueError(
+            f"target_modules has {module}, which is not a linear layer, and cannot have adapters; train it whole with"
+            " modules_to_save, or leave it out"
+        )
+
+
+def _of_all_experts(weight: str, tensors: Sequence[str]) -> bool:
+    """Return whether one of Megatron's weights is that of all experts of a layer, and Hugging Face's too."""
+    return ".experts.experts." in weight and not all(map(_EACH_EXPERT.search, tensors))
+
+
+def _train(weight: ChunkWeight, lora: LoRA) -> None:
+    """Put the adapters of a weight on its layer, or let it be trained whole."""
+    if any(map(lora.saves, weight.modules)):
         weight.parameter.requires_grad_(True)
         return
     if weight.name.startswith("mtp.") or not weight.name.endswith(_ADAPTED):
@@ -188,12 +273,13 @@ def _train(weight: ChunkWeight, lora: LoRA) -> None:
     adapted = [name for name in weight.modules if lora.adapts(name)]
     if not adapted:
         return
-    if of_all_experts or not isinstance(weight.module, ADAPTABLE):
+    if not isinstance(weight.module, ADAPTABLE):
         if lora.target_modules == ALL_LINEAR:
             return
-        what = "one tensor for all experts" if of_all_experts else f"a {type(weight.module).__name__}"
-        instead = "" if of_all_experts else "train it whole with modules_to_save, or "
-        raise ValueError(f"target_modules has {adapted[0]}, and {what} cannot have adapters; {instead}leave it out")
+        raise ValueError(
+            f"target_modules has {adapted[0]}, and a {type(weight.module).__name__} cannot have adapters; train it"
+            " whole with modules_to_save, or leave it out"
+        )
     lora.check_adapted(adapted)
     projections = [_projection(weight, name) for name in adapted]
     split = _split(weight)
@@ -310,7 +396,7 @@ def adapted_model(tensors: Mapping[str, Shape], family: Family, fields: Mapping[
         ValueError: The family has no rule for a weight.
     """
     found: dict[str, Trained] = {}
-    for name, blocks in WeightMap(family, fields, tensors).blocks.items():
+    for name, blocks in WeightMap(family.in_adapters(), fields, tensors).blocks.items():
         if name.startswith(TOWER):
             continue
         shape = tensors[name]
@@ -369,8 +455,13 @@ def projection_names(family: Family, fields: Mapping[str, Any]) -> list[str]:
         family: The rules of its names.
         fields: Settings of the model.
     """
-    names = (name for of_weight in tensor_names(family, fields).values() for name in of_weight)
-    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    found: dict[str, None] = {}
+    for weight, names in tensor_names(family.in_adapters(), fields).items():
+        for name in names:
+            module, _, last = name.rpartition(".")
+            if last in ("weight", "bias") or (_of_all_experts(weight, names) and weight.endswith(".weight")):
+                found[module] = None  # others, such as the sinks of attention, are in no module of their own
+    return list(found)
 
 
 def tensor_names(family: Family, fields: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -381,6 +472,8 @@ def tensor_names(family: Family, fields: Mapping[str, Any]) -> dict[str, list[st
         fields: Settings of the model, which need not be built.
     """
     size, experts = 12, int(fields.get("num_moe_experts") or 0)  # names do not depend on the size
+    every = fields.get("moe_layer_freq", 1) if experts else 0
+    has_experts = [bool(every)] * int(fields["num_layers"]) if isinstance(every, int) else list(map(bool, every))
     found = {}
     for rule in family.outside:
         if rule.megatron == "output_layer.weight" and fields.get("share_embeddings_and_output_weights"):
@@ -391,7 +484,7 @@ def tensor_names(family: Family, fields: Mapping[str, Any]) -> dict[str, list[st
         prefix = family.layer_prefix.replace("{layer}", str(layer))
         for rule in family.layer:
             is_stack = isinstance(rule, Experts)
-            if is_stack and not experts:
+            if rule.megatron.startswith(_OF_DENSE_LAYERS if has_experts[layer] else _OF_EXPERTS):
                 continue
             blocks = rule.blocks((experts, size, size) if is_stack else (size, size), fields)
             found[f"decoder.layers.{layer}.{rule.megatron}"] = [prefix + block.hf for block in blocks]

@@ -151,6 +151,16 @@ def write_files(description: Description, dtype: torch.dtype, folder: str) -> No
         write_json(os.path.join(folder, GENERATION_FILE), description.generation_config)
 
 
+def copy_tokenizer(path: str | None, folder: str) -> None:
+    """Copy the tokenizer of a Hugging Face model into a folder, if the model is still there.
+
+    Args:
+        path: Folder of the model, or its name on the hub; None for none.
+        folder: The folder.
+    """
+    _copy(_folder_of(path), _TOKENIZER_FILES, folder)
+
+
 def write_json(path: str, content: Mapping[str, Any]) -> None:
     """Write a JSON file as transformers does, and flush it to the disk."""
     with open(path, "w", encoding="utf-8") as file:

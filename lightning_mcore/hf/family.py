@@ -29,7 +29,7 @@ from lightning_mcore.config.architecture import ARCHITECTURE_DEFAULTS
 from lightning_mcore.config.field_homes import DEFAULTS, OF_THE_MODULE
 from lightning_mcore.config.positions import YARN_DEFAULTS
 from lightning_mcore.hf.config_rules import ConfigRule, Same, shortened
-from lightning_mcore.hf.weight_rules import Rename, WeightRule
+from lightning_mcore.hf.weight_rules import Experts, Rename, Rows, Stack, Vocabulary, WeightRule
 
 _IRRELEVANT = """
     _attn_implementation_autoset _name_or_path architectures auto_map bos_token_id chunk_size_feed_forward dtype
@@ -116,6 +116,33 @@ class Family:
             architecture=self.architecture.replace("ForCausalLM", "Model"),
             outside=tuple(rule for rule in self.outside if rule.megatron != "output_layer.weight"),
             unread=(*self.unread, "lm_head.weight"),
+        )
+
+    def in_adapters(self) -> "Family":
+        """Return the rules with the names that adapters have: those of a model in the memory of transformers.
+
+        Where a family has one tensor for all experts of a layer, the projections of each expert are named as in other
+        families.
+        """
+        fc1, fc2 = (f"mlp.experts.experts.linear_{name}.weight" for name in ("fc1", "fc2"))
+        prefix = "mlp.experts.{expert}."
+        each: dict[str, WeightRule] = {
+            fc1: Experts(Rows(fc1, (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"))),
+            fc2: Experts(Rename(fc2, f"{prefix}down_proj.weight")),
+        }
+        stacks = {rule.megatron for rule in self.layer if type(rule) is Stack}
+        layer = tuple(each.get(rule.megatron, rule) if stacks == each.keys() else rule for rule in self.layer)
+        if self.in_memory is None:
+            return dataclasses.replace(self, layer=layer)
+        old, new = self.in_memory
+        outside: list[WeightRule] = []
+        for rule in self.outside:
+            if isinstance(rule, Rename | Vocabulary) and rule.hf.startswith(old):
+                outside.append(dataclasses.replace(rule, hf=new + rule.hf.removeprefix(old)))
+            else:
+                outside.append(rule)
+        return dataclasses.replace(
+            self, layer=layer, outside=tuple(outside), layer_prefix=new + self.layer_prefix.removeprefix(old)
         )
 
     def read_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,10 +318,19 @@ def family_and_fields(model: Mapping[str, Any], family: str | None = None) -> tu
     transformer = model["transformer"]
     nearest = "qwen3_moe" if transformer.get("num_moe_experts") else "qwen3"
     nearest = "deepseek_v3" if transformer.get("multi_latent_attention") else nearest
-    named = family or (model.get("hf") or {}).get("family") or nearest
+    origin = model.get("hf") or {}
+    named = family or _with_tower(origin) or origin.get("family") or nearest
     named_alike = ("vocab_size", "share_embeddings_and_output_weights", "architecture")
     own = {name: model[name] for name in named_alike if name in model}
     return find_family(named), complete_fields({**transformer, **own})
+
+
+def _with_tower(origin: Mapping[str, Any]) -> str | None:
+    """Return the name of the family of a folder with a vision tower whose language model was read; None for others."""
+    name = str((origin.get("config") or {}).get("model_type"))
+    known = _own().get(name)
+    is_read_as_text = known is not None and known.model_type != name and known.model_type == origin.get("family")
+    return name if is_read_as_text else None
 
 
 MODULE_DEFAULTS: dict[str, Any] = {

@@ -24,11 +24,11 @@ from torch import Tensor
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.checkpoint.manifest import saving, some_of
 from lightning_mcore.checkpoint.weights import load_weights
-from lightning_mcore.config.lora import ALL_LINEAR, LoRA
-from lightning_mcore.hf.adapters import fingerprint, merge_adapters, projection_names
+from lightning_mcore.config.lora import EMBEDDING, OUTPUT, LoRA
+from lightning_mcore.hf.adapters import check_held, fingerprint, is_translated, merge_adapters, projection_names
 from lightning_mcore.hf.export import new_folder, require_free
-from lightning_mcore.hf.export_config import write_json
-from lightning_mcore.hf.family import SCORE, complete_fields
+from lightning_mcore.hf.export_config import copy_tokenizer, write_json
+from lightning_mcore.hf.family import SCORE, Family, complete_fields
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, read_json
 from lightning_mcore.hf.peft_tensors import (
     PREFIX,
@@ -39,10 +39,12 @@ from lightning_mcore.hf.peft_tensors import (
     copied_pieces,
     described_targets,
     expected_shapes,
+    is_stacked,
     require_stackable,
 )
 from lightning_mcore.hf.safetensors import write_safetensors
 from lightning_mcore.hf.source import HFSource, is_own_checkpoint, local_folder
+from lightning_mcore.layers.lora import Adapter
 from lightning_mcore.parallel.chunks import built_chunks
 from lightning_mcore.parallel.consensus import collect, control_group, decide, gather, on_all
 
@@ -54,7 +56,7 @@ _SETTINGS = frozenset(field.name for field in fields(LoRA)) - {"merged_adapters"
 _BESIDE_A_FOLDER = {"quantization", "double_quantization", "lora_dropout"}  # what its config does not decide
 _WITHOUT_EFFECT = """
     auto_mapping inference_mode peft_version revision task_type runtime_config eva_config corda_config loftq_config
-    lora_ga_config megatron_config megatron_core layers_pattern qalora_group_size ensure_weight_tying
+    lora_ga_config megatron_config megatron_core layers_pattern qalora_group_size
 """
 _VARIANTS = {
     "alora_invocation_tokens": "aLoRA",
@@ -73,6 +75,12 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 _LAYERS: tuple[Any, ...] = (None, [], "layers", ["layers"])
 _INDIFFERENT = frozenset(_WITHOUT_EFFECT.split())
 _TOWER = r".*\bvisual\b.*"  # pattern of the names of modules of a vision tower
+_BEGINNINGS = ("model.language_model.", "model.")  # of the names of a language model with a tower, and of one without
+_BEGINNING = re.compile(rf"{re.escape(PREFIX)}model\.(?:language_model\.)?(?=layers\.|embed_tokens\.|norm\.)")
+_TIED = f"{PREFIX}{OUTPUT}.weight"  # beside an embedding that is the output layer too
+_EACH_EXPERT = re.compile(r"\.experts\.\d")
+_EXPERTS = r".*\.experts\..*"
+_OF_EXPERTS = {"gate_up_proj": "gate_proj|up_proj|w1|w3", "down_proj": "down_proj|w2"}  # parameters of all experts
 _ONLY: Mapping[str, Any] = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False}
 
 
@@ -94,15 +102,35 @@ def read_lora(path: str) -> LoRA:
         given["target_modules"] = []
     if given.get("init_lora_weights") != "gaussian":
         given.pop("init_lora_weights", None)  # its weights are read
-    each = any(re.search(r"\.experts\.\d", key) for key in _keys(folder))
-    if not each:  # endings such as gate_proj mean dense layers alone there
-        excluded = given.get("exclude_modules", [])
-        is_pattern = isinstance(excluded, str)
-        given["exclude_modules"] = rf"(?:{excluded})|.*\.experts\..*" if is_pattern else [*excluded, "experts"]
+    excluded = given.get("exclude_modules", [])
+    if not isinstance(excluded, str):  # PEFT means these modules, and no other within them
+        excluded = "|".join(rf"(?:.*\.)?{re.escape(name)}" for name in excluded)
+    if _layout(_keys(folder)) == "each":
+        given |= _with_experts(given)
+    else:  # endings such as gate_proj mean dense layers alone there
+        excluded = rf"(?:{excluded})|{_EXPERTS}" if excluded else _EXPERTS
+    given["exclude_modules"] = excluded or None
     try:
         return LoRA.of(given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder}/{ADAPTER_CONFIG_FILE}: {error}") from error
+
+
+def _with_experts(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the targets of a file with a pair for each expert, with parameters of all experts as these."""
+    parameters, modules = given.get("target_parameters", []), given.get("target_modules", [])
+    stacks = [name for name in parameters if name.rpartition(".")[2] in _OF_EXPERTS]
+    patterns = [modules] if isinstance(modules, str) else [rf"(?:.*\.)?{re.escape(name)}" for name in modules]
+    for name in stacks:
+        around, _, last = name.rpartition(".")
+        module = re.escape(around).replace("mlp", "(?:mlp|block_sparse_moe)")
+        patterns.append(rf"(?:.*\.)?{module}\.\d+\.(?:{_OF_EXPERTS[last]})")
+    if not stacks:
+        return {}
+    return {
+        "target_modules": "|".join(patterns),
+        "target_parameters": [x for x in parameters if x not in stacks] or None,
+    }
 
 
 def given_lora(given: LoRA | Mapping[str, Any] | str) -> tuple[LoRA, str | None]:
@@ -170,12 +198,17 @@ def _refuse_variants(path: str, config: Mapping[str, Any]) -> None:
             )
 
 
-class _AdapterFile:
-    """An open safetensors file of adapters, whose names are those of the model's files."""
+def _layout(keys: Iterable[str]) -> ExpertLayout:
+    """Return the layout of experts of a file, by the names of its tensors."""
+    return "each" if any(_EACH_EXPERT.search(key) for key in keys) else "stacked"
 
-    def __init__(self, file: Any, in_memory: tuple[str, str] | None) -> None:
+
+class _AdapterFile:
+    """An open safetensors file of adapters, whose names begin as those of a family do."""
+
+    def __init__(self, file: Any, family: Family | None) -> None:
         self._file = file
-        self._names = {_renamed(key, in_memory and in_memory[::-1]): key for key in file.keys()}  # noqa: SIM118
+        self._names = {_renamed(key, family): key for key in file.keys()}  # noqa: SIM118
 
     def keys(self) -> Iterable[str]:
         """Return the names of the tensors."""
@@ -191,20 +224,23 @@ class _AdapterFile:
         return tensor
 
 
-def _renamed(key: str, beginnings: tuple[str, str] | None) -> str:
-    """Return the name of an adapter's tensor with the second beginning of the model's name instead of the first."""
-    if beginnings is None:
-        return key
-    old, new = (PREFIX + beginning for beginning in beginnings)
-    return new + key.removeprefix(old) if key.startswith(old) else key
+def _renamed(key: str, family: Family | None) -> str:
+    """Return the name of an adapter's tensor as that of a layer of a family, with a tower or without.
+
+    A language model is ``model.`` in the class for text, ``model.language_model.`` in that for text and images, and
+    older versions of transformers write ``model.`` for both.
+    """
+    wanted = None if family is None else family.in_adapters().layer_prefix.partition("layers.")[0]
+    found = _BEGINNING.match(key)
+    return key if wanted not in _BEGINNINGS or found is None else f"{PREFIX}{wanted}{key[found.end() :]}"
 
 
 @contextlib.contextmanager
-def _opened(path: str, in_memory: tuple[str, str] | None = None) -> Iterator[Any]:
+def _opened(path: str, family: Family | None = None) -> Iterator[Any]:
     """Yield an open safetensors file; damage is a ValueError."""
     try:
         with safe_open(path, framework="pt") as file:
-            yield _AdapterFile(file, in_memory)
+            yield _AdapterFile(file, family)
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error}); copy it again") from error
 
@@ -242,12 +278,12 @@ def load_adapter(module: pl.LightningModule, path: str, lora: LoRA) -> None:
         load_weights(module, path)
         return
     folder = on_all(lambda: _folder_with_weights(path))
-    pieces = list(adapter_pieces(module, lora))
+    pieces = list(adapter_pieces(module, lora, on_all(lambda: _layout(_keys(folder)))))
     shapes = _shapes(pieces)
     names: Any = module
-    in_memory = names.hf_names()[0].in_memory
-    on_all(lambda: _fill(folder, in_memory, lora, pieces, shapes))
-    on_all(lambda: _compare_copies(folder, in_memory, list(copied_pieces(module))))
+    family = names.hf_names()[0]
+    on_all(lambda: _fill(folder, family, lora, pieces, shapes))
+    on_all(lambda: _compare_copies(folder, family, list(copied_pieces(module))))
 
 
 def merge_folders(module: pl.LightningModule, paths: Sequence[str]) -> list[str]:
@@ -275,6 +311,7 @@ def merge_folders(module: pl.LightningModule, paths: Sequence[str]) -> list[str]
         lora = on_all(partial(read_lora, path))
         family, fields = names.hf_names()
         lora.check_vocabulary(projection_names(family, fields), fields)
+        check_held(family, fields, lora)
         merge_adapters(built_chunks(module), family, fields, lora, partial(fill, path, lora))
     return marks
 
@@ -295,15 +332,21 @@ def check_folders(base: str, paths: Sequence[str], family: str | None = None) ->
         return
     source = HFSource.open(base, family)
     settings = complete_fields(source.fields)
-    names, shapes = projection_names(source.family, settings), source.open_tensors().shapes
+    names = projection_names(source.family, settings)
+    old, new = source.family.in_memory or ("", "")
+    shapes = {
+        new + name.removeprefix(old) if name.startswith(old) else name: shape
+        for name, shape in source.open_tensors().shapes.items()
+    }
     for path in (path for path in paths if not is_own_checkpoint(path)):
         lora = read_lora(path)
-        lora.check_targets(names, patterns=False)
+        lora.check_targets(names, strict=False)
         lora.check_vocabulary(names, settings)
-        wanted = expected_shapes(lora, names, shapes, int(settings.get("num_moe_experts") or 0))
+        check_held(source.family, settings, lora)
         file = os.path.join(_folder_with_weights(path), WEIGHTS_FILE)
-        with _opened(file, source.family.in_memory) as weights:
-            found = _shapes_in(weights, lora)
+        with _opened(file, source.family) as weights:
+            found, layout = _shapes_in(weights, lora), _layout(weights.keys())
+        wanted = expected_shapes(lora, names, shapes, settings, layout)
         if lora.modules_to_save:  # a tied weight is not in the model's files
             found = {key: shape for key, shape in found.items() if ".lora_" in key or key in wanted}
             wanted = {key: shape for key, shape in wanted.items() if ".lora_" in key or key in found}
@@ -322,15 +365,24 @@ def _folder_with_weights(path: str) -> str:
 
 
 def _shapes_in(file: Any, lora: LoRA) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of an adapter's tensors, without copies of the frozen weights beside them."""
+    """Return the shapes of an adapter's tensors, without copies of the frozen weights and of tied ones beside them."""
     copies = {key for key in file.keys() if (name := copied_name(key)) is not None and lora.adapts(name)}  # noqa: SIM118
+    embedding = _tied(file, lora)
+    if embedding is not None:
+        copies.add(_TIED)
     return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys() if key not in copies}  # noqa: SIM118
 
 
-def _compare_copies(folder: str, in_memory: tuple[str, str] | None, copies: list[Piece]) -> None:
+def _tied(file: Any, lora: LoRA) -> str | None:
+    """Return the name of the embedding that a file has twice, because it is the output layer too; None for none."""
+    keys = file.keys() if lora.ensure_weight_tying else ()
+    return next((key for key in keys if _TIED in keys and key.endswith(f".{EMBEDDING}.weight")), None)
+
+
+def _compare_copies(folder: str, family: Family, copies: list[Piece]) -> None:
     """Refuse an adapter whose copy of a frozen weight differs from the base."""
     path = os.path.join(folder, WEIGHTS_FILE)
-    with _opened(path, in_memory) as file, torch.no_grad():
+    with _opened(path, family) as file, torch.no_grad():
         for piece in (piece for piece in copies if piece.key in file.keys()):  # noqa: SIM118
             stored = file.get_slice(piece.key)
             is_same = tuple(stored.get_shape()) == piece.shape
@@ -342,14 +394,20 @@ def _compare_copies(folder: str, in_memory: tuple[str, str] | None, copies: list
 
 def _fill(
     folder: str,
-    in_memory: tuple[str, str] | None,
+    family: Family,
     lora: LoRA,
     pieces: list[Piece],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
     path = os.path.join(folder, WEIGHTS_FILE)
-    with _opened(path, in_memory) as file, torch.no_grad():
+    with _opened(path, family) as file, torch.no_grad():
         _check(path, shapes, _shapes_in(file, lora))
+        embedding = _tied(file, lora)
+        if embedding is not None and not torch.equal(file.get_tensor(_TIED), file.get_tensor(embedding)):
+            raise ValueError(
+                f"{path} has ensure_weight_tying=True, and an output layer that differs from the embedding; give an"
+                " adapter whose weights are those that PEFT wrote"
+            )
         whole = lru_cache(maxsize=1)(file.get_tensor)  # each expert takes its part of the same tensor
         for piece in sorted(pieces, key=lambda piece: piece.key):
             part = whole(piece.key).view(piece.view) if piece.view else file.get_slice(piece.key)
@@ -398,8 +456,14 @@ def check_adapter_export(module: pl.LightningModule, experts: ExpertLayout = "st
     lora = require_adapters(module)
     if experts not in get_args(ExpertLayout):
         raise ValueError(f"experts={experts!r} is not a layout of experts; choose 'stacked' or 'each'")
+    family, fields = names.hf_names()
+    projections = projection_names(family, fields)
     if experts == "stacked":
-        require_stackable(lora, projection_names(*names.hf_names()))
+        require_stackable(lora, projections)
+    elif _has_tower(family) and any(is_stacked(name) and lora.adapts(name) for name in projections):
+        raise ValueError(
+            "experts='each' is not supported for models with a tower, which PEFT reads stacked; leave it out"
+        )
     return lora
 
 
@@ -428,13 +492,24 @@ def save_adapter(
     for batch in _batches(_owned(pieces)):
         _collect(batch, tensors, shapes)
     family, fields = names.hf_names()
+    projections = projection_names(family, fields)
+    own = [child.projection.name for child in module.modules() if isinstance(child, Adapter)]
+    adapted = dict.fromkeys(name for of_rank in gather(own) for name in of_rank)
     config = _config(lora, tensors)
-    if fields.get("num_moe_experts"):
-        config |= described_targets(lora, projection_names(family, fields), experts)
-    if family.tower is not None:
-        config["exclude_modules"] = _without_tower(config["exclude_modules"])
-    tensors = {_renamed(name, family.in_memory): tensor for name, tensor in tensors.items()}
-    collect(lambda: None, lambda _: _write(out, tensors, config))
+    config |= described_targets(lora, list(adapted), projections, experts, is_translated(family))
+    if _has_tower(family):
+        config["exclude_modules"] = _TOWER
+        config["modules_to_save"] = [name for name in projections if lora.saves(name)] or None
+    embedding = next((key for key in tensors if key.endswith(f".{EMBEDDING}.weight")), None)
+    if embedding is not None and fields.get("share_embeddings_and_output_weights"):
+        tensors[_TIED] = tensors[embedding]  # as PEFT has it
+    base = (names.hparams.get("hf") or {}).get("path")
+    collect(lambda: None, lambda _: _write(out, tensors, config, base))
+
+
+def _has_tower(family: Family) -> bool:
+    """Return whether a family's names are those of a language model beside a vision tower."""
+    return family.in_adapters().layer_prefix.startswith(_BEGINNINGS[0])
 
 
 def _shapes(pieces: list[Piece]) -> dict[str, tuple[int, ...]]:
@@ -481,42 +556,22 @@ def _collect(batch: list[Piece], tensors: dict[str, Tensor], shapes: Mapping[str
         whole.view(piece.view or whole.shape)[piece.place] = piece.data
 
 
-def _write(out: str, tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
+def _write(out: str, tensors: dict[str, Tensor], config: Mapping[str, Any], base: str | None) -> None:
     described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     with new_folder(out) as folder, saving(out):
         write_safetensors(os.path.join(folder, WEIGHTS_FILE), described, tensors.__getitem__)
         write_json(os.path.join(folder, ADAPTER_CONFIG_FILE), config)
+        copy_tokenizer(base, folder)
 
 
 def _config(lora: LoRA, names: Iterable[str]) -> dict[str, Any]:
-    """Return ``adapter_config.json`` of a model without experts."""
-    names = list(names)
+    """Return ``adapter_config.json`` without the names of the modules that have adapters."""
     scores = any(name.endswith(f".{SCORE}") for name in names)  # a reward model
-    targets: Any = lora.target_modules
-    if targets == ALL_LINEAR:  # PEFT counts neither experts nor those of other libraries among them
-        targets = sorted({key.rpartition(".lora_")[0].rpartition(".")[2] for key in names if ".lora_A." in key})
     return {
         **{name: value for name, value in lora.plain().items() if name in _SETTINGS},
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if scores else "CAUSAL_LM",
-        "target_modules": targets,
-        "exclude_modules": _without_experts(lora.exclude_modules),
-        "rank_pattern": lora.rank_pattern or {},
-        "alpha_pattern": lora.alpha_pattern or {},
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-
-
-def _without_tower(excluded: Any) -> Any:
-    """Add the vision tower to what PEFT excludes: modules of it may have names of the language model's."""
-    if isinstance(excluded, str):
-        return excluded if _TOWER in excluded else f"(?:{excluded})|{_TOWER}"
-    parts = [rf"(?:.*\.)?{re.escape(name)}(?:\..*)?" for name in excluded or ()]
-    return "|".join([*parts, _TOWER])
-
-
-def _without_experts(excluded: Any) -> Any:
-    """Leave out what :func:`read_lora` adds: in PEFT, endings mean no routed experts anyway."""
-    return [entry for entry in excluded if entry != "experts"] or None if isinstance(excluded, list) else excluded

@@ -22,7 +22,16 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from torch import Tensor
 
-from lightning_mcore.config.lora import EMBEDDING, OUTPUT, ROUTERS, TRIPLES, LoRA, by_pattern, parameter_of
+from lightning_mcore.config.lora import (
+    EMBEDDING,
+    OUTPUT,
+    ROUTERS,
+    TRIPLES,
+    LoRA,
+    by_pattern,
+    in_transformers,
+    parameter_of,
+)
 from lightning_mcore.hf.adapters import projection_names, weights_trained_whole
 from lightning_mcore.layers.lora import ADAPTERS, Adapter, Adapters, adapted_weight
 from lightning_mcore.parallel.chunks import built_chunks
@@ -145,7 +154,7 @@ def is_stacked(name: str) -> bool:
 
 def is_router(name: str) -> bool:
     """Return whether a projection is a router, which transformers 5 keeps as a bare parameter."""
-    return name.endswith(f".{ROUTERS[0]}")
+    return name.rpartition(".")[2] in ROUTERS[:2]
 
 
 def is_embedding(name: str) -> bool:
@@ -163,11 +172,12 @@ def adapter_pieces(module: pl.LightningModule, lora: LoRA, layout: ExpertLayout 
     """
     names: Any = module
     family, fields = names.hf_names()
+    family = family.in_adapters()
     experts = int(fields.get("num_moe_experts") or 0)
     layout = layout or own_layout(lora, projection_names(family, fields))
     for block, values in weights_trained_whole(built_chunks(module), family, fields):
         shape = tuple(a + n for a, n in zip(block.hf_start, block.hf_shape, strict=True))  # at least this large
-        yield Piece(PREFIX + block.hf, values, shape, block.hf_start)
+        yield Piece(PREFIX + in_transformers(block.hf), values, shape, block.hf_start)
     for child in module.modules():
         if isinstance(child, Adapter):
             p = child.projection
@@ -205,17 +215,22 @@ def copied_pieces(module: pl.LightningModule) -> Iterator[Piece]:
                 yield Piece(key, adapted_weight(layer)[: rows - first], (rows, columns), (first, 0))
 
 
-def expected_shapes(lora: LoRA, names: Sequence[str], shapes: Mapping[str, Shape], experts: int) -> dict[str, Shape]:
+def expected_shapes(
+    lora: LoRA, names: Sequence[str], shapes: Mapping[str, Shape], fields: Mapping[str, Any], layout: ExpertLayout
+) -> dict[str, Shape]:
     """Return the shapes of all tensors that the file of an adapter has.
 
     Args:
         lora: Its settings.
         names: All projections of the model.
         shapes: Shapes of the model's tensors, by Hugging Face's names.
-        experts: Routed experts of a layer.
+        fields: Settings of the model.
+        layout: The layout of experts.
     """
-    layout = own_layout(lora, names)
-    found = {PREFIX + key: shape for key, shape in shapes.items() if lora.saves(key.rpartition(".")[0])}
+    experts = int(fields.get("num_moe_experts") or 0)
+    shapes = {**_shapes_of_experts(names, shapes, int(fields["hidden_size"])), **shapes}
+    saved = {key: shape for key, shape in shapes.items() if lora.saves(key.rpartition(".")[0])}
+    found = {PREFIX + in_transformers(key): shape for key, shape in saved.items()}
     for name in names:
         shape = shapes.get(f"{name}.weight", ())
         shape = shape[::-1] if is_embedding(name) else shape
@@ -224,6 +239,18 @@ def expected_shapes(lora: LoRA, names: Sequence[str], shapes: Mapping[str, Shape
             found |= slot.shapes
             if lora.use_dora:
                 found[f"{slot.stem}.{_LENGTHS}"] = shape[:1]
+    return found
+
+
+def _shapes_of_experts(names: Iterable[str], shapes: Mapping[str, Shape], hidden: int) -> dict[str, Shape]:
+    """Return the shapes of each expert's projections by name, where a model has one tensor for all of a layer."""
+    found: dict[str, Shape] = {}
+    for name in names:
+        whole = shapes.get(parameter_of(name), ()) if is_stacked(name) else ()
+        if len(whole) == 3:
+            is_down = parameter_of(name).endswith("down_proj")
+            inner = (whole[1] if whole[2] == hidden else whole[2]) // (1 if is_down else 2)
+            found[f"{name}.weight"] = (hidden, inner) if is_down else (inner, hidden)
     return found
 
 
@@ -248,44 +275,63 @@ def require_stackable(lora: LoRA, names: Sequence[str]) -> None:
     Raises:
         ValueError: Experts of a layer, or the gate and the up projection, differ.
     """
+    parameter = _differing(lora, names)
+    if parameter is not None:
+        raise ValueError(
+            f"the experts' adapters of {parameter} differ in target, rank or scale, and the stacked layout has one"
+            " rank and scale for all; write them with experts='each' (--experts each)"
+        )
+
+
+def _differing(lora: LoRA, names: Iterable[str]) -> str | None:
+    """Return the parameter of all experts of a layer that the stacked layout cannot hold; None if there is none."""
     found: dict[str, dict[str, set[Any]]] = {}
-    for name in names:
-        if is_stacked(name):
-            adapted = lora.adapts(name)
-            kind = (lora.rank(name), lora.scale(name)) if adapted else None
-            found.setdefault(parameter_of(name), {}).setdefault(name.rpartition(".")[2], set()).add(kind)
+    for name in filter(is_stacked, names):
+        kind = (lora.rank(name), lora.scale(name)) if lora.adapts(name) else None
+        found.setdefault(parameter_of(name), {}).setdefault(name.rpartition(".")[2], set()).add(kind)
     for parameter, projections in found.items():
         scales = {kind[1] for kinds in projections.values() for kind in kinds if kind is not None}
         if any(len(kinds) > 1 for kinds in projections.values()) or len(scales) > 1:
-            raise ValueError(
-                f"the experts' adapters of {parameter} differ in target, rank or scale, and the stacked layout has one"
-                " rank and scale for all; write them with experts='each' (--experts each)"
-            )
+            return parameter
+    return None
 
 
-def described_targets(lora: LoRA, names: Sequence[str], layout: ExpertLayout) -> dict[str, Any]:
-    """Return the settings of ``adapter_config.json`` that say which modules have adapters, for a model with experts.
+def described_targets(
+    lora: LoRA, adapted: Collection[str], names: Sequence[str], layout: ExpertLayout, is_translated: bool
+) -> dict[str, Any]:
+    """Return the settings of ``adapter_config.json`` that say which modules have adapters.
 
     PEFT reads ``gate_proj`` and the like among ``target_modules`` as routed experts, whatever else has that name, and
-    then leaves the others out. So those others are in ``target_parameters``, as their weights.
+    then leaves the others out. So those others are in ``target_parameters``, as their weights. With the layout
+    ``"each"``, experts are in both, for PEFT with transformers 5 and for what reads older files.
 
     Args:
         lora: The settings.
+        adapted: The projections that have adapters.
         names: All projections of the model.
         layout: The layout of experts.
+        is_translated: Whether PEFT reads such names so.
     """
-    projections = {last for names_of_one in TRIPLES for last in names_of_one}
-    plain = not (lora.lora_dropout or lora.use_dora)  # PEFT supports neither on parameters
+    has_experts = any(map(is_stacked, names))
+    is_plain = not (lora.lora_dropout or lora.use_dora)  # PEFT supports neither on parameters
+    # PEFT translates a name of experts to those of all layers.
+    are_named = not is_translated or all(map(lora.adapts, filter(is_stacked, names)))
+    is_whole = layout == "stacked" or _differing(lora, names) is None
     modules: dict[str, tuple[int, float]] = {}  # rank and alpha by name
     parameters: dict[str, tuple[int, float]] = {}
-    for name in (name for name in names if lora.adapts(name)):
+    for name in adapted:
         rank, alpha = lora.rank(name), lora.alpha(name)
-        is_parameter = is_stacked(name) or is_router(name) or (plain and name.rpartition(".")[2] in projections)
-        if layout == "stacked" and is_parameter:
-            whole = slot_of(name, (1, 1), lora, 1, layout).rank
-            alpha *= (whole / rank) ** 0.5 if lora.use_rslora else whole / rank
-            parameters[parameter_of(name)] = (whole, alpha)
-        else:
+        is_named_alike = has_experts and any(name.rpartition(".")[2] in of_expert for of_expert in TRIPLES)
+        is_parameter = (
+            is_router(name)
+            or (is_stacked(name) and is_whole)
+            or (is_named_alike and (is_translated or (is_plain and layout == "stacked")))
+        )
+        if is_parameter:
+            whole = slot_of(name, (1, 1), lora, 1, "stacked").rank
+            times = (whole / rank) ** 0.5 if lora.use_rslora else whole / rank
+            parameters[parameter_of(name)] = (whole, alpha * times)
+        if not is_parameter or (layout == "each" and is_named_alike and are_named):
             modules[name] = (rank, alpha)
     of_all = {**parameters, **modules}
     return {

@@ -285,10 +285,11 @@ class MCoreGPT(SpeedLogs):
         check_multi_token(config, self.hparams["share_embeddings_and_output_weights"], learned_positions)
         check_normalization(self.loss_normalization, config)
         if self.lora is not None:
-            from lightning_mcore.hf.adapters import projection_names
+            from lightning_mcore.hf.adapters import check_held, projection_names
 
             names = projection_names(*self.hf_names())
-            self.lora.check_targets(names, patterns=self._adapter is None)
+            self.lora.check_targets(names, strict=self._adapter is None)
+            check_held(*self.hf_names(), self.lora)
             self.lora.check_layers(config, names)
             vocabulary = {**self.transformer, **self.hparams}
             self.lora.check_vocabulary(names, vocabulary, self.padded_vocab_size, config.tensor_model_parallel_size)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_mcore.config.lora import check_train_only
-from lightning_mcore.hf.adapters import adapted_model, projection_names
+from lightning_mcore.hf.adapters import adapted_model, check_held, projection_names
 from lightning_mcore.hf.family import family_and_fields
 from lightning_mcore.hf.freezing import check_trained, trained_model
 from lightning_mcore.hf.peft_folder import given_lora
@@ -35,9 +35,10 @@ def with_adapters(fields: GPTFields, model: Mapping[str, Any]) -> GPTFields:
         return replace(fields, adapters=trained_model(whole_shapes(fields), family, settings, train_only))
     if given is None:
         return fields
-    lora, _ = given_lora(given)
+    lora, continued = given_lora(given)
     family, settings = family_and_fields(model)
-    lora.check_targets(projection_names(family, settings))
+    lora.check_targets(projection_names(family, settings), strict=continued is None)
+    check_held(family, settings, lora)
     return replace(fields, adapters=adapted_model(whole_shapes(fields), family, settings, lora))
 
 

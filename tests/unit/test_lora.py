@@ -38,6 +38,11 @@ FIELDS = {"num_layers": 2, "num_attention_heads": 4, "num_query_groups": 2, "kv_
         ({"lora_dropout": "no"}, TypeError, r"lora_dropout='no' is not a number"),
         ({"init_lora_weights": "pissa"}, ValueError, r"init_lora_weights='pissa' is not supported; choose True"),
         ({"target_modules": []}, ValueError, r"target_modules=\[\] names nothing"),
+        (
+            {"target_modules": "all"},
+            ValueError,
+            r"target_modules='all' is not a target; for all linear layers give",
+        ),
         ({"target_modules": "(q"}, ValueError, r"target_modules='\(q' is not a regular expression"),
         ({"modules_to_save": "lm_head"}, TypeError, r"modules_to_save='lm_head' is not a list of names"),
         ({"layers_to_transform": [-1]}, TypeError, r"layers_to_transform=\[-1\] is not a list of numbers of layers"),
@@ -90,6 +95,15 @@ def test_names_choose_projections(settings: dict[str, Any], count: int) -> None:
         ({"target_modules": ["q_proj", "v_porj"]}, "target_modules has 'v_porj', .* did you mean v_proj"),
         ({"modules_to_save": ["lm_haed"]}, "modules_to_save has 'lm_haed', .* did you mean lm_head"),
         ({"target_modules": ".*nothing"}, "leaves no projection that gets an adapter"),
+        ({"target_modules": "q_proj"}, "a string is a pattern that matches whole names, or 'all-linear'"),
+        (
+            {"modules_to_save": ["up_proj"]},
+            "up_proj, which Megatron keeps in one weight with .*gate_proj.*; name all",
+        ),
+        (
+            {"target_modules": ["q_proj"], "modules_to_save": ["gate_up"]},
+            "modules_to_save has 'gate_up', and the",
+        ),
         ({"layers_to_transform": [7]}, "leaves no projection that gets an adapter"),
         ({"rank_pattern": {"q_prj": 4}}, "rank_pattern has 'q_prj', .* did you mean q_proj"),
         (
@@ -187,12 +201,18 @@ def test_what_other_modules_cannot_have_is_refused_before_anything_is_built(
     ("settings", "sentence"),
     [
         ({"modules_to_save": ["input_linear"]}, "one tensor for all experts cannot be saved; leave it out"),
-        ({"target_modules": ["input_linear"]}, "one tensor for all experts cannot have adapters; leave it out"),
+        (
+            {"target_modules": ["input_linear"]},
+            "one tensor for all experts cannot have adapters in this family",
+        ),
+        ({}, r"leave the experts out \(exclude_modules=\['input_linear', 'output_linear'\]\)"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:moe_ffn_hidden_size is not set")
 def test_experts_in_one_tensor_are_refused(settings: dict[str, Any], sentence: str) -> None:
     module = MCoreGPT.from_pretrained(str(tiny_folder("granitemoe")), lora=LoRA(**settings))
+    with pytest.raises(ValueError, match=sentence):
+        module.check_settings()
     with single_process(), pytest.raises(ValueError, match=sentence):
         module.configure_model()
 
@@ -281,7 +301,7 @@ def test_experts_that_differ_do_not_fit_the_stacked_layout() -> None:
 def test_a_tied_output_layer_has_no_adapter_of_its_own(names: dict[str, Any]) -> None:
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     module = MCoreGPT(32, 8, sizes, share_embeddings_and_output_weights=True, lora=LoRA(**names))
-    with pytest.raises(ValueError, match=r"has 'lm_head', and the model has no such module; did you mean"):
+    with pytest.raises(ValueError, match=r"has 'lm_head', and the model has none beside its embedding; train the emb"):
         module.check_settings()
 
 
