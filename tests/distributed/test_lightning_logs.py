@@ -236,7 +236,8 @@ def test_every_number_on_every_rank(name: str) -> None:
                 check_values(step, joined(everyone), "_step", parts)
         check_epoch(rank, joined([joined(batches) for batches in copies]), parts)
         microbatches = [part for batches in copies for batch in batches for part in cut(batch, rows)]
-        tested = [part for c in range(len(copies)) for part in cut([*range(c, SIZE, len(copies))], batch_size)]
+        tested = [batch for c in range(len(copies)) for batch in cut([*range(c, SIZE, len(copies))], batch_size)]
+        tested = [part for batch in tested for part in cut(batch, rows)]  # a step sees parts in evaluation too
         check_rare(rank["test"], tested, "")
         check_rare(rank["epoch"], microbatches, "_epoch" if staged else "")
     check_alike(ranks, parts)
