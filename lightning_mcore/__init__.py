@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_mcore.config.layout import ModelShape, ParallelLayout
     from lightning_mcore.config.lora import LoRA
     from lightning_mcore.config.preference import Preference
+    from lightning_mcore.data.batches import data_shard
     from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
     from lightning_mcore.data.finetuning.images import MCoreVisionData
     from lightning_mcore.data.packing.best_fit import TokenSample
@@ -98,6 +99,7 @@ __all__ = [
     "build_from_checkpoint",
     "collate_padded",
     "collate_rows",
+    "data_shard",
     "hf_model",
     "loraplus_groups",
     "pack",
@@ -140,6 +142,7 @@ _HOMES = {
     "build_from_checkpoint": "checkpoint.weights",
     "collate_padded": "data.packing.rows",
     "collate_rows": "data.packing.rows",
+    "data_shard": "data.batches",
     "hf_model": "hf.auto_model",
     "loraplus_groups": "models.recipe",
     "pack": "data.packing.rows",

@@ -210,6 +210,11 @@ class ParallelLayout:
         layout = self.pipeline_model_parallel_layout
         return [] if layout is None else parse_stages(layout)
 
+    @property
+    def model_copy_size(self) -> int:
+        """The number of ranks that hold parts of one model copy and read the same batches."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
     def data_parallel_size(self, world_size: int) -> int:
         """Return the number of replicas that see different batches; expert parallelism does not lower it.
 

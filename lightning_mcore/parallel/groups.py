@@ -28,7 +28,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.parallel.consensus import all_true
+from lightning_mcore.parallel.consensus import all_true, control_group
 from lightning_mcore.parallel.random_state import (
     RandomState,
     put_common,
@@ -67,6 +67,7 @@ class _Opened:
         users: Models that hold some of the groups and may be used again.
         seed: The run's seed, the same on every rank.
         building: The common generators' state for the next model of this run; None before the first one.
+        copy: The gloo group of the ranks of this model copy; None if the copy is one rank, or the whole world.
     """
 
     layout: ParallelLayout | None = None
@@ -76,6 +77,7 @@ class _Opened:
     seed: int = 0
     building: RandomState | None = None
     users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    copy: dist.ProcessGroup | None = None
 
 
 _opened = _Opened()
@@ -125,6 +127,8 @@ def open_process_groups(
         world: Any = dist.group.WORLD
         _opened.layout, _opened.arguments, _opened.world = layout, arguments, weakref.ref(world)
         _opened.groups = [group for group in parallel_state._global_process_group_list or () if group is not None]
+        _opened.copy = _open_copy_group(layout, timeout)
+        _opened.groups += [] if _opened.copy is None else [_opened.copy]
     _opened.seed, _opened.building = seed, None
     seed_stage(seed)
 
@@ -199,6 +203,35 @@ def process_group(axis: Axis) -> dist.ProcessGroup:
     return group
 
 
+def _open_copy_group(layout: ParallelLayout, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Return a gloo group of the ranks of this model copy; None if the copy is one rank, or the whole world.
+
+    Every rank takes part in making the group of every copy, as Megatron does, because torch numbers them.
+    """
+    world_size = dist.get_world_size()
+    if layout.model_copy_size in (1, world_size):
+        return None
+    places = [layout.coordinates(rank, world_size).data_parallel_rank for rank in range(world_size)]
+    mine = None
+    for copy in range(layout.data_parallel_size(world_size)):
+        ranks = [rank for rank, place in enumerate(places) if place == copy]
+        group = dist.new_group(ranks, timeout, "gloo")
+        mine = group if dist.get_rank() in ranks else mine
+    return mine
+
+
+def model_copy_group() -> dist.ProcessGroup:
+    """Return a gloo group of the ranks of this model copy, which read the same batches.
+
+    Raises:
+        RuntimeError: The groups are not open.
+    """
+    is_world = process_group("dp").size() == 1
+    group = control_group() if is_world else _opened.copy
+    assert group is not None
+    return group
+
+
 def collectives_issued() -> dict[str, int]:
     """Return how many collectives this rank has issued in each of its groups of several ranks, by group name.
 
@@ -207,7 +240,8 @@ def collectives_issued() -> dict[str, int]:
     if not process_groups_are_open():
         return {}
     axes: tuple[Axis, ...] = ("tp", "cp", "dp", "dp_cp", "ep", "expert_dp")
-    groups = [group for group in map(process_group, axes) if group.size() > 1 and group is not dist.group.WORLD]
+    found = [*map(process_group, axes), *([] if _opened.copy is None else [_opened.copy])]
+    groups = [group for group in found if group.size() > 1 and group is not dist.group.WORLD]
     return {group.group_name: group._get_sequence_number_for_group() for group in groups}  # type: ignore[attr-defined]
 
 

@@ -76,6 +76,7 @@ from lightning_mcore.strategy.plain_steps import PlainSteps
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.strategy.preemption import end_on_sigterm, prepare_signals
 from lightning_mcore.strategy.resume import ExactResume
+from lightning_mcore.strategy.same_batches import SameBatches
 from lightning_mcore.strategy.schedule import Schedule, wrap_pipeline
 
 
@@ -190,6 +191,7 @@ class MCoreStrategy(DDPStrategy):
         self.micro_batch_size = checked_micro_batch_size(micro_batch_size)
         self.checkpoints = Checkpoints(self)
         self.resume = ExactResume(self, self.layout)
+        self.batches = SameBatches(self)
         self.logs = StepLogger(self)
         self._plain_steps = PlainSteps(self)
         self._restores = contextlib.ExitStack()
@@ -334,9 +336,9 @@ class MCoreStrategy(DDPStrategy):
         self.checkpoints.load_optimizers(checkpoint)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Seed dataloader workers by data-parallel rank, and track the position in the data."""
+        """Seed dataloader workers by data-parallel rank, track the position in the data, and compare what is read."""
         self.resume.process_dataloader(dataloader)
-        return dataloader
+        return self.batches.follow(dataloader)
 
     # ---- training
 
@@ -521,6 +523,7 @@ class MCoreStrategy(DDPStrategy):
             stack.push(self._restore_signal_handlers)
             stack.callback(self._restores.close)
             stack.callback(self.resume.teardown)
+            stack.callback(self.batches.teardown)
             stack.callback(self.checkpoint_io.teardown)
             if self.accelerator is not None:
                 stack.callback(self.accelerator.teardown)

@@ -43,6 +43,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "lightning_mcore"
 
 OWNERS: dict[str, type | ModuleType] = {
     "_accelerator_connector": pl.Trainer,
+    "_active_loop": pl.Trainer,
     "_amp_foreach_non_finite_check_and_unscale_": torch,
     "_apply_scaling": RotaryEmbedding,
     "_batches_that_stepped": _TrainingEpochLoop,
@@ -59,11 +60,13 @@ OWNERS: dict[str, type | ModuleType] = {
     "_data_fetcher": _FitLoop,
     "_datahook_selector": _DataConnector,
     "_defaults": torchmetrics.Metric,
+    "_device_types": torch.distributed.ProcessGroup,
     "_evaluation_loop": pl.Trainer,
     "_find_builtin": _builtins,
     "_find_last_checkpoints": ModelCheckpoint,
     "_generate_state_key": pl.Callback,
     "_get": LightningCLI,
+    "_get_backend": torch.distributed.ProcessGroup,
     "_get_main_param_and_optimizer_states": DistributedOptimizer,
     "_get_model_param_range_map": DistributedOptimizer,
     "_get_sequence_number_for_group": torch.distributed.ProcessGroup,
@@ -115,7 +118,7 @@ OF_TRANSFORMER_ENGINE = {
     "_transpose",
 }
 """Names of its quantized tensors and quantizers; ``tests/te`` looks for them where it is installed."""
-OF_PYTHON = {"_exit"}  # os._exit, which has a page of documentation
+OF_PYTHON = {"_exit", "_getframe"}  # of os and sys, which have a page of documentation
 
 
 def foreign_names() -> set[str]:

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which part of the data a rank reads, and what a batch consists of, so that ranks can compare it.
+
+The ranks of one model copy (tensor, context and pipeline parallel) read the same batches, and model copies read
+different ones. A dataset that shards itself must therefore do so by the data-parallel rank, which :func:`data_shard`
+returns, and not by the rank in the world.
+
+:func:`batch_facts` lists the leaves of a batch, each with a checksum. ``strategy/same_batches.py`` compares them.
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping, Set
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_ALL_BYTES = 2**24  # a value of more bytes is compared in pieces, evenly spread over it
+_PIECE = 2**16  # bytes
+_DEPTH = 8  # levels of a nested batch
+_SHORT = 60  # characters of a value that an error shows as it is
+
+Fact = tuple[str, str]
+"""Where a value is in a batch, and what it is."""
+
+
+class DataShard(NamedTuple):
+    """Which part of the data a process reads: part ``rank`` of ``size``."""
+
+    rank: int
+    size: int
+
+
+def data_shard(trainer: pl.Trainer) -> DataShard:
+    """Return the data-parallel rank of this process and the number of data-parallel ranks, under any strategy.
+
+    Call it where the dataset is made, in ``train_dataloader`` or ``setup`` for example, and hand the numbers to the
+    dataset: DataLoader workers do not know the trainer.
+
+    Args:
+        trainer: The trainer that will read the data.
+    """
+    sampling: Mapping[str, int] = getattr(
+        trainer.strategy, "distributed_sampler_kwargs", {"rank": 0, "num_replicas": 1}
+    )
+    return DataShard(sampling["rank"], sampling["num_replicas"])
+
+
+def batch_facts(batch: Any) -> list[Fact]:
+    """Return the leaves of a batch in their order, with dtype, shape and checksum, or with the value if it is short.
+
+    The path ``[0]['tokens']`` of a tensor ``[2, 4]`` has the fact ``int64 [2, 4] 5f3a91c2``. An object of an unknown
+    class counts by its class and its attributes.
+    """
+    return list(_walk(batch, "", ()))
+
+
+def _walk(value: Any, path: str, above: tuple[int, ...]) -> Iterator[Fact]:
+    """Yield the facts below ``path``; ``above`` holds the ids of the containers around it."""
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        yield from _of_array(value, path, above)
+    elif isinstance(value, str | bytes | int | float | complex | None):
+        text = repr(value)
+        yield path, text if len(text) <= _SHORT else f"{type(value).__name__} {_checksum(text.encode()):08x}"
+    elif callable(getattr(value, "tobytes", None)):  # an image of PIL, a memoryview
+        yield path, f"{type(value).__name__} {_checksum(value.tobytes()):08x}"
+    elif len(above) >= _DEPTH or id(value) in above or isinstance(value, nn.Module | type) or callable(value):
+        yield path, type(value).__name__
+    else:
+        yield path, type(value).__name__
+        yield from _below(value, path, (*above, id(value)))
+
+
+def _below(value: Any, path: str, above: tuple[int, ...]) -> Iterator[Fact]:
+    if isinstance(value, Set):  # the order of its elements differs between processes
+        yield from sorted(fact for element in value for fact in _walk(element, f"{path}{{}}", above))
+    elif isinstance(value, Mapping):
+        for key, element in value.items():
+            yield from _walk(element, f"{path}[{key!r}]", above)
+    elif isinstance(value, list | tuple):
+        for index, element in enumerate(value):
+            yield from _walk(element, f"{path}[{index}]", above)
+    elif hasattr(value, "__dict__"):
+        for name, element in vars(value).items():
+            yield from _walk(element, f"{path}.{name}", above)
+
+
+def _of_array(value: Any, path: str, above: tuple[int, ...]) -> Iterator[Fact]:
+    if isinstance(value, np.generic):
+        value = np.asarray(value)
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        yield from _walk(value.tolist(), path, above)
+        return
+    kind = f"{value.dtype} {list(value.shape)}".removeprefix("torch.")
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested and not value.is_quantized:
+        flat = value.detach().as_subclass(Tensor).cpu().resolve_conj().resolve_neg().reshape(-1)
+        yield path, f"{kind} {_checksum(flat.contiguous().view(torch.uint8).numpy()):08x}"
+    elif isinstance(value, Tensor):  # sparse, for example
+        yield path, kind
+    else:
+        yield path, f"{kind} {_checksum(np.ascontiguousarray(value).reshape(-1).view(np.uint8)):08x}"
+
+
+def _checksum(data: Any) -> int:
+    """Return a checksum of bytes, ``bytes`` or a uint8 array [n]."""
+    size = len(data)
+    if size <= _ALL_BYTES:
+        return zlib.crc32(data)
+    pieces, checksum = _ALL_BYTES // _PIECE, 0
+    for piece in range(pieces):
+        first = (size - _PIECE) * piece // (pieces - 1)
+        checksum = zlib.crc32(data[first : first + _PIECE], checksum)
+    return checksum

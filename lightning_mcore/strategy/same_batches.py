@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of one model copy train on the same batches: compared as they leave the loader.
+
+Tensor, context and pipeline parallel ranks hold parts of one model, so each of them must read the same batch (context
+parallelism splits it afterwards). Lightning's sampler and those of this package see to it. But a dataset may shard
+itself by the rank in the world, or draw a random number of its own, and the parts of the model would then be trained on
+different rows, in silence.
+
+So the ranks of a copy compare the checksums of the first ``FIRST_BATCHES`` batches of every pass over a loader, and of
+every ``EVERY_BATCHES``-th after them. They also compare the number of batches: once where the loader reads by index in
+batches of one size, otherwise before each batch, because a rank without a next batch would leave the others in a
+collective. A difference is an error on all of these ranks; ``parallel/rank_watch.py`` ends the others.
+
+The loaders are followed where Lightning's loops read them. Code of the user that reads a loader, on one rank perhaps,
+compares nothing. A model copy of one rank has nothing to compare either, and its loaders are left alone.
+"""
+
+import contextlib
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from lightning_mcore.data.batches import Fact, batch_facts
+from lightning_mcore.data.position import FollowedLoader
+from lightning_mcore.parallel.groups import model_copy_group
+
+if TYPE_CHECKING:
+    from lightning_mcore.strategy.strategy import MCoreStrategy
+
+FIRST_BATCHES = 3
+"""Batches at the beginning of each pass over a loader whose contents are compared."""
+
+EVERY_BATCHES = 100
+"""Of the later batches, one in so many is compared."""
+
+_END = object()
+_MARK = "_is_followed"  # of a class that is extended here
+
+
+class SameBatches:
+    """Follows the loaders of a run.
+
+    Args:
+        strategy: The strategy that owns it.
+    """
+
+    def __init__(self, strategy: "MCoreStrategy") -> None:
+        self._strategy = strategy
+        self._restores = contextlib.ExitStack()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the loaders of this process."""
+        return {"_strategy": self._strategy}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start without the loaders of the other process."""
+        self.__init__(state["_strategy"])  # type: ignore[misc]
+
+    def follow(self, loader: Any) -> Any:
+        """Let Lightning's loops compare what they read from a loader; collective over the model copy.
+
+        Returns:
+            The loader itself, where its class can be extended, otherwise an iterable in its place.
+
+        Raises:
+            ValueError: The ranks of a model copy have loaders of different lengths.
+        """
+        if self._strategy.layout.model_copy_size == 1:
+            return loader
+        length = sized_len(loader)
+        self.compare(f"{self.name_of(loader)} has {'no known number of' if length is None else length} batches", [])
+        kind = type(loader)
+        if _MARK in vars(kind):  # it is read in two stages, or once more after a reload
+            return loader
+        try:
+            loader.__class__ = _followed(kind, self)
+        except TypeError:  # a generator, for example
+            return _Wrapped(loader, self)
+        self._restores.callback(setattr, loader, "__class__", kind)
+        return loader
+
+    def teardown(self) -> None:
+        """Give the loaders back their classes."""
+        self._restores.close()
+
+    def name_of(self, loader: object) -> str:
+        """Return how a user knows a loader, such as ``val_dataloader 1``."""
+        module = self._strategy.lightning_module
+        assert module is not None
+        trainer = module.trainer
+        assert trainer.state.stage is not None
+        name = f"{trainer.state.stage.dataloader_prefix}_dataloader"
+        loop: Any = trainer._active_loop
+        all_of_it = loop._combined_loader.flattened if getattr(loop, "_combined_loader", None) is not None else []
+        index = next((index for index, other in enumerate(all_of_it) if other is loader), 0)
+        return f"{name} {index}" if len(all_of_it) > 1 else name
+
+    def compare(self, moment: str, facts: list[Fact]) -> None:
+        """Compare what the ranks of a model copy have reached, and what they have read; collective over the copy.
+
+        Args:
+            moment: The loader and the number of the batch, such as ``train_dataloader gives batch 3``.
+            facts: The leaves of the batch; empty where they are not compared.
+
+        Raises:
+            ValueError: They differ; raised on all ranks of the copy.
+        """
+        group = model_copy_group()
+        number = int.from_bytes(hashlib.blake2b(repr((moment, facts)).encode(), digest_size=8).digest()) >> 1
+        bounds = torch.tensor([number, -number], device="cpu")
+        dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=group)
+        if bounds[0] == -bounds[1]:
+            return
+        read: list[Any] = [None] * group.size()
+        dist.all_gather_object(read, (moment, facts), group=group)
+        other = next(index for index, seen in enumerate(read) if seen != read[0])
+        first, second = (dist.get_global_rank(group, index) for index in (0, other))
+        raise ValueError(
+            f"ranks {first} and {second} hold parts of one model copy and must read the same batches, but"
+            f" {_difference(read[0], read[other], first, second)}; where the dataset or its sampler uses the rank in"
+            " the world, give it lightning_mcore.data_shard(trainer), and seed what it draws"
+        )
+
+
+def _followed(kind: type, batches: SameBatches) -> Any:
+    """Return a subclass of a loader's class, from which Lightning's loops read what all ranks have compared."""
+
+    def begin(loader: Any) -> Iterator[Any]:
+        return _begin(loader, partial(kind.__iter__, loader), batches)  # type: ignore[attr-defined]
+
+    def pickled(loader: Any, protocol: Any) -> Any:
+        reduced: Any = kind.__reduce_ex__(loader, protocol)  # type: ignore[call-arg] # the subclass exists only here
+        function, (_, *rest), *more = reduced
+        return function, (kind, *rest), *more
+
+    return type(kind.__name__, (kind,), {"__iter__": begin, "__reduce_ex__": pickled, _MARK: True})
+
+
+def _begin(loader: Any, begin: Callable[[], Iterator[Any]], batches: SameBatches) -> Iterator[Any]:
+    """Begin a pass over a loader; only where Lightning's loops do, because they do on all ranks."""
+    is_of_a_loop = sys._getframe(2).f_globals["__name__"] == CombinedLoader.__module__
+    return _Pass(batches, loader, begin) if is_of_a_loop else begin()
+
+
+class _Wrapped:
+    """Stands for an iterable whose class cannot be extended."""
+
+    def __init__(self, loader: Iterable[Any], batches: SameBatches) -> None:
+        self._loader = loader
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin a pass."""
+        return _begin(self, self._loader.__iter__, self._batches)
+
+    def __len__(self) -> int:
+        """Return its length, if it has one."""
+        return len(self._loader)  # type: ignore[arg-type]
+
+
+class _Pass(Iterator[Any]):
+    """One pass over a loader.
+
+    Args:
+        batches: Compares what is read.
+        loader: The loader.
+        begin: Begins the pass.
+    """
+
+    def __init__(self, batches: SameBatches, loader: Any, begin: Callable[[], Iterator[Any]]) -> None:
+        self._batches = batches
+        self._loader = loader
+        self._number = 0
+        self._is_counted = ends_with_its_length(loader)
+        length = f" of {sized_len(loader)} batches" if self._is_counted else ""
+        batches.compare(f"{batches.name_of(loader)} begins a pass{length}", [])
+        self._inner = begin()
+
+    def __next__(self) -> Any:
+        """Return the next batch, which the other ranks of the model copy have read too."""
+        number, self._number = self._number, self._number + 1
+        batch = next(self._inner, _END)
+        shows_contents = number < FIRST_BATCHES or number % EVERY_BATCHES == 0
+        if batch is _END:
+            if not self._is_counted:
+                self._batches.compare(f"{self._batches.name_of(self._loader)} ends after {number} batches", [])
+            raise StopIteration
+        if shows_contents or not self._is_counted:
+            facts = batch_facts(batch) if shows_contents else []
+            self._batches.compare(f"{self._batches.name_of(self._loader)} gives batch {number}", facts)
+        return batch
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out everything: a pass belongs to its process, and a trainer that has one may be pickled."""
+        return {}
+
+
+def ends_with_its_length(loader: Any) -> bool:
+    """Return whether a loader surely gives as many batches as its length says: it reads by index, in even batches."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    sampler: Any = loader.batch_sampler
+    if isinstance(sampler, FollowedLoader):
+        return sampler.samples_of_batch is not None
+    return sampler is None or type(sampler) is BatchSampler
+
+
+def _difference(first: tuple[str, list[Fact]], second: tuple[str, list[Fact]], rank: int, other: int) -> str:
+    """Return what differs between two ranks that compared different things."""
+    (moment, facts), (other_moment, other_facts) = first, second
+    if moment != other_moment:
+        return f"the {moment} on rank {rank}, and the {other_moment} on rank {other}"
+    pairs = zip([*facts, ("", "nothing")], [*other_facts, ("", "nothing")], strict=False)
+    (path, what), (other_path, other_what) = next(pair for pair in pairs if pair[0] != pair[1])
+    differs = f"the {moment} with different contents"
+    if path == other_path:
+        return f"{differs}: {path or 'it'} is {what} on rank {rank}, and {other_what} on rank {other}"
+    end = "its end"
+    return f"{differs}: {what} at {path or end} on rank {rank}, and {other_what} at {other_path or end} on rank {other}"
