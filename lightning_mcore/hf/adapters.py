@@ -30,6 +30,7 @@ from lightning_mcore.hf.weight_map import TOWER, WeightMap, whole_name, whole_na
 from lightning_mcore.hf.weight_rules import Block, Experts, Shape
 from lightning_mcore.layers.lora import ADAPTABLE, ADAPTERS, LINEAR, Projection, Rows, adapt, freeze, merge, share_a
 from lightning_mcore.layers.quantized import quantize
+from lightning_mcore.layers.score import ScoreLayer
 from lightning_mcore.parallel.chunks import ModelChunks
 from lightning_mcore.parallel.consensus import gather
 
@@ -134,17 +135,19 @@ def merge_adapters(
 def fingerprint(module: pl.LightningModule, of_adapters: bool = False) -> str:
     """Return what identifies the weights of a model, the same on any layout; collective over the world.
 
-    It is a digest of the names and shapes of all tensors and of every value in bf16. The digest of a tensor is the sum
-    of its values, each times a number that depends on its place, so ranks sum what they hold.
+    It is a digest of the names and shapes of all tensors and of every value in bf16, without the values of a score
+    layer. The digest of a tensor is the sum of its values, each times a number that depends on its place, so ranks sum
+    what they hold.
 
     Args:
         module: A module whose model is built, without adapters yet.
         of_adapters: Return what identifies the weights of its adapters instead.
     """
     pieces = pieces_of_module(module, of_adapters)
+    scores = any(isinstance(layer, ScoreLayer) for layer in module.modules())  # drawn for each run, and trained
     own: dict[str, int] = {}
     for piece in pieces.own:
-        if piece.is_main:
+        if piece.is_main and not (scores and piece.name == "output_layer.weight"):
             own[piece.name] = own.get(piece.name, 0) + _weighted_sum(piece, pieces.shapes[piece.name])
     of_ranks = gather(own)
     sums = {name: sum(of_rank.get(name, 0) for of_rank in of_ranks) % 2**64 for name in pieces.shapes}

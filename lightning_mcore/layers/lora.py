@@ -27,9 +27,7 @@ tokens. ``sequence_parallel`` on the parameter makes Megatron's ``finalize_model
 """
 
 import contextlib
-import hashlib
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,7 +57,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_mcore.config.lora import NOT_MERGED, LoRA
-from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.parallel.groups import generator_of, process_group
 
 ADAPTERS = "lora"  # name of the child of a layer that holds its adapters
 
@@ -151,7 +149,7 @@ class Adapter(nn.Module):
         rows = projection.own_rows + projection.padding
         if projection.is_embedding:  # B begins as noise, as in PEFT
             self.lora_A = nn.Parameter(weight.new_zeros(rank, columns))
-            self.lora_B = nn.Parameter(torch.randn(rows, rank, generator=_generator(projection)).to(weight))
+            self.lora_B = nn.Parameter(torch.randn(rows, rank, generator=generator_of(projection.name)).to(weight))
         else:
             whole = _initial_a(projection, rank, lora)[:, projection.column : projection.column + columns]
             self.lora_A = nn.Parameter(whole.to(weight).contiguous())
@@ -165,15 +163,9 @@ class Adapter(nn.Module):
         return self.lora_A, self.lora_B, self.lora_magnitude_vector
 
 
-def _generator(projection: Projection) -> torch.Generator:
-    """Return a generator that depends on the name of a projection alone, so that all layouts draw the same."""
-    seed = hashlib.sha256(f"{os.environ.get('PL_GLOBAL_SEED', 0)} {projection.name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(seed[:7]))
-
-
 def _initial_a(projection: Projection, rank: int, lora: LoRA) -> Tensor:
     """Return the whole A, [r, in_features] in fp32."""
-    generator, whole = _generator(projection), torch.empty(rank, projection.in_features)
+    generator, whole = generator_of(projection.name), torch.empty(rank, projection.in_features)
     if lora.init_lora_weights == "gaussian":
         return whole.normal_(std=1 / rank, generator=generator)
     return nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)

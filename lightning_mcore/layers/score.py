@@ -14,9 +14,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_mcore.parallel.groups import generator_of
+
 
 class ScoreLayer(nn.Module):
-    """A linear layer without bias from hidden states to scores, whose first values are always the same.
+    """A linear layer without bias from hidden states to scores, whose first values depend on the run's seed alone.
 
     Args:
         config: The transformer's config.
@@ -26,8 +28,7 @@ class ScoreLayer(nn.Module):
     def __init__(self, config: TransformerConfig, num_scores: int = 1) -> None:
         super().__init__()
         self.sequence_parallel: bool = config.sequence_parallel
-        # the same values in every process: on tensor-parallel ranks, and when adapters look for the base they belong to
-        drawn = torch.randn(num_scores, config.hidden_size, generator=torch.Generator().manual_seed(0))
+        drawn = torch.randn(num_scores, config.hidden_size, generator=generator_of("score"))  # alike on all ranks
         drawn *= config.init_method_std
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(drawn.to(device, config.params_dtype))

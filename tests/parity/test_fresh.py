@@ -10,6 +10,7 @@ import functools
 import hashlib
 import itertools
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,10 +25,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreGPT, MCoreModule, MCoreStrategy
+from lightning_mcore import LoRA, MCoreGPT, MCoreModule, MCoreStrategy, single_process
 from lightning_mcore.hf import find_family
 from lightning_mcore.hf.family import split_fields
 from lightning_mcore.hf.source import complete_config
+from lightning_mcore.layers.score import ScoreLayer
 from lightning_mcore.parallel.random_state import put, take_common
 from tests import tiny
 from tests.hf_models import CONFIGS, VOCAB_SIZE, tiny_config
@@ -375,6 +377,20 @@ def test_stages_draw_other_masks_after_a_resume_on_another_layout() -> None:
 # ---- models and runs of one process
 
 
+@pytest.mark.parametrize("seed", [None, 7])
+def test_score_layers_begin_alike_with_the_same_seed_alone(seed: int | None) -> None:
+    def draw() -> Tensor:
+        if seed is not None:
+            pl.seed_everything(seed, verbose=False)
+        with single_process():
+            return ScoreLayer(tiny.make_config(tiny.TRANSFORMER)).weight.detach()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="full scope is deprecated")
+        one, two = draw(), draw()
+    assert torch.equal(one, two) == (seed is not None)
+
+
 def train_twice(seed: int | None, strategy: str) -> list[dict[str, Tensor]]:
     """Return the first weights of two models that are trained one after the other."""
     if seed is not None:
@@ -384,7 +400,14 @@ def train_twice(seed: int | None, strategy: str) -> list[dict[str, Tensor]]:
         module = MCoreGPT(
             vocab_size=64,
             seq_length=8,
-            transformer={"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "num_moe_experts": 2},
+            transformer={
+                **tiny.TRANSFORMER,
+                **tiny.EXPERTS,
+                "num_layers": 1,
+                "qk_layernorm": True,
+                "activation_func": "silu",
+            },
+            lora=LoRA(r=2, target_modules=["q_proj", "o_proj"]),
         )
         kept: dict[str, Tensor] = {}
 
@@ -412,5 +435,7 @@ def test_a_second_model_of_a_process_begins_as_under_lightnings_strategies(
     seed: int | None, strategy: str, alike: bool
 ) -> None:
     ((one, two),) = run_ranks(1, train_twice, seed, strategy, timeout=120)
-    assert one.keys() == two.keys() != set()
+    assert one.keys() == two.keys()
+    assert any(name.endswith("lora_A") for name in one)
+    assert any(name.endswith("router.weight") for name in one)
     assert {name for name in one if torch.equal(one[name], two[name])} == (one.keys() if alike else set())
