@@ -248,7 +248,7 @@ def test_a_file_of_lightning_asks_for_workers(
     shown = capsys.readouterr().out
     assert "num_workers=3 is not a multiple of 2" in shown  # and the other faults beside it
     assert "num_attention_heads=3" in shown
-    assert main(["plan", "run.yaml", "--trainer.devices=0,2,", "--json"]) == 0
+    assert main(["plan", "run.yaml", "--trainer.accelerator=gpu", "--trainer.devices=0,2,", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["devices"] == 2
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "run.yaml", "--config"])
