@@ -17,12 +17,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_mcore.arguments.documents import parse_arguments
     from lightning_mcore.arguments.dpo import DPOConfig
     from lightning_mcore.arguments.llamafactory.fp8 import Fp8Arguments
     from lightning_mcore.arguments.lora import LoraArguments
     from lightning_mcore.arguments.megatron import MegatronArguments
     from lightning_mcore.arguments.parallel import DistributingParallelArguments
+    from lightning_mcore.arguments.parse import parse_arguments
     from lightning_mcore.arguments.ray import RayArguments
     from lightning_mcore.arguments.training import Seq2SeqTrainingArguments, TrainingArguments
 
@@ -35,7 +35,7 @@ _HOMES = {
     "RayArguments": "ray",
     "Seq2SeqTrainingArguments": "training",
     "TrainingArguments": "training",
-    "parse_arguments": "documents",
+    "parse_arguments": "parse",
 }
 
 __all__ = [

@@ -180,7 +180,7 @@ def _recompute(arguments: Any) -> dict[str, Any]:
     if kind is None and not arguments.moe_layer_recompute:
         return {}
     given = arguments.recompute_modules
-    modules = [name.strip() for name in given.split(",")] if given is not None else ["core_attn"]
+    modules = ["core_attn"] if given is None else list(given)
     if arguments.moe_layer_recompute and "moe" not in modules:  # as TransformerConfig.__post_init__ (0.16.1) does
         modules.append("moe")
     return {"recompute_granularity": "selective", "recompute_modules": modules}

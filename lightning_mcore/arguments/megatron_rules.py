@@ -173,7 +173,7 @@ def _check_recompute(arguments: Any) -> None:
             f"recompute_modules={modules!r} contradicts recompute_granularity={kind!r}; set"
             " recompute_granularity='selective', or leave it out"
         )
-    for name in _modules(modules):
+    for name in modules or ():
         if name not in _RECOMPUTED:
             raise ValueError(f"recompute_modules={modules!r}: {unknown_name('module', name, _RECOMPUTED)}")
     if kind == "full" and (method is None) != (layers is None):
@@ -182,10 +182,6 @@ def _check_recompute(arguments: Any) -> None:
         raise ValueError(f"{given} lacks {missing}; give both, or neither for 'uniform' and 1")
     if layers is not None and layers < 1:
         raise ValueError(f"recompute_num_layers={layers} is too small; choose 1 or more")
-
-
-def _modules(given: str | None) -> list[str]:
-    return [name.strip() for name in given.split(",")] if given is not None else []
 
 
 def check_megatron(arguments: Any) -> None:

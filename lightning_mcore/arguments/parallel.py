@@ -73,9 +73,13 @@ class DistributingParallelArguments:
         "With 'full': groups of layers over all of them ('uniform'), or the first of each stage ('block');"
         " mcore_adapter offers 'recompute', which Megatron refuses."
     )
-    recompute_modules: str | None = option(
-        "With 'selective': parts, separated by commas, of core_attn, moe_act, layernorm, mla_up_proj, mlp, moe,"
-        " shared_experts. Default: core_attn."
+    # HfArgumentParser looks at the first two of these types alone.
+    recompute_modules: str | None | list[str] = dataclasses.field(  # noqa: RUF036
+        default=None,
+        metadata={
+            "help": "With 'selective': parts, separated by commas or as a list, of core_attn, moe_act, layernorm,"
+            " mla_up_proj, mlp, moe, shared_experts. Default: core_attn."
+        },
     )
     recompute_num_layers: int | None = option("With 'full': layers of a group ('uniform'), or of a stage ('block').")
     bias_activation_fusion: bool | None = flag(f"Fuse bias and activation. {_KEEPS}")
@@ -135,6 +139,7 @@ class DistributingParallelArguments:
         if len(rest) < len(extra):
             self._check_types()
         self.additional_configs = extra
+        self.recompute_modules = _names(self.recompute_modules)
         check_distribution(self, rest)
         self.virtual_pipeline_model_parallel_size = interleaving_of(self)
 
@@ -159,16 +164,17 @@ class DistributingParallelArguments:
         return self.variable_seq_lengths or (self.pipeline_model_parallel_size or 1) == 1
 
     @classmethod
-    def from_json_file(cls, path: str) -> Self:
+    def from_json_file(cls, json_file_path: str) -> Self:
         """Make the arguments from a JSON file.
 
         Args:
-            path: A file with one object that maps names of fields to values.
+            json_file_path: A file with one object that maps names of fields to values.
 
         Raises:
             FileNotFoundError: There is no such file.
             ValueError: It is not a JSON object, a name is unknown, or a value is refused.
         """
+        path = json_file_path
         if not Path(path).is_file():
             raise FileNotFoundError(f"{path} is not a file; give the path of a JSON file of arguments")
         try:
@@ -267,9 +273,14 @@ def fill_from_additional(arguments: Any, extra: Mapping[str, Any]) -> dict[str, 
 
 def _take(arguments: Any, name: str, value: Any) -> None:
     own = getattr(arguments, name)
-    if name == "recompute_modules" and isinstance(value, list):
-        value = ",".join(map(str, value))
+    if name == "recompute_modules":
+        own, value = _names(own), _names(value)
     if own is None:
         setattr(arguments, name, value)
     elif own != value:
         raise ValueError(f"{name}={own!r} contradicts {name}={value!r} in additional_configs; set it in one place")
+
+
+def _names(given: str | list[str] | None) -> list[str] | None:
+    """Return names that are separated by commas as a list."""
+    return [name.strip() for name in given.split(",")] if isinstance(given, str) else given

@@ -63,7 +63,7 @@ class RayArguments:
         port: Any = self.master_port
         if isinstance(port, int) and not isinstance(port, bool):  # as YAML reads it
             self.master_port = str(port)
-        check_types(self)
+        self._check_types()
         self.ray_init_kwargs = read_init_kwargs("ray_init_kwargs", self.ray_init_kwargs)
         self.resources_per_worker = read_init_kwargs("resources_per_worker", self.resources_per_worker)
         if self.master_port is not None and not (self.master_port.isdigit() and 0 < int(self.master_port) < 65536):
@@ -77,13 +77,16 @@ class RayArguments:
                 f" {self.ray_num_workers}"
             )
         self._check_unused()
-        self.settings()
+        self.ray_settings()
+
+    def _check_types(self) -> None:
+        check_types(self)
 
     def _check_unused(self) -> None:
         """Refuse options that have no effect without Ray, except the address, which :meth:`environment` returns."""
         if self.use_ray:
             return
-        for field in dataclasses.fields(self):
+        for field in dataclasses.fields(RayArguments):
             value = getattr(self, field.name)
             if field.name not in ("master_addr", "master_port") and value and value != field.default:
                 raise ValueError(
@@ -118,7 +121,7 @@ class RayArguments:
 
         return checkpoint_to_resume()
 
-    def settings(self) -> RaySettings:
+    def ray_settings(self) -> RaySettings:
         """Return the launch as plain data."""
         least, most = self.ray_min_workers, self.ray_num_workers
         resources: Any = self.resources_per_worker
@@ -153,7 +156,7 @@ class RayArguments:
         """
         if not self.use_ray:
             return function(*given)
-        settings, layout = self.settings(), ParallelLayout(**given_layout(arguments))
+        settings, layout = self.ray_settings(), ParallelLayout(**given_layout(arguments))
         sizes = elastic_sizes(layout, settings.least, settings.most, arguments.gradient_accumulation_steps)
         from lightning_mcore.strategy.ray import launch
 

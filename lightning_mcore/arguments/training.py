@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import Seq2SeqTrainingArguments as HFSeq2SeqTrainingArguments
 from transformers import TrainingArguments as HFTrainingArguments
 
+from lightning_mcore.arguments.deepspeed import note_of_deepspeed, zero_stage
 from lightning_mcore.arguments.fields import check_types
 from lightning_mcore.arguments.mapping import newest_checkpoint, run_settings
 from lightning_mcore.arguments.megatron import MegatronArguments
@@ -43,10 +44,11 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
 
     ``activation_checkpointing=True`` (or ``gradient_checkpointing``, its old name) means
     ``recompute_granularity="full"``. ``bf16`` accumulates gradients in fp32 and sets
-    ``accumulate_allreduce_grads_in_fp32``.
+    ``accumulate_allreduce_grads_in_fp32``. ``deepspeed``, a config of DeepSpeed, sets ``use_distributed_optimizer`` if
+    its ZeRO stage is 1 or more.
 
     Raises:
-        FileNotFoundError: ``additional_configs`` names no file.
+        FileNotFoundError: ``additional_configs`` or ``deepspeed`` names no file.
         TypeError: A value has another type.
         ValueError: A value is not available, contradicts another one, or needs one that is not set.
     """
@@ -58,6 +60,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
             self.resume_from_checkpoint = str(resume).lower()
         check_foreign(self, self._foreign())
         self._check_types()
+        self._take_deepspeed()
         MegatronArguments.__post_init__(self)
         check_training(self)
         if self.bf16:
@@ -65,6 +68,16 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         self._let_transformers_read()
         check_course(self)
         check_loggers(list(self.report_to or []))
+
+    def _take_deepspeed(self) -> None:
+        """Turn on the distributed optimizer for a ZeRO stage; ``settings`` has a note that says so."""
+        self._notes: tuple[str, ...] = ()
+        if self.deepspeed is None:
+            return
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        self.use_distributed_optimizer |= zero_stage(self.deepspeed, values) > 0
+        self._notes = (note_of_deepspeed(self.deepspeed),)
+        self.deepspeed = None  # otherwise transformers would start DeepSpeed
 
     def _check_types(self) -> None:
         check_types(self, may_be_none=REFUSED)  # HfArgumentParser turns their lists into None
@@ -140,9 +153,10 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         Raises:
             ValueError: The model has experts, and a field does not allow them.
         """
-        return run_settings(
+        settings = run_settings(
             self, model_path, seq_length=seq_length, devices=devices, num_nodes=num_nodes, on_cpu=on_cpu
         )
+        return dataclasses.replace(settings, notes=(*self._notes, *settings.notes))
 
     @property
     def on_cpu(self) -> bool:

@@ -336,7 +336,7 @@ _TRACKIO = "Lightning has no trackio logger"
 _GENERATION = "evaluation does not generate; use MCoreGPT.generate"
 
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "parallelism_config", "accelerator_config"), _FSDP),
+    **dict.fromkeys(("fsdp", "fsdp_config", "parallelism_config", "accelerator_config"), _FSDP),
     **dict.fromkeys(("ddp_broadcast_buffers", "ddp_static_graph"), _DDP),
     "ddp_bucket_cap_mb": f"{_DDP}; ddp_bucket_size is Megatron's, in parameters",
     **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), _COMPILE),
@@ -391,7 +391,7 @@ HONOURED = frozenset(
         *("eval_strategy", "eval_steps", "eval_on_start"),
         *("save_strategy", "save_steps", "save_total_limit", "save_only_model", "enable_jit_checkpoint"),
         *("metric_for_best_model", "greater_is_better"),
-        *("dataloader_num_workers", "ddp_backend", "ddp_timeout", "ddp_find_unused_parameters"),
+        *("deepspeed", "dataloader_num_workers", "ddp_backend", "ddp_timeout", "ddp_find_unused_parameters"),
         *("do_train", "do_eval", "do_predict", "resume_from_checkpoint"),
     }
 )

@@ -75,7 +75,7 @@ def _on_ray(asked: "FactoryRun", options: dict[str, Any], words: Sequence[str]) 
         "num_nodes": options["nodes"],
         "accumulate_grad_batches": arguments.gradient_accumulation_steps,
     }
-    settings = asked.ray.settings().beside(str(arguments.output_dir))
+    settings = asked.ray.ray_settings().beside(str(arguments.output_dir))
     return on_ray.run(__name__, words, settings, ParallelLayout(**given_layout(arguments)), trainer)
 
 

@@ -341,4 +341,4 @@ def _arguments(document: Mapping[str, Any], overrides: Sequence[tuple[str, str]]
     arguments, ray = parse_arguments(values, Seq2SeqTrainingArguments, RayArguments)
     name = model if model is not None else beside.get("model_name_or_path")
     settings: RunSettings = arguments.settings(name, seq_length=beside.get("seq_length", beside.get("cutoff_len")))
-    return replace(settings, ray=ray.settings() if ray.use_ray else None)
+    return replace(settings, ray=ray.ray_settings() if ray.use_ray else None)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What argument classes refuse: wrong types and choices, unknown names, fields that contradict each other."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from lightning_mcore.arguments import (
     TrainingArguments,
     parse_arguments,
 )
+from lightning_mcore.arguments.llamafactory.training import TrainingArguments as Composed
 from lightning_mcore.arguments.mapping import _has_experts
 from lightning_mcore.arguments.parallel import load_additional_configs
 from tests.hf_models import save_tiny
@@ -63,7 +65,7 @@ CONTRADICTIONS: tuple[tuple[dict[str, Any], str], ...] = (
         {"recompute_granularity": "selective", "recompute_modules": "mlp,core_atn"},
         "unknown module 'core_atn'; did you mean 'core_attn'",
     ),
-    ({"recompute_modules": "mlp"}, "recompute_modules='mlp' contradicts recompute_granularity=None"),
+    ({"recompute_modules": "mlp"}, r"recompute_modules=\['mlp'\] contradicts recompute_granularity=None"),
     (
         {"recompute_granularity": "full", "moe_layer_recompute": True},
         "moe_layer_recompute=True contradicts recompute_granularity='full'",
@@ -166,7 +168,7 @@ WRONG_TYPES: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"tensor_model_parallel_size": True}, TypeError, "tensor_model_parallel_size=True is of type bool"),
     ({"sequence_parallel": "yes"}, TypeError, "sequence_parallel='yes' is of type str; give True or False"),
     ({"sequence_parallel": None}, TypeError, "sequence_parallel=None is of type NoneType"),
-    ({"recompute_modules": ["mlp"]}, TypeError, "recompute_modules=\\['mlp'\\] is of type list; give text"),
+    ({"recompute_modules": [1]}, TypeError, "recompute_modules=\\[1\\] is of type list; give text or None or a list"),
     ({"recompute_method": "recompute"}, ValueError, "recompute_method='recompute' .* choose 'uniform', 'block' or"),
     ({"moe_token_dispatcher_type": "all2all"}, ValueError, "='all2all' .* choose 'allgather', 'alltoall', 'flex' or"),
     ({"optimizer": "muon"}, ValueError, "optimizer='muon' .* choose 'adam' or 'sgd'"),
@@ -327,6 +329,135 @@ def test_additional_configs_come_as_a_dict_as_text_and_as_a_file(tmp_path: Path)
 
 
 # ---- LLaMA-Factory's
+
+
+def test_classes_that_share_a_field_are_parsed_together(tmp_path: Path) -> None:
+    """``fp8`` is a format in one and a yes or no in the other; from words, a dict or a file."""
+    values = {
+        "output_dir": str(tmp_path),
+        "bf16": True,
+        "fp8": True,
+        "fp8_backend": "te",
+        "seed": 7,
+        "report_to": "none",
+    }
+    (tmp_path / "run.json").write_text(json.dumps(values), encoding="utf-8")
+    words = ["--output_dir", str(tmp_path), "--bf16", "--fp8", "--fp8_backend=te", "--seed", "7", "--report-to", "none"]
+    for source in (words, values, str(tmp_path / "run.json")):
+        arguments, fp8 = parse_arguments(source, TrainingArguments, Fp8Arguments)
+        assert (fp8.fp8, fp8.fp8_backend) == (True, "te")
+        assert (arguments.fp8, arguments.fp8_recipe, arguments.seed, arguments.bf16) == ("hybrid", "delayed", 7, True)
+        assert arguments.additional_configs == {"fp8_amax_history_len": 16}
+        assert parse_arguments(source, Fp8Arguments, TrainingArguments) == (fp8, arguments)
+    for wrong, sentence in (
+        (["--sed", "7"], "unknown option 'sed'; did you mean 'seed'"),
+        (["--seed"], "--seed: it needs a value"),
+        (["seven"], "'seven' belongs to no option"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            parse_arguments(wrong, TrainingArguments, Fp8Arguments)
+    first, second = parse_arguments(["--seed", "3", "--output_dir", "a"], TrainingArguments, Seq2SeqTrainingArguments)
+    assert (first.seed, second.seed) == (3, 3)
+
+
+def test_the_composed_arguments_are_those_of_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("USE_RAY", raising=False)
+    given = {"output_dir": str(tmp_path), "bf16": True, "seed": 7}
+    composed = Composed(**given, ray_num_workers=4, fp8=True, fp8_backend="te", overwrite_output_dir=True)
+    ray = RayArguments(ray_num_workers=4)
+    parts = TrainingArguments(**Fp8Arguments(fp8=True, fp8_backend="te").merged_into(given))
+    assert composed.settings() == parts.settings()
+    assert composed.ray_settings() == ray.ray_settings()
+    assert dataclasses.replace(composed, seed=8).settings() == dataclasses.replace(parts, seed=8).settings()
+    words = [
+        "--output_dir",
+        str(tmp_path),
+        "--bf16",
+        "--seed",
+        "7",
+        "--ray_num_workers",
+        "4",
+        "--fp8",
+        "--fp8_backend=te",
+    ]
+    assert parse_arguments([*words, "--overwrite_output_dir"], Composed) == (composed,)
+    assert Composed(**given).settings() == TrainingArguments(**given).settings()
+    with pytest.raises(RuntimeError, match="ray_num_workers=4 asks for Ray's workers, and this is none of them; call"):
+        composed.trainer()
+    assert Composed(**given).launch(composed, lambda word: word, "here") == "here"
+    with pytest.raises(ValueError, match="fp8_backend='torchao' is not available"):
+        Composed(**given, fp8=True, fp8_backend="torchao")
+    with pytest.raises(TypeError, match="ray_num_workers='4' is of type str"):
+        Composed(**given, ray_num_workers="4")  # type: ignore[arg-type]
+
+
+def test_deepspeed_in_python_is_what_it_is_in_a_file(tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}', encoding="utf-8")
+    for given in (str(config), json.loads(config.read_text())):
+        arguments = TrainingArguments(output_dir=str(tmp_path), deepspeed=given)
+        assert (arguments.use_distributed_optimizer, arguments.deepspeed) == (True, None)
+        [note] = arguments.settings().notes
+        assert "(ZeRO stage 2) becomes use_distributed_optimizer: true" in note
+    assert not TrainingArguments(output_dir=str(tmp_path), deepspeed={}).use_distributed_optimizer
+    with pytest.raises(ValueError, match="asks for offload_param; leave it out"):
+        TrainingArguments(
+            output_dir=str(tmp_path), deepspeed={"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+        )
+    with pytest.raises(ValueError, match="has gradient_accumulation_steps: 4, and the training file says 2"):
+        TrainingArguments(
+            output_dir=str(tmp_path), gradient_accumulation_steps=2, deepspeed={"gradient_accumulation_steps": 4}
+        )
+    with pytest.raises(FileNotFoundError, match=r"deepspeed: none\.json is not a file"):
+        TrainingArguments(output_dir=str(tmp_path), deepspeed="none.json")
+
+
+def test_names_are_those_of_mcore_adapter(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"tensor_model_parallel_size": 2}))
+    read = DistributingParallelArguments.from_json_file(json_file_path=str(tmp_path / "run.json"))
+    assert read.tensor_model_parallel_size == 2
+    for given in ("mlp, core_attn", ["mlp", "core_attn"]):
+        arguments = DistributingParallelArguments(recompute_granularity="selective", recompute_modules=given)
+        assert arguments.recompute_modules == ["mlp", "core_attn"]
+
+
+def test_the_switches_of_gpus_are_left_out_on_a_cpu_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each of them chooses a kernel, a transport or a place in memory; the note has the names of the arguments."""
+    given: dict[str, Any] = {
+        **{"output_dir": str(tmp_path), "apply_rope_fusion": True, "moe_grouped_gemm": True, "ddp_backend": "nccl"},
+        **{"transformer_impl": "transformer_engine", "use_distributed_optimizer": True, "optimizer_cpu_offload": True},
+        **{"ddp_average_in_collective": True, "calculate_per_token_loss": False, "bias_activation_fusion": True},
+        "additional_configs": {"attention_backend": "flash", "deallocate_pipeline_outputs": True, "qk_clip": True},
+    }
+    arguments = TrainingArguments(**given)
+    assert arguments.settings().notes == ()
+    assert arguments.settings().strategy["process_group_backend"] == "nccl"
+    assert arguments.settings() == TrainingArguments(**given).settings(on_cpu=False)
+    on_cpu = arguments.settings(on_cpu=True)
+    [note] = on_cpu.notes
+    assert note == (
+        "on a CPU, transformer_impl, apply_rope_fusion, moe_grouped_gemm, attention_backend, ddp_backend,"
+        " optimizer_cpu_offload, ddp_average_in_collective, deallocate_pipeline_outputs have no effect and are left"
+        " out; the numbers are the same"
+    )
+    kept = {"bias_activation_fusion": True, "calculate_per_token_loss": False, "qk_clip": True}
+    assert on_cpu.model["transformer"] == kept
+    assert "transformer_impl" not in on_cpu.model
+    assert not {"process_group_backend", "optimizer_config", "communication"} & on_cpu.strategy.keys()
+    assert on_cpu.strategy["ddp_config"] == {"check_for_nan_in_grad": True}
+    assert TrainingArguments(**given, use_cpu=True).settings() == dataclasses.replace(
+        on_cpu, trainer={**on_cpu.trainer, "accelerator": "cpu"}
+    )
+    one = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, moe_grouped_gemm=True)
+    assert one.settings().notes == (
+        "on a CPU, moe_grouped_gemm has no effect and is left out; the numbers are the same",
+    )
+    without = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, moe_grouped_gemm=False)
+    assert without.settings().model["transformer"]["moe_grouped_gemm"] is False
+    assert without.settings().notes == ()
+    folder = str(save_tiny("llama", tmp_path / "llama"))
+    TrainingArguments(output_dir=str(tmp_path), use_cpu=True, apply_rope_fusion=True).model(folder)
+    assert "on a CPU, apply_rope_fusion has no effect" in caplog.text
 
 
 def test_fp8_of_llama_factory_is_transformer_engines(tmp_path: Path) -> None:

@@ -35,13 +35,16 @@ SHOWN = {landing.name for run in LIVE.values() for landing in run.landings} | {r
 
 def as_given(values: dict[str, Any], parsed: Any) -> dict[str, Any]:
     """Return the values that parsed arguments have for these names, as plain data."""
-    return {name: getattr(getattr(parsed, name), "value", getattr(parsed, name)) for name in values}
+    found = {name: getattr(getattr(parsed, name), "value", getattr(parsed, name)) for name in values}
+    if "recompute_modules" in found:  # a list in the arguments, as in mcore_adapter's
+        found["recompute_modules"] = ",".join(found["recompute_modules"])
+    return found
 
 
 def test_every_field_is_in_a_table() -> None:
     refused = {name for name, _ in REFUSED_OURS}
     assert not OURS - SHOWN - refused
-    assert not HONOURED - SHOWN
+    assert {"deepspeed"} == HONOURED - SHOWN  # of which nothing but the distributed optimizer is left
     foreign = set(FIELDS) - OURS
     assert not foreign - HONOURED - set(REFUSED) - set(AS_IT_IS)
 
@@ -127,7 +130,7 @@ def other_value(name: str) -> Any:
     """Return a value of the field's type that is not its default, and that means something."""
     field = FIELDS[name]
     default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
-    special = {"hub_strategy": "end", "debug": "underflow_overflow", "fsdp": "full_shard", "deepspeed": "x.json"}
+    special = {"hub_strategy": "end", "debug": "underflow_overflow", "fsdp": "full_shard"}
     if name in special:
         return special[name]
     hint = get_type_hints(Seq2SeqTrainingArguments)[name]

@@ -132,7 +132,7 @@ def test_arguments_ask_for_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     words = ["--ray_num_workers", "4", "--ray_min_workers", "2", "--ray_init_kwargs", '{"num_cpus": 4}']
     (asked,) = parse_arguments([*words, "--ray_max_failures", "1", "--master_port", "29500"], RayArguments)
     expected = RaySettings((2, 4), max_failures=1, init_kwargs={"num_cpus": 4}, master_port=29500)
-    assert asked.settings() == expected
+    assert asked.ray_settings() == expected
     assert expected.beside(str(tmp_path)).storage_path == str(tmp_path / "ray")
     assert asked.checkpoint is None
     args = TrainingArguments(output_dir=str(tmp_path))
@@ -165,7 +165,7 @@ def test_a_llamafactory_file_asks_for_workers(
     file = write_run(tmp_path, QWEN3_LORA | {"use_cpu": True}, "qwen3")
     keys = ["ray_num_workers=4", 'ray_init_kwargs={"num_cpus": 4}', "master_port=29500", "ray_run_name=mine"]
     asked = read_run(file, keys)
-    assert asked.ray.settings() == RaySettings(4, name="mine", init_kwargs={"num_cpus": 4}, master_port=29500)
+    assert asked.ray.ray_settings() == RaySettings(4, name="mine", init_kwargs={"num_cpus": 4}, master_port=29500)
     assert read_run(file).settings().ray is None
     with pytest.raises(ValueError, match=r"^master_addr: '10\.0\.0\.1' has no effect without Ray's workers"):
         read_run(file, ["master_addr=10.0.0.1"])

@@ -86,7 +86,7 @@ class FactoryRun:
         if self.keys.learns_preferences:
             model = {**model, "preference": preference_of(self.keys, self.keys.stage)}
             data = rows_of_pairs(model, data)
-        ray = self.ray.settings() if self.ray.use_ray else None
+        ray = self.ray.ray_settings() if self.ray.use_ray else None
         notes = (*self.notes, *settings.notes)
         if sees_images(self.model_path):
             model, more = self._seeing(model)

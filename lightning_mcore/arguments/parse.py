@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``parse_arguments``: argument classes from words of a command line, a file or a dict.
+
+transformers' ``HfArgumentParser`` reads the words, so its rules hold, except that no name is abbreviated. It refuses
+classes that share a field. Here each of them gets the value; and ``Fp8Arguments``, whose ``fp8`` is a yes or no, says
+which format of FP8 the others get.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from lightning_mcore.arguments.documents import read_file
+from lightning_mcore.arguments.fields import take_words
+from lightning_mcore.config.text import unknown_name
+
+
+def parse_arguments(source: "Sequence[str] | str | Path | Mapping[str, Any]", *classes: type) -> tuple[Any, ...]:
+    """Return an object of each class.
+
+    Args:
+        source: Words of a command line, a dict, or the path of a ``.yaml``, ``.yml`` or ``.json`` file. The words may
+            be one such path.
+        classes: Dataclasses; ``TrainingArguments`` if none is given.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        SystemExit: Words of a command line are wrong; argparse has printed the reason.
+        TypeError: A value has another type.
+        ValueError: A name is unknown, a value is refused, or the file cannot be read.
+    """
+    chosen: Any = classes or _default_classes()
+    names = [field.name for kind in chosen for field in dataclasses.fields(kind) if field.init]
+    if isinstance(source, Sequence) and not isinstance(source, str) and len(source) == 1 and _is_file_name(source[0]):
+        source = source[0]
+    if isinstance(source, str | Path):
+        what, values = f"key of {source}", read_file(str(source), "a file of arguments")
+    elif isinstance(source, Mapping):
+        what, values = "argument", dict(source)
+    elif len({*names}) == len(names):
+        return _parsed(list(source), chosen, names)
+    else:
+        what, values = "option", _values(list(source), chosen)
+    for name in values:
+        if name not in names:
+            raise ValueError(unknown_name(what, str(name), names))
+    return _made(values, chosen)
+
+
+def _parsed(words: list[str], classes: Any, names: list[str]) -> tuple[Any, ...]:
+    """Return the objects that transformers' parser makes of words."""
+    from transformers import HfArgumentParser
+
+    parser = HfArgumentParser(classes, allow_abbrev=False)
+    *parsed, rest = parser.parse_args_into_dataclasses(words, return_remaining_strings=True, look_for_args_file=False)
+    for word in rest:
+        name = word.lstrip("-").partition("=")[0].replace("-", "_")
+        raise ValueError(
+            unknown_name("option", name, names) if word.startswith("-") else f"{word!r} belongs to no option"
+        )
+    return tuple(parsed)
+
+
+def _values(words: list[str], classes: Any) -> dict[str, Any]:
+    """Return the values of words by name, for classes that share names; a shared name takes what any of them takes."""
+    hints: dict[str, Any] = {}
+    for kind in classes:
+        for name, hint in get_type_hints(kind).items():
+            hints[name] = hints[name] | hint if name in hints else hint
+    values = {}
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if not word.startswith("--"):
+            raise ValueError(f"{word!r} belongs to no option")
+        if name not in hints:
+            raise ValueError(unknown_name("option", name, hints))
+        try:
+            values[name] = take_words([value] if equals else words, hints[name])
+        except ValueError as error:
+            raise ValueError(f"--{name}: {error}; give --{name} VALUE") from error
+    return values
+
+
+def _made(values: Mapping[str, Any], classes: Any) -> tuple[Any, ...]:
+    """Return an object of each class; the format of FP8 that ``Fp8Arguments`` asks for is that of the others."""
+    from lightning_mcore.arguments.llamafactory.fp8 import Fp8Arguments
+
+    chooses = Fp8Arguments in classes and len(classes) > 1
+    own = {name: value for name, value in values.items() if name in Fp8Arguments.__dataclass_fields__}
+    others = dict(values)
+    if chooses:
+        others = {name: value for name, value in values.items() if name not in own}
+        others = Fp8Arguments(**own).merged_into(others)
+    made = []
+    for kind in classes:
+        given = values if kind is Fp8Arguments else others
+        fields = {field.name for field in dataclasses.fields(kind) if field.init}
+        made.append(kind(**{name: value for name, value in given.items() if name in fields}))
+    return tuple(made)
+
+
+def _default_classes() -> tuple[type, ...]:
+    from lightning_mcore.arguments.training import TrainingArguments
+
+    return (TrainingArguments,)
+
+
+def _is_file_name(word: str) -> bool:
+    return Path(word).suffix in (".yaml", ".yml", ".json") and not word.startswith("-")
