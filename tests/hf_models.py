@@ -270,6 +270,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama, tied, wide heads": ("llama", {"tie_word_embeddings": True, "head_dim": 16}),
     "llama, one key head": ("llama", {"num_key_value_heads": 1}),
+    "olmo2, one key head": ("olmo2", {"num_key_value_heads": 1}),
+    "minimax_m2, one key head": ("minimax_m2", {"num_key_value_heads": 1}),
     "mistral, no window": ("mistral", {"sliding_window": None}),
     "mixtral, window": ("mixtral", {"sliding_window": 8}),
     "qwen2, windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),

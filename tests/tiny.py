@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from lightning_mcore.config.architecture import Architecture, set_architecture
 from lightning_mcore.config.positions import set_yarn
-from lightning_mcore.layers.multi_token import gpt_mtp_block_spec
+from lightning_mcore.layers.multi_token import MultiTokenGPT, gpt_mtp_block_spec
 from lightning_mcore.layers.spec import gpt_block_spec
 from tests.layouts import Layout
 
@@ -156,7 +156,7 @@ def build_gpt(
         set_yarn(config, dict(arguments.pop("yarn")))
     if config.mtp_num_layers:
         arguments["mtp_block_spec"] = gpt_mtp_block_spec(config, recipe.impl, vp_stage=vp_stage)
-    return GPTModel(
+    return (MultiTokenGPT if config.mtp_num_layers else GPTModel)(
         config,
         block,
         vocab_size=VOCAB_SIZE,

@@ -250,6 +250,8 @@ def check_architecture(config: Any, transformer_impl: str) -> None:
         given.check_transformer_engine()
     latent, experts = config.multi_latent_attention, config.num_moe_experts
     softmax = config.moe_router_score_function == "softmax" and not config.moe_router_enable_expert_bias
+    ranks, channels = config.tensor_model_parallel_size, (config.num_query_groups or 0) * (config.kv_channels or 0)
+    uneven = given.head_norms == "all_heads" and channels % ranks != 0
     clashes: list[tuple[str, bool, str]] = [
         *(
             (name, latent, "multi_latent_attention=True")
@@ -258,6 +260,7 @@ def check_architecture(config: Any, transformer_impl: str) -> None:
         ("delta_net", bool(config.mtp_num_layers), f"mtp_num_layers={config.mtp_num_layers}"),
         ("attention_output_bias", latent, "multi_latent_attention=True"),
         ("head_norms", config.qk_layernorm, "qk_layernorm=True"),
+        ("head_norms", uneven, f"tensor_model_parallel_size={ranks}; choose a divisor of its {channels} key channels"),
         ("attention_cap", config.softmax_type != "vanilla", f"softmax_type={config.softmax_type!r}"),
         ("latent_epsilon", not latent, "multi_latent_attention=False"),
         ("expert_bias", not experts, "num_moe_experts=None"),

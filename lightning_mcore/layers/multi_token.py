@@ -9,7 +9,7 @@ losses.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -29,11 +29,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from lightning_mcore.layers.packed_sequences import all_real
+from lightning_mcore.layers.router import scale_gradient
 from lightning_mcore.layers.score import HiddenStates
 from lightning_mcore.layers.spec import TorchNorm, last_layer_spec
 
 _MEGATRON = __version__.partition("+")[0]  # 0.19 adds the commit of the folder that it runs in
-_RECORDED = "loss_values" if hasattr(multi_token_prediction, "process_mtp_loss") else "values"  # its name since 0.17
+_COUNTS_OWN_TOKENS = hasattr(multi_token_prediction, "process_mtp_loss")  # since 0.17
+_RECORDED = "loss_values" if _COUNTS_OWN_TOKENS else "values"
 _SAVES_ALL_ARGUMENTS = "forward_func" in inspect.signature(MultiTokenPredictionLayer._checkpointed_forward).parameters
 
 
@@ -44,6 +46,10 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
     the boundaries of the real tokens, as if there were no padding in between. Shifted by the padded boundaries, the
     last real token of a sequence gets the padding after it, which the loss mask hides.
 
+    Weighted by tokens, a loss of these layers is divided by the tokens of the whole step, as the main loss is. Since
+    0.17 Megatron multiplies it by the microbatch's tokens over those that are left after the shift. How the gradients
+    weigh would then depend on how rows are cut into microbatches, so that factor is taken out of them again.
+
     The rows that pad the vocabulary are not tokens and have no part in the loss. So the loss does not depend on the
     padding, which follows from parallel sizes, and equals that of a model without padding.
 
@@ -51,10 +57,12 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
         existing_tokens: Size of the vocabulary without padding; None if it has no padding.
 
     Source: ``GPTModel._postprocess`` (0.16.1 needs labels with ``mtp_num_layers``; 0.19.2 makes some up);
-    ``_roll_tensor_packed_seq`` (megatron.core.transformer.multi_token_prediction, both) reads ``cu_seqlens_q``.
+    ``_roll_tensor_packed_seq`` (megatron.core.transformer.multi_token_prediction, both) reads ``cu_seqlens_q``;
+    ``process_mtp_loss`` (megatron.core.transformer.multi_token_prediction, 0.19.2) has the factor.
     """
 
     existing_tokens: int | None = None
+    _shares_left: Iterator[Tensor] = iter(())  # for the next losses of multi-token prediction
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Return the loss of each token, [b, s] fp32, without a sum or mean.
@@ -68,7 +76,8 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
             padding = logits.detach()[..., max(0, self.existing_tokens - first) :]
             padding.fill_(torch.finfo(logits.dtype).min)  # their gradients are then zero without autograd
         losses: Tensor = super().compute_language_model_loss(labels, logits)
-        return losses
+        share = next(self._shares_left, None)  # Megatron computes the main loss after the others
+        return losses if share is None else scale_gradient(losses, share)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
         if labels is not None or not self.config.mtp_num_layers or not self.post_process:
@@ -78,6 +87,11 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
             if padding is not None and padding.size(1) != kwargs["input_ids"].size(1):
                 kwargs["padding_mask"] = self._whole_padding(padding)
             before = mtp_tracker().pop(_RECORDED, None)
+            if _COUNTS_OWN_TOKENS and labels is not None and self.config.mtp_num_layers and self.post_process:
+                mask = kwargs.get("loss_mask")
+                self._shares_left = self._shares(
+                    torch.ones_like(labels) if mask is None else mask, kwargs.get("packed_seq_params")
+                )
             result: Tensor = super()._postprocess(hidden_states, *args, labels=labels, **kwargs)
             if _RECORDED in mtp_tracker():
                 self._weigh_recorded(before, kwargs.get("loss_mask"), kwargs.get("packed_seq_params"))
@@ -110,6 +124,22 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
         whole = tensor_parallel.gather_from_sequence_parallel_region(tokens_first, group=self.pg_collection.tp)
         padding: Tensor = whole.t().contiguous().bool()
         return padding
+
+    def _shares(self, mask: Tensor, packed: PackedSeqParams | None) -> Iterator[Tensor]:
+        """Yield for each layer which share of a microbatch's tokens it has, by whose inverse Megatron multiplies.
+
+        Of the tokens of a row 0 1 1 1, shifted once to 1 1 1 0, all are left; of 1 1 1 1, which becomes 1 1 1 0, 3/4.
+
+        Args:
+            mask: [b, s], 1 where a token counts.
+            packed: The boundaries of a packed batch; None for a dense one.
+        """
+        if not self.config.calculate_per_token_loss:
+            return
+        whole = mask.sum().clamp(min=1)
+        for _ in range(self.config.mtp_num_layers):
+            mask, count = roll_tensor(mask, cp_group=self.cp_group, packed_seq_params=packed)
+            yield count / whole
 
     def _weigh_recorded(self, before: Tensor | None, mask: Tensor | None, packed: PackedSeqParams | None) -> None:
         """Turn the losses just recorded for the logs into means over the tokens of all ranks that share a sequence.
@@ -214,13 +244,12 @@ def check_multi_token(config: TransformerConfig, tied: bool = False, learned_pos
     layers = config.mtp_num_layers
     if not layers:
         return
-    counts_own_tokens = hasattr(multi_token_prediction, "process_mtp_loss")  # since 0.17
-    if config.context_parallel_size > 1 and (counts_own_tokens or not config.calculate_per_token_loss):
+    if config.context_parallel_size > 1 and (_COUNTS_OWN_TOKENS or not config.calculate_per_token_loss):
         raise ValueError(
             f"mtp_num_layers={layers} with context_parallel_size={config.context_parallel_size}: in megatron-core "
             f"{_MEGATRON} each rank divides that loss by its own tokens; choose context_parallel_size=1"
         )
-    if not counts_own_tokens and not config.calculate_per_token_loss:
+    if not _COUNTS_OWN_TOKENS and not config.calculate_per_token_loss:
         raise ValueError(
             f"mtp_num_layers={layers} with calculate_per_token_loss=False: megatron-core {_MEGATRON} divides by "
             "zero if the mask hides all tokens of a microbatch; set calculate_per_token_loss=True"

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -88,6 +89,10 @@ class _SumOverRanks(torch.autograd.Function):
 class _NormOfAllHeads(nn.Module):
     """RMSNorm over all heads together; each tensor-parallel rank has some of them.
 
+    With more ranks than key heads, several ranks have the same key head, each for its own query heads. Each of them
+    keeps a part of the weights of that head: of 2 key heads of 8 channels on 4 ranks, the first has channels 0 to 3 of
+    the first head, the second channels 4 to 7. They are gathered for the norm, and their gradients summed.
+
     Args:
         config: Megatron's config, for the number of heads and ``params_dtype``.
         hidden_size: Channels of a head.
@@ -99,6 +104,8 @@ class _NormOfAllHeads(nn.Module):
         self.eps = eps
         self.group = parallel_state.get_tensor_model_parallel_group()
         self.width = self.heads(config) * hidden_size
+        self.size = hidden_size
+        self.copies = max(1, self.group.size() // self.heads(config))  # ranks that have the same head
         own = self.width // self.group.size()
         self.weight = nn.Parameter(torch.ones(own, dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
@@ -115,11 +122,19 @@ class _NormOfAllHeads(nn.Module):
             heads: [s / cp, b, heads / tp, d], packed [t, heads / tp, d], of any float dtype.
         """
         values = heads.float()
-        squares = values.square().sum(dim=(-2, -1), keepdim=True)
+        squares = values.square().sum(dim=(-2, -1), keepdim=True) / self.copies
         if self.group.size() > 1:
             squares = _SumOverRanks.apply(squares, self.group)  # type: ignore[no-untyped-call]
         normalised = (values * torch.rsqrt(squares / self.width + self.eps)).to(heads.dtype)
-        return normalised * self.weight.view(heads.shape[-2:]).to(heads.dtype)
+        return normalised * self._weight_of_own_heads().view(heads.shape[-2:]).to(heads.dtype)
+
+    def _weight_of_own_heads(self) -> Tensor:
+        """Return the weights of the heads of this rank, [heads / tp * d], or [d] of a head that several ranks have."""
+        if self.copies == 1:
+            return self.weight
+        gather: Any = gather_from_sequence_parallel_region  # whose backward sums and scatters
+        whole: Tensor = gather(self.weight, tensor_parallel_output_grad=True, group=self.group)
+        return whole.view(-1, self.size)[self.group.rank() // self.copies]
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Return the weight for a checkpoint; each tensor-parallel rank has a part of it."""

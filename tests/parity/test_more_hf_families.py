@@ -43,8 +43,8 @@ VARIED = (*MORE_FAMILIES, *STRETCHED, "llama, all biases")
 PROMPT, CONTINUED = [5, 17, 3], 4
 
 LAYOUTS: dict[Layout, tuple[str, ...]] = {
-    Layout(tp=2): DENSE,
-    Layout(moe=True, tp=2, sp=True, ep=2, etp=1): EXPERTS,
+    Layout(tp=2): (*DENSE, "olmo2, one key head"),
+    Layout(moe=True, tp=2, sp=True, ep=2, etp=1): (*EXPERTS, "minimax_m2, one key head"),
 }
 MORE_LAYOUTS: dict[Layout, tuple[str, ...]] = {
     Layout(): VARIED,
@@ -54,6 +54,7 @@ MORE_LAYOUTS: dict[Layout, tuple[str, ...]] = {
     Layout(tp=2, pp=2, sp=True): VARIED,
     Layout(pp=2, vp=2): VARIED,
     Layout(tp=2, cp=2, sp=True): VARIED,
+    Layout(tp=4, sp=True): ("olmo2", "olmo2, one key head", "olmo3"),
     Layout(moe=True, dp=2, ep=2): EXPERTS,
 }
 

@@ -2,13 +2,19 @@
 """Settings that Megatron's config has no field for: refused in a sentence, and computed as their formulas say."""
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_mcore import MCoreGPT
-from lightning_mcore.config.architecture import Architecture, architecture_of, set_architecture
+from lightning_mcore.config.architecture import (
+    Architecture,
+    architecture_of,
+    check_architecture,
+    set_architecture,
+)
 from lightning_mcore.layers.attention import Softmax, attend_once
 
 MODEL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
@@ -98,6 +104,20 @@ def test_settings_without_effect_are_refused(given: dict[str, Any], fields: dict
     module = MCoreGPT(vocab_size=32, seq_length=8, transformer={**MODEL, **fields}, architecture=given)
     with pytest.raises(ValueError, match=f"which does not work with {re.escape(other)}"):
         module.check_settings()
+
+
+def test_ranks_that_do_not_divide_the_channels_of_all_keys_are_refused() -> None:
+    config = SimpleNamespace(
+        **{"multi_latent_attention": False, "num_moe_experts": None, "moe_router_score_function": "softmax"},
+        **{"moe_router_enable_expert_bias": False, "mtp_num_layers": None, "qk_layernorm": False, "num_layers": 2},
+        **{"softmax_type": "vanilla", "moe_layer_freq": 1, "num_query_groups": 1, "kv_channels": 6},
+        tensor_model_parallel_size=4,
+    )
+    set_architecture(config, Architecture(head_norms="all_heads"))
+    with pytest.raises(ValueError, match="tensor_model_parallel_size=4; choose a divisor of its 6 key channels"):
+        check_architecture(config, "local")
+    config.tensor_model_parallel_size = 2
+    check_architecture(config, "local")
 
 
 def test_a_config_without_settings_has_the_defaults() -> None:
