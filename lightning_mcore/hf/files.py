@@ -19,6 +19,7 @@ from typing import Any
 CONFIG_FILE, ADAPTER_CONFIG_FILE = "config.json", "adapter_config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+PICKLED_FILE, PICKLED_INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 LONGEST_JSON = 100 << 20
 """The largest size in bytes of a JSON file or header, as in the safetensors library; a longer one is damaged."""

@@ -4,6 +4,8 @@
 A model is one ``model.safetensors``, or several files with an index. Opening a :class:`SafetensorsFolder` reads only
 headers, and checks that every file has the length that its header gives, so a broken download is found before a model
 is built. A rectangle is a view of the mapped file: values are read only when they are copied, and copied only once.
+A model without such files may have those of ``torch.save`` (``pytorch_model.bin``), which torch maps without running
+code from them.
 ``safe_open`` of safetensors does not read ahead: for columns of a matrix on a cold disk it takes twice as long.
 
 :func:`write_safetensors` keeps only one tensor in memory. The header says where each tensor will lie, which is known
@@ -19,7 +21,9 @@ import json
 import logging
 import mmap
 import os
+import pickle
 import struct
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -31,7 +35,14 @@ from torch import Tensor
 
 from lightning_mcore.checkpoint.stored_dtypes import StoredDtypes
 from lightning_mcore.checkpoint.writer import ChecksummedFile, tensor_bytes
-from lightning_mcore.hf.files import INDEX_FILE, SINGLE_FILE, read_header, read_json
+from lightning_mcore.hf.files import (
+    INDEX_FILE,
+    PICKLED_FILE,
+    PICKLED_INDEX_FILE,
+    SINGLE_FILE,
+    read_header,
+    read_json,
+)
 from lightning_mcore.hf.mxfp4 import BLOCKS, SCALES, dequantise, dequantised_shape
 from lightning_mcore.hf.weight_rules import Shape, index_of
 
@@ -39,6 +50,7 @@ _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 _log = logging.getLogger(__name__)
 
+_IN_A_PICKLE = -1  # where a tensor begins that torch has mapped
 _AHEAD_FROM = 1 << 20  # bytes from which to read ahead instead of page by page
 
 
@@ -67,7 +79,7 @@ class SafetensorsFolder:
     """The tensors of a model.
 
     Args:
-        folder: The folder with ``model.safetensors`` or its index.
+        folder: The folder with ``model.safetensors`` or its index, or else ``pytorch_model.bin`` or its index.
         unread: Endings of the names of tensors to ignore; one with a dot at its end is a beginning.
 
     Attributes:
@@ -88,9 +100,15 @@ class SafetensorsFolder:
         self._mapped: dict[str, mmap.mmap] = {}
         self._whole: dict[str, Tensor] = {}
         self._announced: Any = None  # bytes of all tensors, from the index
-        index = self._index()
-        for name in [SINGLE_FILE] if index is None else sorted(set(index.values())):
-            self._read_header(name, unread)
+        names = os.listdir(folder)
+        is_pickled = not {SINGLE_FILE, INDEX_FILE} & {*names} and bool({PICKLED_FILE, PICKLED_INDEX_FILE} & {*names})
+        single, self._index_file = (PICKLED_FILE, PICKLED_INDEX_FILE) if is_pickled else (SINGLE_FILE, INDEX_FILE)
+        index = self._index(single)
+        for name in [single] if index is None else sorted(set(index.values())):
+            if is_pickled:
+                self._read_pickled(name, unread)
+            else:
+                self._read_header(name, unread)
         if index is not None:
             self._compare({name: file for name, file in index.items() if not _is_unread(name, unread)})
             self._compare_sizes()
@@ -148,24 +166,62 @@ class SafetensorsFolder:
                 del found[other]
             found[new_name] = kept
 
+    def put_under(self, prefix: str, stem: str, except_for: tuple[str, ...]) -> None:
+        """Add a prefix to all names, if none has it and those of layers lack it.
+
+        Args:
+            prefix: The prefix.
+            stem: How names of layers should begin, the prefix included.
+            except_for: How names begin that never have it.
+        """
+        if any(name.startswith(prefix) for name in self.shapes) or not stem.startswith(prefix):
+            return
+        if not any((prefix + name).startswith(stem) for name in self.shapes):
+            return
+        tables: tuple[dict[str, Any], ...] = (self.shapes, self.dtypes, self._places, self._whole)
+        for table in tables:
+            renamed = {name if name.startswith(except_for) else prefix + name: table[name] for name in table}
+            table.clear()
+            table.update(renamed)
+
     # ---- headers
 
-    def _index(self) -> dict[str, str] | None:
+    def _read_pickled(self, file_name: str, unread: tuple[str, ...]) -> None:
+        """Map the tensors of a file of ``torch.save``; one of before torch 1.6 is read into memory."""
+        path = os.path.join(self.folder, file_name)
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            tensors = {name: tensor for name, tensor in content.items() if not _is_unread(name, unread)}
+            kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, AttributeError) as error:
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise ValueError(
+                f"{path} holds something other than tensors, or is damaged ({reason}); save the model again with"
+                " save_pretrained of transformers, which writes safetensors"
+            ) from error
+        for name, tensor in tensors.items():
+            if tensor.dtype not in _FLOATS.values():
+                raise self._no_weights(file_name, name, kinds[name])
+            shape = tuple(tensor.shape)
+            self._places[name], self._whole[name] = _Place(file_name, tensor.dtype, _IN_A_PICKLE, shape), tensor
+            self.shapes[name], self.dtypes[name] = shape, tensor.dtype
+
+    def _index(self, single: str) -> dict[str, str] | None:
         """Return the file of each tensor, by name; None if there is only one file."""
-        if not os.path.exists(os.path.join(self.folder, INDEX_FILE)):
-            if not os.path.exists(os.path.join(self.folder, SINGLE_FILE)):
+        if not os.path.exists(os.path.join(self.folder, self._index_file)):
+            if not os.path.exists(os.path.join(self.folder, single)):
                 raise FileNotFoundError(self._without_safetensors())
             return None
-        content = read_json(self.folder, INDEX_FILE)
+        content = read_json(self.folder, self._index_file)
         index, about = content.get("weight_map"), content.get("metadata")
         self._announced = about.get("total_size") if isinstance(about, dict) else None
         if not isinstance(index, dict) or not index or not all(map(_is_file_name, index.values())):
-            raise ValueError(f"{self.folder}/{INDEX_FILE} has no weight_map of file names; download it again")
+            raise ValueError(f"{self.folder}/{self._index_file} has no weight_map of file names; download it again")
         missing = sorted(name for name in set(index.values()) if not os.path.isfile(os.path.join(self.folder, name)))
         if missing:
             more = f" and {len(missing) - 1} more files" if len(missing) > 1 else ""
             raise FileNotFoundError(
-                f"{self.folder} lacks {missing[0]}{more}, which {INDEX_FILE} names; download the model again"
+                f"{self.folder} lacks {missing[0]}{more}, which {self._index_file} names; download the model again"
             )
         return index
 
@@ -230,11 +286,14 @@ class SafetensorsFolder:
         if kind == "U8" and name.endswith((BLOCKS, SCALES)):
             return torch.uint8
         if kind not in _FLOATS:
-            raise ValueError(
-                f"{name} in {self.folder}/{file_name} holds {kind}, as in a quantised model or a buffer without"
-                " weights; give the model in bf16, fp16 or fp32, and without such buffers"
-            )
+            raise self._no_weights(file_name, name, kind)
         return _FLOATS[kind]
+
+    def _no_weights(self, file_name: str, name: str, kind: str) -> ValueError:
+        return ValueError(
+            f"{name} in {self.folder}/{file_name} holds {kind}, as in a quantised model or a buffer without"
+            " weights; give the model in bf16, fp16 or fp32, and without such buffers"
+        )
 
     def _unreadable(self, file_name: str, name: str) -> ValueError:
         return ValueError(
@@ -246,7 +305,7 @@ class SafetensorsFolder:
         wrong = sorted(name for name in index.keys() | found.keys() if index.get(name) != found.get(name))
         if wrong:
             raise ValueError(
-                f"{self.folder}/{INDEX_FILE} and the files disagree on {len(wrong)} tensors, first on"
+                f"{self.folder}/{self._index_file} and the files disagree on {len(wrong)} tensors, first on"
                 f" {wrong[0]}; download the model again"
             )
 
@@ -257,7 +316,7 @@ class SafetensorsFolder:
             rank_zero_only(_log.warning)(
                 "%s/%s gives %s bytes of weights, but the files have %d; if that is unexpected, download the model "
                 "again",
-                *(self.folder, INDEX_FILE, self._announced, found),
+                *(self.folder, self._index_file, self._announced, found),
             )
 
     # ---- values
@@ -287,6 +346,8 @@ class SafetensorsFolder:
         if length < _AHEAD_FROM or not hasattr(mmap, "MADV_WILLNEED"):
             return
         place = self._places[name]
+        if place.begin == _IN_A_PICKLE:
+            return
         first = (place.begin + begin) // mmap.PAGESIZE * mmap.PAGESIZE
         self._map(place.file).madvise(mmap.MADV_WILLNEED, first, place.begin + begin + length - first)
 

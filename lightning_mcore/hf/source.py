@@ -34,7 +34,7 @@ from lightning_mcore.hf.family import (
     registered_family,
     split_fields,
 )
-from lightning_mcore.hf.files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, read_header, read_json
+from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, CONFIG_FILE, INDEX_FILE, SINGLE_FILE, read_header, read_json
 
 GENERATION_FILE = "generation_config.json"
 
@@ -43,8 +43,12 @@ _MOST_LABELS = 1_000_000
 
 _DESCRIPTIONS = ("*.json",)
 _DOWNLOADED = (*_DESCRIPTIONS, "*.safetensors", "*.model", "*.jinja", "*.txt", "tokenizer*")
+_PICKLED = ("pytorch_model*.bin",)  # where there are no safetensors
+_NOT_DOWNLOADED = ("*/*", "consolidated*")  # patterns match in subfolders too, which hold the weights once more
 
 _KEPT = sorted(OF_THE_MODULE - {"make_vocab_size_divisible_by", "transformer_impl"})  # of the model, not of its runs
+
+_BASE = "model."  # how names of weights begin, but not in what AutoModel of transformers writes
 
 _TIMES = 2  # smaller differences are found tensor by tensor after the model is built
 
@@ -69,8 +73,13 @@ def local_folder(path: str | os.PathLike[str], weights: bool = True) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    def downloaded(*patterns: str) -> str:
+        return str(snapshot_download(where, allow_patterns=list(patterns), ignore_patterns=list(_NOT_DOWNLOADED)))
+
     try:
-        return str(snapshot_download(where, allow_patterns=list(_DOWNLOADED if weights else _DESCRIPTIONS)))
+        folder = downloaded(*(_DOWNLOADED if weights else _DESCRIPTIONS))
+        has_weights = any(name.endswith(".safetensors") for name in os.listdir(folder))
+        return folder if has_weights or not weights else downloaded(*_DOWNLOADED, *_PICKLED)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
             f"{where} is not a folder, and no model of that name could be downloaded; give a folder with a"
@@ -102,6 +111,7 @@ def read_config(folder: str) -> dict[str, Any]:
         FileNotFoundError: There is no ``config.json``.
         ValueError: It is not the config of a model, or the model's weights are quantised.
     """
+    _refuse_adapter(folder)
     content = read_json(folder, CONFIG_FILE)
     model_type = content.get("model_type")
     if not isinstance(model_type, str):
@@ -116,6 +126,23 @@ def read_config(folder: str) -> dict[str, Any]:
             " model in bf16, fp16 or fp32"
         )
     return content
+
+
+def _refuse_adapter(folder: str) -> None:
+    """Refuse the folder of a PEFT adapter, and one that holds a model too, which transformers would apply it to."""
+    if not os.path.isfile(os.path.join(folder, ADAPTER_CONFIG_FILE)):
+        return
+    if not os.path.isfile(os.path.join(folder, CONFIG_FILE)):
+        base = read_json(folder, ADAPTER_CONFIG_FILE).get("base_model_name_or_path")
+        raise ValueError(
+            f"{folder} is the folder of a PEFT adapter; give its base ({base}) as the model, and this folder with"
+            " adapters=[...] to merge it or with lora= to train it further"
+        )
+    raise ValueError(
+        f"{folder} has {ADAPTER_CONFIG_FILE} beside the weights of a model, and transformers would apply that adapter;"
+        " move its files into a folder of their own, and give that with adapters=[...] to merge it or with lora= to"
+        " train it further"
+    )
 
 
 def complete_config(family: Family, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,6 +272,11 @@ class HFSource:
             config = complete_config(known, content)
             refuse_outside("max_position_embeddings", config.get("max_position_embeddings"), 1, LONGEST_SEQUENCE)
             fields = known.read_config(config)
+            if fields.get("rotary_interleaved") and fields.get("position_embedding_type") == "yarn":
+                raise ValueError(
+                    f"rope_parameters with rope_type='yarn' are not supported for {known.model_type!r}, which rotates"
+                    " neighbouring channels; give a model without"
+                )
         except ValueError as error:
             raise ValueError(f"{folder}/config.json: {error}") from error
         return cls(folder, known, config, fields)
@@ -259,6 +291,7 @@ class HFSource:
         from lightning_mcore.hf.safetensors import SafetensorsFolder
 
         tensors = SafetensorsFolder(self.folder, self.family.unread)
+        tensors.put_under(_BASE, f"{self.family.layer_prefix.partition('{')[0]}", except_for=("lm_head.", "score."))
         is_lacking = SCORE in self.family.optional and SCORE not in tensors.shapes
         if is_lacking and os.path.exists(os.path.join(self.folder, VALUE_HEAD_FILE)):
             tensors.adopt(VALUE_HEAD_FILE, VALUE_HEAD, SCORE)

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_mcore.config.vision import VISION_FAMILIES, Vision
 from lightning_mcore.hf.config_rules import Config, ConfigRule, Derived, Fields, Only, Unused, refuse_unless
-from lightning_mcore.hf.decoder_rules import ROPE
+from lightning_mcore.hf.decoder_rules import ATTENTION_BIAS, ROPE
 from lightning_mcore.hf.expert_rules import NORMALISED_ROUTER, SOFTMAX_ROUTER
 from lightning_mcore.hf.families import QWEN2, QWEN3, QWEN3_MOE
 from lightning_mcore.hf.family import IRRELEVANT, Family
@@ -68,7 +68,9 @@ def _seeing(text: Family, model_type: str, architecture: str, prefix: str, tower
         prefix: The prefix of the names of the language model's weights, instead of ``model.``.
         tower: The prefix of the names of the tower's weights.
     """
-    rules = (rule for rule in text.config if rule not in (ROPE, SOFTMAX_ROUTER))
+    rules = [rule for rule in text.config if rule not in (ROPE, SOFTMAX_ROUTER, ATTENTION_BIAS)]
+    if ATTENTION_BIAS in text.config:
+        rules.append(Only("attention_bias", False, "models with a vision tower have none here"))
     more = Unused(("vision_start_token_id", "vision_end_token_id", "vision_token_id", "text_config"))
     outside: tuple[WeightRule, ...] = (
         Vocabulary("embedding.word_embeddings.weight", f"{prefix}embed_tokens.weight"),

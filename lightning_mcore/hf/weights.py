@@ -11,7 +11,7 @@ export call :func:`require_fits` before they convert. A model with infinite trai
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 from typing import Any
 
@@ -20,11 +20,13 @@ from torch import Tensor
 
 from lightning_mcore.checkpoint.manifest import some_of
 from lightning_mcore.checkpoint.stored_dtypes import require_kept, widest
-from lightning_mcore.hf.family import Family
+from lightning_mcore.hf.family import SCORE, SCORING, Family
 from lightning_mcore.hf.safetensors import SafetensorsFolder
 from lightning_mcore.hf.weight_map import WeightMap, stacked_name
 from lightning_mcore.hf.weight_rules import Block, Shape
 
+_OUTPUT_IN_HF = "lm_head.weight"
+_SAME_MODEL = "give config and weights of one model, and do not change its sizes"
 _SHOWN = 5  # names in an error
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -199,10 +201,25 @@ class HFWeights:
         if not parts:
             parts = self._too_small()
         if parts:
+            remedy = self._remedy(missing, extra) if len(parts) == bool(missing) + bool(extra) else _SAME_MODEL
             raise ValueError(
-                f"the weights in {self._folder.folder} do not belong to this model: {'; '.join(parts)}; give config "
-                "and weights of one model, and do not change its sizes"
+                f"the weights in {self._folder.folder} do not belong to this model: {'; '.join(parts)}; {remedy}"
             )
+
+    def _remedy(self, missing: Collection[str], extra: Collection[str]) -> str:
+        """Return what to do about tensors that are missing or not known."""
+        if SCORE in extra:
+            return (
+                "it is a classifier or a reward model: take hf_model(head='sequence-classification') or"
+                f" MCorePreference, or family={self._family.model_type + SCORING!r}"
+            )
+        if not missing and not extra:
+            return _SAME_MODEL
+        if {*missing} == {_OUTPUT_IN_HF}:
+            return "it has no output layer: take hf_model(head='hidden-states') or (head='sequence-classification')"
+        if missing:
+            return _SAME_MODEL
+        return f"{_SAME_MODEL}, or leave them out with a family of your own that has them in unread (family=)"
 
     def _too_small(self) -> list[str]:
         """Return a sentence if one of Megatron's tensors is too small for its Hugging Face block."""

@@ -152,7 +152,11 @@ class MCoreVisionGPT(MCoreGPT):
         if "vision" not in settings:
             raise ValueError(f"{path} is a text-only model; take MCoreGPT")
         for name in settings.keys() - inspect.signature(cls).parameters.keys():
-            del settings[name]  # checkpoints record it, always with its default
+            value, usual = settings.pop(name), inspect.signature(MCoreGPT).parameters[name].default
+            if value and value != usual:
+                raise ValueError(
+                    f"{path} needs {name}={value!r}, which {cls.__name__} does not have; take another model"
+                )
 
     def check_settings(self) -> None:
         """Refuse settings that Megatron, the machine or the tower does not support.

@@ -206,9 +206,9 @@ REFUSED_AT_ONCE: dict[str, tuple[Damage, type[Exception], str]] = {
     ),
     "pickled weights": (
         only_pickles,
-        FileNotFoundError,
-        r"FOLDER has neither model\.safetensors nor model\.safetensors\.index\.json, only pytorch_model\.bin; give a"
-        r" model in safetensors, which save_pretrained of transformers writes",
+        ValueError,
+        r"FOLDER/pytorch_model\.bin holds something other than tensors, or is damaged \(EOFError\); save the model"
+        r" again with save_pretrained of transformers, which writes safetensors",
     ),
     "no config": (
         lambda folder: (folder / "config.json").unlink(),

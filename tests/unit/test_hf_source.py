@@ -34,7 +34,7 @@ def test_a_plan_downloads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyP
     shutil.copy(tiny_folder("llama") / "config.json", tmp_path)
     asked: list[Any] = []
 
-    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+    def snapshot_download(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         asked.append((name, allow_patterns))
         return str(tmp_path)
 
