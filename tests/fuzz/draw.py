@@ -6,6 +6,7 @@ nothing about refusals, and one that is always refused nothing about training. A
 seed alone, so a failure is repeated by its number.
 """
 
+import math
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,7 +78,24 @@ class _Draw:
         }
         if self.chance(0.1):
             trainer["gradient_clip_algorithm"] = "value"
-        return Settings(self.seed, world_size, strategy, self._ddp(), model, trainer, rows)
+        settings = Settings(self.seed, world_size, strategy, self._ddp(), model, trainer, rows)
+        if self.chance(ODD_ONE_OUT):
+            self._put_odd_value(settings)
+        return settings
+
+    def _put_odd_value(self, settings: Settings) -> None:
+        """Give one argument a value of any kind."""
+        value = self.rng.choice((5, 0, -1, 1.5, math.inf, "x", b"x", (), {}, [1], True))
+        home, names = self.rng.choice(
+            (
+                (settings.strategy, ("communication", "checkpoint_io", "process_group_backend", "timeout")),
+                (settings.strategy, ("tp_comm_overlap_cfg", "cluster_environment", "optimizer_config")),
+                (settings.model, ("rotary_base", "rotary_percent", "rope_scaling_factor", "architecture", "recipe")),
+                (settings.model, ("seq_len_interpolation_factor", "yarn", "lora", "train_only")),
+                (settings.model["transformer"], (5, "num_layers", "window_size", "recompute_modules")),
+            )
+        )
+        home[self.rng.choice(names)] = value
 
     def chance(self, probability: float) -> bool:
         return self.rng.random() < probability

@@ -147,6 +147,10 @@ def test_fields_of_other_models_are_refused_for_a_gpt_alone(name: str) -> None:
         ({"attention_dropout": 1.5}, "attention_dropout=1.5 is not a share"),
         ({"num_moe_experts": 2, "moe_router_topk": 4}, "moe_router_topk=4 is more than num_moe_experts=2; choose 2"),
         (
+            {"num_moe_experts": 2, "moe_router_topk": 2, "moe_router_num_groups": 2, "moe_router_group_topk": 1},
+            "moe_router_topk=2 does not fit moe_router_group_topk=1 groups of 1 experts; choose 1 to 1",
+        ),
+        (
             {"num_moe_experts": 2, "moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.01},
             "moe_aux_loss_coeff=0.01 with moe_router_load_balancing_type='sinkhorn'",
         ),

@@ -393,7 +393,7 @@ def test_what_only_nccl_can_do_is_refused_on_the_cpu(options: dict[str, Any]) ->
 def test_options_reach_megatrons_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(process_groups.parallel_state, "initialize_model_parallel", lambda **given: seen.append(given))
-    monkeypatch.setattr(process_groups, "_seed_tracker", lambda seed: None)
+    monkeypatch.setattr(process_groups, "seed_stage", lambda seed: None)
     process_groups.open_single_process()
     options = CommunicationOptions(use_sharp=True, high_priority_stream_groups=["ep"], create_gloo_process_groups=True)
     arguments = {"num_distributed_optimizer_instances": 3, **options.group_arguments()}
