@@ -145,7 +145,7 @@ def train(
         save_adapter(module, adapter, experts=experts)
     if hf is not None:
         export_model(module, hf)
-    flops = module._flops_per_token
+    flops = module.flops_per_token()
     held = [(piece.key, piece.start, piece.data.detach().clone()) for piece in adapter_pieces(module, module.lora)]
     return {"losses": course.losses, "norms": course.norms, "held": held, "flops": flops}
 
