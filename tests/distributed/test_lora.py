@@ -2,6 +2,7 @@
 """Training with adapters: the same course on every layout, checkpoints of what is trained alone, PEFT's folders."""
 
 import json
+import os
 import shutil
 from itertools import islice
 from pathlib import Path
@@ -511,6 +512,44 @@ def test_the_gradient_below_adapters_is_that_of_one_rank(sequence_parallel: bool
         ratio = (gradient * whole).sum() / whole.square().sum()
         assert ratio.item() == pytest.approx(1.0, abs=1e-6)
         torch.testing.assert_close(gradient, whole)
+
+
+def drawn(family: str, layout: Layout, seed: str | None, runs: int) -> list[list[tuple[Any, ...]]]:
+    """Return what the adapters of several runs of a process begin with, of this rank."""
+    os.environ.pop("PL_GLOBAL_SEED", None)
+    if seed is not None:
+        os.environ["PL_GLOBAL_SEED"] = seed
+    found = []
+    for _ in range(runs):
+        module = MCoreGPT.from_pretrained(family, seq_length=LENGTH, lora=LoRA(**SETTINGS, target_modules=TARGETS))
+        trainer = make_trainer(MCoreStrategy(**layout.strategy_arguments), limit_val_batches=1)
+        trainer.validate(module, DataLoader(Rows(), batch_size=1), verbose=False)
+        pieces = adapter_pieces(module, module.lora)
+        found.append([(piece.key, piece.start, piece.data.clone()) for piece in pieces])
+    return found
+
+
+TARGETS = ["q_proj", "down_proj", "embed_tokens"]
+
+
+def test_runs_begin_with_other_adapters_unless_they_are_seeded() -> None:
+    """Ranks that share an adapter begin with the same one; with a seed, those of all layouts do."""
+    by_layout = []
+    for layout, seed in ((Layout(tp=2), None), (Layout(tp=2, pp=2), "7"), (Layout(), "7"), (Layout(), "8")):
+        ranks = run_ranks(layout.world_size, drawn, folder("llama"), layout, seed, 2)
+        runs: list[dict[Any, Tensor]] = [{}, {}]
+        for number, held in [(number, held) for rank in ranks for number, held in enumerate(rank)]:
+            for key, start, data in held:
+                assert torch.equal(runs[number].setdefault((key, start), data), data)
+        same = {torch.equal(data, runs[1][place]) for place, data in runs[0].items() if data.any()}
+        assert same == {seed is not None}
+        by_layout.append(runs[0])
+    _, sharded, whole, other = by_layout
+    for (key, start), data in sharded.items():
+        part = tuple(slice(a, a + n) for a, n in zip(start, data.shape, strict=True))
+        assert torch.equal(data, whole[key, (0, 0)][part])
+    changed = [key for key, tensor in whole.items() if not torch.equal(tensor, other[key])]
+    assert changed == [key for key, tensor in whole.items() if tensor.any()]
 
 
 def test_lengths_of_frozen_rows_are_computed_once_and_after_a_load() -> None:
