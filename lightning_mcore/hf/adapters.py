@@ -315,18 +315,15 @@ def _projection(weight: ChunkWeight, name: str) -> Projection:
     out_features, in_features = weight.shapes[hf][::-1] if is_transposed else weight.shapes[hf]
     is_alone = len(weight.modules) == 1  # then what is left of the weight is padding
     padding = weight.parameter.shape[0] - sum(part.count for part in rows) if is_alone else 0
-    projection = Projection(
+    return Projection(
         name,
         tuple(rows),
         out_features,
         in_features,
         min(columns, default=0),
         padding,
-        shares_layer=not is_alone,
+        is_cut_unevenly=not weight.name.startswith("output_layer."),
     )
-    if rows and projection.own_rows != max(r.hf_start + r.count for r in rows) - projection.first_row:
-        raise ValueError(f"this layout gives a rank rows of {name} that are not consecutive; choose a smaller tp")
-    return projection
 
 
 def weights_of_chunk(

@@ -183,12 +183,12 @@ def adapter_pieces(module: pl.LightningModule, lora: LoRA, layout: ExpertLayout 
             p = child.projection
             slot = slot_of(p.name, (p.out_features, p.in_features), lora, experts, layout)
             yield slot.a(child.lora_A, p.column)
-            if not p.rows:
-                continue
-            yield slot.b(child.lora_B[: p.own_rows], p.first_row)
-            if child.lora_magnitude_vector is not None:
-                lengths, shape = child.lora_magnitude_vector[: p.own_rows], (p.out_features,)
-                yield Piece(f"{slot.stem}.{_LENGTHS}", lengths, shape, (p.first_row,))
+            for run in p.runs:
+                own = slice(run.start, run.start + run.count)
+                yield slot.b(child.lora_B[own], run.hf_start)
+                if child.lora_magnitude_vector is not None:
+                    lengths = child.lora_magnitude_vector[own]
+                    yield Piece(f"{slot.stem}.{_LENGTHS}", lengths, (p.out_features,), (run.hf_start,))
 
 
 def copied_name(key: str) -> str | None:

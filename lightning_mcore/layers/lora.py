@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import (
@@ -88,14 +89,14 @@ class Projection:
 
     Args:
         name: Hugging Face's name of the module.
-        rows: The rows of the layer's weight on this rank that belong to it; consecutive ones of the projection. None
+        rows: The rows of the layer's weight on this rank that belong to it. None
             where tensor-parallel ranks outnumber key heads and the projection is on others of them.
         out_features: Rows of the whole projection.
         in_features: Columns of the whole projection.
         column: The first of its columns on this rank.
         padding: Rows on this rank, after its own, that pad the vocabulary.
         is_embedding: Whether its weight is that of an embedding, transposed: the columns are tokens.
-        shares_layer: Whether the layer has other projections too, so that ranks may hold unequal parts of this one.
+        is_cut_unevenly: Whether a rank may hold another part of it than its share of consecutive rows.
     """
 
     name: str
@@ -105,7 +106,7 @@ class Projection:
     column: int
     padding: int = 0
     is_embedding: bool = False
-    shares_layer: bool = False
+    is_cut_unevenly: bool = False
 
     @property
     def in_order(self) -> list[Rows]:
@@ -116,6 +117,19 @@ class Projection:
     def first_row(self) -> int:
         """The first row of the projection on this rank; 0 if it has none."""
         return self.in_order[0].hf_start if self.rows else 0
+
+    @property
+    def runs(self) -> list[Rows]:
+        """Its rows on this rank in runs that follow one another in the projection; they start among its own rows."""
+        found: list[Rows] = []
+        place = 0
+        for rows in self.in_order:
+            if found and found[-1].hf_start + found[-1].count == rows.hf_start:
+                found[-1] = replace(found[-1], count=found[-1].count + rows.count)
+            else:
+                found.append(Rows(place, rows.hf_start, rows.count))
+            place += rows.count
+        return found
 
     @property
     def own_rows(self) -> int:
@@ -426,8 +440,10 @@ class Adapters(nn.ModuleDict):
         for name, entry in found.items():
             adapter, _, part = name.removeprefix(prefix).rpartition(".")
             projection = self._projections[adapter]
-            if part == "lora_A" or not projection.shares_layer:
+            if part == "lora_A" or not projection.is_cut_unevenly:
                 placed[name] = entry
+            elif len(projection.runs) > 1:
+                placed[name] = _in_runs(entry, projection)
             elif projection.rows:
                 placed[name] = _in_whole(entry, projection)
         return placed
@@ -439,12 +455,35 @@ def _in_whole(entry: Any, projection: Projection) -> Any:
     Ranks have equally many rows, unless there are more ranks than key heads: of 4 query heads and 1 key head, the first
     of 2 ranks has query heads 0 to 2, the second query head 3, the key and the value head.
     """
+    return _placed(entry, projection.out_features, projection.first_row)
+
+
+def _placed(entry: Any, rows: int, first: int) -> Any:
+    """Return a sharded tensor at its place among all rows."""
     axis = entry.prepend_axis_num
     shape, offset = list(entry.global_shape), list(entry.global_offset)
-    if (shape[axis], offset[axis]) == (projection.out_features, projection.first_row):
+    if (shape[axis], offset[axis]) == (rows, first):
         return entry
-    shape[axis], offset[axis] = projection.out_features, projection.first_row
+    shape[axis], offset[axis] = rows, first
     return replace(entry, global_shape=tuple(shape), global_offset=tuple(offset), axis_fragmentations=None)
+
+
+def _in_runs(entry: Any, projection: Projection) -> Any:
+    """Return a sharded tensor as several, one for each run of rows that follow one another in the whole projection.
+
+    Of a ``gate_up_proj`` with 8 rows, the first of 2 ranks has rows 0 and 1 of the gate, and rows 4 and 5, of the up
+    projection.
+    """
+
+    def build(key: str, data: Tensor, replica_id: Any, flattened_range: Any = None) -> list[Any]:
+        found = []
+        for run in projection.runs:
+            part = data[run.start : run.start + run.count]
+            own = replace(entry, key=key, replica_id=replica_id, data=part, dtype=part.dtype, local_shape=part.shape)
+            found.append(_placed(own, projection.out_features, run.hf_start))
+        return found
+
+    return ShardedTensorFactory(entry.key, entry.data, build, torch.cat, entry.replica_id)
 
 
 class _Adapted:

@@ -66,10 +66,12 @@ RESUMED = (
     pytest.param(Layout(tp=2, pp=2, sp=True), "llama", marks=pytest.mark.thorough),
     (Layout(tp=2, sp=True), "llama"),
     (Layout(tp=2, dp=2, distributed_optimizer=True), "llama, one key head"),
+    (Layout(tp=2, dp=2, distributed_optimizer=True), "phi3"),
     pytest.param(Layout(dp=2, distributed_optimizer=True), "llama", marks=pytest.mark.thorough),
     pytest.param(Layout(moe=True, dp=2, ep=2, distributed_optimizer=True), "qwen3_moe", marks=pytest.mark.thorough),
 )
 STACKED: dict[str, Any] = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj", "gate.weight"]}
+JOINED: dict[str, Any] = {"target_modules": ["qkv_proj", "gate_up_proj"], "use_dora": True}
 GATES: dict[str, Any] = {"target_modules": ["q_proj", "shared_expert_gate"], "target_parameters": ["gate.weight"]}
 ENDS: dict[str, Any] = {"target_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"]}
 
@@ -246,7 +248,8 @@ def test_a_checkpoint_holds_what_is_trained_alone(one_rank: dict[str, Any]) -> N
 @pytest.mark.parametrize(("layout", "family"), RESUMED, ids=lambda value: getattr(value, "id", value))
 def test_a_run_goes_on_where_it_was_saved(layout: Layout, family: str, tmp_path: Path) -> None:
     """Bit for bit on the same layout; on another one within what layouts differ by."""
-    lora = {**SETTINGS, **({"modules_to_save": ["lm_head"], **STACKED} if layout.moe else ENDS)}
+    of_dense = JOINED if family == "phi3" else ENDS
+    lora = {**SETTINGS, **({"modules_to_save": ["lm_head"], **STACKED} if layout.moe else of_dense)}
     undisturbed = run_ranks(layout.world_size, train, folder(family), layout, lora, steps=4)
     run_ranks(layout.world_size, train, folder(family), layout, lora, steps=2, save=str(tmp_path))
     start = str(tmp_path / "step=2.ckpt")

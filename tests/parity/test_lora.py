@@ -69,6 +69,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_modules": [*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"], "use_dora": True},
     ),
     "delta nets in parts": ("qwen3_5_text", {"target_modules": "all-linear"}),
+    "joined projections": ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}),
+    "lengths of joined projections": ("glm4", {"target_modules": ["q_proj", "gate_up_proj"], "use_dora": True}),
     "router": ("mixtral", {"target_modules": ["v_proj"], "target_parameters": ["gate.weight"]}),
     "gates": ("qwen2_moe", {"target_modules": ["shared_expert_gate"], "target_parameters": ["gate.weight"]}),
     "shared expert": ("qwen2_moe", {"target_modules": [*ATTENTION, *MLP]}),
@@ -128,6 +130,7 @@ EXPERT_LAYOUTS: tuple[Layout, ...] = (
 )
 
 ROUTERS = ("router", "gates")
+JOINED = ("joined projections", "lengths of joined projections")
 STACKED = ("stacked experts", "stacked experts alone")
 LAYOUTS: dict[Layout, tuple[str, ...]] = {
     Layout(): tuple(CASES),
@@ -141,6 +144,7 @@ LAYOUTS: dict[Layout, tuple[str, ...]] = {
         "embedding",
         "lengths of the output layer",
         "one key head",
+        *JOINED,
     ),
     Layout(tp=2, sp=True): (
         "one key head",
@@ -154,6 +158,7 @@ LAYOUTS: dict[Layout, tuple[str, ...]] = {
         "embedding",
         "output layer",
         "delta nets",
+        *JOINED,
         *ROUTERS,
         *STACKED,
     ),
