@@ -89,8 +89,8 @@ class Projection:
 
     Args:
         name: Hugging Face's name of the module.
-        rows: The rows of the layer's weight on this rank that belong to it. None
-            where tensor-parallel ranks outnumber key heads and the projection is on others of them.
+        rows: The rows of the layer's weight on this rank that belong to it. None where tensor-parallel ranks outnumber
+            key heads and the projection is on others of them.
         out_features: Rows of the whole projection.
         in_features: Columns of the whole projection.
         column: The first of its columns on this rank.
@@ -480,6 +480,7 @@ def _in_runs(entry: Any, projection: Projection) -> Any:
         for run in projection.runs:
             part = data[run.start : run.start + run.count]
             own = replace(entry, key=key, replica_id=replica_id, data=part, dtype=part.dtype, local_shape=part.shape)
+            own = replace(own, axis_fragmentations=None)  # runs may have any size
             found.append(_placed(own, projection.out_features, run.hf_start))
         return found
 
