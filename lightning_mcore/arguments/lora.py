@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any
 
 from lightning_mcore.arguments.fields import check_types
+from lightning_mcore.arguments.llamafactory.rules import in_words_of_the_file
 from lightning_mcore.config.lora import LoRA
 
 _OF_PATTERNS = "*$|("  # a target that contains one of these is a regular expression
@@ -46,7 +47,8 @@ class LoraArguments:
                 f"lora_target={self.lora_target!r} contradicts adapter_name_or_path={self.adapter_name_or_path!r},"
                 " whose adapter_config.json has the settings; leave one of them out"
             )
-        self.model_settings()
+        with in_words_of_the_file():
+            self.model_settings()
 
     def model_settings(self) -> dict[str, Any]:
         """Return arguments of ``TrainingArguments.model``: ``lora``, or an empty dict without adapters."""

@@ -23,6 +23,7 @@ WITHOUT_REFERENCE = ("orpo", "simpo", "reward")
 """Losses without a reference model."""
 
 _OTHER_NAMES = {
+    "kto_pair": "'kto', whose answers are tagged instead of paired",
     "dpo": "'sigmoid'",
     "cdpo": "'sigmoid' with label_smoothing",
     "slic": "'hinge'",

@@ -14,6 +14,7 @@ import pytest
 from lightning_mcore.arguments import (
     DistributingParallelArguments,
     Fp8Arguments,
+    LoraArguments,
     MegatronArguments,
     RayArguments,
     Seq2SeqTrainingArguments,
@@ -410,6 +411,11 @@ def test_deepspeed_in_python_is_what_it_is_in_a_file(tmp_path: Path) -> None:
         )
     with pytest.raises(FileNotFoundError, match=r"deepspeed: none\.json is not a file"):
         TrainingArguments(output_dir=str(tmp_path), deepspeed="none.json")
+
+
+def test_a_setting_of_adapters_is_refused_by_its_own_name() -> None:
+    with pytest.raises(ValueError, match=r"^lora_rank=0 is too small; choose 1 or more$"):
+        LoraArguments(lora_target="all", lora_rank=0)
 
 
 def test_names_are_those_of_mcore_adapter(tmp_path: Path) -> None:

@@ -54,7 +54,8 @@ def module(**arguments: Any) -> MCorePreference:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"loss": "kto_pair"}, r"loss='kto_pair' is unknown; choose 'sigmoid', 'robust',"),
+        ({"loss": "kto_pair"}, r"loss='kto_pair' is unknown; did you mean 'kto', whose answers are tagged"),
+        ({"loss": "sigmod"}, r"loss='sigmod' is unknown; choose 'sigmoid', 'robust',"),
         ({"loss": "dpo"}, r"loss='dpo' is unknown; did you mean 'sigmoid'\?"),
         ({"loss": "hinge", "label_smoothing": 0.1}, r"label_smoothing=0.1 has no meaning for the loss 'hinge'; leave"),
         ({"loss": "orpo", "reference": "folder"}, r"reference='folder' has no meaning for the loss 'orpo'"),

@@ -188,20 +188,20 @@ def check_fields(
         _check_context_parallelism(config)
 
 
+_ENGINE = 'transformer_impl="transformer_engine", on CUDA or, with lightning-mcore[te-cpu], on a CPU'
+
+
 def _check_torch_backend(config: "TransformerConfig", given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     for name in NEEDS_TRANSFORMER_ENGINE:
         if name in given:
-            raise ValueError(
-                f"{name}={given[name]!r} needs TransformerEngine; choose {defaults[name]!r}, "
-                'or transformer_impl="transformer_engine" on CUDA'
-            )
+            raise ValueError(f"{name}={given[name]!r} needs TransformerEngine; choose {defaults[name]!r}, or {_ENGINE}")
     for name, (allowed, reason) in TORCH_BACKEND_VALUES.items():
         value = getattr(config, name, None)
         value = getattr(value, "name", value)  # a member of an enum
         if name in given and value not in allowed:
             raise ValueError(
                 f"{name}={value!r} is not for the torch backend, because {reason}; choose "
-                f'{" or ".join(map(repr, allowed))}, or transformer_impl="transformer_engine" on CUDA'
+                f"{' or '.join(map(repr, allowed))}, or {_ENGINE}"
             )
     check_attention(config)
     if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te":
