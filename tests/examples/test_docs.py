@@ -12,6 +12,7 @@ import yaml
 from lightning_mcore.cli import COMMANDS
 from tests.chats import characters, exchanges, write
 from tests.examples.test_examples import run_on_ranks
+from tests.factory_files import LLAMA3, MERGE_LORA, write_run
 from tests.hf_models import save_tiny, tiny_config
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +64,34 @@ def test_the_files_links_and_commands_of_a_page_exist(path: Path) -> None:
     assert set(re.findall(r"^\s*lightning-mcore (\w+)", text, re.MULTILINE)) <= set(COMMANDS)
     targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"`?make ([a-z-]+)", "\n".join([*blocks(path, "bash"), *blocks(path, "")]))) <= targets
+
+
+def test_the_commands_of_the_page_for_llamafactory_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Up to the start of ranks, with tiny files of the names that the page has."""
+    from torch.distributed.run import get_args_parser
+
+    from lightning_mcore.arguments.llamafactory.export import FactoryExport
+    from lightning_mcore.cli import guard, hf, main
+
+    started: list[Any] = []
+    monkeypatch.setattr(guard, "guarded", lambda run: started.append(run) or 0)
+    monkeypatch.setattr(FactoryExport, "write", lambda self: started.append(self))
+    monkeypatch.setattr(hf, "_export", lambda *args, **options: started.append((args, options)))
+    monkeypatch.chdir(tmp_path)
+    Path(write_run(tmp_path, LLAMA3)).rename("sft.yaml")
+    Path("merge.yaml").write_text(yaml.safe_dump(MERGE_LORA))
+    text = "\n".join(blocks(guide("from-llamafactory"), "bash")).replace("\\\n", " ")
+    commands = [re.sub(r"\$\w+", "1", line).split() for line in text.splitlines() if line.strip()]
+    for program, *words in commands:
+        if program == "torchrun":
+            given = get_args_parser().parse_args(words)
+            assert (given.module, given.training_script) == (True, "lightning_mcore.cli")
+            words = given.training_script_args
+        assert main(words) == 0, (words, capsys.readouterr().err)
+    assert [words[0] for words in commands].count("torchrun") == 1
+    assert len(started) == len(commands) - 1  # all but plan
 
 
 def test_every_page_has_its_place_in_the_site() -> None:
