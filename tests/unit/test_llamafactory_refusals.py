@@ -239,6 +239,20 @@ def test_a_change_to_null_takes_a_key_back(file: str) -> None:
         read_run(file, ["cutof_len=null"])
 
 
+def test_errors_about_what_keys_become_name_the_keys() -> None:
+    said = {
+        "r=0 is too small": "lora_rank=0 is too small",
+        "seq_length=7 is not a multiple of 4": "cutoff_len=7 is not a multiple of 4",
+        "target_modules has 'foo', and your r is": "lora_target has 'foo', and your r is",
+    }
+    for given, wanted in said.items():
+        for kind in (ValueError, TypeError):
+            with pytest.raises(kind, match=f"^{re.escape(wanted)}$"), in_words_of_the_file():
+                raise kind(given)
+    with pytest.raises(FileNotFoundError, match=r"^seq_length$"), in_words_of_the_file():
+        raise FileNotFoundError("seq_length")
+
+
 def test_texts_are_not_read_of_conversations(tmp_path: Path) -> None:
     info = {"talks": {"file_name": "alpaca_en_demo.json", "formatting": "sharegpt"}}
     file = write_run(tmp_path, LLAMA3, info=info)

@@ -50,8 +50,8 @@ def in_words_of_the_file() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        names = "|".join(_IN_THE_FILE)
-        text = re.sub(rf"\b({names})(?==)", lambda found: _IN_THE_FILE[found[1]], str(error))
+        names = "|".join(name for name in _IN_THE_FILE if name != "r")
+        text = re.sub(rf"\b(?:{names}|r(?==))\b", lambda found: _IN_THE_FILE[found[0]], str(error))
         if type(error) not in (TypeError, ValueError) or text == str(error):
             raise
         raise type(error)(text) from error
