@@ -101,7 +101,8 @@ class LiveRun:
 class Rows(Dataset[dict[str, Tensor]]):
     """Rows of tokens that look random, each one sequence or four."""
 
-    def __init__(self, size: int, length: int, vocab_size: int, packed: bool) -> None:
+    def __init__(self, size: int, length: int, vocab_size: int, packed: bool, pairs: bool) -> None:
+        self.pairs = pairs
         self.offsets = torch.arange(5) * (length // 4) if packed else None
         self.text = torch.randint(vocab_size, (size, length + 1), generator=torch.Generator().manual_seed(1))
 
@@ -111,6 +112,9 @@ class Rows(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = {"tokens": self.text[index, :-1], "labels": self.text[index, 1:]}
         row["lengths"] = torch.tensor(self.text.size(1) - 1)
+        if self.pairs:  # neighbours are the two answers, whose last token has no label
+            row["sample_ids"] = torch.tensor(index // 2)
+            row["loss_mask"] = (torch.arange(self.text.size(1) - 1) < self.text.size(1) - 2).float()
         if self.offsets is not None:
             row |= {"cu_seqlens": self.offsets, "cu_seqlens_padded": self.offsets}
         return row
@@ -215,5 +219,5 @@ def _data(run: LiveRun) -> DataLoader[Any]:
         batches = [vision_batch(run.family, run.model["seq_length"], *sizes, seed) for seed in range(run.microbatches)]
         return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
     count = run.world * run.rows * run.microbatches
-    rows = Rows(count, run.model["seq_length"], run.model["vocab_size"], run.packed)
+    rows = Rows(count, run.model["seq_length"], run.model["vocab_size"], run.packed, "preference" in run.model)
     return DataLoader(rows, batch_size=run.rows)

@@ -84,7 +84,7 @@ def train(
         export_model(module, hf)
     return {
         "losses": course.losses,
-        "flops": module._flops_per_token,
+        "flops": module.flops_per_token(),
         "counts": course.counts,
         "weights": [parameter.detach().clone() for parameter in module.parameters()],
     }

@@ -118,7 +118,7 @@ def test_dropout_and_multi_token_prediction_are_off() -> None:
 def test_the_work_of_a_reward_model_counts_a_score_and_no_vocabulary() -> None:
     language, reward = module(), module(preference=Preference("reward"))
     matrix = 6 * 16 * (language.padded_vocab_size - 1)  # forward, and two products backward
-    assert language._flops_per_token - reward._flops_per_token == matrix
+    assert language.flops_per_token() - reward.flops_per_token() == matrix
 
 
 def test_losses_of_routers_make_the_loss_a_mean_over_microbatches() -> None:
