@@ -60,7 +60,7 @@ class Generator(GenerationMixin):
         """Return an empty dict: transformers' settings for experts are not used."""
         return {}
 
-    def prepare_inputs_for_generation(  # type: ignore[override]  # arguments that are not named are refused
+    def prepare_inputs_for_generation(  # arguments that are not named are refused
         self,
         input_ids: Tensor,
         next_sequence_length: int | None = None,
