@@ -402,18 +402,36 @@ class MCoreGPT(SpeedLogs):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leave the weights to the checkpoint; read a recipe whose fields were saved as separate hyper-parameters."""
+        recorded = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})
+        self._check_base(checkpoint.get(_BASE), dict(recorded.get("lora") or {}))
         if self.lora is None:
             self._starts_from = None
-        elif self._base is not None and checkpoint.get(_BASE, self._base) != self._base:
-            raise ValueError(
-                "the adapters in this checkpoint were trained on another base than"
-                f" {self.lora.base_model_name_or_path}; give the model that they belong to"
-            )
-        recorded = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})
         flat = {name: recorded[name] for name in self.recipe.plain() if name in recorded}
         if self._trainer is None and flat and "recipe" not in recorded and self.recipe == Recipe():
             self.recipe = Recipe(**flat)
             self.hparams["recipe"] = self.recipe.plain()
+
+    def _check_base(self, base: str | None, recorded: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint of adapters in a model without them or of another base; ``recorded`` are its settings."""
+        if base is None:
+            return
+        if self.lora is None:
+            raise ValueError(
+                "this checkpoint holds LoRA adapters, and the model has none; give it lora=, with the settings of the"
+                f" run that wrote it (r={recorded.get('r')}, target_modules={recorded.get('target_modules')!r})"
+            )
+        if self._base is None or base == self._base:
+            return
+        merged = recorded.get("merged_adapters") or []
+        if merged != self._merged:
+            raise ValueError(
+                f"the adapters in this checkpoint were trained on a base with adapters={merged!r} merged into it, and"
+                f" adapters={self._merged!r} is given; give from_pretrained() the same folders"
+            )
+        raise ValueError(
+            "the adapters in this checkpoint were trained on another base than"
+            f" {self.lora.base_model_name_or_path}; give the model that they belong to"
+        )
 
     @classmethod
     def _check_given(cls, given: Mapping[str, Any]) -> None:

@@ -70,6 +70,9 @@ _DTYPES = {
 }
 
 
+_FP8_HINT = ", and for FP8 plugins=MCorePrecision('bf16-mixed', fp8_recipe='delayed')"
+
+
 def dtype_of(precision: str) -> torch.dtype | None:
     """Return the dtype of the parameters of a model built with ``pipeline()``; None for an unknown precision."""
     return _DTYPES.get(precision)
@@ -160,7 +163,10 @@ class MCorePrecision(Precision):
     ) -> None:
         allowed = get_args(PrecisionName)
         if precision not in allowed:
-            raise ValueError(f"precision={precision!r} is not available under MCoreStrategy; choose one of {allowed}")
+            hint = _FP8_HINT if str(precision).startswith(("fp8", "transformer-engine")) else ""
+            raise ValueError(
+                f"precision={precision!r} is not available under MCoreStrategy; choose one of {allowed}{hint}"
+            )
         self.precision = precision
         self.runner: BackwardRunner | None = None
         self.builds_plain_module = False  # set by the strategy when it gets the module
@@ -202,9 +208,10 @@ class MCorePrecision(Precision):
         if isinstance(plugin, cls):
             return plugin
         if type(plugin) not in (Precision, MixedPrecision, HalfPrecision):
+            hint = _FP8_HINT if type(plugin).__name__ == "TransformerEnginePrecision" else ""
             raise TypeError(
                 f"{type(plugin).__name__} is not available under MCoreStrategy; "
-                f"use Trainer(precision=...) with one of {get_args(PrecisionName)} or plugins=MCorePrecision(...)"
+                f"use Trainer(precision=...) with one of {get_args(PrecisionName)} or plugins=MCorePrecision(...){hint}"
             )
         scaler = getattr(plugin, "scaler", None)
         if scaler is not None and scaler.state_dict() != torch.amp.GradScaler(scaler._device).state_dict():

@@ -261,6 +261,18 @@ def test_a_run_goes_on_where_it_was_saved(layout: Layout, family: str, tmp_path:
         assert rank["losses"] == pytest.approx(undisturbed[0]["losses"][2:], abs=LOSS)
 
 
+def resume_whole(family: str, start: str) -> None:
+    """Resume a run of adapters with a model that has none."""
+    trainer = make_trainer(MCoreStrategy(), max_steps=STEPS + 1)
+    trainer.fit(MCoreGPT.from_pretrained(family, seq_length=LENGTH), DataLoader(Rows(), batch_size=1), ckpt_path=start)
+
+
+def test_a_checkpoint_of_adapters_is_refused_by_a_model_without_them(one_rank: dict[str, Any]) -> None:
+    start = str(one_rank["saved"] / f"step={STEPS}.ckpt")
+    with pytest.raises(RanksFailedError, match=r"this checkpoint holds LoRA adapters, and the model has none; give it"):
+        run_ranks(1, resume_whole, folder("llama"), start)
+
+
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.2.mlp.down_proj.weight"])
 def test_a_checkpoint_of_another_base_is_refused(name: str, one_rank: dict[str, Any], tmp_path: Path) -> None:
     """Even if one value alone differs."""
@@ -403,7 +415,7 @@ def test_several_adapters_are_merged_one_after_the_other(tmp_path: Path) -> None
         found = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
         for name, wanted in model.state_dict().items():
             torch.testing.assert_close(found[name], wanted, rtol=0, atol=1e-6)  # lengths are computed in other ways
-    with pytest.raises(RanksFailedError, match="were trained on another base than"):
+    with pytest.raises(RanksFailedError, match=r"with adapters=\['.*', '.*'\] merged into it, and adapters=\[\]"):
         run_ranks(1, train, folder("llama"), Layout(), SETTINGS, start=f"{saved}/step=2.ckpt")
 
 

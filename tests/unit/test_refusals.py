@@ -105,9 +105,24 @@ class ForeignPrecision(Precision):
     precision = "32-true"
 
 
+class TransformerEnginePrecision(Precision):
+    """Lightning makes its own only if TransformerEngine is installed."""
+
+
+@pytest.mark.parametrize("name", ["fp8", "transformer-engine-float16"])
+def test_a_precision_of_eight_bits_is_refused_with_its_setting(name: Any) -> None:
+    with pytest.raises(ValueError, match=r"choose one of .*, and for FP8 plugins=MCorePrecision"):
+        MCorePrecision(name)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
+        (
+            {"plugins": TransformerEnginePrecision()},
+            TypeError,
+            "and for FP8 plugins=MCorePrecision",
+        ),
         ({"precision": "64-true"}, TypeError, "DoublePrecision is not available under MCoreStrategy"),
         ({"plugins": MixedPrecision("16-mixed", "cpu", OWN_SCALER)}, ValueError, "a GradScaler with its own settings"),
         ({"plugins": ForeignPrecision()}, TypeError, "ForeignPrecision is not available under MCoreStrategy"),
