@@ -35,7 +35,7 @@ from lightning_mcore.parallel.groups import (
     open_single_process,
     process_groups_are_open,
 )
-from lightning_mcore.parallel.random_state import draw_seed
+from lightning_mcore.parallel.random_state import new_seed
 
 
 @contextlib.contextmanager
@@ -64,7 +64,7 @@ def single_process() -> Iterator[None]:
             if open_single_process():
                 stack.callback(dist.destroy_process_group)
             stack.callback(close_process_groups)
-            open_process_groups(ParallelLayout(), seed=draw_seed(), timeout=timedelta(minutes=30))
+            open_process_groups(ParallelLayout(), seed=new_seed(), timeout=timedelta(minutes=30))
         yield
 
 
@@ -92,7 +92,7 @@ class SingleModelSession(Callback):
         if open_single_process():
             self._open.callback(dist.destroy_process_group)
         self._open.callback(close_process_groups)
-        open_process_groups(ParallelLayout(), seed=draw_seed(), timeout=timedelta(minutes=30))
+        open_process_groups(ParallelLayout(), seed=new_seed(), timeout=timedelta(minutes=30))
 
     def _leave(self, trainer: "pl.Trainer") -> None:
         self._open.close()

@@ -94,14 +94,21 @@ def put(state: RandomState, device: torch.device) -> None:
     tracker.set_states({name: convert_cuda_rng_state(s, to_graphable=graphs) for name, s in state.tracker.items()})
 
 
-def draw_seed() -> int:
-    """Draw a seed below 2**31 from torch's generator, the same on ranks with the same state."""
-    return int(torch.randint(2**31, ()))
+def new_seed() -> int:
+    """Return a seed below 2**31 for a run, the same on ranks whose torch generators have the same state.
+
+    It is the user's own if nothing was drawn since ``seed_everything``, so that all strategies begin alike, else a
+    drawn one. The generator moves on in either case: the next run begins with other numbers.
+    """
+    seed = torch.initial_seed()
+    is_as_seeded = torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(seed).get_state())
+    drawn = int(torch.randint(2**31, ()))
+    return seed % 2**31 if is_as_seeded else drawn
 
 
 def draw_other_numbers() -> None:
-    """Seed the common generators with a number drawn from torch's."""
-    seed_common(draw_seed())
+    """Seed the common generators with a number drawn from torch's, the same on ranks with the same state."""
+    seed_common(int(torch.randint(2**31, ())))
 
 
 def seed_common(seed: int) -> None:

@@ -54,7 +54,7 @@ from lightning_mcore.parallel.groups import (
     process_group,
     process_groups_are_open,
 )
-from lightning_mcore.parallel.random_state import draw_seed
+from lightning_mcore.parallel.random_state import new_seed
 from lightning_mcore.parallel.rank_connections import meet
 from lightning_mcore.strategy.checkpointing import Checkpoints
 from lightning_mcore.strategy.checks import (
@@ -267,7 +267,7 @@ class MCoreStrategy(DDPStrategy):
         del store  # torch now has its own on the same server
         rank_watch.begin(collectives_issued(), timeout.total_seconds())
         # Without seed_everything, each run begins unlike the one before it in the same process.
-        seed = os.environ.get("PL_GLOBAL_SEED") or self.broadcast(draw_seed())
+        seed = os.environ.get("PL_GLOBAL_SEED") or self.broadcast(new_seed())
         options: dict[str, Any] = {"num_distributed_optimizer_instances": self.gradients.num_instances}
         options |= self.communication.group_arguments()
         open_process_groups(self.layout, int(seed) % 2**31, timeout, options)
