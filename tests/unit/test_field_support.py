@@ -27,6 +27,7 @@ TABLES: dict[str, Any] = {
     "NOT_OF_A_GPT": field_support.NOT_OF_A_GPT,
 }
 ONLY_SINCE_0_17 = {
+    "cuda_graph_modules",
     "expert_gtp_weight_remat_size",
     "flash_attention_version",
     "fused_residual_rmsnorm",

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from lightning_mcore.config.layout import ParallelLayout
@@ -25,6 +26,7 @@ TRANSFORMER: dict[str, Any] = {
     "activation_func": "silu",
     "gated_linear_unit": True,
 }
+GRAPHED = "cuda_graph_modules" if hasattr(TransformerConfig, "cuda_graph_modules") else "cuda_graph_scope"  # renamed
 EXPERTS: dict[str, Any] = {"num_moe_experts": 4, "moe_ffn_hidden_size": 16}
 
 
@@ -76,7 +78,7 @@ def test_constructor_refuses_in_one_sentence(arguments: dict[str, Any], message:
             "cuda_graph_impl='transformer_engine' is not available: CUDA graphs need",
         ),
         ({"cuda_graph_warmup_steps": 5}, "cuda_graph_warmup_steps=5 is not available: it is part of cuda_graph_impl"),
-        ({"cuda_graph_scope": "attn"}, "cuda_graph_scope=.* is not available: it is part of cuda_graph_impl"),
+        ({GRAPHED: "attn"}, "cuda_graph_(scope|modules)=.* is not available: it is part of cuda_graph_impl"),
         ({"cpu_offloading": True, "cpu_offloading_num_layers": 1}, "cpu_offloading=True needs TransformerEngine"),
     ],
 )

@@ -115,7 +115,8 @@ NOT_CARRIED_OUT: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
-            "cuda_graph_scope",
+            "cuda_graph_modules",
+            "cuda_graph_scope",  # its name before megatron-core 0.19
             "cuda_graph_warmup_steps",
             "cuda_graph_use_single_mempool",
             "cuda_graph_retain_backward_graph",
@@ -172,7 +173,7 @@ def check_fields(
     defaults = {field.name: field.default for field in fields(config) if field.default is not MISSING}
     given = {name: value for name, value in vars(config).items() if name in defaults and value != defaults[name]}
     for name, reason in NOT_CARRIED_OUT.items():
-        if given.get(name, []) != []:  # Megatron turns its own default of cuda_graph_scope into an empty list
+        if given.get(name, []) != []:  # Megatron turns its own default of cuda_graph_modules into an empty list
             raise ValueError(f"{name}={given[name]!r} is not available: {reason}; leave it out")
     for name in NEEDS_CUDA:
         if name in given and device_type not in ("cuda", None):
