@@ -7,6 +7,7 @@ traceback, because it is a bug of ours. This file imports no slow module, so ``-
 """
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -41,6 +42,12 @@ def run_command(command: Callable[[], int | None]) -> int:
     except EXPECTED as error:
         return refused(error)
     return DONE if code is None else code
+
+
+def find_modules_here() -> None:
+    """Let the class paths of a file name modules of the current folder, as with ``python -m``."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 def refused(error: Exception | str, code: int = WRONG) -> int:

@@ -22,7 +22,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instant
 
 from lightning_mcore.checkpoint.weights import hyper_parameters_of, refuse_code
 from lightning_mcore.cli import ray as on_ray
-from lightning_mcore.cli.command import refused
+from lightning_mcore.cli.command import find_modules_here, refused
 from lightning_mcore.cli.config_errors import explain, fp8_as_precision, on_one_line, overlooked_fault
 from lightning_mcore.cli.guard import Beginning, guarded
 from lightning_mcore.config.layout import ParallelLayout
@@ -254,8 +254,7 @@ def run(arguments: Sequence[str]) -> int:
     name = arguments[0]
     if importlib.util.find_spec("jsonargparse") is None:
         return refused(f'lightning-mcore {name} needs jsonargparse; pip install "lightning-mcore[cli]"')
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # class_path finds a module of this folder, as with python -m
+    find_modules_here()
     try:
         return guarded(lambda beginning: train(arguments, beginning))
     except _OnRay as asked:

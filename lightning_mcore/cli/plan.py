@@ -33,7 +33,7 @@ from typing import Any
 
 from lightning_mcore.arguments.documents import read_text, read_yaml
 from lightning_mcore.arguments.llamafactory.rules import refuse_v1
-from lightning_mcore.cli.command import DONE, WRONG, CommandParser, run_command
+from lightning_mcore.cli.command import DONE, WRONG, CommandParser, find_modules_here, run_command
 from lightning_mcore.cli.lightning_file import COMMANDS, TOP_KEYS, refuse_unknown_option, settings_of_lightning
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.ray import elastic_sizes
@@ -56,6 +56,7 @@ def run(arguments: Sequence[str]) -> int:
     Args:
         arguments: The words after ``lightning-mcore plan``.
     """
+    find_modules_here()
     parser = _parser()
     known, overrides = _split(parser, arguments)
     options = parser.read(known)

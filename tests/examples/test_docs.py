@@ -11,9 +11,10 @@ import yaml
 
 from lightning_mcore.cli import COMMANDS
 from tests.chats import characters, exchanges, write
+from tests.distributed.test_pretraining_data import make_dataset
 from tests.examples.test_examples import run_on_ranks
 from tests.factory_files import LLAMA3, MERGE_LORA, write_run
-from tests.hf_models import save_tiny, tiny_config
+from tests.hf_models import save_tiny
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -39,19 +40,48 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(
         exec(compile(code, str(path), "exec"), {"__name__": "page"})
 
 
-@page
+WITH_RUNS = [path for path in PAGES if blocks(path, "yaml")]
+runs = pytest.mark.parametrize("path", WITH_RUNS, ids=lambda path: path.stem)
+
+
+def files_of_the_runs(path: Path, folder: Path) -> list[Path]:
+    """Write the runs of a page, and what a reader has beside them: a model, data, and the script of the page."""
+    _save_model(folder / "base", max_position_embeddings=4096)
+    write(folder / "chats.jsonl", exchanges(16))
+    write(folder / "pairs.jsonl", [{"prompt": "q", "chosen": "a" * n, "rejected": "b"} for n in range(1, 9)])
+    make_dataset(folder / "corpus", first=0)
+    for code in blocks(path, "python")[:1]:
+        (folder / "train.py").write_text(code)
+    written = []
+    for number, text in enumerate(blocks(path, "yaml")):
+        written.append(folder / f"run{number}.yaml")
+        written[-1].write_text(text)
+    return written
+
+
+@runs
 def test_the_runs_of_a_page_are_accepted(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A page names its Hugging Face model ``base``."""
     from lightning_mcore.cli import main
 
     monkeypatch.chdir(tmp_path)
-    tiny_config("llama").save_pretrained(tmp_path / "base")
-    for text in blocks(path, "yaml"):
-        assert yaml.safe_load(text)
-        (tmp_path / "run.yaml").write_text(text)
-        assert main(["plan", str(tmp_path / "run.yaml")]) == 0, capsys.readouterr().err
+    for file in files_of_the_runs(path, tmp_path):
+        assert main(["plan", str(file)]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.slow
+@runs
+def test_the_runs_of_a_page_train(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One step, on CPU ranks, which Ray need not start."""
+    (tmp_path / "fit.py").write_text("from lightning_mcore.cli import console\n\nassert console() == 0\n")
+    for file in files_of_the_runs(path, tmp_path):
+        settings = yaml.safe_load(file.read_text())
+        settings.pop("ray", None)
+        settings["trainer"] |= {"accelerator": "cpu", "devices": 2, "max_steps": 1, "accumulate_grad_batches": 1}
+        file.write_text(yaml.safe_dump(settings))
+        output = run_on_ranks(capsys, 2, str(tmp_path / "fit.py"), "fit", f"--config={file}", folder=tmp_path)
+        assert "`max_steps=1` reached" in output
 
 
 @page
@@ -265,19 +295,6 @@ def test_the_example_of_adapters_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
     for name, weight in merged.items():
         torch.testing.assert_close(exported[name], weight, rtol=2**-7, atol=1e-4)  # the run is in bf16
-
-
-@pytest.mark.thorough
-def test_the_file_of_preferences_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    [text] = blocks(guide("preference"), "yaml")
-    (tmp_path / "dpo.yaml").write_text(text)
-    rows = [{"prompt": f"q{n}", "chosen": "a" * (n % 5 + 1), "rejected": "b" * (n % 3 + 1)} for n in range(12)]
-    write(tmp_path / "pairs.jsonl", rows)
-    _save_model(tmp_path / "base")
-    (tmp_path / "run.py").write_text("from lightning_mcore.cli import console\n\nassert console() == 0\n")
-    output = run_on_ranks(capsys, 2, str(tmp_path / "run.py"), "fit", "--config=dpo.yaml", folder=tmp_path)
-    assert "train data: 12 of 12 pairs" in output
-    assert "`max_steps=3` reached" in output
 
 
 def test_the_example_of_plan_gives_a_plan() -> None:
