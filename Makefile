@@ -4,9 +4,11 @@
 #   PYTHON        the Python 3.11, 3.12 or 3.13 that .venv is made from
 #   TORCH         what pip installs first; "torch==2.13.0+cu130" and the like for a certain GPU build
 #   TORCHVISION   the release of torchvision that is made for it
+#   TESTED        the versions that pip installs, of Python 3.11, 3.12 or 3.13; empty for the newest that pyproject.toml
+#                 allows, and for another release in TORCH
 #   WORKERS       test processes of pytest-xdist, each of which may start up to 8 ranks; three keep two cores busy
 #   PYTEST_ARGS   more arguments for pytest, as in: make test PYTEST_ARGS="-k layout"
-#   MCORE_LATEST  the release of megatron-core that "make test-mcore-latest" runs the tests on
+#   MCORE_LATEST  the release of megatron-core that "make test-latest" runs the tests on
 #   TE_RELEASE    the release of TransformerEngine that "make test-te" runs its tests on
 #   LIGHTNING     a checkout of Lightning's repository, whose own tests "make test-lightning" runs
 #   SOURCE        a checkout of TransformerEngine, whose own tests "make test-te-suite" runs
@@ -23,6 +25,7 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.13; do \
 	"$$python" -c '$(SUITABLE)' 2>/dev/null && echo "$$python" && break; done)
 TORCH ?= torch==2.13.0
 TORCHVISION ?= torchvision==0.28.0
+TESTED ?= requirements/tested-$$($(RUN) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
 WORKERS ?= 3
 PYTEST_ARGS ?=
 MCORE_LATEST ?= 0.19.2
@@ -37,7 +40,7 @@ LIGHTNING ?=
 SOURCE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install check docs format test test-fast test-thorough test-lightning test-ray test-mcore-latest test-te test-te-suite fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-vl demo-fp8 bench bench-checkpoint \
+.PHONY: help install lock check docs format test test-fast test-thorough test-lightning test-ray test-oldest test-latest test-te test-te-suite fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-vl demo-fp8 bench bench-checkpoint \
 	bench-generate bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-scale bench-startup bench-vision gpu torture faults mutate clean
 
 help:  ## list the commands
@@ -45,19 +48,35 @@ help:  ## list the commands
 
 install: $(INSTALLED)  ## make .venv and install the package and its tools into it
 
-# torch comes first and pinned: left to choose, pip may take a build of several gigabytes for another CUDA, and another
-# release of torch for the newest torchvision.
+# torch comes first: left to choose, pip may take a build of several gigabytes for another CUDA.
 # The stamp is written last, so an installation that failed is tried again.
-$(INSTALLED): pyproject.toml Makefile
+PIP := -m pip install --quiet $(if $(TESTED),--constraint "$(TESTED)")
+
+$(INSTALLED): pyproject.toml Makefile $(wildcard requirements/tested-*.txt)
 	@"$(PYTHON)" -c '$(SUITABLE)' 2>/dev/null || { \
 		echo "PYTHON='$(PYTHON)' is not a Python 3.11, 3.12 or 3.13 with venv and pip;" \
 			"install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(RUN) -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $(VENV)
-	$(RUN) -m pip install --quiet "$(TORCH)"
-	$(RUN) -m pip install --quiet --editable ".[dev]"
-	$(RUN) -m pip install --quiet --no-deps "$(TORCHVISION)"
+	$(RUN) $(PIP) "$(TORCH)" hatchling editables
+	$(RUN) $(PIP) --no-build-isolation --editable ".[dev]"
+	$(RUN) $(PIP) --no-deps "$(TORCHVISION)"
 	$(RUN) -m tests.torchvision_on_cpu
 	@touch $@
+
+# uv resolves for a Python that is not here. What the CUDA builds of torch bring is left out: a build asks for its own.
+LOCK := $(VENV)/lock
+RESOLVE = $(LOCK)/bin/uv pip compile --quiet --upgrade --no-annotate --custom-compile-command "make lock" \
+	--python-platform linux --extra dev pyproject.toml $(LOCK)/packages.txt
+
+lock: $(INSTALLED)  ## write the versions that "make install" and "make test-oldest" install
+	$(RUN) -m venv --clear $(LOCK)
+	$(LOCK)/bin/python -m pip install --quiet "uv>=0.13,<0.14"
+	printf '%s\n' "$(TORCH)" "$(TORCHVISION)" hatchling editables > $(LOCK)/packages.txt
+	for python in 3.11 3.12 3.13; do $(RESOLVE) tests/lightning_suite/requirements.txt \
+		--python-version $$python --output-file requirements/tested-$$python.txt || exit 1; done
+	printf '%s\n' "torchvision>=0.20" "hatchling>=1.26" "editables>=0.5" > $(LOCK)/packages.txt
+	$(RESOLVE) --resolution lowest-direct --python-version 3.11 --output-file requirements/oldest-3.11.txt
+	sed -i -E '/^(nvidia|cuda)-/d' requirements/*.txt
 
 check: $(INSTALLED) docs  ## lint, formatting, types, wording and documentation
 	$(RUN) -m ruff check .
@@ -84,6 +103,22 @@ test-fast: $(INSTALLED)  ## run the quick tests of one process, before each comm
 	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup \
 		-m "not slow and not distributed and not thorough" $(PYTEST_ARGS) tests/unit
 
+# The oldest releases that pyproject.toml allows, torch among them: on most machines a CUDA build of some gigabytes.
+OLDEST := .venv-oldest
+
+$(OLDEST)/.installed: pyproject.toml requirements/oldest-3.11.txt
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
+		echo "PYTHON='$(PYTHON)' is not Python 3.11, for which requirements/oldest-3.11.txt is made;" \
+			"name one: make test-oldest PYTHON=/path/to/python3.11" >&2; exit 1; }
+	"$(PYTHON)" -m venv --clear $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --requirement requirements/oldest-3.11.txt
+	$(OLDEST)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(OLDEST)/bin/python -m tests.torchvision_on_cpu
+	@touch $@
+
+test-oldest: $(OLDEST)/.installed  ## run all tests on the oldest packages that pyproject.toml allows
+	MIN_TESTS=$(MIN_TESTS) $(OLDEST)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
 # Python 3.11 installs megatron-core 0.16.1; later releases ask for 3.12, yet all that is used of them runs on 3.11.
 # So their wheel is unpacked beside .venv and comes first on the path, and its one compiled file is made for this Python.
 LATEST := .mcore-$(MCORE_LATEST)
@@ -106,9 +141,17 @@ $(LATEST)/.unpacked: $(INSTALLED)
 	$(RUN) -c '$(BUILD_HELPERS)' $(LATEST)/site/megatron/core/datasets/helpers
 	@touch $@
 
-test-mcore-latest: $(LATEST)/.unpacked  ## run all tests on the newest megatron-core that is supported
+# Whatever was released since "make lock"; torch stays, unless TORCH=torch asks for the newest, which may be a CUDA build.
+NEWEST := .venv-latest
+
+test-latest: $(LATEST)/.unpacked  ## run all tests on the newest packages that pyproject.toml allows, megatron-core too
+	@$(NEWEST)/bin/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet "$(TORCH)"
+	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager "$(TORCH)" --editable ".[dev]"
+	$(NEWEST)/bin/python -m pip install --quiet --no-deps "$(TORCHVISION)"
+	$(NEWEST)/bin/python -m tests.torchvision_on_cpu
 	PYTHONPATH=$(CURDIR)/$(LATEST)/site MEGATRON_CORE_VERSION=$(MCORE_LATEST) MIN_TESTS=$(MIN_TESTS) \
-		$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+		$(NEWEST)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 # TransformerEngine's Python code alone, without the CUDA library, is not installed into .venv but unpacked beside it: all
 # other tests run without it.
@@ -143,7 +186,7 @@ BORROWED := import sysconfig; print(sysconfig.get_paths()["purelib"])
 $(SUITE)/.installed: $(INSTALLED) tests/lightning_suite/requirements.txt
 	$(RUN) -m venv --clear $(SUITE)
 	{ echo "$(CURDIR)"; $(RUN) -c '$(BORROWED)'; } > "$$($(SUITE)/bin/python -c '$(BORROWED)')/borrowed.pth"
-	$(SUITE)/bin/python -m pip install --quiet --requirement tests/lightning_suite/requirements.txt
+	$(SUITE)/bin/python $(PIP) --requirement tests/lightning_suite/requirements.txt
 	@touch $@
 
 test-lightning:  ## run Lightning's own tests as they are, with ddp and with this strategy, and compare
@@ -226,6 +269,6 @@ mutate: $(INSTALLED)  ## damage the files that a run reads, 500 times each
 faults: $(INSTALLED)  ## let a hundred trainings fail, each in its way, and see that all ranks end
 	$(RUN) -m tests.faults $(ARGS)
 
-clean:  ## remove caches, build products and what runs wrote; .venv stays
+clean:  ## remove caches, build products and what runs wrote; environments stay
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache lightning_logs checkpoints outputs
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +

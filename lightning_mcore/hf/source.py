@@ -168,7 +168,10 @@ def complete_config(family: Family, content: Mapping[str, Any]) -> dict[str, Any
         else {}
     )
     whole = _completed(json.dumps({**content, **known})) | dict.fromkeys(known, family.model_type)
-    return flat(copy.deepcopy(whole))
+    config = flat(copy.deepcopy(whole))
+    if "partial_rotary_factor" in (config.get("rope_parameters") or {}):
+        config.pop("partial_rotary_factor", None)  # transformers before 5.20 leaves it here too, and reads the other
+    return config
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
