@@ -33,7 +33,8 @@ from lightning_mcore.layers.sampling import whole_logits, whole_sequence
 from lightning_mcore.layers.score import HiddenStates, ScoreLayer
 from lightning_mcore.layers.spec import TransformerImpl
 from lightning_mcore.models.gpt import MCoreGPT
-from lightning_mcore.parallel.groups import from_last_stage, process_group
+from lightning_mcore.parallel.chunks import built_chunks
+from lightning_mcore.parallel.groups import from_last_stage, process_group, process_groups_are_open
 from lightning_mcore.parallel.pipeline import Pipeline
 
 Head = Literal["causal-lm", "sequence-classification", "hidden-states"]
@@ -44,6 +45,21 @@ _DEFAULTS = {
     "moe_token_dispatcher_type": "alltoall",  # allgather needs batches of one shape on all data-parallel ranks
 }
 _WITHOUT_EFFECT = ("use_cache", "return_dict")
+_OF_LAYERS = "the layers are Megatron's, each rank has a part of them, and hf_named_parameters() gives their weights"
+_BEFORE = "change the model with transformers, save it, and give its folder to hf_model()"
+_RECOMPUTED = (
+    "give hf_model() transformer={'recompute_granularity': 'full', 'recompute_method': 'uniform',"
+    " 'recompute_num_layers': 1}, which recomputes all layers"
+)
+_INSTEAD = {
+    **dict.fromkeys(("gradient_checkpointing_enable", "gradient_checkpointing_disable"), _RECOMPUTED),
+    **dict.fromkeys(("resize_token_embeddings", "set_input_embeddings", "set_output_embeddings"), _BEFORE),
+    **dict.fromkeys(("get_input_embeddings", "get_output_embeddings", "lm_head", "model"), _OF_LAYERS),
+    "enable_input_require_grads": "add_lora() lets gradients flow to adapters by itself",
+    "push_to_hub": "write the model with save_pretrained(), and upload the folder with huggingface_hub",
+}
+"""What to do instead of reading an attribute that models of transformers have."""
+_OF_PEFT = "peft_config"  # which PEFT asks every model for
 
 
 def hf_model(
@@ -158,6 +174,11 @@ class HFModel(nn.Module):
             trainer: The trainer of the user's module.
         """
         builder = self._own_builder
+        if trainer is None and not process_groups_are_open():
+            raise RuntimeError(
+                "hf_model() builds Megatron layers, which need process groups: call it in configure_model(), which the"
+                " Trainer runs, or work with the model in a block `with single_process():`"
+            )
         builder._trainer = trainer
         host = builder._host()
         if host is not None:
@@ -167,6 +188,41 @@ class HFModel(nn.Module):
             builder.configure_model()
         self.pipeline = builder.model
         self.pipeline.takes_whole_batches = True
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse attributes of transformers' models with what to do instead.
+
+        Raises:
+            AttributeError: There is no such attribute.
+            TypeError: PEFT asks for its own.
+        """
+        if name == _OF_PEFT:  # an AttributeError would let PEFT go on, to an error that does not help
+            raise TypeError(
+                "PEFT cannot put adapters on the model of hf_model(), whose layers are Megatron's; call"
+                " add_lora(self.model.pipeline, LoRA(target_modules=['linear_qkv', 'linear_proj'])) instead, or take"
+                " MCoreGPT.from_pretrained(path, lora=...), whose adapters PEFT reads"
+            )
+        if name in _INSTEAD:
+            raise AttributeError(f"{name} is not available on the model of hf_model(); {_INSTEAD[name]}")
+        return super().__getattr__(name)
+
+    def hf_named_parameters(self) -> Iterator[tuple[tuple[str, ...], nn.Parameter]]:
+        """Yield the parameters of this rank with Hugging Face's names of what each holds.
+
+        A parameter may hold parts of several tensors: queries, keys and values of a layer are one, and so are the gate
+        and the up projection. With tensor parallelism it is this rank's part of them. Adapters of ``add_lora`` are
+        left out. Call it on all ranks, in ``configure_model`` or later.
+
+        Yields:
+            The names, such as ``("model.embed_tokens.weight",)``, and the parameter.
+        """
+        from lightning_mcore.hf.adapters import weights_of_chunk
+
+        builder = self._own_builder
+        chunks = built_chunks(builder)
+        for index in range(len(chunks.bare)):
+            for weight in weights_of_chunk(chunks, index, *builder.hf_names()):
+                yield tuple(dict.fromkeys(block.hf for block, _ in weight.parts)), weight.parameter
 
     @cached_property
     def config(self) -> Any:

@@ -147,8 +147,9 @@ def _check_module(module: pl.LightningModule, layout: ParallelLayout) -> None:
     builds = isinstance(module, MCoreModule) or type(module).configure_model is not pl.LightningModule.configure_model
     if sizes and not builds:
         raise TypeError(
-            f"{sizes} cannot split {type(module).__name__}: derive it from MCoreModule and build its model with"
-            " self.pipeline(...) in configure_model, or set every model-parallel size to 1"
+            f"{sizes} cannot split {type(module).__name__}: in configure_model, build a Hugging Face model with"
+            " hf_model(self, path), or derive it from MCoreModule and build another with self.pipeline(...); or set"
+            " every model-parallel size to 1"
         )
 
 
@@ -166,8 +167,8 @@ def check_plain(strategy: "MCoreStrategy", module: pl.LightningModule) -> None:
     name = type(module).__name__
     if sizes := _sizes_that_split(strategy.layout):
         raise ValueError(
-            f"{name} did not build its model with self.pipeline(...), so {sizes} cannot split it; "
-            "call it in configure_model, or set every model-parallel size to 1"
+            f"{name} did not build its model with self.pipeline(...), or with hf_model(self, path) for a Hugging Face"
+            f" model, so {sizes} cannot split it; call one in configure_model, or set every model-parallel size to 1"
         )
     if strategy.micro_batch_size is not None:
         raise ValueError(

@@ -223,6 +223,34 @@ def train_each(runs: dict[str, tuple[str, str, Any, dict[str, Any]]]) -> dict[st
     return {name: train(*run, **arguments) for name, (*run, arguments) in runs.items()}
 
 
+class Frozen(FineTuning):
+    """The same with a frozen embedding, by the names of transformers."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for names, parameter in self.model.hf_named_parameters():
+            if any("embed_tokens" in name for name in names):
+                parameter.requires_grad_(False)
+
+    def on_train_start(self) -> None:
+        self.before = [parameter.detach().clone() for parameter in self.parameters()]
+
+
+def freeze_each(runs: dict[str, tuple[str, Any]]) -> dict[str, tuple[set[str], set[str]]]:
+    """Train modules with a frozen embedding; return the names of this rank's weights, and of those that changed."""
+    found = {}
+    for name, (path, strategy) in runs.items():
+        module = Frozen(path, ours=True)
+        trainer = make_trainer(strategy, limit_train_batches=2, accumulate_grad_batches=2)
+        trainer.fit(module, DataLoader(Texts(), ROWS, collate_fn=collate))
+        names_of = {id(parameter): names for names, parameter in module.model.hf_named_parameters()}
+        weights = [(names_of[id(parameter)], parameter) for parameter in module.parameters()]  # each has names
+        kept = zip(weights, module.before, strict=True)
+        changed = {name for (names, parameter), old in kept if not torch.equal(parameter, old) for name in names}
+        found[name] = {each for names, _ in weights for each in names}, changed
+    return found
+
+
 class WatchRows(pl.Callback):
     """Keeps the rows of the calls that the layers see."""
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.hf_models import tiny_folder
-from tests.parity.hf_modules import KINDS, train, train_each, validate_in_parts, write_each
+from tests.hf_models import read_tensors, tiny_folder
+from tests.parity.hf_modules import KINDS, freeze_each, train, train_each, validate_in_parts, write_each
 from tests.ranks import RanksFailedError, run_ranks
 from tests.thorough import thorough_but
 
@@ -63,6 +63,19 @@ def test_a_module_written_for_ddp_gives_its_numbers_on_every_layout(kind: str) -
         expected |= {name: found[f"{name} of ddp"] for name in copies}
         for name in runs:
             assert found[name] == pytest.approx(expected[name], abs=TOLERANCE), name
+
+
+FREEZING = {"tp2": "qwen2", "pp2": "qwen2", "ep2": "mixtral", "pp2-vp2": "llama"}
+"""qwen2's embedding is its output layer too, of which the last stage has a copy."""
+
+
+def test_weights_go_by_the_names_of_transformers_and_may_be_frozen_by_them() -> None:
+    runs = {name: (str(tiny_folder(model)), LAYOUTS[name]) for name, model in FREEZING.items()}
+    ranks = run_ranks(2, freeze_each, runs, timeout=120)
+    for name, model in FREEZING.items():
+        folder = {key for key, _ in read_tensors(tiny_folder(model))}
+        assert set.union(*(found[name][0] for found in ranks)) == folder, name
+        assert set.union(*(found[name][1] for found in ranks)) == folder - {"model.embed_tokens.weight"}, name
 
 
 def test_two_calls_in_a_step_of_a_pipeline_are_refused_without_a_hang() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.mutation_guard import install_generation_tagging_init
 
-from lightning_mcore import single_process
+from lightning_mcore import LoRA, add_lora, single_process
 from lightning_mcore.hf import HFModel, hf_model
 from lightning_mcore.layers.padded_rows import PaddedRows
 from tests.hf_models import VOCAB_SIZE, tiny_folder
@@ -130,6 +130,52 @@ def test_what_it_does_not_support_is_refused_by_name(model: HFModel, given: dict
     with pytest.raises(ValueError, match=message) as refusal:
         model(IDS, **given)
     assert is_one_sentence(str(refusal.value))
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("gradient_checkpointing_enable", r"transformer=\{'recompute_granularity': 'full'"),
+        ("resize_token_embeddings", "change the model with transformers, save it, and give its folder"),
+        ("get_input_embeddings", r"hf_named_parameters\(\) gives their weights"),
+        ("lm_head", r"hf_named_parameters\(\) gives their weights"),
+        ("push_to_hub", r"save_pretrained\(\)"),
+    ],
+)
+def test_attributes_of_transformers_say_what_to_do_instead(model: HFModel, name: str, instead: str) -> None:
+    assert hasattr(of_transformers(), name)
+    with pytest.raises(
+        AttributeError, match=rf"{name} is not available on the model of hf_model\(\); .*{instead}"
+    ) as no:
+        getattr(model, name)
+    assert is_one_sentence(str(no.value))
+    assert not hasattr(model, "anything_else")
+
+
+def test_adapters_of_peft_are_refused_and_those_that_are_named_work(model: HFModel, tmp_path: Any) -> None:
+    """What is written has them merged."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    with pytest.raises(
+        TypeError, match=r"PEFT cannot put adapters on the model of hf_model\(\), .*; call add_lora\(self"
+    ):
+        get_peft_model(model, LoraConfig(target_modules=["q_proj"]))  # type: ignore[arg-type]
+    add_lora(model.pipeline, LoRA(target_modules=["linear_qkv", "linear_proj"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    model.save_pretrained(str(tmp_path / "merged"))
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    logits = model(IDS).logits
+    torch.testing.assert_close(written(IDS).logits, logits, atol=1e-5, rtol=0)
+    assert (of_transformers()(IDS).logits - logits).abs().max() > 1e-2
+
+
+def test_a_model_that_is_built_in_the_constructor_is_refused_by_its_name() -> None:
+    with pytest.raises(RuntimeError, match=r"hf_model\(\) builds Megatron layers, .*: call it in configure_model\(\)"):
+        hf_model(pl.LightningModule(), str(tiny_folder("llama")))
 
 
 def test_a_row_of_padding_alone_is_allowed() -> None:
