@@ -356,7 +356,7 @@ def test_the_arguments_of_roll_make_adapters(tmp_path: Path) -> None:
     assert LoraArguments().model_settings() == {}
     for target, wanted in {"all": "all-linear", ".*(q|k)_proj": ".*(q|k)_proj"}.items():
         assert LoraArguments(lora_target=target).model_settings()["lora"].target_modules == wanted
-    with pytest.raises(ValueError, match="r=0 is too small; choose 1 or more"):
+    with pytest.raises(ValueError, match="lora_rank=0 is too small; choose 1 or more"):
         LoraArguments(lora_target="all", lora_rank=0)
     with pytest.raises(
         ValueError, match="lora_target='all' contradicts adapter_name_or_path='x', whose adapter_config"
