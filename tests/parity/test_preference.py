@@ -499,6 +499,7 @@ def runs_with_adapters(folder: str, other: str, cache: str) -> list[list[float]]
         recipe = Recipe(learning_rate=0.05, min_learning_rate=0.05)
         lora = LoRA(r=4, lora_dropout=0.5)  # which is off here
         arguments = {"preference": setting, "recipe": recipe, "lora": lora}
+        pl.seed_everything(1, verbose=False)  # the same adapters
         found.append(fit(folder, Layout(pp=2), f"{cache}/{number}", **arguments))
     return found
 

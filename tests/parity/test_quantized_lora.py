@@ -6,6 +6,7 @@ import importlib.util
 import math
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -165,6 +166,7 @@ def prefer(folder: str, cache: str) -> dict[str, list[float]]:
     }
     found = {}
     for case, setting in settings.items():
+        pl.seed_everything(1, verbose=False)  # the same adapters
         module = MCorePreference.from_pretrained(
             folder, seq_length=LENGTH, preference=setting, lora=lora, recipe=recipe
         )

@@ -29,6 +29,7 @@ from lightning.pytorch.utilities import parsing
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.optimizer import DistributedOptimizer
@@ -46,6 +47,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_active_loop": pl.Trainer,
     "_amp_foreach_non_finite_check_and_unscale_": torch,
     "_apply_scaling": RotaryEmbedding,
+    "_make_forward_pre_hook": DistributedDataParallel,
     "_batches_that_stepped": _TrainingEpochLoop,
     "_build_megatron_dataset_splits": BlendedMegatronDatasetBuilder,
     "_calculate_timestamps": Qwen3VLProcessor,
