@@ -314,6 +314,9 @@ def family_and_fields(model: Mapping[str, Any], family: str | None = None) -> tu
     Args:
         model: Arguments of ``MCoreGPT``.
         family: Name or path of the family; None for that of its Hugging Face model, or the nearest one.
+
+    Raises:
+        ValueError: The model's file names a family of the user's own, which the user has not named.
     """
     transformer = model["transformer"]
     nearest = "qwen3_moe" if transformer.get("num_moe_experts") else "qwen3"
@@ -322,7 +325,8 @@ def family_and_fields(model: Mapping[str, Any], family: str | None = None) -> tu
     named = family or _with_tower(origin) or origin.get("family") or nearest
     named_alike = ("vocab_size", "share_embeddings_and_output_weights", "architecture")
     own = {name: model[name] for name in named_alike if name in model}
-    return find_family(named), complete_fields({**transformer, **own})
+    known = find_family(family) if family else recorded_family(named)  # a file imports no code
+    return known, complete_fields({**transformer, **own})
 
 
 def _with_tower(origin: Mapping[str, Any]) -> str | None:

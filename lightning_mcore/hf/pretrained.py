@@ -146,19 +146,20 @@ def _fill_from(source: HFSource, module: pl.LightningModule) -> None:
     on_all(lambda: _fill(source.folder, weights, pieces))
 
 
-def keep_wide(module: pl.LightningModule, family: Family, fields: Mapping[str, Any], hf: Mapping[str, Any]) -> None:
+def keep_wide(
+    module: pl.LightningModule, names: Callable[[], tuple[Family, Mapping[str, Any]]], hf: Mapping[str, Any]
+) -> None:
     """Put parameters into fp32 that a model has in a wider dtype than most, where their layers take that.
 
     Args:
         module: A module whose model has just been built.
-        family: The rules of its Hugging Face names.
-        fields: Settings of the model.
+        names: Returns the rules of its Hugging Face names and the settings of the model.
         hf: What the module knows of the model that it will be filled from.
     """
     stored = StoredDtypes.recorded(hf)
     if stored is None or not any(map(stored.is_wide, stored.others.values())):
         return
-    chunks = built_chunks(module)
+    chunks, (family, fields) = built_chunks(module), names()
     for index, chunk in enumerate(chunks.bare):
         layers = [layer for layer in chunk.modules() if getattr(layer, TAKES_FP32, False)]
         taking = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}

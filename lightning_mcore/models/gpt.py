@@ -320,7 +320,7 @@ class MCoreGPT(SpeedLogs):
         if self.hparams["hf"]:
             from lightning_mcore.hf.pretrained import keep_wide
 
-            keep_wide(self, *self.hf_names(), self.hparams["hf"])
+            keep_wide(self, self.hf_names, self.hparams["hf"])
         if self._starts_from is not None and (self.lora is not None or not self._resumes):
             self._start_from(self._starts_from)
             self._starts_from = None  # the next run keeps the trained weights

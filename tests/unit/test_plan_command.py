@@ -355,8 +355,8 @@ def test_a_model_of_the_hub_is_planned_with_its_config(
         "model; give its config.json with --config FILE"
     )
     config = tiny_folder("llama, plain") / "config.json"
-    code, text, _ = printed(capsys, file, "--devices", "2", "--config", str(config))
-    assert code == 0
+    code, text, error = printed(capsys, file, "--devices", "2", "--config", str(config))
+    assert code == 0, error + text
     assert "hub" not in text
     assert "pure_bf16: True becomes bf16: true" in " ".join(text.split())
     code, planned, _ = printed(capsys, file, "--devices", "2", "--json", "--model", str(config.parent))
