@@ -256,7 +256,8 @@ def settings_of_files(
         texts = [f"{key}={value}" for key, value in overrides]
         texts += [f"model_name_or_path={model}"] if model is not None else []
         run = read_run(paths[0], texts)
-        run.check_tokenizer()
+        if model is None:  # a config.json may stand for a model on the hub, and comes without a tokenizer
+            run.check_tokenizer()
         settings = run.settings()
     else:
         settings = _arguments(documents[0], overrides, model)
