@@ -152,6 +152,25 @@ def untested_versions(megatron_core: str, transformer_engine: str) -> str | None
     return None
 
 
+def _check_norm_of_experts(config: TransformerConfig) -> None:
+    """Refuse slices of experts that two releases leave out of the gradient norm: neither marks them as slices.
+
+    Source: ``GroupedLinear.reset_parameters`` (TransformerEngine 2.13 to 2.20), ``TEGroupedLinear`` (megatron-core
+    0.16.1 to 0.18.2); PR 5916 of Megatron-LM, in 0.19, marks them.
+    """
+    if not (config.num_moe_experts and config.moe_grouped_gemm and (config.expert_tensor_parallel_size or 1) > 1):
+        return
+    megatron_core, transformer_engine = installed_version("megatron-core"), installed_version("transformer-engine")
+    if megatron_core is None or transformer_engine is None:
+        return
+    if Version(megatron_core) < Version("0.19") and Version(transformer_engine) >= Version("2.13"):
+        raise ValueError(
+            f"megatron-core {megatron_core} with TransformerEngine {transformer_engine} leaves experts out of the "
+            f"gradient norm with expert_tensor_parallel_size={config.expert_tensor_parallel_size}; install megatron-core "
+            "0.19 or later, or set expert_tensor_parallel_size=1"
+        )
+
+
 @functools.cache
 def _warn_of_versions() -> None:
     """Log the sentence of :func:`untested_versions`, once per process."""
@@ -232,6 +251,7 @@ def check_backend(
     check_uniform_recompute(config)
     check_architecture(config, transformer_impl)
     if transformer_impl == "transformer_engine":
+        _check_norm_of_experts(config)
         return
     if config.multi_latent_attention:
         _check_latent(config, device_type)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norm of the torch backend, the choice of a backend, and the specs that Megatron builds its layers from."""
 
+import contextlib
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -369,6 +370,35 @@ def test_a_transformer_engine_that_was_not_tested_is_named(
     assert (sentence is None) == tested
     if sentence is not None:
         assert f"TransformerEngine {transformer_engine} is untested with megatron-core {megatron_core}" in sentence
+
+
+SPREAD = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}  # each rank has experts of its own
+
+
+@pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")
+@pytest.mark.parametrize(
+    ("megatron_core", "transformer_engine", "sizes", "refused"),
+    [
+        ("0.18.2", "2.14.0", {"tensor_model_parallel_size": 2}, True),
+        ("0.17.1", "2.20.2", {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}, True),
+        ("0.16.1", "2.13.0", {"tensor_model_parallel_size": 2}, True),
+        ("0.19.2", "2.20.2", {"tensor_model_parallel_size": 2}, False),
+        ("0.18.2", "2.12.0", {"tensor_model_parallel_size": 2}, False),
+        ("0.18.2", "2.14.0", {}, False),
+        ("0.18.2", "2.14.0", {**SPREAD, "expert_tensor_parallel_size": 1}, False),
+        ("0.18.2", "2.14.0", {"tensor_model_parallel_size": 2, "moe_grouped_gemm": False}, False),
+    ],
+)
+def test_releases_that_leave_slices_of_experts_out_of_the_norm_are_refused(
+    megatron_core: str, transformer_engine: str, sizes: dict[str, Any], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {"megatron-core": megatron_core, "transformer-engine": transformer_engine}
+    monkeypatch.setattr(backend, "installed_version", versions.get)
+    experts = {"num_moe_experts": 4, "moe_ffn_hidden_size": 16, "moe_grouped_gemm": True, "add_bias_linear": False}
+    config = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, **experts | sizes)
+    sentence = f"megatron-core {megatron_core} with TransformerEngine {transformer_engine} leaves experts out of"
+    with pytest.raises(ValueError, match=sentence) if refused else contextlib.nullcontext():
+        backend.check_backend(config, "transformer_engine", "cuda")
 
 
 def test_choosing_an_untested_transformer_engine_is_logged_once(
