@@ -166,8 +166,8 @@ def _check_norm_of_experts(config: TransformerConfig) -> None:
     if Version(megatron_core) < Version("0.19") and Version(transformer_engine) >= Version("2.13"):
         raise ValueError(
             f"megatron-core {megatron_core} with TransformerEngine {transformer_engine} leaves experts out of the "
-            f"gradient norm with expert_tensor_parallel_size={config.expert_tensor_parallel_size}; install megatron-core "
-            "0.19 or later, or set expert_tensor_parallel_size=1"
+            f"gradient norm with expert_tensor_parallel_size={config.expert_tensor_parallel_size}; install "
+            "megatron-core 0.19 or later, or set expert_tensor_parallel_size=1"
         )
 
 

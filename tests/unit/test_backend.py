@@ -372,7 +372,8 @@ def test_a_transformer_engine_that_was_not_tested_is_named(
         assert f"TransformerEngine {transformer_engine} is untested with megatron-core {megatron_core}" in sentence
 
 
-SPREAD = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}  # each rank has experts of its own
+# Each tensor-parallel rank has experts of its own.
+SPREAD = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "sequence_parallel": True}
 
 
 @pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/how/conventions.md: every row has a test that exists, and what the rows say of defaults is so."""
+"""Rows of docs/how/conventions.md and docs/status/upstream.md name tests that exist; defaults are as the rows say."""
 
 import ast
 import dataclasses
@@ -21,18 +21,37 @@ PAGE = (ROOT / "docs/how/conventions.md").read_text(encoding="utf-8")
 ROWS = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| ") and "Convention" not in line]
 
 
+UPSTREAM = (ROOT / "docs/status/upstream.md").read_text(encoding="utf-8")
+FAULTS = [
+    line.strip("|").split("|") for line in UPSTREAM.splitlines() if line.startswith("| ") and "Here |" not in line
+]
+UNTESTED = ("cannot occur", "not checked")
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip())
 def test_every_convention_has_a_test(row: list[str]) -> None:
     assert len(row) == 4
-    tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row[3])
-    assert tests
+    assert _names_tests(row[3])
+
+
+@pytest.mark.parametrize("row", FAULTS, ids=lambda row: row[1].strip())
+def test_every_fault_of_a_release_has_a_test_or_a_reason(row: list[str]) -> None:
+    assert len(row) == 4
+    assert _names_tests(row[3]) or row[2].strip().startswith(UNTESTED)
+
+
+def _names_tests(cell: str) -> bool:
+    """Return whether a cell names tests, all of which must exist."""
+    tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", cell)
     for file, name in tests:
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
         assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{file}::{name}"
+    return bool(tests)
 
 
-def test_the_page_has_its_rows() -> None:
+def test_the_pages_have_their_rows() -> None:
     assert len(ROWS) >= 34
+    assert len(FAULTS) >= 18
 
 
 def test_defaults_that_differ_from_megatrons() -> None:
