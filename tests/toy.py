@@ -133,7 +133,7 @@ class PlainNet(pl.LightningModule):
         return self.net(batch["x"])
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = functional.mse_loss(self.predictions(batch).float(), batch["y"])
+        loss = functional.mse_loss(self.predictions(batch).float(), batch["y"].float())
         self.log("train_loss", loss, sync_dist=True)
         return loss
 

@@ -274,7 +274,7 @@ class Adversaries(PlainNet):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         for optimizer in self.optimizers():
-            loss = functional.mse_loss(self.predictions(batch).float(), batch["y"])
+            loss = functional.mse_loss(self.predictions(batch).float(), batch["y"].float())
             optimizer.zero_grad()
             self.manual_backward(loss)
             optimizer.step()
