@@ -29,7 +29,20 @@ def read_file(path: str | None, what: str, overrides: Sequence[str] = ()) -> dic
         FileNotFoundError: There is no such file.
         ValueError: The file does not hold keys and values, or an override is not ``key=value``.
     """
-    values = {} if path is None else _read_keys(path, what)
+    return overridden({} if path is None else _read_keys(path, what), overrides)
+
+
+def overridden(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return keys with their values after changes to them; the given dict stays as it is.
+
+    Args:
+        values: The keys with their values.
+        overrides: Texts ``key=value``; values are YAML.
+
+    Raises:
+        ValueError: An override is not ``key=value``.
+    """
+    values = dict(values)
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:

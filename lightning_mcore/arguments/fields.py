@@ -95,19 +95,28 @@ def check_type(name: str, value: Any, hint: Any) -> None:
 _YES, _NO = ("1", "t", "true", "y", "yes"), ("0", "f", "false", "n", "no")
 
 
-def take_words(words: list[str], hint: Any) -> Any:
+def take_words(name: str, words: list[str], hint: Any) -> Any:
     """Take the value of an option from the words of a command line, as transformers' ``HfArgumentParser`` does.
 
     A yes-or-no option may stand alone, which means yes. Text stays text where the type allows it; other values are
     YAML, so ``1e-5`` is a number and ``{"a": 1}`` a dict.
 
     Args:
-        words: The words after the name of the option; those that belong to it are removed.
+        name: The name of the option, for errors.
+        words: The words after it; those that belong to it are removed.
         hint: The type of the option, as ``typing.get_type_hints`` returns it.
 
     Raises:
-        ValueError: There is no value, and the option needs one.
+        ValueError: There is no value, and the option needs one; or the value is not YAML.
     """
+    try:
+        return _taken(words, hint)
+    except ValueError as error:
+        raise ValueError(f"--{name}: {error}; give --{name} VALUE") from error
+
+
+def _taken(words: list[str], hint: Any) -> Any:
+    """Return the value that words begin with, and remove its words."""
     end = next((number for number, word in enumerate(words) if word.startswith("--")), len(words))
     is_flag, is_list = _fits(True, hint), hint is not Any and _fits([""], hint)
     count = end if is_list else min(end, 1)

@@ -77,10 +77,7 @@ def _values(words: list[str], classes: Any) -> dict[str, Any]:
             raise ValueError(f"{word!r} belongs to no option")
         if name not in hints:
             raise ValueError(unknown_name("option", name, hints))
-        try:
-            values[name] = take_words([value] if equals else words, hints[name])
-        except ValueError as error:
-            raise ValueError(f"--{name}: {error}; give --{name} VALUE") from error
+        values[name] = take_words(name, [value] if equals else words, hints[name])
     return values
 
 

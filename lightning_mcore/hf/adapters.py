@@ -35,7 +35,8 @@ from lightning_mcore.parallel.chunks import ModelChunks
 from lightning_mcore.parallel.consensus import gather
 
 _DIGESTED = 1 << 17  # values that are digested at once, few enough for the cache of a processor
-_EACH_EXPERT = re.compile(r"\.experts\.\d")
+EACH_EXPERT = re.compile(r"\.experts\.\d")
+"""In the names of tensors that belong to one expert each."""
 _TRANSLATED = """
     deepseek_v3 dots1 ernie4_5_moe glm4_moe minimax_m2 mixtral olmoe qwen3_moe qwen3_next
 """
@@ -263,7 +264,7 @@ def _check_place(weight: str, module: str, lora: LoRA) -> None:
 
 def _of_all_experts(weight: str, tensors: Sequence[str]) -> bool:
     """Return whether one of Megatron's weights is that of all experts of a layer, and Hugging Face's too."""
-    return ".experts.experts." in weight and not all(map(_EACH_EXPERT.search, tensors))
+    return ".experts.experts." in weight and not all(map(EACH_EXPERT.search, tensors))
 
 
 def _train(weight: ChunkWeight, lora: LoRA) -> None:

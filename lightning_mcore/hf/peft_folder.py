@@ -25,7 +25,14 @@ from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.checkpoint.manifest import saving, some_of
 from lightning_mcore.checkpoint.weights import load_weights
 from lightning_mcore.config.lora import EMBEDDING, OUTPUT, LoRA
-from lightning_mcore.hf.adapters import check_held, fingerprint, is_translated, merge_adapters, projection_names
+from lightning_mcore.hf.adapters import (
+    EACH_EXPERT,
+    check_held,
+    fingerprint,
+    is_translated,
+    merge_adapters,
+    projection_names,
+)
 from lightning_mcore.hf.export import new_folder, require_free
 from lightning_mcore.hf.export_config import copy_tokenizer, write_json
 from lightning_mcore.hf.family import SCORE, Family, complete_fields
@@ -78,7 +85,6 @@ _TOWER = r".*\bvisual\b.*"  # pattern of the names of modules of a vision tower
 _BEGINNINGS = ("model.language_model.", "model.")  # of the names of a language model with a tower, and of one without
 _BEGINNING = re.compile(rf"{re.escape(PREFIX)}model\.(?:language_model\.)?(?=layers\.|embed_tokens\.|norm\.)")
 _TIED = f"{PREFIX}{OUTPUT}.weight"  # beside an embedding that is the output layer too
-_EACH_EXPERT = re.compile(r"\.experts\.\d")
 _EXPERTS = r".*\.experts\..*"
 _OF_EXPERTS = {"gate_up_proj": "gate_proj|up_proj|w1|w3", "down_proj": "down_proj|w2"}  # parameters of all experts
 _ONLY: Mapping[str, Any] = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False}
@@ -200,7 +206,7 @@ def _refuse_variants(path: str, config: Mapping[str, Any]) -> None:
 
 def _layout(keys: Iterable[str]) -> ExpertLayout:
     """Return the layout of experts of a file, by the names of its tensors."""
-    return "each" if any(_EACH_EXPERT.search(key) for key in keys) else "stacked"
+    return "each" if any(EACH_EXPERT.search(key) for key in keys) else "stacked"
 
 
 class _AdapterFile:

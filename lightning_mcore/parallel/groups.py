@@ -74,9 +74,9 @@ class _Opened:
     arguments: Mapping[str, Any] | None = None
     world: Callable[[], Any] = lambda: None
     groups: list[dist.ProcessGroup] = field(default_factory=list)
+    users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     seed: int = 0
     building: RandomState | None = None
-    users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     copy: dist.ProcessGroup | None = None
 
 
@@ -215,7 +215,8 @@ def _open_copy_group(layout: ParallelLayout, timeout: timedelta) -> dist.Process
     mine = None
     for copy in range(layout.data_parallel_size(world_size)):
         ranks = [rank for rank, place in enumerate(places) if place == copy]
-        group = dist.new_group(ranks, timeout, "fake" if dist.get_backend() == "fake" else "gloo")  # of one process
+        # Where one process plays a rank of a world without others, gloo would wait for them.
+        group = dist.new_group(ranks, timeout, "fake" if dist.get_backend() == "fake" else "gloo")
         mine = group if dist.get_rank() in ranks else mine
     return mine
 

@@ -56,10 +56,7 @@ def _change(word: str, rest: list[str], hints: dict[str, Any], others: Collectio
         return f"{negated}=false"
     if name not in hints:
         raise ValueError(unknown_name("option", word.partition("=")[0], [*others, *(f"--{key}" for key in hints)]))
-    try:
-        found = take_words([value] if equals else rest, hints[name])
-    except ValueError as error:
-        raise ValueError(f"--{name}: {error}; give --{name} VALUE") from error
+    found = take_words(name, [value] if equals else rest, hints[name])
     return f"{name}={json.dumps(found, ensure_ascii=False)}"
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning_mcore.arguments.documents import read_file
+from lightning_mcore.arguments.documents import overridden, read_file
 from lightning_mcore.arguments.fields import check_types, shown
 from lightning_mcore.arguments.llamafactory.keys import FREEZE, LORA, OF_NEW_ADAPTERS, REFUSED, FactoryKeys
 from lightning_mcore.arguments.llamafactory.preference import check_preferences, preference_of
@@ -68,8 +68,8 @@ def read_keys(path: str | None, overrides: Sequence[str]) -> dict[str, Any]:
         FileNotFoundError: There is no such file.
         ValueError: A name is neither a LLaMA-Factory key nor an argument, or the file is of another kind.
     """
-    what = "a training file of LLaMA-Factory"
-    in_file, given = set(read_file(path, what)), read_file(path, what, overrides)
+    in_file = read_file(path, "a training file of LLaMA-Factory")
+    given = overridden(in_file, overrides)
     changed = {text.partition("=")[0].partition(".")[0] for text in overrides}
     for key in sorted(changed):
         if given[key] is None and (key in in_file or key in _names()) and key not in _MAY_BE_NULL:

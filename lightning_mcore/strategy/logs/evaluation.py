@@ -28,12 +28,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.data import extract_batch_size
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import Metric
 
 from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.strategy.module import rows_of
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 _FUNCTIONS = {
@@ -151,7 +151,7 @@ class RepeatedRows:
         if new >= rows:
             return batch
         self.rows_before = rows
-        return apply_to_collection(batch, Tensor, lambda t: t[:new] if t.dim() > 0 and t.shape[0] == rows else t)
+        return rows_of(batch, rows, 0, new)
 
 
 @contextlib.contextmanager
