@@ -85,6 +85,7 @@ def _made(values: Mapping[str, Any], classes: Any) -> tuple[Any, ...]:
     """Return an object of each class; the format of FP8 that ``Fp8Arguments`` asks for is that of the others."""
     from lightning_mcore.arguments.llamafactory.fp8 import Fp8Arguments
 
+    # fp8=True of Fp8Arguments becomes fp8="hybrid", the format of the other classes, unless a format is given.
     chooses = Fp8Arguments in classes and len(classes) > 1
     own = {name: value for name, value in values.items() if name in Fp8Arguments.__dataclass_fields__}
     others = dict(values)

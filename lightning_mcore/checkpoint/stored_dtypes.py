@@ -52,6 +52,7 @@ class StoredDtypes:
             count[dtype] += prod(shapes[name])
             alike.setdefault(_NUMBER.sub(".*", name), set()).add(dtype)
         most = max(count, key=lambda dtype: count[dtype], default=torch.float32)
+        # "layers.0.gate" and "layers.1.gate" are one entry, "layers.*.gate", if their dtypes are equal, else two.
         others = {}
         for name, dtype in dtypes.items():
             stem = _NUMBER.sub(".*", name)

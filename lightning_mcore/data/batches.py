@@ -108,6 +108,7 @@ def _checksum(data: Any) -> int:
     size = len(data)
     if size <= _ALL_BYTES:
         return zlib.crc32(data)
+    # 256 pieces of 64 KiB; the first begins at byte 0, and the last ends with the last byte.
     pieces, checksum = _ALL_BYTES // _PIECE, 0
     for piece in range(pieces):
         first = (size - _PIECE) * piece // (pieces - 1)

@@ -163,6 +163,7 @@ def _weighted_sum(piece: ModelPiece, whole: Shape) -> int:
     """
     data = piece.data.dequantize() if is_float8tensor(piece.data) else piece.data
     width = piece.shape[-1] if piece.shape else 1
+    # The places of rows in the whole tensor: of rows 2 and 3 of expert 1, among 4 rows each, they are 6 and 7.
     rows = torch.zeros((), dtype=torch.int64, device=data.device)
     for start, length, size in zip(piece.start[:-1], piece.shape[:-1], whole[:-1], strict=True):
         rows = rows[..., None] * size + torch.arange(start, start + length, device=data.device)

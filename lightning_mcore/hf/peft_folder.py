@@ -127,6 +127,7 @@ def _with_experts(given: Mapping[str, Any]) -> dict[str, Any]:
     parameters, modules = given.get("target_parameters", []), given.get("target_modules", [])
     stacks = [name for name in parameters if name.rpartition(".")[2] in _OF_EXPERTS]
     patterns = [modules] if isinstance(modules, str) else [rf"(?:.*\.)?{re.escape(name)}" for name in modules]
+    # "mlp.experts.down_proj", a parameter of all experts, becomes "mlp.experts.0.down_proj" and so on, or "...0.w2".
     for name in stacks:
         around, _, last = name.rpartition(".")
         module = re.escape(around).replace("mlp", "(?:mlp|block_sparse_moe)")

@@ -122,6 +122,7 @@ class _NormOfAllHeads(nn.Module):
             heads: [s / cp, b, heads / tp, d], packed [t, heads / tp, d], of any float dtype.
         """
         values = heads.float()
+        # Each copy of a head adds its squares to the sum over ranks.
         squares = values.square().sum(dim=(-2, -1), keepdim=True) / self.copies
         if self.group.size() > 1:
             squares = _SumOverRanks.apply(squares, self.group)  # type: ignore[no-untyped-call]

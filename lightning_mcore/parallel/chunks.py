@@ -276,6 +276,7 @@ def _cast(config: TransformerConfig, module: nn.Module) -> Float16Module:
         if tensor is not None and tensor.dtype == torch.float32
     ]
     cast = Float16Module(config, module)
+    # The cast changes the data of a parameter, and puts another tensor in the place of a buffer. Undo both.
     for table, name, tensor, values in kept:
         tensor.data = values
         table[name] = tensor

@@ -104,6 +104,8 @@ def _join_entries(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
 
 def _is_of_rows(outputs: Sequence[list[Any]], rows: Sequence[int]) -> bool:
     """Return whether lists have an entry for each row, or lengths that fit nothing else."""
+    # Parts of 2 and 1 rows: ["a", "b"] and ["c"] have an entry for each row; [x, y] and [z, w] are two results of each.
+    # Parts of 2 and 2 rows leave it open, unless the entries are tensors with a row for each row: [x, y] of [2, s].
     lengths = [len(output) for output in outputs]
     if lengths != list(rows):
         return len(set(lengths)) > 1

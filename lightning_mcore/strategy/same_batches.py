@@ -114,6 +114,8 @@ class SameBatches:
             ValueError: They differ; raised on all ranks of the copy.
         """
         group = model_copy_group()
+        # One reduction tells whether all numbers are equal: their least and their greatest. Of 5 and 7: (5, -7).
+        # The shift leaves 63 bits, so that a negative fits into int64 too.
         number = int.from_bytes(hashlib.blake2b(repr((moment, facts)).encode(), digest_size=8).digest()) >> 1
         bounds = torch.tensor([number, -number], device="cpu")
         dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=group)
@@ -146,6 +148,7 @@ def _followed(kind: type, batches: SameBatches) -> Any:
 
 def _begin(loader: Any, begin: Callable[[], Iterator[Any]], batches: SameBatches) -> Iterator[Any]:
     """Begin a pass over a loader; only where Lightning's loops do, because they do on all ranks."""
+    # Frame 0 is this function, 1 is __iter__, and 2 called iter(loader).
     is_of_a_loop = sys._getframe(2).f_globals["__name__"] == CombinedLoader.__module__
     return _Pass(batches, loader, begin) if is_of_a_loop else begin()
 
@@ -188,6 +191,7 @@ class _Pass(Iterator[Any]):
         """Return the next batch, which the other ranks of the model copy have read too."""
         number, self._number = self._number, self._number + 1
         batch = next(self._inner, _END)
+        # Batches 0, 1, 2, 100, 200 and so on.
         shows_contents = number < FIRST_BATCHES or number % EVERY_BATCHES == 0
         if batch is _END:
             if not self._is_counted:

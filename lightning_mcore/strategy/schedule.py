@@ -281,6 +281,8 @@ class Schedule:
         size = self._strategy.micro_batch_size
         if size is None:
             return own
+        # With size 2, a batch of 5 rows is three parts. If 3 of them are repeated here, 2 rows are left, one part; it
+        # must be three here too.
         own = max(own, -(-rows_of_others // size))
         group = process_group("experts")
         if group.size() == 1:

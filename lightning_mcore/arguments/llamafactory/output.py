@@ -118,6 +118,7 @@ class LossRecord(Callback):
         total = _all_steps(trainer)
         step = trainer.global_step
         elapsed = 0.0 if self._began is None else time.monotonic() - self._began
+        # Steps of an earlier run took no time of this one: at step 15, resumed from 10, five have.
         left = elapsed / (step - self._first) * (total - step) if step > self._first else 0.0
         accuracy = more.get("rewards/accuracies")
         line = {
