@@ -37,6 +37,9 @@ torch.set_num_threads(1)  # the cores belong to the ranks
 # Imported before pytest has a handler of its own, Lightning keeps its messages from the handlers of tests.
 for _name in ("lightning.fabric", "lightning.pytorch"):
     logging.getLogger(_name).propagate = True
+_LOG_LEVELS = {
+    name: logging.getLogger(name).level for name in ("lightning.fabric", "lightning.pytorch", "lightning_mcore")
+}
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +47,8 @@ def leaves_nothing_behind() -> Iterator[None]:
     """Fail the test that leaves torch patched; close process groups and put the environment back."""
     names = hygiene.snapshot()
     environment = dict(os.environ)
+    for name, level in _LOG_LEVELS.items():  # a trainer of another test, or of its module's fixture, may be quiet
+        logging.getLogger(name).setLevel(level)
     yield
     changed = hygiene.changes(names, hygiene.snapshot())
     close_process_groups()  # like the default group, they outlive a run
