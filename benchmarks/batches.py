@@ -7,7 +7,7 @@ of these is timed once, in turns, after all ranks have met, so they see the same
 * nothing: the next batch is taken from a list;
 * the number of the batch is compared, as for every batch of a stream;
 * contents are compared too, as for one batch in a hundred;
-* the first rank sends the batch to the others over gloo, tensor by tensor.
+* the first rank sends the batch to the others, as with ``broadcast_batches=True``.
 
 The time of the slowest rank counts, less that of nothing, and of all rounds the median. A loader that reads by index
 compares contents every ``EVERY_BATCHES`` batches and nothing in between; a stream also compares every number. The mean
@@ -61,18 +61,14 @@ def measure(kind: str, rounds: int) -> dict[str, list[float]]:
     with cpu_runtime():
         open_process_groups(layout, 0, timedelta(minutes=5))
         batch, group = _BATCHES[kind](), model_copy_group()
-        compare = SameBatches(MCoreStrategy(tensor_model_parallel_size=dist.get_world_size())).compare
+        same = SameBatches(MCoreStrategy(tensor_model_parallel_size=dist.get_world_size()), sends=True)
         batches = iter([batch] * (rounds + WARM_UP))
-
-        def send() -> None:
-            for tensor in batch.values():
-                dist.broadcast(tensor, 0, group=group)
 
         ways: dict[str, Callable[[], Any]] = {
             "nothing": lambda: next(batches),
-            "number": lambda: compare("train_dataloader gives batch 7", []),
-            "contents": lambda: compare("train_dataloader gives batch 7", batch_facts(batch)),
-            "sent": send,
+            "number": lambda: same.compare("train_dataloader gives batch 7", []),
+            "contents": lambda: same.compare("train_dataloader gives batch 7", batch_facts(batch)),
+            "sent": lambda: same.send(batches, lambda: batch),
         }
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(rounds + WARM_UP):

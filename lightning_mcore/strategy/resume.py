@@ -35,7 +35,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -44,7 +44,6 @@ from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader
 
@@ -67,6 +66,9 @@ from lightning_mcore.data.position import (
 from lightning_mcore.parallel.consensus import control_group, on_all
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.random_state import RandomState, draw_other_numbers, from_plain, pick, put, take, to_plain
+
+if TYPE_CHECKING:
+    from lightning_mcore.strategy.strategy import MCoreStrategy
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class ExactResume:
         layout: Its parallel layout.
     """
 
-    def __init__(self, strategy: ParallelStrategy, layout: ParallelLayout) -> None:
+    def __init__(self, strategy: "MCoreStrategy", layout: ParallelLayout) -> None:
         self._strategy = strategy
         self._layout = layout
         self._restores = contextlib.ExitStack()  # restores the loaders
@@ -160,12 +162,16 @@ class ExactResume:
             return {}
         place = Place.of(module.trainer)
         fit_state = checkpoint["loops"]["fit_loop"]["state_dict"]
+        # A rank that only receives its batches does not know the state of the loaders.
+        loaders, stateful = self._strategy.batches.from_reader(
+            (self._describe_loaders(module.trainer, place), fit_state.get("combined_loader", []))
+        )
         return {
             "coordinates": self._coordinates(),
             "place": asdict(place),
             "random": to_plain(self._random_state(module.trainer, place)),
-            "loaders": self._describe_loaders(module.trainer, place),
-            "stateful": fit_state.get("combined_loader", []),
+            "loaders": loaders,
+            "stateful": stateful,
             "metrics": {name: value.detach().cpu() for name, value in module.trainer.callback_metrics.items()},
         }
 
@@ -313,6 +319,11 @@ class ExactResume:
         if seeded and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
             self._restores.callback(setattr, loader, "worker_init_fn", None)
             loader.worker_init_fn = partial(pl_worker_init_function, rank=process_group("dp").rank())
+
+    def batch_is_read(self, loader: Any) -> None:
+        """Note that another rank of the model copy reads the next batch of a loader, as the loader itself does here."""
+        if id(loader) in self._loaders and loader.num_workers == 0:
+            self.batch_arrives()
 
     def batch_arrives(self) -> None:
         """Remember the random state before the first batch of a window of ``accumulate_grad_batches``."""

@@ -13,10 +13,15 @@ collective. A difference is an error on all of these ranks; ``parallel/rank_watc
 
 The loaders are followed where Lightning's loops read them. Code of the user that reads a loader, on one rank perhaps,
 compares nothing. A model copy of one rank has nothing to compare either, and its loaders are left alone.
+
+**Sent instead.** With ``broadcast_batches=True`` the first rank of each copy reads and sends its batches to the others,
+with the random states that reading left. The first batch of a loader is still read and compared on every rank. A
+dataset that shards itself by the rank in the world would otherwise lose the shards of the ranks that only receive.
 """
 
 import contextlib
 import hashlib
+import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -24,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -31,6 +37,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from lightning_mcore.data.batches import Fact, batch_facts
 from lightning_mcore.data.position import FollowedLoader
 from lightning_mcore.parallel.groups import model_copy_group
+from lightning_mcore.parallel.random_state import RandomState, put_common, take_common
 
 if TYPE_CHECKING:
     from lightning_mcore.strategy.strategy import MCoreStrategy
@@ -50,19 +57,22 @@ class SameBatches:
 
     Args:
         strategy: The strategy that owns it.
+        sends: Whether one rank of each model copy reads for the others.
     """
 
-    def __init__(self, strategy: "MCoreStrategy") -> None:
+    def __init__(self, strategy: "MCoreStrategy", sends: bool = False) -> None:
         self._strategy = strategy
+        self._sends = sends
+        self._compared: list[Any] = []  # loaders whose first batch every rank has read
         self._restores = contextlib.ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the loaders of this process."""
-        return {"_strategy": self._strategy}
+        return {"strategy": self._strategy, "sends": self._sends}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start without the loaders of the other process."""
-        self.__init__(state["_strategy"])  # type: ignore[misc]
+        self.__init__(**state)  # type: ignore[misc]
 
     def follow(self, loader: Any) -> Any:
         """Let Lightning's loops compare what they read from a loader; collective over the model copy.
@@ -89,7 +99,58 @@ class SameBatches:
 
     def teardown(self) -> None:
         """Give the loaders back their classes."""
+        self._compared.clear()
         self._restores.close()
+
+    def begin(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Begin a pass of Lightning's loops over a loader."""
+        if not self._sends:
+            return _Pass(self, loader, begin)
+        if not any(other is loader for other in self._compared):
+            self._compared.append(loader)
+            return _Sent(self, loader, _Pass(self, loader, begin))
+        return _Sent(self, loader, None, begin() if self.reads else None)
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank reads for the others, where batches are sent."""
+        return model_copy_group().rank() == 0
+
+    def from_reader(self, value: Any) -> Any:
+        """Return what the rank that reads the batches has; collective over the model copy where batches are sent."""
+        if not self._sends or self._strategy.layout.model_copy_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, group=model_copy_group(), group_src=0)
+        return box[0]
+
+    def send(self, loader: Any, read: Callable[[], Any]) -> Any:
+        """Return the batch that the reading rank reads, or ``_END``; collective over the model copy.
+
+        Raises:
+            ValueError: The batch cannot be pickled; raised on all ranks of the copy.
+        """
+        message: tuple[str, Any, RandomState | None]
+        if not self.reads:
+            self._strategy.resume.batch_is_read(loader)
+            message = ("", None, None)
+        elif (batch := read()) is _END:
+            message = ("end", None, take_common())
+        else:
+            # Pickled on a GPU, a tensor would arrive on the reader's device.
+            message = ("batch", move_data_to_device(batch, "cpu"), take_common())
+        try:
+            kind, sent, state = self.from_reader(message)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:  # on the reader, before anything is sent
+            kind, sent, state = self.from_reader((str(error), None, None))
+        if kind not in ("end", "batch"):
+            raise ValueError(
+                f"broadcast_batches=True pickles each batch, and that of {self.name_of(loader)} cannot be pickled:"
+                f" {kind}; leave the option out, or return tensors and plain values from collate_fn"
+            )
+        if not self.reads:
+            put_common(state)
+        return _END if kind == "end" else batch if self.reads else sent
 
     def name_of(self, loader: object) -> str:
         """Return how a user knows a loader, such as ``val_dataloader 1``."""
@@ -150,7 +211,7 @@ def _begin(loader: Any, begin: Callable[[], Iterator[Any]], batches: SameBatches
     """Begin a pass over a loader; only where Lightning's loops do, because they do on all ranks."""
     # Frame 0 is this function, 1 is __iter__, and 2 called iter(loader).
     is_of_a_loop = sys._getframe(2).f_globals["__name__"] == CombinedLoader.__module__
-    return _Pass(batches, loader, begin) if is_of_a_loop else begin()
+    return batches.begin(loader, begin) if is_of_a_loop else begin()
 
 
 class _Wrapped:
@@ -185,12 +246,12 @@ class _Pass(Iterator[Any]):
         self._is_counted = ends_with_its_length(loader)
         length = f" of {sized_len(loader)} batches" if self._is_counted else ""
         batches.compare(f"{batches.name_of(loader)} begins a pass{length}", [])
-        self._inner = begin()
+        self.inner = begin()
 
     def __next__(self) -> Any:
         """Return the next batch, which the other ranks of the model copy have read too."""
         number, self._number = self._number, self._number + 1
-        batch = next(self._inner, _END)
+        batch = next(self.inner, _END)
         # Batches 0, 1, 2, 100, 200 and so on.
         shows_contents = number < FIRST_BATCHES or number % EVERY_BATCHES == 0
         if batch is _END:
@@ -204,6 +265,44 @@ class _Pass(Iterator[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out everything: a pass belongs to its process, and a trainer that has one may be pickled."""
+        return {}
+
+
+class _Sent(Iterator[Any]):
+    """One pass over a loader that one rank of each model copy reads for the others.
+
+    Args:
+        batches: Sends and receives.
+        loader: The loader.
+        compared: A pass on every rank, for its first batch; None for a loader of which every rank has read one.
+        inner: The pass of the rank that reads.
+    """
+
+    def __init__(
+        self, batches: SameBatches, loader: Any, compared: _Pass | None, inner: Iterator[Any] | None = None
+    ) -> None:
+        self._batches = batches
+        self._loader = loader
+        self._compared = compared
+        self._inner = inner
+
+    def __next__(self) -> Any:
+        """Return the next batch: the first as every rank has read it, the others as they were sent."""
+        if self._compared is not None:
+            whole, self._compared = self._compared, None
+            first = next(whole)
+            if self._batches.reads:
+                self._inner = whole.inner
+            elif getattr(self._loader, "persistent_workers", False):
+                self._loader._iterator = None  # ends its workers
+            return first
+        batch = self._batches.send(self._loader, partial(next, self._inner, _END))
+        if batch is _END:
+            raise StopIteration
+        return batch
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out everything, as ``_Pass`` does."""
         return {}
 
 

@@ -107,6 +107,8 @@ class MCoreStrategy(DDPStrategy):
         tp_comm_overlap_cfg: A YAML file with the overlap settings of each layer; None for TransformerEngine's defaults.
         micro_batch_size: Rows of a microbatch, into which each DataLoader batch is cut, also in evaluation; None makes
             a batch one microbatch.
+        broadcast_batches: Let one rank of each model copy read the batches and send them to the others, where reading
+            costs more than sending. By default all ranks of a copy read, and their batches are compared.
         ddp_config: Megatron's config for gradients, for settings that have no argument here.
         optimizer_config: Megatron's config for its optimizers: offload to the host, dtypes of the optimizer's state,
             counting zeros. Learning rates and similar settings belong to the torch optimizer.
@@ -147,6 +149,7 @@ class MCoreStrategy(DDPStrategy):
         tp_comm_overlap: bool = False,
         tp_comm_overlap_cfg: str | None = None,
         micro_batch_size: int | None = None,
+        broadcast_batches: bool = False,
         ddp_config: DistributedDataParallelConfig | None = None,
         optimizer_config: OptimizerConfig | None = None,
         communication: CommunicationOptions | None = None,
@@ -191,7 +194,7 @@ class MCoreStrategy(DDPStrategy):
         self.micro_batch_size = checked_micro_batch_size(micro_batch_size)
         self.checkpoints = Checkpoints(self)
         self.resume = ExactResume(self, self.layout)
-        self.batches = SameBatches(self)
+        self.batches = SameBatches(self, broadcast_batches)
         self.logs = StepLogger(self)
         self._plain_steps = PlainSteps(self)
         self._restores = contextlib.ExitStack()
