@@ -1,294 +1,155 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model families of this package, each a table; ``family.py`` explains the entries."""
+"""The text families of this package. A row is a model type, a class of transformers, and what the layers consist of.
 
+A *part* is a tuple of rules: config keys (``config_rules.py``) and the weights that they decide (``weight_rules.py``)
+together, so that a family names each thing once. :func:`_family` sorts a row's rules into the two tables.
+"""
+
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from lightning_mcore.hf.config_rules import Config, Constants, Derived, Fields, Only, Same, Unused, refuse_unless
-from lightning_mcore.hf.decoder_rules import (
-    ATTENTION,
-    ATTENTION_BIAS,
-    ATTENTION_BIASES,
-    DECODER,
-    HEAD_SIZE,
-    JOINED_ATTENTION,
-    JOINED_MLP,
-    LATENT_ROPE,
-    LAYER_WINDOWS,
-    MLP,
-    MLP_BIAS,
-    MLP_BIASES,
-    MULTI_TOKEN,
-    MULTI_TOKEN_LAYERS,
-    ONE_DROPOUT,
-    OPTIONAL_WINDOW,
-    OUTSIDE,
-    PARTIAL_ROPE,
-    PRETRAINING_TP,
-    QK_NORM,
-    QKV_BIAS,
-    REPEATED,
-    UNROTATED_LAYERS,
-    WINDOW,
-    WINDOWS,
-    WITHOUT_POSITIONS,
+from lightning_mcore.hf import decoder_rules as d
+from lightning_mcore.hf import expert_rules as e
+from lightning_mcore.hf.config_rules import (
+    Config,
+    ConfigRule,
+    Constants,
+    Derived,
+    Fields,
+    Only,
+    Preset,
+    Same,
+    Unused,
+    refuse_outside,
+    refuse_unless,
 )
 from lightning_mcore.hf.delta_net_families import DELTA_NETS, WITH_TOWERS
-from lightning_mcore.hf.expert_rules import (
-    ALL_LAYERS,
-    CHOSEN_EXPERTS,
-    EXPERT_SIZES,
-    EXPERTS,
-    GATED_SHARED_EXPERT,
-    GATED_SHARED_EXPERT_WEIGHTS,
-    LOCAL_EXPERTS,
-    NO_ROUTER_LOSS,
-    NORMALISED_ROUTER,
-    NUM_EXPERTS,
-    SIGMOID_EXPERT_WEIGHTS,
-    SIGMOID_EXPERTS,
-    SOFTMAX_ROUTER,
-    SPARSE_LAYERS,
-    expert_weights,
-)
 from lightning_mcore.hf.family import Family
-from lightning_mcore.hf.variant_families import USE_BIAS, VARIANTS
-from lightning_mcore.hf.weight_rules import Rename, WeightRule
+from lightning_mcore.hf.weight_rules import InterleavedStack, Rename, Stack, WeightRule
 
-LLAMA = Family(
-    model_type="llama",
-    architecture="LlamaForCausalLM",
-    config=(*DECODER, ATTENTION_BIAS, MLP_BIAS, PRETRAINING_TP),
-    layer=(*ATTENTION, *ATTENTION_BIASES, *MLP, *MLP_BIASES),
-    outside=OUTSIDE,
-)
-"""Llama 2 and 3, and models with the same layers."""
+Part = ConfigRule | WeightRule | tuple[Any, ...]
+"""A rule, or a tuple of parts."""
 
-MISTRAL = Family(
-    model_type="mistral",
-    architecture="MistralForCausalLM",
-    config=(*DECODER, WINDOW),
-    layer=(*ATTENTION, *MLP),
-    outside=OUTSIDE,
-)
-"""Mistral: Llama's layers with a sliding window."""
 
-MIXTRAL = Family(
-    model_type="mixtral",
-    architecture="MixtralForCausalLM",
-    config=(
-        *DECODER,
-        WINDOW,
-        LOCAL_EXPERTS,
-        CHOSEN_EXPERTS,
-        ALL_LAYERS,
-        NORMALISED_ROUTER,
-        Only(
-            "router_jitter_noise", 0.0, "Megatron's noise is different; give transformer={'moe_input_jitter_eps': ...}"
-        ),
-        *NO_ROUTER_LOSS,
-    ),
-    layer=(
-        *ATTENTION,
-        *expert_weights("block_sparse_moe.gate", "block_sparse_moe.experts.{expert}", ("w1", "w3", "w2")),
-    ),
-    outside=OUTSIDE,
-)
-"""Mixtral: Mistral with experts in every layer."""
+def _family(model_type: str, name: str, *parts: Part, **more: Any) -> Family:
+    """Return a family of decoders, ``<name>ForCausalLM`` in transformers; the order of its parts does not matter."""
+    rules = list(_flat(parts))
+    layer = tuple(rule for rule in rules if hasattr(rule, "megatron"))  # as all rules for weights have it
+    config = tuple(rule for rule in rules if not hasattr(rule, "megatron"))
+    return Family(model_type, f"{name}ForCausalLM", config, layer, d.OUTSIDE, **more)
 
-QWEN2 = Family(
-    model_type="qwen2",
-    architecture="Qwen2ForCausalLM",
-    config=(
-        *DECODER,
-        WINDOWS,
-        Constants({"add_qkv_bias": True}),
-        Only("use_mrope", False, is_written=False),
-    ),
-    layer=(*ATTENTION, QKV_BIAS, *MLP),
-    outside=OUTSIDE,
-)
-"""Qwen2 and Qwen2.5: biases in queries, keys and values, windows in some layers."""
 
-QWEN2_MOE = Family(
-    model_type="qwen2_moe",
-    architecture="Qwen2MoeForCausalLM",
-    config=(
-        *DECODER,
-        WINDOWS,
-        Same("qkv_bias", "add_qkv_bias"),
-        NUM_EXPERTS,
-        *EXPERT_SIZES,
-        *GATED_SHARED_EXPERT,
-        SPARSE_LAYERS,
-        SOFTMAX_ROUTER,
-        *NO_ROUTER_LOSS,
-    ),
-    layer=(
-        *ATTENTION,
-        QKV_BIAS,
-        *MLP,
-        *GATED_SHARED_EXPERT_WEIGHTS,
-    ),
-    outside=OUTSIDE,
-)
-"""Qwen2-MoE and Qwen1.5-MoE: Qwen2 with experts, one of which sees every token through a gate."""
+def _flat(parts: tuple[Any, ...]) -> Iterator[Any]:
+    for part in parts:
+        yield from _flat(part) if isinstance(part, tuple) else (part,)
 
-QWEN3 = Family(
-    model_type="qwen3",
-    architecture="Qwen3ForCausalLM",
-    config=(*DECODER, WINDOWS, ATTENTION_BIAS, Constants({"qk_layernorm": True})),
-    layer=(*ATTENTION, *ATTENTION_BIASES, *QK_NORM, *MLP),
-    outside=OUTSIDE,
-)
-"""Qwen3: norms of queries and keys, windows in some layers."""
 
-QWEN3_MOE = Family(
-    model_type="qwen3_moe",
-    architecture="Qwen3MoeForCausalLM",
-    config=(
-        *DECODER,
-        OPTIONAL_WINDOW,
-        ATTENTION_BIAS,
-        Constants({"qk_layernorm": True}),
-        LOCAL_EXPERTS,
-        *EXPERT_SIZES,
-        SPARSE_LAYERS,
-        SOFTMAX_ROUTER,
-        *NO_ROUTER_LOSS,
-    ),
-    layer=(*ATTENTION, *ATTENTION_BIASES, *QK_NORM, *MLP, *EXPERTS),
-    outside=OUTSIDE,
+def _read_only(read: Callable[[Config], dict[str, Any]], *keys: str) -> Derived:
+    """Return a rule that writes nothing; ``Family.write_config`` reads its keys back and refuses other values."""
+    return Derived(keys, read, lambda fields: {})
+
+
+# ---- parts of attention
+
+BIASES = (d.ATTENTION_BIAS, *d.ATTENTION_BIASES)
+SOME_BIASES = (Same("attention_bias", "add_qkv_bias"), d.QKV_BIAS)
+HEAD_NORMS = (Constants({"qk_layernorm": True}), *d.QK_NORM)
+NORM_OF_ALL_HEADS = (Constants({"head_norms": "all_heads"}), *d.QK_NORM)
+INTERLEAVED = Constants({"rotary_interleaved": True})
+PARTIAL = (d.WITHOUT_POSITIONS, d.PARTIAL_ROPE, d.HEAD_SIZE)  # DECODER with a part of each head rotated
+BASICS = (
+    *(d.SIZES, d.ROPE, d.HEAD_SIZE, Same("rms_norm_eps", "layernorm_epsilon", at_least=0.0)),
+    Same("attention_dropout", "attention_dropout"),
+    Same("tie_word_embeddings", "share_embeddings_and_output_weights"),
+)  # DECODER without what its MLP computes
+
+# ---- parts of the MLP
+
+MLP_BIASES = (d.MLP_BIAS, *d.MLP_BIASES)
+GRANITE_EXPERTS = (
+    Rename("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+    Rename("mlp.router.weight", "block_sparse_moe.router.layer.weight"),
+    Rename("mlp.experts.experts.linear_fc1.weight", "block_sparse_moe.input_linear.weight"),
+    Rename("mlp.experts.experts.linear_fc2.weight", "block_sparse_moe.output_linear.weight"),
 )
-"""Qwen3-MoE: Qwen3 with experts."""
+CHOSEN = (e.LOCAL_EXPERTS, e.CHOSEN_EXPERTS, e.ALL_LAYERS, e.NORMALISED_ROUTER, e.NO_ROUTER_LOSS)
+JITTER = Only(
+    "router_jitter_noise", 0.0, "Megatron's noise is different; give transformer={'moe_input_jitter_eps': ...}"
+)
+BLOCK_SPARSE = (
+    JITTER,
+    *e.expert_weights("block_sparse_moe.gate", "block_sparse_moe.experts.{expert}", ("w1", "w3", "w2")),
+)
+SPARSE = (e.EXPERT_SIZES, e.SPARSE_LAYERS, e.SOFTMAX_ROUTER, e.NO_ROUTER_LOSS)
+SIGMOID = (e.SIGMOID_EXPERTS, e.SIGMOID_EXPERT_WEIGHTS)
+MULTI_TOKEN: dict[str, Any] = {"multi_token": d.MULTI_TOKEN, "repeated": d.REPEATED}
+MULTIPLIERS = (
+    Same("embedding_multiplier", "embedding_scale"),
+    Same("residual_multiplier", "residual_scale"),
+    Same("logits_scaling", "logits_divisor"),
+    Same("attention_multiplier", "softmax_scale"),
+)
+
+# ---- norms in other places
+
+
+def _norms(attention: str, mlp: str) -> tuple[Rename, Rename]:
+    """Return the norms after attention and after the MLP."""
+    return Rename("self_attn_bda.norm.weight", attention), Rename("mlp_bda.norm.weight", mlp)
+
+
+AFTER = (
+    Constants({"layer_norms": "after"}),
+    *(*d.ATTENTION[1:], *d.MLP[1:], *_norms("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")),
+)
+AROUND = (
+    Constants({"layer_norms": "around"}),
+    *(*d.ATTENTION, *d.MLP[1:], *_norms("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")),
+    Rename("mlp.linear_fc1.layer_norm_weight", "pre_feedforward_layernorm.weight"),
+)
+
+# ---- what single families have of their own
+
+_LATENT_SIZES = tuple(
+    Same(key, field, at_least=1)
+    for key, field in (
+        *(("kv_lora_rank", "kv_lora_rank"), ("v_head_dim", "v_head_dim")),
+        *(("qk_nope_head_dim", "qk_head_dim"), ("qk_rope_head_dim", "qk_pos_emb_head_dim")),
+    )
+)
+_LATENT_WEIGHTS = tuple(
+    Rename(f"self_attention.{ours}.weight", f"self_attn.{theirs}.weight")
+    for ours, theirs in (
+        *(("linear_q_proj", "q_proj"), ("linear_q_down_proj", "q_a_proj"), ("linear_q_up_proj", "q_b_proj")),
+        *(("linear_kv_down_proj", "kv_a_proj_with_mqa"), ("linear_kv_up_proj", "kv_b_proj")),
+        ("linear_proj", "o_proj"),
+    )
+)
+_EPSILON_OF_LATENTS = 1e-6  # always, in transformers; rms_norm_eps is that of the other norms
 
 
 def _read_latents(config: Config) -> dict[str, Any]:
-    heads = config["num_attention_heads"]
+    heads, turned = config["num_attention_heads"], config["qk_rope_head_dim"]
     refuse_unless("num_key_value_heads", config.get("num_key_value_heads", heads), (heads,), "each head has its own")
-    turned = config["qk_rope_head_dim"]
     for key, size in (("head_dim", turned), ("qk_head_dim", config["qk_nope_head_dim"] + turned)):
         refuse_unless(key, config.get(key, size), (size,), "it follows from qk_nope_head_dim and qk_rope_head_dim")
-    return {"q_lora_rank": config.get("q_lora_rank")}  # None matters: Megatron's default is a number
+    other = config.get("rms_norm_eps") != _EPSILON_OF_LATENTS
+    # q_lora_rank=None matters: Megatron's default is a number
+    return {"q_lora_rank": config.get("q_lora_rank")} | ({"latent_epsilon": _EPSILON_OF_LATENTS} if other else {})
 
 
-_LATENTS = Derived(
-    ("q_lora_rank", "head_dim", "qk_head_dim"), _read_latents, lambda fields: {"q_lora_rank": fields["q_lora_rank"]}
-)
-
-_EPSILON_OF_LATENTS = 1e-6
-
-
-def _read_epsilon(config: Config) -> dict[str, Any]:
-    return {"latent_epsilon": _EPSILON_OF_LATENTS} if config.get("rms_norm_eps") != _EPSILON_OF_LATENTS else {}
-
-
-_LATENT_EPSILON = Derived((), _read_epsilon, lambda fields: {})
-"""transformers always has one epsilon in the norms of latents; ``rms_norm_eps`` is that of the others."""
-
-_LATENT_ATTENTION: tuple[WeightRule, ...] = (
+LATENT_ATTENTION = (
+    Constants({"multi_latent_attention": True, "qk_layernorm": True}),
+    *(d.WITHOUT_POSITIONS, d.LATENT_ROPE, *_LATENT_SIZES),
+    Derived(("q_lora_rank", "head_dim", "qk_head_dim"), _read_latents, lambda f: {"q_lora_rank": f["q_lora_rank"]}),
+    Only("attention_bias", False, "Megatron's latent attention has none"),
+    Only("rope_interleave", True, "Megatron rotates neighbouring channels of latent attention"),
     Rename("input_layernorm.weight", "input_layernorm.weight"),
-    Rename("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight"),
-    Rename("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight"),
     Rename("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight"),
-    Rename("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight"),
-    Rename("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
     Rename("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight"),
-    Rename("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight"),
-    Rename("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+    *_LATENT_WEIGHTS,
 )
-
-DEEPSEEK_V3 = Family(
-    model_type="deepseek_v3",
-    architecture="DeepseekV3ForCausalLM",
-    config=(
-        Constants({"multi_latent_attention": True, "qk_layernorm": True}),
-        *WITHOUT_POSITIONS,
-        _LATENT_EPSILON,
-        LATENT_ROPE,
-        Only("attention_bias", False, "Megatron's latent attention has none"),
-        PRETRAINING_TP,
-        _LATENTS,
-        Same("kv_lora_rank", "kv_lora_rank", at_least=1),
-        Same("qk_nope_head_dim", "qk_head_dim", at_least=1),
-        Same("qk_rope_head_dim", "qk_pos_emb_head_dim", at_least=1),
-        Same("v_head_dim", "v_head_dim", at_least=1),
-        Only("rope_interleave", True, "Megatron rotates neighbouring channels of latent attention"),
-        *SIGMOID_EXPERTS,
-        Only("scoring_func", "sigmoid", is_written=False),
-        Only("topk_method", "noaux_tc", is_written=False),
-        Only("moe_layer_freq", 1, is_written=False),
-        Unused(("aux_loss_alpha", "ep_size", "seq_aux")),
-        MULTI_TOKEN_LAYERS,
-    ),
-    layer=(*_LATENT_ATTENTION, *MLP, *SIGMOID_EXPERT_WEIGHTS),
-    outside=OUTSIDE,
-    multi_token=MULTI_TOKEN,
-    repeated=REPEATED,
-)
-"""DeepSeek-V3 and R1: latent attention, a sigmoid router with a bias, shared experts, multi-token prediction."""
-
-GLM4_MOE = Family(
-    model_type="glm4_moe",
-    architecture="Glm4MoeForCausalLM",
-    config=(
-        *WITHOUT_POSITIONS,
-        PARTIAL_ROPE,
-        HEAD_SIZE,
-        Same("attention_bias", "add_qkv_bias"),
-        Same("use_qk_norm", "qk_layernorm"),
-        *SIGMOID_EXPERTS,
-        MULTI_TOKEN_LAYERS,
-    ),
-    layer=(
-        *ATTENTION,
-        QKV_BIAS,
-        *QK_NORM,
-        *MLP,
-        *SIGMOID_EXPERT_WEIGHTS,
-    ),
-    outside=OUTSIDE,
-    multi_token=MULTI_TOKEN,
-    repeated=REPEATED,
-)
-"""GLM-4-MoE (GLM-4.5 and 4.6): a part of each head rotated, experts as in DeepSeek-V3, multi-token prediction."""
-
-KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2", config_class="deepseek_v3")
-"""Kimi K2: DeepSeek-V3 under another name, which transformers does not know."""
-
-MINISTRAL = Family(
-    model_type="ministral",
-    architecture="MinistralForCausalLM",
-    config=(*DECODER, LAYER_WINDOWS),
-    layer=(*ATTENTION, *MLP),
-    outside=OUTSIDE,
-)
-"""Ministral: Mistral with windows in some layers."""
-
-SMOLLM3 = Family(
-    model_type="smollm3",
-    architecture="SmolLM3ForCausalLM",
-    config=(*DECODER, WINDOWS, UNROTATED_LAYERS, ATTENTION_BIAS, MLP_BIAS, PRETRAINING_TP),
-    layer=(*ATTENTION, *ATTENTION_BIASES, *MLP, *MLP_BIASES),
-    outside=OUTSIDE,
-)
-"""SmolLM3: Llama with layers that have no positions."""
-
-SEED_OSS = Family(
-    model_type="seed_oss",
-    architecture="SeedOssForCausalLM",
-    config=(
-        *DECODER,
-        Same("attention_bias", "add_qkv_bias"),
-        Same("attention_out_bias", "attention_output_bias"),
-        Same("residual_dropout", "hidden_dropout"),
-        MLP_BIAS,
-        PRETRAINING_TP,
-    ),
-    layer=(*ATTENTION, *ATTENTION_BIASES, *MLP, *MLP_BIASES),
-    outside=OUTSIDE,
-)
-"""Seed-OSS: biases in queries, keys and values; its dropout also acts on the embedding here."""
 
 
 def _write_original(fields: Fields) -> dict[str, Any]:
@@ -296,62 +157,255 @@ def _write_original(fields: Fields) -> dict[str, Any]:
     return {key: fields["stretch"][key]} if fields["stretch"] else {}
 
 
-PHI3 = Family(
-    model_type="phi3",
-    architecture="Phi3ForCausalLM",
-    config=(
-        *WITHOUT_POSITIONS,
-        PARTIAL_ROPE,
-        HEAD_SIZE,
-        WINDOW,
-        ONE_DROPOUT,
+def _read_hybrid(config: Config) -> dict[str, Any]:
+    windowed = [kind == "sliding_attention" for kind in config.get("layer_types") or ()]
+    if config.get("sliding_window") is None or all(windowed):
+        return {}
+    return {"no_rope_freq": [int(not has_window) for has_window in windowed]}
+
+
+HYBRID = _read_only(_read_hybrid)  # layers without a window have no rotary positions
+
+
+def _gelu(key: str) -> Derived:
+    def read(config: Config) -> dict[str, Any]:
+        given = config.get("hidden_activation") or config.get("hidden_act")
+        refuse_unless("hidden_activation", given, ("gelu_pytorch_tanh",), "Gemma has no other")
+        return {"activation_func": "gelu_tanh"}
+
+    return Derived(("hidden_act", "hidden_activation"), read, lambda fields: {key: "gelu_pytorch_tanh"})
+
+
+def _read_scalar(config: Config) -> dict[str, Any]:
+    refuse_outside("query_pre_attn_scalar", config["query_pre_attn_scalar"], 1e-6)
+    return {"softmax_scale": float(config["query_pre_attn_scalar"] ** -0.5)}
+
+
+def _write_scalar(fields: Fields) -> dict[str, Any]:
+    scale = fields["softmax_scale"]
+    if scale is None:
+        return {"query_pre_attn_scalar": fields["kv_channels"]}
+    scalar = round(scale**-2)
+    return {"query_pre_attn_scalar": scalar if float(scalar**-0.5) == scale else scale**-2}
+
+
+def _read_direction(config: Config) -> dict[str, Any]:
+    given = config.get("use_bidirectional_attention")
+    refuse_unless("use_bidirectional_attention", given, (None, False), "a GPT sees earlier tokens only")
+    return {}
+
+
+GEMMA = (
+    *(d.WITHOUT_ACTIVATION, d.HEAD_SIZE, BIASES),
+    _read_only(lambda config: {"embedding_scale": float(config["hidden_size"] ** 0.5)}),
+    Constants({"layernorm_zero_centered_gamma": True}),
+    Derived(("use_bidirectional_attention",), _read_direction, lambda fields: {"use_bidirectional_attention": False}),
+)
+LATER_GEMMA = (
+    *(GEMMA, _gelu("hidden_activation"), d.LAYER_WINDOWS, AROUND),
+    Derived(("query_pre_attn_scalar",), _read_scalar, _write_scalar),
+    Same("final_logit_softcapping", "logits_cap"),
+)
+
+_BIASED = ("add_qkv_bias", "attention_output_bias", "mlp_bias")
+USE_BIAS = Derived(
+    ("use_bias",),
+    lambda config: dict.fromkeys(_BIASED, True) if config.get("use_bias") else {},
+    lambda fields: {"use_bias": bool(fields["mlp_bias"])},
+)
+
+
+def _read_layers(config: Config) -> dict[str, Any]:
+    layers, step = config["num_hidden_layers"], config.get("moe_layer_interval", 1)
+    first, last = config.get("moe_layer_start_index", 0), config.get("moe_layer_end_index", -1)
+    refuse_outside("moe_layer_interval", step, 1)
+    last = layers - 1 if last == -1 else last
+    flags = [int(first <= layer <= last and (layer + 1) % step == 0) for layer in range(layers)]
+    return {} if all(flags) else {"moe_layer_freq": flags}
+
+
+def _write_layers(fields: Fields) -> dict[str, Any]:
+    layers, given = fields["num_layers"], fields["moe_layer_freq"]
+    with_experts = [layer for layer in range(layers) if given == 1 or given[layer]] or [layers]
+    keys = {"moe_layer_start_index": with_experts[0], "moe_layer_end_index": with_experts[-1]}
+    wanted = [layer in with_experts for layer in range(layers)]
+    for step in range(1, layers + 1):
+        if [with_experts[0] <= n <= with_experts[-1] and (n + 1) % step == 0 for n in range(layers)] == wanted:
+            return {**keys, "moe_layer_interval": step}
+    return {**keys, "moe_layer_interval": 1}  # another model, which is found when this is read back
+
+
+def _read_shared(config: Config) -> dict[str, Any]:
+    shared = config.get("moe_num_shared_experts") or 0
+    refuse_outside("moe_num_shared_experts", shared, 0)
+    return {"moe_shared_expert_intermediate_size": shared * config["moe_intermediate_size"]} if shared else {}
+
+
+def _write_shared(fields: Fields) -> dict[str, Any]:
+    size = fields["moe_shared_expert_intermediate_size"] or 0
+    return {"moe_num_shared_experts": size // fields["moe_ffn_hidden_size"]}
+
+
+ERNIE_EXPERTS = (
+    Constants({"softmax_choice_bias": True}),
+    Preset({"moe_router_dtype": "fp32"}),
+    Only("use_bias", False),
+    Same("moe_num_experts", "num_moe_experts", others=("num_experts",), at_least=1),
+    Same("moe_k", "moe_router_topk", others=("num_experts_per_tok",), at_least=2),
+    e.EXPERT_SIZES[1],
+    Derived(("moe_num_shared_experts",), _read_shared, _write_shared),
+    Derived(("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"), _read_layers, _write_layers),
+    Only("moe_norm_min", 1e-12),
+    *(e.NO_ROUTER_LOSS, e.EXPERTS, e.shared_expert_weights("mlp.shared_experts")),
+    Rename("mlp.router.choice_bias", "mlp.moe_statics.e_score_correction_bias", in_fp32=True),
+)
+SQUARED_RELU = (
+    Only("hidden_act", "relu2"),
+    Constants({"normalization": "RMSNorm", "gated_linear_unit": False, "activation_func": "relu_squared"}),
+    Constants({"add_bias_linear": False}),
+    d.MLP[0],
+    *(Rename(f"mlp.linear_fc1.{kind}", f"mlp.up_proj.{kind}") for kind in ("weight", "bias")),
+    *(Rename(f"mlp.linear_fc2.{kind}", f"mlp.down_proj.{kind}") for kind in ("weight", "bias")),
+)
+GPT_OSS_EXPERTS = (
+    Same("swiglu_limit", "activation_func_clamp_value", at_least=0.0),
+    Only("swiglu_alpha", 1.702, "Megatron's activation has no other"),
+    Only("hidden_act", "silu"),  # it means the activation below
+    Constants({"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False, "expert_bias": True}),
+    Constants({"activation_func": "gelu_sigmoid", "glu_linear_offset": 1.0, "softmax_type": "learnable"}),
+    Rename("self_attention.core_attention.softmax_offset", "self_attn.sinks"),
+    Rename("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+    *(Rename(f"mlp.router.{kind}", f"mlp.router.{kind}") for kind in ("weight", "bias")),
+    InterleavedStack("mlp.experts.experts.linear_fc1.weight", "mlp.experts.gate_up_proj", transposed=True),
+    InterleavedStack("mlp.experts.experts.linear_fc1.bias", "mlp.experts.gate_up_proj_bias"),
+    Stack("mlp.experts.experts.linear_fc2.weight", "mlp.experts.down_proj", transposed=True),
+    Rename("mlp.experts.experts.linear_fc2.bias", "mlp.experts.down_proj_bias"),
+)
+MINIMAX_ROUTER = (
+    Constants({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
+    Preset({"moe_router_dtype": "fp32", "moe_router_bias_update_rate": 0.0}),
+    Rename("mlp.router.expert_bias", "block_sparse_moe.e_score_correction_bias", in_fp32=True),
+)
+
+
+def _read_attention_kinds(config: Config) -> dict[str, Any]:
+    for kind in config.get("attn_type_list") or ():
+        refuse_unless("attn_type_list", kind, (1,), "Megatron does not have such layers")
+    return {}
+
+
+def _unwritten(**values: Any) -> tuple[Only, ...]:
+    """Return rules for keys that are supported with one value and that transformers does not know."""
+    return tuple(Only(key, value, is_written=False) for key, value in values.items())
+
+
+DECODER = (d.DECODER, d.ATTENTION)
+LLAMA = _family("llama", "Llama", DECODER, BIASES, d.MLP, MLP_BIASES, d.PRETRAINING_TP)  # Llama 2 and 3
+QWEN2 = _family(  # and Qwen2.5
+    *("qwen2", "Qwen2", DECODER, d.WINDOWS, Constants({"add_qkv_bias": True}), d.QKV_BIAS, d.MLP),
+    *_unwritten(use_mrope=False),
+)
+QWEN3 = _family("qwen3", "Qwen3", DECODER, d.WINDOWS, BIASES, HEAD_NORMS, d.MLP)
+QWEN3_MOE = _family(
+    *("qwen3_moe", "Qwen3Moe", DECODER, d.OPTIONAL_WINDOW, BIASES, HEAD_NORMS),
+    *(d.MLP, e.LOCAL_EXPERTS, SPARSE, e.EXPERTS),
+)
+DEEPSEEK_V3 = _family(  # and R1
+    *("deepseek_v3", "DeepseekV3", LATENT_ATTENTION, d.PRETRAINING_TP, d.MLP, SIGMOID, d.MULTI_TOKEN_LAYERS),
+    *_unwritten(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1),
+    Unused(("aux_loss_alpha", "ep_size", "seq_aux")),
+    **MULTI_TOKEN,
+)
+_ROWS = (
+    LLAMA,
+    _family("mistral", "Mistral", DECODER, d.WINDOW, d.MLP),
+    _family("mixtral", "Mixtral", DECODER, d.WINDOW, CHOSEN, BLOCK_SPARSE),
+    QWEN2,
+    _family(  # and Qwen1.5-MoE: one expert sees every token through a gate
+        *("qwen2_moe", "Qwen2Moe", DECODER, d.WINDOWS, Same("qkv_bias", "add_qkv_bias"), d.QKV_BIAS, d.MLP),
+        *(e.NUM_EXPERTS, SPARSE, e.GATED_SHARED_EXPERT, e.GATED_SHARED_EXPERT_WEIGHTS),
+    ),
+    QWEN3,
+    QWEN3_MOE,
+    DEEPSEEK_V3,
+    _family(  # GLM-4.5 and 4.6
+        *("glm4_moe", "Glm4Moe", PARTIAL, d.ATTENTION, SOME_BIASES, d.MLP, SIGMOID, d.MULTI_TOKEN_LAYERS),
+        *(Same("use_qk_norm", "qk_layernorm"), d.QK_NORM),
+        **MULTI_TOKEN,
+    ),
+    replace(DEEPSEEK_V3, model_type="kimi_k2", config_class="deepseek_v3"),  # which transformers does not know
+    _family("ministral", "Ministral", DECODER, d.LAYER_WINDOWS, d.MLP),
+    _family("smollm3", "SmolLM3", DECODER, d.WINDOWS, d.UNROTATED_LAYERS, BIASES, d.MLP, MLP_BIASES, d.PRETRAINING_TP),
+    _family(  # its dropout also acts on the embedding here
+        *("seed_oss", "SeedOss", DECODER, SOME_BIASES, Same("attention_out_bias", "attention_output_bias")),
+        *(d.OUTPUT_BIAS, Same("residual_dropout", "hidden_dropout"), d.MLP, MLP_BIASES, d.PRETRAINING_TP),
+    ),
+    _family(  # and Phi-4; Phi-4-mini rotates a part of each head
+        *("phi3", "Phi3", PARTIAL, d.WINDOW, d.ONE_DROPOUT, d.JOINED_ATTENTION, d.JOINED_MLP),
         Derived(("original_max_position_embeddings",), lambda config: {}, _write_original),  # beside rope_parameters
     ),
-    layer=(*JOINED_ATTENTION, *JOINED_MLP),
-    outside=OUTSIDE,
-)
-"""Phi-3, Phi-4 and Phi-4-mini: joined projections; Phi-4-mini rotates a part of each head."""
-
-GLM = Family(
-    model_type="glm",
-    architecture="GlmForCausalLM",
-    config=(
-        *WITHOUT_POSITIONS,
-        PARTIAL_ROPE,
-        HEAD_SIZE,
-        Constants({"rotary_interleaved": True}),
-        Same("attention_bias", "add_qkv_bias"),
+    # GLM-4 of 2024 and GLM-Edge
+    _family("glm", "Glm", PARTIAL, d.ATTENTION, INTERLEAVED, SOME_BIASES, d.JOINED_MLP),
+    _family("ernie4_5", "Ernie4_5", DECODER, INTERLEAVED, USE_BIAS, d.ATTENTION_BIASES, d.MLP, d.MLP_BIASES),
+    # dots.llm1: Qwen3's attention, and experts as in DeepSeek-V3
+    _family("dots1", "Dots1", DECODER, d.LAYER_WINDOWS, BIASES, HEAD_NORMS, d.MLP, SIGMOID),
+    # Granite 3 and 4
+    _family("granite", "Granite", DECODER, BIASES, d.MLP, MLP_BIASES, MULTIPLIERS),
+    _family("granitemoe", "GraniteMoe", DECODER, BIASES, MULTIPLIERS, CHOSEN, GRANITE_EXPERTS),
+    _family("olmo2", "Olmo2", d.DECODER, BIASES, AFTER, NORM_OF_ALL_HEADS),
+    _family(  # OLMo 2 with windows in some layers, which have their own rotary settings
+        *("olmo3", "Olmo3", d.WITHOUT_POSITIONS, d.HEAD_SIZE, d.ROPE_BY_WINDOW, d.LAYER_WINDOWS),
+        *(BIASES, AFTER, NORM_OF_ALL_HEADS),
     ),
-    layer=(*ATTENTION, QKV_BIAS, *JOINED_MLP),
-    outside=OUTSIDE,
+    _family(  # windows in some layers, and rotary positions only in these
+        *("exaone4", "Exaone4", d.DECODER, d.LAYER_WINDOWS, HYBRID, AFTER, HEAD_NORMS),
+        Unused(("sliding_window_pattern",)),  # transformers makes layer_types from it
+    ),
+    _family(  # GLM-4-0414 and GLM-Z1
+        *("glm4", "Glm4", PARTIAL, d.ATTENTION, INTERLEAVED, SOME_BIASES, d.JOINED_MLP),
+        Constants({"layer_norms": "around"}),
+        *_norms("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"),
+    ),
+    _family("gemma", "Gemma", GEMMA, d.ROPE, _gelu("hidden_act"), d.ATTENTION, d.MLP),
+    _family(  # capped scores and logits, windows in every second layer
+        *("gemma2", "Gemma2", LATER_GEMMA, d.ROPE, Same("attn_logit_softcapping", "attention_cap")),
+        Unused(("cache_implementation",)),
+    ),
+    _family(  # norms of queries and keys instead of capped scores, and two rotary settings
+        *("gemma3_text", "Gemma3", LATER_GEMMA, d.ROPE_BY_WINDOW, HEAD_NORMS),
+        Only("attn_logit_softcapping", None, "transformers does not apply it"),
+        Unused(("cache_implementation", "_sliding_window_pattern", "sliding_window_pattern")),
+    ),
+    # AFM-4.5B
+    _family("arcee", "Arcee", BASICS, d.ATTENTION, BIASES, d.MLP_BIAS, SQUARED_RELU),
+    _family(
+        *("olmoe", "Olmoe", DECODER, BIASES, NORM_OF_ALL_HEADS, Only("clip_qkv", None), e.NUM_EXPERTS),
+        *(e.CHOSEN_EXPERTS, e.ALL_LAYERS, e.SOFTMAX_ROUTER, e.NO_ROUTER_LOSS, e.EXPERTS),
+    ),
+    _family(
+        *("hunyuan_v1_dense", "HunYuanDenseV1", d.WITHOUT_POSITIONS, d.HEAD_SIZE, d.ALPHA_ROPE, d.ATTENTION, BIASES),
+        *(d.PRETRAINING_TP, Constants({"head_norms": "after_rotation"}), d.MLP),
+        *_unwritten(use_qk_norm=True, use_cla=False),
+        Unused(("eod_token_id", "sep_token_id", "cla_share_factor", "attention_head_dim")),
+        Rename("self_attention.core_attention.q_layernorm.weight", "self_attn.query_layernorm.weight"),
+        Rename("self_attention.core_attention.k_layernorm.weight", "self_attn.key_layernorm.weight"),
+    ),
+    _family(  # multi-token prediction is left out
+        *("minimax_m2", "MiniMaxM2", PARTIAL, d.ATTENTION, NORM_OF_ALL_HEADS, CHOSEN, BLOCK_SPARSE, MINIMAX_ROUTER),
+        *_unwritten(use_qk_norm=True, qk_norm_type="per_layer", scoring_func="sigmoid", use_routing_bias=True),
+        *_unwritten(shared_intermediate_size=0),
+        _read_only(_read_attention_kinds, "attn_type_list"),
+        Unused(("rotary_dim", "use_mtp", "num_mtp_modules", "mtp_transformer_layers")),
+    ),
+    _family(  # attention sinks, experts with biases and a clamped activation
+        *("gpt_oss", "GptOss", BASICS, d.LAYER_WINDOWS, d.ATTENTION, BIASES, CHOSEN, GPT_OSS_EXPERTS),
+        Unused(("experts_per_token", "initial_context_length")),  # other names of two of its keys
+    ),
+    # Mistral with YaRN, and queries that grow with the position, as in Llama 4
+    _family("ministral3", "Ministral3", d.WITHOUT_POSITIONS, d.HEAD_SIZE, d.GROWING_ROPE, d.WINDOW, d.ATTENTION, d.MLP),
+    # a bias that affects only the choice of the softmax router, and shared experts
+    _family("ernie4_5_moe", "Ernie4_5_Moe", DECODER, INTERLEAVED, d.MLP, ERNIE_EXPERTS),
 )
-"""GLM-4 of 2024 and GLM-Edge: neighbouring channels of a part of each head rotated."""
 
-ERNIE4_5 = Family(
-    model_type="ernie4_5",
-    architecture="Ernie4_5ForCausalLM",
-    config=(*DECODER, Constants({"rotary_interleaved": True}), USE_BIAS),
-    layer=(*ATTENTION, *ATTENTION_BIASES, *MLP, *MLP_BIASES),
-    outside=OUTSIDE,
-)
-"""ERNIE 4.5, dense: Llama with neighbouring channels rotated."""
-
-DOTS1 = Family(
-    model_type="dots1",
-    architecture="Dots1ForCausalLM",
-    config=(*DECODER, LAYER_WINDOWS, ATTENTION_BIAS, Constants({"qk_layernorm": True}), *SIGMOID_EXPERTS),
-    layer=(*ATTENTION, *ATTENTION_BIASES, *QK_NORM, *MLP, *SIGMOID_EXPERT_WEIGHTS),
-    outside=OUTSIDE,
-)
-"""dots.llm1: Qwen3's attention with experts as in DeepSeek-V3."""
-
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        *(LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, DEEPSEEK_V3, GLM4_MOE),
-        *(KIMI_K2, MINISTRAL, SMOLLM3, SEED_OSS, PHI3, GLM, ERNIE4_5, DOTS1),
-        *VARIANTS,
-        *DELTA_NETS,
-    )
-} | WITH_TOWERS
+FAMILIES = {row.model_type: row for row in (*_ROWS, *DELTA_NETS)} | WITH_TOWERS
 """All of them, by the ``model_type`` of their ``config.json``."""
