@@ -162,14 +162,14 @@ class Stateful(StagedNet):
         return page()["stateful_loader"](self.trainer, Samples(SIZE), 2)
 
 
-def resume_stateful(folder: str) -> tuple[list[int], list[int]]:
+def resume_stateful(folder: str, strategy: dict[str, Any]) -> tuple[list[int], list[int]]:
     """Train an epoch; then its first half and, from a checkpoint, the rest."""
 
     def run(ckpt_path: str | None, **arguments: Any) -> list[int]:
         watch = Watch()
         save = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
         halves: dict[str, Any] = {"enable_checkpointing": True, "use_distributed_sampler": False}
-        make_trainer(TP2, callbacks=[watch, save], **halves, **arguments).fit(Stateful(), ckpt_path=ckpt_path)
+        make_trainer(strategy, callbacks=[watch, save], **halves, **arguments).fit(Stateful(), ckpt_path=ckpt_path)
         return [index for batch in watch.seen.batches for index in batch]
 
     half = run(None, max_steps=4)
@@ -177,8 +177,9 @@ def resume_stateful(folder: str) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchdata") is None, reason="torchdata is not installed")
-def test_a_stateful_loader_is_dealt_out_and_resumes(tmp_path: Path) -> None:
-    ranks = run_ranks(4, resume_stateful, str(tmp_path))
+@pytest.mark.parametrize("strategy", [TP2, {**TP2, "broadcast_batches": True}], ids=["read", "sent"])
+def test_a_stateful_loader_is_dealt_out_and_resumes(tmp_path: Path, strategy: dict[str, Any]) -> None:
+    ranks = run_ranks(4, resume_stateful, str(tmp_path), strategy)
     for whole, resumed in ranks:
         assert resumed == whole
     assert ranks[0] == ranks[1]
