@@ -41,7 +41,7 @@ SOURCE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help install lock check docs format test test-fast test-thorough test-lightning test-ray test-oldest test-latest test-te test-te-suite fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-vl demo-fp8 bench bench-checkpoint \
-	bench-generate bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-scale bench-startup bench-vision gpu torture faults mutate clean
+	bench-generate bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-scale bench-startup bench-vision gpu torture faults mutate house clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -268,6 +268,9 @@ mutate: $(INSTALLED)  ## damage the files that a run reads, 500 times each
 
 faults: $(INSTALLED)  ## let a hundred trainings fail, each in its way, and see that all ranks end
 	$(RUN) -m tests.faults $(ARGS)
+
+house: $(INSTALLED)  ## report lines by room, density of comments and docstrings, the longest files and functions
+	$(RUN) -m tests.house
 
 clean:  ## remove caches, build products and what runs wrote; environments stay
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache lightning_logs checkpoints outputs
