@@ -11,24 +11,26 @@ mean what they do in Lightning.
 schedule over them. The schedule asks for one microbatch and one chunk at a time; for each, this class activates the
 chunk in the user's pipeline and calls the user's step (``parallel/pipeline.py`` explains how the step becomes a stage).
 
-*The meaning of the loss.* The step returns
+*What a loss is.* ``training_step`` returns one of two things:
 
-* a scalar: the mean over the microbatch on this rank. The loss of the optimizer step is the mean over its microbatches,
-  data-parallel and context-parallel ranks. Megatron multiplies such a loss by the context-parallel size and divides it
-  by the number of microbatches; the value passed to it compensates for both where they differ from Lightning's meaning.
-* ``{"loss": mean, "num_tokens": n}``: the same mean, to be weighted by tokens. The loss of the optimizer step is the
-  sum over all tokens divided by their number over all microbatches, data- and context-parallel ranks. It needs
-  ``TransformerConfig(calculate_per_token_loss=True)``, which Megatron's wrappers and routers read when they are
-  created.
+==================================  =================================================  ============================
+returned                            loss of the optimizer step                         ``calculate_per_token_loss``
+==================================  =================================================  ============================
+a scalar: mean over the microbatch  mean over microbatches, data and context ranks     False
+``{"loss": m, "num_tokens": n}``    sum over all tokens, divided by their number       True
+==================================  =================================================  ============================
 
-The differentiated value is always this rank's own part; only detached copies are reduced for the logs.
+The last column is a field of ``TransformerConfig``, which Megatron's wrappers and routers read when they are created.
+Two microbatches with means 2.0 and 4.0 over 100 and 300 tokens give 3.0 in the first way and 3.5 in the second.
+
+Only this rank's own part is differentiated; what is reduced for the logs is detached.
 """
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -56,6 +58,9 @@ from lightning_mcore.strategy.module import MCoreModule, rows_of, split_rows
 if TYPE_CHECKING:
     from lightning_mcore.strategy.strategy import MCoreStrategy
 
+_Shape = tuple[int, int] | None  # (sequence length, rows); None if the stages must exchange it
+_ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, Callable[[Tensor], Any] | None]]  # Megatron's
+
 
 @dataclass(frozen=True)
 class Microbatch:
@@ -71,7 +76,7 @@ class Microbatch:
 
     batch: Any
     arguments: tuple[Any, ...]
-    shape: tuple[int, int] | None = None
+    shape: _Shape = None
     weight: float = 1.0
     filler: bool = False
 
@@ -131,12 +136,13 @@ class Schedule:
         self._chunks = chunks
         self._pipeline = chunks.pipeline
         self._layout = strategy.layout
-        self._device = self.root_device = strategy.root_device
+        self._is_interleaved = self._layout.virtual_pipeline_model_parallel_size is not None
+        self.root_device = strategy.root_device
         self._logs = strategy.logs
         self._logs.setup_pipeline(chunks.config, chunks.pipeline.takes_whole_batches)
         if self._pipeline.takes_whole_batches:
             self._pipeline.run_stages = self._run_stages
-        self._last_output: dict[str, Any] = {}
+        self._last_output: dict[str, Any] = {}  # of training_step, for the last microbatch on the last stage
         self._last_loss: Tensor | None = None
         self._window: list[Microbatch] = []
         self._seen_full_window = False
@@ -163,12 +169,13 @@ class Schedule:
             self._window = []
         self._window += self.split(args[0], args[1:], strategy.micro_batch_size)
         if loop._should_accumulate():
-            return self._last_loss if self._last_loss is not None else torch.zeros((), device=self._device)
+            return self._last_loss if self._last_loss is not None else torch.zeros((), device=self.root_device)
         if not self._seen_full_window and (loop.epoch_loop.batch_idx + 1) % num_batches == 0:
             # Only the first: later ones may include a short last batch of the loader.
             self._layout.validate_microbatches(len(self._window), strategy.microbatch_group_size)
             self._seen_full_window = True
         window, self._window = self._window, []
+        # Lightning zeroes gradients after training_step, which here has run backward by then.
         for chunk in self._chunks.ddp:
             chunk.zero_grad_buffer()
         for optimizer in strategy.megatron_optimizers:
@@ -182,11 +189,11 @@ class Schedule:
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
         """Do nothing: the schedule reduces gradients itself."""
-        return contextlib.nullcontext()
+        return nullcontext()
 
     def around_backward(self) -> AbstractContextManager[None]:
         """Do nothing: the schedule has run backward."""
-        return contextlib.nullcontext()
+        return nullcontext()
 
     def split(self, batch: Any, arguments: tuple[Any, ...], micro_batch_size: int | None) -> list[Microbatch]:
         """Cut a DataLoader batch into microbatches and take this context-parallel rank's share of each.
@@ -200,7 +207,7 @@ class Schedule:
             One or more microbatches; the last may have fewer rows.
         """
         if micro_batch_size is None:
-            return [self._microbatch(batch, arguments, 1.0)]
+            return [self._microbatch(batch, arguments)]
         module = self._module
         split = module.split_rows if isinstance(module, MCoreModule) else split_rows
         return [self._microbatch(part, arguments, share) for part, share in split(batch, micro_batch_size)]
@@ -217,35 +224,23 @@ class Schedule:
             The loss of the step on every rank, detached, [] fp32: a mean over its microbatches, or over its tokens; on
             the last stage also the other values that ``training_step`` returned for the last microbatch.
         """
-        with self._logs.layer_losses(len(microbatches)), self._short_window(microbatches, num_batches) as divisor:
+        config, divisor, changes = self._chunks.config, num_batches, {}
+        here = round(sum(microbatch.weight for microbatch in microbatches))
+        if here != num_batches and not config.calculate_per_token_loss:
+            # Megatron divides the layers' own losses (routers, multi-token prediction) by the microbatches that there
+            # are. With 2 batches left of accumulate_grad_batches=4 it divides by 2; scaled by 2 / 4, these losses and
+            # that of the step are divided by 4, as in Lightning. Megatron scales in forward_step_calc_loss and
+            # backward_step (pipeline_parallel/schedules.py, 0.16).
+            scale, share = config.grad_scale_func, here / num_batches
+            changes["grad_scale_func"] = lambda loss: (loss if scale is None else scale(loss)) * share
+            divisor = here
+        with self._logs.layer_losses(len(microbatches)), _changed([config], **changes):
             _, loss = self._run("training_step", microbatches, forward_only=False, num_batches=divisor)
         assert loss is not None
         last, self._last_output = self._last_output, {}
         return {**last, "loss": loss} if last else loss
 
-    @contextlib.contextmanager
-    def _short_window(self, microbatches: Sequence[Microbatch], num_batches: int) -> Iterator[int]:
-        """Scale the layers' own losses down in a short last window, like the loss of the step.
-
-        Megatron divides the layers' losses by the actual number of microbatches. If an epoch ends with fewer batches
-        than ``accumulate_grad_batches``, both kinds of losses are scaled by the share of batches that remain.
-
-        Yields:
-            The divisor of the sum of the step's losses.
-
-        Source: ``forward_step_calc_loss`` and ``backward_step`` in megatron/core/pipeline_parallel/schedules.py (0.16).
-        """
-        config = self._chunks.config
-        num_here = round(sum(microbatch.weight for microbatch in microbatches))
-        if num_here == num_batches or config.calculate_per_token_loss:
-            yield num_batches
-            return
-        scale, share = config.grad_scale_func, num_here / num_batches
-        config.grad_scale_func = lambda loss: (loss if scale is None else scale(loss)) * share
-        try:
-            yield num_here
-        finally:
-            config.grad_scale_func = scale
+    # ---- evaluation
 
     def evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any], shares_output: bool) -> Any:
         """Run a step forward only.
@@ -287,7 +282,7 @@ class Schedule:
         group = process_group("experts")
         if group.size() == 1:
             return own
-        most = torch.tensor(own, device=self._device)
+        most = torch.tensor(own, device=self.root_device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
         return int(most)
 
@@ -307,9 +302,9 @@ class Schedule:
                 output = ValueError(f"{step} returned, for the parts of micro_batch_size={size} rows, {error}")
         group = process_group("pp")
         if group.size() > 1:
-            sent = from_last_stage(output, self._device)
+            sent = from_last_stage(output, self.root_device)
             if group.rank() < group.size() - 1:
-                output = apply_to_collection(sent, Tensor, lambda tensor: tensor.to(self._device))
+                output = apply_to_collection(sent, Tensor, lambda tensor: tensor.to(self.root_device))
         if isinstance(output, ValueError):
             raise output
         return output
@@ -323,14 +318,9 @@ class Schedule:
         return output
 
     def _run_stages(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the whole model outside a schedule; without gradients if it has several stages.
+        """Run the whole model on the arguments of every chunk, outside a step; None on all stages but the last.
 
-        Args:
-            args: The arguments of every chunk.
-            kwargs: Arguments by name.
-
-        Returns:
-            Its output on the last stage; None on the others.
+        Without gradients if it has several stages.
         """
         wrapped, rows = self._chunks.wrapped, len(args[0])
         size, parts = self._strategy.micro_batch_size or rows, [(args, kwargs)]
@@ -349,14 +339,11 @@ class Schedule:
 
     def _run_calls(self, calls: list[tuple[Any, Any]]) -> list[Any]:
         """Run calls of the model through all stages without gradients; return their outputs on the last stage."""
-        wrapped = self._chunks.wrapped
 
         def forward_step(iterator: Iterator[Any], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any] | None]:
             args, kwargs = next(iterator)
             output = chunk(*args, **kwargs)
-            if self._chunks.is_last[wrapped.index(chunk)]:
-                return torch.zeros((), device=self._device), lambda tensor: (tensor.clone(), output)
-            return make_viewless_tensor(output, requires_grad=False, keep_graph=False), None
+            return self._handed_on(output) if self._is_last(chunk) else (_to_send(output, requires_grad=False), None)
 
         missing = -len(calls) % self._whole_groups
         with torch.no_grad():
@@ -365,37 +352,33 @@ class Schedule:
     @property
     def _whole_groups(self) -> int:
         """The number of which the schedule needs a multiple of microbatches."""
-        interleaved = self._layout.virtual_pipeline_model_parallel_size is not None
-        return self._layout.pipeline_model_parallel_size if interleaved else 1
+        return self._layout.pipeline_model_parallel_size if self._is_interleaved else 1
+
+    # ---- Megatron's schedule
 
     def _pass_through(
-        self,
-        forward_step: Callable[..., Any],
-        microbatches: Sequence[Any],
-        shape: tuple[int, int] | None,
-        forward_only: bool,
+        self, forward_step: _ForwardStep, microbatches: Sequence[Any], shape: _Shape, forward_only: bool
     ) -> list[Any]:
         """Run Megatron's schedule over microbatches; ``shape`` is None where their shapes differ or are not known."""
-        self._chunks.config.variable_seq_lengths = shape is None
+        config, count, wrapped = self._chunks.config, len(microbatches), self._chunks.wrapped
+        group = self._layout.microbatch_group_size(count, config.microbatch_group_size_per_vp_stage)
+        config.variable_seq_lengths = shape is None  # set before each run, so it is not put back
         seq_length, micro_batch_size = shape or (1, 1)
-        interleaved = self._layout.virtual_pipeline_model_parallel_size is not None
-        wrapped = self._chunks.wrapped
         iterators = [iter(microbatches) for _ in wrapped]
-        with self._groups_of(len(microbatches)):
+        with _changed([config], microbatch_group_size_per_vp_stage=group):
             outputs: list[Any] = get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=iterators if interleaved else iterators[0],
-                model=wrapped if interleaved else wrapped[0],
-                num_microbatches=len(microbatches),
+                data_iterator=iterators if self._is_interleaved else iterators[0],
+                model=wrapped if self._is_interleaved else wrapped[0],
+                num_microbatches=count,
                 seq_length=seq_length,
                 micro_batch_size=micro_batch_size,
                 forward_only=forward_only,
             )
         return outputs
 
-    def _microbatch(self, batch: Any, arguments: tuple[Any, ...], weight: float) -> Microbatch:
-        module = self._module
-        shape = None
+    def _microbatch(self, batch: Any, arguments: tuple[Any, ...], weight: float = 1.0) -> Microbatch:
+        module, shape = self._module, None
         if isinstance(module, MCoreModule) and not self._pipeline.takes_whole_batches:
             shape = module.microbatch_shape(batch)
             if self._layout.context_parallel_size > 1:
@@ -405,49 +388,27 @@ class Schedule:
     def _run(
         self, step: str, microbatches: Sequence[Microbatch], forward_only: bool, num_batches: int
     ) -> tuple[list[Any], Tensor | None]:
+        """Run a step of the module over microbatches; return its outputs on the last stage, and the loss."""
         filled = self._fill_up(microbatches)
-        config = self._chunks.config
-        shapes = {microbatch.shape for microbatch in filled}
-        shape = shapes.pop() if len(shapes) == 1 else None
-        self._strategy.tensor_overlap.open(shape, config)
-        with (
-            self._fp8_of([microbatch.shape for microbatch in filled], forward_only),
-            self._logs.pipeline.recording(),
-            random_state_of_stage(),
-        ):
+        shapes = list(dict.fromkeys(microbatch.shape for microbatch in filled))
+        shape = shapes[0] if len(shapes) == 1 else None
+        self._strategy.tensor_overlap.open(shape, self._chunks.config)
+        with self._fp8_of(shapes, forward_only), self._logs.pipeline.recording(), random_state_of_stage():
             forward_step = self._forward_step(step, len(filled), forward_only, num_batches)
             outputs = self._pass_through(forward_step, filled, shape, forward_only)
         return outputs, self._logs.pipeline.finish(step, over_copies=not forward_only)
 
-    @contextlib.contextmanager
-    def _fp8_of(self, shapes: Sequence[tuple[int, int] | None], forward_only: bool) -> Iterator[None]:
+    def _fp8_of(self, shapes: Sequence[_Shape], forward_only: bool) -> AbstractContextManager[None]:
         """Refuse microbatches that FP8 cannot divide into blocks; compute those at the end of an evaluation in bf16."""
-        configs: list[Any] = [chunk.config for chunk in self._chunks.bare if hasattr(chunk, "config")]
-        formats = [(config.fp8, config.fp4) for config in configs]
         try:
-            for shape in dict.fromkeys(shapes):
+            for shape in shapes:
                 check_microbatch(self._strategy.precision_plugin.fp8, shape, self._layout)
         except ValueError:
             if not forward_only:
                 raise
-            for config in configs:
-                config.fp8 = config.fp4 = None
-        try:
-            yield
-        finally:
-            for config, (fp8, fp4) in zip(configs, formats, strict=True):
-                config.fp8, config.fp4 = fp8, fp4
-
-    @contextlib.contextmanager
-    def _groups_of(self, num_microbatches: int) -> Iterator[None]:
-        """Set group sizes of the interleaved schedule that these microbatches fill."""
-        config = self._chunks.config
-        wanted = config.microbatch_group_size_per_vp_stage
-        config.microbatch_group_size_per_vp_stage = self._layout.microbatch_group_size(num_microbatches, wanted)
-        try:
-            yield
-        finally:
-            config.microbatch_group_size_per_vp_stage = wanted
+            configs = [chunk.config for chunk in self._chunks.bare if hasattr(chunk, "config")]
+            return _changed(configs, fp8=None, fp4=None)
+        return nullcontext()
 
     def _fill_up(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """Repeat the last microbatch, with weight zero, until an interleaved schedule has whole groups.
@@ -467,10 +428,10 @@ class Schedule:
             )
         return [*microbatches, *[_filler(microbatches[-1])] * missing]
 
-    def _forward_step(
-        self, step: str, num_microbatches: int, forward_only: bool, num_batches: int
-    ) -> Callable[[Iterator[Microbatch], Any], tuple[Tensor, Callable[[Tensor], Any] | None]]:
+    def _forward_step(self, step: str, num_microbatches: int, forward_only: bool, num_batches: int) -> _ForwardStep:
         """Return Megatron's ``forward_step_func`` for one run of the schedule."""
+        # Megatron multiplies a mean by the context-parallel size and divides it by the number of microbatches. Of 4
+        # microbatches on 2 context-parallel ranks, its factor is 2 / 4 for each, and 4 / (4 * 2) here makes it 1 / 4.
         factor = num_microbatches / (num_batches * self._layout.context_parallel_size)
 
         def forward_step(iterator: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any] | None]:
@@ -478,31 +439,45 @@ class Schedule:
             try:
                 output = self._call(step, microbatch, chunk)
             except StageOutput as stage:
-                return make_viewless_tensor(stage.value, stage.value.requires_grad, keep_graph=True), None
+                return _to_send(stage.value, stage.value.requires_grad), None
             if forward_only:
-                nothing = torch.zeros((), device=self._device)
-                return nothing, lambda tensor: (tensor.clone(), output)
+                return self._handed_on(output)
             loss, num_tokens = self._read_loss(output)
-            self._record_loss(loss, num_tokens, microbatch)
-            if isinstance(output, dict) and not microbatch.filler:
-                self._last_output = apply_to_collection(output, Tensor, Tensor.detach)
-            return loss, self._loss_function(num_tokens, microbatch, factor)
+            if not microbatch.filler:
+                self._logs.pipeline.add_loss(loss, microbatch.weight if num_tokens is None else num_tokens)
+                if isinstance(output, dict):
+                    self._last_output = apply_to_collection(output, Tensor, Tensor.detach)
+            # The product is a new tensor, because Megatron scales it in place. Megatron keeps the last value until the
+            # step ends; it is None, because what training_step returned would keep its activations alive.
+            if num_tokens is None:
+                weight = microbatch.weight * factor
+                return loss, lambda loss: (loss * weight, None)
+            counted = num_tokens * 0 if microbatch.filler else num_tokens
+            return loss, lambda loss: (loss * counted, counted, None)
 
         return forward_step
 
+    def _is_last(self, chunk: Any) -> bool:
+        return self._chunks.is_last[self._chunks.wrapped.index(chunk)]
+
+    def _handed_on(self, output: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        """Return what makes Megatron hand ``output`` on to the caller of a schedule that runs only forward."""
+        return torch.zeros((), device=self.root_device), lambda nothing: (nothing.clone(), output)
+
     def _call(self, step: str, microbatch: Microbatch, chunk: Any) -> Any:
-        is_last = self._chunks.is_last[self._chunks.wrapped.index(chunk)]
-        calls = self._pipeline.num_calls
+        """Call the module's step for one chunk and return what it returned; see StageOutput for the other stages."""
+        is_last, before = self._is_last(chunk), self._pipeline.num_calls
         muted = microbatch.filler or not is_last
         self._chunks.wait_for_uncalled(chunk)
         with self._logs.pipeline.microbatch(microbatch.batch, muted), self._pipeline.activate(chunk, is_last):
             batch = copy.copy(microbatch.batch)  # a step may take entries out of it, and runs for every chunk
             output = getattr(self._module, step)(batch, *microbatch.arguments)
+        calls = self._pipeline.num_calls - before
         may_repeat = self._pipeline.takes_whole_batches and not self._pipeline.is_staged
-        if self._pipeline.num_calls != calls + 1 and not may_repeat:
+        if calls != 1 and not may_repeat:
             raise RuntimeError(
-                f"{type(self._module).__name__}.{step} called the model built with pipeline() "
-                f"{self._pipeline.num_calls - calls} times; a step must call it exactly once"
+                f"{type(self._module).__name__}.{step} called the model built with pipeline() {calls} times; a step"
+                " must call it exactly once"
             )
         return output
 
@@ -524,37 +499,36 @@ class Schedule:
         if num_tokens is None:
             return loss, None
         if isinstance(num_tokens, int | float):  # a kernel writes it, because a copy would wait for the GPU
-            return loss, torch.full((), num_tokens, device=self._device).int()
-        return loss, torch.as_tensor(num_tokens, device=self._device).detach().int()
+            return loss, torch.full((), num_tokens, device=self.root_device).int()
+        return loss, torch.as_tensor(num_tokens, device=self.root_device).detach().int()
 
-    def _record_loss(self, loss: Tensor, num_tokens: Tensor | None, microbatch: Microbatch) -> None:
-        if not microbatch.filler:
-            self._logs.pipeline.add_loss(loss, microbatch.weight if num_tokens is None else num_tokens)
 
-    @staticmethod
-    def _loss_function(num_tokens: Tensor | None, microbatch: Microbatch, factor: float) -> Callable[[Tensor], Any]:
-        """Return Megatron's ``loss_func``; it must create a new tensor, because Megatron scales the result in place.
+@contextlib.contextmanager
+def _changed(configs: Iterable[Any], **values: Any) -> Iterator[None]:
+    """Set these fields of Megatron's configs inside the ``with`` block."""
+    before = [(config, name, getattr(config, name)) for config in configs for name in values]
+    for config, name, _ in before:
+        setattr(config, name, values[name])
+    try:
+        yield
+    finally:
+        for config, name, value in before:
+            setattr(config, name, value)
 
-        Megatron keeps the last result of every microbatch until the step ends. The output of ``training_step`` would
-        keep the received activations of all microbatches alive.
-        """
-        if num_tokens is None:
-            return lambda loss: (loss * (microbatch.weight * factor), None)
-        counted = num_tokens * 0 if microbatch.filler else num_tokens
-        return lambda loss: (loss * counted, counted, None)
+
+def _to_send(output: Tensor, requires_grad: bool) -> Tensor:
+    """Return a stage's output as no view of another tensor, because Megatron frees it once it is sent."""
+    viewless: Tensor = make_viewless_tensor(output, requires_grad, keep_graph=requires_grad)
+    return viewless
 
 
 def _filler(microbatch: Microbatch) -> Microbatch:
     """Return a microbatch that runs only because the schedule or other ranks need one more."""
-    return Microbatch(microbatch.batch, microbatch.arguments, microbatch.shape, weight=0.0, filler=True)
+    return replace(microbatch, weight=0.0, filler=True)
 
 
 def _check_steps_take_batches(module: pl.LightningModule) -> None:
-    """Refuse steps that draw their batches themselves, because the call for every chunk would draw another one.
-
-    Raises:
-        TypeError: A step takes ``dataloader_iter``.
-    """
+    """Refuse ``dataloader_iter`` (TypeError): a step that draws its batches would draw another for every chunk."""
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
             raise TypeError(
