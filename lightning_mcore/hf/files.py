@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single files of a Hugging Face model: JSON, the header of safetensors, and the hub's checksums.
+"""Single files of a Hugging Face model: JSON, and the hub's checksums.
 
 The files of a model hold no checksums, so a flipped bit on the disk is not noticed: it only changes a weight. A file
 from the hub has a checksum beside it. In the cache the file is a link to a blob named after its checksum, and a
@@ -21,10 +21,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLED_FILE, PICKLED_INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
-LONGEST_JSON = 100 << 20
-"""The largest size in bytes of a JSON file or header, as in the safetensors library; a longer one is damaged."""
-
-_LENGTH = 8  # bytes in front of the header of a safetensors file, with its length
+_LONGEST_JSON = 100 << 20  # bytes of a JSON file; a longer one is damaged
 _DEEPEST = 64  # levels of JSON
 _GIT, _SHA256 = 40, 64  # hexadecimal digits
 _ETAG = re.compile(rf"[0-9a-f]{{{_GIT}}}|[0-9a-f]{{{_SHA256}}}")
@@ -43,47 +40,17 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{folder} has no {name}; give the folder of a Hugging Face model")
     size = os.path.getsize(path)
-    if size > LONGEST_JSON:
-        raise ValueError(f"{path} has {size} bytes, more than the {LONGEST_JSON} that are read; download it again")
+    if size > _LONGEST_JSON:
+        raise ValueError(f"{path} has {size} bytes, more than the {_LONGEST_JSON} that are read; download it again")
     check_download(path)
-    with open(path, "rb") as file:
-        return _parse_object(path, file.read())
-
-
-def read_header(path: str) -> tuple[dict[str, Any], int]:
-    """Return the header of a safetensors file, and where the tensors begin.
-
-    Args:
-        path: The file.
-
-    Raises:
-        ValueError: It is damaged.
-    """
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(_LENGTH), "little")
-        if not 0 < length <= min(size - _LENGTH, LONGEST_JSON):
-            raise ValueError(
-                f"{path} is damaged: it has {size} bytes and its header should have {length}; download it again"
-            )
-        header = _parse_object(f"the header of {path}", file.read(length))
-    header.pop("__metadata__", None)
-    return header, _LENGTH + length
-
-
-def _parse_object(where: str, text: bytes) -> dict[str, Any]:
-    """Parse a JSON object; ``where`` names the file, or the part of it, in errors.
-
-    Raises:
-        ValueError: It is not a JSON object, or it is nested too deeply.
-    """
     try:
-        content = json.loads(text.decode())
+        with open(path, "rb") as file:
+            content = json.loads(file.read().decode())
         _check_plain(content)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON, or only part of it ({error}); download it again") from error
+        raise ValueError(f"{path} is not JSON, or only part of it ({error}); download it again") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{where} holds a {type(content).__name__}, not an object; download it again")
+        raise ValueError(f"{path} holds a {type(content).__name__}, not an object; download it again")
     return content
 
 

@@ -2,11 +2,10 @@
 """The weights of a Hugging Face model on the disk: read any rectangle of a tensor, write files tensor by tensor.
 
 A model is one ``model.safetensors``, or several files with an index. Opening a :class:`SafetensorsFolder` reads only
-headers, and checks that every file has the length that its header gives, so a broken download is found before a model
-is built. A rectangle is a view of the mapped file: values are read only when they are copied, and copied only once.
+headers; ``safe_open`` refuses a file that is damaged or incomplete, so a broken download is found before a model is
+built. A rectangle is a view of the mapped file: values are read only when they are copied, and copied only once.
 A model without such files may have those of ``torch.save`` (``pytorch_model.bin``), which torch maps without running
 code from them.
-``safe_open`` of safetensors does not read ahead: for columns of a matrix on a cold disk it takes twice as long.
 
 :func:`write_safetensors` keeps only one tensor in memory. The header says where each tensor will lie, which is known
 before the first tensor is. ``save_file`` of safetensors needs all tensors at once, writes a file that only this user
@@ -19,60 +18,32 @@ Source: safetensors 0.8, "Format" in its README: 8 bytes with the length of the 
 
 import json
 import logging
-import mmap
 import os
 import pickle
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_only
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_mcore.checkpoint.stored_dtypes import StoredDtypes
 from lightning_mcore.checkpoint.writer import ChecksummedFile, tensor_bytes
-from lightning_mcore.hf.files import (
-    INDEX_FILE,
-    PICKLED_FILE,
-    PICKLED_INDEX_FILE,
-    SINGLE_FILE,
-    read_header,
-    read_json,
-)
+from lightning_mcore.hf.files import INDEX_FILE, PICKLED_FILE, PICKLED_INDEX_FILE, SINGLE_FILE, read_json
 from lightning_mcore.hf.mxfp4 import BLOCKS, SCALES, dequantise, dequantised_shape
 from lightning_mcore.hf.weight_rules import Shape, index_of
 
-_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_FLOATS = {name: dtype for dtype, name in _NAMES.items()}
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+_ALIGNMENT = 8  # bytes; alignment of the data
 _log = logging.getLogger(__name__)
 
-_IN_A_PICKLE = -1  # where a tensor begins that torch has mapped
-_AHEAD_FROM = 1 << 20  # bytes from which to read ahead instead of page by page
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The place of a tensor in the files.
-
-    Args:
-        file: The name of its file.
-        dtype: Type of its values.
-        begin: The byte at which the values begin in the file.
-        shape: Its shape.
-    """
-
-    file: str
-    dtype: torch.dtype
-    begin: int
-    shape: Shape
-
-
-def _is_unread(name: str, unread: tuple[str, ...]) -> bool:
-    return name.endswith(unread) or name.startswith(tuple(part for part in unread if part.endswith(".")))
+_Entries = dict[str, tuple[str, Shape]]  # the dtype of each tensor, as safetensors calls it, and its shape
 
 
 class SafetensorsFolder:
@@ -94,24 +65,19 @@ class SafetensorsFolder:
 
     def __init__(self, folder: str, unread: tuple[str, ...] = ()) -> None:
         self.folder = folder
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, Shape] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self._places: dict[str, _Place] = {}
-        self._mapped: dict[str, mmap.mmap] = {}
-        self._whole: dict[str, Tensor] = {}
-        self._announced: Any = None  # bytes of all tensors, from the index
-        names = os.listdir(folder)
-        is_pickled = not {SINGLE_FILE, INDEX_FILE} & {*names} and bool({PICKLED_FILE, PICKLED_INDEX_FILE} & {*names})
+        self._unread = unread
+        self._opened: dict[str, tuple[_Entries, Callable[[str], Tensor]]] = {}
+        self._places: dict[str, tuple[str, str]] = {}  # the file of each tensor, and its name there
+        names = {*os.listdir(folder)}
+        is_pickled = not {SINGLE_FILE, INDEX_FILE} & names and bool({PICKLED_FILE, PICKLED_INDEX_FILE} & names)
         single, self._index_file = (PICKLED_FILE, PICKLED_INDEX_FILE) if is_pickled else (SINGLE_FILE, INDEX_FILE)
-        index = self._index(single)
-        for name in [single] if index is None else sorted(set(index.values())):
-            if is_pickled:
-                self._read_pickled(name, unread)
-            else:
-                self._read_header(name, unread)
-        if index is not None:
-            self._compare({name: file for name, file in index.items() if not _is_unread(name, unread)})
-            self._compare_sizes()
+        index, announced = self._index(single)
+        for file in sorted(set(index.values())) if index else [single]:
+            self._add(file, {name: name for name in self._open(file)[0] if not self._is_unread(name)})
+        if index:
+            self._compare({name: file for name, file in index.items() if not self._is_unread(name)}, announced)
         self._join_packed()
 
     def read(self, name: str, start: Shape, shape: Shape, steps: Shape = ()) -> Tensor:
@@ -123,16 +89,10 @@ class SafetensorsFolder:
             shape: Its shape.
             steps: The distance between neighbouring values on each axis; empty if it is 1 everywhere.
         """
+        index = index_of(start, shape, steps)
         if name not in self._places:
-            return dequantise(self._view(name + BLOCKS), self._view(name + SCALES), index_of(start, shape, steps))
-        whole = self._view(name)
-        if shape == self.shapes[name]:
-            self._announce(name, 0, whole.nbytes)
-            return whole
-        if shape:
-            row = whole[0].nbytes if whole.numel() else 0
-            self._announce(name, start[0] * row, shape[0] * row)
-        return whole[index_of(start, shape, steps)]
+            return dequantise(self._view(name + BLOCKS), self._view(name + SCALES), index)
+        return self._view(name)[index]
 
     @property
     def stored(self) -> StoredDtypes:
@@ -142,7 +102,7 @@ class SafetensorsFolder:
     def files_of(self, name: str) -> set[str]:
         """Return the paths of the files that hold a tensor."""
         stored = (name,) if name in self._places else (name + BLOCKS, name + SCALES)
-        return {os.path.join(self.folder, self._places[each].file) for each in stored}
+        return {os.path.join(self.folder, self._places[each][0]) for each in stored}
 
     def adopt(self, file_name: str, name: str, new_name: str) -> None:
         """Add one tensor of another file in the folder, under a new name.
@@ -155,16 +115,9 @@ class SafetensorsFolder:
         Raises:
             ValueError: The file is damaged, or lacks the tensor.
         """
-        known = set(self.shapes)
-        self._read_header(file_name, ())
-        if name not in self.shapes:
+        if name not in self._open(file_name)[0]:
             raise ValueError(f"{self.folder}/{file_name} has no tensor {name}; give a file that has it, or remove it")
-        for table in (self.shapes, self.dtypes, self._places):
-            found: dict[str, Any] = table
-            kept = found[name]
-            for other in found.keys() - known:
-                del found[other]
-            found[new_name] = kept
+        self._add(file_name, {new_name: name})
 
     def put_under(self, prefix: str, stem: str, except_for: tuple[str, ...]) -> None:
         """Add a prefix to all names, if none has it and those of layers lack it.
@@ -178,43 +131,24 @@ class SafetensorsFolder:
             return
         if not any((prefix + name).startswith(stem) for name in self.shapes):
             return
-        tables: tuple[dict[str, Any], ...] = (self.shapes, self.dtypes, self._places, self._whole)
+        tables: tuple[dict[str, Any], ...] = (self.shapes, self.dtypes, self._places)
         for table in tables:
             renamed = {name if name.startswith(except_for) else prefix + name: table[name] for name in table}
             table.clear()
             table.update(renamed)
 
-    # ---- headers
-
-    def _read_pickled(self, file_name: str, unread: tuple[str, ...]) -> None:
-        """Map the tensors of a file of ``torch.save``; one of before torch 1.6 is read into memory."""
-        path = os.path.join(self.folder, file_name)
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-            tensors = {name: tensor for name, tensor in content.items() if not _is_unread(name, unread)}
-            kinds = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
-        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, AttributeError) as error:
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise ValueError(
-                f"{path} holds something other than tensors, or is damaged ({reason}); save the model again with"
-                " save_pretrained of transformers, which writes safetensors"
-            ) from error
-        for name, tensor in tensors.items():
-            if tensor.dtype not in _FLOATS.values():
-                raise self._no_weights(file_name, name, kinds[name])
-            shape = tuple(tensor.shape)
-            self._places[name], self._whole[name] = _Place(file_name, tensor.dtype, _IN_A_PICKLE, shape), tensor
-            self.shapes[name], self.dtypes[name] = shape, tensor.dtype
-
-    def _index(self, single: str) -> dict[str, str] | None:
-        """Return the file of each tensor, by name; None if there is only one file."""
+    def _index(self, single: str) -> tuple[dict[str, str], Any]:
+        """Return the file of each tensor and the bytes of all tensors, from the index; nothing if there is one file."""
         if not os.path.exists(os.path.join(self.folder, self._index_file)):
-            if not os.path.exists(os.path.join(self.folder, single)):
-                raise FileNotFoundError(self._without_safetensors())
-            return None
+            if os.path.exists(os.path.join(self.folder, single)):
+                return {}, None
+            others = sorted(name for name in os.listdir(self.folder) if name.endswith(_OTHER_FORMATS))
+            raise FileNotFoundError(
+                f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{f', only {others[0]}' if others else ''};"
+                " give a model in safetensors, which save_pretrained of transformers writes"
+            )
         content = read_json(self.folder, self._index_file)
         index, about = content.get("weight_map"), content.get("metadata")
-        self._announced = about.get("total_size") if isinstance(about, dict) else None
         if not isinstance(index, dict) or not index or not all(map(_is_file_name, index.values())):
             raise ValueError(f"{self.folder}/{self._index_file} has no weight_map of file names; download it again")
         missing = sorted(name for name in set(index.values()) if not os.path.isfile(os.path.join(self.folder, name)))
@@ -223,50 +157,56 @@ class SafetensorsFolder:
             raise FileNotFoundError(
                 f"{self.folder} lacks {missing[0]}{more}, which {self._index_file} names; download the model again"
             )
-        return index
+        return index, about.get("total_size") if isinstance(about, dict) else None
 
-    def _without_safetensors(self) -> str:
-        others = sorted(name for name in os.listdir(self.folder) if name.endswith(_OTHER_FORMATS))
-        found = f", only {others[0]}" if others else ""
-        return (
-            f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{found}; give a model in safetensors, which"
-            " save_pretrained of transformers writes"
-        )
+    def _is_unread(self, name: str) -> bool:
+        return any(name.startswith(part) if part.endswith(".") else name.endswith(part) for part in self._unread)
 
-    def _read_header(self, file_name: str, unread: tuple[str, ...]) -> None:
-        path = os.path.join(self.folder, file_name)
-        header, first = read_header(path)
-        ranges: list[tuple[int, int, str]] = []
-        for name, entry in header.items():
-            kind, shape, begin, last = self._entry(file_name, name, entry)
-            ranges.append((begin, last, name))
-            if not _is_unread(name, unread):
-                dtype = self._type(file_name, name, kind)
-                if last - begin != prod(shape) * dtype.itemsize:
-                    raise self._unreadable(file_name, name)
-                self._places[name] = _Place(file_name, dtype, first + begin, shape)
-                self.shapes[name], self.dtypes[name] = shape, dtype
-        end = 0
-        for begin, last, name in sorted(ranges):
-            if begin != end:  # the format allows no gaps and no shared bytes
-                raise self._unreadable(file_name, name)
-            end = last
-        size = os.path.getsize(path)
-        if first + end != size:
-            raise ValueError(
-                f"{path} is damaged: it has {size} bytes, and its header describes {first + end}; download it again"
-            )
+    # ---- files
 
-    def _entry(self, file_name: str, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-        """Return dtype, shape, begin and end of a tensor; the last two in bytes after the header."""
+    def _open(self, file_name: str) -> tuple[_Entries, Callable[[str], Tensor]]:
+        """Return what is in a file, and the function that returns a tensor of it as a view."""
+        if file_name not in self._opened:
+            path = os.path.join(self.folder, file_name)
+            is_pickled = self._index_file == PICKLED_INDEX_FILE and not file_name.endswith(".safetensors")
+            self._opened[file_name] = self._unpickled(path) if is_pickled else _safetensors(path)
+        return self._opened[file_name]
+
+    def _unpickled(self, path: str) -> tuple[_Entries, Callable[[str], Tensor]]:
+        """Map a file of ``torch.save``; one of before torch 1.6 is read into memory."""
         try:
-            (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._unreadable(file_name, name) from error
-        sizes = (begin, end, *shape)
-        if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes) or begin > end:
-            raise self._unreadable(file_name, name)
-        return str(entry.get("dtype")), shape, begin, end
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            tensors = {name: tensor for name, tensor in content.items() if not self._is_unread(name)}
+            entries = {
+                name: (_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")), tuple(tensor.shape))
+                for name, tensor in tensors.items()
+            }
+        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, AttributeError) as error:
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise ValueError(
+                f"{path} holds something other than tensors, or is damaged ({reason}); save the model again with"
+                " save_pretrained of transformers, which writes safetensors"
+            ) from error
+        return entries, tensors.__getitem__
+
+    def _add(self, file_name: str, names: Mapping[str, str]) -> None:
+        """Add tensors of a file, by their names here and their names there."""
+        entries, _ = self._open(file_name)
+        for name, stored in names.items():
+            kind, shape = entries[stored]
+            is_packed = kind == "U8" and name.endswith((BLOCKS, SCALES))
+            if kind not in _FLOATS and not is_packed:
+                raise ValueError(
+                    f"{name} in {self.folder}/{file_name} holds {kind}, as in a quantised model or a buffer without"
+                    " weights; give the model in bf16, fp16 or fp32, and without such buffers"
+                )
+            self._places[name], self.shapes[name] = (file_name, stored), shape
+            self.dtypes[name] = torch.uint8 if is_packed else _FLOATS[kind]
+
+    def _view(self, name: str) -> Tensor:
+        """Return a whole tensor, of its stored shape and dtype, in the memory of its mapped file."""
+        file_name, stored = self._places[name]
+        return self._opened[file_name][1](stored)
 
     def _join_packed(self) -> None:
         """Replace the pairs of tensors of dequantised weights by the tensors that they stand for."""
@@ -282,82 +222,37 @@ class SafetensorsFolder:
             self.shapes[stem], self.dtypes[stem] = shape, torch.bfloat16
         self.dtypes = {name: self.dtypes[name] for name in self.shapes}
 
-    def _type(self, file_name: str, name: str, kind: str) -> torch.dtype:
-        if kind == "U8" and name.endswith((BLOCKS, SCALES)):
-            return torch.uint8
-        if kind not in _FLOATS:
-            raise self._no_weights(file_name, name, kind)
-        return _FLOATS[kind]
-
-    def _no_weights(self, file_name: str, name: str, kind: str) -> ValueError:
-        return ValueError(
-            f"{name} in {self.folder}/{file_name} holds {kind}, as in a quantised model or a buffer without"
-            " weights; give the model in bf16, fp16 or fp32, and without such buffers"
-        )
-
-    def _unreadable(self, file_name: str, name: str) -> ValueError:
-        return ValueError(
-            f"{self.folder}/{file_name} is damaged: its header has no valid place for {name}; download it again"
-        )
-
-    def _compare(self, index: dict[str, str]) -> None:
-        found = {name: place.file for name, place in self._places.items()}
+    def _compare(self, index: dict[str, str], announced: Any) -> None:
+        """Refuse an index that disagrees with the files; only warn of a wrong total size, which some models have."""
+        found = {name: file for name, (file, _) in self._places.items()}
         wrong = sorted(name for name in index.keys() | found.keys() if index.get(name) != found.get(name))
         if wrong:
             raise ValueError(
                 f"{self.folder}/{self._index_file} and the files disagree on {len(wrong)} tensors, first on"
                 f" {wrong[0]}; download the model again"
             )
-
-    def _compare_sizes(self) -> None:
-        """Warn if the index gives another total size than the files; some published models have it wrong."""
-        found = sum(prod(shape) * self.dtypes[name].itemsize for name, shape in self.shapes.items())
-        if self._announced not in (None, found):
+        size = sum(prod(shape) * self.dtypes[name].itemsize for name, shape in self.shapes.items())
+        if announced not in (None, size):
             rank_zero_only(_log.warning)(
                 "%s/%s gives %s bytes of weights, but the files have %d; if that is unexpected, download the model "
                 "again",
-                *(self.folder, self._index_file, self._announced, found),
+                *(self.folder, self._index_file, announced, size),
             )
 
-    # ---- values
 
-    def _view(self, name: str) -> Tensor:
-        """Return a whole tensor, of its stored shape and dtype, in the memory of its mapped file."""
-        if name not in self._whole:
-            place = self._places[name]
-            shape = place.shape
-            count = prod(shape) * place.dtype.itemsize
-            if count == 0:
-                return torch.empty(shape, dtype=place.dtype)
-            values = torch.frombuffer(self._map(place.file), dtype=torch.uint8, count=count, offset=place.begin)
-            if place.begin % place.dtype.itemsize:
-                values = values.clone()  # a view would not be aligned
-            self._whole[name] = values.view(place.dtype).view(shape)
-        return self._whole[name]
-
-    def _map(self, file_name: str) -> mmap.mmap:
-        if file_name not in self._mapped:
-            with open(os.path.join(self.folder, file_name), "rb") as file:
-                self._mapped[file_name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return self._mapped[file_name]
-
-    def _announce(self, name: str, begin: int, length: int) -> None:
-        """Read ahead a range of bytes of a tensor, most of which will be used."""
-        if length < _AHEAD_FROM or not hasattr(mmap, "MADV_WILLNEED"):
-            return
-        place = self._places[name]
-        if place.begin == _IN_A_PICKLE:
-            return
-        first = (place.begin + begin) // mmap.PAGESIZE * mmap.PAGESIZE
-        self._map(place.file).madvise(mmap.MADV_WILLNEED, first, place.begin + begin + length - first)
+def _safetensors(path: str) -> tuple[_Entries, Callable[[str], Tensor]]:
+    """Open a safetensors file: read its header, and map it."""
+    try:
+        file: Any = safe_open(path, "pt")
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        reason = str(error).removeprefix("Error while deserializing header: ")
+        raise ValueError(f"{path} is damaged ({reason}); download it again") from error
+    return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}, file.get_tensor
 
 
 def _is_file_name(value: Any) -> bool:
     return isinstance(value, str) and value != "" and os.path.basename(value) == value
-
-
-_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_ALIGNMENT = 8  # bytes; alignment of the data
 
 
 def write_safetensors(

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError, safe_open
+
 from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.config.field_homes import OF_THE_MODULE
 from lightning_mcore.hf.config_rules import LONGEST_SEQUENCE, refuse_outside, refuse_unless
@@ -34,7 +36,7 @@ from lightning_mcore.hf.family import (
     registered_family,
     split_fields,
 )
-from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, CONFIG_FILE, INDEX_FILE, SINGLE_FILE, read_header, read_json
+from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, CONFIG_FILE, INDEX_FILE, SINGLE_FILE, read_json
 
 GENERATION_FILE = "generation_config.json"
 
@@ -375,13 +377,13 @@ def planned_settings(
 
 def _names_there(source: HFSource) -> Collection[str] | None:
     """Return the names of the tensors in the index or in the only file; None if there is neither."""
-    names: Any = None
-    with contextlib.suppress(FileNotFoundError, ValueError):  # absent or damaged; the run will report it
+    with contextlib.suppress(OSError, ValueError, SafetensorError):  # absent or damaged; the run will report it
         if os.path.exists(os.path.join(source.folder, INDEX_FILE)):
             names = read_json(source.folder, INDEX_FILE).get("weight_map")
-        else:
-            names, _ = read_header(os.path.join(source.folder, SINGLE_FILE))
-    return names if isinstance(names, dict) else None
+            return names if isinstance(names, dict) else None
+        with safe_open(os.path.join(source.folder, SINGLE_FILE), "pt") as file:
+            return list(file.keys())
+    return None
 
 
 def absolute(path: str) -> str:
