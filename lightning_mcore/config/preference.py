@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.rules.model import weighted_by_tokens
@@ -17,10 +17,46 @@ from lightning_mcore.config.value_checks import choices, from_fields, require_ch
 PreferenceLoss: TypeAlias = Literal["sigmoid", "robust", "hinge", "ipo", "orpo", "simpo", "kto", "reward"]
 """The losses. All but ``kto`` compare the two answers of a pair; ``reward`` trains a reward model."""
 
-OF_MEANS = ("ipo", "orpo", "simpo")
-"""Losses that use the mean log-probability of an answer's tokens; the other losses of log-probabilities use the sum."""
-WITHOUT_REFERENCE = ("orpo", "simpo", "reward")
-"""Losses without a reference model."""
+
+@dataclass(frozen=True)
+class LossKind:
+    """What a loss is computed from.
+
+    Attributes:
+        reads: The log-probabilities of both answers of ``pairs``, those of single ``examples``, or the ``scores`` that
+            a reward model gives both answers of a pair.
+        needs_reference: Whether it compares with a reference model.
+        is_of_means: Whether it takes the mean log-probability of an answer's tokens, and not their sum.
+        settings: What it uses besides the settings of all losses of its kind.
+    """
+
+    reads: Literal["pairs", "examples", "scores"] = "pairs"
+    needs_reference: bool = True
+    is_of_means: bool = False
+    settings: tuple[str, ...] = ()
+
+    def uses(self, setting: str) -> bool:
+        """Return whether the loss uses a setting of ``Preference``."""
+        if setting in ("reference", "precompute_reference"):
+            return self.needs_reference
+        if setting == "beta":
+            return self.reads != "scores"
+        if setting in ("sft_weight", "ld_alpha"):
+            return self.reads == "pairs"
+        return setting == "loss" or setting in self.settings
+
+
+LOSSES: Mapping[PreferenceLoss, LossKind] = {
+    "sigmoid": LossKind(settings=("label_smoothing", "bco_weight")),
+    "robust": LossKind(settings=("label_smoothing", "bco_weight")),
+    "hinge": LossKind(settings=("bco_weight",)),
+    "ipo": LossKind(is_of_means=True, settings=("bco_weight",)),
+    "orpo": LossKind(needs_reference=False, is_of_means=True),
+    "simpo": LossKind(needs_reference=False, is_of_means=True, settings=("simpo_gamma",)),
+    "kto": LossKind("examples", settings=("desirable_weight", "undesirable_weight")),
+    "reward": LossKind("scores", needs_reference=False, settings=("center_weight",)),
+}
+"""A row for each loss; ``models/preference_losses.py`` has the formulas."""
 
 _OTHER_NAMES = {
     "kto_pair": "'kto', whose answers are tagged instead of paired",
@@ -30,23 +66,11 @@ _OTHER_NAMES = {
     "rm": "'reward'",
     "reward_model": "'reward'",
 }
-_ALL = get_args(PreferenceLoss)
-_OF_REFERENCE = tuple(loss for loss in _ALL if loss not in WITHOUT_REFERENCE)
-_OF_LOGPS = tuple(loss for loss in _ALL if loss not in ("kto", "reward"))
-USED_BY: Mapping[str, tuple[str, ...]] = {
-    "beta": (*_OF_LOGPS, "kto"),
-    "label_smoothing": ("sigmoid", "robust"),
-    "simpo_gamma": ("simpo",),
-    "desirable_weight": ("kto",),
-    "undesirable_weight": ("kto",),
-    "center_weight": ("reward",),
-    "bco_weight": ("sigmoid", "robust", "hinge", "ipo"),
-    "sft_weight": _OF_LOGPS,
-    "ld_alpha": _OF_LOGPS,
-    "reference": _OF_REFERENCE,
-    "precompute_reference": _OF_REFERENCE,
-}
-"""The losses that use a setting; all losses use a setting that is not listed."""
+
+
+def used_by(setting: str) -> tuple[PreferenceLoss, ...]:
+    """Return the losses that use a setting."""
+    return tuple(loss for loss, kind in LOSSES.items() if kind.uses(setting))
 
 
 @dataclass(frozen=True)
@@ -105,11 +129,10 @@ class Preference:
             value = getattr(self, field.name)
             if isinstance(field.default, float) or (field.name == "ld_alpha" and value is not None):
                 _check_number(field.name, value)
-            of = USED_BY.get(field.name)
-            if of is not None and value != field.default and self.loss not in of:
+            if value != field.default and not self.kind.uses(field.name):
                 raise ValueError(
                     f"{field.name}={value!r} has no meaning for the loss {self.loss!r}; leave it out, or choose"
-                    f" {choices(map(repr, of))}"
+                    f" {choices(map(repr, used_by(field.name)))}"
                 )
         if self.beta == 0:
             raise ValueError("beta=0 leaves nothing to learn; choose a number above 0")
@@ -125,9 +148,19 @@ class Preference:
             )
 
     @property
+    def kind(self) -> LossKind:
+        """What the loss is computed from."""
+        return LOSSES[self.loss]
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the loss compares with a reference model."""
-        return self.loss not in WITHOUT_REFERENCE
+        return self.kind.needs_reference
+
+    @property
+    def gives_scores(self) -> bool:
+        """Whether the model is a reward model, whose output layer gives each answer a score."""
+        return self.kind.reads == "scores"
 
     @classmethod
     def of(cls, given: "Preference | Mapping[str, Any]") -> "Preference":

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.positions import PositionEmbedding
-from lightning_mcore.config.preference import OF_MEANS, Preference, can_be_off, faults_with_model
+from lightning_mcore.config.preference import Preference, can_be_off, faults_with_model
 from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.model import weighted_by_tokens
 from lightning_mcore.data.preference.pairs import check_pairs
@@ -165,7 +165,7 @@ class MCorePreference(MCoreGPT):
             **arguments_of_base(setting, transformer, lora, share_embeddings_and_output_weights),
         )
         self.preference = setting
-        if setting.loss == "reward":
+        if setting.gives_scores:
             self.hparams["share_embeddings_and_output_weights"] = False
             self._name_family()
         self.reference_mark: str | None = None  # tells the reference of this run from any other
@@ -208,7 +208,7 @@ class MCorePreference(MCoreGPT):
             FileNotFoundError: There is no such model, or no such adapter.
             ValueError: Its family is unknown, or its config asks for something that is not supported.
         """
-        if Preference.of(preference).loss == "reward":
+        if Preference.of(preference).gives_scores:
             family = scoring_family(path, family)
         module = cls._of_pretrained(
             path,
@@ -223,7 +223,7 @@ class MCorePreference(MCoreGPT):
             transformer_impl=transformer_impl,
             **({} if train_only is None else {"train_only": train_only}),
         )
-        if module.preference.loss == "reward":
+        if module.preference.gives_scores:
             module._name_family()
         return module
 
@@ -245,7 +245,7 @@ class MCorePreference(MCoreGPT):
     def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
         """Build one chunk; that of a reward model with a score layer as its output layer."""
         chunk = super().build_chunk(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
-        if self.preference.loss == "reward" and post_process:
+        if self.preference.gives_scores and post_process:
             chunk.output_layer = ScoreLayer(self.config)
         return chunk
 
@@ -267,7 +267,7 @@ class MCorePreference(MCoreGPT):
     @property
     def output_size(self) -> int:
         """Columns of the output layer: one in a reward model, else the padded vocabulary."""
-        return 1 if self.preference.loss == "reward" else super().output_size
+        return 1 if self.preference.gives_scores else super().output_size
 
     def on_fit_start(self) -> None:
         """Compute the reference's log-probabilities of all pairs that the data module offers; collective."""
@@ -379,7 +379,7 @@ class MCorePreference(MCoreGPT):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return what ``MCoreGPT`` does; a reward model the score of each sequence, fp64: [2n], packed [b, k]."""
-        if self.preference.loss != "reward":
+        if not self.preference.gives_scores:
             return super().predict_step(batch, batch_idx)
         scores, _ = self._scores(batch)
         return scores.view(len(batch["tokens"]), -1) if is_packed(batch) else scores
@@ -392,7 +392,7 @@ class MCorePreference(MCoreGPT):
         Raises:
             ValueError: A reward model has no next tokens, or as for ``MCoreGPT``.
         """
-        if self.preference.loss == "reward":
+        if self.preference.gives_scores:
             raise ValueError("a reward model gives scores and no next tokens; generate with a language model")
         return super().generate(prompt, max_new_tokens, temperature, top_k, seed)
 
@@ -406,13 +406,13 @@ class MCorePreference(MCoreGPT):
         rows = len(batch["tokens"])
         if not is_packed(batch) and rows % 2:
             raise ValueError(f"a microbatch has {rows} rows, which cuts a pair apart; choose an even micro_batch_size")
-        if self.preference.loss == "reward":
+        if self.preference.gives_scores:
             answers = self._scored(batch)
             each, values = self._rewards(answers)
         else:
             answers = self._answers(*self.token_losses(batch), batch)
-            is_kto = self.preference.loss == "kto"
-            each, values = self._kto(answers, batch["desirable"], prefix) if is_kto else self._pairs(answers)
+            is_single = self.preference.kind.reads == "examples"
+            each, values = self._kto(answers, batch["desirable"], prefix) if is_single else self._pairs(answers)
         mean, count = answers.mean(each)
         for name, (value, weight) in {loss_name: (mean, count), **values}.items():
             self.log(
@@ -458,21 +458,17 @@ class MCorePreference(MCoreGPT):
     def _pairs(self, answers: _Answers) -> tuple[Tensor, Values]:
         """Return the loss of each pair, [n], and the values to log with their weights."""
         setting, beta = self.preference, self.preference.beta
-        is_mean = setting.loss in OF_MEANS
+        is_mean = setting.kind.is_of_means
         scores = answers.means if is_mean else answers.logps
         ratios = scores
         if answers.reference is not None:
             ratios = scores - (answers.reference / answers.lengths if is_mean else answers.reference)
         chosen, rejected = scores.unbind(1)
+        each = losses_of.OF_PAIRS[setting.loss](setting, chosen, rejected, ratios[:, 0] - ratios[:, 1])
         values: Values = {}
-        if setting.loss == "simpo":
-            each = losses_of.simpo_loss(chosen, rejected, beta, setting.simpo_gamma)
-        elif setting.loss == "orpo":
+        if setting.loss == "orpo":
             odds = losses_of.odds_ratio_loss(chosen, rejected)
-            each = beta * odds - chosen
             values |= {"sft_loss": answers.mean(-chosen), "odds_ratio_loss": answers.mean(odds)}
-        else:
-            each = self._with_reference(ratios[:, 0] - ratios[:, 1])
         rewards = beta * ratios
         if setting.bco_weight:
             term = losses_of.bco_term(rewards[:, 0], rewards[:, 1], self._baseline(rewards.detach(), answers))
@@ -484,14 +480,6 @@ class MCorePreference(MCoreGPT):
             "logps/chosen": answers.mean(chosen),
             "logps/rejected": answers.mean(rejected),
         }
-
-    def _with_reference(self, delta: Tensor) -> Tensor:
-        setting = self.preference
-        if setting.loss == "sigmoid":
-            return losses_of.sigmoid_loss(delta, setting.beta, setting.label_smoothing)
-        if setting.loss == "robust":
-            return losses_of.robust_loss(delta, setting.beta, setting.label_smoothing)
-        return (losses_of.hinge_loss if setting.loss == "hinge" else losses_of.ipo_loss)(delta, setting.beta)
 
     def _baseline(self, rewards: Tensor, answers: _Answers) -> Tensor:
         """Return the mean of all rewards so far; in training this microbatch's on all data-parallel ranks included.
@@ -557,7 +545,7 @@ def arguments_of_base(setting: Preference, transformer: Mapping[str, Any], lora:
         lora: The adapters, as ``LoRA.of`` reads them; None for none.
         is_tied: ``share_embeddings_and_output_weights``.
     """
-    is_reward = setting.loss == "reward"
+    is_reward = setting.gives_scores
     if lora is not None:
         lora = replace(LoRA.of(lora), lora_dropout=0.0)
         if is_reward and not lora.saves("score"):

@@ -14,9 +14,13 @@ hinge), Azar et al. 2023 (IPO), Hong et al. 2024 (ORPO), Meng et al. 2024 (SimPO
 al. 2024 (BCO), Liu et al. 2024 (LD-DPO).
 """
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+
+from lightning_mcore.config.preference import Preference
 
 
 def sigmoid_loss(delta: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
@@ -128,3 +132,18 @@ def reward_model_loss(chosen: Tensor, rejected: Tensor, center: float = 0.0) -> 
         center: Weight of the second term, which keeps the scores around 0.
     """
     return -logsigmoid(chosen - rejected) + center * (chosen + rejected) ** 2
+
+
+OF_PAIRS: Mapping[str, Callable[[Preference, Tensor, Tensor, Tensor], Tensor]] = {
+    "sigmoid": lambda given, chosen, rejected, delta: sigmoid_loss(delta, given.beta, given.label_smoothing),
+    "robust": lambda given, chosen, rejected, delta: robust_loss(delta, given.beta, given.label_smoothing),
+    "hinge": lambda given, chosen, rejected, delta: hinge_loss(delta, given.beta),
+    "ipo": lambda given, chosen, rejected, delta: ipo_loss(delta, given.beta),
+    "orpo": lambda given, chosen, rejected, delta: given.beta * odds_ratio_loss(chosen, rejected) - chosen,
+    "simpo": lambda given, chosen, rejected, delta: simpo_loss(chosen, rejected, given.beta, given.simpo_gamma),
+}
+"""The losses of pairs, by name, each [n].
+
+They take the settings, the log-probabilities of the chosen and of the rejected answers (each [n], sums or means), and
+by how much the model prefers the chosen answers more than the reference does (``delta``, [n]).
+"""

@@ -230,7 +230,7 @@ class GPTFields:
             shape=shape,
             transformer=given,
             architecture=architecture,
-            scores="preference" in model and Preference.of(model["preference"]).loss == "reward",
+            scores="preference" in model and Preference.of(model["preference"]).gives_scores,
         )
 
 

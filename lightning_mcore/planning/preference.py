@@ -26,7 +26,7 @@ def family_to_read(model: Mapping[str, Any]) -> str | None:
         TypeError: ``preference`` is wrong.
     """
     family = model.get("family")
-    is_reward = "preference" in model and Preference.of(model["preference"]).loss == "reward"
+    is_reward = "preference" in model and Preference.of(model["preference"]).gives_scores
     return scoring_family(model["path"], family) if is_reward else family
 
 

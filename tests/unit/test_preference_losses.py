@@ -8,13 +8,14 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_mcore import MCorePreference
+from lightning_mcore.config.preference import LOSSES, PreferenceLoss
 from lightning_mcore.models import preference_losses as losses
 from lightning_mcore.models.preference import _Answers
 
@@ -101,6 +102,11 @@ def test_a_loss_and_its_derivatives_are_those_of_its_formula(name: str) -> None:
         gradients.append(torch.stack(torch.autograd.grad(value.sum(), given)))
     torch.testing.assert_close(values[0], values[1], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-9, atol=1e-12)
+
+
+def test_every_loss_has_a_row_and_every_loss_of_pairs_a_formula() -> None:
+    assert tuple(LOSSES) == get_args(PreferenceLoss)
+    assert set(losses.OF_PAIRS) == {name for name, kind in LOSSES.items() if kind.reads == "pairs"}
 
 
 def test_kto_weighs_both_kinds_and_holds_the_divergence_constant() -> None:

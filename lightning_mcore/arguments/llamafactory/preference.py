@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from lightning_mcore.config.preference import USED_BY, Preference
+from lightning_mcore.config.preference import Preference, used_by
 from lightning_mcore.config.value_checks import choices
 
 PREFERENCE_STAGES = ("dpo", "kto", "rm")
@@ -89,8 +89,8 @@ def check_preferences(keys: PreferenceKeys, stage: str) -> None:
         stages = [known for known, names in _OF_STAGE.items() if name in names]
         if stage not in stages:
             raise ValueError(f"{name}: {value!r} is for stage: {choices(stages)}; leave it out, or choose that")
-        used_by = USED_BY.get(_OF_STAGE[stage][name], (keys.pref_loss,))
-        losses = [loss for loss in get_args(PreferenceLossKey) if loss in used_by]
+        of_setting = used_by(_OF_STAGE[stage][name])
+        losses = [loss for loss in get_args(PreferenceLossKey) if loss in of_setting]
         if stage == "dpo" and keys.pref_loss not in losses:
             raise ValueError(
                 f"{name}: {value!r} has no meaning for pref_loss: {keys.pref_loss}; leave it out, or choose"
