@@ -24,10 +24,7 @@ METRICS = {
 """Names of metrics in arguments, and those under which a module logs them."""
 LOGGERS = ("tensorboard", "wandb", "mlflow", "csv")
 _OPTIMIZERS = {"adamw_torch": "adam", "adamw_torch_fused": "adam", "sgd": "sgd"}
-_REFUSED_SCHEDULES = {
-    "reduce_lr_on_plateau": "it needs the loss of an evaluation, and schedules here depend only on steps",
-    "greedy": "it needs the loss of an evaluation, and schedules here depend only on steps",
-}
+_SCHEDULES_BY_LOSS = ("reduce_lr_on_plateau", "greedy")
 _BACKENDS = ("nccl", "gloo")
 
 _SCHEDULES_THAT_NEED_OPTIONS = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay")
@@ -142,8 +139,11 @@ def _check_optimizer(arguments: Any) -> None:
             " shard; set one of them"
         )
     course = text_of(arguments.lr_scheduler_type)
-    if course in _REFUSED_SCHEDULES:
-        raise ValueError(f"lr_scheduler_type={course!r} is not available: {_REFUSED_SCHEDULES[course]}; choose another")
+    if course in _SCHEDULES_BY_LOSS:
+        raise ValueError(
+            f"lr_scheduler_type={course!r} is not available: it needs the loss of an evaluation, and schedules here"
+            " depend only on steps; choose another"
+        )
     if course == "constant" and arguments.warmup_steps:
         raise ValueError(
             f"warmup_steps={arguments.warmup_steps} contradicts lr_scheduler_type='constant', which has no warm-up;"
@@ -184,23 +184,21 @@ def check_course(arguments: Any) -> None:
 
 def checkpoints_activations(arguments: Any) -> bool:
     """Return whether full recomputation is on, under transformers' new or old name for it."""
+    return _recomputation(arguments) is not None
+
+
+def _recomputation(arguments: Any) -> str | None:
     names = ("activation_checkpointing", "gradient_checkpointing")
-    return any(getattr(arguments, name, None) for name in names)
+    return next((name for name in names if getattr(arguments, name, None)), None)
 
 
 def _check_recompute(arguments: Any) -> None:
-    if not checkpoints_activations(arguments):
-        return
-    names = ("activation_checkpointing", "gradient_checkpointing")
-    name = next(name for name in names if getattr(arguments, name, None))
-    if arguments.recompute_granularity == "selective":
-        raise ValueError(
-            f"{name}=True, which recomputes whole layers, contradicts recompute_granularity='selective'; leave one out"
-        )
-    if arguments.moe_layer_recompute:
-        raise ValueError(
-            f"{name}=True, which recomputes whole layers, contradicts moe_layer_recompute=True; leave one out"
-        )
+    name = _recomputation(arguments)
+    for other, value in (("recompute_granularity", "selective"), ("moe_layer_recompute", True)):
+        if name and getattr(arguments, other) == value:
+            raise ValueError(
+                f"{name}=True, which recomputes whole layers, contradicts {other}={value!r}; leave one out"
+            )
 
 
 def _check_logging(arguments: Any) -> None:
@@ -334,6 +332,8 @@ _EVALUATION = "evaluation logs loss, perplexity and accuracy of the next token, 
 _LOADER = "the data module builds its loaders; pass your own DataLoader to Trainer.fit"
 _TRACKIO = "Lightning has no trackio logger"
 _GENERATION = "evaluation does not generate; use MCoreGPT.generate"
+_LIGER = "Liger's kernels replace layers of transformers, and the model is Megatron's"
+_RECOMPUTES = "recompute_granularity, recompute_method and recompute_modules say what and how"
 
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("fsdp", "fsdp_config", "parallelism_config", "accelerator_config"), _FSDP),
@@ -356,14 +356,12 @@ REFUSED: Mapping[str, str] = {
     "optim_args": "optimizer chooses between Megatron's AdamW and SGD, which have adam_beta1 and the like",
     "optim_target_modules": "it is for low-rank optimizers such as GaLore",
     "label_smoothing_factor": "the loss is Megatron's vocabulary-parallel cross entropy, which has no smoothing",
-    "use_liger_kernel": "Liger's kernels replace layers of transformers, and the model is Megatron's",
-    "liger_kernel_config": "Liger's kernels replace layers of transformers, and the model is Megatron's",
+    **dict.fromkeys(("use_liger_kernel", "liger_kernel_config"), _LIGER),
     "use_cache": "Megatron's model keeps no cache while training",
     "neftune_noise_alpha": "it patches the embedding of transformers' models",
     "torch_empty_cache_steps": "Megatron's buffers stay; set PYTORCH_CUDA_ALLOC_CONF for fragmented memory",
     "auto_find_batch_size": "a run cannot continue after running out of memory; lightning-mcore plan shows what fits",
-    "activation_checkpointing_kwargs": "recompute_granularity, recompute_method and recompute_modules say what and how",
-    "gradient_checkpointing_kwargs": "recompute_granularity, recompute_method and recompute_modules say what and how",
+    **dict.fromkeys(("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"), _RECOMPUTES),
     "include_num_input_tokens_seen": "log the metric lightning_mcore.TokensSeen in your own module",
     "log_level_replica": "other ranks log everything that does not go through Lightning's rank_zero functions",
     "eval_delay": "Lightning starts validating with the first epoch or step",
@@ -422,15 +420,12 @@ def check_foreign(arguments: Any, of: type) -> None:
     for field in dataclasses.fields(of):
         if not field.init or field.name in HONOURED or field.name in AS_IT_IS:
             continue
-        value, default = getattr(arguments, field.name), _default(field)
+        value = getattr(arguments, field.name)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if _means_the_same(value, default):
             continue
         reason = REFUSED.get(field.name, "this option of transformers is unknown here")
         raise ValueError(f"{field.name}={shown(field.name, value)} is not available: {reason}; leave it out")
-
-
-def _default(field: "dataclasses.Field[Any]") -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _means_the_same(value: Any, default: Any) -> bool:
@@ -440,5 +435,4 @@ def _means_the_same(value: Any, default: Any) -> bool:
         return True
     if type(value).__name__ == "AcceleratorConfig":  # transformers turns None into this
         return bool(value == type(value)())
-    off = any(default == item and type(default) is type(item) for item in _OFF)
-    return off and any(value == item and type(value) is type(item) for item in _OFF)
+    return all(any(one == item and type(one) is type(item) for item in _OFF) for one in (value, default))
