@@ -15,8 +15,8 @@ nvfp4          one per block of 16, and one per tensor     10.0, CUDA 12.8      
 =============  ==========================================  ======================  ===================  =============
 
 :class:`FP8Settings` holds the arguments of :class:`~lightning_mcore.MCorePrecision`, checked against each other, and
-the fields that they set in each of Megatron's three configs. ``strategy/checks.py`` refuses settings that the machine
-or the shapes do not support.
+the fields that they set in each of Megatron's three configs. ``strategy/fp8_checks.py`` refuses settings that the
+machine or the shapes do not support.
 
 Sources: ``TransformerConfig.__post_init__``, ``get_fp8_recipe`` and ``TEDelayedScaling`` of megatron-core (0.16.1 and
 0.19.2).

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The position of a run in its data: recorded while it trains, restored after a resume.
+"""The position of a run in a DataLoader: recorded while it trains, restored after a resume.
 
-**In a DataLoader.** Lightning counts batches, but a resumed run reads its DataLoader from the beginning: some samples
-are repeated, others are lost. A :class:`FollowedLoader` takes the place of a DataLoader's batch sampler while the
-trainer fits. It never changes what is read. It records the random states from which an epoch's iterator started. In a
-resumed epoch it skips the indices that have been read, without loading their samples:
+Lightning counts batches, but a resumed run reads its DataLoader from the beginning: some samples are repeated, others
+are lost. A :class:`FollowedLoader` takes the place of a DataLoader's batch sampler while the trainer fits. It never
+changes what is read. It records the random states from which an epoch's iterator started. In a resumed epoch it skips
+the indices that have been read, without loading their samples:
 
 * on the same number of data-parallel ranks, with the same batch size, it skips the first batches of the same iteration,
   whatever the batch sampler is;
@@ -16,26 +16,19 @@ Random states matter at two moments. *Opened*: the iterator is made, and torch's
 workers. *Started*: the first index is asked for, and most samplers draw their permutation. Without workers this comes
 later, after hooks of the user that may draw random numbers too.
 
-**In Lightning's loops.** Lightning keeps four counters of epochs and of batches, and flags that tell its loops how to
-restart. Their meaning depends on the hook in which a checkpoint was taken. A :class:`Place` has one meaning, and the
-functions at the end of this file make the loops continue from one. No other file uses the internals of the loops.
-
-``strategy/resume.py`` calls this file, and decides about epochs, ranks and checkpoints.
+``place.py`` has the position in Lightning's loops. ``strategy/resume.py`` calls both files, and decides about epochs,
+ranks and checkpoints.
 """
 
 import copy
 import itertools
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
@@ -348,198 +341,3 @@ def batches_in_pass(mode: str, batches: int, length: float) -> int:
     if mode != "max_size_cycle":
         return int(length)
     return (batches - 1) % int(length) + 1
-
-
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where training stands.
-
-    Attributes:
-        epoch: The epoch that continues, or begins.
-        in_epoch: Whether this epoch continues; its first hooks have run.
-        ending: Whether the epoch has been validated after its last batch, but has not ended.
-        waits: Whether the epoch before has ended except for its plateau schedulers, which come after its last hooks.
-        batches: Batches of the epoch on each rank whose optimizer step was taken.
-        rewound: Batches that were read since the last optimizer step.
-        stepped: Batches that ended with an optimizer step; Lightning numbers its logs by them.
-    """
-
-    epoch: int
-    in_epoch: bool
-    ending: bool
-    waits: bool
-    batches: int
-    rewound: int
-    stepped: int
-
-    @classmethod
-    def of(cls, trainer: pl.Trainer) -> "Place":
-        """Return the position of a trainer, at any moment at which a checkpoint may be taken.
-
-        Source: ``_FitLoop`` and ``_TrainingEpochLoop`` in lightning/pytorch/loops (2.6), which count an epoch as
-        processed before its last hooks and a batch before ``on_train_batch_end``.
-        """
-        loop = trainer.fit_loop.epoch_loop
-        epochs: Any = trainer.fit_loop.epoch_progress.current
-        batches: Any = loop.batch_progress.current
-        done = batches.processed
-        ended = loop.batch_progress.is_last_batch or done >= trainer.num_training_batches
-        rest = 0 if ended else done % trainer.accumulate_grad_batches
-        runs = epochs.started > epochs.processed
-        not_counted = done > 0 and rest == 0 and runs and (batches.completed < done or trainer.validating)
-        stepped = loop._batches_that_stepped + int(not_counted)
-        if runs and ended:
-            ending = batches.completed == done and trainer.validating
-            return cls(epochs.started - int(ending), False, ending, False, 0, 0, stepped)
-        if runs or (done > 0 and not ended):  # the second: stopped in the middle, but counted as complete
-            epoch = epochs.processed if runs else epochs.processed - 1
-            return cls(epoch, True, False, False, done - rest, rest, stepped)
-        return cls(epochs.processed, False, False, epochs.completed < epochs.processed, 0, 0, stepped)
-
-    def write(self, loops: dict[str, Any]) -> None:
-        """Write the position into the saved state of Lightning's fit loop, if it is in an epoch."""
-        if not self.in_epoch:
-            return
-        epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
-        earlier = epochs["total"]["processed"] - epochs["current"]["processed"]
-        for progress, offset in ((epochs["current"], 0), (epochs["total"], earlier)):
-            finished = offset + self.epoch
-            progress.update(ready=finished + 1, started=finished + 1)
-            progress.update(processed=finished, completed=finished)
-        total = batches["total"]["processed"] - self.rewound
-        for progress, count in ((batches["current"], self.batches), (batches["total"], total)):
-            progress.update(ready=count, started=count, processed=count, completed=count - 1)
-        batches["is_last_batch"] = False
-        loops["epoch_loop.state_dict"]["_batches_that_stepped"] = self.stepped - 1
-
-
-class EndOfRestart(Checkpoint):
-    """Lets a loop that resumed within an epoch end the epoch like any other.
-
-    To hooks, the loop is restarting until its first epoch is over, as under any strategy. After the hooks come the
-    schedulers. Lightning does not step them in a loop that is restarting, because it has no metrics then. Here the
-    metrics are known, so the restart ends in between: in the last of all hooks, that of the last checkpoint callback.
-
-    Source: ``_FitLoop.on_advance_end`` in lightning/pytorch/loops/fit_loop.py (2.6).
-    """
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """End the restart."""
-        trainer.fit_loop._restarting = False
-        self.detach(trainer)
-
-    @classmethod
-    def attach(cls, trainer: pl.Trainer) -> None:
-        """Add this callback as the last one, for one epoch."""
-        trainer.callbacks = [*trainer.callbacks, cls()]  # type: ignore[attr-defined]
-
-    @classmethod
-    def detach(cls, trainer: pl.Trainer) -> None:
-        """Remove this callback, if the trainer has it."""
-        trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, cls)]  # type: ignore[attr-defined]
-
-
-def restore_metrics(fit: Any, metrics: Mapping[str, Any]) -> None:
-    """Restore the metrics that monitors and plateau schedulers look up."""
-    fit.trainer._logger_connector._callback_metrics.update(metrics)
-
-
-def step_plateaus(fit: Any) -> None:
-    """Step the plateau schedulers, as Lightning does after the last hooks of an epoch.
-
-    Source: ``_FitLoop.on_advance_end`` (2.6), where the epoch is not counted as completed yet.
-    """
-    progress = fit.epoch_progress.current
-    progress.completed -= 1
-    fit.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-    progress.completed += 1
-
-
-def begin_epoch(fit: Any, place: Place, makes_iterator: bool) -> None:
-    """Let Lightning begin an epoch as if it had run the earlier ones in this process.
-
-    Args:
-        fit: The fit loop, at ``on_train_start``.
-        place: Where training begins.
-        makes_iterator: Whether the epoch gets a new iterator instead of the one made in advance.
-
-    Source: ``_FitLoop.on_advance_start`` and ``_TrainingEpochLoop.on_run_start`` (2.6): a loop that is restarting skips
-    the hooks of the epoch's start, and makes no iterator.
-    """
-    epochs, batches = fit.epoch_progress, fit.epoch_loop.batch_progress
-    earlier = epochs.total.processed - epochs.current.processed
-    for progress, number in ((epochs.current, place.epoch), (epochs.total, earlier + place.epoch)):
-        progress.ready = progress.started = progress.processed = progress.completed = number
-    batches.total.completed = batches.total.processed
-    fit.epoch_loop._batches_that_stepped = place.stepped
-    _Loop.restarting.fset(fit, False)  # type: ignore[attr-defined]
-    for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop):
-        loop.reset_restart_stage()
-        loop._loaded_from_state_dict = False
-    if makes_iterator:
-        fit._resuming_from_checkpoint = False
-
-
-def load_loaders(fit: Any) -> None:
-    """Load the saved state of loaders that keep their own, if Lightning has not done so.
-
-    Source: ``Trainer.estimated_stepping_batches`` (2.6) sets the loaders up before the loops are restored, and
-    ``_FitLoop.setup_data`` loads their states when it sets them up.
-    """
-    fit._combined_loader._load_state_dicts(fit._combined_loader_states_to_load)
-    fit._combined_loader_states_to_load = []
-    iter(fit._data_fetcher)
-
-
-def skip_batches(fetcher: Any, batches: int) -> None:
-    """Read batches and drop them, to reach a position in data that has no index."""
-    _log.info("reading %d batches that the interrupted run has seen, because the data has no index", batches)
-    for number in range(batches):
-        try:
-            next(fetcher)
-        except StopIteration:
-            raise ValueError(
-                f"the data ended after {number} batches, but {batches} batches of the epoch had been read when the"
-                " checkpoint was saved; resume with the data of the run that saved it"
-            ) from None
-    fetcher.fetched = 0  # Lightning will add the batches that count
-    if fetcher.length is not None:
-        fetcher.done = False
-
-
-def skip_batches_of(fetcher: Any, batches: int, chosen: Sequence[bool]) -> None:
-    """Read and drop batches of some of several loaders; the others are where they should be.
-
-    Raises:
-        ValueError: The loaders have no length, so Lightning has read a batch of all of them already.
-    """
-    if fetcher.length is None:
-        raise ValueError(
-            "a dataloader that keeps its own state and one without an index and a length cannot resume together in the"
-            " middle of an epoch; give both state_dict and load_state_dict, or resume from the end of an epoch"
-        )
-    for iterator, is_chosen in zip(fetcher.combined_loader._iterator.iterators, chosen, strict=True):
-        for _ in range(batches if is_chosen else 0):
-            next(iterator)
-
-
-def recount_batches(fit: Any, batches: int, length: int, remaining: int) -> None:
-    """Recount the batches of an epoch that began with another number of ranks or another batch size.
-
-    The epoch keeps the length that it has on the current ranks, and ends when its rest has been read.
-
-    Args:
-        fit: The fit loop, at ``on_train_start``.
-        batches: Batches that were read, counted as in the interrupted run.
-        length: Batches of a whole epoch in this run.
-        remaining: Batches that are left in this run.
-    """
-    cut_off = length - min(length, fit.max_batches)  # by limit_train_batches
-    first = int(fit.max_batches - max(0, remaining - cut_off))
-    for progress in (fit.epoch_loop.batch_progress.total, fit.epoch_loop.batch_progress.current):
-        moved = progress.processed + first - batches
-        progress.ready = progress.started = progress.processed = moved
-        progress.completed = moved - 1

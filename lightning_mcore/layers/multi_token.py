@@ -4,7 +4,7 @@
 Megatron builds them from their own spec and computes their losses inside ``GPTModel``, with the loss mask of the call.
 They are on the last pipeline stage, which then has a copy of the embedding. :func:`gpt_mtp_block_spec` is Megatron's
 spec with our norms, as ``spec.gpt_block_spec`` is for the other layers. :class:`MultiTokenGPT` is a ``GPTModel`` that
-also runs without labels. ``MCoreGPT`` uses both, and your own module may. ``strategy/logs/step.py`` logs the
+also runs without labels. ``MCoreGPT`` uses both, and your own module may. ``strategy/logs/auxiliary.py`` logs the
 losses.
 """
 

@@ -70,7 +70,7 @@ class MCoreGPT(SpeedLogs):
     the next token; also ``test_``), and at each optimizer step ``grad_norm`` (before clipping), ``tokens_per_second``
     (of all ranks together, without known padding and validation time) and ``model_tflops`` (of one device, in TFLOP/s;
     ``config/flops.py`` says what is counted). The strategy adds the losses of routers and of multi-token prediction
-    (``strategy/logs/step.py``).
+    (``strategy/logs/auxiliary.py``).
 
     Args:
         vocab_size: Number of existing tokens. The embedding is padded; see ``make_vocab_size_divisible_by``.

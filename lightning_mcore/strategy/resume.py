@@ -2,8 +2,8 @@
 """Exact resume: k steps, a checkpoint, a new process and N-k steps equal N steps, bit for bit.
 
 Every Lightning checkpoint has weights, optimizer and loops. :class:`ExactResume` adds the random states
-(``parallel/random_state.py``) and the place in the data (``data/position.py``), as a dict for each rank
-(:meth:`~ExactResume.rank_state`). The strategy calls its other methods from the hooks of the same name.
+(``parallel/random_state.py``) and the place in the data (``data/position.py``, ``data/place.py``), as a dict for each
+rank (:meth:`~ExactResume.rank_state`). The strategy calls its other methods from the hooks of the same name.
 
 *The place* is an epoch and the number of its batches that are done. Lightning's own counters differ between the
 moments at which a checkpoint may be saved, so :meth:`~ExactResume.restore` writes one of two places into the loops'
@@ -48,13 +48,9 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.data.position import (
+from lightning_mcore.data.place import (
     EndOfRestart,
-    FollowedLoader,
-    Moment,
     Place,
-    Position,
-    batches_in_pass,
     begin_epoch,
     load_loaders,
     recount_batches,
@@ -63,6 +59,7 @@ from lightning_mcore.data.position import (
     skip_batches_of,
     step_plateaus,
 )
+from lightning_mcore.data.position import FollowedLoader, Moment, Position, batches_in_pass
 from lightning_mcore.parallel.consensus import control_group, on_all
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.random_state import RandomState, draw_other_numbers, from_plain, pick, put, take, to_plain

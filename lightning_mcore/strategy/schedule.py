@@ -52,7 +52,8 @@ from lightning_mcore.parallel.chunks import ModelChunks, check_gradients, pipeli
 from lightning_mcore.parallel.consensus import on_all
 from lightning_mcore.parallel.groups import from_last_stage, process_group, random_state_of_stage
 from lightning_mcore.parallel.pipeline import Pipeline, StageOutput
-from lightning_mcore.strategy.checks import check_backward_is_free, check_chunks
+from lightning_mcore.strategy.checks import check_backward_is_free
+from lightning_mcore.strategy.fp8_checks import check_chunks
 from lightning_mcore.strategy.module import MCoreModule, rows_of, split_rows
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from lightning_mcore import MCoreStrategy
-from lightning_mcore.strategy.logs.step import layers_with_experts, router_losses
+from lightning_mcore.strategy.logs.auxiliary import layers_with_experts, router_losses
 from tests import tiny
 from tests.layouts import Layout
 from tests.parity import bare_loop, lightning_loop

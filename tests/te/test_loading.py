@@ -11,7 +11,7 @@ import transformer_engine
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from lightning_mcore.layers.spec import resolve_transformer_impl
-from lightning_mcore.strategy.checks import FP8Machine, check_machine
+from lightning_mcore.strategy.fp8_checks import FP8Machine, check_machine
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.te_cpu.load import TESTED
 from tests.te.runs import Run

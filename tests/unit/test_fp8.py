@@ -33,7 +33,7 @@ from lightning_mcore.config.fp8 import (
 from lightning_mcore.config.rules.model import check_fields
 from lightning_mcore.layers.transformer_config import check_transformer_fields
 from lightning_mcore.parallel.chunks import pipeline_config
-from lightning_mcore.strategy.checks import (
+from lightning_mcore.strategy.fp8_checks import (
     FP8Machine,
     check_chunks,
     check_fp8,

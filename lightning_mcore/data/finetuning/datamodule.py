@@ -53,7 +53,7 @@ from lightning_mcore.data.packing.rows import (
     collate_rows,
     packing_multiples,
 )
-from lightning_mcore.data.position import Place
+from lightning_mcore.data.place import Place
 from lightning_mcore.data.preprocess.tokenizer import auto_tokenizer
 from lightning_mcore.data.sampling import data_parallel_place, evaluation_loader, is_on_cuda, training_loader
 from lightning_mcore.parallel.consensus import decide, together

@@ -50,7 +50,7 @@ from lightning_mcore.data.finetuning.tokenized import Encoder, RowReader
 from lightning_mcore.data.packing.best_fit import Overlong, PackingStatistics, TokenSample, fit_sample
 from lightning_mcore.data.packing.online import OnlinePacker
 from lightning_mcore.data.packing.rows import collate_padded, collate_rows
-from lightning_mcore.data.position import Place
+from lightning_mcore.data.place import Place
 from lightning_mcore.data.sampling import is_on_cuda
 from lightning_mcore.parallel.consensus import all_true, gather, together
 
