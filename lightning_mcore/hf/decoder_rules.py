@@ -10,7 +10,8 @@ attention has its own rotation and fields, and supports only plain and YaRN posi
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from lightning_mcore.hf.config_rules import (
@@ -26,6 +27,7 @@ from lightning_mcore.hf.config_rules import (
     refuse_outside,
     refuse_unless,
 )
+from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.weight_rules import JoinedQueryKeyValue, QueryKeyValue, Rename, Rows, Vocabulary, WeightRule
 
 # ---- rotary positions
@@ -498,11 +500,21 @@ REPEATED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.hea
 
 # ---- weights
 
-OUTSIDE: tuple[WeightRule, ...] = (
-    Vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
-    Rename("decoder.final_layernorm.weight", "model.norm.weight"),
-    Vocabulary("output_layer.weight", "lm_head.weight"),
-)
+
+def outside(prefix: str = "model.") -> tuple[WeightRule, ...]:
+    """Return the rules of weights outside layers.
+
+    Args:
+        prefix: Prefix of Hugging Face's names, except that of the output layer.
+    """
+    return (
+        Vocabulary("embedding.word_embeddings.weight", f"{prefix}embed_tokens.weight"),
+        Rename("decoder.final_layernorm.weight", f"{prefix}norm.weight"),
+        Vocabulary("output_layer.weight", "lm_head.weight"),
+    )
+
+
+OUTSIDE = outside()
 
 ATTENTION: tuple[WeightRule, ...] = (
     Rename("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
@@ -552,3 +564,32 @@ MLP: tuple[WeightRule, ...] = (
     Rows("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
     Rename("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
 )
+
+# ---- families
+
+Part = ConfigRule | WeightRule | tuple[Any, ...]
+"""A rule for config keys or for a weight, or a tuple of parts."""
+
+
+def family(model_type: str, name: str, *parts: Part) -> Family:
+    """Return a family of decoders whose weights outside layers have the usual names.
+
+    Args:
+        model_type: As in ``config.json``.
+        name: The class in transformers, without ``ForCausalLM``.
+        parts: Its rules, in any order.
+    """
+    rules = list(_flat(parts))
+    layer = tuple(rule for rule in rules if hasattr(rule, "megatron"))  # as all rules for weights have it
+    config = tuple(rule for rule in rules if not hasattr(rule, "megatron"))
+    return Family(model_type, f"{name}ForCausalLM", config, layer, OUTSIDE)
+
+
+def _flat(parts: tuple[Any, ...]) -> Iterator[Any]:
+    for part in parts:
+        yield from _flat(part) if isinstance(part, tuple) else (part,)
+
+
+def with_multi_token(model_type: str, name: str, *parts: Part) -> Family:
+    """Return a :func:`family` that has layers for multi-token prediction."""
+    return replace(family(model_type, name, MULTI_TOKEN_LAYERS, *parts), multi_token=MULTI_TOKEN, repeated=REPEATED)

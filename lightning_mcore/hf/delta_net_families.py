@@ -10,6 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_mcore.config.architecture import DELTA_NET
+from lightning_mcore.hf import decoder_rules as d
+from lightning_mcore.hf import expert_rules as e
 from lightning_mcore.hf.config_rules import (
     Config,
     ConfigRule,
@@ -21,28 +23,6 @@ from lightning_mcore.hf.config_rules import (
     refuse_outside,
     refuse_unless,
 )
-from lightning_mcore.hf.decoder_rules import (
-    ATTENTION,
-    ATTENTION_BIAS,
-    HEAD_SIZE,
-    MLP,
-    OUTPUT_BIAS,
-    OUTSIDE,
-    PARTIAL_ROPE,
-    QK_NORM,
-    WITHOUT_POSITIONS,
-)
-from lightning_mcore.hf.expert_rules import (
-    ALL_LAYERS,
-    EXPERT_SIZES,
-    GATED_SHARED_EXPERT,
-    GATED_SHARED_EXPERT_WEIGHTS,
-    NO_ROUTER_LOSS,
-    NORMALISED_ROUTER,
-    NUM_EXPERTS,
-    SOFTMAX_ROUTER,
-    SPARSE_LAYERS,
-)
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.weight_rules import (
     DeltaNetRows,
@@ -50,7 +30,6 @@ from lightning_mcore.hf.weight_rules import (
     GatedQueryKeyValue,
     Rename,
     Stack,
-    Vocabulary,
     WeightRule,
 )
 
@@ -84,8 +63,8 @@ def _write_layers(fields: Fields) -> dict[str, Any]:
 _MIXED_LAYERS: tuple[ConfigRule, ...] = (
     Derived(("layer_types", "full_attention_interval", *DELTA_NET), _read_layers, _write_layers),
     Constants({"layernorm_zero_centered_gamma": True, "qk_layernorm": True, "attention_output_gate": True}),
-    HEAD_SIZE,
-    ATTENTION_BIAS,
+    d.HEAD_SIZE,
+    d.ATTENTION_BIAS,
 )
 
 
@@ -95,12 +74,12 @@ def _gated(kind: str) -> WeightRule:
 
 
 _GATED_ATTENTION: tuple[WeightRule, ...] = (
-    ATTENTION[0],
+    d.ATTENTION[0],
     _gated("weight"),
     _gated("bias"),
-    ATTENTION[2],
-    OUTPUT_BIAS,
-    *QK_NORM,
+    d.ATTENTION[2],
+    d.OUTPUT_BIAS,
+    *d.QK_NORM,
 )
 
 _CONVOLUTION = "linear_attn.conv1d.weight"
@@ -115,27 +94,20 @@ _AROUND_MEMORY: tuple[WeightRule, ...] = (
 )
 
 _SHARED_EXPERT: tuple[ConfigRule, ...] = (
-    NUM_EXPERTS,
-    *EXPERT_SIZES,
-    *GATED_SHARED_EXPERT,
-    *NO_ROUTER_LOSS,
+    e.NUM_EXPERTS,
+    *e.EXPERT_SIZES,
+    *e.GATED_SHARED_EXPERT,
+    *e.NO_ROUTER_LOSS,
 )
 
-QWEN3_NEXT = Family(
-    model_type="qwen3_next",
-    architecture="Qwen3NextForCausalLM",
-    config=(
-        *WITHOUT_POSITIONS,
-        PARTIAL_ROPE,
-        *_MIXED_LAYERS,
-        *_SHARED_EXPERT,
-        SPARSE_LAYERS,
-        SOFTMAX_ROUTER,
+_UNREAD = ("rotary_emb.inv_freq", "mtp.")
+
+QWEN3_NEXT = replace(
+    d.family(
+        *("qwen3_next", "Qwen3Next", d.WITHOUT_POSITIONS, d.PARTIAL_ROPE, _MIXED_LAYERS, _SHARED_EXPERT),
+        *(e.SPARSE_LAYERS, e.SOFTMAX_ROUTER),
         Only("use_sliding_window", False, "transformers does not apply it", is_written=False),
-    ),
-    layer=(
-        *_GATED_ATTENTION,
-        *_AROUND_MEMORY,
+        *(_GATED_ATTENTION, _AROUND_MEMORY, d.MLP, e.GATED_SHARED_EXPERT_WEIGHTS),
         DeltaNetRows(
             "self_attention.linear_in.weight",
             (
@@ -143,11 +115,8 @@ QWEN3_NEXT = Family(
                 ("linear_attn.in_proj_ba.weight", ("head", "head")),
             ),
         ),
-        *MLP,
-        *GATED_SHARED_EXPERT_WEIGHTS,
     ),
-    outside=OUTSIDE,
-    unread=("rotary_emb.inv_freq", "mtp."),
+    unread=_UNREAD,
 )
 """Qwen3-Next: gated delta nets and gated attention, with experts."""
 
@@ -155,10 +124,10 @@ QWEN3_NEXT = Family(
 def _read_text_rope(config: Config) -> dict[str, Any]:
     rope = config.get("rope_parameters") or {}
     of_images = ("mrope_section", "mrope_interleaved")  # the three positions of a token of text are equal
-    return PARTIAL_ROPE.read({"rope_parameters": {key: rope[key] for key in rope if key not in of_images}})
+    return d.PARTIAL_ROPE.read({"rope_parameters": {key: rope[key] for key in rope if key not in of_images}})
 
 
-_TEXT_ROPE = Derived(("rope_parameters",), _read_text_rope, PARTIAL_ROPE.write)
+_TEXT_ROPE = Derived(("rope_parameters",), _read_text_rope, d.PARTIAL_ROPE.write)
 
 _MORE_KEYS: tuple[ConfigRule, ...] = (
     Only("attn_output_gate", True, is_written=False),
@@ -180,13 +149,12 @@ _MORE_WEIGHTS: tuple[WeightRule, ...] = (
     ),
 )
 
-QWEN3_5 = Family(
-    model_type="qwen3_5_text",
-    architecture="Qwen3_5ForCausalLM",
-    config=(*WITHOUT_POSITIONS, _TEXT_ROPE, *_MIXED_LAYERS, *_MORE_KEYS),
-    layer=(*_MORE_WEIGHTS, *MLP),
-    outside=OUTSIDE,
-    unread=QWEN3_NEXT.unread,
+QWEN3_5 = replace(
+    d.family(
+        *("qwen3_5_text", "Qwen3_5", d.WITHOUT_POSITIONS, _TEXT_ROPE, _MIXED_LAYERS, _MORE_KEYS),
+        *(_MORE_WEIGHTS, d.MLP),
+    ),
+    unread=_UNREAD,
 )
 """Qwen3.5, text only: gated delta nets and gated attention."""
 
@@ -197,11 +165,11 @@ QWEN3_5_MOE = replace(
     config=(
         *(rule for rule in QWEN3_5.config if rule.keys != ("intermediate_size",)),
         *_SHARED_EXPERT,
-        ALL_LAYERS,
-        NORMALISED_ROUTER,
+        e.ALL_LAYERS,
+        e.NORMALISED_ROUTER,
         Unused(("intermediate_size", "mlp_only_layers")),  # transformers does not read them
     ),
-    layer=(*_MORE_WEIGHTS, *GATED_SHARED_EXPERT_WEIGHTS),
+    layer=(*_MORE_WEIGHTS, *e.GATED_SHARED_EXPERT_WEIGHTS),
 )
 """The same with experts in every layer."""
 
@@ -218,11 +186,7 @@ def _text_of(text: Family) -> Family:
     return replace(
         text,
         config=(*text.config, _OF_IMAGES),
-        outside=(
-            Vocabulary("embedding.word_embeddings.weight", f"{prefix}embed_tokens.weight"),
-            Rename("decoder.final_layernorm.weight", f"{prefix}norm.weight"),
-            Vocabulary("output_layer.weight", "lm_head.weight"),
-        ),
+        outside=d.outside(prefix),
         layer_prefix=f"{prefix}layers.{{layer}}.",
         unread=(*text.unread, "model.visual."),
     )

@@ -2,10 +2,10 @@
 """The text families of this package. A row is a model type, a class of transformers, and what the layers consist of.
 
 A *part* is a tuple of rules: config keys (``config_rules.py``) and the weights that they decide (``weight_rules.py``)
-together, so that a family names each thing once. :func:`_family` sorts a row's rules into the two tables.
+together, so that a family names each thing once. :func:`family` sorts a row's rules into the two tables.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from lightning_mcore.hf import decoder_rules as d
 from lightning_mcore.hf import expert_rules as e
 from lightning_mcore.hf.config_rules import (
     Config,
-    ConfigRule,
     Constants,
     Derived,
     Fields,
@@ -24,25 +23,9 @@ from lightning_mcore.hf.config_rules import (
     refuse_outside,
     refuse_unless,
 )
+from lightning_mcore.hf.decoder_rules import family
 from lightning_mcore.hf.delta_net_families import DELTA_NETS, WITH_TOWERS
-from lightning_mcore.hf.family import Family
-from lightning_mcore.hf.weight_rules import InterleavedStack, Rename, Stack, WeightRule
-
-Part = ConfigRule | WeightRule | tuple[Any, ...]
-"""A rule, or a tuple of parts."""
-
-
-def _family(model_type: str, name: str, *parts: Part, **more: Any) -> Family:
-    """Return a family of decoders, ``<name>ForCausalLM`` in transformers; the order of its parts does not matter."""
-    rules = list(_flat(parts))
-    layer = tuple(rule for rule in rules if hasattr(rule, "megatron"))  # as all rules for weights have it
-    config = tuple(rule for rule in rules if not hasattr(rule, "megatron"))
-    return Family(model_type, f"{name}ForCausalLM", config, layer, d.OUTSIDE, **more)
-
-
-def _flat(parts: tuple[Any, ...]) -> Iterator[Any]:
-    for part in parts:
-        yield from _flat(part) if isinstance(part, tuple) else (part,)
+from lightning_mcore.hf.weight_rules import InterleavedStack, Rename, Stack
 
 
 def _read_only(read: Callable[[Config], dict[str, Any]], *keys: str) -> Derived:
@@ -83,7 +66,6 @@ BLOCK_SPARSE = (
 )
 SPARSE = (e.EXPERT_SIZES, e.SPARSE_LAYERS, e.SOFTMAX_ROUTER, e.NO_ROUTER_LOSS)
 SIGMOID = (e.SIGMOID_EXPERTS, e.SIGMOID_EXPERT_WEIGHTS)
-MULTI_TOKEN: dict[str, Any] = {"multi_token": d.MULTI_TOKEN, "repeated": d.REPEATED}
 MULTIPLIERS = (
     Same("embedding_multiplier", "embedding_scale"),
     Same("residual_multiplier", "residual_scale"),
@@ -300,89 +282,87 @@ def _unwritten(**values: Any) -> tuple[Only, ...]:
 
 
 DECODER = (d.DECODER, d.ATTENTION)
-LLAMA = _family("llama", "Llama", DECODER, BIASES, d.MLP, MLP_BIASES, d.PRETRAINING_TP)  # Llama 2 and 3
-QWEN2 = _family(  # and Qwen2.5
+LLAMA = family("llama", "Llama", DECODER, BIASES, d.MLP, MLP_BIASES, d.PRETRAINING_TP)  # Llama 2 and 3
+QWEN2 = family(  # and Qwen2.5
     *("qwen2", "Qwen2", DECODER, d.WINDOWS, Constants({"add_qkv_bias": True}), d.QKV_BIAS, d.MLP),
     *_unwritten(use_mrope=False),
 )
-QWEN3 = _family("qwen3", "Qwen3", DECODER, d.WINDOWS, BIASES, HEAD_NORMS, d.MLP)
-QWEN3_MOE = _family(
+QWEN3 = family("qwen3", "Qwen3", DECODER, d.WINDOWS, BIASES, HEAD_NORMS, d.MLP)
+QWEN3_MOE = family(
     *("qwen3_moe", "Qwen3Moe", DECODER, d.OPTIONAL_WINDOW, BIASES, HEAD_NORMS),
     *(d.MLP, e.LOCAL_EXPERTS, SPARSE, e.EXPERTS),
 )
-DEEPSEEK_V3 = _family(  # and R1
-    *("deepseek_v3", "DeepseekV3", LATENT_ATTENTION, d.PRETRAINING_TP, d.MLP, SIGMOID, d.MULTI_TOKEN_LAYERS),
+DEEPSEEK_V3 = d.with_multi_token(  # and R1
+    *("deepseek_v3", "DeepseekV3", LATENT_ATTENTION, d.PRETRAINING_TP, d.MLP, SIGMOID),
     *_unwritten(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1),
     Unused(("aux_loss_alpha", "ep_size", "seq_aux")),
-    **MULTI_TOKEN,
 )
 _ROWS = (
     LLAMA,
-    _family("mistral", "Mistral", DECODER, d.WINDOW, d.MLP),
-    _family("mixtral", "Mixtral", DECODER, d.WINDOW, CHOSEN, BLOCK_SPARSE),
+    family("mistral", "Mistral", DECODER, d.WINDOW, d.MLP),
+    family("mixtral", "Mixtral", DECODER, d.WINDOW, CHOSEN, BLOCK_SPARSE),
     QWEN2,
-    _family(  # and Qwen1.5-MoE: one expert sees every token through a gate
+    family(  # and Qwen1.5-MoE: one expert sees every token through a gate
         *("qwen2_moe", "Qwen2Moe", DECODER, d.WINDOWS, Same("qkv_bias", "add_qkv_bias"), d.QKV_BIAS, d.MLP),
         *(e.NUM_EXPERTS, SPARSE, e.GATED_SHARED_EXPERT, e.GATED_SHARED_EXPERT_WEIGHTS),
     ),
     QWEN3,
     QWEN3_MOE,
     DEEPSEEK_V3,
-    _family(  # GLM-4.5 and 4.6
-        *("glm4_moe", "Glm4Moe", PARTIAL, d.ATTENTION, SOME_BIASES, d.MLP, SIGMOID, d.MULTI_TOKEN_LAYERS),
+    d.with_multi_token(  # GLM-4.5 and 4.6
+        *("glm4_moe", "Glm4Moe", PARTIAL, d.ATTENTION, SOME_BIASES, d.MLP, SIGMOID),
         *(Same("use_qk_norm", "qk_layernorm"), d.QK_NORM),
-        **MULTI_TOKEN,
     ),
     replace(DEEPSEEK_V3, model_type="kimi_k2", config_class="deepseek_v3"),  # which transformers does not know
-    _family("ministral", "Ministral", DECODER, d.LAYER_WINDOWS, d.MLP),
-    _family("smollm3", "SmolLM3", DECODER, d.WINDOWS, d.UNROTATED_LAYERS, BIASES, d.MLP, MLP_BIASES, d.PRETRAINING_TP),
-    _family(  # its dropout also acts on the embedding here
+    family("ministral", "Ministral", DECODER, d.LAYER_WINDOWS, d.MLP),
+    family("smollm3", "SmolLM3", DECODER, d.WINDOWS, d.UNROTATED_LAYERS, BIASES, d.MLP, MLP_BIASES, d.PRETRAINING_TP),
+    family(  # its dropout also acts on the embedding here
         *("seed_oss", "SeedOss", DECODER, SOME_BIASES, Same("attention_out_bias", "attention_output_bias")),
         *(d.OUTPUT_BIAS, Same("residual_dropout", "hidden_dropout"), d.MLP, MLP_BIASES, d.PRETRAINING_TP),
     ),
-    _family(  # and Phi-4; Phi-4-mini rotates a part of each head
+    family(  # and Phi-4; Phi-4-mini rotates a part of each head
         *("phi3", "Phi3", PARTIAL, d.WINDOW, d.ONE_DROPOUT, d.JOINED_ATTENTION, d.JOINED_MLP),
         Derived(("original_max_position_embeddings",), lambda config: {}, _write_original),  # beside rope_parameters
     ),
     # GLM-4 of 2024 and GLM-Edge
-    _family("glm", "Glm", PARTIAL, d.ATTENTION, INTERLEAVED, SOME_BIASES, d.JOINED_MLP),
-    _family("ernie4_5", "Ernie4_5", DECODER, INTERLEAVED, USE_BIAS, d.ATTENTION_BIASES, d.MLP, d.MLP_BIASES),
+    family("glm", "Glm", PARTIAL, d.ATTENTION, INTERLEAVED, SOME_BIASES, d.JOINED_MLP),
+    family("ernie4_5", "Ernie4_5", DECODER, INTERLEAVED, USE_BIAS, d.ATTENTION_BIASES, d.MLP, d.MLP_BIASES),
     # dots.llm1: Qwen3's attention, and experts as in DeepSeek-V3
-    _family("dots1", "Dots1", DECODER, d.LAYER_WINDOWS, BIASES, HEAD_NORMS, d.MLP, SIGMOID),
+    family("dots1", "Dots1", DECODER, d.LAYER_WINDOWS, BIASES, HEAD_NORMS, d.MLP, SIGMOID),
     # Granite 3 and 4
-    _family("granite", "Granite", DECODER, BIASES, d.MLP, MLP_BIASES, MULTIPLIERS),
-    _family("granitemoe", "GraniteMoe", DECODER, BIASES, MULTIPLIERS, CHOSEN, GRANITE_EXPERTS),
-    _family("olmo2", "Olmo2", d.DECODER, BIASES, AFTER, NORM_OF_ALL_HEADS),
-    _family(  # OLMo 2 with windows in some layers, which have their own rotary settings
+    family("granite", "Granite", DECODER, BIASES, d.MLP, MLP_BIASES, MULTIPLIERS),
+    family("granitemoe", "GraniteMoe", DECODER, BIASES, MULTIPLIERS, CHOSEN, GRANITE_EXPERTS),
+    family("olmo2", "Olmo2", d.DECODER, BIASES, AFTER, NORM_OF_ALL_HEADS),
+    family(  # OLMo 2 with windows in some layers, which have their own rotary settings
         *("olmo3", "Olmo3", d.WITHOUT_POSITIONS, d.HEAD_SIZE, d.ROPE_BY_WINDOW, d.LAYER_WINDOWS),
         *(BIASES, AFTER, NORM_OF_ALL_HEADS),
     ),
-    _family(  # windows in some layers, and rotary positions only in these
+    family(  # windows in some layers, and rotary positions only in these
         *("exaone4", "Exaone4", d.DECODER, d.LAYER_WINDOWS, HYBRID, AFTER, HEAD_NORMS),
         Unused(("sliding_window_pattern",)),  # transformers makes layer_types from it
     ),
-    _family(  # GLM-4-0414 and GLM-Z1
+    family(  # GLM-4-0414 and GLM-Z1
         *("glm4", "Glm4", PARTIAL, d.ATTENTION, INTERLEAVED, SOME_BIASES, d.JOINED_MLP),
         Constants({"layer_norms": "around"}),
         *_norms("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"),
     ),
-    _family("gemma", "Gemma", GEMMA, d.ROPE, _gelu("hidden_act"), d.ATTENTION, d.MLP),
-    _family(  # capped scores and logits, windows in every second layer
+    family("gemma", "Gemma", GEMMA, d.ROPE, _gelu("hidden_act"), d.ATTENTION, d.MLP),
+    family(  # capped scores and logits, windows in every second layer
         *("gemma2", "Gemma2", LATER_GEMMA, d.ROPE, Same("attn_logit_softcapping", "attention_cap")),
         Unused(("cache_implementation",)),
     ),
-    _family(  # norms of queries and keys instead of capped scores, and two rotary settings
+    family(  # norms of queries and keys instead of capped scores, and two rotary settings
         *("gemma3_text", "Gemma3", LATER_GEMMA, d.ROPE_BY_WINDOW, HEAD_NORMS),
         Only("attn_logit_softcapping", None, "transformers does not apply it"),
         Unused(("cache_implementation", "_sliding_window_pattern", "sliding_window_pattern")),
     ),
     # AFM-4.5B
-    _family("arcee", "Arcee", BASICS, d.ATTENTION, BIASES, d.MLP_BIAS, SQUARED_RELU),
-    _family(
+    family("arcee", "Arcee", BASICS, d.ATTENTION, BIASES, d.MLP_BIAS, SQUARED_RELU),
+    family(
         *("olmoe", "Olmoe", DECODER, BIASES, NORM_OF_ALL_HEADS, Only("clip_qkv", None), e.NUM_EXPERTS),
         *(e.CHOSEN_EXPERTS, e.ALL_LAYERS, e.SOFTMAX_ROUTER, e.NO_ROUTER_LOSS, e.EXPERTS),
     ),
-    _family(
+    family(
         *("hunyuan_v1_dense", "HunYuanDenseV1", d.WITHOUT_POSITIONS, d.HEAD_SIZE, d.ALPHA_ROPE, d.ATTENTION, BIASES),
         *(d.PRETRAINING_TP, Constants({"head_norms": "after_rotation"}), d.MLP),
         *_unwritten(use_qk_norm=True, use_cla=False),
@@ -390,21 +370,21 @@ _ROWS = (
         Rename("self_attention.core_attention.q_layernorm.weight", "self_attn.query_layernorm.weight"),
         Rename("self_attention.core_attention.k_layernorm.weight", "self_attn.key_layernorm.weight"),
     ),
-    _family(  # multi-token prediction is left out
+    family(  # multi-token prediction is left out
         *("minimax_m2", "MiniMaxM2", PARTIAL, d.ATTENTION, NORM_OF_ALL_HEADS, CHOSEN, BLOCK_SPARSE, MINIMAX_ROUTER),
         *_unwritten(use_qk_norm=True, qk_norm_type="per_layer", scoring_func="sigmoid", use_routing_bias=True),
         *_unwritten(shared_intermediate_size=0),
         _read_only(_read_attention_kinds, "attn_type_list"),
         Unused(("rotary_dim", "use_mtp", "num_mtp_modules", "mtp_transformer_layers")),
     ),
-    _family(  # attention sinks, experts with biases and a clamped activation
+    family(  # attention sinks, experts with biases and a clamped activation
         *("gpt_oss", "GptOss", BASICS, d.LAYER_WINDOWS, d.ATTENTION, BIASES, CHOSEN, GPT_OSS_EXPERTS),
         Unused(("experts_per_token", "initial_context_length")),  # other names of two of its keys
     ),
     # Mistral with YaRN, and queries that grow with the position, as in Llama 4
-    _family("ministral3", "Ministral3", d.WITHOUT_POSITIONS, d.HEAD_SIZE, d.GROWING_ROPE, d.WINDOW, d.ATTENTION, d.MLP),
+    family("ministral3", "Ministral3", d.WITHOUT_POSITIONS, d.HEAD_SIZE, d.GROWING_ROPE, d.WINDOW, d.ATTENTION, d.MLP),
     # a bias that affects only the choice of the softmax router, and shared experts
-    _family("ernie4_5_moe", "Ernie4_5_Moe", DECODER, INTERLEAVED, d.MLP, ERNIE_EXPERTS),
+    family("ernie4_5_moe", "Ernie4_5_Moe", DECODER, INTERLEAVED, d.MLP, ERNIE_EXPERTS),
 )
 
 FAMILIES = {row.model_type: row for row in (*_ROWS, *DELTA_NETS)} | WITH_TOWERS

@@ -11,11 +11,11 @@ from typing import Any
 
 from lightning_mcore.config.vision import VISION_FAMILIES, Vision
 from lightning_mcore.hf.config_rules import Config, ConfigRule, Derived, Fields, Only, Unused, refuse_unless
-from lightning_mcore.hf.decoder_rules import ATTENTION_BIAS, ROPE
+from lightning_mcore.hf.decoder_rules import ATTENTION_BIAS, ROPE, outside
 from lightning_mcore.hf.expert_rules import NORMALISED_ROUTER, SOFTMAX_ROUTER
 from lightning_mcore.hf.families import QWEN2, QWEN3, QWEN3_MOE
 from lightning_mcore.hf.family import IRRELEVANT, Family
-from lightning_mcore.hf.weight_rules import Experts, Rename, Stack, Vocabulary, WeightRule
+from lightning_mcore.hf.weight_rules import Experts, Stack
 
 _IDS = ("image_token_id", "video_token_id")
 _SECTIONS = {False: (16, 24, 24), True: (24, 20, 20)}  # transformers' defaults, by whether channels are interleaved
@@ -72,17 +72,12 @@ def _seeing(text: Family, model_type: str, architecture: str, prefix: str, tower
     if ATTENTION_BIAS in text.config:
         rules.append(Only("attention_bias", False, "models with a vision tower have none here"))
     more = Unused(("vision_start_token_id", "vision_end_token_id", "vision_token_id", "text_config"))
-    outside: tuple[WeightRule, ...] = (
-        Vocabulary("embedding.word_embeddings.weight", f"{prefix}embed_tokens.weight"),
-        Rename("decoder.final_layernorm.weight", f"{prefix}norm.weight"),
-        Vocabulary("output_layer.weight", "lm_head.weight"),
-    )
     return dataclasses.replace(
         text,
         model_type=model_type,
         architecture=architecture,
         config=(*rules, _vision_rule(model_type), more),
-        outside=outside,
+        outside=outside(prefix),
         layer_prefix=f"{prefix}layers.{{layer}}.",
         tower=tower,
         in_memory=None if prefix == _LANGUAGE_MODEL else (prefix, _LANGUAGE_MODEL),
