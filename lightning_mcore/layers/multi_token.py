@@ -260,6 +260,12 @@ def check_multi_token(config: TransformerConfig, tied: bool = False, learned_pos
                 f"mtp_num_layers={layers} with {name}: megatron-core looks up the layers of multi-token prediction in "
                 "that pattern, which has only num_layers entries; leave out one of the two"
             )
+    group = config.recompute_num_layers if config.recompute_granularity == "full" else None
+    if config.recompute_method == "uniform" and (group or 1) > 1:
+        raise ValueError(
+            f"recompute_num_layers={group} with mtp_num_layers={layers} and recompute_method='uniform': megatron-core"
+            " recomputes each layer of multi-token prediction as a group of its own; choose recompute_num_layers=1"
+        )
     if tied and config.pipeline_model_parallel_size > 1:
         raise ValueError(
             f"share_embeddings_and_output_weights=True with mtp_num_layers={layers} and "

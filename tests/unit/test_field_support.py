@@ -202,6 +202,16 @@ def test_multi_token_prediction_that_would_depend_on_the_layout_is_refused(
     check_multi_token(config_of(mtp_num_layers=1, calculate_per_token_loss=True), tied)
 
 
+def test_multi_token_prediction_is_refused_with_recomputation_in_groups_of_several_layers() -> None:
+    fields = {"num_layers": 2, "recompute_granularity": "full", "recompute_method": "uniform"}
+    fields |= {"mtp_num_layers": 1, "calculate_per_token_loss": True}
+    with pytest.raises(
+        ValueError, match=r"^recompute_num_layers=2 with mtp_num_layers=1 .*; choose recompute_num_layers=1$"
+    ):
+        check_multi_token(config_of(**fields, recompute_num_layers=2))
+    check_multi_token(config_of(**fields, recompute_num_layers=1))
+
+
 def test_learned_positions_are_refused_where_multi_token_prediction_copies_their_table() -> None:
     fields = {"mtp_num_layers": 1, "calculate_per_token_loss": True}
     staged = config_of(**fields, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
