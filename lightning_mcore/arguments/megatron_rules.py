@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules between fields of the argument classes, checked when the object is created.
 
-``ParallelLayout`` checks sizes and ``FP8Settings`` checks FP8, as they do for ``MCoreStrategy`` and ``MCorePrecision``,
-so the messages are the same. This file has the other rules. Nothing is corrected silently: a contradiction is an error
-that names both sides.
+``ParallelLayout`` checks sizes, ``FP8Settings`` FP8, and ``config/rules/strategy.py`` overlaps, as they do for
+``MCoreStrategy`` and ``MCorePrecision``, so the messages are the same. This file has the other rules. Nothing is
+corrected silently: a contradiction is an error that names both sides.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,9 @@ from typing import Any
 
 from lightning_mcore.config.fp8 import FP8Settings
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.model import NOT_CARRIED_OUT
+from lightning_mcore.config.rules.strategy import OF_GRADIENTS, gradient_faults, schedule_faults
 from lightning_mcore.config.text import unknown_name
 
 _SIZES = (
@@ -65,11 +67,7 @@ def check_distribution(arguments: Any, extra: Mapping[str, Any]) -> None:
         ValueError: A value is not allowed, or two fields contradict each other.
     """
     layout = ParallelLayout(**given_layout(arguments))
-    if arguments.overlap_p2p_comm and layout.virtual_pipeline_model_parallel_size is None:
-        raise ValueError(
-            "overlap_p2p_comm=True needs the interleaved schedule; set virtual_pipeline_model_parallel_size=2 or more,"
-            " or leave it out"
-        )
+    raise_first(schedule_faults({"overlap_p2p_comm": arguments.overlap_p2p_comm}, {}, layout))
     if layout.pipeline_stages:
         for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
             if getattr(arguments, name):
@@ -190,9 +188,7 @@ def check_megatron(arguments: Any) -> None:
     Raises:
         ValueError: A value is not allowed, or two fields contradict each other.
     """
-    missing = [n for n in ("use_distributed_optimizer", "overlap_grad_reduce") if not getattr(arguments, n)]
-    if arguments.overlap_param_gather and missing:
-        raise ValueError(f"overlap_param_gather=True needs {' and '.join(f'{name}=True' for name in missing)}")
+    raise_first(gradient_faults({name: getattr(arguments, name) for name in OF_GRADIENTS}, {}))
     if arguments.ckpt_format == "legacy":
         raise ValueError(
             "ckpt_format='legacy' loads only on the layout that saved it, and is no longer written; choose"

@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import inspect
 import os
+import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -318,12 +319,8 @@ def _hints(function: Any) -> dict[str, Any]:
 
 def _kinds(hint: Any) -> list[Any]:
     """Return the types that a value may have."""
-    arguments = typing.get_args(hint)
-    is_union = (arguments and type(None) in arguments) or str(typing.get_origin(hint)) in _UNIONS
-    return [kind for argument in arguments for kind in _kinds(argument)] if is_union else [hint]
-
-
-_UNIONS = ("typing.Union", "<class 'types.UnionType'>")
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return [kind for argument in typing.get_args(hint) for kind in _kinds(argument)] if is_union else [hint]
 
 
 def _is_plain(kind: Any) -> bool:

@@ -60,21 +60,7 @@ class Beginning(pl.Callback):
         """Record that the run has begun."""
         self.is_over = True
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record that the run has begun."""
-        self.is_over = True
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record that the run has begun."""
-        self.is_over = True
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record that the run has begun."""
-        self.is_over = True
-
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record that the run has begun."""
-        self.is_over = True
+    on_train_start = on_validation_start = on_test_start = on_predict_start = on_sanity_check_start
 
 
 def guarded(run: Callable[[Beginning], object]) -> int:

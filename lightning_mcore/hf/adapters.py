@@ -26,7 +26,7 @@ from lightning_mcore.config.lora import ALL_LINEAR, EMBEDDING, EXPERTS, ROUTERS,
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.pretrained import ModelPiece, pieces_of_module
 from lightning_mcore.hf.source import HFSource, is_own_checkpoint
-from lightning_mcore.hf.weight_map import TOWER, WeightMap, whole_name, whole_names
+from lightning_mcore.hf.weight_map import TOWER, WeightMap, held_rectangle, whole_names
 from lightning_mcore.hf.weight_rules import Block, Experts, Shape
 from lightning_mcore.layers.lora import ADAPTABLE, ADAPTERS, LINEAR, Projection, Rows, adapt, freeze, merge, share_a
 from lightning_mcore.layers.quantized import quantize
@@ -350,8 +350,7 @@ def weights_of_chunk(
         name, whole, shapes = entry.key, (), {}  # type: str, Shape, Mapping[str, Shape]
         for piece in pieces_of(entry):
             place = piece.place
-            shape = (1,) * (len(place.global_shape) - len(place.local_shape)) + tuple(place.local_shape)
-            name, start, size = whole_name(place.key, tuple(place.global_offset), shape)
+            name, start, size = held_rectangle(place)
             whole = whole_names(place.key, tuple(place.global_shape))[name][1]
             known = maps[name] = maps.get(name) or WeightMap(family, fields, {name: whole})
             shapes = known.shapes

@@ -35,7 +35,7 @@ from lightning_mcore.checkpoint.weights import load_weights
 from lightning_mcore.hf.family import Family, complete_fields
 from lightning_mcore.hf.files import check_download
 from lightning_mcore.hf.source import HFSource, absolute, is_own_checkpoint, pretrained_settings
-from lightning_mcore.hf.weight_map import WeightMap, whole_name, whole_names
+from lightning_mcore.hf.weight_map import WeightMap, held_rectangle, whole_names
 from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.hf.weights import HFWeights
 from lightning_mcore.layers.lora import ADAPTERS, adapted_weight, merging
@@ -167,8 +167,7 @@ def keep_wide(
             if id(getattr(entry, "data", None)) not in taking:
                 continue
             place = pieces_of(entry)[0].place
-            shape = (1,) * (len(place.global_shape) - len(place.local_shape)) + tuple(place.local_shape)
-            name, *_ = whole_name(place.key, tuple(place.global_offset), shape)
+            name, *_ = held_rectangle(place)
             size = whole_names(place.key, tuple(place.global_shape))[name][1]
             blocks = WeightMap(family, fields, {name: size}).blocks[name]
             if any(stored.is_wide(stored.of(block.hf)) for block in blocks):
@@ -289,9 +288,8 @@ def _piece(
             return data
         return data.view(-1)[start : start + prod(place.local_shape)].view(place.local_shape)
 
-    shape = (1,) * (len(place.global_shape) - len(place.local_shape)) + tuple(place.local_shape)
     return ModelPiece(
-        *whole_name(place.key, tuple(place.global_offset), shape),
+        *held_rectangle(place),
         read=part,
         dtype=entry.data.dtype,
         is_main=is_main_replica(place.replica_id),

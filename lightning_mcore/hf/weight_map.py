@@ -9,10 +9,13 @@ Megatron's tensors have their *whole* names here, with the number of the layer, 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.weight_rules import Block, Rename, Shape, WeightRule
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.+)")
 _STACKED = re.compile(r"(decoder|mtp)\.layers\.(?!\d)(.+)")
@@ -60,6 +63,12 @@ def whole_name(key: str, start: Shape, shape: Shape) -> tuple[str, Shape, Shape]
         return key, start, shape
     stem, rest = stacked.groups()
     return f"{stem}.layers.{start[0]}.{rest}", start[1:], shape[1:]
+
+
+def held_rectangle(piece: "ShardedTensor") -> tuple[str, Shape, Shape]:
+    """Return the whole name of what a rank holds of a stored tensor, and its start and shape, as :func:`whole_name`."""
+    shape = (1,) * (len(piece.global_shape) - len(piece.local_shape)) + tuple(piece.local_shape)
+    return whole_name(piece.key, tuple(piece.global_offset), shape)
 
 
 def stacked_name(name: str) -> str:

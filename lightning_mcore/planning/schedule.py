@@ -147,15 +147,6 @@ class PipelineTimeline:
         ]
         return _play(orders, self.num_stages, self.num_chunks)
 
-    def in_flight(self, stage: int) -> list[int]:
-        """Return for each chunk of a stage the most microbatches whose activations it holds at once."""
-        held, most = [0] * self.num_chunks, [0] * self.num_chunks
-        count = min(self.num_microbatches, 4 * max(self.num_stages, self.group_size or 0) * 2)
-        for action in stage_order(self.num_stages, self.num_chunks, count, stage, self.group_size):
-            held[action.chunk] += 1 if action.forward else -1
-            most[action.chunk] = max(most[action.chunk], held[action.chunk])
-        return most
-
 
 @lru_cache(maxsize=4096)  # layouts that --suggest compares often have the same schedule
 def _duration(timeline: PipelineTimeline) -> int:

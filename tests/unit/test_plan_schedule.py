@@ -72,11 +72,6 @@ def test_every_stage_runs_every_pass_once_and_backward_behind_forward() -> None:
                 assert order.index(action._replace(forward=True)) < place
 
 
-def test_the_first_stage_of_1f1b_holds_as_many_microbatches_as_there_are_stages() -> None:
-    assert [PipelineTimeline(4, 1, 16).in_flight(stage) for stage in range(4)] == [[4], [3], [2], [1]]
-    assert PipelineTimeline(4, 1, 2).in_flight(0) == [2]
-
-
 def test_the_picture_has_a_row_for_each_stage_and_shows_the_bubble() -> None:
     lines = schedule_picture(PipelineTimeline(2, 1, 2)).splitlines()
     assert lines[0] == "stage 0 |F0 F1 ......B0--- ...B1--- "
