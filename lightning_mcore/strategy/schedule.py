@@ -257,14 +257,35 @@ class Schedule:
         """
         if self._pipeline.takes_whole_batches:
             return self._evaluate_everywhere(step, args)
-        parts = self.split(args[0], args[1:], self._strategy.micro_batch_size)
+        size = self._part_size(args)
+        parts = self.split(args[0], args[1:], size)
         is_counted = step in ("validation_step", "test_step")
-        num_parts = self._num_parts(len(parts), self._logs.rows_of_others if is_counted else 0)
+        num_parts = self._num_parts(len(parts), size, self._logs.rows_of_others if is_counted else 0)
         filled = [*parts, *[_filler(parts[-1])] * (num_parts - len(parts))]
         outputs, _ = self._run(step, filled, forward_only=True, num_batches=1)
-        return self._whole_output(step, parts, outputs[: len(parts)]) if shares_output else None
+        return self._whole_output(step, parts, outputs[: len(parts)], size or 1) if shares_output else None
 
-    def _num_parts(self, own: int, rows_of_others: int = 0) -> int:
+    def _part_size(self, args: tuple[Any, ...]) -> int | None:
+        """Return the rows of a part of an evaluation batch; None for the whole batch.
+
+        Some dispatchers need the same number of tokens on all ranks that share experts. Batches of 3 rows on one rank
+        and 2 on another, where the sampler's repeated sample is cut off, then run as 3 and 2 parts of one row, to
+        which the second rank adds a filler.
+
+        Args:
+            args: The arguments of the step: a batch, and what follows it.
+        """
+        size, config, group = self._strategy.micro_batch_size, self._chunks.config, process_group("experts")
+        takes_any = config.moe_token_dispatcher_type != "allgather" and not config.moe_pad_expert_input_to_capacity
+        if not config.num_moe_experts or takes_any or group.size() == 1:
+            return size
+        rows = len(self.split(args[0], args[1:], 1))
+        extremes = torch.tensor([rows, -rows], device=self.root_device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+        most, least = extremes.tolist()
+        return size if most == -least else 1
+
+    def _num_parts(self, own: int, size: int | None, rows_of_others: int = 0) -> int:
         """Return the number of parts that an evaluation batch has on the rank where it has most.
 
         Ranks that share experts need the same number. So do model copies if a step communicates with the others, and
@@ -272,9 +293,9 @@ class Schedule:
 
         Args:
             own: Parts of the batch on this rank.
+            size: Rows of a part; None if the batch is one part.
             rows_of_others: Rows of the batch where no samples are repeated; 0 if none are repeated here.
         """
-        size = self._strategy.micro_batch_size
         if size is None:
             return own
         # With size 2, a batch of 5 rows is three parts. If 3 of them are repeated here, 2 rows are left, one part; it
@@ -287,8 +308,14 @@ class Schedule:
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
         return int(most)
 
-    def _whole_output(self, step: str, parts: Sequence[Microbatch], outputs: Sequence[Any]) -> Any:
+    def _whole_output(self, step: str, parts: Sequence[Microbatch], outputs: Sequence[Any], size: int) -> Any:
         """Return on every stage what a step returned for a batch; ``outputs`` is empty on all stages but the last.
+
+        Args:
+            step: Name of the module's method.
+            parts: The parts of the batch.
+            outputs: What the step returned for each.
+            size: Rows of a part; the last may have fewer.
 
         Raises:
             ValueError: The outputs for the parts cannot be joined; raised on every stage.
@@ -296,7 +323,6 @@ class Schedule:
         output: Any = outputs[0] if outputs else None
         if len(outputs) > 1:
             assert isinstance(self._module, MCoreModule)  # the steps of others see whole batches
-            size = self._strategy.micro_batch_size or 1
             try:
                 output = self._module.join_rows(outputs, [round(size * p.weight / parts[0].weight) for p in parts])
             except ValueError as error:
@@ -329,7 +355,7 @@ class Schedule:
         calls = parts
         if not has_memory and (self._pipeline.is_staged or not torch.is_grad_enabled()):
             parts = [rows_of((args, kwargs), rows, start, start + size) for start in range(0, rows, size)]
-            calls = [*parts, *parts[-1:] * (self._num_parts(len(parts)) - len(parts))]
+            calls = [*parts, *parts[-1:] * (self._num_parts(len(parts), self._strategy.micro_batch_size) - len(parts))]
         if self._pipeline.is_staged:
             outputs = self._run_calls(calls)[: len(parts)]
         else:

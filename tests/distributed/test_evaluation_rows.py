@@ -199,22 +199,34 @@ class Experts(MCoreGPT):
             fill_weights(self.model.chunks)
 
 
-def with_experts(strategy: Any) -> tuple[dict[str, float], list[Tensor]]:
+def with_experts(strategy: Any, dispatch: dict[str, Any]) -> tuple[dict[str, float], list[Tensor]]:
     """Validate and predict rows that the model copies cannot divide evenly."""
     rows = torch.randint(0, 64, (7, 9), generator=torch.Generator().manual_seed(0))
     data = torch.utils.data.DataLoader([{"tokens": row[:-1], "labels": row[1:]} for row in rows], batch_size=4)
-    module = Experts(64, 8, EXPERTS)
+    module = Experts(64, 8, EXPERTS | dispatch)
     [found] = make_trainer(strategy).validate(module, data, verbose=False)
     predicted: Any = make_trainer(strategy).predict(module, data)
     return found, predicted
 
 
-@pytest.mark.parametrize("strategy", [EP2, {**EP2, **PP2}], ids=["ep2", "ep2-pp2"])
-def test_ranks_that_share_experts_run_equally_often(strategy: dict[str, Any]) -> None:
-    [(whole, predicted)] = run_ranks(1, with_experts, "auto")
-    ranks = run_ranks(
-        2 * strategy.get("pipeline_model_parallel_size", 1), with_experts, {**strategy, "micro_batch_size": 1}
-    )
+ONE_ROW = {"micro_batch_size": 1}
+ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
+PADDED = {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}  # room for all tokens
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dispatch"),
+    [
+        pytest.param({**EP2, **ONE_ROW}, {}, id="ep2"),
+        pytest.param({**EP2, **PP2, **ONE_ROW}, {}, id="ep2-pp2"),
+        pytest.param(EP2, ALLGATHER, id="allgather"),
+        pytest.param({**EP2, **TWO_ROWS}, ALLGATHER, id="allgather-parts"),
+        pytest.param(EP2, PADDED, id="padded"),
+    ],
+)
+def test_ranks_that_share_experts_run_equally_often(strategy: dict[str, Any], dispatch: dict[str, Any]) -> None:
+    [(whole, predicted)] = run_ranks(1, with_experts, "auto", dispatch)
+    ranks = run_ranks(2 * strategy.get("pipeline_model_parallel_size", 1), with_experts, strategy, dispatch)
     for rank, (found, own) in enumerate(ranks):
         assert found == pytest.approx(whole, rel=1e-5)
         assert torch.equal(torch.cat(own), torch.cat(predicted)[rank % 2 :: 2])
