@@ -12,13 +12,12 @@ loads only with the same number of stages.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, Self, TypeVar
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.transformer.module import MegatronModule
@@ -26,8 +25,8 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 
 from lightning_mcore.checkpoint import extra_state
+from lightning_mcore.checkpoint.differences import Differences
 from lightning_mcore.checkpoint.io import Contents, MCoreCheckpointIO
-from lightning_mcore.checkpoint.manifest import some_of
 from lightning_mcore.checkpoint.optimizer_state import (
     MAIN_NAMES,
     Numbers,
@@ -50,7 +49,6 @@ Shape = tuple[int, ...]
 TRAINED_ONLY = "saves_trained_only"  # attribute of a chunk whose frozen weights come from another place
 OPTIMIZER = "optimizer"  # prefix of the names of optimizer state
 STRICT_LOADING = "set strict_loading=False in the module"
-_SHOWN = 8  # names in an error
 
 _T = TypeVar("_T")
 
@@ -108,42 +106,6 @@ class StoredState:
         """Global shapes of the tensors that are not optimizer state."""
         shapes = self.contents.shapes
         return {name: shape for name, shape in shapes.items() if not name.startswith(f"{OPTIMIZER}.")}
-
-
-@dataclass
-class Differences:
-    """How the names and shapes of a checkpoint differ from those of a model."""
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    shapes: list[str] = field(default_factory=list)
-
-    def sentence(self, path: str, advice: str) -> str:
-        """Return one sentence with the first names of each kind of difference, and the advice."""
-        kinds = (
-            ("lacks", self.missing),
-            ("has what this model does not:", self.unexpected),
-            ("has other shapes:", self.shapes),
-        )
-        found = "; it ".join(f"{text} {some_of(names, _SHOWN)}" for text, names in kinds if names)
-        return f"{path} is of another model: it {found}; {advice}"
-
-    def check(self, path: str, strict: bool, advice: str) -> None:
-        """Refuse a checkpoint that cannot be loaded, and warn about weights that stay unchanged.
-
-        Args:
-            path: The checkpoint.
-            strict: Whether names must agree; shapes always must.
-            advice: What the user can do to allow different names.
-
-        Raises:
-            ValueError: The checkpoint does not fit.
-        """
-        if self.shapes or (strict and (self.missing or self.unexpected)):
-            other = "" if self.shapes else f", or {advice} to load what fits"
-            raise ValueError(self.sentence(path, f"load it into the model that wrote it{other}"))
-        if self.missing or self.unexpected:
-            rank_zero_warn(self.sentence(path, "weights that it lacks stay unchanged"))
 
 
 # ---- saving
@@ -379,17 +341,7 @@ def compare(stored: StoredState, model_state: dict[str, Any]) -> Differences:
         for entry in _tensors_in(model_state)
         for piece in pieces_of(entry)
     }
-    model = _over_all_ranks(own)
-    weights = stored.weights()
-    return Differences(
-        missing=sorted(model.keys() - weights.keys()),
-        unexpected=sorted(weights.keys() - model.keys()),
-        shapes=[
-            f"{name} ({list(weights[name])} in it, {list(model[name])} in the model)"
-            for name in sorted(model.keys() & weights.keys())
-            if tuple(weights[name]) != model[name]
-        ],
-    )
+    return Differences.between(stored.weights(), _over_all_ranks(own))
 
 
 def _without(state: dict[str, Any], differences: Differences, stored: StoredState) -> dict[str, Any]:

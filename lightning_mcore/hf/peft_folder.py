@@ -21,8 +21,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lightning_mcore.checkpoint.differences import Differences
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
-from lightning_mcore.checkpoint.manifest import saving, some_of
+from lightning_mcore.checkpoint.manifest import saving
 from lightning_mcore.checkpoint.weights import load_weights
 from lightning_mcore.config.lora import EMBEDDING, OUTPUT, LoRA
 from lightning_mcore.hf.adapters import (
@@ -57,7 +58,6 @@ from lightning_mcore.parallel.consensus import collect, control_group, decide, g
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
-_SHOWN = 5  # names in an error
 _BATCH = 1 << 26  # bytes that ranks send to rank 0 at a time
 _SETTINGS = frozenset(field.name for field in fields(LoRA)) - {"merged_adapters", "quantization", "double_quantization"}
 _BESIDE_A_FOLDER = {"quantization", "double_quantization", "lora_dropout"}  # what its config does not decide
@@ -422,18 +422,10 @@ def _fill(
 
 
 def _check(path: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
-    missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    other = [
-        f"{key} ({list(found[key])} in it, {list(wanted[key])} in the model)"
-        for key in sorted(wanted.keys() & found.keys())
-        if found[key] != wanted[key]
-    ]
-    kinds = (("lacks", missing), ("has what the model does not:", extra), ("has other shapes:", other))
-    parts = [f"{text} {some_of(names, _SHOWN)}" for text, names in kinds if names]
-    if parts:
+    if differences := str(Differences.between(found, wanted)):
         raise ValueError(
-            f"{path} does not fit this model and its LoRA settings: it {'; it '.join(parts)}; give the base that it was"
-            " trained on, and the settings of its own adapter_config.json"
+            f"{path} does not fit this model and its LoRA settings: {differences}; give the base that it was trained"
+            " on, and the settings of its own adapter_config.json"
         )
 
 

@@ -2,8 +2,8 @@
 """Read Hugging Face tensors as Megatron's: check them against the whole model, then read rectangle by rectangle.
 
 A caller that fills a model, or writes a checkpoint of it, asks for rectangles of Megatron's tensors
-(:meth:`HFWeights.fill`). ``pretrained.py`` asks for the rectangles of a rank, ``import_checkpoint.py`` for one tensor
-after another.
+(:meth:`HFWeights.fill`). ``pretrained.py`` asks for the rectangles of a rank, ``importing.py`` for one tensor after
+another.
 
 :func:`require_finite` refuses weights that are infinite or NaN, :func:`require_fits` those that would become infinite
 in a narrower type. Among the dtypes of weights only float16 is so narrow, with a largest value of 65504. Import and
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_mcore.checkpoint.differences import Differences
 from lightning_mcore.checkpoint.manifest import some_of
 from lightning_mcore.checkpoint.stored_dtypes import require_kept, widest
 from lightning_mcore.hf.family import SCORE, SCORING, Family
@@ -189,15 +190,14 @@ class HFWeights:
         missing = wanted.keys() - found.keys() - self._map.repeated.keys() - set(self._family.optional)
         extra = [name for name in found.keys() - wanted.keys() if not self._is_left_out(name)]
         extra += sorted({block.hf for block in self._tied} - self._whole_tied())
-        other = sorted(name for name in wanted.keys() & found.keys() if wanted[name] != found[name])
+        other = Differences.between(found, wanted).shapes
         parts = []
         if missing:
             parts.append(f"it lacks {some_of(missing, _SHOWN)}")
         if extra:
             parts.append(f"it has {some_of(extra, _SHOWN)}, which the model does not have")
         if other:
-            shapes = [f"{name} ({list(found[name])} in it, {list(wanted[name])} in the model)" for name in other]
-            parts.append(f"shapes differ: {some_of(shapes, _SHOWN)}")
+            parts.append(f"shapes differ: {some_of(other, _SHOWN)}")
         if not parts:
             parts = self._too_small()
         if parts:

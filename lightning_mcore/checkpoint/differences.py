@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the names and shapes of stored tensors differ from those of a model, in words."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_mcore.checkpoint.manifest import some_of
+
+_SHOWN = 8  # names in an error
+Shape = tuple[int, ...]
+
+
+@dataclass
+class Differences:
+    """The names and shapes of stored tensors that differ from those of a model."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    shapes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def between(cls, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Self:
+        """Compare the shapes in a file, by name, with those of a model."""
+        return cls(
+            missing=sorted(wanted.keys() - found.keys()),
+            unexpected=sorted(found.keys() - wanted.keys()),
+            shapes=[
+                f"{name} ({list(found[name])} in it, {list(wanted[name])} in the model)"
+                for name in sorted(wanted.keys() & found.keys())
+                if tuple(found[name]) != tuple(wanted[name])
+            ],
+        )
+
+    def __str__(self) -> str:
+        """Return the first names of each kind of difference, as part of a sentence; empty if there is none."""
+        kinds = (
+            ("lacks", self.missing),
+            ("has what this model does not:", self.unexpected),
+            ("has other shapes:", self.shapes),
+        )
+        return "; ".join(f"it {text} {some_of(names, _SHOWN)}" for text, names in kinds if names)
+
+    def check(self, path: str, strict: bool, advice: str) -> None:
+        """Refuse a checkpoint that cannot be loaded, and warn about weights that stay unchanged.
+
+        Args:
+            path: The checkpoint.
+            strict: Whether names must agree; shapes always must.
+            advice: What the user can do to allow different names.
+
+        Raises:
+            ValueError: The checkpoint does not fit.
+        """
+        if self.shapes or (strict and (self.missing or self.unexpected)):
+            other = "" if self.shapes else f", or {advice} to load what fits"
+            raise ValueError(f"{path} is of another model: {self}; load it into the model that wrote it{other}")
+        if self.missing or self.unexpected:
+            rank_zero_warn(f"{path} is of another model: {self}; weights that it lacks stay unchanged")
