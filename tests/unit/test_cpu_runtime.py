@@ -210,8 +210,7 @@ def zeros_of_a_script(size: int) -> torch.Tensor:
 
 
 def test_a_function_can_be_scripted_inside(runtime: None) -> None:
-    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
-        scripted = torch.jit.script(zeros_of_a_script)
+    scripted = torch.jit.script(zeros_of_a_script)
     assert scripted(2).tolist() == [0.0, 0.0]
 
 

@@ -105,11 +105,11 @@ class Videos:
         """Return all settings as text; the video processor, which needs torchvision, is not loaded."""
         settings = self._given
         if isinstance(settings, str):
-            from transformers.video_processing_utils import VideoProcessorMixin
+            from transformers.models.auto.video_processing_auto import get_video_processor_config
 
             try:
-                settings, _ = VideoProcessorMixin.get_video_processor_dict(settings)
-            except OSError:  # it has none, so there cannot be videos
+                settings = get_video_processor_config(settings) or None  # without one there cannot be videos
+            except OSError:  # nor where there is no such folder or name
                 settings = None
         elif settings is not None:
             settings = settings.to_json_string()
