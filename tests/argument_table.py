@@ -12,6 +12,8 @@ a test.
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_mcore.arguments import TrainingArguments
+
 _SAME = object()
 
 
@@ -35,6 +37,11 @@ class Landing:
     def expected(self) -> Any:
         """What the expression must be."""
         return self.value if self.becomes is _SAME else self.becomes
+
+
+def since(landing: Landing) -> list[Landing]:
+    """Return the landing of a field, or nothing where transformers is older than the field."""
+    return [landing] if hasattr(TrainingArguments, landing.name) else []
 
 
 @dataclass(frozen=True)
@@ -163,7 +170,7 @@ LIVE: dict[str, Run] = {
             Landing("eval_on_start", True, "trainer.num_sanity_val_steps", float("inf")),
             Landing("report_to", ["tensorboard"], "type(trainer.logger).__name__", "TensorBoardLogger"),
             Landing("enable_jit_checkpoint", True, "callback('PreemptionCheckpoint').dirpath", "{out}"),
-            Landing("activation_checkpointing", False, "config.recompute_granularity", "selective"),
+            *since(Landing("activation_checkpointing", False, "config.recompute_granularity", "selective")),
         ),
         model=_PLAIN_ROPE,
         base={"use_cpu": True, "per_device_train_batch_size": 2, "disable_tqdm": True},
@@ -289,7 +296,10 @@ ON_CONFIGS: tuple[tuple[dict[str, Any], Landing], ...] = (
     ({}, Landing("report_to", "wandb", "list(loggers)", ["wandb"])),
     ({}, Landing("save_strategy", "no", "callbacks", {})),
     ({}, Landing("seed", 5, "settings.data['seed']")),
-    ({}, Landing("activation_checkpointing", True, "transformer.recompute_granularity", "full")),
+    *(
+        ({}, row)
+        for row in since(Landing("activation_checkpointing", True, "transformer.recompute_granularity", "full"))
+    ),
     (
         {"save_strategy": "best", "eval_strategy": "epoch", "metric_for_best_model": "accuracy"},
         Landing("greater_is_better", False, "callbacks['ModelCheckpoint']['mode']", "min"),

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import PIL
 import pytest
 
 from lightning_mcore.arguments.llamafactory.images import Limits
@@ -14,6 +15,9 @@ from lightning_mcore.data.multimodal import with_vision
 from lightning_mcore.hf.source import HFSource
 from tests.factory_files import LLAMA3, write_run
 from tests.factory_images import FILE, TEMPLATES, write_file
+
+ROUNDING = 1e-9 if int(PIL.__version__.split(".")[0]) >= 13 else 5e-5
+"""Pillow before 13 rounds a few resized pixels otherwise."""
 
 EXPECTED: dict[str, list[dict[str, Any]]] = json.loads(FILE.read_text(encoding="utf-8"))
 
@@ -45,7 +49,7 @@ def test_batches_are_those_of_its_own_collator(family: str, tmp_path: Path) -> N
         assert grids == row["grids"]
         if grids:
             patches = batch["patches"].split([time * height * width for time, height, width in grids])
-            assert [float(values.double().mean()) for values in patches] == pytest.approx(row["means"], abs=1e-9)
+            assert [float(values.double().mean()) for values in patches] == pytest.approx(row["means"], abs=ROUNDING)
 
 
 def test_images_lie_in_media_dir(tmp_path: Path) -> None:

@@ -79,6 +79,10 @@ def test_angles_are_those_of_transformers(family: str) -> None:
     package = importlib.import_module(row.package)
     name = next(name for name in dir(package) if name.endswith("RotaryEmbedding") and "Vision" not in name)
     cos, sin = getattr(package, name)(config)(torch.zeros(1), positions)
+    if cos.dim() == 4:  # an older transformers gives one for each axis, and takes each channel's where it rotates
+        rotate = package.apply_multimodal_rotary_pos_emb
+        one, sections = torch.ones(1, 1, 1, 1), list(vision.sections)
+        cos, sin = (rotate(one, one, factor, torch.zeros_like(factor), sections)[0][:, 0] for factor in (cos, sin))
     rotary = MultimodalRotary(16, config.rope_parameters["rope_theta"], vision.sections, row.interleaved)
     rotary.positions = positions
     angles = rotary(0)[:, :, 0].transpose(0, 1)
