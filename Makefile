@@ -197,7 +197,7 @@ test-lightning:  ## run Lightning's own tests as they are, with ddp and with thi
 	@$(MAKE) --no-print-directory $(SUITE)/.installed
 	$(SUITE)/bin/python -m tests.lightning_suite --source "$(LIGHTNING)" $(ARGS)
 
-fuzz: $(INSTALLED)  ## validate thousands of random settings and train a sample of them
+fuzz: $(INSTALLED)  ## validate thousands of random settings; train, interrupt and resume a sample of them
 	$(RUN) -m tests.fuzz $(ARGS)
 
 demo: $(INSTALLED)  ## train a small GPT on four CPU ranks, tensor and pipeline parallel

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random settings: what validation accepts trains, and what Megatron would reject is refused by us first."""
+"""Random settings: what validation accepts trains and resumes; what Megatron would reject is refused by us first."""

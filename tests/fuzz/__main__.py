@@ -19,7 +19,7 @@ def main() -> int:
     """Walk, print what is wrong, and return the number of defects, at most 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--count", type=int, default=3000, help="settings to validate")
-    parser.add_argument("--train", type=int, default=150, help="accepted settings to train one step")
+    parser.add_argument("--train", type=int, default=150, help="accepted settings to train, to interrupt and to resume")
     parser.add_argument("--seed", type=int, default=0, help="the first draw")
     parser.add_argument("--only", type=int, help="train the draw with this number and no other")
     arguments = parser.parse_args()
@@ -36,7 +36,10 @@ def main() -> int:
         sample = accepted[: arguments.train]
         CONSOLE.print(f"{arguments.count} settings: {len(accepted)} accepted, {len(sample)} of them are trained")
         task = progress.add_task("train", total=len(sample))
-        defects += train_all(sample, lambda number: progress.advance(task, number))
+        wrong, checks = train_all(sample, lambda number: progress.advance(task, number))
+        defects += wrong
+    for check, number in sorted(checks.items()):
+        CONSOLE.print(f"{number} {check}")
     for defect in defects:
         CONSOLE.print(f"\nDEFECT {defect}")
     CONSOLE.print(f"\n{len(defects)} defects")
@@ -48,7 +51,7 @@ def _only(seed: int) -> int:
     verdict = judge(settings)
     CONSOLE.print(settings)
     CONSOLE.print("accepted" if verdict.accepted else f"refused: {verdict.text}")
-    defects = train_all([settings]) if verdict.accepted else []
+    defects = train_all([settings])[0] if verdict.accepted else []
     for defect in defects:
         CONSOLE.print(defect.what)
     return int(bool(defects))

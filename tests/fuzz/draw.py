@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws settings of a run at random: layout, model, precision, gradients, batches.
+"""Draws settings of a run at random: layout, model, precision, gradients, batches, and the course of its training.
 
 Most values are drawn so that they can fit each other, a few so that they cannot: a draw that is always accepted says
 nothing about refusals, and one that is always refused nothing about training. A draw is plain data and depends on its
@@ -8,12 +8,49 @@ seed alone, so a failure is repeated by its number.
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 WORLD_SIZES = (1, 2, 2, 4, 4, 4, 8)
 ODD_ONE_OUT = 0.03
 """How often a setting takes a value without regard to the others."""
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {  # eps: a gradient that is a rounding error shall not move a weight
+    "AdamW": {"lr": 1e-2, "eps": 1e-4},
+    "Adam": {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1},
+    "Adam amsgrad": {"lr": 1e-2, "eps": 1e-4, "amsgrad": True},
+    "SGD": {"lr": 0.1, "momentum": 0.9},
+    "SGD nesterov": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    "RMSprop": {"lr": 1e-2, "eps": 1e-4},
+    "Adagrad": {"lr": 1e-2, "eps": 1e-4},
+    "Adafactor": {"lr": 1e-2},
+}
+
+
+@dataclass(frozen=True)
+class Course:
+    """How long a run trains, where it is interrupted, and what it validates.
+
+    Args:
+        optimizer: A key of ``OPTIMIZERS``.
+        steps: Optimizer steps of the whole run.
+        stop: Steps until the checkpoint from which other runs go on.
+        steps_in_epoch: Whole accumulation windows in an epoch.
+        more_rows: Rows for each rank of the world that follow these windows in a short one.
+        val_samples: The number of samples in each validation loader.
+        val_rows: Rows of a validation batch.
+        others: Arguments of ``MCoreStrategy``; the first that are accepted make the other layout that goes on.
+    """
+
+    optimizer: str
+    steps: int
+    stop: int
+    steps_in_epoch: int
+    more_rows: int
+    val_samples: tuple[int, ...]
+    val_rows: int
+    others: tuple[dict[str, Any], ...] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -28,6 +65,7 @@ class Settings:
         model: Arguments of ``MCoreGPT``.
         trainer: Arguments of ``Trainer``.
         rows: Rows of a DataLoader batch.
+        course: How long it trains, where it is interrupted, and what it validates.
     """
 
     seed: int
@@ -37,6 +75,32 @@ class Settings:
     model: dict[str, Any]
     trainer: dict[str, Any]
     rows: int
+    course: Course
+
+    @property
+    def copies(self) -> int:
+        """Number of data-parallel ranks."""
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+        return self.world_size // (math.prod([int(self.strategy.get(size, 1)) for size in sizes]) or 1)
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of an optimizer step over all ranks."""
+        accumulated: int = self.trainer["accumulate_grad_batches"]
+        return self.rows * accumulated * self.copies
+
+    def on(self, strategy: dict[str, Any], world_size: int) -> "Settings | None":
+        """Return the same run with the same batches on another layout; None if they do not fit there."""
+        if "micro_batch_size" in self.strategy:
+            strategy = {**strategy, "micro_batch_size": self.strategy["micro_batch_size"]}
+        other = replace(self, world_size=world_size, strategy=strategy)
+        trainer = dict(self.trainer)
+        for name in ("accumulate_grad_batches", "limit_val_batches"):
+            if isinstance(trainer[name], int):
+                trainer[name], left = divmod(trainer[name] * self.copies, max(1, other.copies))
+                if left:
+                    return None
+        return replace(other, trainer=trainer)
 
     def __str__(self) -> str:
         def spelt(arguments: dict[str, Any]) -> str:
@@ -45,7 +109,7 @@ class Settings:
         return (
             f"seed {self.seed}, {self.world_size} ranks, batches of {self.rows}: MCoreStrategy({spelt(self.strategy)}"
             f"{', ddp_config=(' + spelt(self.ddp) + ')' if self.ddp else ''}), MCoreGPT({spelt(self.model)}),"
-            f" Trainer({spelt(self.trainer)})"
+            f" Trainer({spelt(self.trainer)}), {self.course}"
         )
 
 
@@ -78,23 +142,24 @@ class _Draw:
         }
         if self.chance(0.1):
             trainer["gradient_clip_algorithm"] = "value"
-        settings = Settings(self.seed, world_size, strategy, self._ddp(), model, trainer, rows)
+        ddp = self._ddp()
         if self.chance(ODD_ONE_OUT):
-            self._put_odd_value(settings)
-        return settings
+            self._put_odd_value(strategy, model)
+        trainer |= self._validation()
+        course = self._course(world_size, experts, strategy)
+        return Settings(self.seed, world_size, strategy, ddp, model, trainer, rows, course)
 
-    def _put_odd_value(self, settings: Settings) -> None:
+    def _put_odd_value(self, strategy: dict[str, Any], model: dict[str, Any]) -> None:
         """Give one argument a value of any kind."""
-        value = self.rng.choice((5, 0, -1, 1.5, math.inf, "x", b"x", (), {}, [1], True))
-        home, names = self.rng.choice(
-            (
-                (settings.strategy, ("communication", "checkpoint_io", "process_group_backend", "timeout")),
-                (settings.strategy, ("tp_comm_overlap_cfg", "cluster_environment", "optimizer_config")),
-                (settings.model, ("rotary_base", "rotary_percent", "rope_scaling_factor", "architecture", "recipe")),
-                (settings.model, ("seq_len_interpolation_factor", "yarn", "lora", "train_only")),
-                (settings.model["transformer"], (5, "num_layers", "window_size", "recompute_modules")),
-            )
+        value: Any = self.rng.choice((5, 0, -1, 1.5, math.inf, "x", b"x", (), {}, [1], True))
+        homes: tuple[tuple[dict[Any, Any], tuple[Any, ...]], ...] = (
+            (strategy, ("communication", "checkpoint_io", "process_group_backend", "timeout")),
+            (strategy, ("tp_comm_overlap_cfg", "cluster_environment", "optimizer_config")),
+            (model, ("rotary_base", "rotary_percent", "rope_scaling_factor", "architecture", "recipe")),
+            (model, ("seq_len_interpolation_factor", "yarn", "lora", "train_only")),
+            (model["transformer"], (5, "num_layers", "window_size", "recompute_modules")),
         )
+        home, names = self.rng.choice(homes)
         home[self.rng.choice(names)] = value
 
     def chance(self, probability: float) -> bool:
@@ -266,6 +331,30 @@ class _Draw:
             "grad_reduce_in_fp32": True,
         }
         return self.maybe(usual, 0.4) | self.maybe(odd, 0.1)
+
+    def _validation(self) -> dict[str, Any]:
+        """Return arguments of the Trainer; the interval is in microbatches of the whole run."""
+        interval = self.rng.choice((None, 1, 2))
+        every = {} if interval is None else {"val_check_interval": interval, "check_val_every_n_epoch": None}
+        return {**every, "limit_val_batches": self.rng.choice((1.0, 1.0, 1, 2))}
+
+    def _course(self, world_size: int, experts: bool, strategy: dict[str, Any]) -> Course:
+        steps = self.rng.choice((2, 3, 4))
+        adam = strategy.get("use_distributed_optimizer") and not self.chance(0.1)
+        optimizer = self.rng.choice(("AdamW", "Adam") if adam else tuple(OPTIMIZERS))
+        others = [{**self._layout(world_size, experts), **self._gradients()} for _ in range(8)]
+        if optimizer not in ("AdamW", "Adam") and not self.chance(0.1):
+            others = [{**other, "use_distributed_optimizer": False, "overlap_param_gather": False} for other in others]
+        return Course(
+            optimizer=optimizer,
+            steps=steps,
+            stop=self.rng.randrange(1, steps),
+            steps_in_epoch=self.rng.choice((1, 2, steps)),
+            more_rows=self.rng.choice((0, 0, 1)),
+            val_samples=tuple(self.rng.randint(1, 4 * world_size + 1) for _ in range(self.rng.choice((1, 1, 2)))),
+            val_rows=self.rng.choice((1, 2, 3)),
+            others=tuple(others),
+        )
 
     def _batches(self, strategy: dict[str, Any]) -> tuple[int, int]:
         """Return ``accumulate_grad_batches`` and the rows of a batch."""
