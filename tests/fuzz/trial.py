@@ -112,7 +112,9 @@ def _train_one(settings: Settings, other: Settings | None, path: str) -> Outcome
     if trainer.global_step != course.steps:
         outcome.problems.append(f"global_step is {trainer.global_step} after {course.steps} steps")
     again, there = _Watch(), _Watch()
-    _fit(settings, again, outcome, f"{path}.ckpt")
+    if _fit(settings, again, outcome, f"{path}.ckpt") is None:
+        outcome.problems.append(f"cannot be resumed on the same layout: {outcome.refusals[-1].text}")
+        return outcome
     outcome.checks.append("resumed on the same layout")
     outcome.problems += [f"{outcome.checks[-1]}: {text}" for text in _unlike(whole, again, course.stop)]
     if other is not None and _fit(other, there, outcome, f"{path}.ckpt"):
