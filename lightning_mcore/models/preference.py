@@ -82,12 +82,13 @@ class MCorePreference(MCoreGPT):
     reference, and have no part in it. The losses of routers are added as in ``MCoreGPT``.
 
     Logs ``train_loss``, ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins`` (chosen less rejected),
-    ``rewards/accuracies`` (share of the pairs with a margin above 0), ``logps/chosen`` and ``logps/rejected`` (not for
-    reward models, which have scores); for ORPO also ``sft_loss`` and ``odds_ratio_loss``, for KTO ``kl``. In validation and testing the names begin with ``val_``
-    and ``test_``. A reward is ``beta`` times the log ratio; without a reference ``beta`` times the log-probability. For
-    IPO, ORPO and SimPO, log-probabilities are means over the tokens of an answer, otherwise sums. In training with KTO,
-    the values of chosen and rejected examples are about all steps since those that a logger got last, because a batch
-    may have one kind only. ``grad_norm`` and the speed are logged as by ``MCoreGPT``.
+    ``rewards/accuracies`` (share of the pairs with a margin above 0), ``logps/chosen`` and ``logps/rejected`` (not
+    of reward models, which have scores); for ORPO also ``sft_loss`` and ``odds_ratio_loss``, for KTO ``kl``. In
+    validation and testing the names begin with ``val_`` and ``test_``. A reward is ``beta`` times the log ratio;
+    without a reference ``beta`` times the log-probability. For IPO, ORPO and SimPO, log-probabilities are means
+    over the tokens of an answer, otherwise sums. In training with KTO, the values of chosen and rejected examples
+    are about all steps since those that a logger got last, because a batch may have one kind only. ``grad_norm``
+    and the speed are logged as by ``MCoreGPT``.
 
     With ``Preference("reward")`` the output layer gives each token one score, and a reward is the score of an answer's
     last token; batches then hold that token too (``with_last_token``). :meth:`from_pretrained` takes transformers'

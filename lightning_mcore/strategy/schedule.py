@@ -166,13 +166,15 @@ class Schedule:
         """
         strategy, trainer = self._strategy, self._module.trainer
         loop, num_batches = trainer.fit_loop, trainer.accumulate_grad_batches
-        if loop.epoch_loop.batch_idx % num_batches == 0:
+        batch_idx, progress = loop.epoch_loop.batch_idx, loop.epoch_loop.batch_progress
+        if batch_idx % num_batches == 0:
             self._window = []
         self._window += self.split(args[0], args[1:], strategy.micro_batch_size)
         if loop._should_accumulate():
             return self._last_loss if self._last_loss is not None else torch.zeros((), device=self.root_device)
-        if not self._seen_full_window and (loop.epoch_loop.batch_idx + 1) % num_batches == 0:
-            # Only the first: later ones may include a short last batch of the loader.
+        # A window at the end of an epoch may include a short last batch; a resumed run may begin with that one.
+        is_last_of_several = progress.is_last_batch and batch_idx >= num_batches
+        if not (self._seen_full_window or is_last_of_several) and (batch_idx + 1) % num_batches == 0:
             self._layout.validate_microbatches(len(self._window), strategy.microbatch_group_size)
             self._seen_full_window = True
         window, self._window = self._window, []

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,7 +23,18 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from tests.ranks import run_ranks
-from tests.toy import ADAMW, MakeOptimizer, Samples, StagedNet, Watch, loader, make_trainer, weights
+from tests.toy import (
+    ADAMW,
+    MakeOptimizer,
+    Samples,
+    Seen,
+    StagedNet,
+    Watch,
+    loader,
+    make_trainer,
+    run_fit,
+    weights,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -329,3 +341,24 @@ def read_layers(layout: dict[str, Any]) -> list[dict[str, Tensor]]:
 def test_weights_that_are_read_without_a_call_are_gathered_in_time(layout: dict[str, Any]) -> None:
     for whole, overlapped in run_ranks(2, read_layers, layout):
         assert all(torch.equal(whole[name], overlapped[name]) for name in whole)
+
+
+def stop_before_the_short_batch(path: str) -> tuple[Seen, Seen]:
+    """Train an epoch of batches of 4, 4 and 2 rows; then go on from the second batch."""
+    settings = {**VP2, "micro_batch_size": 2}
+    pl.seed_everything(1, verbose=False)
+    whole = run_fit(StagedNet(), settings, loader(10, 4))
+    pl.seed_everything(1, verbose=False)
+    module = StagedNet()
+    trainer = make_trainer(settings, max_steps=2)
+    trainer.fit(module, loader(10, 4))
+    trainer.save_checkpoint(path)
+    return whole, run_fit(StagedNet(), settings, loader(10, 4), ckpt_path=path)
+
+
+def test_a_run_may_resume_with_the_short_batch_that_ends_an_epoch(tmp_path: Path) -> None:
+    """Its microbatch does not fill a group of the interleaved schedule, which is no fault of the settings there."""
+    for whole, rest in run_ranks(2, stop_before_the_short_batch, str(tmp_path / "short.ckpt")):
+        assert [len(batch) for batch in whole.batches] == [4, 4, 2]
+        assert rest.batches == whole.batches[2:]
+        assert rest.losses == whole.losses[2:]
