@@ -28,7 +28,8 @@ def test_what_trains_resumes_and_validates_alike() -> None:
     defects, checks = train_all([draw(seed) for seed in INTERRUPTED])
     assert [str(defect) for defect in defects] == []
     assert checks["resumed on the same layout"] == len(INTERRUPTED)  # and none of them was refused
-    assert checks["resumed on another layout with the same losses"] >= 2 <= checks["validated on one rank too"]
+    assert checks["resumed on another layout with the same losses"] >= 2
+    assert checks["validated on one rank too"] >= 2
 
 
 @pytest.mark.thorough
