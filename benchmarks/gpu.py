@@ -55,7 +55,7 @@ from lightning_mcore.layers.spec import gpt_block_spec
 from lightning_mcore.layers.transformer_config import build_transformer_config
 from lightning_mcore.parallel.groups import close_process_groups
 from lightning_mcore.planning.live import plan_of
-from lightning_mcore.strategy.checks import FP8Machine, check_machine
+from lightning_mcore.strategy.fp8_checks import FP8Machine, check_machine
 
 LLAMA: dict[str, Any] = {
     "gated_linear_unit": True,
