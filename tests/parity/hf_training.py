@@ -118,11 +118,20 @@ class _MultiToken:
         counted, total = (labels >= 0).sum(), torch.zeros(())
         for number in range(len(self.model.layers)):
             tokens, labels, hidden = tokens[:, 1:], labels[:, 1:], hidden[:, :-1]
-            positions = torch.arange(tokens.size(1))[None]
-            hidden = self.model.forward_layer(number, hidden, positions, None, input_ids=tokens)
+            hidden = self._layer(number, tokens, hidden)
             logits = self.model.shared_head(hidden)
             total = total + functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / counted
         return total / len(self.model.layers)
+
+    def _layer(self, number: int, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Run one layer on tokens [b, s] and hidden states [b, s, h], as ``MtpModel.forward`` does when it drafts."""
+        model, positions = self.model, torch.arange(tokens.size(1))[None]
+        embeddings = model.embed_tokens(tokens)
+        masks = model.create_masks_for_mtp_layer(number, embeddings, None, positions)
+        angles = model.rotary_emb(embeddings, position_ids=positions)
+        # By position: the last argument, the cache, has other names in other releases.
+        hidden = model.layers[number](embeddings, hidden, angles, masks["attention_mask"], positions, None)
+        return model.shared_post_norm(hidden) if model.use_shared_post_norm else hidden
 
     def parameters(self) -> dict[str, Tensor]:
         """Return its own parameters by their names on the disk."""
