@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the names and shapes of stored tensors differ from those of a model, in words."""
+"""Compare stored tensors with a model by name and shape, and say in words what differs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 @dataclass
 class Differences:
-    """The names and shapes of stored tensors that differ from those of a model."""
+    """The tensors that only the model has, that only the file has, and that have two shapes."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -23,7 +23,7 @@ class Differences:
 
     @classmethod
     def between(cls, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Self:
-        """Compare the shapes in a file, by name, with those of a model."""
+        """Compare the tensors that were found in a file with the tensors that the model wants."""
         return cls(
             missing=sorted(wanted.keys() - found.keys()),
             unexpected=sorted(found.keys() - wanted.keys()),

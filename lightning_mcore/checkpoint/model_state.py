@@ -25,7 +25,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 
 from lightning_mcore.checkpoint import extra_state
-from lightning_mcore.checkpoint.differences import Differences
+from lightning_mcore.checkpoint.differences import Differences, Shape
 from lightning_mcore.checkpoint.io import Contents, MCoreCheckpointIO
 from lightning_mcore.checkpoint.optimizer_state import (
     MAIN_NAMES,
@@ -45,7 +45,6 @@ from lightning_mcore.parallel.consensus import merge, on_all
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.pipeline import Pipeline
 
-Shape = tuple[int, ...]
 TRAINED_ONLY = "saves_trained_only"  # attribute of a chunk whose frozen weights come from another place
 OPTIMIZER = "optimizer"  # prefix of the names of optimizer state
 STRICT_LOADING = "set strict_loading=False in the module"

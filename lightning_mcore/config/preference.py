@@ -23,8 +23,8 @@ class LossKind:
     """What a loss is computed from.
 
     Attributes:
-        reads: The log-probabilities of both answers of ``pairs``, those of single ``examples``, or the ``scores`` that
-            a reward model gives both answers of a pair.
+        reads: ``pairs``: the log-probabilities of two answers; ``examples``: the log-probability of one answer;
+            ``scores``: the scores that a reward model gives two answers.
         needs_reference: Whether it compares with a reference model.
         is_of_means: Whether it takes the mean log-probability of an answer's tokens, and not their sum.
         settings: What it uses besides the settings of all losses of its kind.

@@ -142,11 +142,11 @@ class SameBatches:
         try:
             kind, sent, state = self.from_reader(message)
         except (TypeError, AttributeError, pickle.PicklingError) as error:  # on the reader, before anything is sent
-            kind, sent, state = self.from_reader((str(error), None, None))
-        if kind not in ("end", "batch"):
+            kind, sent, state = self.from_reader(("error", str(error), None))
+        if kind == "error":
             raise ValueError(
                 f"broadcast_batches=True pickles each batch, and that of {self.name_of(loader)} cannot be pickled:"
-                f" {kind}; leave the option out, or return tensors and plain values from collate_fn"
+                f" {sent}; leave the option out, or return tensors and plain values from collate_fn"
             )
         if not self.reads:
             put_common(state)
