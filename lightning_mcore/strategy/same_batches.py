@@ -148,9 +148,10 @@ class SameBatches:
                 f"broadcast_batches=True pickles each batch, and that of {self.name_of(loader)} cannot be pickled:"
                 f" {sent}; leave the option out, or return tensors and plain values from collate_fn"
             )
-        if not self.reads:
-            put_common(state)
-        return _END if kind == "end" else batch if self.reads else sent
+        if self.reads:
+            return batch
+        put_common(state)
+        return _END if kind == "end" else sent
 
     def name_of(self, loader: object) -> str:
         """Return how a user knows a loader, such as ``val_dataloader 1``."""
