@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations that ``torch.nn.functional`` does not name, and that need no compiler as megatron-core's do."""
+"""Activations that ``torch.nn.functional`` does not name; unlike megatron-core's, they need no compiler."""
 
 import torch
 from torch import Tensor
@@ -7,15 +7,15 @@ from torch.nn import functional
 
 
 def gelu_tanh(values: Tensor) -> Tensor:
-    """Return GELU in its approximation by tanh, of any shape and float dtype."""
+    """Return the tanh approximation of GELU."""
     return functional.gelu(values, approximate="tanh")
 
 
 def gelu_sigmoid(values: Tensor) -> Tensor:
-    """Return GELU in its approximation by a sigmoid, of any shape and float dtype."""
+    """Return the sigmoid approximation of GELU."""
     return values * torch.sigmoid(1.702 * values)
 
 
 def relu_squared(values: Tensor) -> Tensor:
-    """Return the square of ReLU, of any shape and float dtype."""
+    """Return the square of ReLU."""
     return functional.relu(values).square()

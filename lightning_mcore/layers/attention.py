@@ -1,21 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of some queries over the keys of whole sequences, without a mask of the size of the scores.
+"""Attention of this rank's queries over whole sequences, in plain PyTorch, without an ``[s, s]`` mask.
 
-This is plain PyTorch, without Megatron and without communication. ``core_attention.py`` gathers the keys and calls
-:func:`attend`. Two small values describe which keys a query sees:
-
-* A :class:`QueryRun` is a run of neighbouring queries with the keys of their sequence: the whole sequence without
-  context parallelism, each of a rank's two slices with it (``parallel/context.py``). A row of packed sequences has one
-  or two runs for each sequence, and one without keys for its padding.
-* A :class:`Reach` says how far a query sees back and ahead: causal attention, a sliding window, or everything.
+There is no Megatron and no communication here: ``core_attention.py`` gathers the keys and calls :func:`attend`. A
+:class:`QueryRun` names neighbouring queries and the keys of their sequence; a :class:`Reach` says how far a query sees.
 
 A run that starts with its sequence is what PyTorch's kernels call causal, and needs no mask. On CUDA in half precision
 the flash kernel also supports causal attention that ends at the last key. Any other run is cut into blocks of queries
-that read only the keys within reach. Whether a query sees a key depends only on their distance, so one small mask
-serves every block of every run, and every layer: a block's mask is a range of its columns.
-
-Queries, keys and values are split into all their runs at once. A slice per run would cost a gradient of the size of the
-whole tensor per run.
+that read only the keys within reach, with a mask that all blocks, runs and layers share.
 """
 
 import functools
@@ -40,15 +31,10 @@ _FLASH_HEAD_SIZE = 256  # largest head of the flash kernel
 
 @dataclass(frozen=True)
 class Reach:
-    """How far a query sees, in tokens; None for the whole sequence on that side.
+    """How far a query sees, in tokens; None for the whole sequence on that side."""
 
-    Args:
-        back: Number of keys before its own that a query sees.
-        ahead: Number of keys after its own that a query sees; 0 is causal.
-    """
-
-    back: int | None = None
-    ahead: int | None = None
+    back: int | None = None  # keys before its own
+    ahead: int | None = None  # keys after its own; 0 is causal
 
     @property
     def is_everything(self) -> bool:
@@ -65,32 +51,23 @@ class Reach:
 class QueryRun:
     """Neighbouring queries of one sequence, and the keys of that sequence.
 
-    Args:
-        rows: Indices of the queries among the queries of this rank.
-        position: Index of the first query's own key among all keys.
-        keys: Indices of the keys of the sequence among all keys; empty if the queries are padding.
+    There is one run per sequence, or one for each of a rank's two slices under context parallelism. Padding is a run
+    without keys.
     """
 
-    rows: range
-    position: int
-    keys: range
+    rows: range  # among the queries of this rank
+    position: int  # index of the first query's own key among all keys
+    keys: range  # among all keys; empty for padding
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """Settings of the softmax.
+    """Settings of the softmax."""
 
-    Args:
-        scale: Factor of the scores.
-        dropout: Probability that a weight is dropped.
-        cap: Scores ``x`` become ``cap * tanh(x / cap)``; None for no cap.
-        has_sinks: Whether queries come from :func:`with_sinks`.
-    """
-
-    scale: float
-    dropout: float = 0.0
-    cap: float | None = None
-    has_sinks: bool = False
+    scale: float  # factor of the scores
+    dropout: float = 0.0  # probability that a weight is dropped
+    cap: float | None = None  # a score x becomes cap * tanh(x / cap)
+    has_sinks: bool = False  # whether queries come from with_sinks()
 
     @property
     def is_fused(self) -> bool:
@@ -99,14 +76,12 @@ class Softmax:
 
 
 def sequence_runs(num_queries: int, num_keys: int, rank: int = 0, size: int = 1) -> list[QueryRun]:
-    """Return the runs of sequences that are not packed: one, or the two slices of a context-parallel rank.
+    """Return the runs of unpacked sequences: one, or two for a context-parallel rank, whose slices lie apart.
 
-    Args:
-        num_queries: Queries of a sequence on this rank, [s / cp].
-        num_keys: Keys of the whole sequence; more than queries while decoding, when the queries are its last tokens.
-        rank: Rank in the context-parallel group.
-        size: Number of ranks in that group.
+    While decoding there are more keys than queries, and the queries are the last tokens of the sequence.
     """
+    # 8 tokens on 2 ranks are 4 slices of 2. Rank 0 holds slices 0 and 3: its rows 0 and 1 are at positions 0 and 1, its
+    # rows 2 and 3 at positions 6 and 7. Rank 1 holds slices 1 and 2.
     keys = range(num_keys)
     if size == 1:
         return [QueryRun(range(num_queries), num_keys - num_queries, keys)]
@@ -121,18 +96,20 @@ def sequence_runs(num_queries: int, num_keys: int, rank: int = 0, size: int = 1)
 def packed_runs(offsets: tuple[int, ...], lengths: tuple[int, ...], rank: int = 0, size: int = 1) -> list[QueryRun]:
     """Return the runs of a row of packed sequences; padding neither sees nor is seen.
 
-    Args:
-        offsets: Where the sequences begin, padding included, and where the last one ends.
-        lengths: Number of real tokens in each sequence.
-        rank: Rank in the context-parallel group.
-        size: Number of ranks in that group, each of which holds two slices of every sequence.
+    ``offsets`` counts padding and has one entry more than there are sequences; ``lengths`` counts real tokens only.
     """
+    # Offsets (0, 8, 16) with lengths (7, 4) on rank 1 of 2, which holds slices 1 and 2 of each sequence:
+    #     rows 0-1, 2-3   positions 2 and 4 of the first sequence, keys 0-6
+    #     rows 4-5        position 10 of the row, so 2 of the second sequence, keys 8-11
+    #     rows 6-7        positions 12-13, which are padding: no keys
     runs = []
     row = 0
     for (start, end), length in zip(itertools.pairwise(offsets), lengths, strict=True):
         tokens, parts = (end - start, (0,)) if size == 1 else ((end - start) // (2 * size), slices_of_rank(rank, size))
         for part in parts:
             first = start + part * tokens
+            # The real tokens of a sequence come first, so a slice may be real, padding, or begin real and end as
+            # padding.
             real = min(max(start + length - first, 0), tokens)
             for count, keys in ((real, range(start, start + length)), (tokens - real, range(0))):
                 if count > 0:
@@ -142,56 +119,35 @@ def packed_runs(offsets: tuple[int, ...], lengths: tuple[int, ...], rank: int = 
 
 
 def with_sinks(query: Tensor, sinks: Tensor, scale: float) -> Tensor:
-    """Return queries with one more channel, for a softmax whose denominator has one more term in each head.
+    """Return queries with one more channel, [b, h, queries, d + 1], which adds a term to the softmax's denominator.
 
     Every query then also sees a key that is 1 in this channel and 0 in all others, so that its score is the sink of the
-    head, and whose value is zero. No kernel needs to know about it.
-
-    Args:
-        query: [b, h, queries, d], any float dtype.
-        sinks: [h], the logarithms of the additional terms.
-        scale: Factor of the scores, not 0.
-
-    Returns:
-        [b, h, queries, d + 1] in the dtype of ``query``.
+    head ([h], a logarithm), and whose value is zero. No kernel needs to know about it.
     """
+    # The kernel multiplies every score by the scale, which must leave the sink as it is.
     column = (sinks / scale).to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
     return torch.cat((query, column), dim=-1)
 
 
 def query_growth(runs: list[QueryRun], beta: float, length: int, device: torch.device) -> Tensor:
-    """Return ``1 + beta * log(1 + position // length)`` of each query, with its position in its sequence.
+    """Return ``1 + beta * log(1 + position // length)`` for each query's position in its sequence, [queries] fp32.
 
-    Args:
-        runs: The queries, in order and without gaps.
-        beta: How fast the factors grow.
-        length: Positions that share a factor.
-        device: Where to put the result.
-
-    Returns:
-        [queries] fp32.
+    With beta 0.1 and length 2, positions 0 to 3 have the factors 1, 1, 1.069, 1.069.
     """
     places = [torch.arange(len(run.rows), device=device) + run.position - run.keys.start for run in runs]
     return 1 + beta * torch.log1p((torch.cat(places) // length).float())
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, runs: list[QueryRun], reach: Reach, softmax: Softmax) -> Tensor:
-    """Compute attention, run by run.
+    """Compute attention run by run, [b, h, queries, d_v]; zero for a run without keys.
 
-    Args:
-        query: [b, h, queries, d], any float dtype, that of key and value too; d + 1 channels with sinks.
-        key: [b, groups, keys, d], in the order of the sequence; ``groups`` divides ``h``.
-        value: [b, groups, keys, d_v].
-        runs: The queries, in order and without gaps. Two runs have the same keys, or none in common.
-        reach: How far a query sees within its sequence.
-        softmax: Scale and dropout.
-
-    Returns:
-        [b, h, queries, d_v] in the dtype of ``query``; zero for a run without keys.
+    Keys and values have ``groups`` heads, a divisor of ``h``, in sequence order; a query has d + 1 channels with sinks.
+    Runs cover the queries without gaps, and two of them have either the same keys or none in common.
     """
     width = value.size(-1)
     value = _widen(value, query.size(-1))
     mask = _SharedMask(runs, reach)
+    # Everything is split at once: the gradient of a slice is as large as the whole tensor, for each slice.
     queries = torch.split(query, [len(run.rows) for run in runs], dim=2)
     keys, values = _pieces(key, runs), _pieces(value, runs)
     parts: list[Tensor] = []
@@ -217,13 +173,13 @@ class _NoKeys(torch.autograd.Function):
 
 
 def _widen(value: Tensor, width: int) -> Tensor:
-    """Pad values with columns of zeros up to ``width``, as the fused kernels require; the result does not change."""
+    """Pad values with zero columns up to ``width``, as the fused kernels require; the result does not change."""
     missing = width - value.size(-1)
     return functional.pad(value, (0, missing)) if missing > 0 else value
 
 
 def _pieces(tensor: Tensor, runs: list[QueryRun]) -> dict[int, Tensor]:
-    """Return the keys (or values) of each sequence, by the index of the first."""
+    """Return each sequence's keys (or values), by the index of the first."""
     ends = {run.keys.start: run.keys.stop for run in runs if len(run.keys) > 0}
     cuts = sorted({0, tensor.size(2), *ends, *ends.values()})
     pieces = torch.split(tensor, [end - start for start, end in itertools.pairwise(cuts)], dim=2)
@@ -238,11 +194,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def visible(run: QueryRun, reach: Reach, device: torch.device) -> Tensor:
-    """Return which keys the queries of a run see, as one mask, for a caller that has a mask of this size anyway.
-
-    Returns:
-        [queries, keys] bool, True where a query sees a key.
-    """
+    """Return which keys a run's queries see, [queries, keys] bool, for a caller that has a mask of this size anyway."""
     queries = run.position + torch.arange(len(run.rows), device=device)[:, None]
     keys = run.keys.start + torch.arange(len(run.keys), device=device)[None]
     return _within(keys - queries, reach)
@@ -251,7 +203,7 @@ def visible(run: QueryRun, reach: Reach, device: torch.device) -> Tensor:
 def _attend_run(
     rows: Tensor, key: Tensor, value: Tensor, run: QueryRun, reach: Reach, softmax: Softmax, shared: "_SharedMask"
 ) -> Iterator[Tensor]:
-    """Yield the outputs of a run in order, [b, h, block, d] each; ``key`` and ``value`` are those of its sequence."""
+    """Yield the outputs of a run in order, [b, h, block, d] each; ``key`` and ``value`` hold its sequence only."""
     reach = _within_sequence(run, reach)
     count, position = len(run.rows), run.position - run.keys.start  # counted within the sequence
     if reach.is_everything:
@@ -263,6 +215,9 @@ def _attend_run(
         yield attend_once(rows, key[:, :, :last], value[:, :, :last], softmax, causal_lower_right(count, last))
     else:
         size = shared.block_size(run, reach)
+        # A window of 512 (back=511) over 8192 tokens: the block of queries 1022 to 1532 reads keys 511 to 1532. Column
+        # 0 of the mask is the key `nearest` tokens from the block's first query, so the block's own columns start at
+        # first - (position + start) - nearest.
         mask, nearest = shared.take(rows.dtype, rows.device)
         for start in range(0, count, size):
             block = rows[:, :, start : start + size]
@@ -272,7 +227,7 @@ def _attend_run(
 
 
 def _within_sequence(run: QueryRun, reach: Reach) -> Reach:
-    """Return a reach without limits that lie beyond the sequence of a run."""
+    """Drop the limits of a reach that lie beyond the run's sequence, so that a kernel without a mask can serve it."""
     farthest = len(run.keys) - 1
     back, ahead = (None if side is None or side >= farthest else side for side in (reach.back, reach.ahead))
     return Reach(back, ahead)
@@ -281,8 +236,8 @@ def _within_sequence(run: QueryRun, reach: Reach) -> Reach:
 def _block_size(count: int, reach: Reach, longest: int) -> int:
     """Return how many of ``count`` queries share a mask over at most ``longest`` keys.
 
-    About as many as a window is wide. Without a window fewer, the more keys there are, because the mask has a column
-    for each key.
+    About as many as a window is wide. Without a window, fewer the more keys there are, because the mask has a column
+    for each: 256 queries for 8192 keys, 128 for 65536.
     """
     sides = [side for side in (reach.back, reach.ahead) if side is not None]
     wanted = sum(sides) if len(sides) == 2 else _LARGEST_MASK // longest
@@ -297,7 +252,10 @@ def _keys_in_reach(num_keys: int, position: int, count: int, reach: Reach) -> tu
 
 
 class _SharedMask:
-    """The mask that the blocks of all runs share, made when the first block needs it."""
+    """The mask that the blocks of all runs share, made when the first block needs it.
+
+    Whether a query sees a key depends only on their distance, so a block's mask is a range of its columns.
+    """
 
     def __init__(self, runs: list[QueryRun], reach: Reach) -> None:
         self._runs, self._reach = runs, reach
@@ -328,13 +286,13 @@ class _SharedMask:
 def _distance_mask(
     size: int, nearest: int, farthest: int, reach: Reach, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the mask that all blocks share, to add to the scores.
+    """Return the shared mask to add to scores, [size, farthest - nearest]: 0 where a query sees a key, else -inf.
 
-    Returns:
-        [size, farthest - nearest] of ``dtype``, 0 where a query sees a key and -inf elsewhere; column ``x`` is the key
-        ``nearest + x`` tokens after the block's first query.
+    Column ``x`` is the key ``nearest + x`` tokens after the block's first query.
     """
     with torch.inference_mode(False):  # a mask first made in validation is kept for backward in training
+        # With size 3 and back=2 (nearest -2, farthest 3), row 0 sees columns 0 to 2, row 1 columns 1 to 3, row 2
+        # columns 2 to 4.
         columns = torch.arange(nearest, farthest, dtype=torch.int32, device=device)
         distance = columns[None] - torch.arange(size, dtype=torch.int32, device=device)[:, None]
         mask = torch.zeros(distance.shape, dtype=dtype, device=device)
@@ -342,7 +300,7 @@ def _distance_mask(
 
 
 def _within(distance: Tensor, reach: Reach) -> Tensor:
-    """Return a bool mask of the distances from query to key, in tokens, that are within reach."""
+    """Return which distances from query to key are within reach."""
     seen = torch.ones_like(distance, dtype=torch.bool)
     if reach.back is not None:
         seen &= distance >= -reach.back
@@ -352,7 +310,7 @@ def _within(distance: Tensor, reach: Reach) -> Tensor:
 
 
 def _flash_ends_at_the_last_key(query: Tensor, value: Tensor) -> bool:
-    """Return whether causal attention of fewer queries than keys runs in the flash kernel, without a full mask."""
+    """Return whether the flash kernel runs causal attention of fewer queries than keys, which needs no full mask."""
     head_size = query.size(-1)
     half = query.dtype in (torch.float16, torch.bfloat16)
     return query.is_cuda and half and head_size == value.size(-1) and head_size <= _FLASH_HEAD_SIZE
@@ -361,18 +319,9 @@ def _flash_ends_at_the_last_key(query: Tensor, value: Tensor) -> bool:
 def attend_once(
     query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
-    """Call PyTorch's attention, or compute what its kernels do not have.
+    """Call PyTorch's attention, or compute what its kernels lack; shapes as in :func:`attend`.
 
-    Args:
-        query: [b, h, queries, d], any float dtype, that of key and value too; d + 1 channels with sinks.
-        key: [b, groups, keys, d].
-        value: [b, groups, keys, d_v].
-        softmax: Scale, dropout and sinks.
-        mask: Broadcastable to [b, h, queries, keys]: added to the scores or, if boolean, True where a query sees a key.
-        is_causal: Let query ``i`` see the keys up to ``i``.
-
-    Returns:
-        [b, h, queries, d_v] in the dtype of ``query``.
+    A mask is broadcastable to [b, h, queries, keys]: added to the scores or, if boolean, True where a query sees a key.
     """
     if softmax.has_sinks:
         return _attend_with_first_key(query, key, value, softmax, mask)
@@ -397,11 +346,8 @@ def attend_once(
 
 
 def _attend_with_first_key(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, mask: Tensor | None) -> Tensor:
-    """Put the key that :func:`with_sinks` describes before the others; arguments are those of :func:`attend_once`.
-
-    Masks are views of one mask that all blocks and layers share. One with a column for that key is a copy, so autograd
-    keeps the view, and the copy is made again in backward.
-    """
+    """Prepend the key that :func:`with_sinks` describes, and call :func:`attend_once`."""
+    # The new key is 1 in the new channel and 0 elsewhere; all other keys are 0 there.
     key, value = functional.pad(key, (0, 1, 1, 0)), functional.pad(value, (0, 0, 1, 0))
     key[:, :, 0, -1] = 1
     plain = replace(softmax, has_sinks=False)
@@ -409,6 +355,8 @@ def _attend_with_first_key(query: Tensor, key: Tensor, value: Tensor, softmax: S
         return attend_once(query, key, value, plain)
     if isinstance(mask, CausalBias):
         return attend_once(query, key, value, plain, causal_lower_right(mask.seq_len_q, mask.seq_len_kv + 1))
+    # Masks are views of one mask that all blocks and layers share. With a column for the new key it becomes a copy,
+    # which autograd would keep for every block. The hooks below keep the view, and make the copy again in backward.
     widened = functools.partial(functional.pad, mask, (1, 0), value=mask.dtype == torch.bool)
     whole = widened()
     address = whole.untyped_storage().data_ptr()
@@ -428,7 +376,7 @@ def _attend_with_first_key(query: Tensor, key: Tensor, value: Tensor, softmax: S
 def _attend_unfused(
     query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, mask: Tensor | None, is_causal: bool
 ) -> Tensor:
-    """Compute attention step by step, its softmax in fp32; arguments and result are those of :func:`attend_once`."""
+    """Compute attention step by step, with a softmax in fp32; arguments and result as in :func:`attend_once`."""
     heads = query.size(1) // key.size(1)
     if heads > 1:
         key, value = key.repeat_interleave(heads, 1), value.repeat_interleave(heads, 1)

@@ -1,25 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The core attention of the torch backend: what Megatron's attention layers call between their projections.
+"""The torch backend's core attention: what Megatron's attention layers call between their projections.
 
-Megatron's own ``DotProductAttention`` holds the whole ``[s, s]`` matrix of scores and refuses context parallelism.
-TransformerEngine's needs CUDA. :class:`TorchAttention` replaces them in ``spec.gpt_block_spec``, and translates
+Megatron's own ``DotProductAttention`` holds the whole ``[s, s]`` scores and rejects context parallelism;
+TransformerEngine's needs CUDA. ``spec.gpt_block_spec`` puts :class:`TorchAttention` in their place. It translates
 Megatron's arguments into those of ``attention.py``.
 
-Packed sequences come as one row, with ``PackedSeqParams`` that say where each of them lies (``packed_sequences.py``).
-They are computed one by one, so that no memory grows with the square of the row, and no bit of one depends on another.
+Packed sequences come as one row, with ``PackedSeqParams`` that say where each one lies (``packed_sequences.py``). They
+are computed one by one, so memory does not grow with the square of the row, and no bit of one depends on another.
 
-Under context parallelism a rank holds two slices of each sequence (``parallel/context.py``). Its queries stay on the
-rank; the keys and values of all ranks are gathered in one collective, and put in the order of the sequence. Autograd
-would keep them until backward: on each rank, for each layer, as much as without context parallelism. Here a rank keeps
-only its own share and gathers the rest again when backward reaches the layer, as TransformerEngine does.
-:func:`over_whole_sequences` puts two nodes of the autograd graph around the attention. The node after it, which
-backward reaches first, gathers again. The node before it drops the gathered tensor and gives each rank the gradients of
-its own tokens, summed over the ranks that read them. Both run on every rank that has a query, even if all its queries
-are padding, so that every rank takes part in every collective.
-
-Multi-latent attention rotates one key head that all heads share, also those on other tensor-parallel ranks. Megatron's
-local layers leave its gradient as a partial sum on each rank, and so do its layers on TransformerEngine without
-sequence parallelism; :class:`_CompleteSharedGradient` adds up these sums. :func:`completed` puts it into
+Under context parallelism :func:`over_whole_sequences` gathers keys and values. :func:`completed` corrects
 TransformerEngine's core attention.
 
 Source: ``DotProductAttention`` (megatron.core.transformer.dot_product_attention, 0.16.1 and 0.19.2).
@@ -71,26 +60,14 @@ _CAUSAL = {AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal
 class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no type information
     """Softmax attention with grouped heads, context parallelism and sliding windows, in plain PyTorch.
 
-    Megatron's attention layers construct it, so they decide its signature. It has parameters only for norms after the
-    rotation, and for sinks: numbers in the denominator of a softmax, one for each head. Under context parallelism
-    autograd keeps copies of the gathered keys and values where there are sinks.
+    Megatron's attention layers construct it, so they decide its signature. Its only parameters are norms after the
+    rotation and learned sinks: one number per head in the softmax's denominator. Under context parallelism autograd
+    keeps copies of the gathered keys and values if there are sinks. Raises ValueError if the config asks for attention
+    that this backend does not support.
 
-    Args:
-        config: Reads ``kv_channels``, ``attention_dropout``, ``window_size``, ``window_attn_skip_freq``,
-            ``softmax_type``, ``sequence_parallel`` and ``context_parallel_size``. ``apply_query_key_layer_scaling``
-            protects fp16 scores from overflow and cancels out; here scores are fp32, so it has no effect.
-        layer_number: Number of the layer in the whole model, from 1.
-        attn_mask_type: Which keys a query sees, unless a call says otherwise.
-        attention_type: ``"self"`` or ``"cross"``.
-        attention_dropout: Probability that a weight is dropped in training; None for the config's.
-        softmax_scale: Factor of the scores; None for ``1 / sqrt(head size)``.
-        k_channels: Head size of queries and keys if it is not ``kv_channels`` (multi-latent attention).
-        v_channels: Head size of values; not used, because the tensors have it.
-        cp_comm_type: How TransformerEngine moves keys and values; here they are always gathered.
-        pg_collection: Process groups of the model; None for Megatron's global ones.
-
-    Raises:
-        ValueError: The config asks for attention that this backend does not support.
+    ``apply_query_key_layer_scaling`` protects fp16 scores from overflow and cancels out. Scores are fp32 here, so it
+    has no effect. ``v_channels`` is not used, because the tensors have it, and keys are always gathered, whatever
+    ``cp_comm_type`` says.
     """
 
     boundaries_on_host = True  # on the device, Megatron's code before attention would wait for it in every layer
@@ -113,6 +90,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         self.attn_mask_type = attn_mask_type
         self.attention_type = attention_type
         self.attention_dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        # Multi-latent attention has heads of another size than kv_channels, and gives it as k_channels.
         self.softmax_scale = 1 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
         self.window_size = _window_of_layer(config, self.layer_number)
         check_attention(config, attn_mask_type in _CAUSAL)
@@ -141,25 +119,13 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Compute attention of this rank's queries over whole sequences.
+        """Compute attention of this rank's queries over whole sequences; ValueError if an argument is not supported.
 
-        Args:
-            query: [s / cp, b, h / tp, d], any float dtype; keys and values have the same.
-            key: [s / cp, b, groups / tp, d].
-            value: [s / cp, b, groups / tp, d_v].
-            attention_mask: Bool, broadcastable to [b, 1, s, s], True where a query must not look. What is hidden by it
-                is hidden in addition to what the mask type and the window hide. None under context parallelism.
-            attn_mask_type: Overrides the layer's, as Megatron does while it decodes.
-            attention_bias: Must be None.
-            packed_seq_params: Where packed sequences lie in a row of t tokens. The tensors then have no dimension b:
-                query is [t / cp, h / tp, d]. Each sequence sees itself alone, and padding is not seen.
-
-        Returns:
-            [s / cp, b, h / tp * d_v] in the dtype of ``query``; for packed sequences [t / cp, h / tp * d_v], zero for
-            padding.
-
-        Raises:
-            ValueError: Something is given that this layout or backend cannot honour.
+        ``query`` is [s / cp, b, h / tp, d], ``key`` [s / cp, b, groups / tp, d], ``value`` [s / cp, b, groups / tp,
+        d_v]; the result is [s / cp, b, h / tp * d_v]. Packed tensors lack the dimension b, and the result is zero on
+        padding. ``attention_mask`` is bool, broadcastable to [b, 1, s, s], True where a query must not look; it hides
+        keys in addition to the mask type and the window, and must be None under context parallelism. Megatron passes
+        ``attn_mask_type`` while it decodes.
         """
         mask_type = attn_mask_type or self.attn_mask_type
         if self.q_layernorm is not None and self.k_layernorm is not None:
@@ -200,12 +166,14 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         softmax = Softmax(scale, dropout if self.training else 0.0, self.cap, sinks is not None)
 
         def over(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            # Megatron has [s, b, h, d], PyTorch's kernels take [b, h, s, d].
             query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
             if sinks is not None:
                 query = with_sinks(query, sinks, scale)
             if attention_mask is None:
                 context = attend(query, key, value, runs, reach, softmax)
             else:
+                # A mask excludes context parallelism, so the queries are one run.
                 seen = visible(runs[0], reach, query.device) & ~attention_mask
                 context = attend_once(query, key, value, softmax, seen)
             return context.permute(2, 0, 1, 3)
@@ -228,10 +196,8 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         return Reach(back, 0 if mask_type in _CAUSAL else ahead)
 
     def _dropout_state(self, dropout: float) -> AbstractContextManager[None]:
-        """Return the context for dropout: another random stream on each tensor-parallel rank.
-
-        With sequence parallelism the whole block already runs in that stream.
-        """
+        """Return a context in which each tensor-parallel rank draws other dropout: they hold different heads."""
+        # With sequence parallelism the whole block already runs in that random stream.
         if dropout == 0.0 or self.config.sequence_parallel:
             return contextlib.nullcontext()
         fork: AbstractContextManager[None] = tensor_parallel.get_cuda_rng_tracker().fork()
@@ -261,7 +227,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
             )
 
     def _check_packed(self, query: Tensor, attention_mask: Tensor | None, params: PackedSeqParams) -> Boundaries:
-        """Return the boundaries of packed sequences; refuse arguments that do not fit them."""
+        """Return the boundaries of packed sequences; raises if other arguments do not fit them."""
         boundaries = boundaries_of(params)
         if query.dim() != 3:
             raise ValueError(
@@ -284,7 +250,12 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
 
 
 class _CompleteSharedGradient(torch.autograd.Function):
-    """Returns keys unchanged; in backward sums the gradient of their shared part over all heads of all ranks."""
+    """Returns keys unchanged; in backward sums the gradient of their shared part over all heads of all ranks.
+
+    Multi-latent attention rotates one key head that all heads share, also across tensor-parallel ranks. Megatron's
+    local layers leave its gradient as a partial sum on each rank, and so do its TransformerEngine layers without
+    sequence parallelism.
+    """
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, width: int, group: dist.ProcessGroup) -> Tensor:
@@ -294,7 +265,7 @@ class _CompleteSharedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """Give the whole sum to the first head and zero to the others, because Megatron then adds them up."""
+        """Give the whole sum to the first head and zero to the others, because Megatron then adds the heads up."""
         gradient = gradients[0].clone()
         shared = gradient[..., -ctx.width :].sum(dim=-2)
         dist.all_reduce(shared, group=ctx.group)
@@ -305,14 +276,11 @@ class _CompleteSharedGradient(torch.autograd.Function):
 
 @functools.cache
 def completed(attention: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of TransformerEngine's core attention that makes up for two omissions.
+    """Return a subclass of ``TEDotProductAttention`` that corrects two omissions.
 
-    TransformerEngine leaves the memory of learned sinks as it is, so that a run begins with whatever was there; here
-    they begin at 0, as in :class:`TorchAttention`. And without sequence parallelism Megatron leaves the gradient of the
-    rotated key that all heads share as a partial sum on each tensor-parallel rank.
-
-    Args:
-        attention: ``TEDotProductAttention``.
+    TransformerEngine does not initialise learned sinks, so a run begins with whatever was in that memory; here they
+    begin at 0, as in :class:`TorchAttention`. And without sequence parallelism Megatron leaves the gradient of the
+    shared rotated key as a partial sum on each tensor-parallel rank.
 
     Source: ``DotProductAttention.__init__`` of TransformerEngine (2.11), and ``get_query_key_value_tensors``
     (megatron.core.transformer.multi_latent_attention, 0.16.1 and 0.19.2), which gathers and sums the rotated key only
@@ -352,6 +320,7 @@ def _sinks(config: TransformerConfig) -> Tensor | None:
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     sinks = torch.zeros(heads, dtype=config.params_dtype, device=torch.cuda.current_device())
     if config.softmax_type == "off-by-one":
+        # The sink stays 0, so exp(0) = 1 is added to the denominator.
         return sinks
     return nn.Parameter(sinks)
 
@@ -378,7 +347,7 @@ def _context_parallel_group(
 def _shared_key_group(
     config: TransformerConfig, pg_collection: ProcessGroupCollection | None
 ) -> dist.ProcessGroup | None:
-    """Return the ranks that share the rotated key of multi-latent attention, or None if no other rank does."""
+    """Return the ranks that share multi-latent attention's rotated key, or None if no other rank has it."""
     if not config.multi_latent_attention or config.tensor_model_parallel_size == 1:
         return None
     group: dist.ProcessGroup
@@ -396,21 +365,17 @@ def over_whole_sequences(
 ) -> Tensor:
     """Compute attention of this rank's queries over the keys of whole sequences; collective.
 
-    Args:
-        query: [s / cp, b, h, d], any float dtype; keys and values have the same.
-        key: [s / cp, b, groups, d].
-        value: [s / cp, b, groups, d_v]; ``d_v`` is at most ``d``.
-        attend: A function of the query, keys [s, b, groups, d] and values [s, b, groups, d], both in the order of the
-            sequence, the values padded with columns of zeros. It returns [s / cp, b, h, d].
-        offsets: Where packed sequences begin, padding included, and where the last one ends; (0, s) for one sequence.
-        group: The context-parallel ranks.
-
-    Returns:
-        [s / cp, b, h, d_v] in the dtype of ``query``.
-
-    Raises:
-        ValueError: The shares of the ranks do not make up these sequences.
+    Shapes: query [s / cp, b, h, d], key [s / cp, b, groups, d], value [s / cp, b, groups, d_v] with ``d_v <= d``,
+    result [s / cp, b, h, d_v]. ``attend`` gets the whole keys and values in sequence order, the values padded to d
+    columns. ``offsets`` is where packed sequences begin, padding included, and (0, s) for one sequence. Raises
+    ValueError if the ranks' shares do not make up these sequences.
     """
+    # Each rank keeps its queries, and one collective gathers the keys and values of all ranks. Autograd would keep the
+    # gathered tensor until backward: on each rank, for each layer, as much as without context parallelism. So a rank
+    # keeps only its share and gathers again in backward, as TransformerEngine does. Two autograd nodes enclose the
+    # attention. _GatherAgain, which backward reaches first, gathers again. _Gather drops the gathered tensor, and gives
+    # each rank its own tokens' gradients, summed over the ranks that read them. Both run on every rank that has a
+    # query, even if all its queries are padding, so that every rank takes part in every collective.
     check_packed_offsets(offsets, key.size(0) * group.size(), group.size())
     share = torch.cat((key, value), dim=-1)
     width = key.size(-1)
@@ -424,7 +389,7 @@ def over_whole_sequences(
 
 
 class _Place(NamedTuple):
-    """The place of a view in the gathered tensor."""
+    """Where a view lies in the gathered tensor."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -434,16 +399,13 @@ class _Place(NamedTuple):
 class _Whole:
     """Gathers shares, and replaces views of the gathered tensor between forward and backward.
 
-    Args:
-        group: The context-parallel ranks.
-        order: [s] int64, the index of each token of the sequence among the gathered shares.
-        positions: [s] int64, the position of each token of the gathered shares in the sequence.
-        width: Columns of the gathered tensor; missing columns of the shares are zero.
+    ``order`` and ``positions`` come from :func:`token_orders`. ``width`` is the gathered tensor's number of columns;
+    columns that the shares lack are zero.
     """
 
     def __init__(self, group: dist.ProcessGroup, order: Tensor, positions: Tensor, width: int) -> None:
         self.group, self.positions = group, positions
-        self.again: Tensor | None = None
+        self.again: Tensor | None = None  # the tensor gathered in backward, while it is needed
         self._order, self._width = order, width
 
     def gather(self, share: Tensor) -> Tensor:
@@ -507,18 +469,10 @@ class _GatherAgain(torch.autograd.Function):
 
 @functools.lru_cache(maxsize=2)  # the layers of a microbatch share them; other rows differ
 def token_orders(offsets: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return where tokens are in the joined shares of the context-parallel ranks, and which tokens those are.
-
-    Args:
-        offsets: Where packed sequences begin, padding included, and where the last one ends; (0, s) for one sequence.
-        size: The number of ranks.
-        device: Of the result.
-
-    Returns:
-        The index of each token of the sequence among the shares, and the position in the sequence of each token of the
-        shares; [s] int64 each.
-    """
+    """Return each token's index among the joined shares of the ranks, and each joined token's position; both [s]."""
     with torch.inference_mode(False):  # made in validation, they may be kept for backward in training
+        # One sequence of 8 tokens on 2 ranks: the joined shares hold positions 0 1 6 7 | 2 3 4 5. So token 2 is at
+        # index 4 of them (order = 0 1 4 5 6 7 2 3), and index 2 is token 6 (positions = 0 1 6 7 2 3 4 5).
         boundaries = torch.tensor(offsets).to(device, non_blocking=True)
         positions = [packed_positions(boundaries, offsets[-1], rank, size) for rank in range(size)]
         return packed_order(boundaries, offsets[-1], size), torch.cat(positions)

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gated delta net of Qwen3-Next and Qwen3.5: attention with a memory of fixed size.
+"""The gated delta net of Qwen3-Next and Qwen3.5: attention with a memory of fixed size, in plain PyTorch.
 
-Each value head has a memory, a matrix from keys to values. At each token it decays, then the value that it holds for
-the token's key moves towards the token's value, and the token's query reads it. A short causal convolution mixes
-queries, keys and values with those of the tokens before, and the output has a norm and a gate.
+Each value head has a memory, a matrix from keys to values. At each token it decays, its value for the token's key moves
+towards the token's value, and the token's query reads it. A short causal convolution mixes queries, keys and values
+with earlier tokens; a norm and a gate follow. The memory is fp32, as in transformers, and recomputing ``core_attn``
+recomputes it. ``spec.gpt_block_spec`` puts :class:`GatedDeltaNet` in place of attention; megatron-core's module needs
+Triton, CUDA and whole unpacked sequences on each rank.
 
-The memory is computed in chunks of tokens: within a chunk by products of matrices, from chunk to chunk in a loop.
-Everything about the memory is fp32, as in transformers. Recomputing ``core_attn`` recomputes it. megatron-core's module
-needs Triton, CUDA and whole unpacked sequences on each rank; this one is plain PyTorch.
-
-Weights are in the order of key heads, each with its value heads. So tensor-parallel ranks share heads, and context
-parallelism is an exchange: before the convolution each rank gets whole sequences of some of its heads, after the norm
-it gets all heads of its tokens back. Packed sequences are computed one by one, and nothing passes from one to the next.
+Weights are ordered by key head, each with its value heads, so tensor-parallel ranks share heads. Packed sequences are
+computed one by one, and nothing passes from one to the next.
 
 Source: ``GatedDeltaNet`` (megatron.core.ssm.gated_delta_net, 0.16.1) for the module's place in a layer, and the modules
 of ``qwen3_next`` (transformers 5.23) for the numbers.
@@ -50,31 +47,20 @@ _STATES = "delta_net_states"
 
 
 class DeltaNetState(NamedTuple):
-    """What a layer keeps of the tokens that it has processed, for generation.
+    """What a layer keeps of the tokens that it has processed, for generation."""
 
-    Args:
-        inputs: [b, channels, linear_conv_kernel_dim - 1], the last inputs of the convolution, in its dtype.
-        memory: [b, value heads / tp, d, d_v] fp32.
-    """
-
-    inputs: Tensor
-    memory: Tensor
+    inputs: Tensor  # [b, channels, linear_conv_kernel_dim - 1], the convolution's last inputs, in its dtype
+    memory: Tensor  # [b, value heads / tp, d, d_v] fp32
 
 
 def states_of(context: Any) -> dict[int, DeltaNetState]:
-    """Return the states in Megatron's inference context, by the number of the layer."""
+    """Return the states in Megatron's inference context, by layer number."""
     states: dict[int, DeltaNetState] = vars(context).setdefault(_STATES, {})
     return states
 
 
 class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has no type information
-    """A gated delta net in the place of attention.
-
-    Args:
-        config: Megatron's config, with the architecture.
-        layer_number: Number of the layer, from 1.
-        unused: The other arguments that Megatron gives to attention.
-    """
+    """A gated delta net in place of attention, with the constructor arguments that Megatron gives to attention."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, **unused: Any) -> None:
         super().__init__(config=config)
@@ -90,6 +76,8 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         self.heads = heads // tp_group.size()  # on this tensor-parallel rank
         self.values_per_head = values // heads
         self.mixed_width = 2 * self.key_size + self.values_per_head * self.value_size  # of a head, in the convolution
+        # The input projection also makes the output gate, and two numbers per value head: beta and the step of the
+        # decay.
         width = self.mixed_width + self.values_per_head * (self.value_size + 2)
         common = {"config": config, "bias": False, "skip_bias_add": False, "tp_group": tp_group}
         self.linear_in = ColumnParallelLinear(
@@ -120,22 +108,11 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         packed_seq_params: PackedSeqParams | None = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the layer's output and its bias, which is None.
+        """Return the layer's output, shaped like ``hidden_states``, and None for its bias.
 
-        Args:
-            hidden_states: [s / cp / tp, b, h] in any float dtype, packed [t / cp / tp, 1, h]; / tp only with sequence
-                parallelism.
-            attention_mask: [b, 1, queries, keys] bool, True for keys that are padding on the left; only with an
-                inference context.
-            inference_context: Megatron's inference context, for generation; None without.
-            packed_seq_params: Where packed sequences lie; None without.
-            unused: Rotations and other arguments of attention.
-
-        Returns:
-            The output in the shape and dtype of ``hidden_states``.
-
-        Raises:
-            ValueError: There is a mask without an inference context.
+        ``hidden_states`` is [s / cp / tp, b, h], packed [t / cp / tp, 1, h]; / tp only with sequence parallelism.
+        ``attention_mask`` is [b, 1, queries, keys] bool, True for padding on the left; only with an inference context,
+        else ValueError.
         """
         if attention_mask is not None and inference_context is None:
             raise ValueError("attention_mask is given to a gated delta net, which has no scores to mask; pass None")
@@ -144,6 +121,8 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         ranks = self.cp_group.size()
         length = mixed.size(0) * ranks
         offsets = (0, length) if packed_seq_params is None else boundaries_of(packed_seq_params).offsets
+        # The convolution and the memory need every token before their own. So context-parallel ranks exchange: each
+        # gets whole sequences of some of its heads, and after the norm all heads of its own tokens again.
         if ranks > 1:
             order, positions = token_orders(offsets, ranks, mixed.device)
             mixed = self._whole_sequences(mixed).index_select(0, order)
@@ -159,19 +138,20 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         return projected
 
     def _whole_sequences(self, mixed: Tensor) -> Tensor:
-        """Return [s, b, heads / tp / cp, c] from [s / cp, b, heads / tp, c], the shares of the ranks one by one."""
+        """Return [s, b, heads / tp / cp, c] from [s / cp, b, heads / tp, c], the ranks' shares one after another."""
         parts = torch.stack(mixed.chunk(self.cp_group.size(), dim=2))
         whole: Tensor = tensor_parallel.all_to_all(self.cp_group, parts).flatten(0, 1)
         return whole
 
     def _all_heads(self, output: Tensor) -> Tensor:
-        """Return [s / cp, b, heads / tp, c] from [s, b, heads / tp / cp, c], whose tokens are those of the shares."""
+        """Return [s / cp, b, heads / tp, c] from [s, b, heads / tp / cp, c], whose tokens are in share order."""
         parts = torch.unflatten(output, 0, (self.cp_group.size(), -1))
         return torch.cat(tensor_parallel.all_to_all(self.cp_group, parts).unbind(), dim=2)
 
     def _continue(self, mixed: Tensor, attention_mask: Tensor | None, context: Any) -> Tensor:
         """Return the output for the next tokens, [n, b, heads / tp, c], and update the layer's state."""
         if attention_mask is not None:
+            # Zero inputs write nothing into the memory and add nothing to the convolution.
             first = context.sequence_len_offset
             padding = attention_mask[:, 0, -1, first : first + mixed.size(0)]
             mixed = mixed.masked_fill(padding.t()[..., None, None], 0.0)
@@ -180,15 +160,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         return output
 
     def _mix(self, mixed: Tensor, state: DeltaNetState | None) -> tuple[Tensor, DeltaNetState]:
-        """Compute one sequence, or rows of them.
-
-        Args:
-            mixed: [s, b, heads, c], the output of the input projection.
-            state: What remains of the tokens before; None for none.
-
-        Returns:
-            [s, b, heads, values_per_head * value_size] in the same dtype, and what remains of all tokens.
-        """
+        """Compute sequences that follow ``state``: [s, b, heads, c] to [s, b, heads, values_per_head * value_size]."""
         values, gates = self.values_per_head, self.values_per_head * self.value_size
         inputs, gate, beta, step = torch.split(mixed, [self.mixed_width, gates, values, values], dim=-1)
         inputs, last = self._convolve(inputs, None if state is None else state.inputs)
@@ -212,18 +184,14 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         return gated.flatten(3), DeltaNetState(last, memory)
 
     def _convolve(self, inputs: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Mix each channel with its values at the tokens before.
+        """Mix each channel of [s, b, heads, c] with its values at earlier tokens; also return the last inputs.
 
-        Args:
-            inputs: [s, b, heads, c].
-            last: [b, heads * c, linear_conv_kernel_dim - 1], the inputs before; None for none.
-
-        Returns:
-            The same shape and dtype, and the last inputs.
+        ``last`` is [b, heads * c, linear_conv_kernel_dim - 1], the inputs before; None for none.
         """
         weight = self.conv1d(self.cp_group)
         channels = inputs.flatten(2).permute(1, 2, 0).to(weight.dtype)
         before = weight.size(-1) - 1
+        # Padding on the left only: output t sees inputs up to t.
         channels = functional.pad(channels, (before, 0)) if last is None else torch.cat((last, channels), dim=-1)
         mixed = functional.silu(functional.conv1d(channels, weight, groups=len(weight)))
         last = channels[..., channels.size(-1) - before :]
@@ -231,13 +199,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
 
 
 class _OfHeads(nn.Module):
-    """Weights of heads, of which each tensor-parallel rank has some.
-
-    Args:
-        group: The tensor-parallel ranks.
-        whole: Initial values for all heads, [n, ...] fp32, the same on each rank.
-        config: Megatron's config, for ``params_dtype``.
-    """
+    """Per-head weights, split over the tensor-parallel ranks; ``whole`` has initial values for all heads, [n, ...]."""
 
     takes_fp32 = True
 
@@ -248,12 +210,9 @@ class _OfHeads(nn.Module):
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, cp_group: dist.ProcessGroup) -> Tensor:
-        """Return the weights of the heads of this context-parallel rank, [n / tp / cp, ...].
+        """Return the weights of this context-parallel rank's heads, [n / tp / cp, ...].
 
         A call, because ``overlap_param_gather`` gathers weights when their module is called.
-
-        Args:
-            cp_group: The context-parallel ranks.
         """
         return self.weight.chunk(cp_group.size())[cp_group.rank()]
 
@@ -265,15 +224,7 @@ class _OfHeads(nn.Module):
 
 
 class _GatedNorm(nn.Module):
-    """RMSNorm of each value head, with the same weights for all heads, and a gate.
-
-    Each tensor-parallel rank has some of the heads, so the gradients of the weights are partial sums. Megatron averages
-    the gradients of parameters that have this mark, so each rank contributes its share times the number of ranks.
-
-    Args:
-        config: Megatron's config, for ``layernorm_epsilon`` and ``params_dtype``.
-        size: Channels of a head.
-    """
+    """RMSNorm of each value head, with the same weights for all heads, and a gate."""
 
     takes_fp32 = True
 
@@ -281,15 +232,12 @@ class _GatedNorm(nn.Module):
         super().__init__()
         self.eps, self.ranks = config.layernorm_epsilon, config.tensor_model_parallel_size
         self.weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+        # Each tensor-parallel rank has some of the heads, so its gradients are partial sums. Megatron averages the
+        # gradients of parameters with this mark, so forward multiplies each rank's part by the number of ranks.
         self.weight.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
 
     def forward(self, heads: Tensor, gate: Tensor) -> Tensor:
-        """Return normalised heads times the SiLU of the gate, in the dtype of the heads.
-
-        Args:
-            heads: [..., size], any float dtype.
-            gate: The same shape.
-        """
+        """Return normalised heads, [..., size], times the SiLU of the gate, in the dtype of the heads."""
         values = heads.float()
         values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps)
         weight = scale_gradient(self.weight, self.ranks)
@@ -297,26 +245,23 @@ class _GatedNorm(nn.Module):
 
 
 def _normalised(heads: Tensor) -> Tensor:
-    """Return queries or keys, [..., d] fp32, with a length of 1."""
+    """Return queries or keys, [..., d] fp32, scaled to length 1."""
     return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _SHORTEST)
 
 
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, memory: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Write the tokens of a sequence into a memory one after the other, and read it after each.
+    """Write a sequence's tokens into a memory one after another, and read it after each; all tensors fp32.
 
-    Args:
-        query: [b, h, s, d] fp32, what is read.
-        key: [b, h, s, d] fp32, where a token writes; its length is 1.
-        value: [b, h, s, d_v] fp32, what it writes.
-        decay: [b, h, s] fp32, the logarithm of what a token leaves of the memory before it writes; at most 0.
-        beta: [b, h, s] fp32, how far the memory moves towards the value, from 0 to 1.
-        memory: [b, h, d, d_v] fp32 before the first token; None for zeros.
-
-    Returns:
-        What is read, [b, h, s, d_v], and the memory after the last token; both fp32.
+    ``query`` [b, h, s, d] reads, ``key`` [b, h, s, d] (length 1) is where a token writes, ``value`` [b, h, s, d_v] what
+    it writes. ``decay`` [b, h, s] is the logarithm of what a token leaves of the memory before it writes, at most 0.
+    ``beta`` [b, h, s], 0 to 1, is how far the memory moves towards the value. ``memory`` is [b, h, d, d_v], None for
+    zeros. Returns what is read, [b, h, s, d_v], and the memory after the last token.
     """
+    # With d = d_v = 1, keys and queries 1, and beta 0.5: the value 4 moves an empty memory to 2, which is read. The
+    # next token halves it to 1, and its value 8 moves it to 1 + 0.5 * (8 - 1) = 4.5.  Within a chunk of tokens all of
+    # this is products of matrices; a loop goes from chunk to chunk.
     length = query.size(2)
     size = min(_CHUNK, length)
     missing = -length % size
@@ -341,6 +286,7 @@ def gated_delta_rule(
     left = last.exp()
     if memory is None:
         memory = query.new_zeros(*query.shape[:2], query.size(-1), value.size(-1))
+    # The memory passes from chunk to chunk: decayed over the whole chunk, plus what the chunk's tokens write.
     outputs = []
     chunks = (part.unbind(2) for part in (query, keys, written, reads, seen, left))
     for query_of, keys_of, written_of, reads_of, seen_of, left_of in zip(*chunks, strict=True):

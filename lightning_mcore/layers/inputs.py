@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs of a language model: a batch, dense or packed, as the model takes it.
+"""A batch, dense or packed, as a language model takes it.
 
-:class:`ModelInputs` is a rank's share of a batch as the arguments of Megatron's ``GPTModel``. A packed batch becomes
-one long sequence in the ``thd`` format, with its boundaries and with what the layers must know about padding.
-``MCoreModule.forward_step`` reads it; ``losses.py`` turns the loss of each token into the loss of the batch.
+:class:`ModelInputs` turns a rank's share of a batch into the arguments of Megatron's ``GPTModel``. A packed batch
+becomes one long sequence in the ``thd`` format, with its boundaries and with what the layers must know about padding.
+``MCoreModule.forward_step`` calls it; ``losses.py`` turns each token's loss into the loss of the batch.
 
-A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted; -100 without a target), and
-optionally ``loss_mask`` (1 where a token counts, 0 elsewhere), ``position_ids``, and ``lengths`` [b], the number of
-tokens of each row without padding. A packed batch, as ``data/packing/rows.py`` makes it, also has the boundaries of its
-sub-sequences, ``cu_seqlens`` and ``cu_seqlens_padded``, [b, n + 1].
+A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted; -100 without a target), and optionally
+``loss_mask`` (1 where a token counts, 0 elsewhere), ``position_ids``, and ``lengths`` [b], the number of tokens of each
+row without padding. A packed batch, as ``data/packing/rows.py`` makes it, also has the boundaries of its sub-sequences,
+``cu_seqlens`` and ``cu_seqlens_padded``, [b, n + 1].
 """
 
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from lightning_mcore.layers.packed_sequences import (
 )
 from lightning_mcore.parallel.context import sequence_of_tokens, split_for_context_parallel
 
+# Their second dimension counts sequences, not tokens, even where it happens to equal s.
 _OF_SEQUENCES = (*OF_ROWS, "sample_ids", "reference_logps", "desirable")
 IGNORED_LABEL = -100
 """The label of a token without a target, as in Hugging Face and torch."""
@@ -35,40 +36,23 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """A rank's share of a batch, as the model takes it.
+    """A rank's share of a batch, as the model takes it."""
 
-    Attributes:
-        tokens: [b, s / cp] int64, packed [1, b * s / cp]; the tensors below have the same shape.
-        position_ids: The position of each token in its sequence, int64.
-        labels: The target of each token, int64, 0 if it has none; None for a batch without labels.
-        loss_mask: 1 where a token counts, fp32; None without labels.
-        samples: The number of the sample of each token, int64: a row, or a sub-sequence of a packed row.
-        num_samples: Number of samples; some may have no token that counts.
-        padding: Bool, True on padding; None if the batch does not mark padding.
-        packed: The boundaries of a packed batch; None for a dense one.
-    """
-
-    tokens: Tensor
-    position_ids: Tensor
-    labels: Tensor | None
-    loss_mask: Tensor | None
-    samples: Tensor
-    num_samples: int
-    padding: Tensor | None
+    tokens: Tensor  # [b, s / cp] int64, packed [1, b * s / cp], as are the tensors below
+    position_ids: Tensor  # each token's position in its sequence
+    labels: Tensor | None  # 0 for a token without a target
+    loss_mask: Tensor | None  # fp32, 1 where a token counts; None without labels
+    samples: Tensor  # each token's sample number: its row, or its sub-sequence of a packed row
+    num_samples: int  # some may have no token that counts
+    padding: Tensor | None  # True on padding; None if the batch does not mark padding
     packed: PackedSequences | None
 
     @classmethod
     def of(cls, batch: dict[str, Tensor], cp_rank: int = 0, cp_size: int = 1) -> "ModelInputs":
         """Read a batch that has been split for this context-parallel rank.
 
-        Args:
-            batch: Tensors of [b, s / cp], dense or packed, with the dtypes above; token ids are int64.
-            cp_rank: Rank in the context-parallel group.
-            cp_size: Number of ranks in that group.
-
-        Raises:
-            ValueError: The boundaries of a packed batch contradict each other or its length, or the ranks cannot share
-                a sub-sequence.
+        Raises ValueError if packed boundaries contradict each other or the batch's length, or if the ranks cannot share
+        a sub-sequence.
         """
         tokens, labels = batch["tokens"], batch.get("labels")
         loss_mask = batch.get("loss_mask")
@@ -89,6 +73,11 @@ class ModelInputs:
     def _packed(
         cls, batch: dict[str, Tensor], labels: Tensor | None, loss_mask: Tensor | None, cp_rank: int, cp_size: int
     ) -> "ModelInputs":
+        # Two sequences of 3 and 2 tokens, each padded to 4: cu_seqlens 0 3 5, cu_seqlens_padded 0 4 8.
+        #     index (sample)   0 0 0 0 1 1 1 1
+        #     place            0 1 2 3 0 1 2 3    position within its sequence
+        #     padding          . . . x . . x x    where place >= 3, and >= 2
+        # On 2 context-parallel ranks, rank 0 has places 0 3 0 3, rank 1 places 1 2 1 2.
         real, padded = batch["cu_seqlens"], batch["cu_seqlens_padded"]
         tokens = batch["tokens"]
         rows, row_length = tokens.size(0), tokens.size(1) * cp_size
@@ -109,14 +98,10 @@ class ModelInputs:
         )
 
     def arguments(self, config: TransformerConfig, boundaries_on_host: bool = False) -> dict[str, Any]:
-        """Return the arguments of ``GPTModel`` besides tokens, positions, mask and labels, without those that are None.
+        """Return ``GPTModel``'s keyword arguments besides tokens, positions, mask and labels; None is left out.
 
-        Args:
-            config: The config of the model.
-            boundaries_on_host: Whether its layers take the boundaries of packed sequences in tensors on the host.
-
-        Raises:
-            ValueError: Megatron's fused rotary embedding of packed rows would ignore a setting.
+        ``boundaries_on_host`` is for layers that read packed boundaries on the host. Raises ValueError if Megatron's
+        fused rotary embedding of packed rows would ignore a setting.
         """
         arguments: dict[str, Any] = {}
         if self.packed is not None:
@@ -132,7 +117,7 @@ class ModelInputs:
 
 
 def _check_fused_rotation(config: TransformerConfig) -> None:
-    """Refuse fused rotary embeddings of packed rows where Megatron's kernel would rotate otherwise.
+    """Reject fused rotary embeddings of packed rows where Megatron's kernel would rotate differently.
 
     Source: ``apply_rotary_pos_emb`` (megatron-core 0.16.1 and 0.19.2).
     """
@@ -143,11 +128,7 @@ def _check_fused_rotation(config: TransformerConfig) -> None:
 
 
 def is_packed(batch: Any) -> bool:
-    """Return whether the rows of a batch hold several sequences each.
-
-    Raises:
-        ValueError: The batch has one kind of boundaries without the other.
-    """
+    """Return whether a batch's rows hold several sequences each; ValueError if one of the two boundaries is absent."""
     if not isinstance(batch, dict) or not any(name in batch for name in OF_ROWS):
         return False
     missing = [name for name in OF_ROWS if name not in batch]
@@ -157,11 +138,7 @@ def is_packed(batch: Any) -> bool:
 
 
 def microbatch_shape(batch: dict[str, Tensor]) -> tuple[int, int]:
-    """Return (sequence length, rows) of a microbatch as the layers see it; packed rows are joined.
-
-    Args:
-        batch: ``tokens`` [b, s] int64, and the other entries of a batch.
-    """
+    """Return (sequence length, rows) of a microbatch as the layers see it: packed rows are joined, (b * s, 1)."""
     rows, length = batch["tokens"].shape
     return (rows * length, 1) if is_packed(batch) else (length, rows)
 
@@ -174,18 +151,10 @@ def num_tokens(batch: dict[str, Tensor]) -> int | Tensor:
 
 
 def split_packed_batch(batch: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
-    """Return a context-parallel rank's share of a packed batch: two slices of each sub-sequence.
+    """Return a context-parallel rank's share of a packed batch: two slices of each sub-sequence, [b, s / size].
 
-    Args:
-        batch: Whole packed rows, [b, s], of any dtype.
-        rank: Rank in the context-parallel group.
-        size: Number of ranks in that group.
-
-    Returns:
-        Tensors shaped like ``tokens`` as [b, s / size]; all others, the boundaries included, unchanged.
-
-    Raises:
-        ValueError: The rows do not divide into ``2 * size`` slices.
+    Tensors without an entry for each token, such as the boundaries, are unchanged. Raises ValueError if the rows do not
+    divide into ``2 * size`` slices.
     """
     length = batch["tokens"].size(1)
     if size > 1 and length % (2 * size):
@@ -201,16 +170,9 @@ def split_packed_batch(batch: dict[str, Tensor], rank: int, size: int) -> dict[s
 
 
 def check_vocabulary(batch: dict[str, Tensor], vocab_size: int) -> None:
-    """Refuse tokens and labels outside the vocabulary.
+    """Raise ValueError for a token or label outside the vocabulary, naming the value and its place.
 
-    Only batches on the host are checked; reading one from a device would wait for it.
-
-    Args:
-        batch: ``tokens`` and ``labels``, [b, s] int64, dense or packed.
-        vocab_size: Size of the vocabulary.
-
-    Raises:
-        ValueError: A token or label is outside; the message gives it and its place.
+    Only batches on the host are checked: reading one from a device would wait for it.
     """
     for name in ("tokens", "labels"):
         ids = batch.get(name) if isinstance(batch, dict) else None
@@ -229,14 +191,9 @@ def check_vocabulary(batch: dict[str, Tensor], vocab_size: int) -> None:
 
 
 def check_places(batch: dict[str, Tensor], seq_length: int) -> None:
-    """Refuse sequences that are longer than the learned positions of a model.
+    """Raise ValueError if a sequence, with its padding, is longer than the model's ``seq_length`` learned positions.
 
-    Args:
-        batch: ``tokens`` [b, s] int64, dense or packed; only a batch on the host is checked.
-        seq_length: Number of positions, in tokens.
-
-    Raises:
-        ValueError: A row, or a sub-sequence of a packed row with its padding, is longer.
+    Only batches on the host are checked.
     """
     if batch["tokens"].is_cuda:
         return
@@ -250,7 +207,7 @@ def check_places(batch: dict[str, Tensor], seq_length: int) -> None:
 
 
 def _is_of_tokens(name: str, value: Any, whole: torch.Size) -> bool:
-    """Return whether a value of a batch has one element, or one vector, for each token."""
+    """Return whether a value in a batch has one element, or one vector, for each token."""
     return isinstance(value, Tensor) and name not in _OF_SEQUENCES and value.shape[:2] == whole
 
 

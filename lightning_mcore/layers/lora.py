@@ -70,47 +70,31 @@ ADAPTABLE: tuple[type, ...] = (*LINEAR, VocabParallelEmbedding, Router, SharedEx
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a layer's weight on this rank that belong to one projection.
+    """Rows of a layer's weight on this rank that belong to one projection."""
 
-    Args:
-        start: The first of them among the rows of this rank.
-        hf_start: The same row in the whole projection.
-        count: How many.
-    """
-
-    start: int
-    hf_start: int
+    start: int  # the first of them among this rank's rows
+    hf_start: int  # the same row in the whole projection
     count: int
 
 
 @dataclass(frozen=True)
 class Projection:
-    """A Hugging Face projection in a layer of this rank.
+    """A Hugging Face projection in a layer of this rank; ``hf/adapters.py`` makes them."""
 
-    Args:
-        name: Hugging Face's name of the module.
-        rows: The rows of the layer's weight on this rank that belong to it. None where tensor-parallel ranks outnumber
-            key heads and the projection is on others of them.
-        out_features: Rows of the whole projection.
-        in_features: Columns of the whole projection.
-        column: The first of its columns on this rank.
-        padding: Rows on this rank, after its own, that pad the vocabulary.
-        is_embedding: Whether its weight is that of an embedding, transposed: the columns are tokens.
-        is_cut_unevenly: Whether a rank may hold another part of it than its share of consecutive rows.
-    """
-
-    name: str
+    name: str  # Hugging Face's module name
+    # Its rows of the layer's weight on this rank. There are none if tensor-parallel ranks outnumber key heads and other
+    # ranks have this projection.
     rows: tuple[Rows, ...]
-    out_features: int
-    in_features: int
-    column: int
-    padding: int = 0
-    is_embedding: bool = False
-    is_cut_unevenly: bool = False
+    out_features: int  # rows of the whole projection
+    in_features: int  # columns of the whole projection
+    column: int  # the first of its columns on this rank
+    padding: int = 0  # rows on this rank, after its own, that pad the vocabulary
+    is_embedding: bool = False  # its weight is an embedding's, transposed: columns are tokens
+    is_cut_unevenly: bool = False  # a rank may hold other rows than its equal, consecutive share
 
     @property
     def in_order(self) -> list[Rows]:
-        """Its rows on this rank, in the order of the projection."""
+        """Its rows on this rank, in projection order."""
         return sorted(self.rows, key=lambda rows: rows.hf_start)
 
     @property
@@ -120,7 +104,7 @@ class Projection:
 
     @property
     def runs(self) -> list[Rows]:
-        """Its rows on this rank in runs that follow one another in the projection; they start among its own rows."""
+        """Its rows on this rank, as runs that are consecutive in the projection; ``start`` counts its own rows."""
         found: list[Rows] = []
         place = 0
         for rows in self.in_order:
@@ -138,21 +122,11 @@ class Projection:
 
 
 class Adapter(nn.Module):
-    """The parameters of one projection's adapter on this rank.
+    """The parameters of one projection's adapter on this rank, in the dtype and on the device of ``weight``.
 
-    Args:
-        projection: The projection.
-        columns: How many of its columns are on this rank.
-        lora: The settings.
-        weight: A parameter whose dtype and device the adapter takes.
-
-    Attributes:
-        lora_A: [r, columns].
-        lora_B: [rows of this rank with its padding, r].
-        lora_magnitude_vector: [rows of this rank with its padding], with DoRA.
-
-    A rank without rows of the projection has all of A, because it is summed over the ranks, and nothing to train of the
-    others.
+    ``lora_A`` is [r, columns], ``lora_B`` [own rows and padding, r], ``lora_magnitude_vector`` (DoRA) [own rows and
+    padding]. A rank without rows of the projection still has all of A, because A's gradient is summed over the ranks;
+    its B and magnitudes are empty.
     """
 
     def __init__(self, projection: Projection, columns: int, lora: LoRA, weight: Tensor) -> None:
@@ -165,6 +139,8 @@ class Adapter(nn.Module):
             self.lora_A = nn.Parameter(weight.new_zeros(rank, columns))
             self.lora_B = nn.Parameter(torch.randn(rows, rank, generator=generator_of(projection.name)).to(weight))
         else:
+            # Every rank draws the whole A from the same generator and takes its columns, so A does not depend on the
+            # layout.
             whole = _initial_a(projection, rank, lora)[:, projection.column : projection.column + columns]
             self.lora_A = nn.Parameter(whole.to(weight).contiguous())
             self.lora_B = nn.Parameter(weight.new_zeros(rows, rank), requires_grad=rows > 0)
@@ -173,12 +149,12 @@ class Adapter(nn.Module):
             self.lora_magnitude_vector = nn.Parameter(weight.new_zeros(rows), requires_grad=rows > 0)
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return A [r, columns], B [rows, r] and DoRA's lengths [rows]; Megatron gathers parameters at this call."""
+        """Return A [r, columns], B [rows, r] and DoRA's magnitudes [rows]; Megatron gathers parameters at this call."""
         return self.lora_A, self.lora_B, self.lora_magnitude_vector
 
 
 def _initial_a(projection: Projection, rank: int, lora: LoRA) -> Tensor:
-    """Return the whole A, [r, in_features] in fp32."""
+    """Return the whole A, [r, in_features] fp32."""
     generator, whole = generator_of(projection.name), torch.empty(rank, projection.in_features)
     if lora.init_lora_weights == "gaussian":
         return whole.normal_(std=1 / rank, generator=generator)
@@ -186,14 +162,10 @@ def _initial_a(projection: Projection, rank: int, lora: LoRA) -> Tensor:
 
 
 class Adapters(nn.ModuleDict):
-    """The adapters of one layer.
+    """The adapters of one layer of ``ADAPTABLE``.
 
-    Args:
-        layer: The layer, one of ``ADAPTABLE``.
-        projections: The projections in it that get an adapter.
-        lora: The settings.
-        split: The axis of the weight that is split over the ranks of ``group``: 0, 1, or None. The weight of an
-            embedding counts as transposed.
+    ``split`` is the weight's axis that is split over the ranks of ``group``: 0, 1, or None. An embedding's weight
+    counts as transposed.
     """
 
     def __init__(self, layer: Any, projections: Sequence[Projection], lora: LoRA, split: int | None) -> None:
@@ -207,6 +179,8 @@ class Adapters(nn.ModuleDict):
         self.group = group_of(layer) or process_group("tp")
         # TransformerEngine's layers of experts have no mode of parallelism.
         of_experts = split is not None and getattr(layer, "parallel_mode", split) is None
+        # Routed experts: the token dispatcher sums outputs and input gradients over their group, so change() sends
+        # nothing.
         self.is_explicit = bool(getattr(layer, "explicit_expert_comm", of_experts))
         scatters = getattr(layer, "sequence_parallel", getattr(layer, "reduce_scatter_embeddings", False))
         self.is_sequence_parallel = bool(scatters) and not self.is_explicit and split is not None
@@ -224,7 +198,7 @@ class Adapters(nn.ModuleDict):
         self._mark_parameters(weight)
 
     def _mark_parameters(self, weight: Tensor) -> None:
-        """Set the attributes by which Megatron finds the group that sums a gradient, and a rank's share of a norm."""
+        """Set the attributes by which Megatron chooses the group that sums a gradient, and what counts in its norm."""
         whole_a, whole_b = self.split != 1, self.split != 0
         for name, parameter in self.named_parameters():
             is_whole = whole_a if name.endswith("lora_A") else whole_b
@@ -238,16 +212,16 @@ class Adapters(nn.ModuleDict):
             set_tensor_model_parallel_attributes(parameter, is_counted, int(name.endswith("lora_A")), 1)
 
     def change(self, inputs: Tensor, output: Tensor, layer: Any, bias: Tensor | None) -> Tensor:
-        """Return the output of the layer with that of its adapters.
+        """Return the layer's output with its adapters' added.
 
-        Args:
-            inputs: What the layer multiplied by its weight: [s, b, h], of experts [tokens, h].
-            output: What it returned, with the rows of this rank last.
-            layer: The layer.
-            bias: The bias that ``output`` already has; None for none.
+        ``inputs`` is what the layer multiplied by its weight: [s, b, h], for experts [tokens, h]. ``bias`` is what
+        ``output`` already contains, None for none: DoRA's ratio applies to the output without it.
         """
+        # The calls themselves matter: overlap_param_gather gathers parameters when a module is called.
         for adapter in self._adapters:
             adapter()
+        # One product for all A and one for all B. With q, k and v of rank 8, hidden has 24 columns, and _b() is
+        # block-diagonal with 24 columns.
         hidden = functional.linear(self._dropped(inputs), self._a())
         hidden = self._with_other_ranks(hidden) * self._scales(hidden)
         b = self._b()
@@ -262,17 +236,13 @@ class Adapters(nn.ModuleDict):
         return changed if bias is None else changed + bias
 
     def looked_up(self, tokens: Tensor, layer: Any) -> Tensor:
-        """Return what the adapter of an embedding adds to its output, of the same shape.
-
-        Args:
-            tokens: [b, s], in int64.
-            layer: The embedding.
-        """
+        """Return what an embedding's adapter adds to its output; ``tokens`` is [b, s] int64."""
         (adapter,) = self._adapters
         a, b, _ = adapter()
         if self.split is None:
             hidden = functional.embedding(tokens, a.t())  # [b, s, r]
         else:
+            # As in VocabParallelEmbedding: another rank's token looks up column 0 and is zeroed.
             own = (tokens >= layer.vocab_start_index) & (tokens < layer.vocab_end_index)
             hidden = functional.embedding((tokens - layer.vocab_start_index).where(own, 0), a.t()) * own[..., None]
         if layer.reduce_scatter_embeddings:
@@ -280,11 +250,7 @@ class Adapters(nn.ModuleDict):
         return functional.linear(self._with_other_ranks(hidden) * adapter.scale, b)
 
     def changed(self, weight: Tensor) -> Tensor:
-        """Return the weight of a gate with its adapter, [1, columns], differentiable by the adapter.
-
-        Args:
-            weight: The frozen weight, [1, columns].
-        """
+        """Return a gate's frozen weight, [1, columns], with its adapter added; differentiable by the adapter."""
         (adapter,) = self._adapters
         a, b, _ = adapter()
         changed: Tensor = weight + (b @ a) * adapter.scale
@@ -293,13 +259,14 @@ class Adapters(nn.ModuleDict):
     def _dropped(self, inputs: Tensor) -> Tensor:
         if not (self.dropout and self.training):
             return inputs
-        # A whole weight that sees some of the tokens has a gradient that is summed.
+        # Ranks with the same inputs must drop the same ones. Ranks with other tokens or columns draw their own mask: a
+        # whole weight that sees some of the tokens has a gradient that is summed.
         is_own = self.is_sequence_parallel or self.split == 1 or self.sees_own_tokens
         with get_cuda_rng_tracker().fork() if is_own else contextlib.nullcontext():
             return functional.dropout(inputs, self.dropout)
 
     def _with_other_ranks(self, hidden: Tensor) -> Tensor:
-        """Return A x as the B of this rank need it, [s, b, r]."""
+        """Return A x as this rank's B needs it, [s, b, r]; the module's table says what is sent."""
         if self.split is None or self.is_explicit or self.group.size() == 1:
             return hidden
         send: Any = {
@@ -312,77 +279,67 @@ class Adapters(nn.ModuleDict):
         return brought
 
     def _a(self) -> Tensor:
-        """Return the A of all projections, [sum of r, columns]; a single one itself, which backward need not keep."""
+        """Return all projections' A, [sum of r, columns]; a single one uncopied, so that backward keeps no copy."""
         all_a: list[Tensor] = [adapter.lora_A for adapter in self._adapters]
         stacked = all_a[0] if len(all_a) == 1 else torch.cat(all_a)
         return self._summed(stacked) if self.split == 0 else stacked
 
     def _b(self) -> Tensor:
-        """Return the B of all projections as one matrix, [rows of this rank, sum of r]."""
+        """Return all projections' B as one matrix, [rows of this rank, sum of r]."""
         diagonal: Any = torch.block_diag
         all_b = [adapter.lora_B for adapter in self._adapters]
         stacked = self._in_rows(all_b[0] if len(all_b) == 1 else diagonal(*all_b))
         return self._summed(stacked) if self.split == 1 else stacked
 
     def _scales(self, like: Tensor) -> Tensor | float:
-        """Return the factor of each column of the stacked B, [sum of r], or the one that they share."""
+        """Return the factor of each column of the stacked B, [sum of r], or a float if all are equal."""
         scales = [(adapter.scale, adapter.lora_A.shape[0]) for adapter in self._adapters]
         if len({scale for scale, _ in scales}) == 1:
             return scales[0][0]
         return torch.cat([torch.full((rank,), scale, dtype=like.dtype, device=like.device) for scale, rank in scales])
 
     def _summed(self, parameters: Tensor) -> Tensor:
-        """Sum the gradient over experts' own tensor-parallel group, which Megatron does not do for such parameters."""
+        """Sum the gradient over the experts' own tensor-parallel group, which Megatron does not do for adapters."""
         if self.is_explicit and self.group.size() > 1:
             send: Any = copy_to_tensor_model_parallel_region
             parameters = send(parameters, group=self.group)
         return parameters
 
     def _in_rows(self, stacked: Tensor) -> Tensor:
-        """Bring rows of the projections, one after the other, to the places that they have in the layer."""
+        """Move rows of the stacked projections to their places in the layer."""
         if self.order is None:
             return stacked
         padded = functional.pad(stacked, (0, 0, 0, 1) if stacked.dim() > 1 else (0, 1))  # for rows without adapter
         return padded[self.order]
 
     def ratio(self, weight: Tensor) -> Tensor:
-        """Return what DoRA multiplies each row of ``W + scale * B A`` by; collective over the ranks that share W.
+        """Return DoRA's factor for each row of ``W + scale * B A``, [rows of this rank] fp32, 1 without an adapter.
 
-        Args:
-            weight: W on this rank, [rows of this rank, columns of this rank].
-
-        Returns:
-            [rows of this rank] in fp32, differentiable by the trained lengths; 1 where there is no adapter.
+        Differentiable by the magnitudes; collective over the ranks that share W.
         """
         return self._magnitudes() / self._lengths(weight)
 
     @torch.no_grad()
     def merged(self, weight: Tensor, ratio: Tensor | None) -> Tensor:
-        """Return the weight that does what W and the adapters do, computed in fp32.
+        """Return the weight that does what W and its adapters do, computed in fp32, in W's dtype.
 
-        Args:
-            weight: W on this rank, [rows of this rank, columns of this rank]; of an embedding transposed.
-            ratio: What :meth:`ratio` returns; None without DoRA.
-
-        Returns:
-            The same shape and dtype.
+        An embedding's W is transposed. ``ratio`` is from :meth:`ratio`; None without DoRA.
         """
         added = self._in_rows(torch.cat([(x.lora_B.float() @ x.lora_A.float()) * x.scale for x in self._adapters]))
         whole = weight.float() + (added.t() if self._adapters[0].projection.is_embedding else added)
         return (whole if ratio is None else whole * ratio[:, None]).to(weight.dtype)
 
     def _magnitudes(self) -> Tensor:
-        """Return the trained length of each row of this rank, and 1 where there is no adapter."""
+        """Return the trained magnitude of each row on this rank, 1 without an adapter."""
         lengths = torch.cat([x.lora_magnitude_vector for x in self._adapters if x.lora_magnitude_vector is not None])
+        # Rows without an adapter get the padding 0, plus 1.
         return self._in_rows(lengths - 1) + 1
 
     @torch.no_grad()
     def _lengths(self, weight: Tensor) -> Tensor:
-        """Return the length of each row of ``W + scale * B A``, a constant for autograd; 1 where there is no adapter.
-
-        Its square is that of W, twice the products of both, and that of B A; with columns on several ranks each of
-        these is a sum over the ranks, and none needs B A itself.
-        """
+        """Return the length of each row of ``W + scale * B A``, a constant for autograd; 1 without an adapter."""
+        # With c = b A, row by row: |w + c|^2 = |w|^2 + 2 w.c + |c|^2, where w.c = (w A^T).b and |c|^2 = b (A A^T) b^T.
+        # With columns on several ranks each of the three is a sum over the ranks, and none needs B A, as large as W.
         own = self._squares(weight)
         weight, a, b = weight.float(), torch.cat([x.lora_A for x in self._adapters]).float(), self._b().float()
         b = b * self._scales(b)
@@ -402,14 +359,14 @@ class Adapters(nn.ModuleDict):
         return self._known[1]
 
     def _over_columns(self, part: Tensor) -> Tensor:
-        """Sum over the ranks that have other columns of the weight, in place."""
+        """Sum in place over the ranks that have other columns of the weight."""
         if self.split == 1 and self.group.size() > 1:
             dist.all_reduce(part, group=self.group)
         return part
 
     @torch.no_grad()
     def start_magnitudes(self, weight: Tensor) -> None:
-        """Set the trained lengths to those of W's rows, [rows, columns]; collective over the ranks that share them."""
+        """Set the magnitudes to the lengths of W's rows; collective over the ranks that share them."""
         lengths = self._lengths(weight)
         for adapter in self._adapters:
             assert adapter.lora_magnitude_vector is not None
@@ -419,7 +376,7 @@ class Adapters(nn.ModuleDict):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the parameters as sharded tensors of the whole projections."""
+        """Return the parameters as sharded tensors of whole projections."""
         assert metadata is not None
         axes = {}
         for name, _ in self.named_parameters():
@@ -450,16 +407,14 @@ class Adapters(nn.ModuleDict):
 
 
 def _in_whole(entry: Any, projection: Projection) -> Any:
-    """Return a sharded tensor, whose rows are those of a projection on this rank, at its place in the whole projection.
-
-    Ranks have equally many rows, unless there are more ranks than key heads: of 4 query heads and 1 key head, the first
-    of 2 ranks has query heads 0 to 2, the second query head 3, the key and the value head.
-    """
+    """Return a sharded tensor of a projection's rows on this rank, at its place in the whole projection."""
+    # Ranks have equally many rows, unless there are more ranks than key heads: with 4 query heads and 1 key head, the
+    # first of 2 ranks has query heads 0 to 2, the second has query head 3, the key and the value head.
     return _placed(entry, projection.out_features, projection.first_row)
 
 
 def _placed(entry: Any, rows: int, first: int) -> Any:
-    """Return a sharded tensor at its place among all rows."""
+    """Return a sharded tensor that starts at row ``first`` of ``rows``."""
     axis = entry.prepend_axis_num
     shape, offset = list(entry.global_shape), list(entry.global_offset)
     if (shape[axis], offset[axis]) == (rows, first):
@@ -469,12 +424,10 @@ def _placed(entry: Any, rows: int, first: int) -> Any:
 
 
 def _in_runs(entry: Any, projection: Projection) -> Any:
-    """Return a sharded tensor as several, one for each run of rows that follow one another in the whole projection.
+    """Return a sharded tensor as several, one for each run of consecutive rows in the whole projection."""
 
-    Of a ``gate_up_proj`` with 8 rows, the first of 2 ranks has rows 0 and 1 of the gate, and rows 4 and 5, of the up
-    projection.
-    """
-
+    # A `gate_up_proj` of 8 rows on 2 ranks: the first has rows 0 and 1 (gate) and rows 4 and 5 (up), so two runs,
+    # Rows(0, 0, 2) and Rows(2, 4, 2).
     def build(key: str, data: Tensor, replica_id: Any, flattened_range: Any = None) -> list[Any]:
         found = []
         for run in projection.runs:
@@ -488,7 +441,7 @@ def _in_runs(entry: Any, projection: Projection) -> Any:
 
 
 class _Adapted:
-    """Put before the class of a layer that has adapters; what comes after it adds their output."""
+    """A class put before a layer's own; subclasses add the output of its adapters."""
 
     lora: Adapters
 
@@ -498,6 +451,7 @@ class _Adapted:
         """Return the sharded tensors of the layer and of its adapters."""
         inner = f"{prefix}{ADAPTERS}."
         own = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        # The layer's own method may list the adapters' parameters as if they were whole on every rank.
         own = {name: entry for name, entry in own.items() if not name.startswith(inner)}
         return own | self.lora.sharded_state_dict(inner, sharded_offsets, metadata)
 
@@ -510,6 +464,7 @@ class _AdaptedLinear(_Adapted):
         output, bias = super().forward(inputs, *args, **kwargs)  # type: ignore[misc]
         if not self.lora.enabled:
             return output, bias
+        # A layer with skip_bias_add returns its bias; otherwise the bias is already in the output.
         added = getattr(self, "bias", None) if bias is None else None
         if added is not None and added.numel() == 0:  # how TransformerEngine says that there is none
             added = None
@@ -517,7 +472,7 @@ class _AdaptedLinear(_Adapted):
 
 
 class _AdaptedEmbedding(_Adapted):
-    """Adds the adapter of an embedding to what it returns."""
+    """Adds the output of an embedding's adapter."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Run the embedding and its adapter."""
@@ -526,20 +481,20 @@ class _AdaptedEmbedding(_Adapted):
 
 
 def adapted_weight(layer: Any) -> nn.Parameter:
-    """Return the frozen weight that the adapters of a layer belong to."""
+    """Return the frozen weight that a layer's adapters belong to."""
     weight: nn.Parameter = layer._parameters[layer.lora.parameter]
     return weight
 
 
 def _changed_weight(layer: Any) -> Tensor:
-    """Return the weight that shared experts read: the frozen one of their gate, with its adapter."""
+    """Return the weight that shared experts read: their gate's frozen one, plus its adapter."""
     weight = adapted_weight(layer)
     adapters: Adapters = layer.lora
     return adapters.changed(weight) if adapters.enabled else weight
 
 
 def _normalised(layer: Any, inputs: Tensor) -> Tensor:
-    """Return what a layer multiplies by its weight; TransformerEngine fuses a norm with some."""
+    """Return what a layer multiplies by its weight; some TransformerEngine layers begin with a fused norm."""
     weight = getattr(layer, "layer_norm_weight", None)
     if weight is None:
         return inputs
@@ -550,13 +505,9 @@ def _normalised(layer: Any, inputs: Tensor) -> Tensor:
 
 
 def adapt(layer: Any, projections: Sequence[Projection], lora: LoRA, split: int | None) -> None:
-    """Give a layer adapters, in place. With DoRA collective over the ranks that share the layer.
+    """Give a layer of ``ADAPTABLE`` adapters, in place. With DoRA collective over the ranks that share the layer.
 
-    Args:
-        layer: A layer of ``ADAPTABLE`` with its weights, not wrapped yet.
-        projections: The projections in it that get an adapter.
-        lora: The settings.
-        split: The axis of its weight that is split over tensor-parallel ranks: 0, 1, or None; as in :class:`Adapters`.
+    The layer has its weights and is not wrapped yet. ``split`` is as in :class:`Adapters`.
     """
     adapters = Adapters(layer, projections, lora, split)
     base: Any = type(layer)
@@ -573,6 +524,7 @@ def adapt(layer: Any, projections: Sequence[Projection], lora: LoRA, split: int 
         own = {adapters.parameter: property(_changed_weight)}
     else:
         bases = (_AdaptedEmbedding if isinstance(layer, VocabParallelEmbedding) else _AdaptedLinear, base)
+    # The layer keeps its identity, its class name and its weights, so code that looks for them still finds them.
     layer.__class__ = type(base.__name__, bases, own)
     layer.add_module(ADAPTERS, adapters)
     if lora.use_dora:
@@ -580,12 +532,12 @@ def adapt(layer: Any, projections: Sequence[Projection], lora: LoRA, split: int 
 
 
 def group_of(layer: Any) -> Any:
-    """Return the group that splits the weight of a layer; TransformerEngine has another name for that of experts."""
+    """Return the group that splits a layer's weight; TransformerEngine has another name for an expert's."""
     return getattr(layer, "_tp_group", None) or layer.tp_group
 
 
 def freeze(chunk: nn.Module) -> None:
-    """Freeze a chunk, and let gradients flow to its first layer all the same."""
+    """Freeze a chunk, but let gradients flow to its first layer."""
     chunk.requires_grad_(False)
     embedding = getattr(chunk, "embedding", None)
     if embedding is not None:
@@ -593,21 +545,22 @@ def freeze(chunk: nn.Module) -> None:
 
 
 def _require_grad(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """Let gradients flow to the first layer: recomputation drops those of a block whose input needs none."""
+    """Let gradients flow to the first layer: recomputation drops a block's gradients if its input needs none."""
     return output if output.requires_grad or not module.training else output.requires_grad_()
 
 
 def share_a(layer: Any) -> None:
-    """Let all adapters of a layer have the A of the first; of equal rank."""
+    """Let all adapters of a layer share the first one's A; their ranks are equal."""
     first, *others = layer.lora.values()
     for other in others:
         other.lora_A = first.lora_A
 
 
 def merging(layer: nn.Module) -> Callable[[], Tensor] | None:
-    """Return a function that gives the merged weight of a layer; None without adapters, or if they are switched off.
+    """Return a function that returns a layer's merged weight; None without adapters, or if they are switched off.
 
-    With DoRA collective over the ranks that share the layer; the function itself is not.
+    With DoRA collective over the ranks that share the layer; the returned function is not. Raises ValueError for a
+    quantized layer.
     """
     if hasattr(layer, "quantized"):
         raise ValueError(NOT_MERGED)
@@ -620,7 +573,7 @@ def merging(layer: nn.Module) -> Callable[[], Tensor] | None:
 
 
 def merge(layer: Any) -> None:
-    """Merge the adapters of a layer into its weight and remove them; collective as :func:`merging` is."""
+    """Merge a layer's adapters into its weight and remove them; collective as :func:`merging` is."""
     merged = merging(layer)
     assert merged is not None
     adapted_weight(layer).data.copy_(merged())
@@ -630,9 +583,9 @@ def merge(layer: Any) -> None:
 
 @contextlib.contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Run the model without its adapters inside the ``with`` block, such as a reference model.
+    """Run the model without its adapters inside the ``with`` block, for example as a reference model.
 
-    The numbers are those of the frozen weights, bit for bit. Modules that are trained whole stay as they are.
+    The results are those of the frozen weights, bit for bit. Modules that are trained in full stay as they are.
 
     Args:
         module: A module that holds adapters, wrapped or not.
@@ -649,7 +602,10 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 
 def _order(adapters: Sequence[Adapter], rows: int) -> Tensor:
-    """Return, for each row of the layer, its row among the stacked rows of all B; one past the last where none is."""
+    """Return for each row of the layer its row among all stacked B; one past the last if it has no adapter."""
+    # 2 key heads, each with 2 query heads, of size 1: the layer's rows are q0 q1 k0 v0 q2 q3 k1 v1. Stacked, q k v are
+    # q0 q1 q2 q3 k0 k1 v0 v1, so the order is 0 1 4 6 2 3 5 7. With adapters on q and v only: 0 1 6 4 2 3 6 5, where 6
+    # is the row of zeros that _in_rows() appends.
     stacked = sum(adapter.lora_B.shape[0] for adapter in adapters)
     order = torch.full((rows,), stacked, dtype=torch.int64)
     start = 0

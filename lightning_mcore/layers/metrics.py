@@ -45,6 +45,7 @@ class _ExactMetric(Metric):
         exact = {name: value for name, value in self.metric_state.items() if isinstance(value, Tensor)}
         super()._apply(fn, exclude_state)
         for name, value in exact.items():
+            # `_apply` has moved the state, and `fn` may have rounded it: take the old value and the new device.
             device = getattr(self, name).device
             setattr(self, name, value.to(device))
             self._defaults[name] = torch.zeros_like(value, device=device)
@@ -52,7 +53,10 @@ class _ExactMetric(Metric):
 
 
 class TokenLoss(_ExactMetric):
-    """Mean loss over the tokens that count, of all batches and ranks."""
+    """Mean loss over the tokens that count, of all batches and ranks.
+
+    Losses 2 and 4 with weights 1 and 0.5 are a mean of (2 + 2) / 1.5 = 2.67.
+    """
 
     higher_is_better = False
     loss: Tensor
@@ -101,7 +105,7 @@ class TokenPerplexity(TokenLoss):
 
 
 class TokenAccuracy(_ExactMetric):
-    """Share of the counted tokens whose most probable prediction is the label; the logits are not gathered.
+    """Share of counted tokens whose most probable prediction is the label; the logits are not gathered.
 
     Args:
         vocab_size: Size of the vocabulary without padding; padding is never predicted.
@@ -151,10 +155,10 @@ class TokenAccuracy(_ExactMetric):
 
 
 class PackingEfficiency(_ExactMetric):
-    """Share of the places in rows that hold a token rather than padding, of all batches and ranks.
+    """Share of the places in rows that hold a token and not padding, over all batches and ranks.
 
     Args:
-        pad_token: The padding token, for batches that do not mark padding; None refuses such batches.
+        pad_token: The padding token, for batches that do not mark padding; None rejects such batches.
     """
 
     higher_is_better: bool | None = True
@@ -188,6 +192,8 @@ class PackingEfficiency(_ExactMetric):
     def _count(self, batch: Batch) -> tuple[Tensor, Tensor | int]:
         if "cu_seqlens" in batch:
             return _real_tokens(batch), batch["cu_seqlens_padded"][:, -1].sum()
+        # Boundaries and lengths describe whole rows, but under context parallelism `tokens` is this rank's share of
+        # them.
         if "lengths" in batch:
             return _real_tokens(batch), batch["tokens"].numel() * _context_place()[1]
         if self.pad_token is None:
@@ -199,10 +205,10 @@ class PackingEfficiency(_ExactMetric):
 
 
 class PaddingShare(PackingEfficiency):
-    """Share of the places in rows that are padding, of all batches and ranks.
+    """Share of the places in rows that are padding, over all batches and ranks.
 
     Args:
-        pad_token: The padding token, for batches that do not mark padding; None refuses such batches.
+        pad_token: The padding token, for batches that do not mark padding; None rejects such batches.
     """
 
     higher_is_better = False
@@ -255,6 +261,7 @@ class TokensSeen(_ExactMetric):
         total = self.since.clone()
         if self._num_ranks() > 1:
             dist.all_reduce(total, group=self.process_group)
+        # What all ranks have read moves to `before`, which a checkpoint saves and each rank holds in full.
         self.before = self.before + total
         self.since = torch.zeros_like(total)
         self._computed = None
@@ -282,53 +289,47 @@ class TokensSeen(_ExactMetric):
     def _number(batch: Batch | Tensor | int) -> Tensor | int:
         if not isinstance(batch, Mapping):
             return batch.detach().sum().long() if isinstance(batch, Tensor) else batch
+        # Whole rows are the same on each context-parallel rank, so one of them counts. Shares of rows are counted
+        # everywhere.
         if "cu_seqlens" in batch or "lengths" in batch:
             return _real_tokens(batch) if _context_place()[0] == 0 else 0
         return int(batch["tokens"].numel())
 
 
 class MeansOfKinds(_ExactMetric):
-    """Means of the rewards and log-probabilities of chosen and of rejected answers, of all batches and ranks.
+    """Mean rewards and log-probabilities of chosen and of rejected answers, over all batches and ranks.
 
     The margin is a difference of two means, each over its own number of answers, so it cannot be averaged over batches.
     """
 
-    sums: Tensor
+    sums: Tensor  # [rewards, log-probabilities, number][chosen, rejected]
 
     def __init__(self) -> None:
         super().__init__()
         self.add_state("sums", torch.zeros(3, 2, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, rewards: Tensor, logps: Tensor, is_chosen: Tensor, counts: Tensor) -> None:
-        """Add answers.
-
-        Args:
-            rewards: [n], any float dtype.
-            logps: [n], their log-probabilities.
-            is_chosen: [n] bool, the kind of each.
-            counts: [n] bool, whether it counts.
-        """
+        """Add answers: rewards, log-probabilities, kinds, and whether each counts, all [n]."""
         values = torch.stack([rewards, logps, torch.ones_like(rewards)]).detach().double()  # [3, n]
         kinds = torch.stack([counts & is_chosen, counts & ~is_chosen])  # [2, n]
         self.sums = self.sums + torch.where(kinds[None], values[:, None], 0.0).sum(-1)
 
     def means(self, sums: Tensor | None = None) -> Tensor:
-        """Return [2, 2] fp64: rewards and log-probabilities of chosen and of rejected answers; nan without answers.
+        """Return rewards and log-probabilities of chosen and of rejected answers, [2, 2] fp64; nan without answers.
 
-        Args:
-            sums: The state of all ranks, [3, 2]; None for that of this rank.
+        ``sums`` is the state of all ranks; None for this rank's.
         """
         sums = self.sums if sums is None else sums
         return sums[:2] / sums[2]
 
     def compute(self) -> Tensor:
-        """Return the margin, the mean reward of chosen answers less that of rejected ones, an fp32 scalar."""
+        """Return the margin: the mean reward of chosen answers minus that of rejected ones, an fp32 scalar."""
         of_rewards = self.means()[0]
         return (of_rewards[0] - of_rewards[1]).float()
 
 
 class RunningMean(_ExactMetric):
-    """Mean of all values of a run, over epochs and resumes; every rank is given the sums of all ranks."""
+    """Mean of all values of a run, over epochs and resumes; every rank gets the sums of all ranks."""
 
     total: Tensor
     count: Tensor
@@ -339,7 +340,7 @@ class RunningMean(_ExactMetric):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="max", persistent=True)
 
     def update(self, total: Tensor, count: Tensor) -> None:
-        """Add the sum and the number of some values: scalars of any number dtype, the same on every rank."""
+        """Add the sum and the number of some values: scalars, the same on every rank."""
         self.total = self.total + total.detach()
         self.count = self.count + count
 
@@ -361,7 +362,7 @@ def settle_tokens_seen(module: nn.Module) -> None:
 
 
 def _real_tokens(batch: Batch) -> Tensor:
-    """Return the number of tokens in whole rows without padding, an int64 scalar."""
+    """Return the number of tokens in whole rows, without padding, an int64 scalar."""
     real: Tensor = batch["cu_seqlens"][:, -1] if "cu_seqlens" in batch else batch["lengths"]
     return real.sum(dtype=torch.int64)
 
