@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which samples share a row: best-fit decreasing over the lengths of samples, in plain numpy.
+"""Which samples share a row: best-fit decreasing over sample lengths, in plain numpy.
 
-A row of fixed length holds several samples one after another, so that almost none of it is padding. Finding the fewest
-rows is bin packing. *Best-fit decreasing* takes the samples from the longest to the shortest and puts each into the
-fullest row that still has room. :func:`pack_lengths` gives the result of that rule without going from sample to sample:
-samples of one length are interchangeable, and so are rows with the same room. A row with room ``r`` that is the best
-fit for a sample of length ``l`` is also the best fit for the next one, until less than ``l`` is left; it takes
-``r // l`` of them at once. So whole runs of equal rows are filled in one step.
+Packing samples into rows of fixed length leaves almost no padding. Finding the fewest rows is bin packing. *Best-fit
+decreasing* takes samples from longest to shortest and puts each into the fullest row that still has room.
+:func:`pack_lengths` computes the same result without visiting every sample, because samples of one length are
+interchangeable, and so are rows with the same room.
 
-A :class:`TokenSample` of ``l + 1`` tokens takes ``l`` places: each token but the last predicts the next. First,
-:func:`fit_sample` handles what does not fit into a row or has nothing to learn. Every sample that is cut, split or left
-out is counted in :class:`PackingStatistics`, which is one line in the log.
-
-``rows.py`` makes tensors of the rows; ``online.py`` packs streams.
+:func:`fit_sample` first handles samples that are longer than a row or have nothing to learn, and counts them in
+:class:`PackingStatistics`, which becomes one log line. ``rows.py`` makes tensors of the rows, ``online.py`` packs
+streams.
 """
 
 import dataclasses
@@ -32,57 +28,39 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PackingStatistics:
-    """Counts of samples, rows and tokens; two of these can be added.
-
-    Args:
-        samples: Samples that were given.
-        packed: Samples that are in the rows; the pieces of a split sample count as one.
-        rows: Rows that were made.
-        tokens: Places in the rows that hold a token.
-        sub_sequence_padding: Padding that fills sub-sequences up to their multiple.
-        row_padding: Padding at the ends of rows.
-        cut: Samples that were longer than a row and cut.
-        cut_tokens: Tokens that were cut off them.
-        split: Samples that were longer than a row and split.
-        pieces: Pieces of the split samples.
-        pieces_without_target: Pieces that were left out because no target is in them.
-        too_short: Samples that were left out because they have fewer than two tokens.
-        without_target: Samples that were left out because no target is in them.
-        without_answer: Samples that were left out because they have no text to learn.
-        through_image: Samples that were left out because their cut would go through an image or a video.
-        unreadable_image: Samples that were left out because an image or a video of theirs cannot be read.
-    """
+    """Counts of samples, rows and tokens; two of these can be added."""
 
     samples: int = 0
-    packed: int = 0
+    packed: int = 0  # samples that are in rows; a split sample counts once
     rows: int = 0
-    tokens: int = 0
-    sub_sequence_padding: int = 0
-    row_padding: int = 0
-    cut: int = 0
-    cut_tokens: int = 0
+    tokens: int = 0  # places that hold a token
+    sub_sequence_padding: int = 0  # places that fill sub-sequences up to their multiple
+    row_padding: int = 0  # the rest of each row
+    cut: int = 0  # samples that were longer than a row and lost their end
+    cut_tokens: int = 0  # tokens lost this way
     split: int = 0
     pieces: int = 0
+    # The rest was left out: pieces of split samples, then whole samples by reason.
     pieces_without_target: int = 0
-    too_short: int = 0
-    without_target: int = 0
-    without_answer: int = 0
-    through_image: int = 0
-    unreadable_image: int = 0
+    too_short: int = 0  # fewer than two tokens
+    without_target: int = 0  # no token that counts in the loss
+    without_answer: int = 0  # no text to learn
+    through_image: int = 0  # cut inside an image or a video
+    unreadable_image: int = 0  # an image or a video cannot be read
 
     @property
     def padding(self) -> int:
-        """Places in the rows that hold padding."""
+        """Places that hold padding."""
         return self.sub_sequence_padding + self.row_padding
 
     @property
     def padding_share(self) -> float:
-        """Share of the places that hold padding, 0 to 1; 0 without rows."""
+        """Padding as a fraction of all places; 0 without rows."""
         return self.padding / (self.tokens + self.padding) if self.rows else 0.0
 
     @property
     def fill(self) -> float:
-        """Share of the places that hold a token, 0 to 1; 1 without rows."""
+        """Tokens as a fraction of all places; 1 without rows."""
         return 1.0 - self.padding_share
 
     @property
@@ -93,18 +71,11 @@ class PackingStatistics:
 
     @property
     def lossless(self) -> bool:
-        """Whether every token of every sample is in the rows."""
+        """Whether the rows contain every token of every sample."""
         return not (self.cut or self.left_out or self.pieces_without_target)
 
     def add_rows(self, rows: int, row_length: int, tokens: int, sub_sequence_padding: int) -> None:
-        """Count rows that were made.
-
-        Args:
-            rows: Number of rows.
-            row_length: Places in each row, tokens.
-            tokens: Tokens in all of these rows.
-            sub_sequence_padding: Padding in them that fills sub-sequences up to their multiple.
-        """
+        """Count rows of one length; all padding that is not ``sub_sequence_padding`` counts as ``row_padding``."""
         self.rows += rows
         self.tokens += tokens
         self.sub_sequence_padding += sub_sequence_padding
@@ -116,7 +87,7 @@ class PackingStatistics:
         self.without_answer += 1
 
     def log(self) -> None:
-        """Log the counts: as a warning if something was left out or cut, otherwise as information."""
+        """Log the counts, as a warning if anything was cut or left out."""
         logger.log(logging.INFO if self.lossless else logging.WARNING, "%s", self)
 
     def __add__(self, other: Self) -> Self:
@@ -157,10 +128,10 @@ class TokenSample:
     """A tokenised document, or a prompt with its response.
 
     Args:
-        tokens: [l + 1] integers. The sample takes ``l`` places of a row: inputs are all tokens but the last, labels all
-            but the first.
-        loss_mask: [l + 1] bool, True where the token is a target; None if all are. The first token never is.
-        sample_id: The sample's number in its dataset, for messages and for ``sample_ids`` of a row.
+        tokens: [l + 1] integers. The sample takes ``l`` places in a row: inputs are all tokens except the last, labels
+            all except the first.
+        loss_mask: [l + 1] bool, True where the token is a target; None if all are. The first token is never a target.
+        sample_id: Number of the sample in its dataset, for messages and for ``sample_ids`` of a row.
     """
 
     tokens: NDArray[Any]
@@ -181,7 +152,7 @@ class TokenSample:
 
     @property
     def length(self) -> int:
-        """Places that the sample takes in a row, tokens."""
+        """Places that the sample takes in a row, in tokens."""
         return max(len(self.tokens) - 1, 0)
 
     @property
@@ -192,25 +163,16 @@ class TokenSample:
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """Which samples are in which row.
+    """Sample numbers row by row; within a row, the longest sample comes first."""
 
-    Args:
-        order: [samples] int64, numbers of samples, row after row; in a row the longest comes first.
-        offsets: [rows + 1] int64; row ``i`` is ``order[offsets[i] : offsets[i + 1]]``.
-    """
-
-    order: NDArray[np.int64]
-    offsets: NDArray[np.int64]
+    order: NDArray[np.int64]  # [samples], all sample numbers, row after row
+    offsets: NDArray[np.int64]  # [rows + 1]; row i is order[offsets[i] : offsets[i + 1]]
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def __getitem__(self, row: int) -> NDArray[np.int64]:
-        """Return the numbers of the samples in a row; a negative row counts from the end.
-
-        Raises:
-            IndexError: There is no such row.
-        """
+        """Return the sample numbers of a row; negative rows count from the end. Raises IndexError."""
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         row %= len(self)
@@ -218,16 +180,11 @@ class PackedRows:
 
 
 def pack_lengths(lengths: NDArray[Any] | Sequence[int], row_length: int, multiple: int = 1) -> PackedRows:
-    """Put samples into as few rows as best-fit decreasing finds; equal input gives equal rows.
+    """Put samples of these lengths [samples], in places, into as few rows as best-fit decreasing finds.
 
-    Args:
-        lengths: [samples] places that each sample takes, 1 to ``row_length``: its tokens less one.
-        row_length: Places in a row, tokens.
-        multiple: Each sample is padded to a multiple of this, which must divide ``row_length``.
-
-    Raises:
-        TypeError: The lengths are not a flat array of ints.
-        ValueError: A sample takes no place or more places than a row has, or ``multiple`` does not divide the row.
+    Deterministic: equal input gives equal rows. Each sample is padded to a multiple of ``multiple``, which must divide
+    ``row_length``. Raises ValueError for a length outside 1 to ``row_length``, TypeError unless they are a flat list of
+    ints.
     """
     require_multiple(row_length, multiple)
     lengths = np.asarray(lengths)
@@ -242,13 +199,20 @@ def pack_lengths(lengths: NDArray[Any] | Sequence[int], row_length: int, multipl
             f"sample {refused[0]} takes {lengths[refused[0]]} places; choose 1 to row_length={row_length}, or let "
             "fit_sample() cut, split or leave out what does not fit"
         )
+    # Lengths 3, 5, 8, 2, 5, 3 in rows of 10: sample 2 (8 places) opens row 0, samples 1 and 4 (5 and 5) fill row 1,
+    # sample 0 (3) opens row 2, sample 5 (3) follows it there, and sample 3 (2) fits row 0 exactly. Rows: [2, 3],
+    # [1, 4], [0, 5].
+    #
+    # From here on lengths count in units of ``multiple``.
     room = row_length // multiple
     units = -(-lengths // multiple)
     narrow = np.uint16 if room < 2**16 else np.int64  # numpy sorts 16 bits by radix
+    # Longest first; the stable sort keeps equal lengths in their original order, which makes the rows reproducible.
     by_length = np.argsort((room - units).astype(narrow), kind="stable")
     counts = np.bincount(units, minlength=room + 1)
     distinct = np.flatnonzero(counts)[::-1]
     first, rows, each, num_rows = _best_fit(distinct.tolist(), counts[distinct].tolist(), room)
+    # ``row_of`` follows the order of ``by_length``. Sorting it (stably) groups samples by row, longest first in each.
     row_of = _rows_of_samples(first, rows, each)
     order = by_length[np.argsort(row_of, kind="stable")]
     offsets = np.zeros(num_rows + 1, np.int64)
@@ -257,12 +221,7 @@ def pack_lengths(lengths: NDArray[Any] | Sequence[int], row_length: int, multipl
 
 
 def require_multiple(row_length: int, multiple: int) -> None:
-    """Refuse a row that does not divide into the multiples of its sub-sequences.
-
-    Raises:
-        TypeError: One of them is not an int.
-        ValueError: One of them is too small, or ``multiple`` does not divide ``row_length``.
-    """
+    """Raise TypeError or ValueError unless both are positive ints and ``multiple`` divides ``row_length``."""
     require_size("row_length", row_length)
     require_size("multiple", multiple)
     if row_length % multiple:
@@ -273,24 +232,20 @@ def require_multiple(row_length: int, multiple: int) -> None:
 
 
 def _best_fit(lengths: list[int], counts: list[int], room: int) -> tuple[list[int], list[int], list[int], int]:
-    """Fill runs of equal rows, for lengths from the longest to the shortest.
+    """Fill runs of equal rows, for distinct lengths in descending order.
 
-    Args:
-        lengths: Distinct lengths, descending.
-        counts: Samples of each.
-        room: Places in a row.
-
-    Returns:
-        Three lists with one entry per run: its first row, its number of rows, and how many samples each row takes; and
-        the number of all rows.
+    The row with the least sufficient room stays the best fit until its room is below ``length``, so it takes
+    ``left // length`` samples at once, and so does every row of the same stretch. Returns three lists with one entry
+    per run (its first row, its number of rows, samples per row), and the total number of rows.
     """
     first, rows, each = [], [], []
-    free: dict[int, list[tuple[int, int]]] = {}  # room that is left: stretches of rows with it
+    free: dict[int, list[tuple[int, int]]] = {}  # room left -> stretches (start, stop) of rows that have it
     rooms: list[int] = []  # the keys of ``free``, ascending
     shortest = lengths[-1]
     opened = 0
 
     def put_back(left: int, start: int, stop: int) -> None:
+        # No later sample fits, so the rows need not be found again.
         if left < shortest or start == stop:
             return
         if left not in free:
@@ -298,9 +253,13 @@ def _best_fit(lengths: list[int], counts: list[int], room: int) -> tuple[list[in
             insort(rooms, left)
         free[left].append((start, stop))
 
+    # Rows of 10 with lengths [5, 3, 2] and counts [3, 4, 1]: row 0 takes two fives, row 1 the third and (room 5) one
+    # three, row 2 three threes, and row 1 (room 2) the two. Result: first [0, 1, 1, 2, 1], rows [1, 1, 1, 1, 1], each
+    # [2, 1, 1, 3, 1], 3 rows.
     for length, count in zip(lengths, counts, strict=True):
         while count:
             place = bisect_left(rooms, length)
+            # No open row has room: open just enough for all samples of this length that are left.
             if place == len(rooms):
                 more = -(-count // (room // length))
                 put_back(room, opened, opened + more)
@@ -311,29 +270,31 @@ def _best_fit(lengths: list[int], counts: list[int], room: int) -> tuple[list[in
                 del free[left], rooms[place]
             most = left // length
             full = min(stop - start, count // most)
-            if not full:  # the last samples of this length
+            if not full:  # fewer samples than one row takes are left
                 full, most = 1, count
             first.append(start)
             rows.append(full)
             each.append(most)
             count -= full * most
+            # The untouched rest of the stretch keeps its room, the filled rows return with less.
             put_back(left, start + full, stop)
             put_back(left - most * length, start, start + full)
     return first, rows, each, opened
 
 
 def _rows_of_samples(first: list[int], rows: list[int], each: list[int]) -> NDArray[np.int64]:
-    """Return the row of each sample, [samples], samples from the longest to the shortest; see :func:`_best_fit`."""
+    """Return the row of each sample [samples], from longest to shortest, given the runs of :func:`_best_fit`."""
+    # With the runs of the example in _best_fit, the eight samples get rows [0, 0, 1, 1, 2, 2, 2, 1].
     per_row = np.asarray(each)
     placed = np.asarray(rows) * per_row
-    filling = np.repeat(np.arange(len(placed)), placed)
-    within = np.arange(len(filling)) - (np.cumsum(placed) - placed)[filling]
+    filling = np.repeat(np.arange(len(placed)), placed)  # the run of each sample
+    within = np.arange(len(filling)) - (np.cumsum(placed) - placed)[filling]  # its number within the run
     result: NDArray[np.int64] = np.asarray(first)[filling] + within // per_row[filling]
     return result
 
 
 def as_samples(samples: Iterable[TokenSample | Sequence[int] | NDArray[Any]]) -> Iterable[TokenSample]:
-    """Yield samples; a list or array of tokens becomes a sample with its index as number."""
+    """Yield samples; a list or array of tokens becomes a sample numbered by its index."""
     for place, sample in enumerate(samples):
         yield sample if isinstance(sample, TokenSample) else TokenSample(np.asarray(sample), sample_id=place)
 
@@ -345,23 +306,11 @@ def fit_sample(
     overlong: Overlong = "error",
     empty: Empty = "error",
 ) -> list[TokenSample]:
-    """Cut, split or leave out a sample that does not fit into a row, and count it.
+    """Cut, split or leave out a sample that does not fit into a row, and count it in ``statistics``.
 
-    Args:
-        sample: The sample.
-        row_length: Places in a row, tokens.
-        statistics: The counts to add to.
-        overlong: For a sample longer than a row. ``"error"`` refuses it, ``"cut"`` keeps its beginning, ``"split"``
-            makes pieces that share one token, so that every target is trained once; pieces without a target are left
-            out.
-        empty: For a sample with fewer than two tokens or without a target, also after a cut. ``"error"`` refuses it,
-            ``"drop"`` leaves it out.
-
-    Returns:
-        What goes into rows, each part no longer than a row: the sample, its beginning, its pieces, or nothing.
-
-    Raises:
-        ValueError: The sample is refused, or ``overlong`` or ``empty`` has an unknown value.
+    Returns what goes into rows, each part no longer than a row: the sample, its beginning, its pieces, or nothing.
+    ``overlong`` and ``empty`` are those of ``rows.pack``; pieces without a target are left out, and a sample that a cut
+    leaves without a target counts as empty. Raises ValueError if a sample is rejected or a choice is unknown.
     """
     require_choice("overlong", overlong, Overlong)
     require_choice("empty", empty, Empty)
@@ -401,7 +350,7 @@ def fit_samples(
 def count_rows(
     rows: PackedRows, lengths: NDArray[Any], row_length: int, multiple: int, into: PackingStatistics
 ) -> None:
-    """Add the rows that :func:`pack_lengths` made of ``lengths`` [samples] to the counts ``into``."""
+    """Count the rows that :func:`pack_lengths` made of ``lengths`` [samples] in ``into``."""
     lengths = np.asarray(lengths, np.int64)
     tokens = int(lengths.sum())
     padded = int((-(-lengths // multiple)).sum()) * multiple
@@ -416,6 +365,8 @@ def _shorten(sample: TokenSample, row_length: int, overlong: Overlong) -> list[T
             "longer row, overlong='cut' or overlong='split'"
         )
     tokens, mask = sample.tokens, sample.loss_mask
+    # Pieces share one token. Tokens 0..9 in rows of 4 become 0..4, 4..8 and 8..9: token 4 is the last label of the
+    # first piece and the first input of the second, so every target is trained exactly once.
     starts = range(0, sample.length, row_length) if overlong == "split" else range(1)
     return [
         TokenSample(
@@ -428,7 +379,7 @@ def _shorten(sample: TokenSample, row_length: int, overlong: Overlong) -> list[T
 
 
 def _leave_out(sample: TokenSample, statistics: PackingStatistics, empty: Empty) -> None:
-    """Count or refuse a sample without targets."""
+    """Count or reject a sample without targets."""
     too_short = len(sample.tokens) < 2
     if empty == "error":
         what = "fewer than two tokens" if too_short else "no target in the part that fits into a row"

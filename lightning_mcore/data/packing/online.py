@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packing of a stream: several rows are open, and each new sample goes into the fullest one that has room for it.
 
-A stream cannot be sorted first, so :class:`OnlinePacker` keeps a bounded number of rows open. If a sample fits into
-none of them, the fullest is closed and a new row is opened. For samples much shorter than a row, the result comes close
-to that of ``best_fit.pack_lengths``, which sees all samples first. Equal streams give equal rows. The state in a
-checkpoint holds the open rows, so a resumed stream continues with exactly the rows that it would have made.
+A stream cannot be sorted first, so :class:`OnlinePacker` keeps a bounded number of rows open. If a sample fits none of
+them, the fullest is closed and a new row is opened. For samples much shorter than a row, the fill comes close to
+``best_fit.pack_lengths``, which sees all samples first. Equal streams give equal rows. A checkpoint contains the open
+rows, so a resumed stream produces exactly the rows of an uninterrupted one.
 
-``data/finetuning/stream.py`` uses it, with one packer in each reader.
+``data/finetuning/stream.py`` runs one packer in each reader.
 """
 
 from bisect import bisect_left, insort
@@ -32,10 +32,10 @@ from lightning_mcore.data.packing.rows import build_row
 
 
 class _OpenRow(NamedTuple):
-    """A row that is not full; rows are sorted from the fullest to the emptiest, and by age among equals."""
+    """A row with room left. Tuple order sorts rows from fullest to emptiest, and by age among equals."""
 
-    room: int
-    number: int
+    room: int  # places left, in tokens
+    number: int  # unique, so that comparisons never reach the samples
     samples: list[TokenSample]
 
 
@@ -43,17 +43,19 @@ class OnlinePacker:
     """Packs samples in the order in which they arrive.
 
     Args:
-        row_length: Places in a row, tokens.
-        multiple: Each sub-sequence is padded to a multiple of this; ``packing_multiples`` says what a layout needs.
-        open_rows: Number of open rows. More of them fill better, and hold samples back for longer.
-        overlong: A sample longer than a row is refused (``"error"``), cut after the row (``"cut"``), or split into
-            pieces that share one token (``"split"``).
-        empty: A sample of fewer than two tokens or without a target is refused (``"error"``) or left out (``"drop"``).
-        vocab_size: Size of the vocabulary, to check tokens against; None for no check.
-        pad_token: The token in padding; it is masked and never attended to.
+        row_length: Places in a row, in tokens.
+        multiple: Each sub-sequence is padded to a multiple of this; ``packing_multiples`` returns what a layout
+            requires.
+        open_rows: Number of open rows. More open rows fill better, but hold samples back for longer.
+        overlong: For a sample longer than a row: ``"error"`` raises, ``"cut"`` keeps its beginning, ``"split"`` makes
+            pieces that share one token.
+        empty: For a sample with fewer than two tokens or without a target: ``"error"`` raises, ``"drop"`` leaves it
+            out.
+        vocab_size: Vocabulary size to check tokens against; None for no check.
+        pad_token: Token written into padding, which is masked and never attended to.
 
     Attributes:
-        statistics: Counts of what was added, and of the rows that were made.
+        statistics: Counts of added samples and finished rows.
 
     Raises:
         TypeError: A size is not an int.
@@ -88,13 +90,13 @@ class OnlinePacker:
         """Add a sample and return the rows that it completes: none, one, or several if it was split.
 
         Args:
-            sample: A sample, or a list or array of tokens, which gets its place in the stream as number.
+            sample: A sample, or a list or array of tokens, numbered by its place in the stream.
 
         Returns:
             Packed rows; ``rows.py`` lists the shapes and dtypes of their tensors.
 
         Raises:
-            ValueError: The sample is refused, or a row holds a token outside the vocabulary.
+            ValueError: The sample is rejected, or a row has a token outside the vocabulary.
         """
         if not isinstance(sample, TokenSample):
             sample = TokenSample(np.asarray(sample), sample_id=self._next_sample)
@@ -103,7 +105,7 @@ class OnlinePacker:
         return [self._close(row) for piece in pieces for row in self._place(piece)]
 
     def flush(self) -> list[dict[str, Tensor]]:
-        """Close all rows at the end of the stream; return them like :meth:`add`, from the fullest to the emptiest."""
+        """Close all rows at the end of the stream and return them, from fullest to emptiest."""
         rows, self._open = self._open, []
         return [self._close(row) for row in rows]
 
@@ -118,6 +120,8 @@ class OnlinePacker:
             for sample in samples
         ]
         empty = torch.zeros(0, dtype=torch.int64)
+        # Samples are stored end to end. ``sample_sizes`` splits them again, and ``row_sizes`` deals them to the open
+        # rows.
         return {
             "settings": self._settings(),
             "next_number": self._next_number,
@@ -135,10 +139,10 @@ class OnlinePacker:
         """Continue from the state of another packer with the same settings.
 
         Args:
-            state: What :meth:`state_dict` returned.
+            state: Result of :meth:`state_dict`.
 
         Raises:
-            ValueError: The settings differ, so that the open rows would not be those of a run without a break.
+            ValueError: The settings differ, so the open rows would not match an uninterrupted run.
         """
         for name, value in self._settings().items():
             if state["settings"][name] != value:
@@ -158,13 +162,18 @@ class OnlinePacker:
 
     def _place(self, sample: TokenSample) -> list[_OpenRow]:
         """Put a sample into a row and return the rows to close."""
+        # row_length=8, open_rows=2, samples of 3, 5, 2 and 4 places: 3 opens row 0; 5 fills row 0, which is returned; 2
+        # opens row 1; 4 goes into row 1, which now has room for 2.
         length = self._padded(sample)
         done = []
+        # Number -1 sorts before every row of the same room, so this finds the fullest row with at least ``length``
+        # left.
         place = bisect_left(self._open, _OpenRow(length, -1, []))
         if place < len(self._open):
             row = self._open.pop(place)
         else:
             if len(self._open) == self.open_rows:
+                # Closing the fullest open row wastes the least room.
                 done.append(self._open.pop(0))
             row = _OpenRow(self.row_length, self._next_number, [])
             self._next_number += 1

@@ -1,28 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples as tensors: packed rows, batches of them, the same samples padded, and datasets of rows.
+"""Samples as tensors: packed rows, batches of rows, padded batches, and datasets of rows.
 
-A *packed row* is a dict of tensors without a batch dimension, ``s`` places and ``n`` sub-sequences:
+A *packed row* is a dict of tensors without a batch dimension, for ``s`` places and ``n`` sub-sequences:
 
-* ``tokens`` [s], ``labels`` [s] int64: each label is the next token of the same sample, so that no target crosses a
-  boundary; 0 where nothing is predicted. ``loss_mask`` [s] fp32: 1 where the label counts.
-* ``position_ids`` [s] int64: they start again in each sub-sequence and continue through its padding.
-* ``cu_seqlens``, ``cu_seqlens_padded`` [n + 1] int32, with TransformerEngine's meaning: sub-sequence ``i`` lies at
+* ``tokens``, ``labels`` [s] int64: each label is the next token of the same sample, so no target crosses a boundary; 0
+  where nothing is predicted. ``loss_mask`` [s] fp32: 1 where the label counts.
+* ``position_ids`` [s] int64: restart in each sub-sequence and continue through its padding.
+* ``cu_seqlens``, ``cu_seqlens_padded`` [n + 1] int32, as in TransformerEngine: sub-sequence ``i`` occupies
   ``cu_seqlens_padded[i]`` to ``cu_seqlens_padded[i + 1]``, and its first ``cu_seqlens[i + 1] - cu_seqlens[i]`` places
   hold tokens. The rest of a row is padding of its last sub-sequence.
 * ``sample_ids`` [n] int64.
 
-:func:`pack` does everything at once for samples that fit into memory. For tokens on disk there are map-style datasets,
-which hold only three numbers per sample in memory (its length, its targets, its row). The tokens stay in the
-memory-mapped files of ``datasets`` until a row is asked for. :class:`PackedDataset` packs rows once, before training,
-from all samples; loaders shuffle whole rows in each epoch. :class:`TextBlocks` joins documents and cuts them into
-blocks of one length, for pretraining on tokenised files. Attention crosses the documents in a block, as in Megatron's
-and LLaMA-Factory's pretraining; to keep documents apart, pack them. The loaders call the collate functions.
-``MCoreModule.forward_step`` takes both kinds of batch.
-
-A layout and a precision may need lengths that divide: :func:`packing_multiples` says by what. Context parallelism cuts
-each sub-sequence into two slices per rank, so each sub-sequence is padded to a multiple of that. Sequence parallelism
-and the FP8 recipes cut a row as a whole, wherever sub-sequences begin, so only the row must be a multiple of theirs.
-Padding every sub-sequence to it as well would fill rows with padding.
+:func:`pack` is for samples in memory. :class:`PackedDataset` and :class:`TextBlocks` are map-style datasets over a
+tokenised ``datasets.Dataset``: they keep a few numbers per sample in memory, and the tokens stay in memory-mapped
+files. The data modules use them with the collate functions; ``MCoreModule.forward_step`` takes both kinds of batch.
 """
 
 import math
@@ -67,21 +58,23 @@ def pack(
     """Pack tokenised samples into rows of fixed length by best-fit decreasing, and log the counts.
 
     Args:
-        samples: Lists or arrays of tokens, which get their index as number, or samples with a loss mask.
-        row_length: Places in a row, tokens.
-        multiple: Each sub-sequence is padded to a multiple of this; :func:`packing_multiples` says what a layout needs.
-        overlong: A sample longer than a row is refused (``"error"``), cut after the row (``"cut"``), or split into
-            pieces that share one token (``"split"``).
-        empty: A sample of fewer than two tokens or without a target is refused (``"error"``) or left out (``"drop"``).
-        vocab_size: Size of the vocabulary, to check tokens against; None for no check.
-        pad_token: The token in padding; it is masked and never attended to.
+        samples: Lists or arrays of tokens, numbered by their index, or :class:`TokenSample` objects with a loss mask.
+        row_length: Places in a row, in tokens.
+        multiple: Each sub-sequence is padded to a multiple of this; :func:`packing_multiples` returns what a layout
+            requires.
+        overlong: For a sample longer than a row: ``"error"`` raises, ``"cut"`` keeps its beginning, ``"split"`` makes
+            pieces that share one token, so that each target is trained once.
+        empty: For a sample with fewer than two tokens or without a target: ``"error"`` raises, ``"drop"`` leaves it
+            out.
+        vocab_size: Vocabulary size to check tokens against; None for no check.
+        pad_token: Token written into padding, which is masked and never attended to.
 
     Returns:
         The rows, each a dict of tensors with the shapes and dtypes in the module's docstring; :func:`collate_rows`
         makes a batch of some.
 
     Raises:
-        ValueError: A sample is refused, or ``multiple`` does not divide ``row_length``.
+        ValueError: A sample is rejected, or ``multiple`` does not divide ``row_length``.
     """
     require_multiple(row_length, multiple)
     fitting, statistics = fit_samples(samples, row_length, overlong, empty)
@@ -102,19 +95,19 @@ def build_row(
     vocab_size: int | None = None,
     pad_token: int = 0,
 ) -> dict[str, Tensor]:
-    """Return a packed row of samples, in the given order; see the table above for shapes and dtypes of its tensors.
+    """Return a packed row of samples, each of at least two tokens; the module docstring lists its tensors.
 
-    Args:
-        samples: One or more samples of at least two tokens each.
-        row_length: Places in the row, tokens.
-        multiple: Each sub-sequence is padded to a multiple of this.
-        vocab_size: Size of the vocabulary, to check tokens against; None for no check.
-        pad_token: The token in padding.
-
-    Raises:
-        ValueError: There are no samples, one is empty, they do not fit, ``multiple`` does not divide the row, or a
-            token is outside the vocabulary.
+    Raises ValueError if the samples do not fit, one is empty, ``multiple`` does not divide the row, or a token is
+    outside the vocabulary.
     """
+    # Tokens 11 12 13 14 with mask 0 0 1 1, and 21 22 23 without a mask, in a row of 8 with multiple=2:
+    #
+    #   tokens             11 12 13  0 21 22  0  0
+    #   labels              0 13 14  0 22 23  0  0    (label 12 is masked)
+    #   loss_mask           0  1  1  0  1  1  0  0
+    #   position_ids        0  1  2  3  0  1  2  3
+    #   cu_seqlens          0 3 5
+    #   cu_seqlens_padded   0 4 8    (the second sub-sequence takes the rest of the row)
     require_multiple(row_length, multiple)
     lengths = _lengths(samples)
     padded = -(-lengths // multiple) * multiple
@@ -123,6 +116,7 @@ def build_row(
             f"{len(samples)} samples take {padded.sum()} places, padded to multiples of {multiple}, more than "
             f"row_length={row_length}; give fewer of them, or let pack_lengths() choose"
         )
+    # The last sub-sequence owns the rest of the row, so cu_seqlens_padded always ends at the row length.
     padded[-1] = row_length - padded[:-1].sum()
     starts = _running_sum(padded)
     tokens = np.full(row_length, pad_token, np.int64)
@@ -132,6 +126,7 @@ def build_row(
         tokens[place] = sample.tokens[:-1]
         labels[place] = sample.tokens[1:]
         loss_mask[place] = 1 if sample.loss_mask is None else sample.loss_mask[1:]
+    # Before masked labels become 0: a token outside the vocabulary is an error even where it is not learnt.
     if vocab_size is not None:
         _check_vocabulary(samples, tokens, labels, vocab_size, pad_token)
     labels[loss_mask == 0] = 0
@@ -147,24 +142,25 @@ def build_row(
 
 
 def collate_rows(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Stack rows into a packed batch; rows with fewer sub-sequences get empty ones (-1 in ``sample_ids``).
+    """Stack packed rows into a batch; rows with fewer sub-sequences get empty ones (-1 in ``sample_ids``).
 
     Args:
         rows: Packed rows of one length.
 
     Returns:
         ``tokens``, ``labels``, ``loss_mask`` and ``position_ids`` [b, s], ``cu_seqlens`` and ``cu_seqlens_padded``
-        [b, n + 1], ``sample_ids`` [b, n]; ``n`` is the largest number of sub-sequences in a row. The dtypes are those
-        of the rows.
+        [b, n + 1], and ``sample_ids`` [b, n], in the dtypes of the rows; ``n`` is the largest number of sub-sequences
+        in a row.
 
     Raises:
-        ValueError: There are no rows, or they differ in length.
+        ValueError: There are no rows, or their lengths differ.
     """
     lengths = sorted({row["tokens"].numel() for row in rows})
     if len(lengths) != 1:
         raise ValueError(f"a batch of {len(rows)} rows with {lengths} places; give rows of one length")
     most = max(row["sample_ids"].numel() for row in rows)
     batch = {name: torch.stack([row[name] for row in rows]) for name in _PLACES}
+    # Repeating the last offset adds empty sub-sequences: [0, 3, 5] becomes [0, 3, 5, 5].
     for name in ("cu_seqlens", "cu_seqlens_padded"):
         batch[name] = torch.stack([_extend(row[name], most + 1, int(row[name][-1])) for row in rows])
     batch["sample_ids"] = torch.stack([_extend(row["sample_ids"], most, -1) for row in rows])
@@ -182,10 +178,10 @@ def collate_padded(
 
     Args:
         samples: One or more samples of at least two tokens each.
-        multiple: The length of the rows is a multiple of this.
-        row_length: Places in a row, tokens; None for as many as the longest sample takes, rounded up.
-        vocab_size: Size of the vocabulary, to check tokens against; None for no check.
-        pad_token: The token in padding.
+        multiple: Row length is a multiple of this.
+        row_length: Places in a row, in tokens; None for the longest sample, rounded up to ``multiple``.
+        vocab_size: Vocabulary size to check tokens against; None for no check.
+        pad_token: Token written into padding.
 
     Returns:
         ``tokens``, ``labels``, ``position_ids`` [b, s] int64 and ``loss_mask`` [b, s] fp32; ``lengths`` [b] int64, the
@@ -207,7 +203,7 @@ def collate_padded(
 
 
 def _lengths(samples: Sequence[TokenSample]) -> NDArray[np.int64]:
-    """Return the places that each sample takes, [samples]; refuse an empty sample or an empty list."""
+    """Return the places that each sample takes [samples]; raise ValueError for an empty sample or list."""
     if not samples:
         raise ValueError("no samples were given for a row; give at least one")
     lengths = np.fromiter((sample.length for sample in samples), np.int64, len(samples))
@@ -227,8 +223,9 @@ def _check_vocabulary(
     vocab_size: int,
     pad_token: int,
 ) -> None:
-    """Refuse a row with a token that does not exist; ``labels`` [s] are not masked yet."""
+    """Raise ValueError for a token that does not exist; ``labels`` [s] are not masked yet."""
     if min(tokens.min(), labels.min()) >= 0 and max(tokens.max(), labels.max()) < vocab_size:
+        # Fast path: two reductions over the row. The sample is searched only to name it in the error.
         return
     for sample in samples:
         outside = sample.tokens[(sample.tokens < 0) | (sample.tokens >= vocab_size)]
@@ -241,37 +238,30 @@ def _check_vocabulary(
 
 
 def _running_sum(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the sums of the first 0, 1, 2 ... lengths, [n + 1]."""
+    """Return the sums of the first 0, 1, 2, ... lengths, [n + 1]."""
     sums = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=sums[1:])
     return sums
 
 
 def _extend(values: Tensor, length: int, value: int) -> Tensor:
-    """Return a vector of ``length`` values, filled up with ``value``."""
+    """Return the vector with ``value`` appended up to ``length`` entries."""
     return torch.nn.functional.pad(values, (0, length - values.numel()), value=value)
 
 
 class PackingMultiples(NamedTuple):
-    """The multiples that lengths must have, in tokens.
+    """Required divisors of lengths, in tokens.
 
-    Attributes:
-        sub_sequence: Multiple for each sub-sequence with its padding.
-        row: Multiple for a whole row.
+    Context parallelism cuts each sub-sequence into two slices per rank, so each sub-sequence is padded. Sequence
+    parallelism and FP8 recipes cut a row as a whole, wherever sub-sequences begin, so only the row must divide; padding
+    every sub-sequence to their multiple as well would fill rows with padding.
     """
 
-    sub_sequence: int
-    row: int
+    sub_sequence: int  # for each sub-sequence with its padding
+    row: int  # for a whole row
 
     def check_row(self, row_length: int) -> None:
-        """Refuse a row that this run cannot divide.
-
-        Args:
-            row_length: Places in a row, tokens.
-
-        Raises:
-            ValueError: The length is not a multiple of :attr:`row`.
-        """
+        """Raise ValueError unless ``row_length`` is a multiple of :attr:`row`."""
         if row_length % self.row:
             raise ValueError(
                 f"seq_length={row_length} is not a multiple of {self.row}, as the layout and the precision of this run"
@@ -280,11 +270,7 @@ class PackingMultiples(NamedTuple):
 
 
 def packing_multiples(trainer: pl.Trainer | None) -> PackingMultiples:
-    """Return the multiples that a run requires of packed sequences; 1 and 1 if nothing is split.
-
-    Args:
-        trainer: The trainer of the run, with any strategy; None outside a run.
-    """
+    """Return the multiples that a run requires of packed sequences; 1 and 1 outside a run or if nothing is split."""
     strategy: Any = getattr(trainer, "strategy", None)
     layout = getattr(strategy, "layout", None)
     if not isinstance(layout, ParallelLayout):
@@ -293,6 +279,8 @@ def packing_multiples(trainer: pl.Trainer | None) -> PackingMultiples:
     row = layout.sequence_multiple
     fp8 = getattr(strategy.precision_plugin, "fp8", None)
     if isinstance(fp8, FP8Settings) and fp8.is_on:
+        # FP8 needs an aligned length on each rank, and a row is divided across CP ranks, and with sequence parallelism
+        # TP ranks.
         ranks = cp * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
         row = math.lcm(row, ranks * fp8.alignment)
     return PackingMultiples(2 * cp if cp > 1 else 1, row)
@@ -301,20 +289,9 @@ def packing_multiples(trainer: pl.Trainer | None) -> PackingMultiples:
 class TokenizedSamples(Dataset[TokenSample]):
     """Samples that fit into a row, and pieces of longer ones; empty samples are left out and counted.
 
-    Args:
-        tokenized: A ``datasets.Dataset`` with ``tokens`` (lists of ints), ``learnt`` (lists of bools), ``length`` and
-            ``num_targets``.
-        indices: [n] int64, which of its rows to use; they become the numbers of the samples.
-        row_length: Places in a row, tokens.
-        overlong: Whether a sample longer than a row is refused, cut or split.
-        name: What to call the data in errors.
-
-    Attributes:
-        lengths: [samples] int64, the places that each sample takes.
-        statistics: What became of all samples.
-
-    Raises:
-        ValueError: A sample is longer than a row and ``overlong="error"``, or no sample is left.
+    ``tokenized`` is a dataset of ``finetuning/tokenized.py``, and ``indices`` [n] selects its rows; row numbers become
+    sample ids. ``lengths`` [samples] are the places that each sample takes, ``statistics`` counts all samples. Raises
+    ValueError if a sample is longer than a row and ``overlong="error"``, or if no sample is left.
     """
 
     _or_overlong = ", overlong='cut' or overlong='split'"
@@ -334,11 +311,14 @@ class TokenizedSamples(Dataset[TokenSample]):
                 f"{count} of {len(lengths)} samples of {name} take more than the {row_length} tokens of a row, the"
                 f" longest {lengths[longest]} (row {indices[longest]}); choose a larger seq_length{self._or_overlong}"
             )
+        # Most samples fit, so they are taken as arrays. Only the others are read, one by one, to see what they become.
         whole = (lengths <= row_length) & (targets > 0)
         plain = indices[whole]
         self.statistics.samples = self.statistics.packed = len(plain)
         found = [(plain, np.zeros_like(plain), lengths[whole])]
         found += [self._pieces(index) for index in indices[~whole].tolist()]
+        # Sample k is piece ``_piece[k]`` of row ``_source[k]``. With rows of 4, a row of 3 places and one of 9 that is
+        # split: _source [0, 1, 1, 1], _piece [0, 0, 1, 2], lengths [3, 4, 4, 1].
         self._source, self._piece, self.lengths = (np.concatenate(parts) for parts in zip(*found, strict=True))
         if not len(self.lengths):
             raise ValueError(f"{name} has nothing to learn ({self.statistics}); give rows with answers")
@@ -360,7 +340,7 @@ class TokenizedSamples(Dataset[TokenSample]):
         return self.take([index])[0]
 
     def take(self, indices: Sequence[int] | NDArray[np.int64]) -> list[TokenSample]:
-        """Return several samples, reading them at once; ``indices`` [n]."""
+        """Return the samples at ``indices`` [n], in one read; pieces are cut again here rather than stored."""
         samples = self._read(self._source[indices].tolist())
         return [
             sample if sample.length <= self._row_length and not piece else self._fitted(sample)[piece]
@@ -379,13 +359,7 @@ class TokenizedSamples(Dataset[TokenSample]):
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
-    """Packed rows of samples; which samples share a row is decided once.
-
-    Args:
-        samples: The samples to pack.
-        row_length: Places in a row, tokens.
-        multiple: Each sub-sequence is padded to a multiple of this.
-    """
+    """Packed rows of samples. Which samples share a row is decided once, here; loaders shuffle whole rows."""
 
     def __init__(self, samples: TokenizedSamples, row_length: int, multiple: int) -> None:
         self._samples = samples
@@ -398,32 +372,22 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return a row; ``rows.py`` lists its tensors."""
+        """Return a row; the module docstring lists its tensors."""
         return build_row(self._samples.take(self._rows[index]), self._row_length, self._multiple)
 
 
 def _column(tokenized: Any, name: str) -> NDArray[np.int64]:
-    """Return a column of numbers, [rows]."""
+    """Return a column of numbers, [rows], without reading the others."""
     column: NDArray[np.int64] = tokenized.data.column(name).to_numpy().astype(np.int64)
     return column
 
 
 class TextBlocks(TokenizedSamples):
-    """Blocks of ``row_length + 1`` tokens of running text, one per row; the last, incomplete block is left out.
+    """Blocks of ``row_length + 1`` tokens of running text, one per row, for pretraining on tokenised files.
 
-    Args:
-        tokenized: A ``datasets.Dataset`` with ``tokens`` (lists of ints) and their ``length``.
-        indices: [n] int64, which of its documents to use.
-        row_length: Places in a row, tokens.
-        name: What to call the data in errors.
-        first_token: Replaces the first token of each block; None keeps it.
-
-    Attributes:
-        lengths: [blocks] int64, the places that each block takes, all ``row_length``.
-        statistics: What became of the documents.
-
-    Raises:
-        ValueError: All documents together are shorter than one block.
+    Documents are joined and cut; the last, incomplete block is left out. Attention crosses documents within a block, as
+    in Megatron's and LLaMA-Factory's pretraining; to keep documents apart, pack them. ``first_token`` replaces the
+    first token of each block. Raises ValueError if all documents together are shorter than one block.
     """
 
     def __init__(
@@ -440,6 +404,8 @@ class TextBlocks(TokenizedSamples):
         self._first_token = first_token
         lengths = np.asarray(tokenized.data.column("length").to_numpy(), np.int64)[indices]
         counts = np.where(lengths > 0, lengths + 1, 0)  # an empty document has no token
+        # ``_ends`` are the ends of the documents in the joined text. Documents of 5, 0 and 4 tokens with row_length=3:
+        # _ends [5, 5, 9], so 9 tokens, two blocks of 4 (tokens 0..3 and 4..7), and token 8 is left out.
         self._ends = np.cumsum(counts)
         total = int(self._ends[-1]) if len(counts) else 0
         blocks = total // self._block
@@ -456,6 +422,8 @@ class TextBlocks(TokenizedSamples):
     def __getitem__(self, index: int) -> TokenSample:
         """Return a block."""
         start = index * self._block
+        # side="right" skips documents that end where the block begins, empty ones included. Block 1 of the example
+        # reads documents 0 (its last token) to 2 (its first three).
         first, last = np.searchsorted(self._ends, [start, start + self._block - 1], side="right").tolist()
         read = self._documents[self._indices[first : last + 1].tolist()]["tokens"]
         tokens = np.concatenate([np.asarray(document, np.int64) for document in read])
