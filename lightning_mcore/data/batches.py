@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which part of the data a rank reads, and what a batch consists of, so that ranks can compare it.
 
-The ranks of one model copy (tensor, context and pipeline parallel) read the same batches, and model copies read
-different ones. A dataset that shards itself must therefore do so by the data-parallel rank, which :func:`data_shard`
-returns, and not by the rank in the world.
+The ranks of one model copy (tensor, context and pipeline parallel) read the same batches; model copies read different
+ones. A dataset that shards itself must therefore use the data-parallel rank, which :func:`data_shard` returns, and not
+the global rank. With TP=2 on 4 processes, global ranks 0 and 1 are shard 0 of 2, ranks 2 and 3 shard 1.
 
 :func:`batch_facts` lists the leaves of a batch, each with a checksum. ``strategy/same_batches.py`` compares them.
 """
@@ -34,14 +34,15 @@ class DataShard(NamedTuple):
 
 
 def data_shard(trainer: pl.Trainer) -> DataShard:
-    """Return the data-parallel rank of this process and the number of data-parallel ranks, under any strategy.
+    """Return this process's data-parallel rank and the number of such ranks, under any strategy.
 
-    Call it where the dataset is made, in ``train_dataloader`` or ``setup`` for example, and hand the numbers to the
+    Call it where the dataset is made, for example in ``train_dataloader`` or ``setup``, and pass the numbers to the
     dataset: DataLoader workers do not know the trainer.
 
     Args:
         trainer: The trainer that will read the data.
     """
+    # Strategies without the property run on one device.
     sampling: Mapping[str, int] = getattr(
         trainer.strategy, "distributed_sampler_kwargs", {"rank": 0, "num_replicas": 1}
     )
@@ -49,22 +50,22 @@ def data_shard(trainer: pl.Trainer) -> DataShard:
 
 
 def batch_facts(batch: Any) -> list[Fact]:
-    """Return the leaves of a batch in their order, with dtype, shape and checksum, or with the value if it is short.
+    """Return the leaves of a batch in order, each with dtype, shape and checksum, or with its value if that is short.
 
-    The path ``[0]['tokens']`` of a tensor ``[2, 4]`` has the fact ``int64 [2, 4] 5f3a91c2``. An object of an unknown
-    class counts by its class and its attributes.
+    The path ``[0]['tokens']`` of a tensor ``[2, 4]`` has the fact ``int64 [2, 4] 5f3a91c2``. Objects of unknown classes
+    count by class and attributes.
     """
     return list(_walk(batch, "", ()))
 
 
 def _walk(value: Any, path: str, above: tuple[int, ...]) -> Iterator[Fact]:
-    """Yield the facts below ``path``; ``above`` holds the ids of the containers around it."""
+    """Yield the facts below ``path``; ``above`` has the ids of the enclosing containers, to detect cycles."""
     if isinstance(value, Tensor | np.ndarray | np.generic):
         yield from _of_array(value, path, above)
     elif isinstance(value, str | bytes | int | float | complex | None):
         text = repr(value)
         yield path, text if len(text) <= _SHORT else f"{type(value).__name__} {_checksum(text.encode()):08x}"
-    elif callable(getattr(value, "tobytes", None)):  # an image of PIL, a memoryview
+    elif callable(getattr(value, "tobytes", None)):  # a PIL image, a memoryview
         yield path, f"{type(value).__name__} {_checksum(value.tobytes()):08x}"
     elif len(above) >= _DEPTH or id(value) in above or isinstance(value, nn.Module | type) or callable(value):
         yield path, type(value).__name__
@@ -104,7 +105,7 @@ def _of_array(value: Any, path: str, above: tuple[int, ...]) -> Iterator[Fact]:
 
 
 def _checksum(data: Any) -> int:
-    """Return a checksum of bytes, ``bytes`` or a uint8 array [n]."""
+    """Return a checksum of ``bytes`` or a uint8 array [n]; of large values, from evenly spread pieces only."""
     size = len(data)
     if size <= _ALL_BYTES:
         return zlib.crc32(data)

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are checked against checksums before they are used, and cached folders that are rebuilt when they differ.
+"""Files whose checksums are compared before use, and cached folders that are rebuilt when they differ.
 
-**Checksums.** A dataset of tokens may be too large to read at each start, so each block of a file has its own checksum.
-A reader checks a block when it first reads from it (:class:`CheckedBlocks`), or all of them at once
-(:meth:`Checksums.check`), which is as fast as the disk and a few threads allow.
+**Checksums.** A token dataset may be too large to read at each start, so each block of a file has its own checksum. A
+reader checks a block when it first reads from it (:class:`CheckedBlocks`), or all blocks at once
+(:meth:`Checksums.check`), as fast as the disk and a few threads allow. ``data/pretraining/index.py`` writes a checksum
+file for each dataset that is made here.
 
-A checksum file holds: a line of JSON with the names and sizes of the files; the CRC32 of each block of each file in
-that order, little-endian u32; the CRC32 of all of this. Its last four bytes therefore identify the content of all files
-(:attr:`Checksums.identity`). ``data/pretraining/index.py`` writes one beside each dataset that is made here.
-
-**Cached folders.** :func:`cached_folder` makes a folder once for many runs. The folder appears when it is complete
-(``checkpoint/atomic.py``), with the checksums of its files inside. When something in it was damaged or changed
-since, it is made again from its source, and the log says so. So a file in a cache never decides what is learnt.
+**Cached folders.** :func:`cached_folder` makes a folder once for many runs. It appears when it is complete
+(``checkpoint/atomic.py``), with the checksums of its files inside. If a file was damaged or changed since, the folder
+is made again from its source and the log says so. So a cached file never decides what is learnt.
 ``data/pretraining/blend.py`` keeps Megatron's index files this way, ``data/finetuning/tokenized.py`` tokens.
 """
 
@@ -33,7 +30,7 @@ from numpy.typing import NDArray
 
 from lightning_mcore.checkpoint.atomic import abandon, begin, publish
 
-BLOCK = 1 << 16  # bytes; a sample is a few KiB, and the system reads 128 KiB ahead of it anyway
+BLOCK = 1 << 16  # bytes; a sample is a few KiB, and the system reads 128 KiB ahead anyway
 
 _log = logging.getLogger(__name__)
 
@@ -41,25 +38,22 @@ _CHECKSUMS = "checksums"  # the checksum file of a cached folder
 _FORMAT = 1
 _SPAN = BLOCK * 128  # bytes that one thread reads at a time
 _THREADS = 4
-_WHOLE = 1 << 30  # bytes up to which a fingerprint covers all of a file
-_SAMPLED = 1 << 10  # blocks that it covers of a larger one
+_WHOLE = 1 << 30  # bytes; up to this total, a fingerprint covers entire files
+_SAMPLED = 1 << 10  # blocks that the fingerprints of larger files cover in all
 _CRC = struct.Struct("<I")
 
 
 class BlockChecksums:
-    """The checksums of a file that is being written.
-
-    Args:
-        size: Bytes that have been written already.
-        last: CRC32 of the bytes behind the last full block.
-    """
+    """Checksums of a file in progress: ``size`` bytes so far, ``last`` the CRC32 behind the last full block."""
 
     def __init__(self, size: int = 0, last: int = 0) -> None:
         self.size = size
         self.last = last
 
     def add(self, content: bytes | memoryview) -> bytes:
-        """Add what is appended to the file; return the checksums of the blocks that are full now, as bytes."""
+        """Add what is appended to the file; return the checksums of the blocks that this fills, as bytes (u32 each)."""
+        # After 100,000 and 50,000 bytes: each call fills one block of 65,536 bytes and returns 4 bytes; 18,928 bytes
+        # remain in ``last``.
         view, found = memoryview(content), []
         while len(view):
             part = view[: BLOCK - self.size % BLOCK]
@@ -74,25 +68,14 @@ class BlockChecksums:
 
 @dataclass(frozen=True)
 class Checksums:
-    """The content of a checksum file.
-
-    Attributes:
-        path: Where the checksum file is.
-        files: By file name, the size in bytes and the CRC32 of each block.
-        identity: 8 hexadecimal digits that identify the content of all files.
-    """
+    """Content of a checksum file."""
 
     path: str
-    files: Mapping[str, tuple[int, NDArray[np.uint32]]]
-    identity: str
+    files: Mapping[str, tuple[int, NDArray[np.uint32]]]  # file name -> size in bytes, CRC32 of each block
+    identity: str  # 8 hexadecimal digits that identify the content of all files
 
     def check(self, name: str, path: str) -> None:
-        """Check the size and every block of a file.
-
-        Raises:
-            ValueError: The file is missing or differs.
-            OSError: The file cannot be read.
-        """
+        """Compare a file's size and every block. Raises ValueError if it is missing or differs, or OSError."""
         size, wanted = self.files[name]
         if not os.path.isfile(path):
             raise ValueError(f"{path} does not exist")
@@ -104,12 +87,10 @@ class Checksums:
 
 
 def write_checksums(path: str, files: Mapping[str, tuple[int, NDArray[np.uint32]]]) -> None:
-    """Write a checksum file and flush it to the disk.
-
-    Args:
-        path: Where to write it.
-        files: By file name, the size in bytes and the CRC32 of each block.
-    """
+    """Write a checksum file and flush it to disk."""
+    # The format: a JSON line with names and sizes, the CRC32 of each block of each file in that order (little-endian
+    # u32), and the CRC32 of all of this. The last four bytes thus identify the content of all files. One file of
+    # 150,000 bytes has three blocks: a 56-byte line, 12 bytes and 4 bytes.
     head = {"format": _FORMAT, "block": BLOCK, "files": {name: size for name, (size, _) in files.items()}}
     content = json.dumps(head).encode() + b"\n" + b"".join(sums.astype("<u4").tobytes() for _, sums in files.values())
     with open(path, "wb") as file:
@@ -119,12 +100,7 @@ def write_checksums(path: str, files: Mapping[str, tuple[int, NDArray[np.uint32]
 
 
 def read_checksums(path: str) -> Checksums:
-    """Read a checksum file.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        ValueError: The file is damaged.
-    """
+    """Read a checksum file in full. Raises FileNotFoundError if it is missing, ValueError if it is damaged."""
     checksums = _mapped(path)
     if checksums is None or f"{crc32(np.memmap(path, np.uint8, 'r')[: -_CRC.size].data):08x}" != checksums.identity:
         raise ValueError(f"{path} is damaged")
@@ -132,7 +108,7 @@ def read_checksums(path: str) -> Checksums:
 
 
 def _mapped(path: str) -> Checksums | None:
-    """Return the content of a checksum file without reading all of it; None if it is damaged."""
+    """Map a checksum file without reading all of it or comparing its own checksum; None if its structure is damaged."""
     if not os.path.isfile(path):
         raise FileNotFoundError(errno.ENOENT, "the file does not exist", path)
     size = os.path.getsize(path)
@@ -156,8 +132,9 @@ def _mapped(path: str) -> Checksums | None:
 
 
 def checksums_of(path: str, size: int | None = None) -> tuple[int, NDArray[np.uint32]]:
-    """Return the size of a file and the CRC32 of each of its blocks, or of its first ``size`` bytes."""
+    """Return a file's size and the CRC32 of each block, or those of its first ``size`` bytes."""
     size = os.path.getsize(path) if size is None else size
+    # crc32 and pread release the GIL, so threads run in parallel; each takes spans of 128 blocks (8 MiB).
     blocks = range(-(-size // BLOCK))
     with open(path, "rb") as file, ThreadPoolExecutor(_THREADS) as threads:
         spans = [blocks[start : start + _SPAN // BLOCK] for start in range(0, len(blocks), _SPAN // BLOCK)]
@@ -166,11 +143,11 @@ def checksums_of(path: str, size: int | None = None) -> tuple[int, NDArray[np.ui
 
 
 def fingerprints(paths: Sequence[str]) -> list[str]:
-    """Return a short description of the content of each file: its size and a CRC32, for large files of a part only.
+    """Return a short content mark for each file: its size and a CRC32.
 
-    Files of up to 1 GiB together are read as a whole. Of more, about 1,024 blocks of 64 KiB are read in all, spread
-    evenly over each file, the first and the last included. Bytes changed in place between these blocks go unnoticed;
-    bytes inserted or removed do not.
+    Up to 1 GiB in total, files are read entirely. Beyond that, about 1,024 blocks of 64 KiB are read in all, spread
+    evenly over each file, first and last included. Bytes changed in place between these blocks go unnoticed; bytes
+    inserted or removed do not.
     """
     sizes = [os.path.getsize(path) for path in paths]
     most = max(2, _SAMPLED // max(1, len(paths))) if sum(sizes) > _WHOLE else None
@@ -195,14 +172,8 @@ def _of_blocks(descriptor: int, blocks: Iterable[int], size: int) -> list[int]:
 class CheckedBlocks:
     """A memory-mapped file whose blocks are each checked before they are first read.
 
-    Args:
-        path: Path of the file.
-        checksums: Path of its checksum file.
-        name: Name of the file in the checksum file.
-
-    Raises:
-        FileNotFoundError: One of the two files does not exist.
-        ValueError: The checksum file is damaged, or the file has another size.
+    Raises FileNotFoundError if the file or its checksum file is missing, ValueError if the checksum file is damaged or
+    the size differs.
     """
 
     def __init__(self, path: str, checksums: str, name: str) -> None:
@@ -218,11 +189,8 @@ class CheckedBlocks:
         self._checked = np.zeros(len(self._wanted), np.bool_)
 
     def read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
-        """Return ``count`` numbers of type ``dtype``, starting at byte ``offset``: an array of [count].
-
-        Raises:
-            ValueError: A block that holds some of them has changed since it was written.
-        """
+        """Return ``count`` numbers from byte ``offset`` on, [count]. Raises ValueError if a block has changed."""
+        # 512 uint16 from byte 65,000 on end at byte 66,024: they touch blocks 0 and 1.
         stop = offset + count * np.dtype(dtype).itemsize
         for block in range(offset // BLOCK, -(-stop // BLOCK)):
             if not self._checked[block]:
@@ -242,18 +210,13 @@ def _damaged(path: str, block: int, blocks: int = 1) -> str:
 
 
 def cached_folder(folder: str, make: Callable[[str], None], what: str, check: bool = True) -> Checksums:
-    """Make a folder of a cache, unless it exists and its files are unchanged; return its checksums.
+    """Make a cache folder, unless it exists and its files are unchanged; return its checksums.
 
-    Args:
-        folder: Path of the folder.
-        make: Called with an empty folder, to write the files into it.
-        what: What the files are, for the log and for errors, such as ``"the index files of the dataset"``.
-        check: Compare existing files with their checksums, once per process. One process on each machine should.
-
-    Raises:
-        OSError: The folder cannot be written.
-        Exception: Whatever ``make`` raises; then no folder is left behind.
+    ``make`` writes the files into an empty folder that it is given; if it raises, no folder is left behind. ``what``
+    names the files in messages. With ``check``, which one process per machine should set, existing files are compared
+    with their checksums once per process. Raises OSError if the folder cannot be written.
     """
+    # Concurrent runs may want the same folder. One of them writes it; the others wait and then find it finished.
     while True:
         try:
             return _checked(folder, _marks(folder)) if check else read_checksums(os.path.join(folder, _CHECKSUMS))
@@ -273,6 +236,8 @@ def cached_folder(folder: str, make: Callable[[str], None], what: str, check: bo
             ) from error
         try:
             make(partial)
+            # Checksums are those of the files as they are on disk now, and publish() renames the folder after they are
+            # written.
             names = sorted(os.listdir(partial))
             found = {name: checksums_of(os.path.join(partial, name)) for name in names}
             write_checksums(os.path.join(partial, _CHECKSUMS), found)
@@ -284,7 +249,7 @@ def cached_folder(folder: str, make: Callable[[str], None], what: str, check: bo
 
 
 def is_cached(folder: str) -> bool:
-    """Return whether :func:`cached_folder` has finished making a folder."""
+    """Return whether :func:`cached_folder` has finished this folder."""
     return os.path.exists(os.path.join(folder, _CHECKSUMS))
 
 
@@ -297,14 +262,10 @@ def _marks(folder: str) -> tuple[tuple[Any, ...], ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _checked(folder: str, marks: tuple[tuple[Any, ...], ...]) -> Checksums:
-    """Compare the files of a folder with their checksums and return these.
-
-    Raises:
-        ValueError: A file differs.
-        OSError: A file does not exist.
-    """
+    """Compare a folder's files with their checksums, once for these ``marks``; raise ValueError or OSError."""
     checksums = read_checksums(os.path.join(folder, _CHECKSUMS))
     for name in checksums.files:
+        # The names come from a file in the cache: they must not lead out of the folder.
         if os.path.basename(name) != name:
             raise ValueError(f"{checksums.path} lists files of another folder")
         checksums.check(name, os.path.join(folder, name))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute the positions of tokens, and where the tower's outputs go, from tokens and the sizes of images and videos.
+"""Compute token positions, and which tower output goes where, from tokens and the sizes of images and videos.
 
-A batch with images or videos has, beside its tokens, what a processor of transformers returns: ``pixel_values``
+A batch with images or videos contains, besides tokens, what a transformers processor returns: ``pixel_values``
 [patches, values of a patch] and ``image_grid_thw`` [images, 3], and for videos ``pixel_values_videos`` and
 ``video_grid_thw``, each in order of appearance, row by row. :func:`with_vision` turns it into what a model takes, on
 the host and before the batch is split for context parallelism:
 
-* ``rope_positions`` [b, s, 3] int64: time, height and width of each token, from transformers' own ``get_rope_index``;
-* ``vision_rows`` [b, s] int64: the row of the tower's outputs that replaces the token's embedding; -1 for text;
+* ``rope_positions`` [b, s, 3] int64: time, height and width of each token, from transformers' ``get_rope_index``;
+* ``vision_rows`` [b, s] int64: the row of the tower's output that replaces the token's embedding; -1 for text;
 * ``patches`` [n, values of a patch] and ``vision_grids`` [images and videos, 3] int64: images, then videos.
 """
 
@@ -31,14 +31,10 @@ _NAMES = {IMAGE: "image", VIDEO: "video"}
 
 
 def with_vision(batch: dict[str, Tensor], vision: Vision) -> dict[str, Tensor]:
-    """Return a batch with positions and with the places of the tower's outputs; if it has them, return it unchanged.
+    """Return a batch with ``rope_positions`` and ``vision_rows``; if it has them already, return it unchanged.
 
-    Args:
-        batch: ``tokens`` [b, s] int64 and the other entries of a batch, dense or packed, with those of a processor.
-        vision: The settings of the model.
-
-    Raises:
-        ValueError: The tokens of images or videos do not match the images or videos.
+    ``batch`` is dense or packed and may contain the processor's entries. Raises ValueError if the image or video tokens
+    do not match the images or videos.
     """
     if "rope_positions" in batch:
         return batch
@@ -61,7 +57,7 @@ def with_vision(batch: dict[str, Tensor], vision: Vision) -> dict[str, Tensor]:
 
 
 def _samples(batch: dict[str, Tensor]) -> Iterator[tuple[int, int, int]]:
-    """Yield row, start and end of each sequence of a batch."""
+    """Yield row, start and end of each sequence; positions start again in each."""
     rows, length = batch["tokens"].shape
     for row in range(rows):
         ends = batch["cu_seqlens_padded"][row].tolist() if is_packed(batch) else [0, length]
@@ -69,11 +65,13 @@ def _samples(batch: dict[str, Tensor]) -> Iterator[tuple[int, int, int]]:
 
 
 def _check_runs(vision: Vision, samples: list[list[int]], images: Tensor | None, videos: Tensor | None) -> None:
-    """Refuse image and video tokens that do not match these images and videos."""
+    """Raise ValueError unless each run of image or video tokens has the length that its image or video needs."""
+    # Kinds 0 1 1 1 1 0 2 2 are runs (0, 1), (1, 4), (0, 1), (2, 2): one image of 4 tokens and one video of 2. Two
+    # images side by side are told apart by the marks around each, which are text.
     runs = [(kind, len(list(run))) for sample in samples for kind, run in itertools.groupby(sample)]
     for kind, grids in ((IMAGE, images), (VIDEO, videos)):
         sizes = [] if grids is None else grids.tolist()
-        if kind == VIDEO and vision.family.interleaved:  # each frame is separate, after its time as text
+        if kind == VIDEO and vision.family.interleaved:  # each frame is a run of its own, after its time as text
             sizes = [[1, *size] for frames, *size in sizes for _ in range(frames)]
         wanted = [vision.tokens_of(size) for size in sizes]
         found = [length for each, length in runs if each == kind]
@@ -86,9 +84,11 @@ def _check_runs(vision: Vision, samples: list[list[int]], images: Tensor | None,
 
 
 def _check_patches(vision: Vision, batch: dict[str, Tensor], seen: dict[str, Tensor]) -> None:
-    """Refuse patches of another size or number than the tower takes for the grids of images and of videos."""
+    """Raise ValueError unless ``pixel_values`` has the number and size of patches that its grids imply."""
     sizes = [int(vision.config[name]) for name in ("in_channels", "temporal_patch_size", "patch_size", "patch_size")]
     for name, grids in seen.items():
+        # A grid of (1, 4, 6) has 24 patches; with 3 channels, 2 frames per step and 14 x 14 pixels, each has 1,176
+        # values.
         wanted = [int(grids.prod(1).sum()), prod(sizes)]
         found = list(batch[name].shape) if name in batch else None
         if found != wanted:
@@ -107,22 +107,27 @@ def _positions(
     seconds: Tensor | None,
 ) -> Tensor:
     """Return the positions of all tokens, [b, s, 3] int64; each sequence counts from 0."""
+    # get_rope_index takes one sequence per row. So packed sequences become padded rows, and their positions return to
+    # their places in the packed row. ``kinds`` are its token types, and also stand in for tokens, of which only the
+    # shape counts.
     parts = [kinds[row, start:end] for row, start, end in samples]
     padded = pad_sequence(parts, batch_first=True)
     is_there = pad_sequence([torch.ones_like(part) for part in parts], batch_first=True)
     model: Any = getattr(importlib.import_module(vision.family.package), vision.family.model)
-    bare = model.__new__(model)  # get_rope_index reads only the config
+    bare = model.__new__(model)  # without weights: get_rope_index reads only the config
     bare.__dict__["config"] = SimpleNamespace(vision_config=SimpleNamespace(**vision.config))
     more = {} if seconds is None else {"second_per_grid_ts": seconds}
     found, _ = bare.get_rope_index(padded, padded, images, videos, attention_mask=is_there, **more)
     positions = kinds.new_zeros(*kinds.shape, 3)
     for index, (row, start, end) in enumerate(samples):
+        # ``found`` is [3, samples, longest].
         positions[row, start:end] = found[:, index, : end - start].t()
     return positions
 
 
 def _rows(kinds: Tensor) -> Tensor:
-    """Return the row of the tower's outputs for each token, [b, s] int64, images before videos; -1 for text."""
+    """Return the row of the tower's output for each token, [b, s] int64, images before videos; -1 for text."""
+    # Kinds [[0, 1, 1, 0, 2], [1, 0, 2, 2, 0]] (1 image, 2 video) have rows [[-1, 0, 1, -1, 3], [2, -1, 4, 5, -1]].
     rows, first = torch.full_like(kinds, -1), 0
     for kind in (IMAGE, VIDEO):
         places = kinds == kind

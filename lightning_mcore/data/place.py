@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where training stands in Lightning's loops, and how they continue from there.
+"""Where training stands in Lightning's loops, and how the loops continue from there.
 
-Lightning keeps four counters of epochs and of batches, and flags that tell its loops how to restart. Their meaning
-depends on the hook in which a checkpoint was taken. A :class:`Place` has one meaning, and the functions at the end of
-this file make the loops continue from one. For example, after 3 of 8 batches of the second epoch: ``epoch=1,
-in_epoch=True, batches=3``; with ``accumulate_grad_batches=2`` ``batches=2, rewound=1``, because the third batch belongs
-to a step that has not been taken.
-
-``strategy/resume.py`` decides when; no other file uses the internals of these loops.
+Lightning keeps four counters each for epochs and batches, and flags that tell its loops how to restart. Their meaning
+depends on the hook in which a checkpoint was taken. A :class:`Place` has one meaning; the functions below make the
+loops continue from one. ``strategy/resume.py`` decides when to call them. No other file uses the internals of these
+loops.
 """
 
 import logging
@@ -24,54 +21,48 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Place:
-    """Where training stands.
+    """Where training stands."""
 
-    Attributes:
-        epoch: The epoch that continues, or begins.
-        in_epoch: Whether this epoch continues; its first hooks have run.
-        ending: Whether the epoch has been validated after its last batch, but has not ended.
-        waits: Whether the epoch before has ended except for its plateau schedulers, which come after its last hooks.
-        batches: Batches of the epoch on each rank whose optimizer step was taken.
-        rewound: Batches that were read since the last optimizer step.
-        stepped: Batches that ended with an optimizer step; Lightning numbers its logs by them.
-    """
-
-    epoch: int
-    in_epoch: bool
-    ending: bool
-    waits: bool
-    batches: int
-    rewound: int
-    stepped: int
+    # After 3 of 8 batches of the second epoch: epoch=1, in_epoch=True, batches=3, rewound=0. With
+    # accumulate_grad_batches=2: batches=2, rewound=1, because the optimizer step of the third batch has not been taken.
+    epoch: int  # the epoch that continues or begins
+    in_epoch: bool  # this epoch continues; its first hooks have run
+    ending: bool  # the epoch was validated after its last batch, but has not ended
+    waits: bool  # the previous epoch ended except for its plateau schedulers, which follow its last hooks
+    batches: int  # of this epoch on each rank, up to the last optimizer step
+    rewound: int  # batches read since that step, to be read again
+    stepped: int  # batches that ended with an optimizer step; Lightning numbers its logs by them
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> "Place":
-        """Return the position of a trainer, at any moment at which a checkpoint may be taken.
-
-        Source: ``_FitLoop`` and ``_TrainingEpochLoop`` in lightning/pytorch/loops (2.6), which count an epoch as
-        processed before its last hooks and a batch before ``on_train_batch_end``.
-        """
+        """Return the place of a trainer, at any moment at which a checkpoint may be taken."""
+        # Source: ``_FitLoop`` and ``_TrainingEpochLoop`` in lightning/pytorch/loops (2.6), which count an epoch as
+        # processed before its last hooks and a batch before ``on_train_batch_end``.
         loop = trainer.fit_loop.epoch_loop
         epochs: Any = trainer.fit_loop.epoch_progress.current
         batches: Any = loop.batch_progress.current
         done = batches.processed
         ended = loop.batch_progress.is_last_batch or done >= trainer.num_training_batches
         rest = 0 if ended else done % trainer.accumulate_grad_batches
-        runs = epochs.started > epochs.processed
+        runs = epochs.started > epochs.processed  # within an epoch, before its last hooks
+        # _batches_that_stepped grows only after on_train_batch_end and the validation that may follow, so a checkpoint
+        # taken in one of these lacks the last step.
         not_counted = done > 0 and rest == 0 and runs and (batches.completed < done or trainer.validating)
         stepped = loop._batches_that_stepped + int(not_counted)
         if runs and ended:
             ending = batches.completed == done and trainer.validating
             return cls(epochs.started - int(ending), False, ending, False, 0, 0, stepped)
-        if runs or (done > 0 and not ended):  # the second: stopped in the middle, but counted as complete
+        if runs or (done > 0 and not ended):  # the second: stopped in mid-epoch, but counted as complete
             epoch = epochs.processed if runs else epochs.processed - 1
             return cls(epoch, True, False, False, done - rest, rest, stepped)
         return cls(epochs.processed, False, False, epochs.completed < epochs.processed, 0, 0, stepped)
 
     def write(self, loops: dict[str, Any]) -> None:
-        """Write the position into the saved state of Lightning's fit loop, if it is in an epoch."""
+        """Write the place into the saved state of Lightning's fit loop, if it is within an epoch."""
         if not self.in_epoch:
             return
+        # The state is that of a checkpoint taken in on_train_batch_end: the last batch is processed but neither
+        # completed nor counted as stepped. Lightning adds 1 to both when it restarts, hence the two "- 1" below.
         epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
         earlier = epochs["total"]["processed"] - epochs["current"]["processed"]
         for progress, offset in ((epochs["current"], 0), (epochs["total"], earlier)):
@@ -86,11 +77,11 @@ class Place:
 
 
 class EndOfRestart(Checkpoint):
-    """Lets a loop that resumed within an epoch end the epoch like any other.
+    """Lets a loop that resumed within an epoch end that epoch like any other.
 
-    To hooks, the loop is restarting until its first epoch is over, as under any strategy. After the hooks come the
-    schedulers. Lightning does not step them in a loop that is restarting, because it has no metrics then. Here the
-    metrics are known, so the restart ends in between: in the last of all hooks, that of the last checkpoint callback.
+    To hooks, the loop is restarting until its first epoch is over, as under any strategy. The schedulers follow the
+    hooks. Lightning does not step them in a restarting loop, because it has no metrics then; here the metrics are
+    known. So the restart ends in between, in the last hook of all, which is that of the last checkpoint callback.
 
     Source: ``_FitLoop.on_advance_end`` in lightning/pytorch/loops/fit_loop.py (2.6).
     """
@@ -102,12 +93,12 @@ class EndOfRestart(Checkpoint):
 
     @classmethod
     def attach(cls, trainer: pl.Trainer) -> None:
-        """Add this callback as the last one, for one epoch."""
+        """Add this callback for one epoch. As a ``Checkpoint`` at the end of the list it runs last."""
         trainer.callbacks = [*trainer.callbacks, cls()]  # type: ignore[attr-defined]
 
     @classmethod
     def detach(cls, trainer: pl.Trainer) -> None:
-        """Remove this callback, if the trainer has it."""
+        """Remove this callback, if present."""
         trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, cls)]  # type: ignore[attr-defined]
 
 
@@ -117,33 +108,28 @@ def restore_metrics(fit: Any, metrics: Mapping[str, Any]) -> None:
 
 
 def step_plateaus(fit: Any) -> None:
-    """Step the plateau schedulers, as Lightning does after the last hooks of an epoch.
-
-    Source: ``_FitLoop.on_advance_end`` (2.6), where the epoch is not counted as completed yet.
-    """
+    """Step the plateau schedulers, as Lightning does after an epoch's last hooks."""
     progress = fit.epoch_progress.current
+    # Source: ``_FitLoop.on_advance_end`` (2.6), where the epoch is not counted as completed yet.
     progress.completed -= 1
     fit.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
     progress.completed += 1
 
 
 def begin_epoch(fit: Any, place: Place, makes_iterator: bool) -> None:
-    """Let Lightning begin an epoch as if it had run the earlier ones in this process.
+    """Let Lightning begin an epoch, at ``on_train_start``, as if it had run the earlier ones in this process.
 
-    Args:
-        fit: The fit loop, at ``on_train_start``.
-        place: Where training begins.
-        makes_iterator: Whether the epoch gets a new iterator instead of the one made in advance.
-
-    Source: ``_FitLoop.on_advance_start`` and ``_TrainingEpochLoop.on_run_start`` (2.6): a loop that is restarting skips
-    the hooks of the epoch's start, and makes no iterator.
+    ``makes_iterator``: the epoch gets a new iterator instead of the one made in advance.
     """
+    # Source: ``_FitLoop.on_advance_start`` and ``_TrainingEpochLoop.on_run_start`` (2.6): a restarting loop skips the
+    # hooks of the epoch's start and makes no iterator. So every trace of a restart is removed.
     epochs, batches = fit.epoch_progress, fit.epoch_loop.batch_progress
     earlier = epochs.total.processed - epochs.current.processed
     for progress, number in ((epochs.current, place.epoch), (epochs.total, earlier + place.epoch)):
         progress.ready = progress.started = progress.processed = progress.completed = number
     batches.total.completed = batches.total.processed
     fit.epoch_loop._batches_that_stepped = place.stepped
+    # The base class's setter: _FitLoop's own turns False into True in a run that counts steps (max_steps).
     _Loop.restarting.fset(fit, False)  # type: ignore[attr-defined]
     for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop):
         loop.reset_restart_stage()
@@ -153,18 +139,16 @@ def begin_epoch(fit: Any, place: Place, makes_iterator: bool) -> None:
 
 
 def load_loaders(fit: Any) -> None:
-    """Load the saved state of loaders that keep their own, if Lightning has not done so.
-
-    Source: ``Trainer.estimated_stepping_batches`` (2.6) sets the loaders up before the loops are restored, and
-    ``_FitLoop.setup_data`` loads their states when it sets them up.
-    """
+    """Load the saved state of loaders that keep their own, if Lightning has not done so."""
+    # Source: ``Trainer.estimated_stepping_batches`` (2.6) sets the loaders up before the loops are restored, and
+    # ``_FitLoop.setup_data`` loads their states only when it sets them up.
     fit._combined_loader._load_state_dicts(fit._combined_loader_states_to_load)
     fit._combined_loader_states_to_load = []
     iter(fit._data_fetcher)
 
 
 def skip_batches(fetcher: Any, batches: int) -> None:
-    """Read batches and drop them, to reach a position in data that has no index."""
+    """Read and drop batches, to reach a place in data that has no index; raises ValueError if it ends before that."""
     _log.info("reading %d batches that the interrupted run has seen, because the data has no index", batches)
     for number in range(batches):
         try:
@@ -174,16 +158,15 @@ def skip_batches(fetcher: Any, batches: int) -> None:
                 f"the data ended after {number} batches, but {batches} batches of the epoch had been read when the"
                 " checkpoint was saved; resume with the data of the run that saved it"
             ) from None
-    fetcher.fetched = 0  # Lightning will add the batches that count
+    fetcher.fetched = 0  # Lightning adds the skipped batches itself (on_run_start)
     if fetcher.length is not None:
         fetcher.done = False
 
 
 def skip_batches_of(fetcher: Any, batches: int, chosen: Sequence[bool]) -> None:
-    """Read and drop batches of some of several loaders; the others are where they should be.
+    """Read and drop batches of the ``chosen`` loaders; the others are where they should be.
 
-    Raises:
-        ValueError: The loaders have no length, so Lightning has read a batch of all of them already.
+    Raises ValueError if the loaders have no length, because Lightning has then read a batch of all of them already.
     """
     if fetcher.length is None:
         raise ValueError(
@@ -198,14 +181,12 @@ def skip_batches_of(fetcher: Any, batches: int, chosen: Sequence[bool]) -> None:
 def recount_batches(fit: Any, batches: int, length: int, remaining: int) -> None:
     """Recount the batches of an epoch that began with another number of ranks or another batch size.
 
-    The epoch keeps the length that it has on the current ranks, and ends when its rest has been read.
-
-    Args:
-        fit: The fit loop, at ``on_train_start``.
-        batches: Batches that were read, counted as in the interrupted run.
-        length: Batches of a whole epoch in this run.
-        remaining: Batches that are left in this run.
+    ``batches`` were read, in batches of the interrupted run; a full epoch has ``length`` and ``remaining`` are left, in
+    batches of this run. The epoch keeps the length that it has on the current ranks, and ends when its rest has been
+    read.
     """
+    # A checkpoint after 4 of 8 batches on 2 ranks, resumed on 4 ranks with the same batch size: length=4, remaining=2.
+    # The run continues as if 2 of 4 batches were done (first=2).
     cut_off = length - min(length, fit.max_batches)  # by limit_train_batches
     first = int(fit.max_batches - max(0, remaining - cut_off))
     for progress in (fit.epoch_loop.batch_progress.total, fit.epoch_loop.batch_progress.current):

@@ -2,19 +2,14 @@
 """The position of a run in a DataLoader: recorded while it trains, restored after a resume.
 
 Lightning counts batches, but a resumed run reads its DataLoader from the beginning: some samples are repeated, others
-are lost. A :class:`FollowedLoader` takes the place of a DataLoader's batch sampler while the trainer fits. It never
-changes what is read. It records the random states from which an epoch's iterator started. In a resumed epoch it skips
-the indices that have been read, without loading their samples:
+lost. A :class:`FollowedLoader` replaces a DataLoader's batch sampler while the trainer fits. It never changes what is
+read. It records the random states from which an epoch's iterator started. In a resumed epoch it skips the indices that
+have been read, without loading their samples:
 
-* on the same number of data-parallel ranks, with the same batch size, it skips the first batches of the same iteration,
+* with the same number of data-parallel ranks and the same batch size, it skips the first batches of the same iteration,
   whatever the batch sampler is;
-* on another number of ranks, or with another batch size, it deals out the rest of the *global order* again.
-  ``DistributedSampler`` gives rank ``r`` of ``n`` every n-th sample of one permutation, so what all ranks together have
-  read is always a prefix of it.
-
-Random states matter at two moments. *Opened*: the iterator is made, and torch's generator draws the seed of the
-workers. *Started*: the first index is asked for, and most samplers draw their permutation. Without workers this comes
-later, after hooks of the user that may draw random numbers too.
+* otherwise it deals out the rest of the *global order* again. ``DistributedSampler`` gives rank ``r`` of ``n`` every
+  n-th sample of one permutation, so what all ranks together have read is always a prefix of it.
 
 ``place.py`` has the position in Lightning's loops. ``strategy/resume.py`` calls both files, and decides about epochs,
 ranks and checkpoints.
@@ -57,38 +52,30 @@ class Moment:
 class Position:
     """Where a loader continues.
 
-    Attributes:
-        batches: Batches of the epoch that each rank has read.
-        ranks: Number of data-parallel ranks that read them.
-        batch_size: Samples in a batch; None if the user's own batch sampler decided.
-        opened: The random states when the iterator of this epoch was made.
-        started: The random states when its first index was asked for; None if the order does not depend on them.
-        seed: Seed of a distributed sampler; None for any other.
+    Random states matter at two moments. *Opened*: the iterator is made, and torch's generator draws the workers' seed.
+    *Started*: the first index is requested, and most samplers draw their permutation. Without workers this comes later,
+    after user hooks that may draw random numbers too.
     """
 
-    batches: int
-    ranks: int
-    batch_size: int | None
+    batches: int  # of the epoch, read by each rank
+    ranks: int  # data-parallel ranks that read them
+    batch_size: int | None  # in samples; None if the user's own batch sampler decided
     opened: Moment | None = None
-    started: Moment | None = None
-    seed: int | None = None
+    started: Moment | None = None  # None if the order does not depend on it
+    seed: int | None = None  # of a distributed sampler; None for any other
 
 
+# The attributes that FollowedLoader does not pass on to the sampler that it replaces.
 _OWN = {"_loader", "_ranks", "_on_request", "_position", "_slot", "_inner", "_opened", "_started", "_open_twice"}
 _OWN |= {"_seed", "_given_seed"}
 
 
 class FollowedLoader(BatchSampler):
-    """Replaces the batch sampler of a DataLoader, or its sampler if it has no batch sampler.
+    """Replaces a DataLoader's batch sampler, or its sampler if it has no batch sampler.
 
-    It takes that place when it is made and gives it back in :meth:`leave`. Its attributes are those of the sampler
-    that it replaces.
-
-    Args:
-        loader: The loader to follow.
-        ranks: Number of data-parallel ranks that read together.
-        on_request: Called before each batch of indices is made, if that happens in step with training (no workers).
-        position: Where to continue; None at the beginning of an epoch.
+    It takes that place when it is made and returns it in :meth:`leave`. It shows the attributes of the replaced
+    sampler. ``on_request`` is called before each batch of indices is made, if that happens in step with training (no
+    workers). ``position`` says where to continue; None at the beginning of an epoch.
     """
 
     def __init__(
@@ -109,9 +96,10 @@ class FollowedLoader(BatchSampler):
         self._open_twice = False
         sampler = self._loader_sampler
         self._given_seed = self._seed = sampler.seed if isinstance(sampler, DistributedSampler) else None
+        # The epoch in progress was permuted with the seed of the interrupted run.
         if position is not None and position.seed is not None and self._seed is not None:
             self._seed = sampler.seed = position.seed
-        vars(loader)[self._slot] = self  # DataLoader refuses to assign it
+        vars(loader)[self._slot] = self  # DataLoader rejects a normal assignment
 
     def leave(self) -> None:
         """Give the loader back its own sampler, and the sampler its own seed."""
@@ -121,7 +109,7 @@ class FollowedLoader(BatchSampler):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the sampler that it replaces."""
-        if name == "_inner":  # not set yet, as in a copy that is being made
+        if name == "_inner":  # not set yet, as in a copy in the making
             raise AttributeError(name)
         return getattr(self._inner, name)
 
@@ -133,23 +121,19 @@ class FollowedLoader(BatchSampler):
             setattr(self._inner, name, value)
 
     def __len__(self) -> int:
-        """Return the number of batches of a whole epoch, even if only a part of it is left."""
+        """Return the number of batches of a full epoch, even if only part of it is left."""
         return len(self._inner)
 
     # ---- what is read
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin an epoch, or continue one.
-
-        With workers, torch asks twice for the iterator and uses the second one; only the first call comes before the
-        workers get their seeds. Persistent workers get seeds once.
-
-        Source: ``_BaseDataLoaderIter.__init__`` and ``_MultiProcessingDataLoaderIter._reset`` in torch.utils.data
-        (2.13).
-        """
+        """Begin or continue an epoch."""
         position = self._position
         if position is not None and position.opened is not None and self._opened is None:
             self._put(position.opened)
+        # With workers, torch asks twice for the iterator and uses the second one; only the first call precedes the draw
+        # of the workers' seeds. Persistent workers get seeds once. Source: ``_BaseDataLoaderIter.__init__`` and
+        # ``_MultiProcessingDataLoaderIter._reset`` in torch.utils.data (2.13).
         workers, persistent = self._loader.num_workers > 0, self._loader.persistent_workers
         if not (workers and (self._open_twice or (persistent and self._opened is not None))):
             self._opened = self._take()
@@ -158,6 +142,7 @@ class FollowedLoader(BatchSampler):
 
     def _indices(self, indices: Iterator[Any]) -> Iterator[Any]:
         self._open_twice = False
+        # Used once: the next epoch begins at its beginning.
         position, self._position = self._position, None
         if position is not None and position.batches > 0 and self.reads_by_index:
             indices = self._rest(position, indices)
@@ -177,6 +162,8 @@ class FollowedLoader(BatchSampler):
 
     def _rest(self, position: Position, indices: Iterator[Any]) -> Iterator[Any]:
         """Return the rest of an epoch; the common random state stays as it was."""
+        # The hooks of this run may have drawn random numbers since. The permutation is drawn from the state of the
+        # interrupted run, and then the current state returns.
         now, self._started = take_common(), position.started
         if position.started is not None:
             self._put(position.started)
@@ -206,13 +193,14 @@ class FollowedLoader(BatchSampler):
         assert position.batch_size is not None
         assert self.samples_of_batch is not None
         sampler = self._loader_sampler
+        # 64 samples; 4 batches of 4 on 2 ranks have read 32. On 4 ranks, 8 samples are left for each: 2 batches of 4.
         consumed = position.batches * position.ranks * position.batch_size
         samples = rank_share(epoch_size(sampler), consumed, sampler.num_replicas, sampler.drop_last)
         drops_last = isinstance(self._inner, BatchSampler) and self._inner.drop_last
         return samples // self.samples_of_batch if drops_last else math.ceil(samples / self.samples_of_batch)
 
     def _dealt(self, position: Position) -> Any:
-        """Return the index batches (or indices) of this rank in what is left of the global order."""
+        """Return this rank's index batches (or indices) in what is left of the global order."""
         assert position.batch_size is not None
         assert self.samples_of_batch is not None
         sampler = self._loader_sampler
@@ -281,7 +269,7 @@ class FollowedLoader(BatchSampler):
         return tuple(generator.get_state() for generator in self._generators)
 
     def put_own_states(self, states: Sequence[torch.Tensor]) -> None:
-        """Set the states of these generators, uint8 tensors [n], if the number of states fits."""
+        """Set the states of these generators, if their number fits."""
         generators = self._generators
         if len(generators) == len(states):
             for generator, state in zip(generators, states, strict=True):
@@ -289,9 +277,10 @@ class FollowedLoader(BatchSampler):
 
 
 def global_order(sampler: Any) -> list[Any]:
-    """Return the samples of this epoch in the order in which all ranks of a distributed sampler together read them."""
+    """Return this epoch's samples in the order in which all ranks of a distributed sampler together read them."""
     if isinstance(sampler, GlobalOrderSampler):
         return list(sampler.order())
+    # The same sampler as one rank of one, so that it neither skips nor pads.
     whole = copy.copy(sampler)
     whole.num_replicas, whole.rank, whole.drop_last = 1, 0, False
     whole.num_samples = whole.total_size = len(whole.dataset)
@@ -299,7 +288,7 @@ def global_order(sampler: Any) -> list[Any]:
 
 
 def epoch_size(sampler: Any) -> int:
-    """Return the number of samples in :func:`global_order`."""
+    """Return the length of :func:`global_order`."""
     return sampler.epoch_size if isinstance(sampler, GlobalOrderSampler) else len(sampler.dataset)
 
 
@@ -310,18 +299,13 @@ def rank_share(size: int, consumed: int, ranks: int, drop_last: bool) -> int:
 
 
 def deal(order: list[Any], consumed: int, ranks: int, rank: int, drop_last: bool) -> list[Any]:
-    """Return one rank's part of the rest of an order.
+    """Return one rank's part of ``order`` behind the first ``consumed`` samples.
 
-    Args:
-        order: All samples of the epoch.
-        consumed: How many of them, from the first on, have been read.
-        ranks: Number of ranks that read now.
-        rank: This rank.
-        drop_last: Leave out samples that do not fill the last turn; otherwise the last turn is filled up with the
-            first samples of the epoch.
-
-    Source: ``DistributedSampler.__iter__`` in torch.utils.data (2.13), which this equals for ``consumed=0``.
+    With ``drop_last``, samples that do not fill the last turn are left out; otherwise the epoch's first samples fill
+    it. Source: ``DistributedSampler.__iter__`` in torch.utils.data (2.13), which this equals for ``consumed=0``.
     """
+    # Order 0 to 9, 4 consumed, 4 ranks: the rest 4 to 9 is one turn and a half. With drop_last, the ranks get [4], [5],
+    # [6] and [7]; without, [4, 8], [5, 9], [6, 0] and [7, 1].
     share = rank_share(len(order), consumed, ranks, drop_last)
     rest = order[consumed:]
     filled = itertools.chain(rest, itertools.cycle(order))
@@ -329,12 +313,10 @@ def deal(order: list[Any], consumed: int, ranks: int, rank: int, drop_last: bool
 
 
 def batches_in_pass(mode: str, batches: int, length: float) -> int:
-    """Return how many batches one of several loaders has given in its current pass.
+    """Return how many batches one of several loaders, ``length`` batches long, has given in its current pass.
 
-    Args:
-        mode: Mode of Lightning's CombinedLoader.
-        batches: Combined batches that have been read.
-        length: Number of batches of this loader.
+    ``mode`` is that of Lightning's CombinedLoader, ``batches`` the number of combined batches read. A loader of 3
+    batches under ``max_size_cycle`` is 1 batch into its third pass after 7.
     """
     if batches <= length:
         return batches

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One order of the samples for every layout, and the DataLoaders that read in this order.
+"""One sample order for every layout, and the DataLoaders that read in this order.
 
-The order of an epoch depends only on the seed and the number of the epoch. :class:`GlobalOrderSampler` deals it out in
-turns: with ``n`` data-parallel ranks, rank ``r`` reads the samples ``r``, ``r + n``, ``r + 2 n`` and so on. What all
-ranks together have read is always a prefix of the order, whatever ``n`` is. So a run on another number of ranks with
-the same global batch sees the same samples in every step, and a resumed run continues where the other one stopped
+An epoch's order depends only on the seed and the epoch number. :class:`GlobalOrderSampler` deals it out in turns: of
+``n`` data-parallel ranks, rank ``r`` reads samples ``r``, ``r + n``, ``r + 2 n`` and so on. What all ranks together
+have read is therefore always a prefix of the order, whatever ``n`` is. So a run on another number of ranks with the
+same global batch sees the same samples in every step, and a resumed run continues where the other one stopped
 (``position.py``). The ranks of one model copy read the same samples.
 
-An epoch ends with the last whole global batch. The log says how many samples are left over; each epoch's order leaves
-out others. Lightning's own sampler repeats samples instead, to fill the last batch.
+An epoch ends with the last full global batch. The log says how many samples are left over; each epoch's order leaves
+out different ones. Lightning's own sampler repeats samples instead, to fill the last batch.
 
 The data modules of this package build their loaders with :func:`training_loader` and :func:`evaluation_loader`; your
 own data module may do the same.
@@ -26,20 +26,10 @@ from lightning_mcore.config.value_checks import require_size
 
 
 class GlobalOrderSampler(DistributedSampler[Any]):
-    """Deals out whole global batches, in an order that does not depend on the number of ranks.
+    """Deals out full global batches, in an order that does not depend on the number of ranks.
 
-    Args:
-        dataset: The samples; it must have a length.
-        num_replicas: Number of data-parallel ranks.
-        rank: This data-parallel rank.
-        global_batch_size: Samples of all ranks in one optimizer step; the length of an epoch is a multiple of it.
-        shuffle: Draw a new order in each epoch; otherwise keep the order of the dataset.
-        seed: Seed of the order.
-        of: What the dataset consists of, for messages.
-
-    Raises:
-        ValueError: The dataset is smaller than a global batch, or the number of ranks does not divide a global batch.
-        TypeError: A size is not an int.
+    ``global_batch_size`` counts the samples of all ranks in one optimizer step, ``of`` names the samples in messages.
+    Raises ValueError if the dataset is smaller than a global batch, or if the number of ranks does not divide one.
     """
 
     def __init__(
@@ -59,6 +49,8 @@ class GlobalOrderSampler(DistributedSampler[Any]):
                 f"global_batch_size={global_batch_size} cannot be dealt out to {num_replicas} data-parallel ranks;"
                 f" choose a multiple of {num_replicas}"
             )
+        # 11 samples with a global batch of 4: an epoch has 8 of them. Without shuffling, rank 0 of 2 reads 0, 2, 4, 6
+        # and rank 1 reads 1, 3, 5, 7; on one rank the order is 0 to 7. Samples 8 to 10 are left over.
         self.global_batch_size = global_batch_size
         self.epoch_size = len(cast(Sized, dataset)) // global_batch_size * global_batch_size
         if self.epoch_size == 0:
@@ -66,19 +58,22 @@ class GlobalOrderSampler(DistributedSampler[Any]):
                 f"the dataset has {len(cast(Sized, dataset))} {of}, fewer than the {global_batch_size} of a global"
                 " batch; give more data, or lower the batch size, accumulate_grad_batches or the number of ranks"
             )
+        # Attributes of DistributedSampler, whose own values assume padding or dropping per rank.
         self.num_samples = self.epoch_size // num_replicas
         self.total_size = self.epoch_size
 
     @property
     def left_over(self) -> int:
-        """How many samples an epoch leaves out."""
+        """Samples that an epoch leaves out."""
         return len(cast(Sized, self.dataset)) - self.epoch_size
 
     def order(self, rank: int = 0, ranks: int = 1) -> Sequence[int]:
-        """Return the indices of this epoch in the order in which all ranks together read them, or one rank's share."""
+        """Return this epoch's indices in the order in which all ranks together read them, or one rank's share."""
         if not self.shuffle:
             return range(rank, self.epoch_size, ranks)
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        # The permutation covers the whole dataset and is cut afterwards, so that each epoch leaves out different
+        # samples.
         permutation = torch.randperm(len(cast(Sized, self.dataset)), generator=generator)
         return permutation[rank : self.epoch_size : ranks].tolist()
 
@@ -99,19 +94,19 @@ def training_loader(
     pin_memory: bool | None = None,
     of: str = "samples",
 ) -> DataLoader[Any]:
-    """Return a training loader of whole global batches, in the same order on every layout.
+    """Return a training loader of full global batches, in the same order on every layout.
 
     Args:
-        trainer: The trainer of the run, for its ranks and ``accumulate_grad_batches``; None for one rank.
+        trainer: The trainer, for its ranks and ``accumulate_grad_batches``; None for one rank.
         dataset: The samples; it must have a length.
-        batch_size: Samples in a batch of one data-parallel rank.
+        batch_size: Samples in a batch on one data-parallel rank.
         seed: Seed of the order.
-        shuffle: Draw a new order in each epoch; otherwise keep the order of the dataset.
-        collate_fn: Makes a batch of a list of samples.
-        num_workers: Number of processes that load batches in advance.
-        pin_memory: Copy batches into pinned memory, from which a GPU reads while it computes; None for yes if the
+        shuffle: Draw a new order in each epoch; otherwise keep the dataset's order.
+        collate_fn: Makes a batch from a list of samples.
+        num_workers: Number of processes that load batches ahead.
+        pin_memory: Copy batches into pinned memory, from which a GPU can read while it computes; None means yes if the
             trainer uses CUDA.
-        of: What the dataset consists of, for messages: samples, or rows.
+        of: What the dataset contains, for messages: samples, or rows.
 
     Raises:
         ValueError: The dataset is smaller than a global batch.
@@ -120,6 +115,7 @@ def training_loader(
     require_size("batch_size", batch_size)
     rank, ranks = data_parallel_place(trainer)
     accumulated = trainer.accumulate_grad_batches if trainer is not None else 1
+    # 2 samples per batch on 4 ranks with accumulate_grad_batches=8: a global batch has 64 samples.
     size = batch_size * ranks * accumulated
     sampler = GlobalOrderSampler(dataset, ranks, rank, size, shuffle, seed, of)
     if sampler.left_over:
@@ -147,13 +143,13 @@ def evaluation_loader(
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader[Any]:
-    """Return a loader of all samples in the order of the dataset; Lightning divides them among the ranks.
+    """Return a loader of all samples in dataset order; Lightning divides them among the ranks.
 
     Args:
         dataset: The samples.
-        batch_size: Samples in a batch of one data-parallel rank.
-        collate_fn: Makes a batch of a list of samples.
-        num_workers: Number of processes that load batches in advance.
+        batch_size: Samples in a batch on one data-parallel rank.
+        collate_fn: Makes a batch from a list of samples.
+        num_workers: Number of processes that load batches ahead.
         pin_memory: Copy batches into pinned memory.
 
     Raises:
@@ -178,6 +174,6 @@ def is_on_cuda(trainer: pl.Trainer | None) -> bool:
 
 
 def data_parallel_place(trainer: pl.Trainer | None) -> tuple[int, int]:
-    """Return this data-parallel rank and the number of them; (0, 1) outside a run."""
+    """Return this data-parallel rank and the number of such ranks; (0, 1) outside a run."""
     places = trainer.distributed_sampler_kwargs if trainer is not None else None
     return (places["rank"], places["num_replicas"]) if places else (0, 1)
