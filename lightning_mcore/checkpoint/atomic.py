@@ -1,25 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replace, remove and link a local directory in one step, so that a crash never leaves half a directory.
 
-A directory is written in ``<parent>/.unfinished/<name>``, a hidden folder on the same disk. It is renamed when its
-writer says that it is whole, and the directory that it replaces is deleted after that. This file does not know what a
-directory holds; for checkpoints, ``checkpoint/files.py`` does.
+A directory is written in ``<parent>/.unfinished/<name>``, a hidden folder on the same disk, and renamed when its writer
+calls :func:`publish`. The directory that it replaces is deleted afterwards. ``checkpoint/files.py`` calls this file,
+which knows nothing about the contents.
 
-One process, rank 0, calls these functions, while others write into the directory. A file, a directory and a symbolic
-link at the path are replaced and removed alike; a link is never followed.
-
-The folder of unfinished directories holds, for a directory ``name``:
-
-======================  ==============================================================================
-``name``                what is being written; after an exchange, what it replaced, until it is deleted
-``name.replaced``       what was under the name before, on disks that cannot exchange two directories
-``name.removed``        what is being deleted
-``name.mcore-lock``     marks all of these as ours: made before them, deleted after them. Locked by the
-                        process that writes ``name``; a lock ends with its process
-======================  ==============================================================================
-
-Files without such a mark belong to others and are left alone. This process recognises what it is writing by the marks
-that it holds open, whatever path led to the folder. Only the standard library is used.
+One process, rank 0, calls these functions, while other processes write into the directory. Files, directories and
+symbolic links at the path are all replaced and removed alike; a link is never followed. Only the standard library is
+used.
 """
 
 import contextlib
@@ -33,6 +21,22 @@ import socket
 from collections.abc import Callable
 from functools import cache
 
+# The hidden folder holds, for a directory ``name``:
+#   name              what is being written; after an exchange, what it replaced, until it is deleted
+#   name.replaced     what had the name before, on disks that cannot exchange two directories
+#   name.removed      what is being deleted
+#   name.mcore-lock   the mark: these entries are ours. Made before them, deleted after them, and locked by the
+#                     process that writes ``name``, so the lock ends with that process
+#
+# Entries without a mark belong to someone else and are left alone. A process knows its own marks by their open
+# descriptors, so it does not matter which path leads to the folder.
+#
+# Example: a save replaces runs/last.ckpt.
+#   begin()     makes .unfinished/last.ckpt.mcore-lock, then the empty directory .unfinished/last.ckpt
+#   publish()   exchanges last.ckpt and .unfinished/last.ckpt in one system call, then deletes the old directory, the
+#               mark, and .unfinished if it is empty
+# A disk without that call needs two renames: last.ckpt to last.ckpt.replaced, then .unfinished/last.ckpt to last.ckpt.
+# After a crash between the two there is nothing at last.ckpt, and recover() renames the .replaced directory back.
 UNFINISHED = ".unfinished"
 
 _REPLACED, _REMOVED, _MARK = _SUFFIXES = (".replaced", ".removed", ".mcore-lock")
@@ -53,18 +57,10 @@ def unfinished(path: str) -> str:
 
 
 def begin(path: str) -> str:
-    """Make an empty directory to write into, and delete what crashed writers left beside it.
+    """Make and return an empty directory to write into, and delete leftovers of crashed writers there.
 
-    Args:
-        path: Where the directory will be. Whatever is there is not touched.
-
-    Returns:
-        The directory to write into.
-
-    Raises:
-        ValueError: The name is reserved, or other files have the name of the unfinished directory.
-        RuntimeError: The directory is already being written, here or by another process.
-        OSError: The disk reports an error.
+    What is at ``path`` stays. Raises ``ValueError`` for a reserved name or another program's files in the way,
+    ``RuntimeError`` if this or another process is writing the directory, ``OSError`` if the disk fails.
     """
     target = unfinished(path)
     folder, name = os.path.split(target)
@@ -88,23 +84,17 @@ def begin(path: str) -> str:
 
 
 def publish(path: str) -> None:
-    """Replace ``path`` by the finished directory, and delete what was at ``path``.
-
-    Raises:
-        OSError: The disk reports an error; what was at ``path`` is still there.
-    """
+    """Replace ``path`` by the finished directory and delete what was there; an ``OSError`` leaves it there."""
     path, source = os.path.abspath(path), unfinished(path)
+    # First the names inside it reach the disk, then the name of the directory itself (in _replace). The other way
+    # round, a power cut could leave a directory in place whose files are missing.
     sync_directory(source)
     _replace(source, path)
     _release(source)
 
 
 def publish_file(path: str, name: str) -> None:
-    """Replace ``path`` by one file of the finished directory, and delete the rest.
-
-    Raises:
-        OSError: As for :func:`publish`.
-    """
+    """Replace ``path`` by one file of the finished directory, and delete the rest; errors as in :func:`publish`."""
     path, source = os.path.abspath(path), unfinished(path)
     _replace(os.path.join(source, name), path)
     _release(source)
@@ -122,13 +112,9 @@ def abandon(path: str) -> None:
 
 
 def link(path: str, target: str) -> None:
-    """Replace ``path`` by a link to ``target``.
-
-    Raises:
-        ValueError, RuntimeError: As for :func:`begin`.
-        OSError: The disk reports an error; what was at ``path`` is still there.
-    """
+    """Replace ``path`` by a relative link to ``target``; errors as in :func:`begin`, which leave ``path`` unchanged."""
     folder, name = os.path.split(os.path.abspath(target))
+    # Relative, so that the link still works after the whole folder of checkpoints has moved.
     way = os.path.relpath(os.path.realpath(folder), os.path.realpath(os.path.dirname(os.path.abspath(path))))
     directory = begin(path)
     try:
@@ -142,9 +128,7 @@ def link(path: str, target: str) -> None:
 def remove(path: str) -> None:
     """Delete a directory so that a crash leaves all of it or nothing at ``path``; if it is a link, only the link.
 
-    Raises:
-        OSError: The directory cannot be moved.
-        ValueError: Other files have the name of the unfinished directory.
+    Raises ``OSError`` if the directory cannot be moved, ``ValueError`` if another program's files are in the way.
     """
     path, target = os.path.abspath(path), unfinished(path)
     recover(path)
@@ -171,13 +155,7 @@ def remove(path: str) -> None:
 
 
 def recover(path: str) -> bool:
-    """Put back what was at ``path`` if a crash came after it was moved aside and before the new one was in place.
-
-    All ranks may call it at the same time.
-
-    Returns:
-        Whether there was something to put back.
-    """
+    """Put back what a crash left moved aside, and return whether there was anything; all ranks may call it at once."""
     path, target = os.path.abspath(path), unfinished(path)
     if os.path.lexists(path) or not _is_ours(target) or not os.path.lexists(target + _REPLACED):
         return False
@@ -192,12 +170,13 @@ def recover(path: str) -> bool:
 
 
 def recover_all(folder: str) -> bool:
-    """Put back everything in a folder that was moved aside before a crash; return whether there was anything."""
+    """Put back everything in a folder that a crash left moved aside; return whether there was anything."""
     try:
         entries = os.listdir(os.path.join(folder, UNFINISHED))
     except (FileNotFoundError, NotADirectoryError):
         return False
     names = [entry.removesuffix(_REPLACED) for entry in entries if entry.endswith(_REPLACED)]
+    # A list, not any(): every name must be recovered, not only the first.
     return bool([name for name in names if recover(os.path.join(folder, name))])
 
 
@@ -224,11 +203,7 @@ def sync_directory(path: str) -> None:
 
 
 def is_locked_elsewhere(descriptor: int) -> bool:
-    """Lock an open file and return whether another process already holds the lock; False on disks without locks.
-
-    Raises:
-        OSError: The disk has locks, and could not say.
-    """
+    """Lock an open file and return whether another process already holds the lock; False on disks without locks."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -241,6 +216,8 @@ def is_locked_elsewhere(descriptor: int) -> bool:
 
 
 def _replace(source: str, path: str) -> None:
+    # Between moving the old directory aside and renaming the new one, a reader may call recover(), which puts the old
+    # one back: then the rename finds something there, and both steps are tried again.
     for tries_left in (2, 1, 0):
         try:
             _put_in_place(source, path)
@@ -293,7 +270,7 @@ def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
 
 
 def _require_folder(folder: str) -> None:
-    """Refuse a folder of unfinished directories that is a link, because it may hold other files."""
+    """Reject a ``.unfinished`` that is a link, because what it leads to may hold other files."""
     if os.path.islink(folder):
         raise ValueError(
             f"{folder} is a link to a folder that may hold other files, and its contents would be deleted; remove the"
@@ -356,15 +333,12 @@ def _is_ours(target: str) -> bool:
 
 
 def _take(target: str) -> str | None:
-    """Create the mark of ``target`` and lock it, if the disk has locks; return who already holds it, or None.
+    """Create and lock the mark of ``target`` (no lock on disks without locks); return who already holds it, or None.
 
-    Source: POSIX record locks, which end with the process and which a forked data loader does not share. A process
-    loses its lock when it closes any descriptor of the file, so a mark that it holds is never opened again.
-
-    Raises:
-        ValueError: There are files under these names without a mark.
-        OSError: The disk reports an error.
+    Raises ``ValueError`` if there are files with these names but without a mark.
     """
+    # Source: POSIX record locks. They end with the process, and a forked data loader does not inherit them. A process
+    # loses its lock when it closes any descriptor of the file, so a mark that it holds must never be opened again.
     mark = target + _MARK
     while True:
         if target in _marks or any(_is_at(descriptor, mark) for descriptor in _marks.values()):

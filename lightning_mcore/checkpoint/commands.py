@@ -8,15 +8,8 @@ The commands::
     python -m lightning_mcore.checkpoint inspect PATH --tensors  # and names, types and shapes
     python -m lightning_mcore.checkpoint inspect PATH --json     # the manifest
 
-``lightning-mcore checkpoint`` is the same command. In Python, :func:`verify` and :func:`inspect` do the same.
-
-The exit code is 0 if the checkpoint is whole, 1 if it is damaged, unfinished or not a checkpoint, and 2 if the check
-was not possible: no such path, not readable, wrong arguments. Checkpoints in one file and those of Megatron-LM work
-too, as far as they describe themselves. ``inspect`` reads no tensor, runs no code from the checkpoint, and needs no
-ranks.
-
-:func:`render` builds the text from the manifest alone and skips missing entries. For checkpoints without a manifest,
-:func:`summary` makes something like one.
+In Python, call :func:`verify` and :func:`inspect`. Single-file and Megatron-LM checkpoints work too, as far as they
+describe themselves. ``inspect`` reads no tensor, runs no code from the checkpoint, and needs no ranks.
 """
 
 import argparse
@@ -104,12 +97,7 @@ def inspect(path: str, with_tensors: bool = False) -> str:
 
 
 def summary(path: str) -> dict[str, Any]:
-    """Return the manifest of a checkpoint, or, if it has none, the entries that can be found without reading tensors.
-
-    Raises:
-        FileNotFoundError: There is nothing at ``path``.
-        ValueError: It is unfinished or not a checkpoint.
-    """
+    """Return the manifest, or what is known without one and without reading tensors; errors as in :func:`inspect`."""
     fs, root = open_store(path)
     if fs.isfile(root):
         return _single_file(fs, root, path)
@@ -117,20 +105,15 @@ def summary(path: str) -> dict[str, Any]:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run ``lightning-mcore checkpoint`` and return the exit code.
-
-    Args:
-        arguments: The words after the command's name.
-    """
+    """Run ``lightning-mcore checkpoint`` with the words after the command's name, and return the exit code."""
     return main(arguments, "lightning-mcore checkpoint")
 
 
 def main(arguments: Sequence[str] | None = None, program: str = _PROGRAM) -> int:
-    """Run the command line and return its exit code.
+    """Run the command line (of this process, if ``arguments`` is None) and return its exit code.
 
-    Args:
-        arguments: Arguments to parse; None means those of the process.
-        program: The program's name in the help text.
+    0: the checkpoint is complete. 1: it is damaged, unfinished or not a checkpoint. 2: the check was not possible,
+    because of a missing or unreadable path or wrong arguments.
     """
     options = _parser(program).parse_args(arguments)
     progress = _Progress(sys.stderr)
@@ -164,7 +147,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
 
 
 def _verify_single_file(fs: AbstractFileSystem, root: str, path: str) -> str:
-    """Compare the checksums that torch.save wrote, one for every tensor."""
+    """Compare the checksums that ``torch.save`` wrote, one per record."""
     try:
         with fs.open(root, "rb") as file, zipfile.ZipFile(file) as archive:
             if not has_checksums(archive.infolist()):
@@ -180,8 +163,9 @@ def _verify_single_file(fs: AbstractFileSystem, root: str, path: str) -> str:
 
 
 def _verify_torch_dist(fs: AbstractFileSystem, root: str, path: str) -> str:
-    """Check the sizes of the tensor files, and the checksums that torch.save wrote for each piece in them."""
+    """Check the sizes of the tensor files, and the checksums that ``torch.save`` wrote for each piece in them."""
     metadata = read_metadata(path, fs.cat_file(f"{root}/{METADATA_FILE}"))
+    # .metadata gives the place of each piece, so a file must reach at least to the end of its last piece.
     sizes = least_sizes(metadata)
     for name, size in sizes.items():
         check_size(fs, root, path, name, size, or_more=True)
@@ -246,6 +230,7 @@ def _single_file(fs: AbstractFileSystem, root: str, path: str) -> dict[str, Any]
 def _content_of(content: Any) -> dict[str, Any]:
     if not isinstance(content, dict):
         return {"note": f"it holds a {type(content).__name__}"}
+    # Lightning's dict, or a plain state_dict that someone saved with torch.save.
     weights = content.get("state_dict", content)
     tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
     states = content.get("optimizer_states") or []
@@ -267,7 +252,7 @@ def _content_of(content: Any) -> dict[str, Any]:
 
 
 class _Progress:
-    """Shows on a terminal how far a check has come, if it takes more than a second."""
+    """Shows a check's progress on a terminal, once the check has taken more than a second."""
 
     def __init__(self, output: TextIO) -> None:
         self._output, self._begin, self._last = output, time.monotonic(), 0.0
@@ -327,13 +312,7 @@ _OPTIMIZER = re.compile(r"(^|\.)optimizer\.")  # "optimizer.state.exp_avg.w"; in
 
 
 def render(path: str, manifest: Mapping[str, Any], with_tensors: bool = False) -> str:
-    """Return the description of a checkpoint as text.
-
-    Args:
-        path: Where the checkpoint is.
-        manifest: Its manifest, or the result of :func:`summary` if it has none.
-        with_tensors: Add a table of names, types and shapes.
-    """
+    """Return the description as text; ``manifest`` may be the result of :func:`summary`, so every entry is optional."""
     rows = [(label, text) for label, text in _rows(manifest) if text]
     width = max((len(label) for label, _ in rows), default=0)
     lines = [f"{path}: {_kind(manifest)}", *(f"  {label:{width}}  {text}" for label, text in rows)]
@@ -397,9 +376,12 @@ def _layout(manifest: Mapping[str, Any]) -> str:
     if not isinstance(layout, Mapping):
         return ""
     tp = layout.get("tensor_model_parallel_size") or 1
+    # Megatron's default: experts are split like the other layers.
     filled = {**layout, "expert_tensor_parallel_size": layout.get("expert_tensor_parallel_size") or tp}
     parts = [f"{short}{filled.get(name) or 1}" for name, short in _AXES.items()]
     if isinstance(ranks, int):
+        # 8 ranks with TP=2, PP=2, CP=1 make "tp2 pp2 vpp1 cp1 ep1 etp2 dp2 on 8 ranks": the data-parallel size is what
+        # is left.
         cut = tp * (layout.get("pipeline_model_parallel_size") or 1) * (layout.get("context_parallel_size") or 1)
         parts.append(f"dp{ranks // cut} on {ranks} rank{'s' if ranks != 1 else ''}")
     if layout.get("sequence_parallel"):

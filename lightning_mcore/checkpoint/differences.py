@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 @dataclass
 class Differences:
-    """The tensors that only the model has, that only the file has, and that have two shapes."""
+    """Which tensors only the model has, which only the file has, and which have different shapes."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -23,7 +23,7 @@ class Differences:
 
     @classmethod
     def between(cls, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> Self:
-        """Compare the tensors that were found in a file with the tensors that the model wants."""
+        """Compare the tensors found in a file with the tensors that the model needs."""
         return cls(
             missing=sorted(wanted.keys() - found.keys()),
             unexpected=sorted(found.keys() - wanted.keys()),
@@ -44,16 +44,12 @@ class Differences:
         return "; ".join(f"it {text} {some_of(names, _SHOWN)}" for text, names in kinds if names)
 
     def check(self, path: str, strict: bool, advice: str) -> None:
-        """Refuse a checkpoint that cannot be loaded, and warn about weights that stay unchanged.
+        """Raise ``ValueError`` for a checkpoint that does not fit, and warn about weights that stay unchanged.
 
-        Args:
-            path: The checkpoint.
-            strict: Whether names must agree; shapes always must.
-            advice: What the user can do to allow different names.
-
-        Raises:
-            ValueError: The checkpoint does not fit.
+        Names may differ unless ``strict``; shapes must always agree. ``advice`` tells the user how to allow different
+        names.
         """
+        # All ranks compare the same names and raise together; the warning comes from rank 0 alone.
         if self.shapes or (strict and (self.missing or self.unexpected)):
             other = "" if self.shapes else f", or {advice} to load what fits"
             raise ValueError(f"{path} is of another model: {self}; load it into the model that wrote it{other}")

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What TransformerEngine's layers save beside their weights: saved as tensors, and read without running code.
+"""TransformerEngine's *extra state*, saved as tensors and read without running code.
 
-A layer of TransformerEngine has an *extra state*: with delayed scaling, the scales and the largest values of earlier
-steps. The other recipes have nothing to keep from step to step. TransformerEngine returns the state as a pickle in a
-uint8 tensor. Here nothing is pickled: :func:`as_tensors` reads the tensors from the layers for a save, and
-:func:`restored` writes them back.
+With delayed scaling, a TransformerEngine layer keeps scales and the largest values of earlier steps (amax history); the
+other recipes keep nothing from step to step. TransformerEngine returns this state as a pickle in a uint8 tensor. Our
+checkpoints contain no pickle: :func:`as_tensors` reads the tensors from the layers, :func:`restored` writes them back.
 
-Checkpoints of Megatron-LM do contain the pickle. TransformerEngine up to 2.17.0 unpickles whatever it finds there;
-later versions refuse it unless an environment variable allows everything. :func:`checked_extra_state` reads the pickle
-first, allows only tensors, plain values and TransformerEngine's recipes, and then lets the layers load it.
-
-``model_state.py`` calls this file.
+Megatron-LM's checkpoints do contain the pickle. TransformerEngine up to 2.17.0 unpickles whatever it finds; later
+versions raise, unless an environment variable allows everything. :func:`checked_extra_state` reads the pickle first,
+accepts only tensors, plain values and recipes, and then lets the layers load it. ``model_state.py`` calls this file.
 
 Sources: ``TransformerEngineBaseModule.get_extra_state`` (2.11.0 and 2.20.2), ``_extra_state.py`` (2.20.2).
 """
@@ -48,10 +45,10 @@ _KNOWN = {
 
 
 class _Reader(pickle.Unpickler):
-    """Reads tensors, plain values and recipes."""
+    """Reads tensors, plain values and recipes; rejects everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a pickle names, or refuse it."""
+        """Return the class or function that a pickle names, if it is an accepted one."""
         if (module, name) in _STORAGES:  # torch's would read any pickle
             return lambda content: torch.load(io.BytesIO(content), weights_only=True)
         if (module, name) in _KNOWN:
@@ -65,19 +62,13 @@ class _Reader(pickle.Unpickler):
 
 @contextlib.contextmanager
 def checked_extra_state(state: Mapping[str, Any]) -> Iterator[None]:
-    """Let layers of TransformerEngine load their extra state, if it holds no code.
-
-    Args:
-        state: What ``load_state_dict`` is called with inside the ``with`` block.
-
-    Raises:
-        ValueError: An extra state names something other than tensors, plain values and recipes.
-    """
+    """Let TransformerEngine's layers load ``state`` inside the ``with`` block; ``ValueError`` if it could run code."""
     found = False
     for name, value in state.items():
         if name.rpartition(".")[2].startswith(_NAME) and isinstance(value, Tensor) and value.numel() > 0:
             found = True
             _check(name, value)
+    # Everything in ``state`` has been checked, so the layers may unpickle it; only for the length of the block.
     before = os.environ.get(_ALLOWS_ALL)
     if found:
         os.environ[_ALLOWS_ALL] = "1"
@@ -101,16 +92,14 @@ def _check(name: str, value: Tensor) -> None:
 
 
 def as_tensors(chunk: nn.Module, config: TransformerConfig, state: dict[str, Any]) -> None:
-    """Replace TransformerEngine's pickled states in the sharded state of a chunk by the tensors in them.
+    """Replace the pickles in a chunk's sharded ``state`` by the tensors in them; collective over the amax group.
 
-    Collective over the ranks that share their largest values. The first row of a history may hold the largest value of
-    this rank's part of an FP8 weight, and only one rank saves it: so it gets that of all of them, as in the next step.
-
-    Args:
-        chunk: The chunk.
-        config: Its config.
-        state: Its sharded state, changed in place. A layer without a history keeps an empty tensor.
+    A layer without a history keeps an empty tensor.
     """
+    # With FP8 weights, the first row of a history may hold the maximum of this rank's part of a weight. Only one rank
+    # saves the row, so all get the maximum over the group first, as TransformerEngine does in the next step.
+    #   rank 0 has [1.5, 0.2], rank 1 has [0.7, 0.9]: both save [1.5, 0.9]
+    # All layers' rows travel in one all-reduce.
     found = {name: _tensors(layer, number) for name, layer, number in _layers(chunk, state)}
     rows = [tensors[name][0] for tensors in found.values() for name in tensors if name.startswith(_HISTORY)]
     if rows:
@@ -130,15 +119,9 @@ def as_tensors(chunk: nn.Module, config: TransformerConfig, state: dict[str, Any
 
 @contextlib.contextmanager
 def restored(chunk: nn.Module, config: TransformerConfig, state: dict[str, Any]) -> Iterator[None]:
-    """Take what :func:`as_tensors` put into a state out of it, and write it into the layers.
+    """Take what :func:`as_tensors` saved out of ``state`` and write it into the layers, before and after the block.
 
-    Weights that are kept in FP8 are filled inside the block: with the scales that were read, and without a trace in the
-    history.
-
-    Args:
-        chunk: The chunk.
-        config: Its config; without delayed scaling nothing is written.
-        state: The state that was read, changed in place.
+    The caller fills FP8 weights inside the block. Nothing is written unless ``config`` has delayed scaling.
     """
     recipe = get_fp8_recipe(config) if getattr(config, "fp8", None) else None
     found: dict[nn.Module, list[Mapping[str, Tensor]]] = {}
@@ -151,6 +134,8 @@ def restored(chunk: nn.Module, config: TransformerConfig, state: dict[str, Any])
         found = {}
     found = {layer: [_of_this_rank(part, config) for part in parts] for layer, parts in found.items()}
     for layer, parts in found.items():
+        # Twice: the weights that are filled inside the block are cast with these scales, and the cast records its
+        # maxima in the history, which the second write resets.
         _write(layer, recipe, parts)
     yield
     for layer, parts in found.items():
@@ -158,8 +143,9 @@ def restored(chunk: nn.Module, config: TransformerConfig, state: dict[str, Any])
 
 
 def _layers(chunk: nn.Module, state: Mapping[str, Any]) -> Iterator[tuple[str, Any, int]]:
-    """Yield the name of each of TransformerEngine's states, its layer, and its number among the layer's experts."""
+    """Yield the name of each extra state, its layer, and the expert's number in the layer (0 without experts)."""
     for name in list(state):
+        # "mlp.experts.linear_fc1._extra_state3" is expert 3 of that layer's grouped matrix products.
         path, found, number = name.rpartition(_NAME)
         if found and (not number or number.isdigit()):
             layer = chunk.get_submodule(path.removesuffix("."))
@@ -168,20 +154,22 @@ def _layers(chunk: nn.Module, state: Mapping[str, Any]) -> Iterator[tuple[str, A
 
 
 def _tensors(layer: Any, number: int) -> dict[str, Tensor]:
-    """Return scales [kinds] and histories [steps, kinds] of a layer, or of one of its experts; empty without them."""
+    """Return a layer's (or one expert's) scales [kinds] and histories [steps, kinds]; empty without delayed scaling."""
     count = getattr(layer, "num_gemms", 1)
     tensors = {}
     for direction in _DIRECTIONS:
         scaling = layer.fp8_meta.get(f"scaling_{direction}")
         if hasattr(scaling, "amax_history"):
             history = scaling.amax_history
+            # Cut as in Megatron's TEGroupedLinear._split_extra_state: 6 scales of 2 experts, [a, b, c, d, e, f], give
+            # [a, c, e] to expert 0 and [b, d, f] to expert 1; _write is the inverse.
             tensors[f"scale_{direction}"] = scaling.scale.view(-1, count)[:, number]
             tensors[f"{_HISTORY}_{direction}"] = history.view(len(history), -1, count)[..., number]
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def _of_data_parallel_ranks(found: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    """Stack each tensor with those of the other data-parallel ranks, which ``tp_only_amax_red`` keeps apart."""
+    """Stack each tensor with the other data-parallel ranks' [ranks, ...]; under ``tp_only_amax_red`` they differ."""
     group = parallel_state.get_data_parallel_group()
     if group.size() == 1:
         return found
@@ -200,22 +188,24 @@ def _of_data_parallel_ranks(found: dict[str, dict[str, Tensor]]) -> dict[str, di
 
 
 def _of_this_rank(tensors: Mapping[str, Tensor], config: TransformerConfig) -> Mapping[str, Tensor]:
-    """Return this data-parallel rank's part; if their number has changed, the largest histories and smallest scales."""
+    """Return this data-parallel rank's tensors; for another rank count, the largest histories and smallest scales."""
     if tensors["scale_fwd"].dim() == 1:
         return tensors
     group = parallel_state.get_data_parallel_group()
     if getattr(config, "tp_only_amax_red", False) and len(tensors["scale_fwd"]) == group.size():
         return {name: tensor[group.rank()] for name, tensor in tensors.items()}
+    # The safe choice: a scale that is too small loses some precision, one that is too large overflows.
     return {name: tensor.amax(0) if name.startswith(_HISTORY) else tensor.amin(0) for name, tensor in tensors.items()}
 
 
 def _write(layer: Any, recipe: Any, parts: list[Mapping[str, Tensor]]) -> None:
-    """Write the tensors of all experts of a layer, or its only ones, into it.
+    """Write a layer's tensors, one mapping per expert, into the layer.
 
     Source: ``TransformerEngineBaseModule.set_extra_state`` (TransformerEngine 2.11.0 and 2.20.2).
     """
     whole = {name: torch.stack([part[name] for part in parts], -1).flatten(-2) for name in parts[0]}
     layer.fp8_meta["recipe"] = recipe
+    # Three forward kinds for each matrix product: input, weight, output.
     layer.fp8_meta["num_gemms"] = whole["scale_fwd"].numel() // 3
     layer.init_fp8_meta_tensors(recipe)
     for direction in _DIRECTIONS:

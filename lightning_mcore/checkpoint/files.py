@@ -1,27 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a sharded checkpoint: written aside, put in place when whole, and checked against the manifest.
+"""The files of a sharded checkpoint: written aside, put in place when complete, and checked against the manifest.
 
 A checkpoint is a directory::
 
     last.ckpt/
-        .metadata, __<rank>_<n>.distcp     tensors in Megatron's torch_dist format, written by every rank, and what
-                                           differs from rank to rank: random numbers, position in the data
-        common.pt, metadata.json           Megatron's own files beside them
+        .metadata, __<rank>_<n>.distcp     tensors in Megatron's torch_dist format, written by every rank, and per-rank
+                                           state: random numbers, position in the data
+        common.pt, metadata.json           Megatron's own files
         lightning.pt                       Lightning's own state
         checkpoint.json                    the manifest: a description, and size and checksum of every other file
 
-Rank 0 calls :func:`begin`, every rank writes its files into that directory, and rank 0 calls :func:`finish` with the
-records of all files. ``atomic.py`` puts the directory in place in one step.
-
-A path may also lie on a remote store (``s3://``, ``gs://``, ``memory://``; those of fsspec, as for Lightning's own
-checkpoints). A store cannot rename, so a directory cannot appear there in one step. The manifest replaces the rename:
-it is uploaded last and deleted first, and a directory without it is not a checkpoint. While a checkpoint is being
-replaced, its name leads to none; save under a new name if that matters (``ModelCheckpoint`` does, except with
-``save_last=True``). In a save by many ranks, each writes its files into a local directory of its own. Then rank 0 calls
-:func:`begin_upload`, each rank calls :func:`upload_files`, and rank 0 calls :func:`finish_upload`. A load calls
-:func:`download` with the names of the files that it needs.
-
-This module knows nothing about ranks or ``torch.distributed``.
+``save.py`` and ``io.py`` call this file, which knows nothing about ranks or ``torch.distributed``.
 """
 
 import contextlib
@@ -56,6 +45,14 @@ from lightning_mcore.checkpoint.manifest import (
     saving,
 )
 
+# On a local disk: rank 0 calls begin(), every rank writes its files into that directory, and rank 0 calls finish() with
+# the records of all files. atomic.py puts the directory in place in one step.
+#
+# On a remote store (s3://, gs://, memory://; whatever fsspec opens) nothing can be renamed. The manifest stands in for
+# the rename: it is uploaded last and deleted first, and a directory without it is not a checkpoint. Each rank writes
+# into a local directory of its own. Then rank 0 calls begin_upload(), each rank upload_files(), and rank 0
+# finish_upload(). While a checkpoint is being replaced, no checkpoint has its name; save under a new name if that
+# matters (ModelCheckpoint does, except with save_last=True).
 _BLOCK = 1 << 22  # bytes read at once
 _READERS = 4  # files read at once
 
@@ -67,23 +64,15 @@ def record_file(path: str | os.PathLike[str]) -> FileRecord:
 
 
 def writes_directly(path: str) -> bool:
-    """Return whether ``path`` lies on a disk of this machine, where files can be written in place and renamed."""
+    """Return whether ``path`` is on a disk of this machine, where files can be written in place and renamed."""
     return get_protocol(path) in ("file", "local")
 
 
 def begin(path: str) -> str:
-    """Return a new, empty directory to write the checkpoint ``path`` into; on rank 0 only.
+    """Return a new, empty directory to write the checkpoint ``path`` into (local; rank 0 only).
 
-    It is ``<parent>/.unfinished/<name>``. Leftovers of crashed saves there are deleted. A checkpoint that was moved
-    aside before a crash is put back.
-
-    Args:
-        path: A local path. A checkpoint there stays until :func:`finish`.
-
-    Raises:
-        ValueError: The directory at ``path`` is not a checkpoint, or :func:`atomic.begin` raised it.
-        RuntimeError: The path is already being written.
-        OSError: The disk reports an error.
+    A checkpoint that is there stays until :func:`finish`. Raises ``ValueError`` if a directory there is not a
+    checkpoint, and otherwise as :func:`atomic.begin`, which also deletes leftovers of crashed saves.
     """
     path = _local(path)
     if not os.path.islink(path):
@@ -93,20 +82,16 @@ def begin(path: str) -> str:
 
 
 def finish(path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord]) -> None:
-    """Write the manifest and put the checkpoint in place of what is at ``path``; on rank 0 only.
+    """Write the manifest and put the checkpoint in place of what is at ``path`` (rank 0 only).
 
-    Args:
-        path: As given to :func:`begin`.
-        manifest: The entries, as values that JSON can hold; format and files are added here.
-        files: Records of the files that their writers have already flushed, by name. All others are flushed and
-            recorded here.
-
-    Raises:
-        OSError: The disk reports an error, or a file differs from its record.
+    ``files`` holds records of files that their writers have flushed; all other files are flushed and recorded here.
+    Raises ``OSError`` if the disk fails or a file differs from its record.
     """
     path = _local(path)
     directory = atomic.unfinished(path)
     for name, record in files.items():
+        # Rank 0 looks at the files of all ranks: a node whose disk is not shared shows here, before the old checkpoint
+        # goes.
         _check_written(path, name, record, os.path.join(directory, name))
     with saving(path):
         others = {*files_below(directory)} - {*files, MANIFEST_FILE}
@@ -124,12 +109,9 @@ def abandon(path: str) -> None:
 
 
 def link(path: str, target: str) -> None:
-    """Make ``path`` a link to the checkpoint ``target``; replaces a link or checkpoint that is there.
+    """Make ``path`` a link to the checkpoint ``target``, replacing a link or checkpoint there.
 
-    Raises:
-        ValueError: There is a directory at ``path`` that is not a checkpoint.
-        RuntimeError: Another process is writing ``path``.
-        OSError: The disk reports an error; ``path`` is unchanged.
+    Raises ``ValueError`` if a directory there is not a checkpoint, and otherwise as :func:`atomic.link`.
     """
     path, target = _local(path), _local(target)
     if not os.path.islink(path):
@@ -142,9 +124,6 @@ def remove(path: str) -> None:
     """Delete a checkpoint so that a crash never leaves half of it. If it is a link, only the link is deleted.
 
     A remote checkpoint need not exist.
-
-    Raises:
-        OSError: The disk or the store reports an error.
     """
     if not writes_directly(path):
         _remove_from_store(path)
@@ -161,7 +140,7 @@ def remove(path: str) -> None:
 
 
 def is_checkpoint(path: str) -> bool:
-    """Return whether ``path`` may be deleted as a checkpoint: a directory of ours, one file, or a link."""
+    """Return whether ``path`` may be deleted as a checkpoint: a directory of ours, a ``torch.save`` file, or a link."""
     fs, root = open_store(path)
     if writes_directly(path) and os.path.islink(root):
         return True  # only the link would be deleted
@@ -228,9 +207,8 @@ def newest_in(folder: str) -> str | None:
 def read_manifest(path: str) -> dict[str, Any]:
     """Return the manifest of a checkpoint.
 
-    Raises:
-        FileNotFoundError: There is nothing at ``path``.
-        ValueError: It is not a checkpoint, it is unfinished or of a newer version, or its manifest is damaged.
+    Raises ``FileNotFoundError`` if there is nothing at ``path``, and ``ValueError`` if it is not a checkpoint, is
+    unfinished or of a newer format version, or has a damaged manifest.
     """
     fs, root = open_store(path)
     if posixpath.basename(posixpath.dirname(root)) == atomic.UNFINISHED and fs.exists(root):
@@ -247,14 +225,9 @@ def read_manifest(path: str) -> dict[str, Any]:
 
 
 def check_sizes(path: str) -> dict[str, Any]:
-    """Check that every file of the manifest is there with its size, without reading them.
+    """Check the size of every file in the manifest without reading the files, and return the manifest.
 
-    Returns:
-        The manifest.
-
-    Raises:
-        FileNotFoundError: There is nothing at ``path``.
-        ValueError: A file is missing or has another size, or the manifest cannot be read (:func:`read_manifest`).
+    Raises as :func:`read_manifest`, and ``ValueError`` for a missing file or a wrong size.
     """
     manifest = read_manifest(path)
     fs, root = open_store(path)
@@ -264,18 +237,9 @@ def check_sizes(path: str) -> dict[str, Any]:
 
 
 def verify(path: str, on_progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
-    """Check size and checksum of every file; reads all of them.
+    """Check size and checksum of every file, and return the manifest; errors as in :func:`check_sizes`.
 
-    Args:
-        path: A checkpoint directory, local or remote.
-        on_progress: Called with the bytes read so far and the bytes in all, from several threads but one at a time.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        FileNotFoundError: There is nothing at ``path``.
-        ValueError: A file is missing, has another size or another checksum, or the manifest cannot be read.
+    ``on_progress`` gets the bytes read so far and in all, from several threads but one at a time.
     """
     while True:
         manifest = check_sizes(path)
@@ -289,21 +253,13 @@ def verify(path: str, on_progress: Callable[[int, int], None] | None = None) -> 
 
 
 def require_replaceable(path: str) -> None:
-    """Refuse to save over a directory of other files.
-
-    Raises:
-        ValueError: The directory is neither empty nor a checkpoint.
-    """
+    """Raise ``ValueError`` if ``path`` is a directory that is neither empty nor a checkpoint."""
     if not may_be_replaced(names_in(*open_store(path))):
         raise ValueError(f"{path} is a directory of other files, not a checkpoint; save under another name")
 
 
 def check_size(fs: AbstractFileSystem, root: str, path: str, name: str, size: int, or_more: bool = False) -> None:
-    """Check the size in bytes of one file in a store from :func:`open_store`.
-
-    Raises:
-        ValueError: The file is missing or has another size.
-    """
+    """Raise ``ValueError`` if a file is missing or does not have ``size`` bytes (``or_more``: at least those)."""
     try:
         found = fs.info(_join(root, name))["size"]
     except FileNotFoundError:
@@ -327,7 +283,7 @@ def files_below(directory: str) -> Iterator[str]:
 
 
 def open_store(path: str) -> tuple[AbstractFileSystem, str]:
-    """Return the file system of a local or remote path, and the path in it; recovers a local path if necessary."""
+    """Return the file system of a path, and the path in it; on a local disk, put back what a crash left moved aside."""
     fs, root = url_to_fs(str(path))
     fs.invalidate_cache()  # another process may have written since
     if writes_directly(str(path)):
@@ -356,6 +312,8 @@ def _check_sums(path: str, manifest: dict[str, Any], on_progress: Callable[[int,
             saved = records[name].crc32
             raise damaged(path, f"the checksum of {name} is {found.crc32} and was {saved} when it was saved")
 
+    # With 4 readers and files of 9, 3, 3, 3 and 3 GB, the first reader takes the 9 GB file alone and the three others
+    # share the rest: 9 GB of reading time. In the reverse order, the large file would begin last, after 3 GB.
     largest_first = sorted(records, key=lambda name: -records[name].size)
     with ThreadPoolExecutor(_READERS) as pool:
         try:
@@ -405,12 +363,7 @@ def _join(root: str, name: str) -> str:
 
 
 def begin_upload(path: str) -> None:
-    """Delete the checkpoint at ``path``, manifest first; on rank 0 only, once all files are written locally.
-
-    Raises:
-        ValueError: There is a directory at ``path`` that is not a checkpoint.
-        OSError: The store refuses.
-    """
+    """Delete the checkpoint at ``path``, manifest first (rank 0 only, once all files are written locally)."""
     require_replaceable(path)
     remove(path)
     fs, root = open_store(path)
@@ -418,11 +371,7 @@ def begin_upload(path: str) -> None:
 
 
 def upload_files(local_dir: str, path: str) -> None:
-    """Upload the files of a local directory, except the manifest; on every rank that has files.
-
-    Raises:
-        OSError: The store refuses.
-    """
+    """Upload the files of a local directory, except the manifest (every rank that has files)."""
     fs, root = open_store(path)
     # Upload the metadata last: without it, an interrupted upload is not taken for a checkpoint of Megatron-LM.
     names = {*files_below(local_dir)} - {MANIFEST_FILE}
@@ -432,17 +381,10 @@ def upload_files(local_dir: str, path: str) -> None:
 
 
 def finish_upload(local_dir: str, path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord]) -> None:
-    """Check that all files have arrived, and upload the manifest; on rank 0 only, after every rank has uploaded.
+    """Check that all files have arrived, and upload the manifest (rank 0 only, after every rank has uploaded).
 
-    Args:
-        local_dir: The directory of rank 0; its files are recorded here unless they are in ``files``.
-        path: The remote path.
-        manifest: As for :func:`finish`.
-        files: What all ranks wrote, by name.
-
-    Raises:
-        ValueError: A file is missing or incomplete.
-        OSError: The store refuses.
+    ``local_dir`` is rank 0's; its files are recorded here unless ``files`` has them. Raises ``ValueError`` for a
+    missing or incomplete file.
     """
     own = {*files_below(local_dir)} - {MANIFEST_FILE} - {*files}
     records = {**files, **{name: record_file(os.path.join(local_dir, name)) for name in own}}
@@ -454,20 +396,9 @@ def finish_upload(local_dir: str, path: str, manifest: dict[str, Any], files: Ma
 
 
 def download(path: str, local_dir: str, names: Iterable[str] | None = None) -> str:
-    """Copy a checkpoint, or some files of it, into a local directory.
+    """Copy a checkpoint, or the files in ``names``, into a local directory, and return that directory.
 
-    Args:
-        path: The remote path.
-        local_dir: The directory to copy to; created if it does not exist.
-        names: The files to fetch, as the manifest names them (or Megatron, if there is no manifest); None for all.
-
-    Returns:
-        ``local_dir``.
-
-    Raises:
-        FileNotFoundError: There is nothing at ``path``.
-        ValueError: A file is missing or incomplete.
-        OSError: The store or the disk reports an error.
+    Raises ``FileNotFoundError`` if there is nothing at ``path``, ``ValueError`` for a missing or incomplete file.
     """
     fs, root = open_store(path)
     if not fs.exists(root):
@@ -475,6 +406,7 @@ def download(path: str, local_dir: str, names: Iterable[str] | None = None) -> s
     found = {name.removeprefix(root).lstrip("/"): info["size"] for name, info in fs.find(root, detail=True).items()}
     if MANIFEST_FILE in found:
         recorded = {name: record["size"] for name, record in read_manifest(path)["files"].items()}
+        # The manifest has the true sizes; the store's own are all there is for a Megatron checkpoint.
         found = {**recorded, MANIFEST_FILE: found[MANIFEST_FILE]}
     for name in found if names is None else names:
         target = os.path.join(local_dir, name)

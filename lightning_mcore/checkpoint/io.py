@@ -1,18 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MCoreCheckpointIO``, Lightning's plugin for checkpoints: saves in flight, links, deletion, loading in two steps.
+"""``MCoreCheckpointIO``, Lightning's checkpoint plugin: saves in flight, links, deletion, and loading in two steps.
 
-:class:`MCoreCheckpointIO` takes Lightning's dict. If the strategy has put a sharded state into it, all ranks write a
-directory together. Otherwise rank 0 writes one file, as Lightning does. Loading takes two steps, because Lightning
-reads its own state before the model exists: :meth:`~MCoreCheckpointIO.load_checkpoint` reads that state, and
-:meth:`~MCoreCheckpointIO.load_shards` fills the tensors of any layout.
-
-With ``async_save=True`` a save returns as soon as the tensors are copied, and the files are written while training
-continues. The save becomes a checkpoint between two steps, once all ranks have written
-(:meth:`~MCoreCheckpointIO.poll`). Until then it is not visible, and checkpoints that Lightning wants to delete stay, so
-if the new one fails, the old one is still there. The link of ``ModelCheckpoint(save_last="link")`` is set once the
-checkpoint is whole, and its old target is deleted after that, so the link always leads to a whole checkpoint. If a rank
-dies, only what was in flight is lost. An unfinished save lies in a hidden folder, is never taken for a checkpoint, and
-is deleted by the next save there.
+If the strategy has put a sharded state into Lightning's dict, all ranks write a directory together. Otherwise rank 0
+writes one file, as Lightning does. Loading takes two steps, because Lightning reads its own state before the model
+exists: :meth:`~MCoreCheckpointIO.load_checkpoint` reads that state, :meth:`~MCoreCheckpointIO.load_shards` fills the
+tensors of any layout. ``strategy/checkpointing.py`` and ``weights.py`` call this; ``save.py`` runs a single save.
 """
 
 import atexit
@@ -73,19 +65,12 @@ _in_use: weakref.WeakSet["MCoreCheckpointIO"] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a directory checkpoint.
+    """The contents of a directory checkpoint, without its tensors."""
 
-    Args:
-        manifest: Its manifest; an empty dict for a checkpoint that Megatron wrote.
-        metadata: The content of ``.metadata``.
-        shapes: Global shape of every tensor, by name.
-        objects: Names of the entries that are not tensors.
-    """
-
-    manifest: dict[str, Any]
-    metadata: Metadata
-    shapes: dict[str, tuple[int, ...]]
-    objects: set[str]
+    manifest: dict[str, Any]  # empty for a checkpoint that Megatron wrote
+    metadata: Metadata  # of .metadata
+    shapes: dict[str, tuple[int, ...]]  # global shape of each tensor
+    objects: set[str]  # names of the entries that are not tensors
 
 
 class MCoreCheckpointIO(TorchCheckpointIO):
@@ -115,6 +100,15 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         self.async_save = async_save
         self.max_in_flight = max_in_flight
         self.verify = verify
+        # With async_save=True, a save returns once the tensors are copied, and its files are written while training
+        # continues. Between two steps, poll() puts it in place, once all ranks have written. Until then it is
+        # invisible, in a hidden folder, and whatever Lightning wants to delete is kept, so if the new checkpoint fails,
+        # the old one is still there.
+        # Example: ModelCheckpoint(save_last="link", save_top_k=1); last.ckpt leads to step-100.ckpt.
+        #   step 200   save_checkpoint(step-200.ckpt), remove_checkpoint(step-100.ckpt), link_checkpoint(step-200.ckpt,
+        #              last.ckpt): the save is in flight; the removal and the link wait with it
+        #   step 203   poll(): all ranks are done. step-200.ckpt appears, last.ckpt leads to it, step-100.ckpt is deleted
+        # If a rank dies at step 202, only step-200.ckpt is lost; the next save in that folder deletes its hidden files.
         self._saves: list[CheckpointSave] = []
         self._stagings: list[Staging] = []
         self._lost: BaseException | None = None  # why the newest save failed, if its folder was deleted
@@ -124,7 +118,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         self._planner = ShardPlanner()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the state of this process: saves in flight, their memory, and the last plan."""
+        """Drop what belongs to this process: saves in flight, their memory, and the last plan."""
         return {name: getattr(self, name) for name in ("async_save", "max_in_flight", "verify")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -149,6 +143,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             ValueError: The file or directory at ``path`` is not a checkpoint.
         """
         target = _absolute(path)
+        # A path that is saved again must not be deleted later on behalf of its earlier checkpoint.
         for kept in (self._unneeded, self._outlived):
             kept[:] = [unneeded for unneeded in kept if _absolute(unneeded) != target]
         if SHARDED_STATE not in checkpoint:
@@ -162,6 +157,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         while len(self._saves) >= self.max_in_flight or self.is_in_flight(path):
             self._finish_oldest(another_follows=True)
         _finish_before_exit(self)
+        # Without a copy to write from, the save must finish before the next step changes the tensors: see the end.
         staging = (self._stagings.pop() if self._stagings else Staging()) if self.async_save else None
         with _without_advice_for_megatron():
             save = CheckpointSave.start(target, checkpoint, process_group("dp_cp"), self._planner, staging)
@@ -176,12 +172,9 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         return bool(self._saves) and decide(lambda: _place(target) in [_place(save.path) for save in self._saves])
 
     def poll(self) -> None:
-        """Finish the oldest save if all ranks have written it; collective over the world, called between steps.
+        """Put the oldest save in place if all ranks have written it; collective over the world, called between steps.
 
-        It costs nothing when no save is in flight.
-
-        Raises:
-            OSError: The save failed, on some rank.
+        It costs nothing when no save is in flight. Raises ``OSError`` on all ranks if the save failed on one.
         """
         if self._saves and all_true(self._saves[0].is_done):
             self._advance_oldest(another_follows=True)
@@ -201,6 +194,8 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         if self._saves and timeout is not None and not _all_come(timeout):
             paths = ", ".join(save.path for save in self._saves)
             _log.warning("gave up saving %s, because not all ranks are there to finish it; use an older one", paths)
+            # A collective would wait for the missing rank forever, so the hidden files stay; the next save there
+            # deletes them.
             self._saves.clear()
             return
         failure: BaseException | None = None
@@ -308,21 +303,10 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         return {**state, MANIFEST: manifest}
 
     def load_directory(self, path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read Lightning's state of a directory as :meth:`load_checkpoint` does, together; collective over the world.
+        """Read a directory's Lightning state, as :meth:`load_checkpoint` does, on all ranks; collective over the world.
 
-        Only rank 0 looks at the files; otherwise the look-ups would grow with the square of the number of ranks.
-
-        Args:
-            path: The same on every rank.
-            weights_only: As in :meth:`load_checkpoint`.
-
-        Returns:
-            Lightning's dict and the manifest, without the files of tensors that it lists. The states of all ranks only
-            from a checkpoint of format version 1, which has them in one file.
-
-        Raises:
-            FileNotFoundError: There is nothing at ``path``.
-            ValueError: It is not a checkpoint, or is damaged.
+        Returns Lightning's dict and the manifest without its ``.distcp`` files, and, from format version 1 only, the
+        state of all ranks. Errors as in :meth:`load_checkpoint`.
         """
         where = str(path)
 
@@ -337,22 +321,17 @@ class MCoreCheckpointIO(TorchCheckpointIO):
                 state[RANK_STATE] = _unpacked(where, OLD_RANKS_FILE, list, contents[OLD_RANKS_FILE], weights_only)
             return {**state, MANIFEST: manifest}
 
+        # Rank 0 reads and sends the bytes: with 1,000 ranks, each looking up the sizes of 1,000 files, a shared disk
+        # would get a million look-ups.
         manifest, contents = decide(read)
         return on_all(unpack)
 
     def load_rank_state(
         self, path: _PATH, contents: Contents, rank: int, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read what one of the ranks that saved knew; any rank may call it alone.
+        """Return what global rank ``rank`` of the saving run knew; any rank may call it alone.
 
-        Args:
-            path: Local, or anything that fsspec opens.
-            contents: The contents of the checkpoint.
-            rank: The rank that saved it.
-            weights_only: As in :meth:`load_checkpoint`.
-
-        Raises:
-            ValueError: The checkpoint lacks it, or it is damaged.
+        Raises ``ValueError`` if the checkpoint lacks it, or is damaged.
         """
         safe = True if weights_only is None else weights_only
         ranks = contents.manifest.get("world_size")
@@ -372,17 +351,10 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         return bool(fs.isdir(root))
 
     def read_contents(self, path: _PATH, manifest: dict[str, Any] | None = None) -> Contents:
-        """Return the contents of a checkpoint directory, ours or Megatron's, without reading a tensor.
+        """Return the contents of a checkpoint directory, ours or Megatron's, without reading tensors.
 
-        Any rank may call it alone.
-
-        Args:
-            path: Local, or anything that fsspec opens.
-            manifest: Its manifest, if its files have been checked; an empty dict if Megatron wrote it.
-
-        Raises:
-            FileNotFoundError: There is nothing at ``path``.
-            ValueError: It is not a checkpoint, or is damaged.
+        Any rank may call it alone. Without ``manifest``, the sizes of all files are checked first. Errors as in
+        :meth:`load_checkpoint`.
         """
         where = str(path)
         manifest = _manifest_of(where) if manifest is None else manifest
@@ -411,20 +383,10 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         weights_only: bool | None = None,
         contents: Contents | None = None,
     ) -> dict[str, Any]:
-        """Read the tensors that ``sharded_state`` asks for; collective over the world.
+        """Fill ``sharded_state`` and return it, with tensors and objects in place of their descriptions; collective.
 
-        Args:
-            path: A sharded checkpoint, ours or one that Megatron wrote; the same on every rank.
-            sharded_state: This rank's sharded tensors and objects; tensors with data are read into it.
-            weights_only: Whether objects must be plain, as in ``torch.load``; None means True.
-            contents: Its contents, if they have been read.
-
-        Returns:
-            The state, with each description replaced by its tensor or object.
-
-        Raises:
-            FileNotFoundError: There is nothing at ``path``.
-            ValueError: It is not a checkpoint, is damaged, or lacks a part that is asked for.
+        The checkpoint may be ours or Megatron's. Tensors with data are read into it. ``weights_only`` is for objects,
+        as in ``torch.load``; None means True. Raises ``ValueError`` if a part is missing or damaged.
         """
         where, metadata = str(path), (contents or self.contents_for_all(path)).metadata
         with contextlib.ExitStack() as stack, _without_advice_for_megatron():
@@ -438,12 +400,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             pass
 
     def _advance_oldest(self, another_follows: bool = False) -> bool:
-        """Take the next step of the oldest save and return whether it is finished; collective over the world.
-
-        Args:
-            another_follows: Whether training continues if the folder of a save was deleted. The memory may then hold
-                the only copy, and the next save creates the folder again. :meth:`drain` raises if no save follows.
-        """
+        """Take the next step of the oldest save and return whether it is finished; collective over the world."""
         save = self._saves[0]
         try:
             finished = save.advance()
@@ -453,6 +410,8 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             is_deleted = isinstance(error, FileNotFoundError) and checkpoint_files.writes_directly(save.path)
             if not (another_follows and is_deleted):
                 raise
+            # Someone deleted the folder during the save. The state in memory may now be the only copy, so training
+            # continues, and the next save makes the folder again. Without a next save, drain() raises this error.
             self._lost = error
             if dist.get_rank() == 0:
                 _log.warning("%s; training continues, and the next save creates the folder again", error)
@@ -470,7 +429,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         self._remove_unneeded([*outlived, *save.removals])
 
     def _remove_unneeded(self, paths: Iterable[str] = ()) -> None:
-        """Delete the checkpoints that Lightning wants to delete, except targets of links; links go first."""
+        """Delete what Lightning wants to delete, except targets of links; links go first."""
         unneeded = sorted([*self._unneeded, *paths], key=lambda path: not os.path.islink(path))
         self._unneeded = []
         for path in unneeded:
@@ -494,11 +453,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
 def _unpacked(
     path: str, name: str, kind: type, content: bytes, weights_only: bool | None, map_location: Any | None = None
 ) -> Any:
-    """Return the object of class ``kind`` in the file ``name`` of a checkpoint.
-
-    Raises:
-        ValueError: It holds something else, is damaged, or could run code.
-    """
+    """Return the object of class ``kind`` in a checkpoint's file; ``ValueError`` if it is damaged or could run code."""
     safe = True if weights_only is None else weights_only
     try:
         found = torch.load(io.BytesIO(content), map_location or "cpu", weights_only=safe)
@@ -515,12 +470,11 @@ def _unpacked(
 def _finish_before_exit(plugin: MCoreCheckpointIO) -> None:
     """Finish the saves in flight when the process ends, before the process group is destroyed.
 
-    The function registered last runs first; Lightning registers the destruction of the group when it opens one for
-    NCCL.
-
     Source: Lightning 2.6.6, ``fabric.utilities.distributed._init_dist_connection``.
     """
     _in_use.add(plugin)
+    # The function registered last runs first. Lightning registers the destruction of the group when it opens one for
+    # NCCL, so ours is registered again at each save, after that.
     atexit.unregister(_finish_at_exit)
     atexit.register(_finish_at_exit)
 
@@ -548,28 +502,21 @@ def _manifest_of(path: str) -> dict[str, Any]:
 
 
 def _checked_manifest(path: str) -> dict[str, Any]:
-    """Check the sizes of a directory's files and return its manifest, without the files of the ranks that saved.
-
-    The manifest is sent to all ranks, and would grow with both numbers of ranks.
-    """
+    """Check the sizes of a directory's files, and return its manifest without the ``.distcp`` files."""
     manifest = checkpoint_files.check_sizes(path)
+    # The manifest goes to all ranks. With one .distcp file per saving rank, the traffic would grow with both rank
+    # counts.
     shared = {name: record for name, record in manifest["files"].items() if not name.endswith(".distcp")}
     return {**manifest, "files": shared}
 
 
 @contextlib.contextmanager
 def checked_file(path: str, checksums: bool = True) -> Iterator[str]:
-    """Compare the checksums in a checkpoint in one file, and yield the path to read it from.
+    """Compare the checksums in a single-file checkpoint, and yield the path to read it from.
 
-    A remote file is fetched for the comparison and kept until the ``with`` statement ends, except one from ``http``:
-    Lightning fetches it into torch's cache.
-
-    Args:
-        path: Local, or anything that fsspec opens.
-        checksums: Whether to compare checksums, which reads the whole file.
-
-    Raises:
-        ValueError: It is damaged, or not a file that ``torch.save`` wrote.
+    A remote file is fetched once, and kept until the ``with`` statement ends. A file from ``http`` is left to
+    Lightning, which fetches it into torch's cache. Raises ``ValueError`` if it is damaged, or not a ``torch.save``
+    file.
     """
     local = _absolute(path)
     with contextlib.ExitStack() as stack:
@@ -585,9 +532,11 @@ def checked_file(path: str, checksums: bool = True) -> Iterator[str]:
 
 
 def _check_file(path: str, local: str, checksums: bool) -> None:
-    """Refuse a file that ``torch.save`` cannot have written, because unpickling it could run any code."""
+    """Reject a file that ``torch.save`` cannot have written, because unpickling it could run any code."""
     with open(local, "rb") as stream:
         begin = stream.read(2)
+        # "PK" begins a zip archive, what torch.save has written since 1.6; byte 0x80 begins a pickle, which it wrote
+        # before.
         if begin != b"PK" and begin[:1] != b"\x80":
             raise ValueError(f"{path} is not a checkpoint: torch.save did not write it; give the path of a checkpoint")
         if begin == b"PK" and checksums:

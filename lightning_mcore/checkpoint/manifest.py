@@ -1,22 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What describes a checkpoint: its manifest ``checkpoint.json``, and Megatron's ``.metadata`` and ``common.pt``.
 
-The manifest is JSON, so that a checkpoint can be read without the code that wrote it::
+The manifest is JSON, so that a checkpoint can be inspected without the code that wrote it::
 
     {"format": "lightning_mcore", "format_version": 2, "global_step": 400, ...,
      "files": {"__0_0.distcp": {"size": 1048576, "crc32": "9ae0daaf"}, ...}}
 
-:func:`describe` lists the entries; ``strategy/checkpointing.py`` puts them into every checkpoint. ``files.py`` adds the
-files when it writes the manifest. Before anything is loaded, :func:`check_model` and :func:`check_optimizer` compare
-the manifest with the run. Errors for paths that are not checkpoints are made here too. This module opens no files, and
-imports torch only where it describes tensors.
-
-``.metadata`` holds the names, shapes, types and places of all tensors. It is a pickle, and a pickle can run anything.
-:func:`read_metadata` accepts only the classes that ``torch.distributed.checkpoint`` writes there, so a checkpoint from
-an untrusted source can be shown safely. ``common.pt`` holds Megatron-LM's arguments: :func:`read_common` takes the
-plain values and replaces all others by empty objects.
-
-Source: ``torch.distributed.checkpoint.filesystem.FileSystemWriter.finish``, torch 2.6 to 2.13.
+``strategy/checkpointing.py`` puts the entries of :func:`describe` into every checkpoint, ``files.py`` adds the files.
+Before a load, :func:`check_model` and :func:`check_optimizer` compare the manifest with the run. This module also makes
+the errors for paths that are not checkpoints. It opens no files, and imports torch only where it describes tensors.
 """
 
 import contextlib
@@ -48,6 +40,10 @@ COMMON_FILE = "common.pt"  # Megatron-LM's arguments
 METADATA_FILE = ".metadata"  # names, shapes and places of the tensors
 MEGATRON_FILES = ("metadata.json", METADATA_FILE)  # of every torch_dist checkpoint
 DELETED_FIRST = (MANIFEST_FILE, METADATA_FILE)  # without these, the rest is not taken for a checkpoint
+# .metadata and common.pt are pickles, and a pickle can run anything. read_metadata accepts only the classes that
+# torch.distributed.checkpoint writes into .metadata (_ADMITTED), and read_common replaces every object by an inert one,
+# so a checkpoint from an untrusted source can be shown safely. Source:
+# torch.distributed.checkpoint.filesystem.FileSystemWriter.finish, torch 2.6 to 2.13.
 _PLAIN = (bool, int, float, str, type(None))
 _SECTIONS = ("model", "contents", "layout", "versions", "tensors")
 _TORCH_CHECKPOINT = "torch.distributed.checkpoint"
@@ -74,15 +70,10 @@ _ADMITTED = {
 
 @dataclasses.dataclass(frozen=True)
 class FileRecord:
-    """The manifest's entry for one file.
+    """The manifest's entry for one file."""
 
-    Args:
-        size: Bytes.
-        crc32: Checksum as 8 hexadecimal digits.
-    """
-
-    size: int
-    crc32: str
+    size: int  # bytes
+    crc32: str  # 8 hexadecimal digits
 
 
 def encode_manifest(manifest: Mapping[str, Any], files: Mapping[str, FileRecord]) -> bytes:
@@ -93,11 +84,7 @@ def encode_manifest(manifest: Mapping[str, Any], files: Mapping[str, FileRecord]
 
 
 def decode_manifest(path: str, text: bytes) -> dict[str, Any]:
-    """Return the manifest that ``text`` holds.
-
-    Raises:
-        ValueError: It is not a manifest, it is damaged, or it is of a newer version.
-    """
+    """Return the manifest in ``text``; ``ValueError`` if it is not one, is damaged, or is of a newer format version."""
     try:
         manifest = json.loads(text)
     except (ValueError, RecursionError):
@@ -130,12 +117,7 @@ def some_of(names: Collection[str], most: int) -> str:
 
 
 def no_checkpoint(path: str, names: Collection[str]) -> ValueError:
-    """Return the error for a directory without a manifest.
-
-    Args:
-        path: The directory.
-        names: The names in it.
-    """
+    """Return the error for a directory without a manifest, given the names in it."""
     if is_interrupted(names):
         return interrupted(path)
     if is_megatron(names):
@@ -160,11 +142,7 @@ def damaged(path: str, what: str) -> ValueError:
 
 @contextlib.contextmanager
 def saving(path: str) -> Iterator[None]:
-    """Turn a disk error into one sentence about ``path``; for a ``with`` statement or as a decorator.
-
-    Raises:
-        OSError: The disk reported an error; the class and the ``errno`` are those of the original.
-    """
+    """Turn a disk error into one sentence about ``path``, with the same ``errno``; a context manager or decorator."""
     try:
         yield
     except OSError as error:
@@ -184,7 +162,8 @@ def _unsaved(path: str, error: OSError) -> OSError:
 
 
 def is_interrupted(names: Collection[str]) -> bool:
-    """Return whether a directory with these files is a checkpoint of ours that lacks its manifest."""
+    """Return whether a directory with these names is a checkpoint of ours that lacks its manifest."""
+    # Rank 0 writes lightning.pt with its tensors, so a crash may leave only .distcp files of other ranks.
     shards = any(name.endswith(".distcp") for name in names)
     return MANIFEST_FILE not in names and (LIGHTNING_FILE in names or (shards and not is_megatron(names)))
 
@@ -205,7 +184,7 @@ def _writer(manifest: Mapping[str, Any]) -> str:
 
 
 def _describes_files(files: Any) -> bool:
-    """Return whether ``files`` of an untrusted manifest lists only files of its own directory."""
+    """Return whether ``files`` of an untrusted manifest lists only files inside its own directory."""
     return isinstance(files, dict) and all(
         isinstance(record, dict)
         and isinstance(record.get("size"), int)
@@ -226,25 +205,15 @@ def describe(
 ) -> dict[str, Any]:
     """Return the manifest of a checkpoint, without its tensors and files.
 
-    Args:
-        module: The LightningModule.
-        layout: The parallel layout of the run.
-        world_size: Number of ranks.
-        precision: As in ``Trainer(precision=)``.
-        use_distributed_optimizer: Whether the optimizer's state is sharded over data-parallel ranks.
-        config: The model's TransformerConfig; None for a plain module.
-        optimizers: The user's optimizers whose state is saved; empty if only weights are saved.
-
-    Returns:
-        ``versions``, ``layout``, ``world_size``, ``precision``, ``use_distributed_optimizer``, ``global_step``,
-        ``epoch``, ``saved_at`` (ISO 8601, UTC), ``model`` (class, vocabulary size, plain fields of the config) and
-        ``contents``.
+    ``precision`` is as in ``Trainer(precision=)``, ``config`` the TransformerConfig (None for a plain module).
+    ``optimizers`` are those whose state is saved: none if only weights are.
     """
     import lightning
     import megatron.core
     import torch
 
-    trainer = module._trainer  # None if the checkpoint is saved without a run
+    # module.trainer would raise here if the checkpoint is saved without a run; _trainer is None then.
+    trainer = module._trainer
     return {
         "versions": {
             "torch": torch.__version__,
@@ -258,7 +227,7 @@ def describe(
         "use_distributed_optimizer": use_distributed_optimizer,
         "global_step": trainer.global_step if trainer is not None else 0,
         "epoch": trainer.current_epoch if trainer is not None else 0,
-        "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),  # ISO 8601
         "model": {
             "class": f"{type(module).__module__}.{type(module).__qualname__}",
             "vocab_size": _vocabulary(module),
@@ -273,11 +242,8 @@ def describe(
 
 
 def check_model(path: str, manifest: Mapping[str, Any], module: "LightningModule") -> None:
-    """Refuse a checkpoint with another vocabulary; shapes may hide the difference, because embeddings are padded.
-
-    Raises:
-        ValueError: The vocabularies differ in size.
-    """
+    """Raise ``ValueError`` if the checkpoint has another vocabulary size, which padded embeddings may hide."""
+    # With make_vocab_size_divisible_by=128, vocabularies of 50,200 and 50,257 both have 50,304 rows.
     saved, own = (manifest.get("model") or {}).get("vocab_size"), _vocabulary(module)
     if saved is not None and own is not None and saved != own:
         raise ValueError(
@@ -287,15 +253,12 @@ def check_model(path: str, manifest: Mapping[str, Any], module: "LightningModule
 
 
 def check_optimizer(path: str, manifest: Mapping[str, Any], optimizers: "Sequence[Optimizer]") -> None:
-    """Refuse the state of an optimizer of another kind.
-
-    Raises:
-        ValueError: The checkpoint has the state of another optimizer.
-    """
+    """Raise ``ValueError`` if the checkpoint has the state of an optimizer of another kind."""
     from torch.optim import Adam
 
     contents = manifest.get("contents") or {}
     saved, own = contents.get("optimizer_class"), [type(optimizer).__name__ for optimizer in optimizers]
+    # The Adam variants keep the same state (exp_avg, exp_avg_sq, step), so each may resume from another.
     if saved not in own and not (_is_adam(saved) and any(isinstance(optimizer, Adam) for optimizer in optimizers)):
         raise ValueError(
             f"{path} holds the state of {saved}, and configure_optimizers returned {' and '.join(own)}; return"
@@ -336,14 +299,9 @@ def _plain(value: Any) -> Any:
 
 
 def read_metadata(path: str, content: bytes) -> "Metadata":
-    """Return the content of ``.metadata``; only the classes that belong there are accepted.
+    """Return the content of ``.metadata``, accepting only the classes that belong there.
 
-    Args:
-        path: The path of the checkpoint, named in errors.
-        content: The bytes of the file.
-
-    Raises:
-        ValueError: It is damaged, holds something else, or places tensors outside the checkpoint.
+    Raises ``ValueError`` if it is damaged, holds something else, or places tensors outside the checkpoint.
     """
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -361,11 +319,7 @@ def read_metadata(path: str, content: bytes) -> "Metadata":
 
 
 def read_common(content: bytes) -> dict[str, Any]:
-    """Return the plain values in ``common.pt``; an empty dict if it cannot be read.
-
-    Args:
-        content: The bytes of the file.
-    """
+    """Return the plain values in ``common.pt`` (Megatron-LM's arguments); an empty dict if it cannot be read."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
@@ -387,9 +341,10 @@ def tensors_of(metadata: "Metadata") -> dict[str, dict[str, Any]]:
 
 
 def least_sizes(metadata: "Metadata") -> dict[str, int]:
-    """Return the smallest size in bytes that each tensor file can have, by name."""
+    """Return the smallest possible size of each tensor file, in bytes, by name."""
     places: Mapping[Any, Any] = metadata.storage_data or {}
     sizes: dict[str, int] = {}
+    # Pieces at bytes 0 to 1,000 and 1,024 to 1,424 make 1,424. Padding may follow, so the file may be larger.
     for place in places.values():
         sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
     return sizes

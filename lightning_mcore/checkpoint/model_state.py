@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model and its optimizer as sharded tensors: collect them for a save, and fill them on any layout.
 
-Every tensor is a part of a global tensor with Megatron-LM's name, such as ``decoder.layers.mlp.linear_fc1.weight``. So
+Every tensor is a part of a global tensor with Megatron-LM's name, such as ``decoder.layers.mlp.linear_fc1.weight``, so
 a checkpoint does not depend on the layout that wrote it: each rank that loads it asks for the parts that it needs.
-Megatron's modules know where their parts belong (``sharded_state_dict``). A plain LightningModule is whole on every
-rank and keeps its names. A chunk that is neither is named by its position in the pipeline, ``chunk<n>.<name>``, and
-loads only with the same number of stages.
 
 ``strategy/checkpointing.py`` calls :func:`collect` and :func:`load`, ``weights.py`` only :func:`load`; both open a
-:class:`StoredState` to read from. The optimizer's part is ``optimizer_state.py``; ``io.py`` knows what is on the disk.
+:class:`StoredState` to read from. The optimizer's part is ``optimizer_state.py``; ``io.py`` reads and writes the disk.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +42,12 @@ from lightning_mcore.parallel.consensus import merge, on_all
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.pipeline import Pipeline
 
+# Who knows where a parameter belongs in its global tensor:
+#   Megatron's modules   themselves (sharded_state_dict). 4 layers whose weights are [8, 6], on PP=2 x TP=2, make one
+#                        tensor [4, 8, 6]: stage 1, TP rank 0 holds layers 2 and 3, rows 0 to 3 of each, if the weight
+#                        is split by rows
+#   a plain module       complete on every rank, under its own names
+#   any other chunk      "chunk<n>.<name>" by its position in the pipeline, so it loads only on as many stages
 TRAINED_ONLY = "saves_trained_only"  # attribute of a chunk whose frozen weights come from another place
 OPTIMIZER = "optimizer"  # prefix of the names of optimizer state
 STRICT_LOADING = "set strict_loading=False in the module"
@@ -54,17 +57,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class CollectedState:
-    """The saved state of a model and its optimizers.
+    """The saved state of a model and its optimizers."""
 
-    Args:
-        tensors: Megatron's sharded tensors, which share the memory of model and optimizers.
-        numbers: The rest of each optimizer's state; the same on every rank.
-        num_parameters: Number of parameters of the whole model.
-    """
-
-    tensors: dict[str, Any]
-    numbers: list[Numbers]
-    num_parameters: int
+    tensors: dict[str, Any]  # Megatron's sharded tensors; they share the memory of model and optimizers
+    numbers: list[Numbers]  # the rest of each optimizer's state; the same on every rank
+    num_parameters: int  # of the complete model, over all ranks
 
 
 # ---- a checkpoint and its differences from a model
@@ -72,20 +69,12 @@ class CollectedState:
 
 @dataclass(frozen=True)
 class StoredState:
-    """A checkpoint opened for reading.
-
-    Args:
-        path: Its path, named in messages.
-        contents: Its contents. Objects of TransformerEngine's layers are missing if the model ran without
-            TransformerEngine.
-        numbers: The ``numbers`` of :func:`collect`; None if the checkpoint has no optimizer state.
-        read: Fills the tensors of a sharded state from the checkpoint and returns the state; collective over the world.
-    """
+    """A checkpoint opened for reading."""
 
     path: str
-    contents: Contents
-    numbers: Sequence[Numbers] | None
-    read: Callable[[dict[str, Any]], dict[str, Any]]
+    contents: Contents  # without TransformerEngine's objects if the model ran without it
+    numbers: Sequence[Numbers] | None  # as in CollectedState; None without optimizer state
+    read: Callable[[dict[str, Any]], dict[str, Any]]  # fills a sharded state; collective
 
     @classmethod
     def open(
@@ -111,18 +100,14 @@ class StoredState:
 
 
 def collect(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> CollectedState:
-    """Return the sharded state of a model and of its optimizers; collective over the world.
-
-    Args:
-        chunks: The wrapped model.
-        optimizers: The optimizers whose state is saved; empty to save only weights.
-    """
+    """Return the sharded state of a model and of the optimizers to save (may be none); collective over the world."""
     model_state, shares = on_all(lambda: _shares(chunks, optimizers))
     for key, chunk in zip(_keys(chunks), chunks.bare, strict=True):
         extra_state.as_tensors(chunk, chunks.config, model_state[key])
     state = dict(model_state)
     numbers = []
     for index, own in enumerate(shares):
+        # Each rank reports what it steps itself. Frozen parameters are on several ranks, and one copy speaks for them.
         untrained = _untrained(own, model_state) if _speaks_for_copies() else []
         without_state = dict.fromkeys(identity_of(entry) for entry in untrained)
         numbers.append(gather_numbers({**without_state, **numbers_of(own)}))
@@ -156,12 +141,13 @@ def _state_blocks(index: int, shares: Sequence[Share]) -> Iterator[ShardedTensor
 
 
 def _blocks_of_untrained(index: int, shares: Sequence[Share], model_state: dict[str, Any]) -> Iterator[ShardedTensor]:
-    """Yield blocks for the layers of stacked tensors that have no state, such as frozen ones.
-
-    Their moments are zero, as before the first step, and their copy is the weight.
-    """
+    """Yield blocks for the layers of stacked tensors that have no state, such as frozen ones."""
+    # A stacked tensor covers all layers, so a save must fill all of it. If layer 0 is frozen and layer 1 trained,
+    # exp_avg of both is one tensor [2, ...]: layer 0 gets zeros, as before a first step, and its fp32 copy is the
+    # weight itself.
     own = {share.sharded.key: {n: t.dtype for n, t in share.tensors().items()} for share in shares}
     copies = {share.sharded.key: {share.name_of_copy: share.copy().dtype} for share in shares if share.has_copy}
+    # The trained layer may be on another pipeline stage, so the names and dtypes come from all ranks.
     known = _merged([own, copies])
     for share in shares:
         for name in known.get(share.sharded.key, {}).keys() - share.tensors().keys() - {share.name_of_copy}:
@@ -184,7 +170,7 @@ def _untrained(shares: Sequence[Share], model_state: dict[str, Any]) -> list[Sha
 
 
 def _merged(own: Sequence[dict[str, dict[str, torch.dtype]]]) -> dict[str, dict[str, torch.dtype]]:
-    """Merge the states that each rank has for each parameter; collective over the world."""
+    """Merge which states, in which dtypes, the ranks have for each parameter; collective over the world."""
 
     def together(of_ranks: list[Sequence[dict[str, dict[str, torch.dtype]]]]) -> dict[str, dict[str, torch.dtype]]:
         known: dict[str, dict[str, torch.dtype]] = {}
@@ -213,7 +199,7 @@ def _over_all_ranks(own: dict[str, _T]) -> dict[str, _T]:
 
 
 def _speaks_for_copies() -> bool:
-    """Return whether this rank is the first of those that hold its parameters, or its experts."""
+    """Return whether this rank is the first of the ranks that hold copies of its parameters, or of its experts."""
     return process_group("dp_cp").rank() == 0 or process_group("expert_dp").rank() == 0
 
 
@@ -230,12 +216,9 @@ def _tensors_in(state: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
 
 
 def sharded_chunk(chunks: ModelChunks, index: int, whole: bool = False) -> dict[str, Any]:
-    """Return the sharded state of one chunk; its data are the parameters themselves.
+    """Return the sharded state of this rank's chunk number ``index``; its data are the parameters themselves.
 
-    Args:
-        chunks: The wrapped model.
-        index: The index of the chunk on this rank.
-        whole: Include the frozen weights that checkpoints leave out because they come from another place.
+    ``whole`` includes frozen weights that checkpoints skip because they come from another place.
     """
     chunk = chunks.bare[index]
     trained_only = getattr(chunk, TRAINED_ONLY, False)
@@ -250,6 +233,7 @@ def sharded_chunk(chunks: ModelChunks, index: int, whole: bool = False) -> dict[
         return state
     stages = process_group("pp")
     prefix = f"chunk{index * stages.size() + stages.rank()}." if chunks.pipeline is not None else ""
+    # Pipeline, tensor-parallel and data-parallel rank: Megatron takes the copy with (0, 0, 0) as the main one.
     replica = (0, process_group("tp").rank(), process_group("dp_cp").rank())
     parameters = dict(chunk.named_parameters(remove_duplicate=False))
     return {
@@ -268,7 +252,7 @@ def _whole(key: str, value: Any, replica: tuple[int, int, int]) -> ShardedTensor
 
 
 def state_outside_chunks(module: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a ``state_dict`` outside the shards: buffers and frozen parameters beside the pipeline."""
+    """Return the part of a ``state_dict`` outside the shards: buffers and frozen parameters outside the pipeline."""
     paths = [path for path, child in module.named_modules() if isinstance(child, Pipeline)]
     if not paths:
         return {}
@@ -276,11 +260,7 @@ def state_outside_chunks(module: nn.Module, state_dict: dict[str, Any]) -> dict[
 
 
 def load_outside_chunks(module: nn.Module, saved: Mapping[str, Any], path: str, strict: bool) -> None:
-    """Load what :func:`state_outside_chunks` returned.
-
-    Raises:
-        ValueError: With ``strict``, the names differ.
-    """
+    """Load what :func:`state_outside_chunks` returned; with ``strict``, ``ValueError`` if names differ."""
     own = state_outside_chunks(module, module.state_dict())
     missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     shapes = [
@@ -303,17 +283,11 @@ def load(
     strict: bool,
     advice: str = STRICT_LOADING,
 ) -> None:
-    """Read weights, and the state of the given optimizers, into the running model; collective over the world.
+    """Read the weights, and the state of the given optimizers, into the running model; collective over the world.
 
-    Args:
-        stored: The checkpoint.
-        chunks: The wrapped model.
-        optimizers: The optimizers to fill; empty to load only weights.
-        strict: Refuse missing and unexpected names instead of warning about them.
-        advice: What the user can do to allow different names.
-
-    Raises:
-        ValueError: The checkpoint is of another model, or lacks the optimizer's state; the same on every rank.
+    ``strict`` makes missing and unexpected names an error instead of a warning, and ``advice`` tells the user how to
+    allow them. Raises ``ValueError``, the same on every rank, if the checkpoint is of another model or lacks optimizer
+    state.
     """
     model_state, _ = on_all(lambda: _shares(chunks, []))
     differences = compare(stored, model_state)
@@ -321,6 +295,7 @@ def load(
     wanted = {key: _without(state, differences, stored) for key, state in model_state.items()}
     loaded = stored.read(wanted)
     for key, chunk in zip(_keys(chunks), chunks.bare, strict=True):
+        # load_state_dict may complain about missing names only if all names were asked for.
         is_all = len(wanted[key]) == len(model_state[key]) and not getattr(chunk, TRAINED_ONLY, False)
         state = loaded.get(key, {})
         with extra_state.restored(chunk, chunks.config, state), extra_state.checked_extra_state(state):
@@ -334,7 +309,7 @@ def load(
 
 
 def compare(stored: StoredState, model_state: dict[str, Any]) -> Differences:
-    """Compare the names and shapes of a model, over all ranks, with those of a checkpoint; collective."""
+    """Compare a model's names and shapes, over all ranks, with a checkpoint; collective."""
     own = {
         piece.place.key: tuple(piece.place.global_shape)
         for entry in _tensors_in(model_state)
@@ -344,7 +319,7 @@ def compare(stored: StoredState, model_state: dict[str, Any]) -> Differences:
 
 
 def _without(state: dict[str, Any], differences: Differences, stored: StoredState) -> dict[str, Any]:
-    """Leave out the tensors that the checkpoint lacks; they stay unchanged in the model."""
+    """Drop the tensors that the checkpoint lacks; they stay unchanged in the model."""
     absent = set(differences.missing)
 
     def is_there(entry: Any) -> bool:
@@ -380,6 +355,7 @@ def _load_optimizer(stored: StoredState, index: int, shares: Sequence[Share], mo
             wanted += place_range(_prefix(index, names[0]), entry.data.detach().view(-1), entry, begin=0)
     loaded = stored.read({str(number): block for number, block in enumerate(wanted)})
     for number, block in enumerate(wanted):
+        # Blocks are read into place, but Megatron may return a new tensor instead.
         if loaded[str(number)].data_ptr() != block.data.data_ptr():
             block.data.copy_(loaded[str(number)])
     for share, targets in read:
@@ -392,11 +368,13 @@ def _stored_names(stored: StoredState, index: int) -> Callable[[ShardedTensor | 
     known: dict[str, set[str]] = {}
     for stored_name in stored.contents.shapes:
         if stored_name.startswith(start):
+            # "optimizer.state.exp_avg.decoder.final_layernorm.weight" is "exp_avg" of "decoder.final_layernorm.weight".
             name, _, weight = stored_name.removeprefix(start).partition(".")
             known.setdefault(weight, set()).add(name)
 
     def names_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[str]:
         weights = [known.get(piece.place.key, set()) for piece in pieces_of(sharded)]
+        # A parameter in several parts (gate and up of a gated MLP) has a state only if all parts do.
         return sorted(set.intersection(*weights)) if weights else []
 
     return names_of
