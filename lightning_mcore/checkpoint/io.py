@@ -107,7 +107,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         # Example: ModelCheckpoint(save_last="link", save_top_k=1); last.ckpt leads to step-100.ckpt.
         #   step 200   save_checkpoint(step-200.ckpt), remove_checkpoint(step-100.ckpt), link_checkpoint(step-200.ckpt,
         #              last.ckpt): the save is in flight; the removal and the link wait with it
-        #   step 203   poll(): all ranks are done. step-200.ckpt appears, last.ckpt leads to it, step-100.ckpt is deleted
+        #   step 203   poll(): all ranks are done. step-200.ckpt appears, then last.ckpt leads to it, step-100.ckpt goes
         # If a rank dies at step 202, only step-200.ckpt is lost; the next save in that folder deletes its hidden files.
         self._saves: list[CheckpointSave] = []
         self._stagings: list[Staging] = []

@@ -2,19 +2,10 @@
 """The optimizer's state as sharded tensors, named and placed like the weights that it belongs to.
 
 The state that an optimizer keeps for a parameter (``exp_avg``, a momentum, an fp32 copy) has the parameter's shape. So
-it is stored like the parameter: as a part of one global tensor, ``optimizer.state.<name>.<name of the weight>``, from
-which any layout takes the parts that it needs. Megatron's optimizers hold this state in three ways:
-
-* ``FP32Optimizer`` steps the parameters themselves,
-* ``Float16OptimizerWithFloat16Params`` steps whole fp32 copies,
-* ``DistributedOptimizer`` steps flat ranges of the parameters, one share on each rank. A flat range of a matrix is
-  at most three rectangles (the rest of a row, whole rows, the beginning of a row). So each rank writes and reads its
-  share in place, as rectangles of the global tensor. Megatron instead gathers the shares first, which takes more
-  memory.
-
-All three share one format, so each reads what another wrote. State that does not have the parameter's shape, such as
-Adam's ``step`` or the rows and columns of Adafactor, is stored separately (:func:`gather_numbers`). An optimizer with
-such rows and columns needs whole matrices, so it is refused where tensors are split.
+it is stored like the parameter: as a part of one global tensor, ``optimizer.state.<name>.<name of the weight>``. All of
+Megatron's optimizers share this format, so each reads what another wrote. State of another shape, such as Adam's
+``step`` or Adafactor's rows and columns, is stored separately (:func:`gather_numbers`). An optimizer with such rows and
+columns needs complete matrices, so it is rejected where tensors are split.
 
 ``model_state.py`` calls this with the sharded state of the model, in which the tensors are the parameters themselves.
 """
@@ -36,6 +27,12 @@ from torch import Tensor
 from lightning_mcore.optimizer.megatron import MCoreOptimizer, optimizer_parts
 from lightning_mcore.parallel.consensus import merge
 
+# Megatron's optimizers hold the state in three ways:
+#   FP32Optimizer                       steps the parameters themselves
+#   Float16OptimizerWithFloat16Params   steps complete fp32 copies
+#   DistributedOptimizer                steps flat ranges of the parameters, one share on each data-parallel rank
+# A flat range of a matrix is at most three rectangles, so each rank writes and reads its share in place (rectangles()).
+# Megatron gathers the shares first instead, which takes more memory.
 Numbers = dict[str, Any]
 _STEP = "step"
 MAIN_NAMES = ("fp32_param", "param")  # names of the copies in Megatron's unsharded and distributed optimizers
@@ -43,42 +40,29 @@ MAIN_NAMES = ("fp32_param", "param")  # names of the copies in Megatron's unshar
 
 @dataclass(frozen=True)
 class Piece:
-    """A flat range of a parameter on this rank, and its place in the global tensor.
+    """A stored part of a parameter on this rank, and its place in the global tensor."""
 
-    Args:
-        place: The sharded tensor of the weight, or of the part of it that Megatron stores separately.
-        start: Where ``place`` begins in the parameter, in elements.
-    """
-
-    place: ShardedTensor
-    start: int
+    place: ShardedTensor  # the weight, or the part of it that Megatron stores separately
+    start: int  # where it begins in the flattened parameter, in elements
 
 
 @dataclass(frozen=True)
 class Share:
-    """The share of one parameter that this rank steps.
+    """The share of one parameter that this rank steps."""
 
-    Args:
-        part: Megatron's optimizer that steps it.
-        stepped: The tensor that it steps: the parameter, a copy, or a flat range of either.
-        parameter: The model's parameter.
-        group: The optimizer's parameter group.
-        sharded: Its entry in the sharded state of the model.
-        begin: Where the range begins in the flattened parameter, in elements.
-    """
-
-    part: MegatronOptimizer
-    stepped: Tensor
+    part: MegatronOptimizer  # the optimizer that steps it
+    stepped: Tensor  # the parameter, a copy, or a flat range of either
     parameter: Tensor
-    group: dict[str, Any]
-    sharded: ShardedTensor | ShardedTensorFactory
-    begin: int
+    group: dict[str, Any]  # parameter group of the optimizer
+    sharded: ShardedTensor | ShardedTensorFactory  # its entry in the model's sharded state
+    begin: int  # where the range begins in the flattened parameter, in elements
 
     @property
     def has_copy(self) -> bool:
         """Whether the optimizer steps a copy instead of the parameter's own memory."""
         if _is_aware_of_precision(self.part) or is_float8tensor(self.parameter):  # which has no memory of its own
             return True
+        # A slice of the parameter has the parameter's storage, a copy its own.
         return self.stepped.untyped_storage().data_ptr() != self.parameter.untyped_storage().data_ptr()
 
     @property
@@ -95,7 +79,7 @@ class Share:
         return {name: value for name, value in self.state.items() if self._has_its_shape(name, value)}
 
     def numbers(self) -> Numbers:
-        """The rest of the state, including the step if the optimizer counts it for a whole group."""
+        """The rest of the state, including the step if the optimizer counts it per group."""
         rest = {
             name: value.detach().cpu() if isinstance(value, Tensor) else value
             for name, value in self.state.items()
@@ -105,11 +89,11 @@ class Share:
 
     @property
     def has_state(self) -> bool:
-        """Whether the optimizer has any state for the parameter; most have some from the first step on."""
+        """Whether the optimizer has any state for the parameter; usually from the first step on."""
         return any(value is not None for value in self.state.values())
 
     def set_numbers(self, numbers: Numbers) -> None:
-        """Restore the result of :meth:`numbers`, even from an optimizer that counts steps in another place."""
+        """Restore the result of :meth:`numbers`, even from an optimizer that counts steps elsewhere."""
         for name, value in numbers.items():
             if name == _STEP and _counts_groups(self.part):
                 self.group[_STEP] = int(value)
@@ -159,28 +143,23 @@ class Share:
         return self.stepped.detach()
 
     def accept(self, tensors: dict[str, Tensor]) -> None:
-        """Copy targets that lie outside the optimizer's memory into it: tensors of :meth:`targets`, fp32."""
+        """Copy targets that lie outside the optimizer's memory into it (fp32)."""
         if _is_aware_of_precision(self.part):
             self.part._set_main_param_and_optimizer_states(self.parameter, tensors)
 
 
 def identity_of(sharded: ShardedTensor | ShardedTensorFactory) -> str:
-    """Return a name of a parameter that is the same on every layout; stacked layers share the name of their weight."""
+    """Return a parameter's name on every layout; stacked layers share their weight's name, so their number is added."""
+    # Layer 3 of a stack is "decoder.layers.mlp.linear_fc1.weight@3"; expert 5 of layer 3 ends in "@3,5" if both are
+    # stacked.
     place = pieces_of(sharded)[0].place
     offset = place.global_offset[: place.prepend_axis_num]
     return f"{sharded.key}@{','.join(map(str, offset))}" if offset else sharded.key
 
 
 def shares_of(optimizer: MCoreOptimizer, model_state: Mapping[str, Any]) -> list[Share]:
-    """Return the share of every parameter that this rank steps.
-
-    Args:
-        optimizer: The optimizer of the chunks in ``model_state``.
-        model_state: The sharded state of the chunks, with the parameters themselves as data.
-
-    Raises:
-        ValueError: A trained parameter is missing from the model's state.
-    """
+    """Return the share of every parameter that this rank steps; ``ValueError`` if the model's state lacks one."""
+    # By identity: the sharded state holds the parameters themselves.
     entries = {id(entry.data): entry for entry in nested_values(model_state) if _is_tensor(entry)}
     stepped_here = [
         (part, *found)
@@ -203,9 +182,7 @@ def shares_of(optimizer: MCoreOptimizer, model_state: Mapping[str, Any]) -> list
 def reload_weights(optimizer: MCoreOptimizer, of_fp8: Mapping[Tensor, Tensor]) -> None:
     """Make the fp32 copies that an optimizer steps again, from the weights.
 
-    Args:
-        optimizer: The optimizer.
-        of_fp8: The values of the weights that are kept in FP8, before they were rounded; of the weight's shape.
+    ``of_fp8`` has the values of FP8 weights before they were rounded, in the weight's shape.
     """
     optimizer.megatron.reload_model_params()
     for part in optimizer_parts(optimizer.megatron) if of_fp8 else ():
@@ -247,16 +224,12 @@ def _ranges(part: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, dict[str,
 
 
 def pieces_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[Piece]:
-    """Return the stored tensors of a parameter and where each begins in it.
-
-    A factory stores a parameter in parts, such as the two halves of a gated MLP's first matrix. It is called with a
-    tensor without memory, and the views that it returns show where the parts lie.
-
-    Raises:
-        RuntimeError: A part is not a range of the parameter's elements.
-    """
+    """Return a parameter's stored tensors and where each begins in it; ``RuntimeError`` if one is not a flat range."""
     if isinstance(sharded, ShardedTensor):
         return [Piece(sharded, 0)]
+    # A factory stores a parameter in parts, such as gate and up of a gated MLP's first matrix. It is called with a
+    # tensor without memory, and the views that it returns show where the parts lie: for gate and up of [8, 6] together,
+    # two parts [4, 6] that begin at elements 0 and 24.
     template = torch.empty(sharded.data.shape, dtype=sharded.data.dtype, device="meta")
     built = replace(sharded, data=template).build()
     parts: list[ShardedTensor] = [built] if isinstance(built, ShardedTensor) else list(nested_values(built))
@@ -271,17 +244,15 @@ def pieces_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[Piece]:
 def place_range(
     key: str, flat: Tensor, sharded: ShardedTensor | ShardedTensorFactory, begin: int
 ) -> list[ShardedTensor]:
-    """Return a flat range of a parameter as blocks of global tensors, which share their memory with ``flat``.
+    """Return elements ``begin`` and up of a flattened parameter, ``flat`` [n], as blocks of global tensors.
 
-    Args:
-        key: Name of the global tensor, with ``{}`` in place of the weight's name.
-        flat: The range of the flattened parameter, of shape ``[n]`` and any dtype.
-        sharded: The parameter's entry in the sharded state of the model.
-        begin: Where the range begins, in elements.
+    The blocks share the memory of ``flat``, whatever its dtype. ``key`` has ``{}`` in place of the weight's name.
     """
     blocks = []
     for piece in pieces_of(sharded):
         place = piece.place
+        # The overlap of the range with this part: elements 20 to 29 of gate and up [8, 6] are 20 to 23 of gate, 0 to 5
+        # of up.
         first = max(begin, piece.start)
         last = min(begin + flat.numel(), piece.start + prod(place.local_shape))
         position = first - begin
@@ -312,7 +283,7 @@ def _block(
 
 
 def place_share(key: str, tensor: Tensor, share: Share) -> list[ShardedTensor]:
-    """Return a tensor of the shape of the stepped tensor, in any dtype, as blocks of global tensors."""
+    """Return a tensor of the stepped tensor's shape, in any dtype, as blocks of global tensors."""
     blocks = place_range(key, tensor.reshape(-1), share.sharded, share.begin)
     if not isinstance(share.part, DistributedOptimizer):
         return blocks
@@ -325,15 +296,16 @@ def place_share(key: str, tensor: Tensor, share: Share) -> list[ShardedTensor]:
 
 
 def numbers_of(shares: Iterable[Share]) -> dict[str, Numbers | None]:
-    """Return, by parameter, the state that does not have the parameter's shape; None for a parameter without state."""
+    """Return, by parameter, the state of another shape; None for a parameter without state."""
     return {identity_of(share.sharded): share.numbers() if share.has_state else None for share in shares}
 
 
 def gather_numbers(numbers: Mapping[str, Numbers | None]) -> dict[str, Any]:
     """Combine the numbers of all ranks; parameters that agree share one entry. Collective over the world.
 
-    Returns:
-        ``{"common": {name: value}, "own": {parameter: {name: value}}}``; ``own`` has only the parameters that differ.
+    Returns ``{"common": {name: value}, "own": {parameter: {name: value}}}``; ``own`` has only what differs. For
+    example, if ``a`` and ``b`` are at step 400, and ``c`` at step 100: ``{"common": {"step": 400}, "own": {"c":
+    {"step": 100}}}``.
     """
 
     def together(of_ranks: list[tuple[list[str], dict[str, Any]]]) -> dict[str, Any]:
@@ -376,14 +348,9 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 def load_whole_state(optimizer: MCoreOptimizer, state: Mapping[str, Any]) -> None:
-    """Load this rank's share of the unsharded optimizer state in a checkpoint in one file.
+    """Load this rank's share of an unsharded ``torch.optim.Optimizer.state_dict()``, from a single-file checkpoint.
 
-    Args:
-        optimizer: The optimizer of a module that is whole on every rank.
-        state: The result of ``torch.optim.Optimizer.state_dict()``.
-
-    Raises:
-        ValueError: The groups of parameters differ in number or size.
+    The module is complete on every rank. Raises ``ValueError`` if the parameter groups differ in number or size.
     """
     saved_sizes = [len(group["params"]) for group in state["param_groups"]]
     sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -411,22 +378,21 @@ def load_whole_state(optimizer: MCoreOptimizer, state: Mapping[str, Any]) -> Non
 
 
 def rectangles(shape: Sequence[int], begin: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a range of a flattened tensor into blocks of the tensor.
+    """Cut a range of a flattened tensor into blocks, and return their offsets and sizes, in the order of the range.
 
-    Args:
-        shape: The tensor's shape.
-        begin: First element of the range.
-        end: One past the last element.
-
-    Returns:
-        Offsets and sizes of the blocks, in the order of the range; at most ``2 * len(shape) - 1``.
+    There are at most ``2 * len(shape) - 1`` blocks.
     """
+    # Elements 4 to 14 of a [4, 6] matrix (begin=4, end=15):
+    #   row 0   . . . . 4 5        the rest of a row:      offsets (0, 4), sizes (1, 2)
+    #   row 1   6 7 8 9 10 11      complete rows:          offsets (1, 0), sizes (1, 6)
+    #   row 2   12 13 14 . . .     the start of a row:     offsets (2, 0), sizes (1, 3)
     if begin >= end:
         return []
     if not shape:
         return [((), ())]
     inner = prod(shape[1:])
-    first, last = -(-begin // inner), end // inner  # whole rows
+    # Rounded up and down: rows first to last - 1 are complete. Here first = 1 and last = 2.
+    first, last = -(-begin // inner), end // inner
     if first > last:  # within one row
         return _of_row(shape, end // inner, begin, end)
     head = _of_row(shape, first - 1, begin, first * inner) if begin < first * inner else []

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read the tensors of a ``torch_dist`` checkpoint into any layout, with checksums compared and no code run from it.
 
-Each rank asks for the pieces that its layout needs, as parts of whole tensors; ``.metadata`` says which files hold
-them. In Megatron, data-parallel copies divide the reading among themselves and exchange the results.
-:class:`ShardLoadStrategy` is Megatron's strategy with a reader of our own, :class:`ShardReader`, because torch's reader
+Each rank asks for the pieces that its layout needs, as parts of global tensors; ``.metadata`` says which files hold
+them. Data-parallel copies divide the reading among themselves and exchange the results, as in Megatron.
+:class:`ShardLoadStrategy` is Megatron's strategy with our :class:`ShardReader` in place of torch's reader, which
 
-* unpickles ``.metadata`` and the checkpoint's objects without checks, so it runs any code in them. Here only the
-  classes that belong there are accepted, and objects are tried with ``weights_only=True`` first;
-* reads a whole piece for each request that touches it, and copies it twice. Here the files are mapped, and each request
+* unpickles ``.metadata`` and objects without checks, so it runs any code in them. Here only the classes that belong
+  there are accepted, and objects are tried with ``weights_only=True`` first;
+* reads a complete piece for each request that touches it, and copies it twice. Here files are mapped, and each request
   is copied once, into its place;
-* does not notice a damaged file. Here the checksum of each piece is compared.
-
-A piece is an archive of ``torch.save``. ``torch.load`` would copy it once more than needed, so :func:`find_tensor`
-returns the tensor in the mapped file itself. ``io.py`` calls :func:`load_shards`.
+* does not notice a damaged file. Here each piece's checksum is compared.
 """
 
 import io
@@ -69,12 +66,7 @@ _WORTH_A_THREAD = 1 << 20  # bytes
 class ShardReader(FileSystemReader):
     """Reads pieces of tensors from mapped files.
 
-    Args:
-        path: The path of the checkpoint, named in errors.
-        metadata: The content of ``.metadata``, read safely.
-        locate: Returns the local path of a file of the checkpoint, given its name.
-        check: Whether to compare checksums.
-        weights_only: Whether objects must be loadable with ``torch.load(weights_only=True)``.
+    ``metadata`` was read safely; ``locate`` returns the local path of a file of the checkpoint.
     """
 
     def __init__(
@@ -108,21 +100,16 @@ class ShardReader(FileSystemReader):
         return done
 
     def read_piece(self, index: MetadataIndex) -> Tensor:
-        """Return a stored piece of a tensor, of the stored shape and dtype, in the memory of its mapped file.
-
-        Raises:
-            ValueError: The checkpoint lacks it, or it is damaged.
-        """
+        """Return a stored piece in its mapped file's memory, in the stored dtype; ``ValueError`` if damaged."""
         info = self._place(index)
         with open(self._locate(info.relative_path), "rb") as file:
             os.posix_fadvise(file.fileno(), info.offset, info.length, os.POSIX_FADV_WILLNEED)
             return self._tensor(file.fileno(), info, index)
 
     def read_object(self, name: str) -> Any:
-        """Return a stored object; only its own bytes are read, also from a remote store.
+        """Return a stored object, reading only its own bytes, even on a remote store.
 
-        Raises:
-            ValueError: The checkpoint lacks it, or it is damaged or could run code.
+        Raises ``ValueError`` if the checkpoint lacks it, or if it is damaged or could run code.
         """
         info = self._place(MetadataIndex(name))
         fs, root = open_store(self.checkpoint)
@@ -138,6 +125,8 @@ class ShardReader(FileSystemReader):
 
     def _read_file(self, file: int, items: list[ReadItem], planner: LoadPlanner) -> None:
         place, tensor, asked_for = None, None, 0
+        # In the order of the file, so that the disk reads ahead, and requests for one piece follow each other and share
+        # its map.
         for item in items:
             info: _StorageInfo = self.storage_data[item.storage_index]
             if self._check and info.offset + info.length > asked_for:  # the checksum reads all of it, in this order
@@ -145,11 +134,14 @@ class ShardReader(FileSystemReader):
                 os.posix_fadvise(file, info.offset, ahead, os.POSIX_FADV_WILLNEED)
                 asked_for = info.offset + ahead
             if item.type == LoadItemType.BYTE_IO:
+                # The map begins on a page, so up to a page before the object.
                 content = self._map(file, info)[-info.length :]
                 planner.load_bytes(item, self._object(content, info, item.storage_index.fqn))
                 continue
             if tensor is None or place != info:
                 place, tensor = info, self._tensor(file, info, item.storage_index)
+            # A rank with TP=2 that wants rows 4 to 7 of a stored piece [8, 6] has offsets (4, 0) and lengths (4, 6):
+            # its request takes 96 of the piece's 192 bytes in fp32, straight from the file into the parameter.
             source = tensor
             for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 source = source.narrow(axis, start, length)
@@ -164,6 +156,7 @@ class ShardReader(FileSystemReader):
     def _tensor(self, file: int, info: _StorageInfo, index: MetadataIndex) -> Tensor:
         stored = self.metadata.state_dict_metadata[index.fqn]
         assert isinstance(stored, TensorStorageMetadata)
+        # An index without an offset is a tensor in one piece.
         shape = next((tuple(c.sizes) for c in stored.chunks if index.offset is None or c.offsets == index.offset), ())
         archive = self._map(file, info)
         try:
@@ -197,6 +190,7 @@ class ShardReader(FileSystemReader):
             raise ValueError(f"{self.checkpoint} was written with an extension of torch, {info.transform_descriptors}")
         skipped = info.offset % mmap.ALLOCATIONGRANULARITY
         try:
+            # ACCESS_COPY: torch.frombuffer wants writable memory, and nothing that is written reaches the file.
             return mmap.mmap(file, info.length + skipped, access=mmap.ACCESS_COPY, offset=info.offset - skipped)
         except (ValueError, OverflowError) as error:
             raise damaged(self.checkpoint, f"{info.relative_path} is shorter than {METADATA_FILE} says") from error
@@ -206,7 +200,7 @@ class ShardReader(FileSystemReader):
 
 
 class ShardLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """Megatron's strategy with our reader; a failure on one rank is raised on all before they exchange tensors."""
+    """Megatron's strategy with our reader; one rank's failure is raised on all before they exchange tensors."""
 
     def __init__(self, reader: ShardReader) -> None:
         super().__init__()
@@ -240,20 +234,12 @@ class ShardLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
 
 
 def load_shards(reader: ShardReader, sharded_state: dict[str, Any], copies: dist.ProcessGroup) -> dict[str, Any]:
-    """Read the tensors and objects of ``sharded_state``; collective over the world.
+    """Replace the descriptions in ``sharded_state`` by tensors and objects, and return it; collective over the world.
+
+    Tensors with data are read into it. The ranks of ``copies`` need the same pieces and divide the reading. Raises
+    ``ValueError`` if the checkpoint lacks a part, has one of another shape, or is damaged.
 
     Source: megatron-core 0.16.1 to 0.19.2, ``dist_checkpointing.load``, without the file ``common.pt``.
-
-    Args:
-        reader: Reads the checkpoint.
-        sharded_state: What this rank needs; tensors with data are read into it.
-        copies: The group of ranks that need the same pieces and divide the reading of them.
-
-    Returns:
-        The state, with each description replaced by its tensor or object.
-
-    Raises:
-        ValueError: The checkpoint lacks a part, holds one in another shape, or is damaged.
     """
 
     def prepare() -> tuple[Any, Any, Any]:
@@ -262,6 +248,7 @@ def load_shards(reader: ShardReader, sharded_state: dict[str, Any], copies: dist
         return extract_sharded_base(wanted)[0], local, factories
 
     wanted, result, factories = on_all(prepare)
+    # All ranks send their mismatches to rank 0, so the error names what any of them misses, before anything is read.
     collect(lambda: _mismatches(reader.metadata, wanted), lambda found: _refuse(reader, found))
     collect(lambda: [piece.without_data() for piece in nested_values(wanted)], validate_sharding_integrity)
     strategy = FullyParallelLoadStrategyWrapper(ShardLoadStrategy(reader), copies)
@@ -271,7 +258,7 @@ def load_shards(reader: ShardReader, sharded_state: dict[str, Any], copies: dist
 
 
 def _mismatches(metadata: Metadata, wanted: Any) -> tuple[set[str], set[str]]:
-    """Return the names that the checkpoint lacks, and the names with other shapes together with both shapes."""
+    """Return the names that the checkpoint lacks, and a text for each name with another shape."""
     stored, missing, other = metadata.state_dict_metadata, set(), set()
     for piece in nested_values(wanted):
         name = piece.unique_key if isinstance(piece, ShardedObject) else piece.key
@@ -301,25 +288,19 @@ def _refuse(reader: ShardReader, found: list[tuple[set[str], set[str]]]) -> None
 def find_tensor(archive: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], check: bool) -> Tensor | None:
     """Return the tensor in an archive of ``torch.save``, in the archive's own memory.
 
-    Args:
-        archive: A mapped file. The archive ends at the end of the file, and may begin after its start.
-        dtype: The type that the tensor must have.
-        shape: The shape that it must have.
-        check: Whether to compare the checksums of the archive, which reads all of it.
-
-    Returns:
-        The tensor, of the given shape and dtype; None if the archive holds something else, which ``torch.load`` can
-        read.
-
-    Raises:
-        ValueError: A checksum differs, or the archive cannot be read.
+    The archive ends with the mapped file, and may begin after its start. Returns None if it holds something other than
+    one tensor of this dtype and shape, which ``torch.load`` can read. Raises ``ValueError`` if it is damaged; checksums
+    are compared only with ``check``, which reads all of it.
     """
+    # torch.load would copy the bytes once more. Example: in the archive of a [2, 3] fp32 tensor, the records data.pkl,
+    # byteorder and version come first, and data/0 with the 24 bytes of the tensor begins at byte 384.
     places = _records(archive)
     if check:
         _check_all(archive, places)
     plain = all(record.compress_type == zipfile.ZIP_STORED for record in places.values())
     if not plain or "data/0" not in places or "data/1" in places:
         return None
+    # Bytes that are equal to what torch.save writes for this dtype and shape need no unpickling.
     if _content(archive, places["data.pkl"]) != tensor_pickle(dtype, shape):
         return None
     data = places["data/0"]
@@ -334,11 +315,7 @@ def find_tensor(archive: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], 
 
 
 def check_archive(archive: mmap.mmap | bytes) -> None:
-    """Compare all checksums of an archive of ``torch.save``, whatever it holds; reads all of it.
-
-    Raises:
-        ValueError: A checksum differs, or the archive cannot be read.
-    """
+    """Compare all checksums of a ``torch.save`` archive; ``ValueError`` if one differs or the archive is damaged."""
     _check_all(archive, _records(archive))
 
 
@@ -359,6 +336,8 @@ def _records(archive: mmap.mmap | bytes) -> dict[str, zipfile.ZipInfo]:
 
 
 def _start(archive: mmap.mmap | bytes, record: zipfile.ZipInfo) -> int:
+    # A local header has 30 bytes, with the lengths of name and extra field in the last four; the content follows them.
+    # The directory's copy of the extra field may have another length, so the header must be read.
     name, extra = struct.unpack_from("<HH", archive, record.header_offset + 26)
     return record.header_offset + 30 + int(name) + int(extra)
 

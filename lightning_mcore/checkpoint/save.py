@@ -1,20 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One save of a sharded checkpoint: plan it, write it in the background, and put it in place.
 
-:meth:`CheckpointSave.start` agrees with all ranks on who writes what, and starts the writers. Training may then
-continue, if the save was given memory for a copy. :meth:`CheckpointSave.advance` waits for the writers; rank 0 then
-writes the files common to all ranks and puts the checkpoint in place. A failure on one rank is raised on all, and
-leaves only the checkpoint that was there before. Both methods are collective over the world. ``io.py`` keeps the saves
-in flight.
+:meth:`CheckpointSave.start` agrees with all ranks on who writes what, and starts the writers. With memory for a copy,
+training continues. :meth:`CheckpointSave.advance` waits for the writers; rank 0 then writes the common files and puts
+the checkpoint in place. Both are collective over the world. A failure on one rank is raised on all, and leaves only the
+checkpoint that was there before. ``io.py`` keeps the saves in flight.
 
 A checkpoint on a remote store is written to local disks first. Each rank then uploads its own files in the background.
-
-**Who writes what.** Megatron plans a save well: data-parallel copies share the work, and ``.metadata`` says where every
-piece belongs. But it checks the plan only on rank 0, and after an error there the other ranks wait for ever. So
-:class:`ShardPlanner` calls Megatron's functions in an order in which a failure on one rank is raised on all. To plan,
-all ranks exchange descriptions of all their pieces, which takes longer than copying the pieces. Only the values change
-from one save of a run to the next, so the planner keeps the last plan and only checks that it is still valid on every
-rank.
 """
 
 import contextlib
@@ -78,26 +70,16 @@ Written = tuple[Places, dict[str, FileRecord]]
 
 
 def rank_object(rank: int, world_size: int, state: Any = None) -> ShardedObject:
-    """Return the piece of a checkpoint that holds what one rank alone knows.
-
-    Args:
-        rank: The rank that saves.
-        world_size: Number of ranks that save.
-        state: What it knows; None only to name the piece.
-    """
+    """Return the piece that holds what one rank alone knows; without ``state``, only its name matters."""
     return ShardedObject("lightning_mcore.rank_state", state, (world_size,), (rank,))
 
 
 class BackgroundTask(Generic[T]):
-    """Runs a function in its own thread, starting at once; its result or error is fetched later.
+    """Runs a function in its own thread, starting at once; :meth:`wait` fetches the result or raises the error.
 
-    The thread ends with the process, whatever it is doing, and its unfinished files are never put in place. (Threads of
-    ``concurrent.futures`` would keep a process alive while its disk hangs.)
-
-    Args:
-        name: Name of the thread, for debuggers.
-        function: What to run.
-        gives_way: Whether it yields the processor to the training threads.
+    The thread ends with the process, whatever it is doing, so its unfinished files are never put in place.
+    (``concurrent.futures`` threads would keep a process alive while its disk hangs.) With ``gives_way`` it yields the
+    processor to the training threads.
     """
 
     def __init__(self, name: str, function: Callable[[], T], gives_way: bool = False) -> None:
@@ -117,18 +99,14 @@ class BackgroundTask(Generic[T]):
         return not self._thread.is_alive()
 
     def wait(self) -> T:
-        """Wait for the function to end, and return its result.
-
-        Raises:
-            BaseException: The error that the function raised.
-        """
+        """Wait for the function to end; return its result, or raise its error."""
         self.join()
         if self._error is not None:
             raise self._error
         return self._result[0]
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the function to return or fail, for some seconds at most."""
+        """Wait for the function to return or fail, for ``timeout`` seconds at most."""
         if self._thread.ident is not None:  # it was started
             self._thread.join(timeout)
 
@@ -147,36 +125,29 @@ class BackgroundTask(Generic[T]):
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The pieces that one rank writes.
+    """The pieces that one rank writes."""
 
-    Args:
-        pieces: The pieces that this rank writes; a piece may be built only when it is accessed.
-        metadata: The metadata of all ranks' pieces; on rank 0 only.
-    """
-
-    pieces: Sequence[Piece]
-    metadata: Metadata | None
+    pieces: Sequence[Piece]  # maybe built only when accessed
+    metadata: Metadata | None  # of all ranks' pieces; on rank 0 only
 
 
 @dataclass(frozen=True)
 class _Outline:
-    """A plan without values.
+    """A plan without values."""
 
-    Args:
-        groups: The groups of ranks that it was made for: the world, and the copies that divide the writing.
-        described: All pieces that this rank holds.
-        written: The pieces that it writes, as indices into ``described``: one for a tensor, several for an object.
-        metadata: The metadata of all ranks' pieces; on rank 0 only.
-    """
-
-    groups: tuple[Any, Any]
-    described: list[Any]
+    groups: tuple[Any, Any]  # the groups it was made for: the world, and the copies that divide the writing
+    described: list[Any]  # all pieces that this rank holds
+    # The pieces that this rank writes, as indices into ``described``: one for a tensor, several for an object.
     written: list[tuple[MetadataIndex, list[int]]]
-    metadata: Metadata | None
+    metadata: Metadata | None  # of all ranks' pieces; on rank 0 only
 
 
 class ShardPlanner:
-    """Plans saves, and keeps the last plan."""
+    """Plans saves, and keeps the last plan.
+
+    Megatron plans well, but checks the plan only on rank 0, and after an error there the other ranks wait forever. So
+    this calls Megatron's functions in an order in which one rank's failure is raised on all.
+    """
 
     def __init__(self) -> None:
         self._kept: _Outline | None = None
@@ -184,19 +155,15 @@ class ShardPlanner:
     def plan(self, sharded_state: dict[str, Any], copies: dist.ProcessGroup) -> ShardPlan:
         """Agree with all ranks on who writes what; collective over the world.
 
-        Source: megatron-core 0.16.1 to 0.19.2, ``dist_checkpointing.save`` through ``FullyParallelSaveStrategyWrapper``
-        and ``TorchDistSaveShardedStrategy``.
-
-        Args:
-            sharded_state: This rank's sharded tensors and objects, nested in any way; factories in it are applied.
-            copies: The group of ranks that hold copies of each other's tensors and divide the writing.
-
-        Raises:
-            ValueError: The pieces of all ranks do not form whole tensors.
+        Raises ``ValueError`` if the pieces of all ranks do not form complete tensors. The ranks of ``copies`` hold
+        copies of each other's tensors and divide the writing. Source: megatron-core 0.16.1 to 0.19.2,
+        ``dist_checkpointing.save`` through ``FullyParallelSaveStrategyWrapper`` and ``TorchDistSaveShardedStrategy``.
         """
         own, described = on_all(lambda: _describe(sharded_state))
         held: list[Any] = list(nested_values(own))  # before the calls below change which copy is the main one
         groups, kept = (dist.group.WORLD, copies), self._kept
+        # For a new plan, all ranks exchange descriptions of all their pieces, which takes longer than copying the
+        # pieces. Within a run only the values change, so the last plan is used again if it is valid on every rank.
         if not all_true(kept is not None and kept.groups == groups and kept.described == described):
             kept = _Outline(groups, described, *_agree(own, held, described, copies))
         assert kept is not None
@@ -218,6 +185,8 @@ def _agree(
 ) -> tuple[list[tuple[MetadataIndex, list[int]]], Metadata | None]:
     """Return the pieces that this rank writes, and on rank 0 the metadata of all pieces; collective over the world."""
     collect(lambda: described, _validate)
+    # Each of two data-parallel ranks with the same four 1 GB tensors becomes the main copy of two of them, and writes
+    # those.
     shares = determine_main_replica_uniform_distribution(own, copies)
     distribute_main_replicas_with_precomputed_distribution(own, copies, shares)
     planner: Any = MCoreSavePlanner(
@@ -228,6 +197,8 @@ def _agree(
     def plan_own() -> SavePlan:
         places = {id(piece): place for place, piece in enumerate(held)}
         by_name = _replace_state_dict_keys_with_sharded_keys(own, True)[0]
+        # Several pieces of this rank may have one name, such as the blocks of an optimizer's range. They appear in the
+        # plan in the same order, so each item takes the next place. Objects of one name are saved together.
         left = {name: [places[id(piece)] for piece in pieces] for name, pieces in by_name.items()}
         try:
             state = mcore_to_pyt_state_dict(by_name, False)
@@ -279,23 +250,16 @@ def _not_whole(error: Exception) -> ValueError:
 
 
 class CheckpointSave:
-    """A save in flight, created by :meth:`start`.
-
-    Attributes:
-        path: Where the checkpoint will be.
-        links: Links to set to this checkpoint when it is whole.
-        removals: Checkpoints to delete after that; on rank 0.
-        staging: The memory of the copy; free again once the checkpoint is in place.
-    """
+    """A save in flight, created by :meth:`start`."""
 
     def __init__(self, path: str, directory: str, manifest: dict[str, Any], metadata: Metadata | None) -> None:
-        self.path = path
-        self.links: list[str] = []
-        self.removals: list[str] = []
+        self.path = path  # where the checkpoint will be
+        self.links: list[str] = []  # to set to this checkpoint once it is complete
+        self.removals: list[str] = []  # checkpoints to delete after that; on rank 0
         self._directory = directory
         self._manifest = manifest
         self._metadata = metadata
-        self.staging: Staging | None = None
+        self.staging: Staging | None = None  # memory of the copy; free again once the checkpoint is in place
         self._writing: BackgroundTask[Written] | None = None
         self._uploading: BackgroundTask[None] | None = None
         self._records: dict[str, FileRecord] = {}
@@ -310,19 +274,10 @@ class CheckpointSave:
         planner: ShardPlanner,
         staging: Staging | None = None,
     ) -> Self:
-        """Start a save; collective over the world.
+        """Start a save of Lightning's dict with this rank's sharded state, manifest and rank state; collective.
 
-        Args:
-            path: The same on every rank.
-            checkpoint: Lightning's dict with this rank's sharded state, manifest and rank state.
-            copies: The group of ranks that hold copies of each other's tensors.
-            planner: Agrees on who writes what.
-            staging: Memory for a copy of the tensors; without it, the tensors must not change until the save is
-                finished.
-
-        Raises:
-            OSError: The disk reports an error.
-            ValueError: The pieces of all ranks do not form whole tensors, or ``path`` is not a checkpoint.
+        Without ``staging``, the memory for a copy, the tensors must not change until the save is finished. Raises
+        ``OSError`` if a disk fails, and ``ValueError`` if the pieces leave gaps or something else is at ``path``.
         """
         directory = _begin(path)
         try:
@@ -352,16 +307,14 @@ class CheckpointSave:
         return task is None or task.is_done
 
     def advance(self) -> bool:
-        """Wait for the background work of all ranks and take the next step; collective over the world.
+        """Wait for all ranks, take the next step, and return whether the checkpoint is in place; collective.
 
-        Returns:
-            Whether the checkpoint is in place now.
-
-        Raises:
-            FileNotFoundError: The folder that the save writes into was deleted.
-            OSError: The disk or the store reported an error, on some rank.
+        Raises ``OSError`` on all ranks if a disk or store failed on one: ``FileNotFoundError`` if the folder was
+        deleted.
         """
         try:
+            # On a local disk one call does it all. On a store, the first call writes the files and starts the uploads,
+            # and the second one finishes them: io.py calls again once is_done is true on all ranks.
             if self._uploading is None:
                 assert self._writing is not None
                 collect(
@@ -387,13 +340,13 @@ class CheckpointSave:
             raise
 
     def join(self) -> None:
-        """Wait for this rank's background work to end, whatever comes of it."""
+        """Wait for this rank's background work to end, with or without an error."""
         for task in (self._writing, self._uploading):
             if task is not None:
                 task.join()
 
     def _unless_deleted(self, function: Callable[[], T]) -> T:
-        """Call ``function`` and return its result; if it fails because the folder was deleted, say so."""
+        """Return what ``function`` returns; if it fails because the folder was deleted, the error says so."""
         try:
             return function()
         except OSError as error:
@@ -418,23 +371,15 @@ class CheckpointSave:
 
 
 def save_file(content: Any, path: str) -> None:
-    """Write a checkpoint in one file that appears only when it is whole; on one rank, to a local disk.
+    """Write a single-file checkpoint that appears only when it is complete; on one rank, to an absolute local path.
 
-    Lightning writes to the folder for temporary files and then moves the file, which copies it if that is another disk.
-
-    Args:
-        content: Any object that ``torch.save`` takes.
-        path: An absolute path. A file or checkpoint directory there is replaced.
-
-    Raises:
-        OSError: The disk reports an error; ``path`` is unchanged.
-        ValueError: The directory at ``path`` is not a checkpoint, or :func:`atomic.begin` raised it.
-        RuntimeError: Another process is writing ``path``.
+    Errors as in :func:`files.begin`, which leave ``path`` unchanged.
     """
     if not os.path.islink(path):
         checkpoint_files.require_replaceable(path)
     with saving(path):
         name = os.path.basename(path)
+        # Lightning writes to the temporary folder and moves the file, which copies it if that is on another disk.
         directory = atomic.begin(path)
         try:
             with open(os.path.join(directory, name), "wb") as file:
@@ -468,7 +413,7 @@ def _pieces(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _common_files(checkpoint: dict[str, Any]) -> dict[str, bytes]:
-    """Return the current content of the files that rank 0 writes beside the tensors."""
+    """Return the content of the files that rank 0 writes in addition to the tensors, as they are now."""
     ours = (SHARDED_STATE, MANIFEST, RANK_STATE, CONTENT_METADATA)
     common: dict[str, Any] = {
         "iteration": int(checkpoint.get("global_step", 0)),

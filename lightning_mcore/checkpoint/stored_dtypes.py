@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dtypes that a model is stored in: one for most of its weights, perhaps another one for a few.
+"""The dtypes that a model is stored in: one for most weights, perhaps another one for a few.
 
-A Hugging Face model in bf16 may have the gates of its routers, or the decays of its delta nets, in fp32. Rounding those
-changes what the model computes, so they keep their bits:
+A Hugging Face model in bf16 may have its router gates, or the decays of its delta nets, in fp32. Rounding them changes
+what the model computes, so they keep their bits:
 
-* ``lightning-mcore import`` writes each of Megatron's tensors in a dtype that holds all of its parts,
-* a run in bf16 or fp16 has them in fp32 where a layer takes that (``hf/pretrained.py``, ``keep_wide``). Elsewhere a
-  value that would be rounded is refused when it is read (:func:`require_kept`),
-* a model remembers the dtypes, in ``hf["stored"]``, and an export writes each tensor in its own
-  (``hf/export_plan.py``).
+* ``lightning-mcore import`` writes each of Megatron's tensors in a dtype that holds all of its parts.
+* A run in bf16 or fp16 keeps them in fp32 where a layer supports that (``hf/pretrained.py``, ``keep_wide``). Elsewhere,
+  a value that would be rounded raises an error when it is read (:func:`require_kept`).
+* A model remembers the dtypes in ``hf["stored"]``, and an export writes each tensor in its own (``hf/export_plan.py``).
 """
 
 import re
@@ -29,26 +28,20 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 class StoredDtypes:
     """The dtypes of a model's tensors.
 
-    Args:
-        most: That of most of the values.
-        others: Those of the other tensors, by name; a name with ``*`` for numbers, of layers and experts, stands for
-            all of them.
+    For example, a bf16 model with all gates and one of two norms in fp32 has the ``others`` ``{"layers.*.gate":
+    float32, "layers.0.norm": float32, "layers.1.norm": bfloat16}``.
     """
 
-    most: torch.dtype
-    others: Mapping[str, torch.dtype] = field(default_factory=dict)
+    most: torch.dtype  # of most values
+    others: Mapping[str, torch.dtype] = field(default_factory=dict)  # by name; "*" is any layer or expert number
 
     @classmethod
     def of_tensors(cls, dtypes: Mapping[str, torch.dtype], shapes: Mapping[str, tuple[int, ...]]) -> "StoredDtypes":
-        """Return those of a folder.
-
-        Args:
-            dtypes: Type of each tensor, by name.
-            shapes: Their shapes.
-        """
+        """Return the dtypes of the tensors in a folder, given dtype and shape of each."""
         count: Counter[torch.dtype] = Counter()
         alike: dict[str, set[torch.dtype]] = {}
         for name, dtype in dtypes.items():
+            # Values, not tensors: many small fp32 norms do not make an fp32 model.
             count[dtype] += prod(shapes[name])
             alike.setdefault(_NUMBER.sub(".*", name), set()).add(dtype)
         most = max(count, key=lambda dtype: count[dtype], default=torch.float32)
@@ -62,11 +55,7 @@ class StoredDtypes:
 
     @classmethod
     def recorded(cls, hf: Mapping[str, Any] | None) -> "StoredDtypes | None":
-        """Return those that a model remembers of its source; None if it has none, or an older version made it.
-
-        Args:
-            hf: What ``MCoreGPT`` knows of its source.
-        """
+        """Return what ``MCoreGPT`` remembers of its source; None without a source, or from an older version."""
         plain = (hf or {}).get("stored")
         if plain is None:
             return None
@@ -86,9 +75,10 @@ class StoredDtypes:
 
 
 def holds(dtype: torch.dtype, values: Tensor) -> bool:
-    """Return whether a dtype has all values of a tensor, of any shape and floating-point dtype, exactly."""
+    """Return whether a dtype represents all values of a tensor exactly."""
     if torch.promote_types(values.dtype, dtype) == dtype:
         return True
+    # 0.5 in fp32 fits bf16 exactly, 0.1 does not.
     return bool((values.to(dtype).to(values.dtype) == values).all())
 
 
@@ -98,17 +88,7 @@ def widest(dtypes: Iterable[torch.dtype], least: torch.dtype) -> torch.dtype:
 
 
 def require_kept(name: str, values: Tensor, dtype: torch.dtype, stored: StoredDtypes) -> None:
-    """Refuse to round values that are stored in a wider dtype than most weights of their model.
-
-    Args:
-        name: The name of the tensor, for errors.
-        values: The tensor or a part of it, of any shape and its current dtype.
-        dtype: The new dtype.
-        stored: The dtypes of the model's tensors.
-
-    Raises:
-        ValueError: A value would be rounded.
-    """
+    """Raise ``ValueError`` if ``dtype`` would round values stored in a wider dtype than most of the weights."""
     if stored.is_wide(values.dtype) and not holds(dtype, values):
         kinds = [_name(each) for each in (values.dtype, stored.most, dtype)]
         raise ValueError(

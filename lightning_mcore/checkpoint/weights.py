@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load only weights: into the chunks of a new run, or into a whole module built from a checkpoint.
+"""Load only weights: into the chunks of a new run, or into a complete module built from a checkpoint.
 
-:func:`load_weights` fills the chunks that a rank has just built, on any layout, and no rank holds the whole model.
-:func:`build_from_checkpoint` makes a module from the hyper-parameters in a checkpoint, whole in this process.
+:func:`load_weights` fills the chunks that a rank has just built, on any layout, and no rank holds the complete model.
+:func:`build_from_checkpoint` makes a module from the hyper-parameters in a checkpoint, complete in this process.
 ``MCoreModule`` offers both as methods.
 """
 
@@ -31,17 +31,11 @@ _M = TypeVar("_M", bound=pl.LightningModule)
 
 
 def load_weights(module: pl.LightningModule, path: str | Path, strict: bool = True) -> None:
-    """Read the weights of a checkpoint into the chunks that ``pipeline()`` has built; collective over the world.
+    """Read a checkpoint's weights into the chunks that ``pipeline()`` has built; collective over the world.
 
-    Args:
-        module: A module whose model is built and not wrapped yet, as at the end of ``configure_model``.
-        path: A directory that ``MCoreStrategy`` or Megatron-LM wrote, on any layout.
-        strict: Refuse missing and unexpected names instead of warning about them.
-
-    Raises:
-        FileNotFoundError: There is nothing at ``path``.
-        RuntimeError: The module has no model yet.
-        ValueError: It is not such a checkpoint, or it is of another model.
+    The checkpoint is a directory of ``MCoreStrategy`` or Megatron-LM, written on any layout. Raises
+    ``FileNotFoundError`` if there is nothing at ``path``, ``RuntimeError`` if the module has no model yet,
+    ``ValueError`` if the checkpoint is of another model (with ``strict``, also if names differ).
     """
     where, io = str(path), MCoreCheckpointIO()
     if not io.is_directory(where):
@@ -84,28 +78,18 @@ def build_from_checkpoint(
 
 
 def hyper_parameters_of(path: str | Path, weights_only: bool | None, given: Collection[str] = ()) -> dict[str, Any]:
-    """Return the hyper-parameters in a checkpoint file of Lightning; weights are not read.
-
-    Args:
-        path: The file.
-        weights_only: As for ``torch.load``.
-        given: Names for which the user gives values; they are left out.
-    """
+    """Return the hyper-parameters in a Lightning checkpoint file, except those ``given``; weights are not read."""
+    # Mapped, so the tensors stay on the disk; files from before torch 1.6 are not zip archives and cannot be mapped.
     state = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(path))
     recorded = state.get(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) if isinstance(state, Mapping) else None
     return {name: value for name, value in dict(recorded or {}).items() if name not in given}
 
 
 def refuse_code(path: str | Path, hyper_parameters: Any) -> None:
-    """Refuse hyper-parameters that name code to run, because a file must not choose which code is imported.
+    """Raise ``ValueError`` if hyper-parameters name code to run: a file must not choose which code is imported.
 
-    Args:
-        path: The file, named in errors.
-        hyper_parameters: The values in it, except those that the user gives instead.
-
-    Raises:
-        ValueError: They name a class that this process has not imported, or a function that is neither Megatron's nor
-            torch's.
+    They may name classes that this process has already imported, and functions of Megatron and torch. Pass them without
+    the ones that the user overrides.
     """
     if not isinstance(hyper_parameters, Mapping):
         return
@@ -159,6 +143,7 @@ def _build(
         check(path, recorded)
     hyper_parameters = {**recorded, **arguments}
     lightning_state = {**state, cls.CHECKPOINT_HYPER_PARAMS_KEY: hyper_parameters}
+    # What lies outside the shards: buffers and frozen parameters that the pipeline does not hold.
     outside = lightning_state["state_dict"]
     with warnings.catch_warnings():
         # Lightning finds nothing in this empty dict; the weights are read from the shards.

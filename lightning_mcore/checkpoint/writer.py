@@ -1,25 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write one rank's files of a ``torch_dist`` checkpoint in a thread of this process; copy tensors to the host first.
 
-Megatron's own writer forks processes and waits for ever if one dies. It starts another process, which imports the
-user's script again. It also copies tensors that share a buffer, as all parameters in Megatron's DistributedDataParallel
-do. :func:`write_pieces` writes straight from the memory of the tensors, computes the checksum of the file as it goes,
-and flushes the file to the disk.
+Megatron's own writer forks processes and waits forever if one dies. It starts another process, which imports the user's
+script again. It also copies tensors that share a buffer, which all parameters in Megatron's DistributedDataParallel do.
+:func:`write_pieces` writes straight from the tensors' memory, computes the file's checksum as it goes, and flushes the
+file to the disk. ``save.py`` calls this; any ``dist_checkpointing.load`` reads the result. ``hf/safetensors.py`` writes
+exported files with :class:`ChecksummedFile`.
 
 An asynchronous save writes from a copy. :class:`Staging` keeps the memory of that copy, because the first access to new
-memory is slow. ``save.py`` calls this; any ``dist_checkpointing.load`` reads the result.
-
-**One file.** A checkpoint is written once and rarely read soon. In the page cache it would evict pages of the training
-data, and finding and clearing memory for it can take longer than the disk does. So :class:`ChecksummedFile` writes past
-the page cache (``O_DIRECT``). Direct writes need memory, places and sizes in whole blocks of the disk. The copy of an
-asynchronous save has its large tensors there, and they are written from it, which takes half the processor's time;
-everything else passes through a buffer. On disks that refuse (memory disks, some network disks), the same is written in
-the ordinary way. ``hf/safetensors.py`` writes the files of an export with it.
-
-**One tensor.** A ``.distcp`` file is a row of ``torch.save`` archives, one for each piece of a tensor. ``torch.save``
-computes the checksum of an archive in a slow loop. The archive itself is simple: an uncompressed zip file with a pickle
-of shape and type, and the bytes. So :func:`frame_tensor` makes the parts before and after the bytes, and the bytes
-themselves are written from the memory of the tensor. ``zipfile`` would take three times as long for small tensors.
+memory is slow.
 """
 
 import errno
@@ -62,34 +51,30 @@ Places = dict[MetadataIndex, _StorageInfo]
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of one tensor or object that this rank writes.
+    """A part of one tensor or object that this rank writes."""
 
-    Args:
-        index: Its name and place, as in the metadata.
-        content: A tensor on any device, or the bytes of an object.
-    """
-
-    index: MetadataIndex
-    content: Tensor | bytes
+    index: MetadataIndex  # name and place, as in the metadata
+    content: Tensor | bytes  # a tensor on any device, or the bytes of an object
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor, of any shape and dtype, as bytes."""
+    """Return the memory of a contiguous CPU tensor as bytes."""
     content: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(content)
 
 
 def frame_tensor(dtype: torch.dtype, shape: tuple[int, ...], checksum: int, position: int = 0) -> tuple[bytes, bytes]:
-    """Return the bytes before and after those of a contiguous tensor in an archive of ``torch.save``.
+    """Return the bytes before and after a contiguous tensor's bytes in an archive of ``torch.save``.
 
-    Source: torch 2.13, ``torch.serialization._save``; readable since torch 1.6.
-
-    Args:
-        dtype: Type of the tensor.
-        shape: Its shape.
-        checksum: CRC32 of its bytes.
-        position: Where the archive begins in its file, which decides where the bytes of a large tensor begin.
+    ``checksum`` is the CRC32 of the tensor's bytes, ``position`` the archive's place in its file. Source: torch 2.13,
+    ``torch.serialization._save``; readable since torch 1.6.
     """
+    # A .distcp file is a row of torch.save archives, one for each piece. torch.save computes an archive's checksum in a
+    # slow loop, but the archive is simple: an uncompressed zip file with a pickle of dtype and shape, and the bytes. So
+    # only the parts before and after the bytes are made here; zipfile would take three times as long for small tensors.
+    # Example: a [2, 3] fp32 tensor has 384 bytes before its 24 bytes, and 268 after them, 676 in all. The 2 MiB of a
+    # [1024, 512] tensor begin on a disk block: after 4096 bytes if the archive begins at byte 0 of its file, after 4032
+    # if it begins at byte 4160 (4160 + 4032 = 2 x 4096).
     size = prod(shape) * dtype.itemsize
     records = [
         ("data.pkl", tensor_pickle(dtype, shape)),
@@ -155,6 +140,8 @@ def _record(
     short, long = (_LIMIT, struct.pack("<HHQQ", 1, 16, size, size)) if size >= _LIMIT else (size, b"")
     padding = b""
     if alignment is not None:
+        # The header has 30 bytes before the name, the extra field 4 before its padding. From there to the next
+        # multiple.
         room = -(position + offset + 30 + len(encoded) + len(long) + 4) % alignment
         padding = struct.pack("<2sH", _PADDING, room) + bytes(room)
     fields = struct.pack("<5H3L2H", 45, 0, 0, 0, 33, checksum, short, short, len(encoded), len(long) + len(padding))
@@ -166,6 +153,7 @@ def _record(
 
 def _end_of_archive(directory: bytes, count: int, offset: int) -> bytes:
     size, end = len(directory), b""
+    # zip64: a second end record with 64-bit sizes, and a locator that says where it is.
     if offset >= _LIMIT:
         end = b"PK\6\6" + struct.pack("<Q2H2L4Q", 44, 45, 45, 0, 0, count, count, size, offset)
         end += b"PK\6\7" + struct.pack("<LQL", 0, offset + size, 1)
@@ -175,11 +163,15 @@ def _end_of_archive(directory: bytes, count: int, offset: int) -> bytes:
 class ChecksummedFile:
     """A file being written in a ``with`` statement; it is on the disk when the statement ends.
 
-    Args:
-        path: Where to write; an existing file is replaced.
+    An existing file is replaced.
     """
 
     def __init__(self, path: str) -> None:
+        # A checkpoint is rarely read soon. In the page cache it would evict pages of the training data, and finding and
+        # clearing memory for it can take longer than the disk does. So writes bypass the cache (O_DIRECT), which takes
+        # memory, places and sizes in whole disk blocks. Large tensors of a Staging copy are aligned and written from
+        # where they are, at half the processor time; the rest passes through a buffer. Disks that do not support this
+        # (memory disks, some network disks) get ordinary writes.
         self.path = path
         self.size = 0
         self._checksum = 0
@@ -198,20 +190,15 @@ class ChecksummedFile:
             os.close(self._descriptor)
 
     def write(self, content: bytes | memoryview, checksum: int | None = None) -> None:
-        """Append ``content``.
-
-        Args:
-            content: The bytes.
-            checksum: Their CRC32, if known.
-
-        Raises:
-            OSError: The disk reports an error.
-        """
+        """Append bytes, whose CRC32 is ``checksum`` if known; ``OSError`` if the disk fails."""
         left = numpy.frombuffer(content, numpy.uint8)
         self.size += len(left)
         if checksum is not None:
             self._checksum = crc32_combine(self._checksum, checksum, len(left))
         while len(left):
+            # Both the place in the file and the memory are on a block, and enough is left: write from where it is. With
+            # 384 bytes in the buffer, a tensor that begins at byte 384 goes through the buffer; one that begins at byte
+            # 4096 does not.
             if self._filled % _DISK_BLOCK == left.ctypes.data % _DISK_BLOCK == 0 and len(left) >= _LARGE:
                 part = left[: min(_BUFFER, len(left) // _DISK_BLOCK * _DISK_BLOCK)]
                 self._write(self._buffer[: self._filled])
@@ -275,7 +262,7 @@ def _leave_direct(descriptor: int) -> bool:
 
 
 def write_metadata(directory: str, metadata: Metadata, places: Sequence[Places]) -> FileRecord:
-    """Write ``.metadata``, which says where each piece lies; on rank 0, after all ranks have written.
+    """Write ``.metadata``, which says where each piece is; on rank 0, after all ranks have written.
 
     Source: torch 2.13, ``FileSystemWriter.finish``.
     """
@@ -297,11 +284,7 @@ class Staging:
         self._blocks: list[Tensor] = []
 
     def copy(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces with their tensors copied, so that the originals may change; waits for copies from a GPU.
-
-        Raises:
-            RuntimeError: There is not enough memory.
-        """
+        """Return the pieces with copied tensors, so that the originals may change; waits for copies from a GPU."""
         on_gpu = any(piece.content.is_cuda for piece in pieces if isinstance(piece.content, Tensor))
         places, sizes = _places(pieces)
         del self._blocks[len(sizes) :]
@@ -326,7 +309,7 @@ class Staging:
 
 
 def _memory(size: int, pinned: bool) -> Tensor:
-    """Return uninitialised memory that begins on a block of the disk, as all page-locked memory does: [size] uint8."""
+    """Return uninitialised memory that begins on a disk block, as all page-locked memory does: [size] uint8."""
     if pinned:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     memory = torch.empty(size + _DISK_BLOCK, dtype=torch.uint8)
@@ -338,6 +321,8 @@ def _places(pieces: Sequence[Piece]) -> tuple[dict[int, tuple[int, int]], list[i
     contents = {number: piece.content for number, piece in enumerate(pieces) if isinstance(piece.content, Tensor)}
     bytes_of = {number: content.numel() * content.dtype.itemsize for number, content in contents.items()}
     lengths = {number: -(-size // _alignment(size)) * _alignment(size) for number, size in bytes_of.items()}
+    # fp32 tensors [2, 3], [1024, 512] and [1024, 257] are placed from the largest on: the second at byte 0 (2 MiB), the
+    # third at 2,097,152 (1,052,672 bytes, a multiple of 4096), the first at 3,149,824, in one block of 3,149,888 bytes.
     places: dict[int, tuple[int, int]] = {}
     sizes: list[int] = []
     for number in sorted(lengths, key=lambda number: -lengths[number]):  # large ones first: small ones fill the gaps
@@ -357,21 +342,10 @@ def write_pieces(
     others: Mapping[str, bytes],
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[Places, dict[str, FileRecord]]:
-    """Write one rank's part of a checkpoint.
+    """Write one rank's part of a checkpoint: its pieces in ``<prefix>0.distcp``, and ``others`` by name.
 
-    Args:
-        directory: Where to write.
-        prefix: Start of the name of this rank's file of tensors.
-        pieces: The pieces of tensors and objects.
-        others: Files to write beside them, by name.
-        is_stopped: Whether to write no further piece.
-
-    Returns:
-        Where each piece lies, and size and checksum of each file.
-
-    Raises:
-        OSError: The disk reports an error.
-        InterruptedError: It was stopped.
+    Returns where each piece is, and size and checksum of each file. Raises ``OSError`` if the disk fails, and
+    ``InterruptedError`` once ``is_stopped`` returns True.
     """
     places: Places = {}
     records: dict[str, FileRecord] = {}
@@ -397,7 +371,7 @@ def write_pieces(
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return a plain tensor; one that TransformerEngine keeps in FP8 is dequantized."""
+    """Return a plain tensor; FP8 tensors of TransformerEngine are dequantized."""
     return tensor.dequantize() if is_float8tensor(tensor) else tensor
 
 
