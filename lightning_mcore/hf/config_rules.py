@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that map the keys of a Hugging Face config to settings of Megatron, and back.
+"""Rules that map the keys of a Hugging Face config to Megatron settings, and back.
 
-A family (``family.py``) is a list of such rules. Each rule is responsible for some keys: it maps them, ignores them
-because they do not change the numbers, or refuses them. Keys without a rule are refused, so a key that changes the
-numbers is never ignored.
+A family (``family.py``) is a list of such rules. Each rule owns some keys: it maps them, ignores them because they do
+not change the numbers, or rejects them. A key without a rule is an error, so no key that changes the numbers is ever
+ignored.
 
-*Fields* are settings by their names in this package: the fields of ``TransformerConfig``, and arguments of
-``MCoreGPT`` such as ``vocab_size`` and ``rotary_base``. Rules read a config in which transformers has filled in all
-defaults.
+*Fields* are settings under this package's names: the fields of ``TransformerConfig``, and ``MCoreGPT`` arguments such
+as ``vocab_size`` and ``rotary_base``. Rules read a config in which transformers has already filled in all defaults.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,12 +17,12 @@ Config = Mapping[str, Any]
 Fields = Mapping[str, Any]
 
 LONGEST_SEQUENCE = 1 << 40
-"""A sequence length, in tokens, beyond that of any model."""
+"""A sequence length, in tokens, that no model reaches."""
 
 _LONGEST_VALUE = 80  # characters of a value in an error
 
 LARGEST_SIZE = 1 << 24
-"""A size beyond that of any model; a larger value in a config is damaged, and would take all memory."""
+"""A size that no model reaches; a larger value in a config is damaged, and would allocate all memory."""
 
 
 class ConfigRule(Protocol):
@@ -31,28 +30,28 @@ class ConfigRule(Protocol):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of the Hugging Face config that the rule is responsible for."""
+        """The Hugging Face config keys that the rule owns."""
         ...
 
     def read(self, config: Config) -> dict[str, Any]:
-        """Return fields.
+        """Return the fields that the keys set.
 
         Args:
             config: The Hugging Face config.
 
         Raises:
-            ValueError: A value is not supported; the message says which values are.
+            ValueError: A value is not supported; the message lists the supported values.
         """
         ...
 
     def write(self, fields: Fields) -> dict[str, Any]:
-        """Return keys of the Hugging Face config.
+        """Return the Hugging Face keys.
 
         Args:
             fields: All fields of a model, with defaults.
 
         Raises:
-            ValueError: The family has no key for a value; the message names it.
+            ValueError: The family has no key for a value; the message names the field.
         """
         ...
 
@@ -60,6 +59,9 @@ class ConfigRule(Protocol):
 @dataclass(frozen=True)
 class Same:
     """A key and a field with the same value.
+
+    ``Same("num_hidden_layers", "num_layers", at_least=1)`` reads ``num_hidden_layers: 32`` as ``num_layers=32``, writes
+    it back under the same key, and rejects 0, 1.5 and "32".
 
     Args:
         key: The key in the Hugging Face config.
@@ -77,17 +79,17 @@ class Same:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The key, by all its names."""
+        """The key, under all its names."""
         return (self.key, *self.others)
 
     def read(self, config: Config) -> dict[str, Any]:
-        """Return the field; an empty dict without a value, so that the default applies."""
+        """Return the field; an empty dict if the config has no value, so that the default applies."""
         self.check(config)
         value = next((config[key] for key in self.keys if config.get(key) is not None), None)
         return {} if value is None else {self.field: value}
 
     def check(self, config: Config) -> None:
-        """Refuse a value that is out of range, in a config that may be incomplete.
+        """Check the range, in a config that may be incomplete.
 
         Raises:
             ValueError: The value is out of range, or not a number.
@@ -124,14 +126,14 @@ class Preset:
 
 @dataclass(frozen=True)
 class Constants(Preset):
-    """Fields that the whole family has in common.
+    """Fields that every model of the family has; unlike with :class:`Preset`, other values cannot be exported.
 
     Args:
         fields: The values by field name.
     """
 
     def write(self, fields: Fields) -> dict[str, Any]:
-        """Refuse other values, because the config has no key for them."""
+        """Raise ValueError for other values, because the config has no key for them."""
         for name, value in self.fields.items():
             if fields[name] != value:
                 raise ValueError(
@@ -147,7 +149,7 @@ class Only:
     Args:
         key: The key in the Hugging Face config.
         value: The value, which is also the default.
-        why: Why other values are not supported, as a clause.
+        why: Why other values are not supported, as a clause for the error message.
         is_written: Whether to write the key; False if transformers does not know it.
     """
 
@@ -162,7 +164,7 @@ class Only:
         return (self.key,)
 
     def read(self, config: Config) -> dict[str, Any]:
-        """Refuse another value."""
+        """Raise ValueError for another value."""
         refuse_unless(self.key, config.get(self.key, self.value), (self.value,), self.why)
         return {}
 
@@ -173,7 +175,7 @@ class Only:
 
 @dataclass(frozen=True)
 class Unused:
-    """Keys that do not change the numbers of a model whose weights are given.
+    """Keys that do not change what a model with given weights computes.
 
     Args:
         keys: The keys in the Hugging Face config.
@@ -195,7 +197,7 @@ class Derived:
     """Keys and fields that two functions translate.
 
     Args:
-        keys: Keys that the two functions handle.
+        keys: Keys that the functions handle.
         read: Turns the config into fields.
         write: Turns fields into keys.
     """
@@ -206,29 +208,22 @@ class Derived:
 
 
 def refuse_outside(key: str, value: Any, least: float, most: float = LARGEST_SIZE) -> None:
-    """Refuse a value of a key that is not a number in a range, or not a whole number if ``least`` is an int.
-
-    Raises:
-        ValueError: The value is not such a number.
-    """
+    """Raise ValueError unless the value is a number in a range: a whole number if ``least`` is an int."""
     kind = int if isinstance(least, int) else (int, float)
+    # bool is a subclass of int, and `true` is not a size; NaN fails the comparison
     if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
         what = "whole numbers" if kind is int else "numbers"
         raise ValueError(f"{key}={shortened(value)} is not supported; only {what} from {least} to {most} are")
 
 
 def shortened(value: Any) -> str:
-    """Return the ``repr`` of a value, cut if it is too long for a sentence."""
+    """Return the ``repr`` of a value, shortened to fit an error message."""
     text = repr(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
 def refuse_unless(key: str, value: Any, allowed: tuple[Any, ...], why: str) -> None:
-    """Refuse a value of a key that is not one of those allowed.
-
-    Raises:
-        ValueError: The value is not one of those allowed.
-    """
+    """Raise ValueError unless the value is one of those allowed."""
     if value not in allowed:
         choices = " or ".join(map(repr, allowed))
         raise ValueError(f"{key}={shortened(value)} is not supported, because {why}; only {choices} is")

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules that most families share, for a decoder like Llama's and its variants.
 
-A family (``families.py``) combines its tables from these. Weights have Megatron's names in checkpoints, where a norm
-before a projection belongs to that projection.
+``families.py`` combines its rows from these. Weights have Megatron's checkpoint names, where a norm before a projection
+belongs to that projection.
 
-Rotary positions of configs (``rope_parameters``) are plain, or stretched: evenly (``linear``), as in Llama 3
-(``llama3``), as in YaRN (``yarn``), with the length (``dynamic``), or by lists of factors (``longrope``). Latent
-attention has its own rotation and fields, and supports only plain and YaRN positions.
+Rotary positions (``rope_parameters``) are plain or stretched: evenly (``linear``), as in Llama 3 (``llama3``), as in
+YaRN (``yarn``), with the length (``dynamic``), or by lists of factors (``longrope``). Latent attention has its own
+rotation and fields, and supports only plain and YaRN positions.
+
+Readers of positions pop each key that they use from a copy of ``rope_parameters``; whatever is left is an error
+(:func:`_refuse_rest`).
 """
 
 import math
@@ -71,6 +74,7 @@ def _read_plain_or_stretched(rope: Rope, config: Config) -> dict[str, Any]:
     elif kind == "llama3":
         constants = {key: _number(rope, key, value) for key, value in _LLAMA3.items()}
         factor = _factor(rope, kind)
+        # Megatron's built-in Llama 3 stretch has these constants only; layers/variants.py computes any other
         if constants == _LLAMA3:
             fields |= {"rope_scaling": True, "rope_scaling_factor": factor}
         else:
@@ -90,12 +94,13 @@ def _read_plain_or_stretched(rope: Rope, config: Config) -> dict[str, Any]:
 
 
 def _read_longrope(rope: Rope, config: Config) -> dict[str, Any]:
-    """Remove and return the keys of a stretch by two lists, with the factor of the rotation that follows from them."""
+    """Pop and return the two lists of factors, with the scale of the rotation that follows from them."""
     original = rope.pop("original_max_position_embeddings", config.get("original_max_position_embeddings"))
     refuse_outside("rope_parameters.original_max_position_embeddings", original, 2, LONGEST_SEQUENCE)
     factor, scale = rope.pop("factor", None), rope.pop("attention_factor", None)
     if scale is None:
         factor = config["max_position_embeddings"] / original if factor is None else factor
+        # 131072 tokens from 4096 is a factor of 32: sqrt(1 + ln 32 / ln 4096) = 1.190
         scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     lists = {key: [float(value) for value in rope.pop(key)] for key in ("short_factor", "long_factor")}
     return {**lists, "original_max_position_embeddings": original, "attention_factor": float(scale)}
@@ -112,6 +117,7 @@ def _read_latent(config: Config) -> dict[str, Any]:
         refuse_unless("rope_parameters.truncate", rope.pop("truncate", True), (True,), "Megatron always rounds")
         scale = rope.get("mscale_all_dim")
         fields |= {"rope_type": "yarn", **_read_yarn(rope, config), **_read_mscale(rope)}
+        # transformers takes mscale_all_dim alone into account for the softmax, but not for the rotation
         if scale and not fields["mscale_all_dim"]:
             raise ValueError(
                 f"rope_parameters.mscale_all_dim={scale!r} without mscale is not supported, because Megatron scales"
@@ -124,6 +130,7 @@ def _read_latent(config: Config) -> dict[str, Any]:
 def _parameters(config: Config) -> Rope:
     """Return ``rope_parameters``, with the current names of its keys."""
     rope = {key: value for key, value in (config.get("rope_parameters") or {}).items() if value is not None}
+    # `type` is the old name of rope_type; rope_type wins if both are there
     old = rope.pop("type", "default")
     return {"rope_type": old, **rope}
 
@@ -132,16 +139,18 @@ def _refuse_rest(kind: str, rope: Rope) -> None:
     if kind == "default":  # only the length that the model was trained with; nothing is stretched
         rope.pop("original_max_position_embeddings", None)
     if rope.get("partial_rotary_factor") == 1.0:
+        # A share of 1.0 means whole heads, which every reader understands
         del rope["partial_rotary_factor"]
     for key, value in rope.items():
         raise ValueError(f"rope_parameters.{key}={value!r} is not supported with rope_type={kind!r}; remove it")
 
 
 def _read_yarn(rope: Rope, config: Config) -> dict[str, Any]:
-    """Remove and return the keys for which wavelengths are stretched, and by how much."""
+    """Pop and return the keys that say which wavelengths are stretched, and by how much."""
     original = rope.pop("original_max_position_embeddings", None)
     refuse_outside("rope_parameters.original_max_position_embeddings", original, 1, LONGEST_SEQUENCE)
     if rope.get("factor") is None:
+        # A model of 131072 positions that was trained with 32768 has the factor 4.0
         rope["factor"] = config["max_position_embeddings"] / original
     return {
         "rotary_scaling_factor": _number(rope, "factor", 1.0),
@@ -152,7 +161,7 @@ def _read_yarn(rope: Rope, config: Config) -> dict[str, Any]:
 
 
 def _read_mscale(rope: Rope) -> dict[str, float]:
-    """Remove and return the factors of the rotation; transformers uses the two numbers only if both are given.
+    """Pop and return the scales of the rotation; transformers uses the two numbers only if both are given.
 
     Source: ``_compute_yarn_parameters`` (transformers 5.23); ``_yarn_get_concentration_factor`` (megatron-core).
     """
@@ -177,6 +186,7 @@ def _write(fields: Fields) -> dict[str, Any]:
     stretch = dict(fields["stretch"] or {})
     if stretch:
         rope |= {"rope_type": stretch.pop("kind"), **stretch}
+    # transformers takes the original length of `dynamic` from max_position_embeddings, not from rope_parameters
     if rope["rope_type"] == "dynamic":
         return {"rope_parameters": rope, "max_position_embeddings": stretch["original_max_position_embeddings"]}
     if fields["rope_scaling"]:
@@ -210,6 +220,7 @@ def _write_yarn(yarn: Mapping[str, Any]) -> Rope:
 def _base(rope: Rope) -> int | float:
     value: float = rope.pop("rope_theta", 10000.0)
     refuse_outside("rope_parameters.rope_theta", value, _SMALLEST, _LARGEST)
+    # Megatron's default is an int; equal models must have equal fields
     return int(value) if float(value).is_integer() else value
 
 
@@ -220,17 +231,17 @@ def _factor(rope: Rope, kind: str) -> float:
 
 
 def _number(rope: Rope, key: str, default: float) -> float:
-    """Remove and return a number, which must not be negative."""
+    """Pop and return a number, which must not be negative."""
     value = rope.pop(key, default)
     refuse_outside(f"rope_parameters.{key}", value, 0.0, _LARGEST)
     return float(value)
 
 
+# Positions of whole heads
 ROPE = Derived(("rope_parameters",), _read, _write)
-"""Positions of whole heads."""
 
+# Positions of a part of each head
 PARTIAL_ROPE = Derived(("rope_parameters",), _read_partial, _write_partial)
-"""Positions of a part of each head."""
 
 
 def _read_by_window(config: Config) -> dict[str, Any]:
@@ -239,6 +250,7 @@ def _read_by_window(config: Config) -> dict[str, Any]:
         raise ValueError(
             f"rope_parameters.{key}={ropes[key]!r} is not that of a kind of layers; move it to full_attention"
         )
+    # Two sets of parameters: the full-attention one is read as usual, the window's may only have another base
     window = _parameters({"rope_parameters": ropes["sliding_attention"]})
     kind = window.pop("rope_type")
     refuse_unless("rope_parameters.sliding_attention.rope_type", kind, ("default",), "only full attention is stretched")
@@ -258,23 +270,25 @@ def _write_by_window(fields: Fields) -> dict[str, Any]:
     return {"rope_parameters": {"sliding_attention": window, "full_attention": _write(fields)["rope_parameters"]}}
 
 
+# Positions of whole heads, others in layers with a window
 ROPE_BY_WINDOW = Derived(("rope_parameters",), _read_by_window, _write_by_window)
-"""Positions of whole heads, others in layers with a window."""
 
 
 def _read_alpha(config: Config) -> dict[str, Any]:
     rope = _parameters(config)
+    # HunYuan's `dynamic` with an alpha does not depend on the length: it is a larger base.
     if rope["rope_type"] != "dynamic" or not rope.get("alpha"):
         rope.pop("alpha", None)
         return _read({**config, "rope_parameters": rope})
     alpha, size = _number(rope, "alpha", 1.0), config.get("head_dim")
     size = size or config["hidden_size"] // config["num_attention_heads"]
     refuse_outside("head_dim", size, 3)  # the exponent divides by two less
+    # alpha 1000, base 10000 and head size 128 give a base of 10000 * 1000 ** (128 / 126) = 11158840
     return {"rotary_base": _base(rope) * alpha ** (size / (size - 2))}
 
 
+# Positions of whole heads whose base ``alpha`` may stretch; the stretched base is written
 ALPHA_ROPE = Derived(("rope_parameters",), _read_alpha, _write)
-"""Positions of whole heads whose base ``alpha`` may stretch; the stretched base is written."""
 
 
 def _read_growing(config: Config) -> dict[str, Any]:
@@ -292,16 +306,17 @@ def _write_growing(fields: Fields) -> dict[str, Any]:
     if growth is None:
         raise ValueError("its queries do not grow with the position")
     keys = _write(fields)
+    # "beta" is the field's name and llama_4_scaling_beta the key's; the original length has the same name in both
     own = {**growth, "llama_4_scaling_beta": growth["beta"]}
     del own["beta"]
     return {**keys, "rope_parameters": {**keys["rope_parameters"], **own}}
 
 
+# Positions of whole heads, with queries that grow with the position
 GROWING_ROPE = Derived(("rope_parameters",), _read_growing, _write_growing)
-"""Positions of whole heads, with queries that grow with the position."""
 
+# Positions of latent attention
 LATENT_ROPE = Derived(("rope_parameters",), _read_latent, _write_latent)
-"""Positions of latent attention."""
 
 # ---- configs
 
@@ -316,6 +331,7 @@ SIZES: tuple[ConfigRule, ...] = (
     Same("num_key_value_heads", "num_query_groups", at_least=1),
 )
 
+# Sizes, RMSNorm, and gated linear units
 WITHOUT_ACTIVATION: tuple[ConfigRule, ...] = (
     *SIZES,
     Same("rms_norm_eps", "layernorm_epsilon", at_least=0.0),
@@ -323,19 +339,18 @@ WITHOUT_ACTIVATION: tuple[ConfigRule, ...] = (
     Same("tie_word_embeddings", "share_embeddings_and_output_weights"),
     Constants({"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}),
 )
-"""Sizes, RMSNorm, and gated linear units."""
 
+# The same with SiLU
 WITHOUT_POSITIONS: tuple[ConfigRule, ...] = (
     *WITHOUT_ACTIVATION,
     Only("hidden_act", "silu"),
     Constants({"activation_func": "silu"}),
 )
-"""The same with SiLU."""
 
 HEAD_SIZE = Same("head_dim", "kv_channels", at_least=1)
 
+# The same, with rotary positions of whole heads
 DECODER: tuple[ConfigRule, ...] = (*WITHOUT_POSITIONS, ROPE, HEAD_SIZE)
-"""The same, with rotary positions of whole heads."""
 
 
 def _read_attention_bias(config: Config) -> dict[str, Any]:
@@ -343,13 +358,14 @@ def _read_attention_bias(config: Config) -> dict[str, Any]:
 
 
 def _write_attention_bias(fields: Fields) -> dict[str, Any]:
+    # Megatron has two switches where the config has one
     if fields["add_qkv_bias"] != fields["attention_output_bias"]:
         raise ValueError("some of the projections of attention have biases, but in its config either all or none do")
     return {"attention_bias": fields["add_qkv_bias"]}
 
 
+# All projections of attention have biases, or none
 ATTENTION_BIAS = Derived(("attention_bias",), _read_attention_bias, _write_attention_bias)
-"""All projections of attention have biases, or none."""
 
 MLP_BIAS = Same("mlp_bias", "mlp_bias")
 
@@ -360,12 +376,12 @@ def _read_dropout(config: Config) -> dict[str, Any]:
     return {"hidden_dropout": share}
 
 
+# Dropout of the embedding and of what each layer adds
 ONE_DROPOUT = Derived(
     ("resid_pdrop", "embd_pdrop"),
     _read_dropout,
     lambda fields: dict.fromkeys(("resid_pdrop", "embd_pdrop"), fields["hidden_dropout"]),
 )
-"""Dropout of the embedding and of what each layer adds."""
 
 PRETRAINING_TP = Unused(("pretraining_tp",))
 
@@ -391,6 +407,7 @@ def _write_window(fields: Fields) -> dict[str, Any]:
 def _keys_seen(fields: Fields) -> int | None:
     if fields["window_size"] is None:
         return None
+    # sliding_window=4096 is Megatron's (4095, 0): 4095 keys before the query, and its own
     back, ahead = fields["window_size"]
     if back < 0 or ahead not in (0, -1):
         raise ValueError(f"window_size={fields['window_size']!r} cannot be expressed in its config; only (n, 0) can")
@@ -412,6 +429,7 @@ def _read_windows(config: Config) -> dict[str, Any]:
     windowed = [int(kind == _WINDOWED) for kind in kinds]
     if not any(windowed):
         return {}
+    # transformers ignores the size when the switch is off, and then layer_types contradicts it
     if not config.get("use_sliding_window") or not config.get("sliding_window"):
         raise ValueError(
             f"layer_types has {_WINDOWED!r}, and use_sliding_window={config.get('use_sliding_window')!r} with"
@@ -427,22 +445,23 @@ def _write_windows(fields: Fields) -> dict[str, Any]:
     return {"sliding_window": size, "use_sliding_window": size is not None, "layer_types": kinds}
 
 
+# All layers have a window, or none
 WINDOW = Derived(("sliding_window",), _read_window, _write_window)
-"""All layers have a window, or none."""
 
+# The same with a switch; that model does not read ``max_window_layers``
 OPTIONAL_WINDOW = Derived(
     ("sliding_window", "use_sliding_window", "max_window_layers"), _read_optional_window, _write_optional_window
 )
-"""The same with a switch; that model does not read ``max_window_layers``."""
 
+# The kind of a layer decides whether it has a window; without kinds, transformers derives them from
+# ``max_window_layers``
 WINDOWS = Derived(
     ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"), _read_windows, _write_windows
 )
-"""The kind of a layer decides whether it has a window; without kinds, transformers derives them from
-``max_window_layers``."""
 
 
 def _read_layer_windows(config: Config) -> dict[str, Any]:
+    # These configs have no switch, so it counts as on
     return _read_windows({**config, "use_sliding_window": True})
 
 
@@ -451,15 +470,16 @@ def _write_layer_windows(fields: Fields) -> dict[str, Any]:
     return {key: keys[key] for key in ("sliding_window", "layer_types")}
 
 
+# The same without a switch
 LAYER_WINDOWS = Derived(
     ("sliding_window", "layer_types", "max_window_layers"), _read_layer_windows, _write_layer_windows
 )
-"""The same without a switch."""
 
 # ---- layers without positions
 
 
 def _read_unrotated(config: Config) -> dict[str, Any]:
+    # The names are opposite: 1 in no_rope_layers means that the layer has positions
     unrotated = [int(not rotated) for rotated in config.get("no_rope_layers") or ()]
     return {"no_rope_freq": unrotated[: config["num_hidden_layers"]]} if any(unrotated) else {}
 
@@ -469,8 +489,8 @@ def _write_unrotated(fields: Fields) -> dict[str, Any]:
     return {"no_rope_layers": [int(not flag) for flag in unrotated]}
 
 
+# Some layers have no positions; transformers makes the list from the interval
 UNROTATED_LAYERS = Derived(("no_rope_layers", "no_rope_layer_interval"), _read_unrotated, _write_unrotated)
-"""Some layers have no positions; transformers makes the list from the interval."""
 
 # ---- layers for multi-token prediction
 
@@ -488,6 +508,7 @@ MULTI_TOKEN_LAYERS = Derived(
     lambda fields: {"num_nextn_predict_layers": fields["mtp_num_layers"] or 0},
 )
 
+# Norms of the next token's embedding and of the hidden state, the projection of both, and the last norm
 MULTI_TOKEN: tuple[WeightRule, ...] = (
     Rename("enorm.weight", "enorm.weight"),
     Rename("hnorm.weight", "hnorm.weight"),
@@ -495,18 +516,14 @@ MULTI_TOKEN: tuple[WeightRule, ...] = (
     Rename("final_layernorm.weight", "shared_head.norm.weight"),
 )
 
+# Checkpoints repeat the embedding and the output layer in each of those layers
 REPEATED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
-"""Checkpoints repeat the embedding and the output layer in each of those layers."""
 
 # ---- weights
 
 
 def outside(prefix: str = "model.") -> tuple[WeightRule, ...]:
-    """Return the rules of weights outside layers.
-
-    Args:
-        prefix: Prefix of Hugging Face's names, except that of the output layer.
-    """
+    """Return the rules of weights outside layers; ``prefix`` starts all Hugging Face names but the output layer's."""
     return (
         Vocabulary("embedding.word_embeddings.weight", f"{prefix}embed_tokens.weight"),
         Rename("decoder.final_layernorm.weight", f"{prefix}norm.weight"),
@@ -545,19 +562,19 @@ QK_NORM: tuple[WeightRule, ...] = (
     Rename("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
 )
 
+# Queries, keys and values in one tensor
 JOINED_ATTENTION: tuple[WeightRule, ...] = (
     Rename("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
     JoinedQueryKeyValue("self_attention.linear_qkv.weight", "self_attn.qkv_proj.weight"),
     Rename("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
 )
-"""Queries, keys and values in one tensor."""
 
+# Gate and up projection in one tensor
 JOINED_MLP: tuple[WeightRule, ...] = (
     Rename("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight"),
     Rename("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight"),
     Rename("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
 )
-"""Gate and up projection in one tensor."""
 
 MLP: tuple[WeightRule, ...] = (
     Rename("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight"),
@@ -567,20 +584,17 @@ MLP: tuple[WeightRule, ...] = (
 
 # ---- families
 
+# A rule for config keys or for a weight, or a tuple of parts
 Part = ConfigRule | WeightRule | tuple[Any, ...]
-"""A rule for config keys or for a weight, or a tuple of parts."""
 
 
 def family(model_type: str, name: str, *parts: Part) -> Family:
     """Return a family of decoders whose weights outside layers have the usual names.
 
-    Args:
-        model_type: As in ``config.json``.
-        name: The class in transformers, without ``ForCausalLM``.
-        parts: Its rules, in any order.
+    ``name`` is the transformers class without ``ForCausalLM``; the order of ``parts`` does not matter.
     """
     rules = list(_flat(parts))
-    layer = tuple(rule for rule in rules if hasattr(rule, "megatron"))  # as all rules for weights have it
+    layer = tuple(rule for rule in rules if hasattr(rule, "megatron"))  # only rules for weights have it
     config = tuple(rule for rule in rules if not hasattr(rule, "megatron"))
     return Family(model_type, f"{name}ForCausalLM", config, layer, OUTSIDE)
 
@@ -591,5 +605,5 @@ def _flat(parts: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def with_multi_token(model_type: str, name: str, *parts: Part) -> Family:
-    """Return a :func:`family` that has layers for multi-token prediction."""
+    """Return a :func:`family` that has multi-token prediction layers."""
     return replace(family(model_type, name, MULTI_TOKEN_LAYERS, *parts), multi_token=MULTI_TOKEN, repeated=REPEATED)

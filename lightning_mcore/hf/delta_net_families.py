@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families whose layers have gated delta nets, with attention in every fourth: Qwen3-Next and Qwen3.5.
+"""Families with gated delta nets, and attention in every fourth layer: Qwen3-Next and Qwen3.5.
 
-Their published folders have weights of multi-token prediction (``mtp.*``), which transformers does not read, and
-neither do these families. Qwen3.5 is published with a vision tower, ``qwen3_5`` and ``qwen3_5_moe``. Of those folders
-the language model is read, and written as the text model that it is, ``qwen3_5_text`` and ``qwen3_5_moe_text``.
+Their published folders have multi-token prediction weights (``mtp.*``), which neither transformers nor these families
+read. Qwen3.5 is published with a vision tower, as ``qwen3_5`` and ``qwen3_5_moe``. From those folders, the language
+model is read and written as a text model, ``qwen3_5_text`` or ``qwen3_5_moe_text``.
 """
 
 from dataclasses import replace
@@ -47,6 +47,7 @@ def _read_layers(config: Config) -> dict[str, Any]:
         raise ValueError(
             f"linear_num_value_heads={values} is not supported; only multiples of linear_num_key_heads={heads} are"
         )
+    # Layers (linear, linear, linear, full) become linear_attention_freq=[1, 1, 1, 0]
     flags = [int(kind == _DELTA_NET) for kind in kinds]
     sizes = {key: config[key] for key in DELTA_NET}
     return {"delta_net": {"linear_attention_freq": flags, **sizes}} if any(flags) else {}
@@ -73,6 +74,7 @@ def _gated(kind: str) -> WeightRule:
     return GatedQueryKeyValue(f"self_attention.linear_qkv.{kind}", query, key, value)
 
 
+# Llama's attention, with the query-key-value rule replaced by the gated one
 _GATED_ATTENTION: tuple[WeightRule, ...] = (
     d.ATTENTION[0],
     _gated("weight"),
@@ -82,6 +84,7 @@ _GATED_ATTENTION: tuple[WeightRule, ...] = (
     *d.QK_NORM,
 )
 
+# One convolution over the channels of queries, keys and values; a query is as wide as a key
 _CONVOLUTION = "linear_attn.conv1d.weight"
 
 _AROUND_MEMORY: tuple[WeightRule, ...] = (
@@ -102,6 +105,7 @@ _SHARED_EXPERT: tuple[ConfigRule, ...] = (
 
 _UNREAD = ("rotary_emb.inv_freq", "mtp.")
 
+# Qwen3-Next: gated delta nets and gated attention, with experts
 QWEN3_NEXT = replace(
     d.family(
         *("qwen3_next", "Qwen3Next", d.WITHOUT_POSITIONS, d.PARTIAL_ROPE, _MIXED_LAYERS, _SHARED_EXPERT),
@@ -111,6 +115,10 @@ QWEN3_NEXT = replace(
         DeltaNetRows(
             "self_attention.linear_in.weight",
             (
+                # Qwen3-Next stores these head by head already: query, key, values and gates of head 0, then those of
+                # head 1.
+                # With 2 key heads of 2 channels and 4 value heads of 3, a head has 2 + 2 + 6 + 6 = 16 rows, and 2 + 2
+                # in the other.
                 ("linear_attn.in_proj_qkvz.weight", ("key", "key", "value", "value")),
                 ("linear_attn.in_proj_ba.weight", ("head", "head")),
             ),
@@ -118,7 +126,6 @@ QWEN3_NEXT = replace(
     ),
     unread=_UNREAD,
 )
-"""Qwen3-Next: gated delta nets and gated attention, with experts."""
 
 
 def _read_text_rope(config: Config) -> dict[str, Any]:
@@ -135,6 +142,7 @@ _MORE_KEYS: tuple[ConfigRule, ...] = (
     Unused(("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "unsloth_fixed_mtp")),
 )
 
+# Qwen3.5 stores all queries, then all keys, then all values, and has a tensor each for gates and the two scalars
 _MORE_WEIGHTS: tuple[WeightRule, ...] = (
     *_GATED_ATTENTION,
     *_AROUND_MEMORY,
@@ -149,6 +157,7 @@ _MORE_WEIGHTS: tuple[WeightRule, ...] = (
     ),
 )
 
+# Qwen3.5, text only: gated delta nets and gated attention
 QWEN3_5 = replace(
     d.family(
         *("qwen3_5_text", "Qwen3_5", d.WITHOUT_POSITIONS, _TEXT_ROPE, _MIXED_LAYERS, _MORE_KEYS),
@@ -156,8 +165,8 @@ QWEN3_5 = replace(
     ),
     unread=_UNREAD,
 )
-"""Qwen3.5, text only: gated delta nets and gated attention."""
 
+# The same with experts in every layer
 QWEN3_5_MOE = replace(
     QWEN3_5,
     model_type="qwen3_5_moe_text",
@@ -171,7 +180,6 @@ QWEN3_5_MOE = replace(
     ),
     layer=(*_MORE_WEIGHTS, *e.GATED_SHARED_EXPERT_WEIGHTS),
 )
-"""The same with experts in every layer."""
 
 DELTA_NETS = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
 
@@ -192,6 +200,7 @@ def _text_of(text: Family) -> Family:
     )
 
 
+# As the hub has them: one tensor for all experts of a layer. transformers 5 writes one for each expert.
 _STACKED = replace(
     QWEN3_5_MOE,
     layer=(
@@ -200,10 +209,9 @@ _STACKED = replace(
         Stack("mlp.experts.experts.linear_fc2.weight", "mlp.experts.down_proj"),
     ),
 )
-"""As the hub has them: one tensor for all experts of a layer. transformers 5 writes one for each expert."""
 
 WITH_TOWERS = {
     "qwen3_5": _text_of(QWEN3_5),
     "qwen3_5_moe": replace(_text_of(QWEN3_5_MOE), variants=(_text_of(_STACKED),)),
 }
-"""The language models of folders with a vision tower, by the ``model_type`` of these; each is one of the above."""
+"""The language models of folders with a vision tower, by the folder's ``model_type``; each is one of the above."""

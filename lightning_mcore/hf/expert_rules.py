@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for mixtures of experts: which layers have them, how tokens are routed, and their weights.
 
-Mixtral and Qwen route by a softmax, DeepSeek and GLM by a sigmoid with a bias that affects only the choice. Losses that
-balance the load are Megatron's own; the user sets them in ``transformer`` for training.
+Mixtral and Qwen route by a softmax. DeepSeek and GLM route by a sigmoid with a bias that affects only which experts are
+chosen. Load-balancing losses are Megatron's own; for training, the user sets them in ``transformer``. ``families.py``
+combines its rows from these.
 """
 
 from typing import Any
@@ -39,6 +40,7 @@ def _layers_with_experts(fields: Fields) -> list[bool]:
     if not fields["num_moe_experts"]:
         raise ValueError("it has no experts")
     flags = fields["moe_layer_freq"]
+    # complete_fields has turned any other value into one flag per layer
     return [True] * fields["num_layers"] if flags == 1 else list(flags)
 
 
@@ -50,11 +52,13 @@ def _read_sparse(config: Config) -> dict[str, Any]:
     step, dense = config.get("decoder_sparse_step", 1), frozenset(config.get("mlp_only_layers") or ())
     layers = range(config["num_hidden_layers"])
     refuse_outside("decoder_sparse_step", step, 1)
+    # Step 2 in 6 layers, with dense layer 3, gives [0, 1, 0, 0, 0, 1]
     return _read_layers([layer not in dense and (layer + 1) % step == 0 for layer in layers])
 
 
 def _write_sparse(fields: Fields) -> dict[str, Any]:
     dense = [layer for layer, has_experts in enumerate(_layers_with_experts(fields)) if not has_experts]
+    # Every pattern can be written with a step of 1 and a list of dense layers
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
@@ -67,6 +71,7 @@ def _read_first_dense(config: Config) -> dict[str, Any]:
 def _write_first_dense(fields: Fields) -> dict[str, Any]:
     flags = _layers_with_experts(fields)
     dense = flags.count(False)
+    # With `dense` dense layers in all, they come first only if none of the first `dense` has experts
     if any(flags[:dense]):
         raise ValueError(
             f"moe_layer_freq={fields['moe_layer_freq']!r} cannot be expressed in its config: dense layers come first"
@@ -82,19 +87,21 @@ def _write_all(fields: Fields) -> dict[str, Any]:
     return {}
 
 
+# Every n-th layer has experts, except some
 SPARSE_LAYERS = Derived(("decoder_sparse_step", "mlp_only_layers"), _read_sparse, _write_sparse)
-"""Every n-th layer has experts, except some."""
 
+# The first layers have no experts
 FIRST_DENSE = Derived(("first_k_dense_replace",), _read_first_dense, _write_first_dense)
-"""The first layers have no experts."""
 
+# Every layer has experts
 ALL_LAYERS = Derived((), lambda config: {}, _write_all)
-"""Every layer has experts."""
 
 # ---- how tokens are routed
 
 
 def _read_softmax(config: Config) -> dict[str, Any]:
+    # Softmax over all experts, then the choice. Normalising the chosen ones equals a softmax over them alone, which is
+    # what Megatron computes without moe_router_pre_softmax.
     if not config.get("norm_topk_prob", False):
         return {"moe_router_pre_softmax": True}
     _refuse_one_expert(config)
@@ -115,6 +122,7 @@ def _refuse_one_expert(config: Config) -> None:
 
 
 def _read_sigmoid(config: Config) -> dict[str, Any]:
+    # Megatron normalises sigmoid weights if and only if more than one expert is chosen
     several = config["num_experts_per_tok"] > 1
     why = f"Megatron normalises the weights of {config['num_experts_per_tok']} chosen experts"
     why = why if several else "Megatron does not normalise the weight of one chosen expert"
@@ -134,6 +142,7 @@ def _read_groups(config: Config) -> dict[str, Any]:
             f"n_group={groups} of {experts} experts is not supported, because a group is ranked by its "
             f"{_BEST_OF_GROUP} best experts; only equal groups of at least that many are"
         )
+    # DeepSeek-V3: 8 experts per token from 4 of 8 groups, so Megatron also ranks a group by its 8 // 4 = 2 best experts
     counted = config["num_experts_per_tok"] // chosen
     if counted != _BEST_OF_GROUP:
         raise ValueError(
@@ -167,14 +176,15 @@ NO_ROUTER_LOSS: tuple[ConfigRule, ...] = (
     Unused(("router_aux_loss_coef",)),
 )
 
+# A softmax over all experts; the weights of the chosen ones may be normalised to add up to 1
 SOFTMAX_ROUTER = Derived(
     ("norm_topk_prob",), _read_softmax, lambda fields: {"norm_topk_prob": not fields["moe_router_pre_softmax"]}
 )
-"""A softmax over all experts; the weights of the chosen ones may be normalised to add up to 1."""
 
+# A softmax over all experts; the weights of the chosen ones always add up to 1
 NORMALISED_ROUTER = Derived((), _read_normalised, lambda fields: {})
-"""A softmax over all experts; the weights of the chosen ones always add up to 1."""
 
+# A sigmoid for each expert in fp32, with or without groups; its bias is fixed unless the user sets an update rate
 SIGMOID_ROUTER: tuple[ConfigRule, ...] = (
     Constants({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
     Preset({"moe_router_dtype": "fp32", "moe_router_bias_update_rate": 0.0}),
@@ -186,7 +196,6 @@ SIGMOID_ROUTER: tuple[ConfigRule, ...] = (
         lambda fields: {"routed_scaling_factor": fields["moe_router_topk_scaling_factor"] or 1.0},
     ),
 )
-"""A sigmoid for each expert in fp32, with or without groups; its bias is fixed unless the user sets an update rate."""
 
 # ---- sizes
 
@@ -199,6 +208,7 @@ EXPERT_SIZES: tuple[ConfigRule, ...] = (
 def _read_shared(config: Config) -> dict[str, Any]:
     shared = config.get("n_shared_experts", 1)
     refuse_outside("n_shared_experts", shared, 1)
+    # Two shared experts of 1408 are one MLP of 2816
     return {"moe_shared_expert_intermediate_size": shared * config["moe_intermediate_size"]}
 
 
@@ -212,9 +222,10 @@ def _write_shared(fields: Fields) -> dict[str, Any]:
     return {"n_shared_experts": size // of_one}
 
 
+# Experts that see every token, each as large as the others, stored as one
 SHARED_EXPERTS = Derived(("n_shared_experts",), _read_shared, _write_shared)
-"""Experts that see every token, each as large as the others, stored as one."""
 
+# Experts as in DeepSeek-V3: shared ones and routed ones that a sigmoid chooses, after some dense layers
 SIGMOID_EXPERTS: tuple[ConfigRule, ...] = (
     Same("n_routed_experts", "num_moe_experts", others=("num_local_experts",), at_least=1),
     *EXPERT_SIZES,
@@ -223,7 +234,6 @@ SIGMOID_EXPERTS: tuple[ConfigRule, ...] = (
     *SIGMOID_ROUTER,
     *NO_ROUTER_LOSS,
 )
-"""Experts as in DeepSeek-V3: shared ones and routed ones that a sigmoid chooses, after some dense layers."""
 
 # ---- weights
 
@@ -231,10 +241,8 @@ SIGMOID_EXPERTS: tuple[ConfigRule, ...] = (
 def expert_weights(gate: str, expert: str, names: tuple[str, str, str]) -> tuple[WeightRule, ...]:
     """Return the rules of routed experts.
 
-    Args:
-        gate: Hugging Face's name of the router.
-        expert: Prefix of the names of an expert's weights; ``{expert}`` is its number.
-        names: The names of its gate, up and down projections.
+    ``gate`` is Hugging Face's name of the router, ``expert`` the prefix of an expert's weights with ``{expert}`` for
+    its number, and ``names`` are the names of its gate, up and down projections.
     """
     gate_projection, up, down = (f"{expert}.{name}.weight" for name in names)
     return (
@@ -246,11 +254,7 @@ def expert_weights(gate: str, expert: str, names: tuple[str, str, str]) -> tuple
 
 
 def shared_expert_weights(expert: str) -> tuple[WeightRule, ...]:
-    """Return the rules of shared experts.
-
-    Args:
-        expert: Prefix of the names of their weights.
-    """
+    """Return the rules of shared experts, whose weights have the prefix ``expert``."""
     return (
         Rows("mlp.shared_experts.linear_fc1.weight", (f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight")),
         Rename("mlp.shared_experts.linear_fc2.weight", f"{expert}.down_proj.weight"),
@@ -259,11 +263,11 @@ def shared_expert_weights(expert: str) -> tuple[WeightRule, ...]:
 
 EXPERTS = expert_weights("mlp.gate", "mlp.experts.{expert}", ("gate_proj", "up_proj", "down_proj"))
 
+# An expert that sees every token, through a gate
 GATED_SHARED_EXPERT: tuple[ConfigRule, ...] = (
     Same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", at_least=1),
     Constants({"moe_shared_expert_gate": True}),
 )
-"""An expert that sees every token, through a gate."""
 
 GATED_SHARED_EXPERT_WEIGHTS: tuple[WeightRule, ...] = (
     *EXPERTS,

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text families of this package. A row is a model type, a class of transformers, and what the layers consist of.
+"""The text families of this package. A row is a model type, a transformers class, and what its layers consist of.
 
-A *part* is a tuple of rules: config keys (``config_rules.py``) and the weights that they decide (``weight_rules.py``)
-together, so that a family names each thing once. :func:`family` sorts a row's rules into the two tables.
+A *part* is a tuple of rules: config keys (``config_rules.py``) together with the weights that these keys decide
+(``weight_rules.py``), so that a family names each thing once. :func:`family` sorts a row's rules into the two tables.
+``family.py`` finds a row by its name.
+
+``family("mistral", "Mistral", DECODER, d.WINDOW, d.MLP)`` reads: the class ``MistralForCausalLM`` has a Llama-like
+decoder, an optional window in all layers, and a gated MLP.
 """
 
 from collections.abc import Callable
@@ -29,7 +33,7 @@ from lightning_mcore.hf.weight_rules import InterleavedStack, Rename, Stack
 
 
 def _read_only(read: Callable[[Config], dict[str, Any]], *keys: str) -> Derived:
-    """Return a rule that writes nothing; ``Family.write_config`` reads its keys back and refuses other values."""
+    """Return a rule that writes nothing; ``Family.write_config`` reads its keys back and rejects other values."""
     return Derived(keys, read, lambda fields: {})
 
 
@@ -40,6 +44,7 @@ SOME_BIASES = (Same("attention_bias", "add_qkv_bias"), d.QKV_BIAS)
 HEAD_NORMS = (Constants({"qk_layernorm": True}), *d.QK_NORM)
 NORM_OF_ALL_HEADS = (Constants({"head_norms": "all_heads"}), *d.QK_NORM)
 INTERLEAVED = Constants({"rotary_interleaved": True})
+# Parts whose names start with `d.` are shared (decoder_rules.py); those that start with `e.` concern experts
 PARTIAL = (d.WITHOUT_POSITIONS, d.PARTIAL_ROPE, d.HEAD_SIZE)  # DECODER with a part of each head rotated
 BASICS = (
     *(d.SIZES, d.ROPE, d.HEAD_SIZE, Same("rms_norm_eps", "layernorm_epsilon", at_least=0.0)),
@@ -50,6 +55,7 @@ BASICS = (
 # ---- parts of the MLP
 
 MLP_BIASES = (d.MLP_BIAS, *d.MLP_BIASES)
+# Granite already stacks its experts as Megatron does
 GRANITE_EXPERTS = (
     Rename("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
     Rename("mlp.router.weight", "block_sparse_moe.router.layer.weight"),
@@ -81,10 +87,12 @@ def _norms(attention: str, mlp: str) -> tuple[Rename, Rename]:
     return Rename("self_attn_bda.norm.weight", attention), Rename("mlp_bda.norm.weight", mlp)
 
 
+# Norms after attention and MLP instead of before: the first rule of d.ATTENTION and d.MLP is the norm before
 AFTER = (
     Constants({"layer_norms": "after"}),
     *(*d.ATTENTION[1:], *d.MLP[1:], *_norms("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")),
 )
+# Norms before and after both. Hugging Face calls the norm before the MLP pre_feedforward_layernorm then.
 AROUND = (
     Constants({"layer_norms": "around"}),
     *(*d.ATTENTION, *d.MLP[1:], *_norms("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")),
@@ -113,6 +121,7 @@ _EPSILON_OF_LATENTS = 1e-6  # always, in transformers; rms_norm_eps is that of t
 
 def _read_latents(config: Config) -> dict[str, Any]:
     heads, turned = config["num_attention_heads"], config["qk_rope_head_dim"]
+    # Latent attention has no groups, and its head sizes follow from two others: the keys may only repeat them
     refuse_unless("num_key_value_heads", config.get("num_key_value_heads", heads), (heads,), "each head has its own")
     for key, size in (("head_dim", turned), ("qk_head_dim", config["qk_nope_head_dim"] + turned)):
         refuse_unless(key, config.get(key, size), (size,), "it follows from qk_nope_head_dim and qk_rope_head_dim")
@@ -143,6 +152,7 @@ def _read_hybrid(config: Config) -> dict[str, Any]:
     windowed = [kind == "sliding_attention" for kind in config.get("layer_types") or ()]
     if config.get("sliding_window") is None or all(windowed):
         return {}
+    # EXAONE 4: layer_types of (sliding, sliding, full) becomes [0, 0, 1], no rotation in the third
     return {"no_rope_freq": [int(not has_window) for has_window in windowed]}
 
 
@@ -151,6 +161,7 @@ HYBRID = _read_only(_read_hybrid)  # layers without a window have no rotary posi
 
 def _gelu(key: str) -> Derived:
     def read(config: Config) -> dict[str, Any]:
+        # Gemma 1 writes hidden_act and later models hidden_activation; the other key may still be there
         given = config.get("hidden_activation") or config.get("hidden_act")
         refuse_unless("hidden_activation", given, ("gelu_pytorch_tanh",), "Gemma has no other")
         return {"activation_func": "gelu_tanh"}
@@ -167,6 +178,8 @@ def _write_scalar(fields: Fields) -> dict[str, Any]:
     scale = fields["softmax_scale"]
     if scale is None:
         return {"query_pre_attn_scalar": fields["kv_channels"]}
+    # Write a whole number if it reads back as the same scale, because scale ** -2 alone may be off by a rounding error
+    # same
     scalar = round(scale**-2)
     return {"query_pre_attn_scalar": scalar if float(scalar**-0.5) == scale else scale**-2}
 
@@ -202,15 +215,18 @@ def _read_layers(config: Config) -> dict[str, Any]:
     first, last = config.get("moe_layer_start_index", 0), config.get("moe_layer_end_index", -1)
     refuse_outside("moe_layer_interval", step, 1)
     last = layers - 1 if last == -1 else last
+    # 6 layers, start 1, end -1, interval 2: last is 5, and the flags are [0, 1, 0, 1, 0, 1]
     flags = [int(first <= layer <= last and (layer + 1) % step == 0) for layer in range(layers)]
     return {} if all(flags) else {"moe_layer_freq": flags}
 
 
 def _write_layers(fields: Fields) -> dict[str, Any]:
     layers, given = fields["num_layers"], fields["moe_layer_freq"]
+    # Without any expert layer, `[layers]` is a start index after the last layer
     with_experts = [layer for layer in range(layers) if given == 1 or given[layer]] or [layers]
     keys = {"moe_layer_start_index": with_experts[0], "moe_layer_end_index": with_experts[-1]}
     wanted = [layer in with_experts for layer in range(layers)]
+    # The smallest interval that gives these layers back; [0, 1, 0, 1, 0, 1] needs 2
     for step in range(1, layers + 1):
         if [with_experts[0] <= n <= with_experts[-1] and (n + 1) % step == 0 for n in range(layers)] == wanted:
             return {**keys, "moe_layer_interval": step}
@@ -241,6 +257,7 @@ ERNIE_EXPERTS = (
     *(e.NO_ROUTER_LOSS, e.EXPERTS, e.shared_expert_weights("mlp.shared_experts")),
     Rename("mlp.router.choice_bias", "mlp.moe_statics.e_score_correction_bias", in_fp32=True),
 )
+# Arcee's MLP has no gate, so the up projection alone is Megatron's linear_fc1
 SQUARED_RELU = (
     Only("hidden_act", "relu2"),
     Constants({"normalization": "RMSNorm", "gated_linear_unit": False, "activation_func": "relu_squared"}),
@@ -249,6 +266,7 @@ SQUARED_RELU = (
     *(Rename(f"mlp.linear_fc1.{kind}", f"mlp.up_proj.{kind}") for kind in ("weight", "bias")),
     *(Rename(f"mlp.linear_fc2.{kind}", f"mlp.down_proj.{kind}") for kind in ("weight", "bias")),
 )
+# gpt-oss: biases in router and experts, and one learned logit (sink) per head in the softmax
 GPT_OSS_EXPERTS = (
     Same("swiglu_limit", "activation_func_clamp_value", at_least=0.0),
     Only("swiglu_alpha", 1.702, "Megatron's activation has no other"),
@@ -388,4 +406,4 @@ _ROWS = (
 )
 
 FAMILIES = {row.model_type: row for row in (*_ROWS, *DELTA_NETS)} | WITH_TOWERS
-"""All of them, by the ``model_type`` of their ``config.json``."""
+"""All families, by the ``model_type`` of their ``config.json``."""

@@ -5,16 +5,16 @@ A :class:`Family` holds rules for config keys (``config_rules.py``), rules for w
 prefixes of layers. It does not depend on how a model is split over ranks. megatron-core is imported only for the
 defaults of its fields, not to read a config.
 
-The families of this package lie in ``families.py``. Another package registers its own in its ``pyproject.toml``, and
-they can then be found by name::
+This package's families are in ``families.py``. Another package registers its own in its ``pyproject.toml``, and they
+can then be found by name::
 
     [project.entry-points."lightning_mcore.families"]
     gemma = "my_package.gemma:FAMILY"
 
 Nothing is registered at run time, so a name means the same in every process.
 
-A path such as ``my_package.gemma:FAMILY`` is imported only when the user gives it. A downloaded file may name any
-module, so ``config.json`` and checkpoints may only name one of the families above (:func:`recorded_family`).
+A path such as ``my_package.gemma:FAMILY`` is imported only if the user gives it. A downloaded file may name any module,
+so ``config.json`` and checkpoints may only name registered families (:func:`recorded_family`).
 """
 
 import dataclasses
@@ -39,16 +39,16 @@ _IRRELEVANT = """
 """
 
 IRRELEVANT = frozenset(_IRRELEVANT.split())
-"""Keys of any config that do not change the numbers of a model with given weights."""
+"""Keys of any config that do not change what a model with given weights computes."""
 
 
 SCORING = "+score"
-"""The end of the name of a family for its reward models and classifiers."""
+"""Suffix of a family name for its reward models and classifiers."""
 HIDDEN = "+hidden"
-"""The end of the name of a family for its models without an output layer."""
+"""Suffix of a family name for its models without an output layer."""
 SCORE = "score.weight"
 VALUE_HEAD_FILE, VALUE_HEAD = "value_head.safetensors", "v_head.summary.weight"
-"""Where LLaMA-Factory keeps the score layer of a reward model, beside a language model."""
+"""Where LLaMA-Factory keeps a reward model's score layer, next to a language model."""
 
 
 @dataclass(frozen=True)
@@ -58,24 +58,26 @@ class Family:
     Args:
         model_type: As in ``config.json``.
         architecture: Name of the class in transformers.
-        config: The rules of its config keys.
+        config: The rules for its config keys.
         layer: The weights of a layer: Megatron's names after ``decoder.layers.<n>.``, Hugging Face's after
             ``layer_prefix``.
-        outside: The weights outside layers, with their whole names.
-        multi_token: The weights that a layer of multi-token prediction has beside those of ``layer``: Megatron's names
-            after ``mtp.layers.<n>.``, Hugging Face's after the prefix of a layer after the last.
-        repeated: The tensors of such a layer that repeat a tensor of the model, mapped to the name of that tensor.
-        unread: The endings of names of tensors that are not weights, and beginnings of names that transformers does
-            not read either, which end with a dot.
+        outside: The weights outside layers, with their full names.
+        multi_token: The weights that a multi-token prediction layer has in addition to ``layer``: Megatron's names
+            after
+            ``mtp.layers.<n>.``, Hugging Face's after the prefix of a layer after the last.
+        repeated: Tensors of such a layer that repeat a tensor of the model, mapped to the name of that tensor.
+        unread: Suffixes of tensor names that are not weights, and prefixes (ending with a dot) of names that
+            transformers
+            does not read either.
         layer_prefix: Prefix of Hugging Face's names of a layer's weights; ``{layer}`` is its number.
-        optional: Tensors that a folder may lack; the model then keeps the values that it begins with.
-        more_config: Keys that a written config gets besides those of the rules.
-        config_class: The ``model_type`` whose config class in transformers has the defaults of this one's, where
-            transformers does not know ``model_type``.
-        tower: Prefix of Hugging Face's names of the weights of a vision tower; None without one.
-        in_memory: The beginning of names in files and that of names in a model of transformers, which adapters have;
-            None if they are the same.
-        variants: Families with other names or shapes of some weights on the disk; the one that fits is read.
+        optional: Tensors that a folder may lack; the model then keeps their initial values.
+        more_config: Keys added to a written config, beyond those of the rules.
+        config_class: The ``model_type`` whose transformers config class supplies the defaults, if transformers does not
+            know ``model_type``.
+        tower: Prefix of Hugging Face's names of a vision tower's weights; None without one.
+        in_memory: Prefix of weight names in files, and the prefix that a transformers model in memory (and so an
+            adapter) has instead; None if they are the same.
+        variants: Families that differ in the names or shapes of some weights on disk; the one that fits is read.
     """
 
     model_type: str
@@ -95,9 +97,9 @@ class Family:
     variants: tuple["Family", ...] = field(default=(), repr=False)
 
     def scoring(self) -> "Family":
-        """Return the rules of reward models of this family, transformers' ``*ForSequenceClassification``.
+        """Return the rules of this family's reward models, transformers' ``*ForSequenceClassification``.
 
-        They also read a language model: its output layer is left out, and the score layer begins at random.
+        They also read a language model: its output layer is skipped, and the score layer starts from random values.
         """
         rules = (rule for rule in self.outside if rule.megatron != "output_layer.weight")
         return dataclasses.replace(
@@ -119,10 +121,9 @@ class Family:
         )
 
     def in_adapters(self) -> "Family":
-        """Return the rules with the names that adapters have: those of a model in the memory of transformers.
+        """Return the rules with the names that adapters use: those of a transformers model in memory.
 
-        Where a family has one tensor for all experts of a layer, the projections of each expert are named as in other
-        families.
+        If a family has one tensor for all experts of a layer, each expert's projections are named as in other families.
         """
         fc1, fc2 = (f"mlp.experts.experts.linear_{name}.weight" for name in ("fc1", "fc2"))
         prefix = "mlp.experts.{expert}."
@@ -130,6 +131,7 @@ class Family:
             fc1: Experts(Rows(fc1, (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"))),
             fc2: Experts(Rename(fc2, f"{prefix}down_proj.weight")),
         }
+        # Only for plain stacks of both projections: type() excludes InterleavedStack
         stacks = {rule.megatron for rule in self.layer if type(rule) is Stack}
         layer = tuple(each.get(rule.megatron, rule) if stacks == each.keys() else rule for rule in self.layer)
         if self.in_memory is None:
@@ -158,9 +160,11 @@ class Family:
         for rule in self.config:
             try:
                 fields |= rule.read(config)
+            # A damaged config fails inside a rule in any of these ways; the user sees the keys at fault
             except (TypeError, ArithmeticError, LookupError, AttributeError) as error:
                 given = ", ".join(f"{key}={shortened(config.get(key))}" for key in rule.keys)
                 raise ValueError(f"{given} does not have the type that transformers writes ({error})") from error
+        # A key without a rule might change the numbers. None is the absence of a value, whatever the key.
         known = IRRELEVANT.union(*(rule.keys for rule in self.config))
         for key, value in config.items():
             if key not in known and value is not None:
@@ -171,7 +175,7 @@ class Family:
         return fields
 
     def check_sizes(self, config: Mapping[str, Any]) -> None:
-        """Refuse impossible sizes before transformers uses them to complete the config.
+        """Reject impossible sizes before transformers uses them to complete the config.
 
         Args:
             config: The content of ``config.json``.
@@ -184,11 +188,13 @@ class Family:
                 rule.check(config)
 
     def multi_token_prefixes(self, num_layers: int, layers: int) -> list[str]:
-        """Return the prefixes of Hugging Face's names of layers for multi-token prediction.
+        """Return the prefixes of Hugging Face's names of multi-token prediction layers.
+
+        With ``num_layers=61`` and ``layers=1``, the prefix is ``model.layers.61.``.
 
         Args:
-            num_layers: Number of ordinary layers, which come before them.
-            layers: Number of layers for multi-token prediction.
+            num_layers: Number of ordinary layers, which come first.
+            layers: Number of multi-token prediction layers.
         """
         return [self.layer_prefix.replace("{layer}", str(num_layers + number)) for number in range(layers)]
 
@@ -205,6 +211,7 @@ class Family:
         try:
             for rule in self.config:
                 config |= rule.write(fields)
+            # Rules that write nothing (_read_only) are checked only by reading the written keys back
             again = complete_fields(self.read_config(config))
         except ValueError as error:
             raise ValueError(f"the model is not one of {self.model_type!r}: {error}") from error
@@ -212,7 +219,7 @@ class Family:
         return config
 
     def check_same(self, again: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-        """Refuse a config that does not describe the model.
+        """Check that a config describes the model.
 
         Args:
             again: All fields from the config.
@@ -229,18 +236,15 @@ class Family:
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the fields of both models that change the numbers and differ."""
+    """Return the names of fields that change the numbers and differ between two models."""
     return [name for name, value in other.items() if name not in TRAINING_ONLY and one.get(name, value) != value]
 
 
 def complete_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields with all defaults and derived sizes filled in, in a normal form.
+    """Return fields with all defaults and derived sizes, in a normal form, so that equal models have equal fields.
 
-    Fields without effect, and those with several equivalent values, take the value from :func:`_normal_form`. So
-    equal models have equal fields.
-
-    Args:
-        fields: Fields of ``TransformerConfig`` and settings of the module, by name.
+    ``num_query_groups=None`` becomes the number of heads, and with 4 layers ``moe_layer_freq=2`` becomes ``(True,
+    False, True, False)``: each field with several spellings takes the one from :func:`_normal_form`.
     """
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -250,8 +254,11 @@ def complete_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         for item in dataclasses.fields(config_class)
     }
     whole |= {**MODULE_DEFAULTS, **ARCHITECTURE_DEFAULTS, **DEFAULTS, **fields}
+    # In MCoreGPT's arguments, the architecture's fields are nested in a dict; rules see them flat
     whole |= whole.pop("architecture", None) or {}
+    # YAML and JSON have lists, Python code has tuples
     whole = {name: tuple(value) if isinstance(value, list) else value for name, value in whole.items()}
+    # In this order: the size of an expert falls back to the size of a dense MLP, which is derived just before
     derived: dict[str, Callable[[], Any]] = {
         "num_query_groups": lambda: whole["num_attention_heads"],
         "kv_channels": lambda: whole["hidden_size"] // whole["num_attention_heads"],
@@ -265,7 +272,7 @@ def complete_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _normal_form(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that have several equivalent values, each in its normal form."""
+    """Return the fields with several equivalent spellings, each in its normal form."""
     activation = whole["activation_func"]
     said: dict[str, Any] = {
         "activation_func": activation.removeprefix("torch.nn.functional.")
@@ -280,15 +287,17 @@ def _normal_form(whole: Mapping[str, Any]) -> dict[str, Any]:
         said["moe_router_load_balancing_type"] = "aux_loss"
     unrotated = whole["no_rope_freq"]
     if isinstance(unrotated, int):
+        # Megatron's int n: every n-th layer, beginning with layer n - 1, has no rotary positions
         unrotated = tuple((layer + 1) % unrotated == 0 for layer in range(whole["num_layers"]))
     said["no_rope_freq"] = tuple(map(bool, unrotated)) if any(unrotated or ()) else None
     return said | _normal_windows(whole) | _normal_experts(whole)
 
 
 def _normal_windows(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the layers that have a window as a tuple of flags; None if all have one."""
+    """Return which layers have a window, as a tuple of flags; None if all have one."""
     window, skip = whole["window_size"], whole["window_attn_skip_freq"]
     if isinstance(skip, int):
+        # Megatron's int n: every n-th layer, beginning with layer n - 1, has full attention
         skip = tuple(int((layer + 1) % skip != 0) for layer in range(whole["num_layers"]))
     windowed = tuple(map(bool, skip)) if skip is not None else (True,)
     if window is None or not any(windowed):
@@ -297,28 +306,27 @@ def _normal_windows(whole: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _normal_experts(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the layers that have experts as a tuple of flags; 1 if all have them."""
+    """Return which layers have experts, as a tuple of flags; 1 if all have them."""
     if not whole["num_moe_experts"]:
         return {"moe_layer_freq": 1}
     every = whole["moe_layer_freq"]
     if isinstance(every, int):
+        # Megatron's int n: every n-th layer, beginning with layer 0 (not n - 1, as above), has experts
         every = tuple(layer % every == 0 for layer in range(whole["num_layers"]))
     if all(every):
+        # Without a dense layer, ffn_hidden_size is not used, so any value of it means the same model
         return {"moe_layer_freq": 1, "ffn_hidden_size": whole["moe_ffn_hidden_size"]}
     return {"moe_layer_freq": tuple(map(bool, every))}
 
 
 def family_and_fields(model: Mapping[str, Any], family: str | None = None) -> tuple[Family, dict[str, Any]]:
-    """Return the family whose names the weights of an ``MCoreGPT`` have, and all fields of the model.
+    """Return the family whose weight names an ``MCoreGPT`` uses, and all fields of the model.
 
-    Args:
-        model: Arguments of ``MCoreGPT``.
-        family: Name or path of the family; None for that of its Hugging Face model, or the nearest one.
-
-    Raises:
-        ValueError: The model's file names a family of the user's own, which the user has not named.
+    ``model`` are the arguments of ``MCoreGPT``. With ``family=None``, it is the family of its Hugging Face model, or
+    the nearest one. Raises ValueError if a checkpoint names a user's own family and the user has not.
     """
     transformer = model["transformer"]
+    # A model trained from scratch has no family; these names fit it best
     nearest = "qwen3_moe" if transformer.get("num_moe_experts") else "qwen3"
     nearest = "deepseek_v3" if transformer.get("multi_latent_attention") else nearest
     origin = model.get("hf") or {}
@@ -330,9 +338,10 @@ def family_and_fields(model: Mapping[str, Any], family: str | None = None) -> tu
 
 
 def _with_tower(origin: Mapping[str, Any]) -> str | None:
-    """Return the name of the family of a folder with a vision tower whose language model was read; None for others."""
+    """Return the family name of a folder with a vision tower whose language model was read; None for other models."""
     name = str((origin.get("config") or {}).get("model_type"))
     known = _own().get(name)
+    # WITH_TOWERS has such folders (qwen3_5) under a name of their own, with the text family's model_type (qwen3_5_text)
     is_read_as_text = known is not None and known.model_type != name and known.model_type == origin.get("family")
     return name if is_read_as_text else None
 
@@ -348,7 +357,7 @@ MODULE_DEFAULTS: dict[str, Any] = {
     "share_embeddings_and_output_weights": False,
     "vision": None,
 }
-"""Settings of ``MCoreGPT`` that affect what a model computes, with their defaults."""
+"""``MCoreGPT`` settings that affect what a model computes, with their defaults."""
 
 
 def split_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -371,8 +380,9 @@ def find_family(name: str) -> Family:
     """Return the family that the user names.
 
     Args:
-        name: Its ``model_type``, or the path of a :class:`Family`, such as ``"my_package.gemma:FAMILY"``; either with
-            ``"+score"`` at its end for reward models and classifiers, or ``"+hidden"`` for models without a head.
+        name: Its ``model_type``, or the path of a :class:`Family`, such as ``"my_package.gemma:FAMILY"``. Either may
+            end
+            in ``"+score"`` for reward models and classifiers, or ``"+hidden"`` for models without a head.
 
     Raises:
         ValueError: There is no such family; the message lists those that exist.
@@ -385,13 +395,9 @@ def find_family(name: str) -> Family:
 
 
 def recorded_family(name: str) -> Family:
-    """Return the family that a checkpoint names; a path must already be imported, because it is never imported here.
+    """Return the family that a checkpoint names. A path is looked up among imported modules, never imported.
 
-    Args:
-        name: The name in the checkpoint.
-
-    Raises:
-        ValueError: There is no such family, or it is a path whose module the user has not imported.
+    Raises ValueError if there is no such family, or if the user has not imported the module of the path.
     """
     if name.endswith(SCORING):
         return recorded_family(name.removesuffix(SCORING)).scoring()
@@ -400,6 +406,7 @@ def recorded_family(name: str) -> Family:
     if ":" not in name:
         return registered_family(name)
     module, _, attribute = name.partition(":")
+    # Through __dict__, because a module's __getattr__ could import something
     family = getattr(sys.modules.get(module), "__dict__", {}).get(attribute)
     if not isinstance(family, Family):
         raise ValueError(
@@ -410,11 +417,11 @@ def recorded_family(name: str) -> Family:
 
 
 def registered_family(name: str) -> Family:
-    """Return a family by its ``model_type``: one of this package, or of another package that is installed.
+    """Return the family of a ``model_type``, from this package or another installed one.
 
-    Raises:
-        ValueError: There is no such family; the message lists those that exist.
+    Raises ValueError, which lists the families that exist.
     """
+    # An installed package may replace one of our families
     registered = next((entry.value for entry in entry_points(group=ENTRY_POINTS) if entry.name == name), None)
     if registered is not None:
         return _import(registered)
@@ -532,5 +539,6 @@ TRAINING_ONLY = frozenset(
 )
 """Fields of ``TransformerConfig`` that affect how a model is trained, but not what it computes: router losses,
 recomputation, fused kernels, the precision of a softmax, the capacity of experts. An exported model may have been
-trained with any value of them, and a Hugging Face config cannot express them. The config that is written must express
-all other fields, or the export is refused. The names are those of all supported releases of megatron-core."""
+trained with any value of them, and a Hugging Face config cannot express them. The written config must express all
+other fields; otherwise the export fails. The names come from all supported releases of megatron-core.
+"""

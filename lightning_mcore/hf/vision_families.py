@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The families of vision-language models: each is a text family with a vision tower.
 
-Their configs are read flat: the keys of ``text_config`` are beside ``vision_config`` (``source.complete_config``). The
-language model has the rules of the text family, with other prefixes of weight names. The tower's weights keep their
-names in transformers, after the prefix that the hub uses.
+Their configs are read flat: ``source.complete_config`` puts the keys of ``text_config`` next to ``vision_config``. The
+language model has the text family's rules, with other prefixes of weight names. The tower's weights keep their
+transformers names, after the prefix that the hub uses.
 """
 
 import dataclasses
@@ -22,19 +22,24 @@ _SECTIONS = {False: (16, 24, 24), True: (24, 20, 20)}  # transformers' defaults,
 
 
 def _vision_rule(model_type: str) -> ConfigRule:
-    """Return the rule for positions, the tower and the tokens of images and videos."""
+    """Return the rule for positions, the tower, and the image and video tokens."""
 
     def read(config: Config) -> dict[str, Any]:
         rope = dict(config.get("rope_parameters") or {})
         if rope.get("type") == "mrope":  # the old name of these positions; rope_type is a separate key
             del rope["type"]
         refuse_unless("rope_parameters.rope_type", rope.get("rope_type", "default"), ("default",), _NOT_STRETCHED)
+        # A token has three positions (time, height, width), which share the 64 rotary frequencies. mrope_section says
+        # how many
+        # many
+        # each gets: (16, 24, 24) one after the other in Qwen2-VL, (24, 20, 20) alternating in Qwen3-VL.
         interleaved = VISION_FAMILIES[model_type].interleaved
         refuse_unless(
             "rope_parameters.mrope_interleaved", rope.pop("mrope_interleaved", interleaved), (interleaved,), _ONE_WAY
         )
         sections = rope.pop("mrope_section", None) or _SECTIONS[interleaved]
         tower = {key: value for key, value in config["vision_config"].items() if key not in IRRELEVANT}
+        # The tower's own config stays a dict of transformers keys: transformers' class builds the tower from it
         ids = {name: config[name] for name in _IDS}
         vision = Vision(model_type, tower, **ids, sections=tuple(sections))
         return {**ROPE.read({**config, "rope_parameters": rope}), "vision": vision.plain()}
@@ -61,13 +66,9 @@ _ONE_WAY = "models of this type always share channels out that way"
 def _seeing(text: Family, model_type: str, architecture: str, prefix: str, tower: str) -> Family:
     """Return the family of a text family and a tower.
 
-    Args:
-        text: The family of the language model.
-        model_type: As in ``config.json``.
-        architecture: Name of the class in transformers.
-        prefix: The prefix of the names of the language model's weights, instead of ``model.``.
-        tower: The prefix of the names of the tower's weights.
+    ``prefix`` starts the names of the language model's weights, instead of ``model.``; ``tower`` those of the tower.
     """
+    # Positions, router and biases of these models have one setting only; the rules added here say which
     rules = [rule for rule in text.config if rule not in (ROPE, SOFTMAX_ROUTER, ATTENTION_BIAS)]
     if ATTENTION_BIAS in text.config:
         rules.append(Only("attention_bias", False, "models with a vision tower have none here"))
@@ -86,18 +87,19 @@ def _seeing(text: Family, model_type: str, architecture: str, prefix: str, tower
 
 _MODEL, _LANGUAGE_MODEL = "model.", "model.language_model."
 
+# Qwen2-VL: Qwen2 with a tower that attends to whole frames
 QWEN2_VL = _seeing(QWEN2, "qwen2_vl", "Qwen2VLForConditionalGeneration", _MODEL, "visual.")
-"""Qwen2-VL: Qwen2 with a tower that attends to whole frames."""
 
+# Qwen2.5-VL: Qwen2 with a tower that attends within windows
 QWEN2_5_VL = _seeing(QWEN2, "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _MODEL, "visual.")
-"""Qwen2.5-VL: Qwen2 with a tower that attends within windows."""
 
+# Qwen3-VL: Qwen3 with a tower whose inner outputs are added after the first layers of the language model
 QWEN3_VL = _seeing(QWEN3, "qwen3_vl", "Qwen3VLForConditionalGeneration", _LANGUAGE_MODEL, "model.visual.")
-"""Qwen3-VL: Qwen3 with a tower whose inner outputs are added after the first layers of the language model."""
 
 
 def _stacked(transposed: bool) -> Family:
     """Return the family with experts; a layer has one tensor for each projection, transposed (the hub) or not."""
+    # One tensor per projection for all experts of a layer
     experts = ("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")
     family = _seeing(
         dataclasses.replace(QWEN3_MOE, config=(*QWEN3_MOE.config, NORMALISED_ROUTER, _NORMALISED)),
@@ -118,9 +120,9 @@ def _stacked(transposed: bool) -> Family:
 
 _NORMALISED = Only("norm_topk_prob", True, "transformers always normalises them", is_written=False)
 
+# Qwen3-VL-MoE: the same with experts. Their matrices are transposed on the hub, but not in what transformers 5 writes.
+# Both forms are read. That of the hub is written, because every version of transformers reads it.
 QWEN3_VL_MOE = dataclasses.replace(_stacked(transposed=True), variants=(_stacked(transposed=False),))
-"""Qwen3-VL-MoE: the same with experts. Their matrices are transposed on the hub, but not in what transformers 5 writes.
-Both forms are read. That of the hub is written, because every version of transformers reads it."""
 
+# The families, by the ``model_type`` of their ``config.json``
 OF_VISION = {family.model_type: family for family in (QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE)}
-"""The families, by the ``model_type`` of their ``config.json``."""

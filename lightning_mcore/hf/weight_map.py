@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Apply the rules of a family to the tensors of one model, to find the equal rectangles.
+"""Apply a family's rules to the tensors of one model, to find the equal rectangles.
 
-Megatron's tensors have their *whole* names here, with the number of the layer, such as
+Megatron's tensors have their *whole* names here, with the layer number, such as
 ``decoder.layers.3.mlp.linear_fc1.weight``. If all layers of a model are alike, checkpoints stack them under the name
-``decoder.layers.mlp.linear_fc1.weight``; :func:`whole_name` says where a stored rectangle belongs.
+``decoder.layers.mlp.linear_fc1.weight``, with the layer as first axis; :func:`whole_name` says where a stored rectangle
+belongs. Import, export and adapters all look up weights here.
 """
 
 import re
@@ -25,24 +26,14 @@ _MULTI_TOKEN_LAYER = re.compile(r"(?:transformer_layer|mtp_model_layer)\.(.+)") 
 
 @dataclass(frozen=True)
 class StoredPlace:
-    """The place of a tensor with a whole name among tensors whose layers may be stacked.
-
-    Args:
-        key: Name of the stored tensor.
-        layer: The index of the layer on the first axis of that tensor; None if layers are not stacked.
-    """
+    """Where a tensor with a whole name is stored."""
 
     key: str
-    layer: int | None
+    layer: int | None  # index on the stored tensor's first axis; None if layers are not stacked
 
 
 def whole_names(key: str, shape: Shape) -> dict[str, tuple[StoredPlace, Shape]]:
-    """Return the tensors that a stored tensor consists of, by whole name, with the shape of each.
-
-    Args:
-        key: Its name in a checkpoint.
-        shape: Its shape.
-    """
+    """Return the tensors that a stored tensor consists of, by whole name, with the shape of each."""
     stacked = _STACKED.fullmatch(key)
     if stacked is None:
         return {key: (StoredPlace(key, None), shape)}
@@ -51,28 +42,27 @@ def whole_names(key: str, shape: Shape) -> dict[str, tuple[StoredPlace, Shape]]:
 
 
 def whole_name(key: str, start: Shape, shape: Shape) -> tuple[str, Shape, Shape]:
-    """Return the whole name of a rectangle of a stored tensor, and its start and shape in the tensor of that name.
+    """Return the whole name of a rectangle of a stored tensor, and its start and shape there.
 
-    Args:
-        key: Name of the stored tensor.
-        start: The index at which the rectangle begins.
-        shape: The shape of the rectangle, which lies within one layer.
+    The rectangle lies within one layer.
     """
     stacked = _STACKED.fullmatch(key)
     if stacked is None:
         return key, start, shape
     stem, rest = stacked.groups()
+    # decoder.layers.mlp.linear_fc1.weight at start (3, 8, 0) is decoder.layers.3.mlp.linear_fc1.weight at (8, 0)
     return f"{stem}.layers.{start[0]}.{rest}", start[1:], shape[1:]
 
 
 def held_rectangle(piece: "ShardedTensor") -> tuple[str, Shape, Shape]:
-    """Return the whole name of what a rank holds of a stored tensor, and its start and shape, as :func:`whole_name`."""
+    """Return the whole name of the piece that a rank holds of a stored tensor, and its start and shape there."""
+    # Megatron's pieces leave out the layer (or expert) axis, of which they hold one index
     shape = (1,) * (len(piece.global_shape) - len(piece.local_shape)) + tuple(piece.local_shape)
     return whole_name(piece.key, tuple(piece.global_offset), shape)
 
 
 def stacked_name(name: str) -> str:
-    """Return the name that a tensor with a whole name has in a checkpoint that stacks layers."""
+    """Return a tensor's name in a checkpoint that stacks layers."""
     layer = _LAYER.fullmatch(name)
     return name if layer is None else f"{layer[1]}.layers.{layer[3]}"
 
@@ -80,26 +70,15 @@ def stacked_name(name: str) -> str:
 class WeightMap:
     """The equal rectangles of one model's Megatron and Hugging Face tensors.
 
-    Args:
-        family: Its rules.
-        fields: Settings of the model.
-        tensors: Shapes of Megatron's tensors of the whole model, by whole name.
-
-    Attributes:
-        blocks: Blocks of each Megatron tensor, by whole name.
-        shapes: Shapes of the Hugging Face tensors.
-        repeated: The names of Hugging Face tensors that repeat another one, mapped to the other's name.
-        in_fp32: Hugging Face tensors that are kept in fp32.
-
-    Raises:
-        ValueError: The family has no rule for a tensor.
+    ``tensors`` are the shapes of the whole model's Megatron tensors, not of one rank's, by whole name. Raises
+    ValueError if the family has no rule for one of them.
     """
 
     def __init__(self, family: Family, fields: Mapping[str, Any], tensors: Mapping[str, Shape]) -> None:
-        self.blocks: dict[str, list[Block]] = {}
-        self.shapes: dict[str, Shape] = {}
-        self.in_fp32: set[str] = set()
-        self.repeated: dict[str, str] = {}
+        self.blocks: dict[str, list[Block]] = {}  # of each Megatron tensor, by whole name
+        self.shapes: dict[str, Shape] = {}  # of each Hugging Face tensor
+        self.in_fp32: set[str] = set()  # Hugging Face tensors that stay in fp32
+        self.repeated: dict[str, str] = {}  # a Hugging Face tensor that repeats another, and that other
         self._rules = _Rules(family, int(fields["num_layers"]))
         for name, shape in tensors.items():
             rule, prefix = self._rules.find(name)
@@ -116,6 +95,7 @@ class WeightMap:
         return self._by_hf()[hf]
 
     def _by_hf(self) -> dict[str, list[tuple[str, Block]]]:
+        # Built on first use, because export needs it and import does not
         if not hasattr(self, "_found"):
             self._found: dict[str, list[tuple[str, Block]]] = {}
             for name, blocks in self.blocks.items():
@@ -136,7 +116,7 @@ class _Rules:
         self._outside = {rule.megatron: rule for rule in family.outside}
 
     def find(self, name: str) -> tuple[WeightRule, str]:
-        """Return the rule of a tensor, and the prefix of its Hugging Face names."""
+        """Return a tensor's rule, and the prefix of its Hugging Face names."""
         layer = _LAYER.fullmatch(name)
         if layer is None:
             found, prefix = self._outside.get(name), ""
@@ -145,8 +125,11 @@ class _Rules:
         elif layer[1] == "decoder":
             found, prefix = self._layer.get(layer[3]), self._prefix(int(layer[2]))
         else:
+            # A multi-token prediction layer contains an ordinary layer, and has weights around it
             inner = _MULTI_TOKEN_LAYER.fullmatch(layer[3])
             found = self._layer.get(inner[1]) if inner else self._multi_token.get(layer[3])
+            # Hugging Face numbers these layers after the ordinary ones: mtp.layers.0 of a 61-layer model is
+            # model.layers.61
             prefix = self._prefix(self._num_layers + int(layer[2]))
         if found is None:
             raise ValueError(
@@ -174,6 +157,7 @@ def _prefixed(block: Block, prefix: str) -> Block:
 def _shapes(blocks: Iterable[Block]) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     for block in blocks:
+        # A tensor ends where the farthest of its blocks ends
         last = tuple(axis.stop for axis in block.hf_index)
         known = shapes.get(block.hf, last)
         shapes[block.hf] = tuple(map(max, known, last))

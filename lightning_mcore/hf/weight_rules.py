@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for the equal parts of Megatron's tensors and Hugging Face's.
+"""Rules that say which parts of Megatron's tensors equal which parts of Hugging Face's.
 
-No values are computed between the two. A Megatron tensor is a Hugging Face tensor with another name, or rows of several
-(queries, keys and values; gate and up), or a stack of several (experts), or a transposed one. So a rule returns a list
-of :class:`Block`: a rectangle of Megatron's tensor and the equal rectangle of a Hugging Face tensor. The same list
-serves both directions. Rules do not know how a tensor is split over ranks: a rank with a rectangle takes the blocks
-within it.
+No value is ever computed. A Megatron tensor is a Hugging Face tensor under another name, rows of several tensors
+(queries, keys and values; gate and up), a stack of several (experts), or a transposed one. So each rule returns a list
+of :class:`Block`: a rectangle of the Megatron tensor and the equal rectangle of a Hugging Face tensor. Import and
+export use the same list. Rules know nothing about ranks: a rank that holds a rectangle takes the blocks within it
+(:meth:`Block.within`).
 
-Megatron's names are those in checkpoints. Names of weights of a layer are given without their prefix
-(``self_attention.linear_qkv.weight``, ``self_attn.q_proj.weight``). ``weight_map.py`` applies rules to a model.
+Megatron's names are the names in checkpoints. Layer weights are named without their prefix
+(``self_attention.linear_qkv.weight``, ``self_attn.q_proj.weight``). ``weight_map.py`` applies the rules to a model.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+# Sizes or indices of a tensor or rectangle, one per axis
 Shape = tuple[int, ...]
 Fields = Mapping[str, Any]
 
@@ -25,13 +26,11 @@ class Block:
 
     Args:
         hf: Name of the Hugging Face tensor.
-        hf_start: The index at which the rectangle begins in it.
-        start: The index at which it begins in Megatron's tensor, which may have more leading axes, of size 1 in the
-            block.
-        shape: Its shape in Megatron's tensor.
+        hf_start: Index of the rectangle's first value in the Hugging Face tensor.
+        start: Index of its first value in the Megatron tensor, which may have extra leading axes (size 1 in the block).
+        shape: Shape in the Megatron tensor.
         transposed: Whether the last two axes of the Hugging Face tensor are swapped.
-        steps: For each axis of the Hugging Face tensor, the distance between neighbouring values of the rectangle;
-            empty if it is 1 everywhere.
+        steps: Stride along each axis of the Hugging Face tensor; empty if all are 1.
     """
 
     hf: str
@@ -43,7 +42,8 @@ class Block:
 
     @property
     def hf_shape(self) -> Shape:
-        """Shape of the rectangle in the Hugging Face tensor."""
+        """Shape in the Hugging Face tensor."""
+        # A block of an expert stack has shape (1, rows, columns) where the expert's own tensor has two axes
         inner = self.shape[len(self.shape) - len(self.hf_start) :]
         return _swapped(inner) if self.transposed else inner
 
@@ -53,11 +53,14 @@ class Block:
         return index_of(self.hf_start, self.hf_shape, self.steps)
 
     def within(self, start: Shape, shape: Shape) -> "Block | None":
-        """Return the part of the block within a rectangle of Megatron's tensor; None if they do not overlap."""
+        """Return the part of the block inside a rectangle of the Megatron tensor; None if they do not overlap."""
+        # Gate and up of 3 rows each fill rows 0-2 and 3-5. A TP rank with rows 0-3 takes gate rows 0-2 and up row 0:
+        # for the up block, first=(3, 0), last=(4, columns), and `moved` is (0, 0).
         first = tuple(map(max, self.start, start))
         last = tuple(min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, start, shape, strict=True))
         if any(a >= b for a, b in zip(first, last, strict=True)):
             return None
+        # How far the overlap begins inside the block, without the extra leading axes
         moved = tuple(a - b for a, b in zip(first, self.start, strict=True))[len(self.shape) - len(self.hf_start) :]
         moved = _swapped(moved) if self.transposed else moved
         steps = self.steps or (1,) * len(moved)
@@ -68,8 +71,9 @@ class Block:
 
 
 def index_of(start: Shape, shape: Shape, steps: Shape = ()) -> tuple[slice, ...]:
-    """Return the index of a rectangle that begins at ``start``; ``steps`` as in :class:`Block`."""
+    """Return the index of a rectangle that begins at ``start``, with strides ``steps`` (all 1 if empty)."""
     steps = steps or (1,) * len(start)
+    # The stop is one past the last value: start 1, 3 values, stride 2 is slice(1, 6, 2), the indices 1, 3 and 5
     return tuple(slice(a, a + (n - 1) * step + 1, step) for a, n, step in zip(start, shape, steps, strict=True))
 
 
@@ -87,28 +91,22 @@ class WeightRule(Protocol):
 
     @property
     def in_fp32(self) -> bool:
-        """Whether the Hugging Face model keeps it in fp32, whatever the dtype of its other weights."""
+        """Whether the Hugging Face model keeps the tensor in fp32, whatever the dtype of its other weights."""
         ...
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
-        """Return the blocks of a Megatron tensor.
+        """Return the blocks of the Megatron tensor.
 
         Args:
-            shape: Its shape.
-            fields: Settings of the model, by Megatron's names.
+            shape: Shape of the whole tensor (of one layer, not of one rank).
+            fields: The model's settings, by Megatron's names.
         """
         ...
 
 
 @dataclass(frozen=True)
 class _OneToOne:
-    """A Megatron tensor that corresponds to one Hugging Face tensor.
-
-    Args:
-        megatron: Megatron's name.
-        hf: Hugging Face's name.
-        in_fp32: Whether the Hugging Face model keeps it in fp32.
-    """
+    """A Megatron tensor that corresponds to one Hugging Face tensor."""
 
     megatron: str
     hf: str
@@ -126,7 +124,7 @@ class Rename(_OneToOne):
     """
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
-        """Return one block, the whole tensor."""
+        """Return one block: the whole tensor."""
         origin = (0,) * len(shape)
         return [Block(self.hf, origin, origin, shape)]
 
@@ -141,7 +139,7 @@ class Transpose(_OneToOne):
     """
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
-        """Return one block, the whole tensor."""
+        """Return one block: the whole tensor."""
         return [Block(self.hf, (0, 0), (0, 0), shape, transposed=True)]
 
 
@@ -158,13 +156,13 @@ class Stack(_OneToOne):
     transposed: bool = False
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
-        """Return one block, the whole stack."""
+        """Return one block: the whole stack."""
         return [Block(self.hf, (0, 0, 0), (0, 0, 0), shape, self.transposed)]
 
 
 @dataclass(frozen=True)
 class InterleavedStack(Stack):
-    """The same with the gate and the up projection of each expert, or their biases, whose rows Hugging Face alternates.
+    """A :class:`Stack` in which Hugging Face alternates the rows of each expert's gate and up projections (or biases).
 
     Args:
         megatron: Megatron's name.
@@ -173,7 +171,10 @@ class InterleavedStack(Stack):
     """
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
-        """Return a block for the gates and one for the up projections."""
+        """Return one block for the gates and one for the up projections."""
+        # With 6 rows per expert, Megatron has gate rows 0-2 and up rows 3-5. Hugging Face has gate, up, gate, up, ...:
+        # gates are at 0, 2, 4 and up projections at 1, 3, 5. Transposed, these are columns, hence the stride on the
+        # last axis.
         rows, rest = shape[1] // 2, shape[2:]
         zeros = (0,) * len(rest)
         steps = (1, *(1 for _ in rest), 2) if self.transposed else (1, 2, *(1 for _ in rest))
@@ -187,7 +188,7 @@ class InterleavedStack(Stack):
 
 @dataclass(frozen=True)
 class Vocabulary(_OneToOne):
-    """A matrix with a row for each token; Megatron's has additional padding rows, which are zero.
+    """A matrix with one row per token. Megatron pads it with zero rows at the end.
 
     Args:
         megatron: Megatron's name.
@@ -195,14 +196,15 @@ class Vocabulary(_OneToOne):
     """
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
-        """Return one block, the rows without padding."""
+        """Return one block: the rows without padding."""
         origin = (0,) * len(shape)
+        # With vocab_size=1000 padded to 1024, rows 1000-1023 belong to no block, so import leaves them zero
         return [Block(self.hf, origin, origin, (fields["vocab_size"], *shape[1:]))]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Tensors with equally many rows, one after the other: the gate and the up projection of an MLP.
+    """Tensors of equally many rows, one after the other, such as an MLP's gate and up projections.
 
     Args:
         megatron: Megatron's name.
@@ -214,7 +216,7 @@ class Rows:
     in_fp32: bool = False
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
-        """Return a block for each of them."""
+        """Return one block per Hugging Face tensor."""
         rows, rest = shape[0] // len(self.hf), shape[1:]
         zeros = (0,) * len(rest)
         return [Block(name, (0, *zeros), (number * rows, *zeros), (rows, *rest)) for number, name in enumerate(self.hf)]
@@ -222,7 +224,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class QueryKeyValue:
-    """Projections, or their biases, that Megatron stores as one: for each group of heads its queries, key and value.
+    """Projections (or their biases) that Megatron stores as one: the queries, key and value of each group of heads.
+
+    With 4 heads in 2 groups and 2 channels per head, Megatron's rows are
+
+    - group 0: query rows 0-3, key rows 0-1, value rows 0-1 (Megatron's rows 0-7);
+    - group 1: query rows 4-7, key rows 2-3, value rows 2-3 (Megatron's rows 8-15).
+
+    So the second of two tensor-parallel ranks, which holds rows 8-15, reads only the second half of each.
 
     Args:
         megatron: Megatron's name.
@@ -238,10 +247,11 @@ class QueryKeyValue:
     in_fp32: bool = False
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
-        """Return three blocks for each group of heads."""
+        """Return three blocks per group of heads."""
         groups, channels = fields["num_query_groups"], fields["kv_channels"]
         query_rows = fields["num_attention_heads"] // groups * channels
         rest, row, found = shape[1:], 0, []
+        # A bias has no further axes: rest and zeros are empty then
         zeros = (0,) * len(rest)
         for group in range(groups):
             for name, rows in ((self.query, query_rows), (self.key, channels), (self.value, channels)):
@@ -252,15 +262,20 @@ class QueryKeyValue:
 
 @dataclass(frozen=True)
 class GatedQueryKeyValue(QueryKeyValue):
-    """The same with output gates: Megatron has a group's gates after its queries, Hugging Face each after its query."""
+    """:class:`QueryKeyValue` with output gates, which Hugging Face keeps in the query tensor.
+
+    Megatron stores a group's gates after all its queries; Hugging Face stores each head's gate after its query.
+    """
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
-        """Return two blocks for each head, and two for each group of heads."""
+        """Return two blocks per head and two per group of heads."""
         groups, channels = fields["num_query_groups"], fields["kv_channels"]
         heads = fields["num_attention_heads"] // groups
         rest, row, found = shape[1:], 0, []
         zeros = (0,) * len(rest)
         for group in range(groups):
+            # Places count head-sized pieces of the query tensor, which holds q0 g0 q1 g1 ... With 2 heads per group,
+            # Megatron's group 0 is q0 q1 g0 g1 k0 v0, which takes places 0, 2, 1, 3 of the query tensor.
             queries = [(self.query, 2 * head) for head in range(group * heads, (group + 1) * heads)]
             gates = [(name, place + 1) for name, place in queries]
             for name, place in (*queries, *gates, (self.key, group), (self.value, group)):
@@ -271,13 +286,15 @@ class GatedQueryKeyValue(QueryKeyValue):
 
 @dataclass(frozen=True)
 class DeltaNetRows:
-    """Rows for the heads of gated delta nets, which Megatron's tensor has in the order of key heads.
+    """Rows of a gated delta net's heads, which Megatron stores key head by key head.
 
     Args:
         megatron: Megatron's name.
-        parts: What a key head has, in order: the name of a Hugging Face tensor, and what lies together there for each
-            head, of ``"key"`` (the channels of a key), ``"value"`` (those of its values) and ``"head"`` (a row for each
-            value head). Parts of the same tensor follow one another in it, each for all heads.
+        parts: What one key head has, in Megatron's order. Each part is the name of a Hugging Face tensor and what lies
+            together there for each key head: ``"key"`` (the channels of a key), ``"value"`` (the channels of its
+            values)
+            and ``"head"`` (one row per value head). If several parts name the same tensor, each fills it for all heads
+            before the next part begins.
     """
 
     megatron: str
@@ -285,7 +302,11 @@ class DeltaNetRows:
     in_fp32: bool = False
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
-        """Return a block for each part of each key head."""
+        """Return one block per part of each key head."""
+        # 2 key heads of 2 channels, 4 value heads of 3: a key head has key=2, value=2*3=6, head=2 rows. Parts key, key,
+        # value
+        # of one tensor (Qwen's convolution) give Megatron's head 0 the rows 0-1, 4-5 and 8-13, and head 1 2-3, 6-7 and
+        # 14-19.
         sizes = fields["delta_net"]
         heads, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"] // sizes["linear_num_key_heads"]
         rows_of = {
@@ -307,7 +328,7 @@ class DeltaNetRows:
 
 @dataclass(frozen=True)
 class JoinedQueryKeyValue:
-    """The same for a Hugging Face model that stores them as one, first all queries, then all keys, then all values.
+    """:class:`QueryKeyValue` for Hugging Face models with one tensor: all queries, then all keys, then all values.
 
     Args:
         megatron: Megatron's name.
@@ -319,7 +340,8 @@ class JoinedQueryKeyValue:
     in_fp32: bool = False
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
-        """Return three blocks for each group of heads."""
+        """Return three blocks per group of heads."""
+        # 4 heads in 2 groups, 2 channels: queries are rows 0-7, keys 8-11 and values 12-15
         keys = fields["num_attention_heads"] * fields["kv_channels"]
         starts = {"query": 0, "key": keys, "value": keys + fields["num_query_groups"] * fields["kv_channels"]}
         return [
@@ -333,7 +355,7 @@ class Experts:
     """A stack of tensors, one per expert.
 
     Args:
-        each: The rule of one expert, with ``{expert}`` in Hugging Face's names.
+        each: The rule for one expert, with ``{expert}`` in Hugging Face's names.
     """
 
     each: WeightRule
