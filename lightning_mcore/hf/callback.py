@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``SaveHFModel``: write the model in Hugging Face form at the end of a run, or beside every checkpoint.
+"""``SaveHFModel``: write the model in Hugging Face form at the end of a run, or next to every checkpoint.
 
-The weights are written from the memory of the running model. So its Hugging Face form may exist while a checkpoint is
-still being saved asynchronously. ModelCheckpoint decides how checkpoints are named and which are kept. After each of
-its hooks, before the weights change, this callback looks for checkpoints that are new or deleted. At the end of an
-epoch Lightning calls ModelCheckpoint's hook after those of all other callbacks; a checkpoint saved there is noticed
-when the next epoch starts, or when training ends.
+The weights are written from the running model's memory, so its Hugging Face form may exist while a checkpoint is still
+being saved asynchronously. ModelCheckpoint decides how checkpoints are named and which are kept. After each of its
+hooks, before the weights change, this callback looks for checkpoints that are new or deleted. At the end of an epoch,
+Lightning calls ModelCheckpoint's hook after those of all other callbacks; a checkpoint saved there is noticed when the
+next epoch starts, or when training ends.
 """
 
 import logging
@@ -31,23 +31,23 @@ _log = logging.getLogger(__name__)
 
 
 class SaveHFModel(Callback):
-    """Write the model in Hugging Face form at the end of ``fit``, or beside every checkpoint of a ModelCheckpoint.
+    """Write the model in Hugging Face form at the end of ``fit``, or next to every checkpoint of a ModelCheckpoint.
 
     ::
 
         callbacks = [ModelCheckpoint("runs/gpt", save_top_k=2, monitor="val_loss"), SaveHFModel("runs/gpt/final")]
 
-    With ``every_checkpoint=True``, ``runs/gpt/epoch=1-step=200.ckpt`` gets ``runs/gpt/epoch=1-step=200.ckpt-hf`` beside
-    it, with the same weights. When ModelCheckpoint deletes the checkpoint, this is deleted too. When a checkpoint is
-    saved again under the same name, such as ``last.ckpt``, its Hugging Face form is replaced. Links, as from
-    ``save_last="link"``, checkpoints of ``PreemptionCheckpoint``, which has little time, and checkpoints of your own
-    calls get none: export those with ``lightning-mcore export``.
+    With ``every_checkpoint=True``, ``runs/gpt/epoch=1-step=200.ckpt`` gets a ``runs/gpt/epoch=1-step=200.ckpt-hf`` next
+    to it, with the same weights. When ModelCheckpoint deletes the checkpoint, this is deleted too. When a checkpoint is
+    saved again under the same name, such as ``last.ckpt``, its Hugging Face form is replaced. Three kinds of
+    checkpoints get no Hugging Face form: links, as from ``save_last="link"``; checkpoints of ``PreemptionCheckpoint``,
+    which has little time; and checkpoints that you save yourself. Export those with ``lightning-mcore export``.
 
-    A model that cannot be exported is refused when training starts. After an exception, nothing more is written.
+    A model that cannot be exported raises an error when training starts. After an exception, nothing more is written.
 
     Args:
         folder: Where to write the model at the end of ``fit``; it must not exist, or be empty. None to write none.
-        every_checkpoint: Whether to write beside every checkpoint.
+        every_checkpoint: Whether to write next to every checkpoint.
         like: Hugging Face folder with the config, generation config and tokenizer to use; None for the model's source.
         family: The kind of model to write: a ``model_type``, or ``"package.module:FAMILY"`` for your own family; None
             for the family of the model's source, or else the first that fits.
@@ -92,7 +92,7 @@ class SaveHFModel(Callback):
         }
         self._tracked: list[_SavedCheckpoints] = []
         self._beside: set[str] = set()  # checkpoints that have, or soon will have, a Hugging Face form
-        self._there: set[str] = set()  # those that have been seen
+        self._there: set[str] = set()  # those that have been seen on disk, so one that is gone was deleted
         self._wrote_folder = False
 
     @property
@@ -112,8 +112,9 @@ class SaveHFModel(Callback):
         """Move after the other callbacks, to see what ModelCheckpoint has saved; the model is not built yet.
 
         Raises:
-            ValueError: The trainer has no ModelCheckpoint to write beside, there are no adapters to write, or they
-                cannot be written or merged.
+            ValueError: The trainer has no ModelCheckpoint to write next to, there are no adapters to write, or they
+                cannot be
+                written or merged.
         """
         lora = getattr(pl_module, "lora", None)
         if stage == "fit" and self._is_active(trainer):
@@ -130,15 +131,16 @@ class SaveHFModel(Callback):
         trainer.callbacks = [*others, self]  # type: ignore[attr-defined] # a new list, because Lightning is iterating
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse a model that could not be written later.
+        """Check that the model can be written later.
 
         Raises:
-            ValueError: The family of the model is unknown, the folder is taken, or checkpoints go to another machine.
+            ValueError: The model's family is unknown, the folder is taken, or checkpoints go to another machine.
         """
         if not self._is_active(trainer):
             return
         folder, replace = self.folder, self._wrote_folder
         if folder is not None:
+            # Rank 0 looks, so that ranks with different views of the disk agree
             decide(lambda: require_free(folder, replace))
         for checkpoint in _model_checkpoints(trainer) if self.every_checkpoint else []:
             if not checkpoint_files.writes_directly(str(checkpoint.dirpath)):
@@ -151,22 +153,22 @@ class SaveHFModel(Callback):
         self._tracked = [_SavedCheckpoints(checkpoint) for checkpoint in _model_checkpoints(trainer)]
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """Write beside the checkpoints that were saved after this batch."""
+        """Write next to the checkpoints that were saved after this batch."""
         self._follow(trainer, pl_module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write beside the checkpoints that were saved after the validation."""
+        """Write next to the checkpoints that were saved after the validation."""
         self._follow(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write beside the checkpoints of the last epoch's end, where ModelCheckpoint's hook is the last.
+        """Write next to the checkpoints of the last epoch's end, where ModelCheckpoint's hook is the last.
 
         Source: ``_FitLoop.on_advance_end`` (Lightning 2.6.6).
         """
         self._follow(trainer, pl_module)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write beside the checkpoints that were saved last, and into the folder."""
+        """Write next to the checkpoints that were saved last, and into the folder."""
         self._follow(trainer, pl_module)
         if self.folder is not None and self._is_active(trainer):
             self._write(pl_module, self.folder, replace=self._wrote_folder)
@@ -178,12 +180,14 @@ class SaveHFModel(Callback):
         self._tracked = []
 
     def _follow(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Write beside the checkpoints saved since the last call; collective over the world if there are any."""
+        """Write next to the checkpoints saved since the last call; collective over the world if there are any."""
         if not self.every_checkpoint or not self._tracked or trainer.sanity_checking:
             return
+        # ModelCheckpoint's attributes are the same on every rank, so all ranks take this branch together
         saved = sorted({path for tracked in self._tracked for path in tracked.saved_since()})
         if not saved:
             return
+        # Links are a matter of the disk: rank 0 looks for all
         for path in decide(lambda: [found for found in saved if not os.path.islink(found)]):
             self._write(module, path + SUFFIX, replace=True)
             self._beside.add(path)
@@ -199,6 +203,7 @@ class SaveHFModel(Callback):
         """Delete the Hugging Face forms of deleted checkpoints, on rank 0; only warn if that fails."""
         if not trainer.is_global_zero:
             return
+        # An asynchronous save makes the checkpoint's path later: only a path that was there and is gone was deleted
         self._there |= {path for path in self._beside if os.path.lexists(path)}
         for path in {path for path in self._there if not os.path.lexists(path)}:
             beside = path + SUFFIX
@@ -220,7 +225,7 @@ class SaveHFModel(Callback):
 
 
 class _SavedCheckpoints:
-    """Tracks the checkpoints that a ModelCheckpoint has saved, from its attributes; the same on every rank.
+    """Finds the checkpoints that a ModelCheckpoint has saved, from its attributes; the same on every rank.
 
     One hook saves at most two checkpoints: a ranked one, and then ``last``.
 
@@ -232,11 +237,13 @@ class _SavedCheckpoints:
         self._step, self._scores = self._now()
 
     def saved_since(self) -> set[str]:
-        """Return the paths that were saved since the last call, links among them."""
+        """Return the paths that were saved since the last call, including links."""
         step, scores = self._now()
         if (step, scores) == (self._step, self._scores):
             return set()
+        # New paths, and paths with another score: these were saved again under the same name
         ranked = {path for path, score in scores.items() if self._scores.get(path) != score}
+        # Without a monitor there are no scores; the newest checkpoint is the best one
         if self._checkpoint.monitor is None and self._checkpoint.save_top_k != 0:
             ranked.add(self._checkpoint.best_model_path)
         self._step, self._scores = step, scores
@@ -255,7 +262,7 @@ def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
 
 
 def _is_beside(path: str, trainer: pl.Trainer) -> bool:
-    """Return whether ``path`` is a Hugging Face model beside the checkpoints of this trainer."""
+    """Return whether ``path`` is a Hugging Face model next to this trainer's checkpoints."""
     folders = [str(checkpoint.dirpath) for checkpoint in _model_checkpoints(trainer)]
     in_folder = any(checkpoint_files.lies_in(path, folder) for folder in folders)
     return in_folder and any(os.path.isfile(os.path.join(path, name)) for name in (CONFIG_FILE, ADAPTER_CONFIG_FILE))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Single files of a Hugging Face model: JSON, and the hub's checksums.
 
-The files of a model hold no checksums, so a flipped bit on the disk is not noticed: it only changes a weight. A file
-from the hub has a checksum beside it. In the cache the file is a link to a blob named after its checksum, and a
-download into a folder keeps the checksum in ``.cache/huggingface/download``. Large files have a SHA-256, small ones
-git's SHA-1. Copies of such a folder and models from other sources have no checksums.
+A model's files contain no checksums, so a flipped bit on disk goes unnoticed: it only changes a weight. A file from the
+hub does have a checksum nearby. In the cache, the file is a link to a blob named after its checksum; a download into a
+folder keeps the checksum in ``.cache/huggingface/download``. Large files have a SHA-256, small ones git's SHA-1. Copies
+of such a folder and models from other sources have no checksums.
 
 Source: "Understand caching" and ``_local_folder.py`` (huggingface_hub 1 and 2).
 """
@@ -32,9 +32,8 @@ _LATER = 1.0  # seconds by which a file may be newer than its metadata, because 
 def read_json(folder: str, name: str) -> dict[str, Any]:
     """Return the content of a JSON file of a model.
 
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It does not hold a JSON object, or is not the file that was downloaded.
+    Raises FileNotFoundError if there is no such file, ValueError if it is not a JSON object or not the file that was
+    downloaded.
     """
     path = os.path.join(folder, name)
     if not os.path.isfile(path):
@@ -55,11 +54,8 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
 
 
 def _check_plain(content: Any) -> None:
-    """Refuse NaN and infinity, which are not JSON, and values that are nested too deeply.
-
-    Raises:
-        ValueError: There is such a value.
-    """
+    """Raise ValueError for NaN and infinity, which are not JSON, and for values that are nested too deeply."""
+    # Level by level instead of by recursion, which a deeply nested file would exhaust
     level = [("", content)]
     for _ in range(_DEEPEST):
         deeper: list[tuple[Any, Any]] = []
@@ -76,23 +72,15 @@ def _check_plain(content: Any) -> None:
 
 
 def check_download(path: str) -> bool:
-    """Compare a file with the hub's checksum, if there is one.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Whether there is a checksum.
-
-    Raises:
-        ValueError: The checksum differs.
-    """
+    """Compare a file with the hub's checksum, and return whether there is one; ValueError if it differs."""
     told = _of_cache(path) or _of_folder(path)
     if told is None:
         return False
+    # The length tells the kind: 64 hexadecimal digits are SHA-256, 40 are git's SHA-1
     digest = hashlib.sha256() if len(told) == _SHA256 else hashlib.sha1(usedforsecurity=False)
     with open(path, "rb") as file:
         if len(told) == _GIT:
+            # git hashes "blob <size>\0" before the content
             digest.update(b"blob %d\0" % os.fstat(file.fileno()).st_size)
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
@@ -105,7 +93,7 @@ def check_download(path: str) -> bool:
 
 
 def _of_cache(path: str) -> str | None:
-    """Return the checksum in the name of the blob that a link leads to; None if there is none."""
+    """Return the checksum in the name of the blob that a link points to; None if there is none."""
     if not os.path.islink(path):
         return None
     folder, name = os.path.split(os.readlink(path))
@@ -119,6 +107,7 @@ def _of_folder(path: str) -> str | None:
         with open(
             os.path.join(folder, ".cache", "huggingface", "download", f"{name}.metadata"), encoding="utf-8"
         ) as file:
+            # Three lines: the commit, the checksum (ETag), and the time of the download
             _, told, time = (line.strip() for line in file.read(1000).splitlines()[:3])
         if os.path.getmtime(path) - _LATER > float(time):
             return None

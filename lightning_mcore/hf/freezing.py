@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train some weights of a model and freeze the others, by parts of their Hugging Face names.
+"""Train some of a model's weights and freeze the others, chosen by parts of their Hugging Face names.
 
-A weight of Megatron that holds several Hugging Face tensors, such as queries, keys and values, is trained as a whole.
+A Megatron weight that holds several Hugging Face tensors, such as queries, keys and values, is trained as a whole.
 Frozen weights have no gradients and no optimizer state; gradients flow through them. Checkpoints hold all weights.
+``MCoreGPT(train_only=...)`` uses this; its check runs before anything is built.
 """
 
 import difflib
@@ -20,26 +21,19 @@ from lightning_mcore.parallel.chunks import ModelChunks
 
 
 def check_trained(family: Family, fields: Mapping[str, Any], train_only: Sequence[str]) -> None:
-    """Refuse parts of names that choose nothing, or only a part of one of Megatron's weights; builds nothing.
-
-    Args:
-        family: The rules of the model's Hugging Face names.
-        fields: Settings of the model.
-        train_only: The parts of names.
-
-    Raises:
-        ValueError: There is one.
-    """
+    """Raise ValueError if a part of a name chooses nothing, or only part of one Megatron weight; builds nothing."""
     weights = tensor_names(family, fields).values()
     known = [name for names in weights for name in names]
     for part in train_only:
         if not any(part in name for name in known):
+            # Suggest the components of names that look most like the last component of the user's
             words = sorted({word for name in known for word in name.split(".") if not word.isdigit()})
             near = difflib.get_close_matches(part.strip(".").rpartition(".")[2], words, 3) or words
             raise ValueError(
                 f"train_only has {part!r}, and no weight has that in its name; did you mean {', '.join(near)}?"
             )
     for names in weights:
+        # q_proj is a part of linear_qkv: with train_only=["q_proj"], k_proj and v_proj are left over, which is an error
         left = [name for name in names if not _is_trained(name, train_only)]
         if 0 < len(left) < len(names):
             chosen = next(name for name in names if name not in left)
@@ -56,17 +50,13 @@ def train_only(
     fields: Mapping[str, Any],
     parts: Sequence[str],
 ) -> AdaptedModel:
-    """Freeze all weights of a model but those that are chosen, and return which are trained.
+    """Freeze all weights but the chosen ones, and return which are trained.
 
-    Args:
-        chunks: The model as it was built.
-        tensors: Shapes of its weights by their whole names.
-        family: The rules of its Hugging Face names.
-        fields: Settings of the model.
-        parts: Parts of the names of the weights that are trained.
+    ``tensors`` are the shapes of the model's weights by whole name, ``parts`` the parts of Hugging Face names to train.
     """
     trained = trained_model(tensors, family, fields, parts)
     for index, chunk in enumerate(chunks.bare):
+        # Checkpoints hold the frozen weights too, unlike with LoRA
         setattr(chunk, TRAINED_ONLY, False)
         weights = list(weights_of_chunk(chunks, index, family, fields))
         freeze(chunk)
@@ -78,14 +68,7 @@ def train_only(
 def trained_model(
     tensors: Mapping[str, Shape], family: Family, fields: Mapping[str, Any], parts: Sequence[str]
 ) -> AdaptedModel:
-    """Return what :func:`train_only` makes of a model, which need not be built.
-
-    Args:
-        tensors: Shapes of its weights by their whole names.
-        family: The rules of its Hugging Face names.
-        fields: Settings of the model.
-        parts: Parts of the names of the weights that are trained.
-    """
+    """Return what :func:`train_only` makes of a model, which need not be built."""
     found = {
         name: Trained(True, tensors[name], ())
         for name, blocks in WeightMap(family, fields, tensors).blocks.items()

@@ -2,8 +2,8 @@
 """``lightning-mcore import``: make a sharded checkpoint of a Hugging Face model, in one process without a GPU.
 
 The model is built without memory for its weights, to find their names, shapes and places. Each tensor is read while the
-one before it is written, so only two are in memory at any time. The result is an ordinary checkpoint of ``MCoreGPT``
-with only weights. Every layout loads it (``self.load_weights(out)``, ``MCoreGPT.from_pretrained(out)``,
+previous one is written, so only two are in memory at any time. The result is an ordinary ``MCoreGPT`` checkpoint with
+only weights. Every layout loads it (``self.load_weights(out)``, ``MCoreGPT.from_pretrained(out)``,
 ``MCoreGPT.load_from_checkpoint(out)``), and it remembers the Hugging Face model that it was made from.
 """
 
@@ -49,9 +49,9 @@ _SILENT_SECONDS = 2.0  # shorter imports show no progress
 def import_checkpoint(
     path: str, out: str, *, family: str | None = None, dtype: Dtype = "auto", adapters: Sequence[str] = ()
 ) -> None:
-    """Make a sharded checkpoint of a Hugging Face model, or of a PEFT adapter of it.
+    """Make a sharded checkpoint of a Hugging Face model, or of a PEFT adapter for one.
 
-    The checkpoint of an adapter holds the adapter alone, and remembers its base, which is then whole in memory.
+    An adapter's checkpoint holds the adapter alone and remembers its base, which has to fit into memory whole.
 
     Args:
         path: Folder of the model, with safetensors files, or its name on the Hugging Face hub.
@@ -63,12 +63,13 @@ def import_checkpoint(
             it are merged into the base, one after the other.
 
     Raises:
-        FileNotFoundError: There is no such model, or a file of it is missing.
+        FileNotFoundError: There is no such model, or one of its files is missing.
         OSError: The disk reports an error.
         ValueError: Its family is unknown, its config or weights are not supported, or ``out`` is not empty.
     """
     path, out = os.fspath(path), os.fspath(out)
     if os.path.islink(out):
+        # A link to an empty directory: write there, and keep the link
         out = os.path.realpath(out)
     given = parse_dtype(dtype)
     if checkpoint_files.names_in(*checkpoint_files.open_store(out)) or os.path.isfile(out):
@@ -82,6 +83,7 @@ def import_checkpoint(
     source = HFSource.open(path, family)
     folder = source.open_tensors()
     settings = settings_of_source(source, folder.shapes, path, family, folder.stored if given is None else None)
+    # With "auto", tensors stored in a wider dtype than most keep it (_keep_wide); a chosen dtype rounds them
     kept = _running_type(folder.stored.most) if given is None else given
     kind = MCoreVisionGPT if "vision" in settings else MCoreGPT
     kind.check_kind(path, settings)
@@ -102,6 +104,7 @@ def _import_adapter(
 ) -> None:
     *merged, last = adapters
     kind = MCoreVisionGPT if sees_images(path) else MCoreGPT
+    # Unlike a whole model, the base is built and filled, because adapters are merged into it
     module = kind.from_pretrained(path, family=family, lora=last, adapters=merged)
     module.check_settings()
     with single_process():
@@ -147,6 +150,7 @@ def _write(module: MCoreGPT, planner: ShardPlanner, out: str, dtype: torch.dtype
     chunks = built_chunks(module)
     chunks.config.params_dtype = dtype  # for the manifest
     state = model_state.collect(chunks, [])
+    # The layout of one rank, without an optimizer; any layout can load it
     manifest = checkpoint_manifest.describe(
         module,
         ParallelLayout(),
@@ -169,6 +173,7 @@ def _write(module: MCoreGPT, planner: ShardPlanner, out: str, dtype: torch.dtype
     module.on_save_checkpoint(checkpoint)
     save = None
     try:
+        # The same save as a run's, advanced by hand: reading and writing run in threads meanwhile
         save = CheckpointSave.start(os.path.abspath(out), checkpoint, process_group("dp_cp"), planner)
         while not save.advance():
             pass
@@ -181,11 +186,7 @@ def _write(module: MCoreGPT, planner: ShardPlanner, out: str, dtype: torch.dtype
 
 
 class _ReadingPlanner(ShardPlanner):
-    """Plans pieces that are read from a Hugging Face model when they are accessed.
-
-    Args:
-        weights: The model's.
-    """
+    """Plans pieces that are read from a Hugging Face model when they are accessed."""
 
     def __init__(self, weights: HFWeights) -> None:
         super().__init__()
@@ -207,11 +208,8 @@ class _ReadingPlanner(ShardPlanner):
 class _PiecesToRead(Sequence[Piece]):
     """Pieces that are read when they are accessed, into two buffers in turn.
 
-    The first access to new memory is slower than a good disk, so the buffers are reused.
-
-    Args:
-        planned: The same pieces, with tensors without memory.
-        weights: The Hugging Face weights to read.
+    The first access to new memory is slower than a good disk, so the buffers are reused. ``planned`` are the same
+    pieces, with tensors without memory.
     """
 
     def __init__(self, planned: Sequence[Piece], weights: HFWeights) -> None:
@@ -240,6 +238,8 @@ class _PiecesToRead(Sequence[Piece]):
         piece = self._planned[index]
         if not isinstance(piece.content, Tensor):
             return piece
+        # Piece 0 is in buffer 0, piece 1 in buffer 1, piece 2 in buffer 0 again: the writer must be done with piece 0
+        # then.
         memory = self._memory[index % 2, : piece.content.nbytes]
         values = memory.view(piece.content.dtype).view(piece.content.shape)
         name, start, shape = whole_name(piece.index.fqn, tuple(piece.index.offset or ()), tuple(values.shape))
@@ -247,11 +247,7 @@ class _PiecesToRead(Sequence[Piece]):
         return Piece(piece.index, values)
 
     def __iter__(self) -> Iterator[Piece]:
-        """Read each piece while the previous one is written.
-
-        Raises:
-            RuntimeError: :meth:`stop` was called.
-        """
+        """Read each piece while the previous one is written; RuntimeError once :meth:`stop` was called."""
         size = sum(piece.content.nbytes for piece in self._planned if isinstance(piece.content, Tensor))
         progress = tqdm(total=size, desc="importing", unit="B", unit_scale=True, delay=_SILENT_SECONDS, leave=False)
         with progress, ThreadPoolExecutor(1) as reader:
@@ -260,6 +256,8 @@ class _PiecesToRead(Sequence[Piece]):
                 piece = coming.pop().result()
                 if self._stopped.is_set():
                     raise RuntimeError("the import was stopped")
+                # Read piece n + 1 now. The writer has just asked for piece n, so it no longer needs n - 1, whose buffer
+                # this is.
                 if place + 1 < len(self):
                     coming.append(reader.submit(self.__getitem__, place + 1))
                 yield piece

@@ -2,10 +2,10 @@
 """Fill a running model from a Hugging Face model; every rank reads only the rectangles that it holds.
 
 :func:`load_pretrained` fills the chunks that a rank has built. ``source.py`` has already read the config, before there
-were ranks. A checkpoint directory of this package, from ``lightning-mcore import`` or from a run of ``MCoreGPT``, holds
-the settings and the weights; then the Hugging Face folder is not needed.
+were ranks. One of this package's checkpoint directories, from ``lightning-mcore import`` or from a run of ``MCoreGPT``,
+holds both settings and weights, so the Hugging Face folder is not needed then.
 
-:func:`pieces_of_module` returns the weights of a running model as rectangles of the whole model's tensors. Megatron's
+:func:`pieces_of_module` returns a running model's weights as rectangles of the whole model's tensors. Megatron's
 modules know which part of which tensor they hold (``sharded_state_dict``). Exports use this function too.
 """
 
@@ -52,23 +52,14 @@ _SILENT_SECONDS = 2.0  # shorter reads show no progress
 
 @dataclass(frozen=True)
 class ModelPiece:
-    """A rectangle of a tensor of the whole model that this rank holds.
+    """A rectangle of a tensor of the whole model that this rank holds."""
 
-    Args:
-        name: The whole name of the tensor, as in ``weight_map.py``.
-        start: The index at which the rectangle begins in the tensor.
-        shape: The shape of the rectangle; it may have leading axes of size 1 that ``data`` lacks.
-        read: Returns the values: those in the model's memory, or merged with adapters.
-        dtype: The dtype of the values.
-        is_main: Whether this rank is the main one of the ranks with the same values.
-    """
-
-    name: str
-    start: Shape
-    shape: Shape
-    read: Callable[[], Tensor]
+    name: str  # whole name, as in weight_map.py
+    start: Shape  # in the whole tensor
+    shape: Shape  # may have leading axes of size 1 that ``data`` lacks
+    read: Callable[[], Tensor]  # the values in the model's memory, or merged with adapters
     dtype: torch.dtype
-    is_main: bool
+    is_main: bool  # whether this rank is the main one among those with the same values
 
     @property
     def data(self) -> Tensor:
@@ -78,23 +69,18 @@ class ModelPiece:
 
 @dataclass(frozen=True)
 class ModelPieces:
-    """The pieces of a model that this rank holds, and the shapes of all tensors of the model.
-
-    Args:
-        own: The rectangles on this rank.
-        shapes: Shapes of the tensors of the whole model, by whole name.
-    """
+    """The pieces of a model that this rank holds, and the shapes of all of the model's tensors."""
 
     own: list[ModelPiece]
-    shapes: dict[str, Shape]
+    shapes: dict[str, Shape]  # of the whole model, by whole name
 
 
 def load_pretrained(module: pl.LightningModule, path: str, family: str | None = None) -> None:
     """Fill the chunks that ``pipeline()`` has built from a Hugging Face model; collective over the world.
 
-    The weights are read once for each model: if ``validate`` follows ``fit``, the trained weights stay. Padding rows of
-    the embedding become zero. ``MCoreGPT`` excludes them from the loss. A plain ``GPTModel`` does not, so give it the
-    exact size of the vocabulary.
+    The weights are read once per model: if ``validate`` follows ``fit``, the trained weights stay. Padding rows of the
+    embedding become zero. ``MCoreGPT`` excludes them from the loss. A plain ``GPTModel`` does not, so give it the exact
+    vocabulary size.
 
     Args:
         module: A module whose model is built and not wrapped yet, as at the end of ``configure_model``.
@@ -110,6 +96,7 @@ def load_pretrained(module: pl.LightningModule, path: str, family: str | None = 
     pipeline = find_pipeline(module)
     if pipeline is not None and pipeline.__dict__.get(_FILLED):
         return
+    # Megatron's DDP gives parameters a main_grad when it wraps them; the optimizer has its own copies from then on
     if any(hasattr(parameter, "main_grad") for parameter in module.parameters()):
         raise RuntimeError("load_pretrained() was called after training began; call it in configure_model()")
     fill_weights(module, path, family)
@@ -118,16 +105,9 @@ def load_pretrained(module: pl.LightningModule, path: str, family: str | None = 
 
 
 def fill_weights(module: pl.LightningModule, path: str, family: str | None = None) -> None:
-    """Fill the chunks of a module at any time, unlike :func:`load_pretrained`; collective over the world.
+    """Fill a module's chunks as :func:`load_pretrained` does, but at any time; collective over the world.
 
-    Args:
-        module: A module whose model is built. Adapters that are switched off are left alone.
-        path: As in :func:`load_pretrained`.
-        family: As in :func:`load_pretrained`.
-
-    Raises:
-        FileNotFoundError: As :func:`load_pretrained`.
-        ValueError: As :func:`load_pretrained`.
+    Adapters that are switched off are left alone.
     """
     if is_own_checkpoint(path):
         load_weights(module, path)
@@ -141,6 +121,7 @@ def _fill_from(source: HFSource, module: pl.LightningModule) -> None:
     pieces = pieces_of_module(module)
     fields, multi_token = running_fields(source, module), source.fields.get("mtp_num_layers") or 0
     weights = on_all(lambda: HFWeights(source.open_tensors(), source.family, fields, pieces.shapes, multi_token))
+    # Check the files before reading them: the checksum pass also brings them into the page cache
     read = {file for piece in pieces.own for file in weights.files(piece.name, piece.start, piece.shape)}
     check_downloads(source.folder, read)
     on_all(lambda: _fill(source.folder, weights, pieces))
@@ -149,18 +130,18 @@ def _fill_from(source: HFSource, module: pl.LightningModule) -> None:
 def keep_wide(
     module: pl.LightningModule, names: Callable[[], tuple[Family, Mapping[str, Any]]], hf: Mapping[str, Any]
 ) -> None:
-    """Put parameters into fp32 that a model has in a wider dtype than most, where their layers take that.
+    """Turn parameters into fp32 that are stored in a wider dtype than most weights, where their layers accept that.
 
-    Args:
-        module: A module whose model has just been built.
-        names: Returns the rules of its Hugging Face names and the settings of the model.
-        hf: What the module knows of the model that it will be filled from.
+    Called when ``module``'s model has just been built. ``names`` returns the family and fields (only when needed), and
+    ``hf`` is the module's record of the model that it will be filled from.
     """
     stored = StoredDtypes.recorded(hf)
     if stored is None or not any(map(stored.is_wide, stored.others.values())):
         return
     chunks, (family, fields) = built_chunks(module), names()
     for index, chunk in enumerate(chunks.bare):
+        # A bf16 model whose router gates are stored in fp32 keeps those in fp32: our routers and delta nets set
+        # takes_fp32
         layers = [layer for layer in chunk.modules() if getattr(layer, TAKES_FP32, False)]
         taking = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
         for entry in nested_values(sharded_chunk(chunks, index, whole=True)):
@@ -175,15 +156,11 @@ def keep_wide(
 
 
 def running_fields(source: HFSource, module: pl.LightningModule) -> dict[str, Any]:
-    """Return the settings of a built model: those in its own config, and the others from its source.
-
-    Args:
-        source: The model that it will be filled from.
-        module: A module whose model is built.
-    """
+    """Return a built model's settings: those in its own config, and the others from its source."""
     pipeline = find_pipeline(module)
     config = getattr(pipeline.chunks[0], "config", None) if pipeline is not None else None
     fields = complete_fields(source.fields)
+    # Only plain values: a user's transformer may replace functions, which rules cannot compare
     plain = (bool, int, float, str, type(None))
     return fields | {
         name: getattr(config, name)
@@ -195,19 +172,14 @@ def running_fields(source: HFSource, module: pl.LightningModule) -> dict[str, An
 def check_downloads(folder: str, files: Collection[str]) -> None:
     """Compare files with the hub's checksums, and report files without one; collective over the world.
 
-    Every machine reads all files that its ranks need, because each machine may have its own disk; the ranks of a
-    machine share the work. The files are then in the page cache, from which the weights are read.
-
-    Args:
-        folder: The model's folder.
-        files: Paths of the files that this rank reads.
-
-    Raises:
-        ValueError: A checksum differs; the same on every rank.
+    ``files`` are the paths that this rank reads. Every machine reads all files that its ranks need, because each
+    machine may have its own disk; a machine's ranks share the work. The files are then in the page cache, from which
+    the weights are read. Raises ValueError, the same on every rank, if a checksum differs.
     """
     host = socket.gethostname()
     readers = [(rank, read) for rank, (name, read) in enumerate(gather((host, sorted(files)))) if name == host]
     shared = sorted({file for _, read in readers for file in read})
+    # With 7 files and ranks 4, 5 and 6 on this machine, rank 5 is second of 3 and checks files 1 and 4
     mine = shared[[rank for rank, _ in readers].index(dist.get_rank()) :: len(readers)]
 
     def unchecked() -> list[str]:
@@ -241,12 +213,8 @@ def _fill(folder: str, weights: HFWeights, pieces: ModelPieces) -> None:
 def pieces_of_module(module: pl.LightningModule, of_adapters: bool = False) -> ModelPieces:
     """Return the pieces of a module's model that this rank holds; collective over the world.
 
-    Args:
-        module: A module whose model is built with ``pipeline()``, wrapped or not.
-        of_adapters: Return those of LoRA adapters instead.
-
-    Raises:
-        RuntimeError: The module has no such model yet.
+    The model is built with ``pipeline()``, wrapped or not. ``of_adapters`` returns the pieces of LoRA adapters instead.
+    Raises RuntimeError if the module has no such model yet.
     """
     chunks = built_chunks(module)
     if chunks.pipeline is None:
@@ -256,6 +224,7 @@ def pieces_of_module(module: pl.LightningModule, of_adapters: bool = False) -> M
         )
     own, stored = on_all(lambda: _own_pieces(chunks, of_adapters))
     shapes: dict[str, Shape] = {}
+    # No rank has all tensors: pipeline stages hold different layers, expert ranks different experts
     for of_rank in gather(stored):
         for key, shape in of_rank.items():
             shapes |= {name: inner for name, (_, inner) in whole_names(key, shape).items()}
@@ -267,6 +236,7 @@ def _own_pieces(chunks: ModelChunks, of_adapters: bool) -> tuple[list[ModelPiece
     own, stored = [], {}
     latest = lru_cache(maxsize=1)(lambda read: read())  # a merged weight is read for each of its projections
     for index, chunk in enumerate(chunks.bare):
+        # Keyed by id(): the entries below have the same parameters as the layers
         merged = {id(adapted_weight(layer)): read for layer in chunk.modules() if (read := merging(layer)) is not None}
         for entry in nested_values(sharded_chunk(chunks, index, whole=True)):
             if (f".{ADAPTERS}." in entry.key) != of_adapters:
@@ -286,6 +256,8 @@ def _piece(
         data = whole()
         if prod(place.local_shape) == data.numel():
             return data
+        # A gated MLP's first weight [2f, h] of this rank is stored as two tensors of f rows: the second starts at
+        # element f*h
         return data.view(-1)[start : start + prod(place.local_shape)].view(place.local_shape)
 
     return ModelPiece(

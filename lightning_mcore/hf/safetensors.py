@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a Hugging Face model on the disk: read any rectangle of a tensor, write files tensor by tensor.
+"""A Hugging Face model's weights on disk: read any rectangle of a tensor, write files tensor by tensor.
 
 A model is one ``model.safetensors``, or several files with an index. Opening a :class:`SafetensorsFolder` reads only
-headers; ``safe_open`` refuses a file that is damaged or incomplete, so a broken download is found before a model is
-built. A rectangle is a view of the mapped file: values are read only when they are copied, and copied only once.
-A model without such files may have those of ``torch.save`` (``pytorch_model.bin``), which torch maps without running
-code from them.
-
-:func:`write_safetensors` keeps only one tensor in memory. The header says where each tensor will lie, which is known
-before the first tensor is. ``save_file`` of safetensors needs all tensors at once, writes a file that only this user
-may read, and uses the page cache, which is slower than a good disk (``checkpoint/writer.py``).
-
+headers; ``safe_open`` rejects a damaged or incomplete file, so a broken download is found before a model is built. A
+rectangle is a view of the mapped file: values are read only when they are copied, and copied only once. A model without
+safetensors may have files of ``torch.save`` (``pytorch_model.bin``), which torch maps without running code from them.
 Weights in MXFP4 are dequantised as they are read (``mxfp4.py``).
+
+:func:`write_safetensors` keeps only one tensor in memory. safetensors' own ``save_file`` needs all of them at once,
+writes a file that only this user may read, and uses the page cache, which is slower than a good disk
+(``checkpoint/writer.py``).
 
 Source: safetensors 0.8, "Format" in its README: 8 bytes with the length of the header, the header as JSON, the tensors.
 """
@@ -40,7 +38,7 @@ from lightning_mcore.hf.weight_rules import Shape, index_of
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _FLOATS = {name: dtype for dtype, name in _NAMES.items()}
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
-_ALIGNMENT = 8  # bytes; alignment of the data
+_ALIGNMENT = 8  # bytes; the data starts at a multiple of this
 _log = logging.getLogger(__name__)
 
 _Entries = dict[str, tuple[str, Shape]]  # the dtype of each tensor, as safetensors calls it, and its shape
@@ -49,25 +47,19 @@ _Entries = dict[str, tuple[str, Shape]]  # the dtype of each tensor, as safetens
 class SafetensorsFolder:
     """The tensors of a model.
 
-    Args:
-        folder: The folder with ``model.safetensors`` or its index, or else ``pytorch_model.bin`` or its index.
-        unread: Endings of the names of tensors to ignore; one with a dot at its end is a beginning.
+    Opens ``model.safetensors`` or its index, or else ``pytorch_model.bin`` or its index. ``unread`` are suffixes of
+    tensor names to ignore; one that ends with a dot is a prefix.
 
-    Attributes:
-        folder: The argument.
-        shapes: Shape of every tensor that is not ignored, by name.
-        dtypes: The dtype of each such tensor, a floating-point type.
-
-    Raises:
-        FileNotFoundError: There are no safetensors files, or one of them is missing.
-        ValueError: A file is damaged, the index does not match the files, or the weights are quantised.
+    Raises FileNotFoundError if there are no such files or one is missing, ValueError if a file is damaged, the index
+    does not match the files, or the weights are quantised.
     """
 
     def __init__(self, folder: str, unread: tuple[str, ...] = ()) -> None:
         self.folder = folder
-        self.shapes: dict[str, Shape] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
+        self.shapes: dict[str, Shape] = {}  # of every tensor that is not ignored, by name
+        self.dtypes: dict[str, torch.dtype] = {}  # of the same tensors, floating-point types
         self._unread = unread
+        # By file name: what it contains, and the function that returns a tensor as a view
         self._opened: dict[str, tuple[_Entries, Callable[[str], Tensor]]] = {}
         self._places: dict[str, tuple[str, str]] = {}  # the file of each tensor, and its name there
         names = {*os.listdir(folder)}
@@ -76,20 +68,15 @@ class SafetensorsFolder:
         index, announced = self._index(single)
         for file in sorted(set(index.values())) if index else [single]:
             self._add(file, {name: name for name in self._open(file)[0] if not self._is_unread(name)})
+        # Compare before names change below: gpt-oss's index lists its packed pairs
         if index:
             self._compare({name: file for name, file in index.items() if not self._is_unread(name)}, announced)
         self._join_packed()
 
     def read(self, name: str, start: Shape, shape: Shape, steps: Shape = ()) -> Tensor:
-        """Return a rectangle of a tensor, of the stored dtype, as a view of the mapped file; do not write to it.
-
-        Args:
-            name: Name of the tensor.
-            start: The index at which the rectangle begins.
-            shape: Its shape.
-            steps: The distance between neighbouring values on each axis; empty if it is 1 everywhere.
-        """
+        """Return a rectangle of a tensor, of the stored dtype, as a view of the mapped file; do not write to it."""
         index = index_of(start, shape, steps)
+        # Only weights in MXFP4 have a shape but no place under their own name
         if name not in self._places:
             return dequantise(self._view(name + BLOCKS), self._view(name + SCALES), index)
         return self._view(name)[index]
@@ -105,27 +92,17 @@ class SafetensorsFolder:
         return {os.path.join(self.folder, self._places[each][0]) for each in stored}
 
     def adopt(self, file_name: str, name: str, new_name: str) -> None:
-        """Add one tensor of another file in the folder, under a new name.
-
-        Args:
-            file_name: Name of the file.
-            name: Name of the tensor in it.
-            new_name: Its name here.
-
-        Raises:
-            ValueError: The file is damaged, or lacks the tensor.
-        """
+        """Add one tensor of another file in the folder, under a new name; ValueError if the file lacks it."""
         if name not in self._open(file_name)[0]:
             raise ValueError(f"{self.folder}/{file_name} has no tensor {name}; give a file that has it, or remove it")
         self._add(file_name, {new_name: name})
 
     def put_under(self, prefix: str, stem: str, except_for: tuple[str, ...]) -> None:
-        """Add a prefix to all names, if none has it and those of layers lack it.
+        """Add a prefix to all names, if no name has it and the layers lack it.
 
-        Args:
-            prefix: The prefix.
-            stem: How names of layers should begin, the prefix included.
-            except_for: How names begin that never have it.
+        ``stem`` is how layer names should start, prefix included; names that start with ``except_for`` never have the
+        prefix. With ``"model."`` and ``"model.layers."``, ``layers.0.mlp...`` becomes ``model.layers.0.mlp...`` and
+        ``lm_head.weight`` stays.
         """
         if any(name.startswith(prefix) for name in self.shapes) or not stem.startswith(prefix):
             return
@@ -138,7 +115,7 @@ class SafetensorsFolder:
             table.update(renamed)
 
     def _index(self, single: str) -> tuple[dict[str, str], Any]:
-        """Return the file of each tensor and the bytes of all tensors, from the index; nothing if there is one file."""
+        """Return the file of each tensor and the total bytes, from the index; nothing if there is a single file."""
         if not os.path.exists(os.path.join(self.folder, self._index_file)):
             if os.path.exists(os.path.join(self.folder, single)):
                 return {}, None
@@ -173,8 +150,9 @@ class SafetensorsFolder:
         return self._opened[file_name]
 
     def _unpickled(self, path: str) -> tuple[_Entries, Callable[[str], Tensor]]:
-        """Map a file of ``torch.save``; one of before torch 1.6 is read into memory."""
+        """Map a file of ``torch.save``; a file from before torch 1.6 is read into memory."""
         try:
+            # Only zip files can be mapped, which torch writes since 1.6
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
             tensors = {name: tensor for name, tensor in content.items() if not self._is_unread(name)}
             entries = {
@@ -190,10 +168,11 @@ class SafetensorsFolder:
         return entries, tensors.__getitem__
 
     def _add(self, file_name: str, names: Mapping[str, str]) -> None:
-        """Add tensors of a file, by their names here and their names there."""
+        """Add a file's tensors, given as the name here and the name there."""
         entries, _ = self._open(file_name)
         for name, stored in names.items():
             kind, shape = entries[stored]
+            # Bytes are accepted under MXFP4's names only; other integers are quantised weights or buffers
             is_packed = kind == "U8" and name.endswith((BLOCKS, SCALES))
             if kind not in _FLOATS and not is_packed:
                 raise ValueError(
@@ -204,12 +183,12 @@ class SafetensorsFolder:
             self.dtypes[name] = torch.uint8 if is_packed else _FLOATS[kind]
 
     def _view(self, name: str) -> Tensor:
-        """Return a whole tensor, of its stored shape and dtype, in the memory of its mapped file."""
+        """Return a whole tensor, of its stored shape and dtype, as a view of its mapped file."""
         file_name, stored = self._places[name]
         return self._opened[file_name][1](stored)
 
     def _join_packed(self) -> None:
-        """Replace the pairs of tensors of dequantised weights by the tensors that they stand for."""
+        """Replace the two byte tensors of each dequantised weight by the tensor that they stand for."""
         packed = {name for name, dtype in self.dtypes.items() if dtype == torch.uint8}
         for stem in sorted({name.removesuffix(BLOCKS).removesuffix(SCALES) for name in packed}):
             blocks, scales = self.shapes.pop(stem + BLOCKS, ()), self.shapes.pop(stem + SCALES, ())
@@ -220,10 +199,11 @@ class SafetensorsFolder:
                     " one matrix in MXFP4; download the model again"
                 )
             self.shapes[stem], self.dtypes[stem] = shape, torch.bfloat16
+        # Drop the dtypes of the pairs, whose shapes are gone
         self.dtypes = {name: self.dtypes[name] for name in self.shapes}
 
     def _compare(self, index: dict[str, str], announced: Any) -> None:
-        """Refuse an index that disagrees with the files; only warn of a wrong total size, which some models have."""
+        """Reject an index that disagrees with the files; only warn of a wrong total size, which some models have."""
         found = {name: file for name, (file, _) in self._places.items()}
         wrong = sorted(name for name in index.keys() | found.keys() if index.get(name) != found.get(name))
         if wrong:
@@ -260,20 +240,16 @@ def write_safetensors(
     tensors: Mapping[str, tuple[torch.dtype, Shape]],
     read: Callable[[str], torch.Tensor],
 ) -> None:
-    """Write a file, and flush it to the disk.
+    """Write a file, and flush it to disk; raises OSError if the disk reports an error.
 
-    Args:
-        path: Where to write; an existing file is replaced.
-        tensors: Type and shape of each tensor, by name.
-        read: Returns the tensor with a given name, contiguous, on the CPU, with that dtype and shape; called once for
-            each.
-
-    Raises:
-        OSError: The disk reports an error.
+    ``tensors`` are the dtype and shape of each tensor. ``read`` returns one of them, contiguous and on the CPU, and is
+    called once per name.
     """
+    # Widest dtypes first. For an fp32 [2, 3] and a bf16 [4], the header (152 bytes with its length) is followed by
+    # bytes 0-23 of the first and 24-31 of the second; the offsets are known before any value is.
     names = sorted(
         tensors, key=lambda name: -tensors[name][0].itemsize
-    )  # so that each begins at a multiple of its item size
+    )  # so that each starts at a multiple of its item size
     with ChecksummedFile(path) as file:
         file.write(_header(names, tensors))
         for name in names:

@@ -2,12 +2,12 @@
 """A Hugging Face model as the source of an ``MCoreGPT``: its folder, its completed config, and the arguments from it.
 
 :func:`pretrained_settings` returns the arguments before there are ranks, so faults in the config or the files are found
-early. ``MCoreGPT.from_pretrained`` and ``lightning-mcore plan`` call it. Reading a ``config.json`` imports neither
-Lightning nor megatron-core; reading a checkpoint directory of this package, which holds the settings itself, imports
-Lightning.
+early. ``MCoreGPT.from_pretrained`` calls it; ``lightning-mcore plan`` calls :func:`planned_settings`, which reads no
+weights. Reading a ``config.json`` imports neither Lightning nor megatron-core. Reading one of this package's checkpoint
+directories, which hold the settings themselves, imports Lightning.
 
-transformers fills in the defaults of a ``config.json`` and renames old keys, so the rules of a family see one name for
-each key. Importing transformers takes two seconds, so it is imported only to complete a config.
+transformers fills in the defaults of a ``config.json`` and renames old keys, so a family's rules see one name for each
+key. Importing transformers takes two seconds, so it is imported only to complete a config.
 """
 
 import contextlib
@@ -58,14 +58,9 @@ _log = logging.getLogger(__name__)
 
 
 def local_folder(path: str | os.PathLike[str], weights: bool = True) -> str:
-    """Return the folder of a model; a name on the Hugging Face hub, such as ``"org/model"``, is downloaded.
+    """Return a model's folder; a name on the Hugging Face hub, such as ``"org/model"``, is downloaded first.
 
-    Args:
-        path: Folder or name.
-        weights: Whether to download the weights, or only config and index.
-
-    Raises:
-        FileNotFoundError: There is no such folder and no such name on the hub.
+    ``weights=False`` downloads only config and index. Raises FileNotFoundError if there is no such folder or name.
     """
     where = os.fspath(path)
     if os.path.isdir(where):
@@ -80,6 +75,7 @@ def local_folder(path: str | os.PathLike[str], weights: bool = True) -> str:
 
     try:
         folder = downloaded(*(_DOWNLOADED if weights else _DESCRIPTIONS))
+        # Pickled weights are downloaded only if the repository has no safetensors, because many repositories have both
         has_weights = any(name.endswith(".safetensors") for name in os.listdir(folder))
         return folder if has_weights or not weights else downloaded(*_DOWNLOADED, *_PICKLED)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -95,7 +91,7 @@ def is_hub_name(path: str) -> bool:
 
 
 def is_unknown_on_hub(path: str) -> bool:
-    """Return whether a path is a name on the Hugging Face hub whose config has not been downloaded."""
+    """Return whether a path is a hub name whose config has not been downloaded."""
     if not is_hub_name(path):
         return False
     from huggingface_hub import try_to_load_from_cache
@@ -104,10 +100,7 @@ def is_unknown_on_hub(path: str) -> bool:
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """Return a model's config from the file, without the quantisation of weights that are dequantised as they are read.
-
-    Args:
-        folder: The folder with its ``config.json``.
+    """Return the content of ``config.json``, without the quantization of weights that are dequantised as they are read.
 
     Raises:
         FileNotFoundError: There is no ``config.json``.
@@ -121,6 +114,7 @@ def read_config(folder: str) -> dict[str, Any]:
     quantised = content.get("quantization_config") or content.get("compression_config")
     if quantised:
         method = quantised.get("quant_method", "some method") if isinstance(quantised, dict) else "some method"
+        # safetensors.py reads these weights as bf16
         if method == "mxfp4":
             return {key: value for key, value in content.items() if key != "quantization_config"}
         raise ValueError(
@@ -148,22 +142,17 @@ def _refuse_adapter(folder: str) -> None:
 
 
 def complete_config(family: Family, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a ``config.json`` with transformers' defaults filled in, if it knows the model.
+    """Return the content of a ``config.json`` with transformers' defaults filled in, if transformers knows the model.
 
-    transformers creates lists with lengths from the config and looks up names in torch, so both are checked first.
-
-    Args:
-        family: Its family.
-        content: The content.
-
-    Raises:
-        ValueError: A value is out of range, or transformers refuses it.
+    Raises ValueError if a value is out of range, or if transformers rejects it.
     """
+    # transformers makes lists as long as the config says, and looks up the dtype in torch: check both first
     family.check_sizes(flat(content))
     for key in ("dtype", "torch_dtype"):
         refuse_unless(key, content.get(key), (None, *_DTYPES), "weights are trained in one of these")
     if content.get("num_labels") is not None:
         refuse_outside("num_labels", content["num_labels"], 0, _MOST_LABELS)
+    # Kimi K2's config class is DeepSeek-V3's, under which transformers completes it; the name is put back afterwards
     known = (
         {"model_type": family.config_class}
         if family.config_class and family.model_type == content["model_type"]
@@ -177,7 +166,8 @@ def complete_config(family: Family, content: Mapping[str, Any]) -> dict[str, Any
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with the keys of its ``text_config``, if it has one, beside its own, which come first."""
+    """Return a config with the keys of its ``text_config``, if it has one; its own keys win."""
+    # A vision-language config has the language model's sizes in text_config; rules see them at the top level
     text = config.get("text_config")
     return {**(text if isinstance(text, dict) else {}), **{key: config[key] for key in config if key != "text_config"}}
 
@@ -191,6 +181,7 @@ def _completed(text: str) -> dict[str, Any]:
         config = AutoConfig.for_model(given.pop("model_type"), **given)
         whole: dict[str, Any] = config.to_dict()
     except Exception as error:  # keys become attributes, so a bad key can break anything
+        # A model of the user's own family: its config is taken as it is
         if "Unrecognized model identifier" in str(error):
             found: dict[str, Any] = json.loads(text)
             return found
@@ -200,26 +191,15 @@ def _completed(text: str) -> dict[str, Any]:
 
 
 def family_of(config: Mapping[str, Any], family: str | None) -> Family:
-    """Return the family of a config.
-
-    Args:
-        config: The result of :func:`read_config`.
-        family: Name or path of the family from the user; None for the one in the config, which must be a name.
-
-    Raises:
-        ValueError: There is no such family.
-    """
+    """Return the family of a config: the user's choice, or that of ``model_type``, which must be a registered name."""
+    # The user may name a path, which is imported; a downloaded file may not
     return find_family(family) if family else registered_family(str(config["model_type"]))
 
 
 def sees_images(path: str) -> bool | None:
-    """Return whether a model has a vision tower; None if its config is not here.
+    """Return whether a model has a vision tower; None if its config has not been downloaded.
 
-    Args:
-        path: Its folder, its name on the Hugging Face hub, or a checkpoint of this package.
-
-    Raises:
-        ValueError: Its family is unknown.
+    ``path`` is a folder, a hub name or one of this package's checkpoints. Raises ValueError if its family is unknown.
     """
     if is_own_checkpoint(path):
         return "vision" in pretrained_settings(path)
@@ -243,32 +223,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HFSource:
-    """The Hugging Face model that a model was made from.
-
-    Args:
-        folder: Its folder.
-        family: Its family.
-        config: Its config with all defaults.
-        fields: The config as settings of Megatron and of ``MCoreGPT``.
-    """
+    """The Hugging Face model that an ``MCoreGPT`` is made from."""
 
     folder: str
     family: Family
-    config: dict[str, Any]
-    fields: dict[str, Any]
+    config: dict[str, Any]  # with transformers' defaults
+    fields: dict[str, Any]  # the same as settings of Megatron and ``MCoreGPT``
 
     @classmethod
     def open(cls, path: str, family: str | None = None, weights: bool = True) -> "HFSource":
-        """Read the config of a model.
+        """Read a model's config; ``weights`` says whether to download the weights of a hub name too.
 
-        Args:
-            path: Its folder, or its name on the Hugging Face hub.
-            family: Name or path of its family; None for the one in its config.
-            weights: Whether to download the weights of a name on the hub.
-
-        Raises:
-            FileNotFoundError: There is no such model.
-            ValueError: Its family is not known, or its config needs something that is not supported.
+        Raises FileNotFoundError if there is no such model, ValueError if its family or something in its config is not
+        supported.
         """
         folder = local_folder(path, weights)
         content = read_config(folder)
@@ -289,14 +256,15 @@ class HFSource:
     def open_tensors(self) -> "SafetensorsFolder":
         """Open the model's weights; reads only their headers.
 
-        Raises:
-            FileNotFoundError: A file is missing.
-            ValueError: A file is damaged, the weights are quantised, or they belong to a much smaller model.
+        Raises FileNotFoundError if a file is missing, ValueError if one is damaged, the weights are quantised, or they
+        belong to a much smaller model.
         """
         from lightning_mcore.hf.safetensors import SafetensorsFolder
 
         tensors = SafetensorsFolder(self.folder, self.family.unread)
+        # AutoModel writes names without "model."; heads never have it
         tensors.put_under(_BASE, f"{self.family.layer_prefix.partition('{')[0]}", except_for=("lm_head.", "score."))
+        # A reward model of LLaMA-Factory: its score layer is in a file next to the language model
         is_lacking = SCORE in self.family.optional and SCORE not in tensors.shapes
         if is_lacking and os.path.exists(os.path.join(self.folder, VALUE_HEAD_FILE)):
             tensors.adopt(VALUE_HEAD_FILE, VALUE_HEAD, SCORE)
@@ -320,8 +288,8 @@ def pretrained_settings(
     Args:
         path: Its folder, its name on the Hugging Face hub, or a checkpoint of such a model.
         family: Name or path of its family; None for the one in its config.
-        seq_length: Tokens of a sequence in training; None for the longest that the model supports.
-        transformer: Fields of ``TransformerConfig`` to use instead of those from the config.
+        seq_length: Tokens per sequence in training; None for the longest that the model supports.
+        transformer: Fields of ``TransformerConfig`` that override the config's.
 
     Returns:
         ``vocab_size``, ``seq_length``, ``transformer`` and the position settings; ``hf`` describes their source, as
@@ -351,19 +319,9 @@ def planned_settings(
     seq_length: int | None = None,
     transformer: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the result of :func:`pretrained_settings` from a config alone, without weights.
+    """Return the result of :func:`pretrained_settings`, with the same arguments, from a config alone, without weights.
 
-    Layers of multi-token prediction are included, unless the weights are there and lack them.
-
-    Args:
-        path: As in :func:`pretrained_settings`.
-        family: As in :func:`pretrained_settings`.
-        seq_length: As in :func:`pretrained_settings`.
-        transformer: As in :func:`pretrained_settings`.
-
-    Raises:
-        FileNotFoundError: There is no such model.
-        ValueError: As in :func:`pretrained_settings`.
+    Multi-token prediction layers are included, unless the weights are there and lack them.
     """
     if is_own_checkpoint(path):
         settings = pretrained_settings(path, family, seq_length, transformer)
@@ -387,7 +345,7 @@ def _names_there(source: HFSource) -> Collection[str] | None:
 
 
 def absolute(path: str) -> str:
-    """Return the absolute path of a folder; a name on the hub is returned unchanged."""
+    """Return the absolute path of a folder; a hub name is returned unchanged."""
     return os.path.abspath(path) if os.path.isdir(path) else path
 
 
@@ -399,11 +357,7 @@ def _settings_of_model(path: str, family: str | None) -> dict[str, Any]:
 
 
 def refuse_megatron_checkpoint(path: str) -> None:
-    """Refuse a checkpoint that does not describe its model.
-
-    Raises:
-        ValueError: The path is a checkpoint of Megatron-LM or another program.
-    """
+    """Raise ValueError for a checkpoint of Megatron-LM or another program, which does not describe its model."""
     if os.path.isdir(path) and checkpoint_files.is_megatron_checkpoint(path):
         raise ValueError(
             f"{path} is a checkpoint of Megatron-LM or another program, which does not describe its model; start"
@@ -420,14 +374,12 @@ def settings_of_source(
 ) -> dict[str, Any]:
     """Return the arguments of ``MCoreGPT`` for a model whose config and headers have been read.
 
-    Args:
-        source: The model.
-        tensors: The names of its weights; None if unknown.
-        path: The path that the user gave.
-        family: The family that the user gave.
-        stored: The dtypes of its weights; None if unknown.
+    ``tensors`` are the names of its weights and ``stored`` their dtypes; None if unknown. ``path`` and ``family`` are
+    what the user gave, for the record in ``hf``.
     """
     module, fields = split_fields(source.fields)
+    # transformers has no such layers, so a model that it saved lacks the weights although the config counts them: with
+    # 61 ordinary layers, no name starts with model.layers.61.
     [behind] = source.family.multi_token_prefixes(source.fields["num_layers"], 1)
     unpredicted = tensors is not None and not any(name.startswith(behind) for name in tensors)
     if fields.get("mtp_num_layers") and unpredicted:
@@ -450,10 +402,10 @@ def settings_of_source(
 
 
 def _least_weights(fields: Mapping[str, Any]) -> int:
-    """Return a lower bound for the number of weights of a model: its embedding and the larger matrices of its layers.
+    """Return a lower bound for a model's number of weights: its embedding and the larger matrices of its layers.
 
-    Args:
-        fields: Settings of Megatron, from the family's rules.
+    Llama-3-8B has at least 4096 * (128256 + 32 * 4096 + 2 * 32 * 14336) = 4.8 billion, of 8.0 billion in fact. The
+    bound only has to catch weights of another model, before the model is built.
     """
     sizes = defaultdict(int, {name: value for name, value in fields.items() if isinstance(value, int)})
     layers, narrow = sizes["num_layers"], sizes["ffn_hidden_size"]
@@ -462,26 +414,20 @@ def _least_weights(fields: Mapping[str, Any]) -> int:
     flags = fields.get("moe_layer_freq")
     sparse = sum(flags) if isinstance(flags, list) else layers if sizes["num_moe_experts"] else 0
     experts = sizes["num_moe_experts"] * (sizes["moe_ffn_hidden_size"] or narrow)
+    # In units of hidden_size: an MLP has at least two matrices of [hidden_size, width]
     mlps = sparse * (experts + sizes["moe_shared_expert_intermediate_size"]) + (layers - sparse) * narrow
     return sizes["hidden_size"] * (sizes["vocab_size"] + layers * attention + 2 * mlps)
 
 
 def is_own_checkpoint(path: str) -> bool:
-    """Return whether a path is a checkpoint directory of this package, which holds its own settings.
-
-    Args:
-        path: Path of a model or a checkpoint.
-    """
+    """Return whether a path is one of this package's checkpoint directories, which hold their own settings."""
     return checkpoint_files.is_checkpoint_directory(path)
 
 
 def _settings_of_checkpoint(path: str, family: str | None, chosen: Collection[str]) -> dict[str, Any]:
     """Return the model settings in a checkpoint directory, without those of its training run.
 
-    Args:
-        path: The directory.
-        family: The family that the user gave.
-        chosen: The names of fields for which the user gives values.
+    ``chosen`` are the names of fields that the user overrides.
     """
     from lightning.pytorch import LightningModule
 
@@ -502,6 +448,7 @@ def _settings_of_checkpoint(path: str, family: str | None, chosen: Collection[st
         )
     if family is not None:
         find_family(family)  # import it now, because the user names it and an export of this run needs it
+    # What the user gives may name code; what the checkpoint records may not
     recorded = {name: value for name, value in saved["transformer"].items() if name not in chosen}
     refuse_recorded_code(path, recorded)
     kept = (*_KEPT, "transformer", "hf", *(("lora",) if saved.get("lora") else ()))

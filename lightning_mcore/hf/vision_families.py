@@ -30,9 +30,7 @@ def _vision_rule(model_type: str) -> ConfigRule:
             del rope["type"]
         refuse_unless("rope_parameters.rope_type", rope.get("rope_type", "default"), ("default",), _NOT_STRETCHED)
         # A token has three positions (time, height, width), which share the 64 rotary frequencies. mrope_section says
-        # how many
-        # many
-        # each gets: (16, 24, 24) one after the other in Qwen2-VL, (24, 20, 20) alternating in Qwen3-VL.
+        # how many each gets: (16, 24, 24) one after the other in Qwen2-VL, (24, 20, 20) alternating in Qwen3-VL.
         interleaved = VISION_FAMILIES[model_type].interleaved
         refuse_unless(
             "rope_parameters.mrope_interleaved", rope.pop("mrope_interleaved", interleaved), (interleaved,), _ONE_WAY

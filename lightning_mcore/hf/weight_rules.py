@@ -304,9 +304,8 @@ class DeltaNetRows:
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
         """Return one block per part of each key head."""
         # 2 key heads of 2 channels, 4 value heads of 3: a key head has key=2, value=2*3=6, head=2 rows. Parts key, key,
-        # value
-        # of one tensor (Qwen's convolution) give Megatron's head 0 the rows 0-1, 4-5 and 8-13, and head 1 2-3, 6-7 and
-        # 14-19.
+        # value of one tensor (Qwen's convolution) give Megatron's head 0 the rows 0-1, 4-5 and 8-13, and head 1 2-3,
+        # 6-7 and 14-19.
         sizes = fields["delta_net"]
         heads, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"] // sizes["linear_num_key_heads"]
         rows_of = {

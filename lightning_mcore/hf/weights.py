@@ -5,7 +5,7 @@ A caller that fills a model, or writes a checkpoint of it, asks for rectangles o
 (:meth:`HFWeights.fill`). ``pretrained.py`` asks for the rectangles of a rank, ``importing.py`` for one tensor after
 another.
 
-:func:`require_finite` refuses weights that are infinite or NaN, :func:`require_fits` those that would become infinite
+:func:`require_finite` rejects weights that are infinite or NaN, :func:`require_fits` values that would become infinite
 in a narrower type. Among the dtypes of weights only float16 is so narrow, with a largest value of 65504. Import and
 export call :func:`require_fits` before they convert. A model with infinite trained weights is exported unchanged.
 """
@@ -33,18 +33,13 @@ _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 class HFWeights:
-    """The weights of a Hugging Face model, as the tensors of one Megatron model.
+    """A Hugging Face model's weights, as the tensors of one Megatron model.
 
-    Args:
-        folder: The Hugging Face tensors.
-        family: The rules of their family.
-        fields: Settings of Megatron's model.
-        shapes: Shapes of all of its tensors, by whole name.
-        multi_token_layers: Number of layers for multi-token prediction in the config; the model may lack them.
-        rounds: Whether values may be rounded that are stored in a wider dtype than most weights.
+    ``shapes`` are the shapes of the whole Megatron model's tensors, by whole name. ``multi_token_layers`` is the
+    config's number of multi-token prediction layers, which the model may lack. ``rounds`` allows rounding values that
+    are stored in a wider dtype than most weights.
 
-    Raises:
-        ValueError: The weights belong to another model: some are missing, unknown, or of another shape.
+    Raises ValueError if the weights belong to another model: some are missing, unknown, or of another shape.
     """
 
     def __init__(
@@ -61,9 +56,12 @@ class HFWeights:
         self._fields = fields
         self._shapes = shapes
         self._stored = None if rounds else folder.stored
+        # A family may come in variants (stacked experts, one tensor per expert): take the one whose shapes agree with
+        # the files, and among these the one with most names in common
         maps = [WeightMap(each, fields, shapes) for each in (family, *family.variants)]
         fitting = [each for each in maps if _agree(each.shapes, folder.shapes)] or maps[:1]
         self._map = max(fitting, key=lambda each: len(each.shapes.keys() & folder.shapes.keys()))
+        # Tensors that repeat another: the folder may have them, and they must be equal to it
         self._aliases: dict[str, list[str]] = {}
         for alias, name in self._map.repeated.items():
             if alias in folder.shapes:
@@ -73,25 +71,21 @@ class HFWeights:
         self._check()
 
     def fill(self, target: Tensor, name: str, start: Shape, shape: Shape) -> None:
-        """Read a rectangle of one of Megatron's tensors; padding rows of the vocabulary become zero.
+        """Read a rectangle of a Megatron tensor into ``target``; padding rows of the vocabulary become zero.
 
-        Args:
-            target: The tensor to fill, with as many values as the rectangle, of any shape and floating-point dtype.
-            name: Whole name of the tensor.
-            start: Where the rectangle begins.
-            shape: Its shape.
-
-        Raises:
-            ValueError: Two tensors that are one in Megatron differ, or a value is not finite or does not fit the dtype
-                of ``target``.
+        ``target`` has as many values as the rectangle, in any shape and floating-point dtype. Raises ValueError if two
+        tensors that Megatron stores as one differ, or a value is not finite or does not fit the dtype of ``target``.
         """
         parts = [part for block in self._overlapping(name, start, shape) if (part := block.within(start, shape))]
         if any(part.hf not in self._folder.shapes for part in parts):  # optional, and not there
             return
         place = target.view(shape) if target.shape != shape else target
+        # Blocks do not cover padding rows. With vocab_size 1000 padded to 1024, rank 1 of TP=2 has rows 512-1023; its
+        # only part has 488 rows, and rows 1000-1023 stay zero.
         if sum(prod(part.shape) for part in parts) < place.numel():
             place.zero_()
         for part in parts:
+            # Still a view of the file: the checks below read it, copy_ converts it
             values = self._folder.read(part.hf, part.hf_start, part.hf_shape, part.steps)
             for alias in self._aliases.get(part.hf, ()):
                 self._check_equal(part, values, alias)
@@ -101,17 +95,13 @@ class HFWeights:
             require_fits(part.hf, values, place.dtype)
             if self._stored is not None:
                 require_kept(part.hf, values, place.dtype, self._stored)
+            # Where the part lies within the rectangle
             first = tuple(a - b for a, b in zip(part.start, start, strict=True))
             inside = place[tuple(slice(a, a + n) for a, n in zip(first, part.shape, strict=True))]
             inside.copy_((values.mT if part.transposed else values).view_as(inside))
 
     def dtype(self, name: str, least: torch.dtype) -> torch.dtype:
-        """Return a dtype that holds every value of one of Megatron's tensors in all layers, and those of ``least``.
-
-        Args:
-            name: Whole name of the tensor.
-            least: The dtype that it has anyway.
-        """
+        """Return a dtype that holds every value of a Megatron tensor in all layers, and of dtype ``least``."""
         if not hasattr(self, "_dtypes"):
             self._dtypes: dict[str, set[torch.dtype]] = {}  # layers are stacked in a checkpoint, and share a dtype
             for each, blocks in self._map.blocks.items():
@@ -131,6 +121,7 @@ class HFWeights:
         """Return the blocks that overlap a rectangle on its first axis, such as a few of many stacked experts."""
         if not start:
             return self._map.blocks[name]
+        # Without this, a rank with 2 of 256 experts would intersect the blocks of all 256 for each tensor
         first, last = start[0], start[0] + shape[0]
         return [
             block
@@ -146,11 +137,12 @@ class HFWeights:
             )
 
     def _check_tied(self, part: Block) -> None:
-        """Refuse an output layer that differs from the embedding, if the model has one matrix for both."""
+        """Raise ValueError if the files' output layer differs from the embedding although the model ties the two."""
         for block in self._tied:
             output = block.within(part.start, part.shape)
             if output is None:
                 continue
+            # Cut both to the rows that they share, then compare the two files' bytes
             rows = part.within(output.start, output.shape)
             assert rows is not None
             first, second = (self._folder.read(each.hf, each.hf_start, each.hf_shape) for each in (rows, output))
@@ -169,7 +161,7 @@ class HFWeights:
         return [block for block in blocks if block.hf in self._folder.shapes and block.hf not in self._map.shapes]
 
     def _layers_left_out(self, multi_token_layers: int) -> tuple[str, ...]:
-        """Return the prefixes of layers for multi-token prediction in the files, if the model has none."""
+        """Return the prefixes of multi-token prediction layers in the files, if the model has none."""
         if any(name.startswith("mtp.") for name in self._shapes):
             return ()
         prefixes = self._family.multi_token_prefixes(int(self._fields["num_layers"]), multi_token_layers)
@@ -191,6 +183,7 @@ class HFWeights:
         extra = [name for name in found.keys() - wanted.keys() if not self._is_left_out(name)]
         extra += sorted({block.hf for block in self._tied} - self._whole_tied())
         other = Differences.between(found, wanted).shapes
+        # One sentence for everything that is wrong, so that a mix-up of models is seen at once
         parts = []
         if missing:
             parts.append(f"it lacks {some_of(missing, _SHOWN)}")
@@ -201,13 +194,14 @@ class HFWeights:
         if not parts:
             parts = self._too_small()
         if parts:
+            # If shapes differ as well, it is simply another model
             remedy = self._remedy(missing, extra) if len(parts) == bool(missing) + bool(extra) else _SAME_MODEL
             raise ValueError(
                 f"the weights in {self._folder.folder} do not belong to this model: {'; '.join(parts)}; {remedy}"
             )
 
     def _remedy(self, missing: Collection[str], extra: Collection[str]) -> str:
-        """Return what to do about tensors that are missing or not known."""
+        """Return what to do about tensors that are missing or unknown."""
         if SCORE in extra:
             return (
                 "it is a classifier or a reward model: take hf_model(head='sequence-classification') or"
@@ -222,7 +216,7 @@ class HFWeights:
         return f"{_SAME_MODEL}, or leave them out with a family of your own that has them in unread (family=)"
 
     def _too_small(self) -> list[str]:
-        """Return a sentence if one of Megatron's tensors is too small for its Hugging Face block."""
+        """Return a sentence if a Megatron tensor is too small for its Hugging Face block."""
         for name, blocks in self._map.blocks.items():
             size = self._shapes[name]
             for block in blocks:
@@ -238,7 +232,7 @@ class HFWeights:
         return {name for name, size in sizes.items() if size == prod(self._folder.shapes[name])}
 
     def _is_left_out(self, name: str) -> bool:
-        """Return whether the model may lack a tensor, because it repeats another one or is left out."""
+        """Return whether the model may lack a tensor, because it repeats another one or is skipped."""
         return name.startswith(self._left_out) or any(name == block.hf for block in self._tied)
 
 
@@ -251,39 +245,24 @@ def _are_the_same(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of any shape and dtype are equal bit for bit, and of the same dtype."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
+    # As bytes, because NaN differs from itself and 0.0 equals -0.0
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def require_finite(name: str, values: Tensor) -> None:
-    """Refuse weights that are infinite or NaN: the file is damaged, or the model never worked.
-
-    Args:
-        name: The name of the tensor, for errors.
-        values: The tensor or a part of it, of any shape and floating-point dtype.
-
-    Raises:
-        ValueError: A value is not finite.
-    """
+    """Raise ValueError for infinite weights or NaN: the file is damaged, or the model never worked."""
     if values.numel() and not torch.stack(torch.aminmax(values)).isfinite().all():  # propagates NaN, needs no memory
         raise ValueError(f"{name} has infinite or NaN values, which cannot be trained; download it again")
 
 
 def require_fits(name: str, values: Tensor, dtype: torch.dtype) -> None:
-    """Refuse values that a dtype cannot hold; infinite values may stay infinite.
-
-    Args:
-        name: The name of the tensor, for errors.
-        values: The tensor or a part of it, of any shape and its current dtype.
-        dtype: The new dtype.
-
-    Raises:
-        ValueError: A finite value would become infinite.
-    """
+    """Raise ValueError for finite values that would become infinite in ``dtype``; infinite values may stay infinite."""
     if not values.numel() or torch.finfo(values.dtype).max <= torch.finfo(dtype).max:
         return
     ends = torch.stack(torch.aminmax(values))  # needs no memory; the code below rarely runs
     if ends.to(dtype).isfinite().all():
         return
+    # 65519 rounds down to float16's largest, 65504; 65520 rounds up to infinity, so it is the conversion that decides
     lost = values.isfinite() & ~values.to(dtype).isfinite()
     if lost.any():
         largest = values[lost].abs().max().item()
