@@ -9,8 +9,7 @@
     trainer = args.trainer(devices=8)
     trainer.fit(args.model("Qwen/Qwen3-0.6B"), args.data("train.jsonl", tokenizer="Qwen/Qwen3-0.6B", seq_length=2048))
 
-The names are those of ROLL's ``mcore_adapter``, so files for it work here. Importing this package imports nothing else.
-``TrainingArguments`` imports transformers. Only the methods that make Lightning's objects import Lightning.
+The names are the same as in ROLL's ``mcore_adapter``, so its files work here.
 """
 
 import importlib
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from lightning_mcore.arguments.ray import RayArguments
     from lightning_mcore.arguments.training import Seq2SeqTrainingArguments, TrainingArguments
 
+# Each name is imported on first use: TrainingArguments imports transformers, which takes seconds. Lightning is imported
+# even later, by the methods that build its objects.
 _HOMES = {
     "DPOConfig": "dpo",
     "DistributingParallelArguments": "parallel",

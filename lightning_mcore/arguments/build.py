@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build Lightning's objects from a run's settings: strategy, precision, trainer, model and data.
 
-``TrainingArguments`` and the LLaMA-Factory command call these functions, which take plain data. In ``arguments/``, only
-this file and some of ``llamafactory/`` import Lightning.
+``TrainingArguments`` and the LLaMA-Factory command call these functions, which take plain data from ``mapping.py``. In
+``arguments/``, only this file and parts of ``llamafactory/`` import Lightning.
 
-:class:`StepCheckpoint` and :class:`StepEvaluation` save and evaluate at the same steps as transformers' Trainer, which
-does so every n steps and also after the last step: a run of 700 steps with ``save_steps=500`` leaves checkpoints of
-steps 500 and 700. Lightning alone does so only at multiples of n. It also treats an evaluation before the first step
-(``eval_on_start``) as a check of the code, and logs nothing from it. ``mapping.py`` decides which callbacks a run has.
+:class:`StepCheckpoint` and :class:`StepEvaluation` save and evaluate at the same steps as transformers' Trainer: every
+n steps, and after the last step. Lightning alone does so only at multiples of n, and it logs nothing from an evaluation
+before the first step (``eval_on_start``), which it treats as a check of the code.
 """
 
 import importlib.util
@@ -45,14 +44,10 @@ from lightning_mcore.strategy.strategy import MCoreStrategy
 
 
 class StepCheckpoint(ModelCheckpoint):
-    """A ``ModelCheckpoint`` that saves every n steps and after the last step.
+    """A ``ModelCheckpoint`` that saves every n optimizer steps and after the last step.
 
-    At the last batch of an epoch, Lightning's callback postpones a save that depends on a metric until the next
-    validation. Here the metric is the step number, which is always up to date and keeps the newest checkpoints.
-
-    Args:
-        every: Optimizer steps between two checkpoints.
-        options: Other arguments of ``ModelCheckpoint``, by name.
+    A run of 700 steps with ``save_steps=500`` leaves ``checkpoint-500.ckpt`` and ``checkpoint-700.ckpt``. ``options``
+    are other arguments of ``ModelCheckpoint``.
     """
 
     def __init__(self, every: int, options: dict[str, Any]) -> None:
@@ -60,13 +55,16 @@ class StepCheckpoint(ModelCheckpoint):
         self._every = every
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Remember the step that a run resumes from, because it is already saved."""
+        """Count the step that a run begins or resumes from as saved."""
         super().on_train_start(trainer, pl_module)
         self._last_global_step_saved = trainer.global_step
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Save after every n-th step, and after the last."""
+        # Not super(): at the last batch of an epoch, Lightning postpones a save that monitors a metric until the next
+        # validation. With save_total_limit, the metric here is the step number, which is always up to date.
         due = trainer.global_step % self._every == 0 or is_last_step(trainer)
+        # The second condition skips the other microbatches of an accumulation, which have the same step.
         if due and not self._should_skip_saving_checkpoint(trainer):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
@@ -75,23 +73,19 @@ class StepEvaluation(Callback):
     """Evaluates after the last step of a run, and logs the metrics of an evaluation before the first one."""
 
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log the metrics at step 0."""
+        """Log the metrics at step 0; Lightning would drop them."""
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=0)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """Ask the run to stop after the last step, so that Lightning validates."""
+        """Stop the run after its last step, because Lightning validates before it stops."""
         if is_last_step(trainer):
             trainer.should_stop = True
 
 
 def is_last_step(trainer: pl.Trainer) -> bool:
-    """Return whether a run has taken all its optimizer steps; False if their number is unknown.
-
-    Args:
-        trainer: The trainer, while it trains.
-    """
+    """Return whether a run has taken all its optimizer steps; False for a run without an end."""
     return trainer.global_step >= trainer.estimated_stepping_batches
 
 
@@ -107,14 +101,10 @@ _SPEAKERS = ("lightning_mcore", "lightning.pytorch", "transformers")
 
 
 def make_strategy(settings: Mapping[str, Any]) -> MCoreStrategy:
-    """Build the strategy.
+    """Build the strategy from ``RunSettings.strategy``, with configs as dicts and ``timeout`` in seconds.
 
-    Args:
-        settings: ``RunSettings.strategy``, with configs as dicts and ``timeout`` in seconds.
-
-    Raises:
-        ModuleNotFoundError: An option needs TransformerEngine.
-        ValueError: Settings contradict each other.
+    Raises ModuleNotFoundError if an option needs TransformerEngine, and ValueError for settings that contradict each
+    other.
     """
     values = dict(settings)
     _check_optimizer(values)
@@ -133,7 +123,7 @@ def _made(kind: Any, given: Mapping[str, Any]) -> Any:
 
 
 def _check_optimizer(settings: Mapping[str, Any]) -> None:
-    """Refuse optimizer options that Megatron's config would refuse later with its own message."""
+    """Raise early for optimizer options that Megatron's config would reject later, with its own message."""
     config, ddp_config = settings.get("optimizer_config"), settings.get("ddp_config")
     if not isinstance(config, Mapping):
         return
@@ -144,6 +134,8 @@ def _check_optimizer(settings: Mapping[str, Any]) -> None:
         raise ValueError(sentence)
     aware = config.get("use_precision_aware_optimizer")
     if aware and importlib.util.find_spec("transformer_engine") is None:
+        # mapping.py sets the precision-aware optimizer together with the offload, so blame the option that the user
+        # set.
         name = "optimizer_cpu_offload" if config.get("optimizer_cpu_offload") else "use_precision_aware_optimizer"
         raise ModuleNotFoundError(
             f"{name}=True needs TransformerEngine, whose optimizer Megatron's offload uses, and it is not installed; "
@@ -152,27 +144,17 @@ def _check_optimizer(settings: Mapping[str, Any]) -> None:
 
 
 def make_precision(settings: Mapping[str, Any]) -> MCorePrecision:
-    """Build the precision plugin.
-
-    Args:
-        settings: ``RunSettings.precision``.
-    """
+    """Build the precision plugin from ``RunSettings.precision``."""
     return MCorePrecision(**settings)
 
 
 def make_model(
     settings: Mapping[str, Any], transformer: Mapping[str, Any], kind: type[MCoreGPT] = MCoreGPT
 ) -> MCoreGPT:
-    """Build the model from a Hugging Face model; with ``preference`` an ``MCorePreference``.
+    """Build the model at ``settings["path"]``; with ``preference``, an ``MCorePreference``.
 
-    Args:
-        settings: ``RunSettings.model``, with ``path``.
-        transformer: More fields of ``TransformerConfig``; the settings override them.
-        kind: The class of the model.
-
-    Raises:
-        FileNotFoundError: There is no such model.
-        ValueError: It is not supported, or a field does not fit it.
+    ``settings`` is ``RunSettings.model``; its ``transformer`` fields override the given ones. The errors are those of
+    ``MCoreGPT.from_pretrained``.
     """
     if "preference" in settings:
         kind = MCorePreference
@@ -180,12 +162,7 @@ def make_model(
 
 
 def make_data(settings: Mapping[str, Any], kind: type[MCoreFinetuningData]) -> MCoreFinetuningData:
-    """Build the data module.
-
-    Args:
-        settings: ``RunSettings.data``, with files and tokenizer.
-        kind: The class of the data module.
-    """
+    """Build the data module from ``RunSettings.data``, with files and tokenizer."""
     _check_names(f"argument of {kind.__name__}", settings, kind)
     return kind(**settings)
 
@@ -193,21 +170,16 @@ def make_data(settings: Mapping[str, Any], kind: type[MCoreFinetuningData]) -> M
 def make_trainer(arguments: Any, settings: RunSettings, overrides: Mapping[str, Any]) -> pl.Trainer:
     """Seed everything, and build the trainer.
 
-    Args:
-        arguments: ``TrainingArguments``.
-        settings: The run that the arguments describe.
-        overrides: Arguments of ``Trainer`` that replace those of the run; ``callbacks`` and ``plugins`` are added
-            instead. In a worker of Ray, devices and ranks come from Ray.
-
-    Raises:
-        ModuleNotFoundError: A logger of ``report_to`` is not installed.
-        TypeError: ``Trainer`` has no such argument.
+    ``overrides`` replace arguments of ``Trainer``, except ``callbacks`` and ``plugins``, which are added. Raises
+    TypeError for an unknown argument, and ModuleNotFoundError for a logger that is not installed.
     """
     _check_names("argument of Trainer", overrides, pl.Trainer)
+    # In a Ray worker, devices and ranks come from Ray.
     if ON_RAY in os.environ:
         from lightning_mcore.strategy.ray import worker_arguments
 
         overrides = worker_arguments(overrides)
+    # Before the strategy and the model draw anything.
     seed_everything(arguments)
     _set_process(arguments)
     values: dict[str, Any] = dict(settings.trainer)
@@ -219,6 +191,7 @@ def make_trainer(arguments: Any, settings: RunSettings, overrides: Mapping[str, 
     if "precision" not in overrides and not any(isinstance(plugin, Precision) for plugin in plugins):
         plugins.append(make_precision(settings.precision))
     callbacks = [*make_callbacks(arguments), *_as_list(overrides.get("callbacks"))]
+    # Lightning's learning-rate monitor raises in a trainer without a logger.
     if not {**values, **overrides}["logger"]:
         callbacks = [callback for callback in callbacks if not isinstance(callback, LearningRateMonitor)]
     return pl.Trainer(**{**values, **overrides, "plugins": plugins, "callbacks": callbacks})
@@ -231,11 +204,7 @@ def _as_list(given: Any) -> list[Any]:
 
 
 def make_callbacks(arguments: Any) -> list[Callback]:
-    """Build the callbacks that arguments ask for.
-
-    Args:
-        arguments: ``TrainingArguments``.
-    """
+    """Build the callbacks that ``TrainingArguments`` asks for."""
     made = []
     for name, values in callback_settings(arguments).items():
         kind: Any = _OWN_CALLBACKS.get(name) or getattr(lightning_callbacks, name)
@@ -244,14 +213,7 @@ def make_callbacks(arguments: Any) -> list[Callback]:
 
 
 def make_loggers(arguments: Any) -> list[Logger]:
-    """Build the loggers of ``report_to``.
-
-    Args:
-        arguments: ``TrainingArguments``.
-
-    Raises:
-        ModuleNotFoundError: The package of a logger is not installed.
-    """
+    """Build the loggers of ``report_to``; ModuleNotFoundError if the package of one is not installed."""
     made = []
     for name, values in logger_settings(arguments).items():
         try:
@@ -265,16 +227,12 @@ def make_loggers(arguments: Any) -> list[Logger]:
 
 
 def seed_everything(arguments: Any) -> None:
-    """Seed all random number generators, including those of loader workers.
-
-    Args:
-        arguments: ``TrainingArguments``.
-    """
+    """Seed all random number generators, including those of loader workers."""
     pl.seed_everything(arguments.seed, workers=True, verbose=False)
 
 
 def _set_process(arguments: Any) -> None:
-    """Set the options of the process rather than the trainer: TF32 and the log level."""
+    """Set the options that belong to the process rather than the trainer: TF32 and the log level."""
     if arguments.tf32 is not None:
         torch.set_float32_matmul_precision("high" if arguments.tf32 else "highest")
     if arguments.log_level != "passive":

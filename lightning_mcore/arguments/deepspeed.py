@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What DeepSpeed's config means here: its ZeRO stage becomes Megatron's distributed optimizer.
 
-Only the ZeRO stage is used. Megatron's sharded optimizer, ``use_distributed_optimizer``, takes the place of stages 1
-and 2; instead of stage 3, the parallel sizes split weights that do not fit. Megatron sets buckets and similar details
-itself. Settings that would change the run (offloading, a second optimizer, other batch sizes) are refused.
+Only the ZeRO stage is used. ``use_distributed_optimizer`` replaces stages 1 and 2; instead of stage 3, the parallel
+sizes split weights that do not fit. Megatron chooses bucket sizes and similar details itself. Settings that would
+change the run (offloading, a second optimizer, other batch sizes) raise.
 
-``TrainingArguments`` and LLaMA-Factory's files read ``deepspeed`` here.
+``TrainingArguments`` and LLaMA-Factory's files read their ``deepspeed`` here.
 """
 
 import json
@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-_SAME = {  # values that DeepSpeed's config may repeat, with their defaults in a training file
+_SAME = {  # keys of DeepSpeed's config that may repeat a training argument, with that argument's name and default
     "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", 8),
     "gradient_accumulation_steps": ("gradient_accumulation_steps", 1),
     "gradient_clipping": ("max_grad_norm", 1.0),
@@ -29,16 +29,12 @@ _STAGES = {
 
 
 def name_of(given: str | dict[str, Any]) -> str:
-    """Return the path of a config, or a sign for a dict.
-
-    Args:
-        given: DeepSpeed's config, as a dict or as the path of its file.
-    """
+    """Return the path of a config, or ``{...}`` for a dict."""
     return given if isinstance(given, str) else "{...}"
 
 
 def _read(given: str | dict[str, Any]) -> dict[str, Any]:
-    """Return DeepSpeed's config, given as a dict or as the path of its file."""
+    """Return DeepSpeed's config as a dict; FileNotFoundError or ValueError if its file cannot be read."""
     if not isinstance(given, str):
         return given
     if not os.path.isfile(given):
@@ -63,31 +59,23 @@ def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _stage_of(config: Mapping[str, Any], name: str) -> int:
     stage = _part(config, "zero_optimization").get("stage", 0)
+    # True would be stage 1, because Python has ``True == 1``.
     if stage not in _STAGES or isinstance(stage, bool):
         raise ValueError(f"deepspeed: {name} has stage {stage!r} of zero_optimization; choose 0, 1, 2 or 3")
     return int(stage)
 
 
 def note_of_deepspeed(given: str | dict[str, Any]) -> str:
-    """Return what a config becomes, as a line.
-
-    Args:
-        given: DeepSpeed's config, as a dict or as the path of its file.
-    """
+    """Return a line that says what a config becomes."""
     stage = _stage_of(_read(given), name_of(given))
     return f"deepspeed: {name_of(given)} (ZeRO stage {stage}) becomes {_STAGES[stage]}"
 
 
 def zero_stage(given: str | dict[str, Any], values: Mapping[str, Any]) -> int:
-    """Return the ZeRO stage, and refuse other settings that differ from those of the run.
+    """Return the ZeRO stage; raise for other settings that contradict the run's arguments, ``values``.
 
-    Args:
-        given: DeepSpeed's config, as a dict or as the path of its file.
-        values: The training and Megatron arguments of the run, by name.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        ValueError: The config asks for something unsupported, or contradicts the run.
+    Raises FileNotFoundError if the file does not exist, and ValueError if the config contradicts the run or asks for
+    something that is not supported.
     """
     config, name = _read(given), name_of(given)
     zero = _part(config, "zero_optimization")
@@ -100,6 +88,7 @@ def zero_stage(given: str | dict[str, Any], values: Mapping[str, Any]) -> int:
         if _part(zero, key).get("device", "none") not in (None, "none"):
             raise ValueError(f"deepspeed: {name} asks for {key}; {next_step}")
     tensor = _part(config, "tensor_parallel").get("autotp_size", 0)
+    # AutoTP is DeepSpeed's tensor parallelism.
     if tensor not in (0, 1):
         raise ValueError(
             f"deepspeed: {name} has autotp_size {tensor}; leave it out, and set tensor_model_parallel_size: {tensor}"
@@ -110,6 +99,7 @@ def zero_stage(given: str | dict[str, Any], values: Mapping[str, Any]) -> int:
                 f"deepspeed: {name} has {'an' if key == 'optimizer' else 'a'} {key} of its own; leave it out there, and"
                 " set learning_rate, optim and lr_scheduler_type in the training file"
             )
+    # Each key maps to the value in DeepSpeed's config and the value in the training file; "auto" takes the latter.
     said: dict[str, tuple[Any, Any]] = {
         key: (config.get(key), values.get(own, default)) for key, (own, default) in _SAME.items()
     }

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read settings as dicts from YAML or JSON files, and from the ``key=value`` words after a file on the command line.
 
-Argument files (``parse.py``) and LLaMA-Factory files are both read here, so the same rules apply to both. Numbers
-follow YAML 1.2, as in LightningCLI, so ``3e-6`` is a number and not text. A repeated key is refused. A later
-``key=value`` replaces an earlier one, and ``a.b=1`` sets a key of a dict. This file imports neither torch nor
-megatron-core.
+Argument files (``parse.py``) and LLaMA-Factory files are read here, so the same rules apply to both. Numbers follow
+YAML 1.2, as in LightningCLI, so ``3e-6`` is a number and not text. A repeated key raises. A later ``key=value``
+replaces an earlier one, and ``a.b=1`` sets a key inside a dict. This file imports neither torch nor megatron-core.
 """
 
 import json
@@ -14,33 +13,23 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+# PyYAML follows YAML 1.1, where a number with an exponent needs a point and a sign: 3e-6 would be text.
 _FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$")
 
 
 def read_file(path: str | None, what: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the keys and values of a file, with the overrides applied.
+    """Return a file's keys and values, with the overrides (texts ``key=value``) applied.
 
-    Args:
-        path: A ``.yaml``, ``.yml`` or ``.json`` file; None for the overrides alone.
-        what: What errors call such a file, for example ``"a file of arguments"``.
-        overrides: Texts ``key=value``; values are YAML.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: The file does not hold keys and values, or an override is not ``key=value``.
+    Without a path, there are only the overrides. ``what`` names such a file in errors, for example ``"a file of
+    arguments"``. Raises FileNotFoundError, and ValueError if the file does not hold keys and values.
     """
     return overridden({} if path is None else _read_keys(path, what), overrides)
 
 
 def overridden(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return keys with their values after changes to them; the given dict stays as it is.
+    """Return a copy of ``values`` with the overrides applied; ValueError if one is not ``key=value``.
 
-    Args:
-        values: The keys with their values.
-        overrides: Texts ``key=value``; values are YAML.
-
-    Raises:
-        ValueError: An override is not ``key=value``.
+    ``["a.b=1", "c=3e-6"]`` turns ``{"a": {"x": 0}}`` into ``{"a": {"x": 0, "b": 1}, "c": 3e-06}``.
     """
     values = dict(values)
     for override in overrides:
@@ -66,17 +55,14 @@ def _read_keys(path: str, what: str) -> dict[str, Any]:
 def _put(values: dict[str, Any], keys: list[str], value: Any) -> None:
     for key in keys[:-1]:
         inner = values.get(key)
+        # Copy each dict on the way, so that the given one stays unchanged; a value that is not a dict is replaced.
         values[key] = dict(inner) if isinstance(inner, dict) else {}
         values = values[key]
     values[keys[-1]] = value
 
 
 def read_text(path: str | Path) -> str:
-    """Return the content of a file.
-
-    Raises:
-        ValueError: The file is not UTF-8 text.
-    """
+    """Return a file's content; ValueError if it is not UTF-8."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -84,14 +70,9 @@ def read_text(path: str | Path) -> str:
 
 
 def read_json(text: str, name: str) -> Any:
-    """Parse JSON text.
+    """Parse JSON text; ValueError if it is not JSON, is nested too deeply, or has a number that is too long.
 
-    Args:
-        text: The text.
-        name: The name of the text in errors.
-
-    Raises:
-        ValueError: The text is not JSON, is nested too deeply, or has a number that is too long.
+    ``name`` stands for the text in errors.
     """
     try:
         return json.loads(text)
@@ -102,14 +83,9 @@ def read_json(text: str, name: str) -> Any:
 
 
 def read_yaml(text: str, name: str) -> Any:
-    """Parse YAML text.
+    """Parse YAML text; ValueError if it is not YAML, or if a mapping has a key twice.
 
-    Args:
-        text: The text.
-        name: The name of the text in errors.
-
-    Raises:
-        ValueError: The text is not YAML, or a mapping has a key twice.
+    ``name`` stands for the text in errors.
     """
     import yaml
 
@@ -125,14 +101,14 @@ def read_yaml(text: str, name: str) -> Any:
 
 @cache
 def _loader() -> Any:
-    """Return the class of a safe YAML loader that reads ``3e-6`` as a number and refuses repeated keys."""
+    """Return a safe YAML loader class that reads ``3e-6`` as a number and rejects repeated keys."""
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
         """Reads the numbers of YAML 1.2."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            """Return a mapping; refuse repeated keys."""
+            """Return a mapping; raise for repeated keys, of which PyYAML would keep the last."""
             seen = set()
             for key, _ in node.value:
                 if str(key.value) in seen:
@@ -143,6 +119,8 @@ def _loader() -> Any:
             found: dict[Any, Any] = super().construct_mapping(node, deep)
             return found
 
+    # PyYAML finds a scalar's type by its first character. Copy the table, which all loaders share, and put our pattern
+    # in place of the one for floats, after the pattern for integers.
     resolvers = {first: list(found) for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()}
     Loader.yaml_implicit_resolvers = resolvers
     for first in "-+0123456789.":

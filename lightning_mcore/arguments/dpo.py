@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``DPOConfig``: the settings of a loss over pairs of answers, with ROLL's names."""
+"""``DPOConfig``: the settings of a loss over pairs of answers, with ROLL's names.
+
+``config/preference.py`` has the settings that this class translates to, and their checks.
+"""
 
 import dataclasses
 from typing import Any, Literal
@@ -12,11 +15,11 @@ from lightning_mcore.config.preference import Preference
 class DPOConfig:
     """How a model learns from pairs of answers; :meth:`model_settings` returns them for ``TrainingArguments.model``.
 
-    The reference is the model as it is when training begins. ``Preference``, which ``TrainingArguments.model`` takes
-    too, has more losses, and can use another model as the reference.
+    The reference is the model as it is when training begins. ``Preference``, which ``TrainingArguments.model`` also
+    accepts, has more losses and can use another model as the reference.
 
     Args:
-        beta: How strongly the loss holds the model to the reference; for ORPO the weight of the odds ratio.
+        beta: How strongly the loss keeps the model close to the reference; for ORPO, the weight of the odds ratio.
         pref_loss: ``sigmoid`` for DPO, or ``orpo``.
         label_smoothing: Probability that a pair has the wrong order, 0 to 0.5; only for ``sigmoid``.
 
@@ -37,8 +40,9 @@ class DPOConfig:
                 f"label_smoothing={self.label_smoothing} has no meaning for pref_loss='orpo'; leave it out, or choose"
                 " 'sigmoid'"
             )
+        # Preference checks the other values.
         self.model_settings()
 
     def model_settings(self) -> dict[str, Any]:
-        """Return arguments of ``TrainingArguments.model``."""
+        """Return arguments for ``TrainingArguments.model``."""
         return {"preference": Preference(self.pref_loss, beta=self.beta, label_smoothing=self.label_smoothing)}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of the argument classes: declare a field, and check that its value has its type.
+"""Declare a field of an argument class, and check that its value has its type.
 
-transformers' ``HfArgumentParser`` checks types and choices on the command line only; it stores the values of a file or
-a dict unchecked. :func:`check_types` runs when an object is made, so that a wrong value is refused wherever it comes
-from. The error names the field, the value and what is allowed. Nothing is converted.
+transformers' ``HfArgumentParser`` checks types and choices only on the command line. It stores the values of a file or
+a dict unchecked. :func:`check_types` therefore runs in ``__post_init__``, so that a wrong value raises wherever it
+comes from. The error names the field, the value and what is allowed. Nothing is converted.
 """
 
 import dataclasses
@@ -16,38 +16,27 @@ from lightning_mcore.arguments.documents import read_yaml
 
 
 def option(help: str, default: Any = None) -> Any:
-    """Declare a field with its help text and its default.
-
-    Args:
-        help: The help text on the command line.
-        default: The default of the field.
-    """
+    """Declare a field with its help text on the command line."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
 def flag(help: str, default: bool | None = None) -> Any:
     """Declare a yes-or-no field; on the command line the name alone means yes, whatever the default.
 
-    Args:
-        help: The help text on the command line.
-        default: The default of the field; None keeps the value of the checkpoint, or Megatron's default.
+    None as the default keeps the checkpoint's value, or Megatron's default.
     """
     metadata: dict[str, Any] = {"help": help}
+    # HfArgumentParser adds these two only to fields of type bool, not to ``bool | None``.
     if default is None:
         metadata |= {"nargs": "?", "const": True}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def check_types(arguments: Any, may_be_none: Collection[str] = ()) -> None:
-    """Refuse values that do not have the type of their field.
+    """Check every value of a dataclass against the type of its field.
 
-    Args:
-        arguments: A dataclass.
-        may_be_none: Fields that may be None although their type does not allow it.
-
-    Raises:
-        TypeError: A value does not have the type of its field.
-        ValueError: A value is not one of the choices of its field.
+    Raises TypeError for a wrong type, and ValueError for a value that is not one of the choices. ``may_be_none`` names
+    fields that may be None although their type does not allow it.
     """
     hints = get_type_hints(type(arguments))
     for field in dataclasses.fields(arguments):
@@ -60,29 +49,16 @@ _SECRETS = ("token", "api_key", "secret", "webhook_url")
 
 
 def shown(name: str, value: Any) -> str:
-    """Return a value for an error; that of an option that holds a secret stays hidden.
-
-    Args:
-        name: The name of the option.
-        value: Its value.
-    """
+    """Return a value as errors show it; a secret, such as ``hub_token``, becomes ``...``."""
     return "..." if name.endswith(_SECRETS) and value else repr(value)
 
 
 def check_type(name: str, value: Any, hint: Any) -> None:
-    """Refuse a value that does not have the given type.
-
-    Args:
-        name: The name of the option.
-        value: What was given.
-        hint: A type, as ``typing.get_type_hints`` returns it.
-
-    Raises:
-        TypeError: The value has another type.
-        ValueError: The value is not one of the choices.
-    """
+    """Check one value against a type from ``typing.get_type_hints``; the errors of :func:`check_types`."""
     if _fits(value, hint):
         return
+    # ``Literal["a"] | None`` has the choices "a" and None; ``int | None`` has only None, so its error is about the
+    # type.
     choices = _choices(hint)
     if any(choice is not None for choice in choices):
         written = " (YAML reads an unquoted no as False)" if value is False and "no" in choices else ""
@@ -96,18 +72,10 @@ _YES, _NO = ("1", "t", "true", "y", "yes"), ("0", "f", "false", "n", "no")
 
 
 def take_words(name: str, words: list[str], hint: Any) -> Any:
-    """Take the value of an option from the words of a command line, as transformers' ``HfArgumentParser`` does.
+    """Take an option's value from the words after it, as transformers' ``HfArgumentParser`` does, and remove its words.
 
-    A yes-or-no option may stand alone, which means yes. Text stays text where the type allows it; other values are
-    YAML, so ``1e-5`` is a number and ``{"a": 1}`` a dict.
-
-    Args:
-        name: The name of the option, for errors.
-        words: The words after it; those that belong to it are removed.
-        hint: The type of the option, as ``typing.get_type_hints`` returns it.
-
-    Raises:
-        ValueError: There is no value, and the option needs one; or the value is not YAML.
+    A yes-or-no option may stand alone, which means yes. Text stays text where the type allows it. Other values are
+    YAML, so ``1e-5`` is a number and ``{"a": 1}`` a dict. Raises ValueError if a value is missing or is not YAML.
     """
     try:
         return _taken(words, hint)
@@ -117,6 +85,8 @@ def take_words(name: str, words: list[str], hint: Any) -> Any:
 
 def _taken(words: list[str], hint: Any) -> Any:
     """Return the value that words begin with, and remove its words."""
+    # A value ends at the next option. For ``list[str]``, ["a", "b", "--seed", "1"] gives ["a", "b"] and leaves the last
+    # two.
     end = next((number for number, word in enumerate(words) if word.startswith("--")), len(words))
     is_flag, is_list = _fits(True, hint), hint is not Any and _fits([""], hint)
     count = end if is_list else min(end, 1)
@@ -137,6 +107,7 @@ def _means(word: str) -> bool:
 def _value_of(word: str, hint: Any) -> Any:
     if hint is Any:
         return read_yaml(word, word)
+    # Choices come before yes and no: "no" is a choice of ``save_strategy``, and not False.
     if word in _choices(hint):
         return word
     if _fits(True, hint) and _means(word):
@@ -159,6 +130,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin in (Union, types.UnionType):
         return any(_fits(value, argument) for argument in _alternatives(hint))
     if origin is Literal:
+        # Python has ``1 == True``, so equal values must also have equal types.
         return any(value is choice or (value == choice and type(value) is type(choice)) for choice in arguments)
     if hint is Any:
         return True
@@ -171,19 +143,20 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is dict or hint is dict:
         return isinstance(value, Mapping)
     if hint in (int, float):
+        # An int is a float, as in type checkers; a bool is not a number.
         return isinstance(value, int | float if hint is float else int) and not isinstance(value, bool)
     return not isinstance(hint, type) or isinstance(value, hint)
 
 
 def _alternatives(union: Any) -> list[Any]:
-    """Return the types of a union; transformers writes ``Enum | str`` for "a member or its name"."""
+    """Return the types of a union, without the ``str`` of transformers' ``Enum | str`` ("a member or its name")."""
     found = list(get_args(union))
     has_choices = any(isinstance(item, type) and issubclass(item, enum.Enum) for item in found)
     return [item for item in found if not (has_choices and item is str)]
 
 
 def _choices(hint: Any) -> list[Any]:
-    """Return the choices of a ``Literal`` or enumeration; an empty list for other types."""
+    """Return the choices of a ``Literal`` or an enumeration; an empty list for other types."""
     if get_origin(hint) in (Union, types.UnionType):
         return [choice for argument in _alternatives(hint) for choice in _choices(argument)]
     if get_origin(hint) is Literal:

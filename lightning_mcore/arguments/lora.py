@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``LoraArguments``: the settings of adapters, with ROLL's names."""
+"""``LoraArguments``: the settings of adapters, with ROLL's names.
+
+``config/lora.py`` has the settings that this class translates to, and their checks.
+"""
 
 import dataclasses
 from typing import Any
@@ -13,17 +16,17 @@ _OF_PATTERNS = "*$|("  # a target that contains one of these is a regular expres
 
 @dataclasses.dataclass
 class LoraArguments:
-    """Which adapters to train; :meth:`model_settings` returns arguments of ``TrainingArguments.model``.
+    """Which adapters to train; :meth:`model_settings` returns arguments for ``TrainingArguments.model``.
 
     Args:
-        lora_target: Endings of names of projections, separated by commas; ``all`` or ``all-linear``; a regular
-            expression that matches whole names; None for no adapters.
+        lora_target: Endings of projection names, separated by commas; ``all`` or ``all-linear``; a regular expression
+            that matches whole names; None for no adapters.
         lora_rank: Rank of the adapters.
         lora_alpha: The scale of the adapters is this divided by the rank; None for twice the rank.
         lora_dropout: Dropout probability before the adapters.
         additional_target: Endings of names of modules that are trained in full, separated by commas.
         adapter_name_or_path: PEFT folder of an adapter to train further, with the settings in that folder.
-        autocast_adapter_dtype: Has no effect: the precision of the run decides the dtype of adapters, and the optimizer
+        autocast_adapter_dtype: Has no effect: the run's precision decides the dtype of adapters, and the optimizer
             keeps fp32 copies of 16-bit weights.
 
     Raises:
@@ -47,16 +50,18 @@ class LoraArguments:
                 f"lora_target={self.lora_target!r} contradicts adapter_name_or_path={self.adapter_name_or_path!r},"
                 " whose adapter_config.json has the settings; leave one of them out"
             )
+        # LoRA checks the other values; its errors then name lora_rank instead of r.
         with in_words_of_the_file():
             self.model_settings()
 
     def model_settings(self) -> dict[str, Any]:
-        """Return arguments of ``TrainingArguments.model``: ``lora``, or an empty dict without adapters."""
+        """Return arguments for ``TrainingArguments.model``: ``lora``, or an empty dict without adapters."""
         if self.adapter_name_or_path is not None:
             return {"lora": self.adapter_name_or_path}
         target: Any = self.lora_target
         if target is None:
             return {}
+        # "q_proj,v_proj" becomes a list of endings; ".*layers\\.0\\..*" stays text, which LoRA reads as a pattern.
         if target in ("all", "all-linear"):
             target = "all-linear"
         elif not any(character in target for character in _OF_PATTERNS):

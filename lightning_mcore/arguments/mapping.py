@@ -2,9 +2,11 @@
 """Translate the fields of ``TrainingArguments`` into a run as plain data, a ``RunSettings``.
 
 :data:`LANDINGS` lists the fields that keep their value; the functions below it handle the others. Callbacks and loggers
-are plain data too: names of classes with their arguments, from which ``build.py`` makes the objects. Checkpoints are
-named ``checkpoint-<step>.ckpt`` in ``output_dir``, as in transformers except for Lightning's suffix. No slow module is
-imported, so ``lightning-mcore plan`` can use this file.
+are class names with arguments, from which ``build.py`` makes the objects. No slow module is imported, so
+``lightning-mcore plan`` can read arguments without Lightning or Megatron.
+
+For example, ``ddp_bucket_size=40_000_000`` becomes ``settings.strategy["ddp_config"]["bucket_size"]``, and
+``eval_steps=50`` with ``gradient_accumulation_steps=4`` becomes ``val_check_interval=200``, counted in batches.
 """
 
 import json
@@ -75,12 +77,14 @@ LANDINGS: Mapping[str, str] = {
     "dataloader_num_workers": "data.num_workers",
     "sequence_packing": "data.packing",
 }
-"""Fields that keep their value, and their places in ``RunSettings``; fields that are None are left out."""
+"""Fields that keep their value, and their places in ``RunSettings``; fields that are None are skipped."""
 
 _NEVER = 10**9  # epochs
+# Fields of additional_configs that do not go to TransformerConfig: arguments of MCoreStrategy, and fields of
+# CommunicationOptions.
 _EXTRA_OF_STRATEGY = ("microbatch_group_size_per_vp_stage", "tp_comm_overlap")
 _EXTRA_OF_COMMUNICATION = ("batch_p2p_comm", "overlap_p2p_comm_warmup_flush", "deallocate_pipeline_outputs")
-_EXPERTS_IN_CONFIGS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS_IN_CONFIGS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in Hugging Face configs
 
 
 def run_settings(
@@ -98,6 +102,7 @@ def run_settings(
     parts: dict[str, dict[str, Any]] = {part: {} for part in ("strategy", "precision", "model", "trainer", "data")}
     for name, place in LANDINGS.items():
         _put(parts, place, getattr(arguments, name))
+    # Now the fields that change their value or depend on others; each function adds to what LANDINGS has put.
     parts["strategy"] |= _strategy(arguments, parts["strategy"].pop("ddp_config", {}))
     parts["precision"] |= _precision(arguments)
     transformer = {**parts["model"].pop("transformer", {}), **_transformer(arguments)}
@@ -111,10 +116,12 @@ def run_settings(
     parts["trainer"] |= {k: v for k, v in (("devices", devices), ("num_nodes", num_nodes)) if v is not None}
     parts["data"] |= _data(arguments)
     settings = RunSettings(parts["strategy"], parts["precision"], parts["model"], parts["trainer"], parts["data"])
+    # Last, because it must see every switch.
     return without_gpu_switches(settings) if (arguments.use_cpu if on_cpu is None else on_cpu) else settings
 
 
 def _put(parts: dict[str, dict[str, Any]], place: str, value: Any) -> None:
+    """Set a value at a dotted place: "strategy.timeout" sets ``parts["strategy"]["timeout"]``."""
     if value is None:
         return
     part, *path = place.split(".")
@@ -165,6 +172,7 @@ def _transformer(arguments: Any) -> dict[str, Any]:
     values = {name: value for name, value in arguments.extra_fields.items() if name not in elsewhere}
     values |= _recompute(arguments)
     if arguments.mtp_num_layers is not None:
+        # TransformerConfig writes None for "no such layers", and mcore_adapter 0.
         values["mtp_num_layers"] = arguments.mtp_num_layers or None
     return values
 
@@ -177,6 +185,7 @@ def _recompute(arguments: Any) -> dict[str, Any]:
             "recompute_method": arguments.recompute_method or "uniform",
             "recompute_num_layers": arguments.recompute_num_layers or 1,
         }
+    # None of the options is set: keep the checkpoint's.
     if kind is None and not arguments.moe_layer_recompute:
         return {}
     given = arguments.recompute_modules
@@ -198,13 +207,15 @@ def _trainer(arguments: Any) -> dict[str, Any]:
     steps = arguments.max_steps
     values: dict[str, Any] = {
         "accelerator": "cpu" if arguments.use_cpu else "auto",
+        # With max_steps, data is repeated until the run has taken them, as in transformers.
         "max_epochs": -1 if steps > 0 else int(arguments.num_train_epochs),
         "max_steps": steps,
         "enable_progress_bar": not arguments.disable_tqdm,
         "enable_checkpointing": text_of(arguments.save_strategy) != "no" or bool(arguments.enable_jit_checkpoint),
-        "num_sanity_val_steps": -1 if arguments.eval_on_start else 0,
+        "num_sanity_val_steps": -1 if arguments.eval_on_start else 0,  # -1 for all batches
         **_validation(arguments),
     }
+    # transformers' 0 means no clipping, for which Lightning has None.
     if arguments.max_grad_norm > 0:
         values["gradient_clip_val"] = arguments.max_grad_norm
     if text_of(arguments.logging_strategy) == "steps":
@@ -226,11 +237,9 @@ def _validation(arguments: Any) -> dict[str, Any]:
 
 
 def steps_of(arguments: Any, steps: float) -> int:
-    """Return a number of optimizer steps.
+    """Return a number of optimizer steps, from a number or a share of ``max_steps`` below 1.
 
-    Args:
-        arguments: ``TrainingArguments``.
-        steps: The number, or a share of ``max_steps`` below 1.
+    With ``max_steps=1001``, 0.1 becomes 101: transformers also rounds up.
     """
     return int(steps) if steps >= 1 else math.ceil(arguments.max_steps * steps)
 
@@ -238,6 +247,7 @@ def steps_of(arguments: Any, steps: float) -> int:
 def _data(arguments: Any) -> dict[str, Any]:
     return {
         "seed": arguments.seed if arguments.data_seed is None else arguments.data_seed,
+        # Pipeline stages exchange tensors of one fixed shape, unless variable_seq_lengths is set.
         "pad_to_seq_length": not (arguments.sequence_packing or arguments.allow_variable_seq_lengths()),
     }
 
@@ -251,20 +261,18 @@ def _has_experts(model_path: str) -> bool:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         return False  # opening the model reports the fault
+    # A vision-language model has its language model's fields in text_config.
     parts = (config, config.get("text_config")) if isinstance(config, dict) else ()
     counts = [part.get(name) for part in parts if isinstance(part, dict) for name in _EXPERTS_IN_CONFIGS]
     return any(isinstance(count, int | float) and count > 1 for count in counts)
 
 
 def callback_settings(arguments: Any) -> dict[str, dict[str, Any]]:
-    """Return the arguments of each callback by the name of its class, in the order in which Trainer gets them.
-
-    Args:
-        arguments: ``TrainingArguments``.
-    """
+    """Return the arguments of each callback by class name, in the order in which Trainer gets them."""
     callbacks: dict[str, dict[str, Any]] = {}
     if text_of(arguments.save_strategy) == "steps":
         every = steps_of(arguments, arguments.save_steps)
+        # Only saving by steps has a last step that Lightning's own callback would miss.
         callbacks["StepCheckpoint"] = {"every": every, "options": _model_checkpoint(arguments)}
     elif text_of(arguments.save_strategy) != "no":
         callbacks["ModelCheckpoint"] = _model_checkpoint(arguments)
@@ -283,6 +291,7 @@ def _model_checkpoint(arguments: Any) -> dict[str, Any]:
     strategy, limit = text_of(arguments.save_strategy), arguments.save_total_limit
     values: dict[str, Any] = {
         "dirpath": arguments.output_dir,
+        # The name that transformers gives, plus Lightning's suffix: checkpoint-500.ckpt.
         "filename": "checkpoint-{step}",
         "auto_insert_metric_name": False,
         "save_weights_only": arguments.save_only_model,
@@ -293,7 +302,7 @@ def _model_checkpoint(arguments: Any) -> dict[str, Any]:
         mode = "max" if arguments.greater_is_better else "min"
         return {**values, "monitor": metric, "mode": mode, "save_top_k": limit or 1}
     kept: dict[str, Any] = {"save_top_k": -1}
-    if limit is not None:  # keep the newest: those with the greatest step
+    if limit is not None:  # keep the newest, which have the greatest steps
         kept = {"monitor": "step", "mode": "max", "save_top_k": limit}
     if strategy == "epoch":
         kept |= {"every_n_epochs": 1, "save_on_train_epoch_end": True}
@@ -301,11 +310,7 @@ def _model_checkpoint(arguments: Any) -> dict[str, Any]:
 
 
 def logger_settings(arguments: Any) -> dict[str, dict[str, Any]]:
-    """Return the arguments of each logger by its name in ``report_to``; an empty dict without loggers.
-
-    Args:
-        arguments: ``TrainingArguments``.
-    """
+    """Return the arguments of each logger by its name in ``report_to``."""
     if text_of(arguments.logging_strategy) == "no":
         return {}
     folder, name = arguments.output_dir, arguments.run_name
@@ -313,21 +318,14 @@ def logger_settings(arguments: Any) -> dict[str, dict[str, Any]]:
         "tensorboard": {"save_dir": folder, "name": name or "runs"},
         "csv": {"save_dir": folder, "name": name or "logs"},
         "mlflow": {"run_name": name, "save_dir": os.path.join(folder, "mlruns")},
-        # as in transformers' Trainer: the environment may name the project; this is the default
+        # As in transformers' Trainer, WANDB_PROJECT may name the project, and this is the default name.
         "wandb": {"name": name, "save_dir": folder, "project": os.environ.get("WANDB_PROJECT", "huggingface")},
     }
     return {kind: made[kind] for kind in arguments.report_to}
 
 
 def newest_checkpoint(folder: str) -> str:
-    """Return the newest checkpoint of a folder.
-
-    Args:
-        folder: ``output_dir`` of a run.
-
-    Raises:
-        FileNotFoundError: The folder has no checkpoint.
-    """
+    """Return the newest checkpoint in ``output_dir``; FileNotFoundError if there is none."""
     found = [path for path in Path(folder).glob("*.ckpt") if not path.name.startswith(".")]
     if not found:
         raise FileNotFoundError(

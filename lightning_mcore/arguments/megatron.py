@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``MegatronArguments``: gradients, optimizer and checkpoints, with mcore_adapter's names.
 
-The class extends ``DistributingParallelArguments``; ``TrainingArguments`` adds transformers' fields.
+The class extends ``DistributingParallelArguments``; ``TrainingArguments`` adds transformers' fields. ``mapping.py``
+says where each field goes, and ``megatron_rules.py`` checks fields against each other. Help texts appear on the command
+line and in docs/reference/arguments.md.
 """
 
 import dataclasses
@@ -17,11 +19,12 @@ class MegatronArguments(DistributingParallelArguments):
     """How gradients are reduced, which optimizer steps, and what is saved; each field's help text explains it.
 
     Raises:
-        FileNotFoundError: ``additional_configs`` names no file.
+        FileNotFoundError: ``additional_configs`` names a file that does not exist.
         TypeError: A value has another type.
         ValueError: A value is not available, contradicts another one, or needs one that is not set.
     """
 
+    # Gradients and their reduction over data-parallel ranks
     accumulate_allreduce_grads_in_fp32: bool = flag(
         "Sum gradients in fp32. bf16 and fp32 always do; with fp16 this flag decides.", default=False
     )
@@ -55,6 +58,7 @@ class MegatronArguments(DistributingParallelArguments):
     ddp_bucket_size: int | None = option(
         "Parameters in a bucket of gradients; needs overlap_grad_reduce. Default: Megatron's."
     )
+    # The optimizer
     optimizer: Literal["adam", "sgd"] = option("AdamW, or SGD with momentum 0.9, Megatron's default.", default="adam")
     optimizer_cpu_offload: bool = flag(
         "Keep optimizer state on the host; needs CUDA, TransformerEngine and the distributed optimizer.", default=False
@@ -62,6 +66,7 @@ class MegatronArguments(DistributingParallelArguments):
     optimizer_offload_fraction: float = option(
         "Share of the state that optimizer_cpu_offload moves (mcore_adapter: 0.0, which moves nothing).", default=1.0
     )
+    # Checkpoints
     save_hf_model: bool = flag("Write the model in Hugging Face form beside every checkpoint.", default=False)
     save_merged_model: bool = flag(
         "Save LoRA merged into the weights. Not available; `lightning-mcore export --merge` does it.", default=False

@@ -3,7 +3,7 @@
 
 ``ParallelLayout`` checks sizes, ``FP8Settings`` FP8, and ``config/rules/strategy.py`` overlaps, as they do for
 ``MCoreStrategy`` and ``MCorePrecision``, so the messages are the same. This file has the other rules. Nothing is
-corrected silently: a contradiction is an error that names both sides.
+corrected silently: a contradiction raises an error that names both sides.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ _OF_LAYOUT = (
     "expert_tensor_parallel_size",
     "sequence_parallel",
 )
-# The modules of 0.16.1 and 0.19.2; an older Megatron refuses those that it lacks when the model is built.
+# The modules of megatron-core 0.16.1 and 0.19.2; an older one raises for those that it lacks, when it builds the model.
 _RECOMPUTED = (
     *("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"),
     "gdn_norm_out",
@@ -43,28 +43,22 @@ _NOT_YET = {
 
 
 def given_layout(arguments: Any) -> dict[str, Any]:
-    """Return the given arguments of ``ParallelLayout``.
-
-    Args:
-        arguments: ``DistributingParallelArguments``.
-    """
+    """Return the arguments of ``ParallelLayout`` that are not None."""
     return {name: value for name in _OF_LAYOUT if (value := getattr(arguments, name)) is not None}
 
 
 def interleaving_of(arguments: Any) -> int | None:
-    """Return the virtual pipeline size: the given one, or that of ``pipeline_model_parallel_layout``."""
+    """Return the virtual pipeline size, which a layout may imply.
+
+    ``pipeline_model_parallel_layout="Et|t|t|tL"`` has four chunks; on two stages that makes two for each.
+    """
     return ParallelLayout(**given_layout(arguments)).virtual_pipeline_model_parallel_size
 
 
 def check_distribution(arguments: Any, extra: Mapping[str, Any]) -> None:
-    """Refuse contradictions in ``DistributingParallelArguments``.
+    """Raise ValueError for contradictions in ``DistributingParallelArguments``.
 
-    Args:
-        arguments: The arguments.
-        extra: Other fields, from ``additional_configs``.
-
-    Raises:
-        ValueError: A value is not allowed, or two fields contradict each other.
+    ``extra`` has the fields of ``additional_configs`` that are not arguments.
     """
     layout = ParallelLayout(**given_layout(arguments))
     raise_first(schedule_faults({"overlap_p2p_comm": arguments.overlap_p2p_comm}, {}, layout))
@@ -83,15 +77,12 @@ def check_distribution(arguments: Any, extra: Mapping[str, Any]) -> None:
             f"cuda_graph_scope={arguments.cuda_graph_scope!r} does nothing without cuda_graph_impl, which is not"
             " available yet; leave it out"
         )
+    # For its errors alone.
     fp8_settings(arguments, extra)
 
 
 def refuse_not_yet(arguments: Any, *names: str) -> None:
-    """Refuse fields that are not supported yet.
-
-    Raises:
-        ValueError: One of the fields is set.
-    """
+    """Raise ValueError if one of these fields, which are not supported yet, is set."""
     for name in names:
         if value := getattr(arguments, name):
             raise ValueError(f"{name}={value!r} is not available: {_NOT_YET[name]}; leave it out")
@@ -100,12 +91,8 @@ def refuse_not_yet(arguments: Any, *names: str) -> None:
 def fp8_settings(arguments: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return the FP8 arguments of ``MCorePrecision`` that differ from its defaults.
 
-    Args:
-        arguments: ``DistributingParallelArguments``.
-        extra: Other fields, from ``additional_configs``, such as options of recipes.
-
-    Raises:
-        ValueError: The arguments contradict each other.
+    ``extra`` may have options of recipes, from ``additional_configs``. Raises ValueError if arguments contradict each
+    other.
     """
     own = {"fp8": arguments.fp8, "fp8_recipe": arguments.fp8_recipe, "fp8_param": arguments.fp8_param}
     given = {name: value for name, value in own.items() if value not in (None, False)}
@@ -117,16 +104,11 @@ def fp8_settings(arguments: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_variable_lengths(arguments: Any, experts: bool, because: str) -> None:
-    """Refuse rows of different lengths with the ``allgather`` dispatcher.
+    """Raise ValueError for rows of different lengths in a model with experts and the ``allgather`` dispatcher.
 
-    Args:
-        arguments: ``DistributingParallelArguments``.
-        experts: Whether the model has experts; dense models have no dispatcher.
-        because: Why the model is known to have experts, for the error.
-
-    Raises:
-        ValueError: The dispatcher is ``allgather``.
+    ``because`` says in the error why the model is known to have experts.
     """
+    # Dense models have no dispatcher. None means Megatron's default, which is allgather.
     if arguments.variable_seq_lengths and experts and arguments.moe_token_dispatcher_type in (None, "allgather"):
         given = arguments.moe_token_dispatcher_type
         shown = f"={given!r}" if given else ", whose default is 'allgather',"
@@ -137,6 +119,8 @@ def check_variable_lengths(arguments: Any, experts: bool, because: str) -> None:
 
 
 def _check_experts(arguments: Any, extra: Mapping[str, Any]) -> None:
+    # The model is not known yet, so look for other signs of experts; mapping.py looks again when it has the model's
+    # folder.
     ep, experts = arguments.expert_model_parallel_size or 1, extra.get("num_moe_experts")
     because = f"expert_model_parallel_size={ep}" if ep > 1 else f"num_moe_experts={experts}"
     check_variable_lengths(arguments, ep > 1 or bool(experts), because)
@@ -166,6 +150,7 @@ def _check_recompute(arguments: Any) -> None:
                     f"{name}={value!r} contradicts recompute_granularity={kind!r}, because it counts whole layers; set"
                     " recompute_granularity='full', or leave it out"
                 )
+    # moe_layer_recompute adds to the modules, so it counts as selective.
     if modules is not None and kind != "selective" and not arguments.moe_layer_recompute:
         raise ValueError(
             f"recompute_modules={modules!r} contradicts recompute_granularity={kind!r}; set"
@@ -183,11 +168,7 @@ def _check_recompute(arguments: Any) -> None:
 
 
 def check_megatron(arguments: Any) -> None:
-    """Refuse contradictions in ``MegatronArguments``.
-
-    Raises:
-        ValueError: A value is not allowed, or two fields contradict each other.
-    """
+    """Raise ValueError for contradictions in ``MegatronArguments``."""
     raise_first(gradient_faults({name: getattr(arguments, name) for name in OF_GRADIENTS}, {}))
     if arguments.ckpt_format == "legacy":
         raise ValueError(
@@ -216,6 +197,7 @@ def _check_offload(arguments: Any) -> None:
     if not 0 <= fraction <= 1:
         raise ValueError(f"optimizer_offload_fraction={fraction} is not a fraction; choose a number above 0, at most 1")
     if not arguments.optimizer_cpu_offload:
+        # 1.0 is the default, and 0.0 is mcore_adapter's default: both may stand in a file without offload.
         if 0 < fraction < 1:
             raise ValueError(
                 f"optimizer_offload_fraction={fraction} does nothing without optimizer_cpu_offload=True; set both"

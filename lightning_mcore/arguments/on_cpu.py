@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leave the switches of GPUs out of a run on a CPU, so that a file written for GPUs runs there as it is.
+"""Drop GPU switches from a run on a CPU, so that a file written for GPUs runs there unchanged.
 
-Only switches that choose a kernel, a transport or a place in memory are left out, and one note lists them. The numbers
-stay those of the file. A switch that changes numbers, such as ``fp8``, is refused on a CPU like everywhere else.
+Only switches that choose a kernel, a transport or a place in memory are dropped, and one note lists them; the numbers
+stay the same. A switch that changes numbers, such as ``fp8``, raises on a CPU as it does everywhere else.
 
-``mapping.py`` calls :func:`without_gpu_switches` for each run of arguments, and so for each LLaMA-Factory file.
+``mapping.py`` calls :func:`without_gpu_switches` for each run from arguments, and so for each LLaMA-Factory file.
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,10 @@ from lightning_mcore.te_cpu.load import is_prepared
 
 
 def without_gpu_switches(settings: RunSettings) -> RunSettings:
-    """Return the settings of a run on a CPU, with a note of what was left out.
+    """Return the settings of a run on a CPU, with a note about what was dropped.
 
-    Args:
-        settings: The run. With ``transformer_impl="transformer_engine"`` and TransformerEngine's Python code, which
-            runs on a CPU, its kernels stay.
+    For example ``{"process_group_backend": "nccl", "tp_comm_overlap": True}`` in the strategy becomes ``{}``, and the
+    note names ``ddp_backend`` and ``tp_comm_overlap``.
     """
     strategy, of_strategy = _strategy(settings.strategy)
     model, of_model = _model(settings.model)
@@ -36,9 +35,10 @@ def without_gpu_switches(settings: RunSettings) -> RunSettings:
 
 
 def _model(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the model's arguments without kernels, and the names of those kernels."""
+    """Return the model's arguments without kernels, and the names of what was dropped."""
     model, gone = dict(given), []
     if model.get("transformer_impl") == "transformer_engine":
+        # TransformerEngine's Python code is installed and runs on a CPU (te_cpu/), so its kernels may stay.
         if is_prepared():
             return model, []
         del model["transformer_impl"]
@@ -57,7 +57,7 @@ def _is_on(name: str, value: Any) -> bool:
 
 
 def _strategy(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the strategy's arguments without options of NCCL and CUDA, and the names that arguments have for them."""
+    """Return the strategy's arguments without options of NCCL and CUDA, and the names of the arguments that were dropped."""
     strategy, gone = dict(given), []
     if strategy.get("process_group_backend") == "nccl":
         del strategy["process_group_backend"]
@@ -65,6 +65,7 @@ def _strategy(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if strategy.pop("tp_comm_overlap", False):
         gone.append("tp_comm_overlap")
     for config, name, argument in (
+        # The config, its field, and the argument that set it
         ("optimizer_config", "optimizer_cpu_offload", "optimizer_cpu_offload"),
         ("ddp_config", "average_in_collective", "ddp_average_in_collective"),
         ("communication", "deallocate_pipeline_outputs", "deallocate_pipeline_outputs"),
@@ -72,7 +73,7 @@ def _strategy(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         fields = strategy.get(config, {})
         if fields.get(name):
             gone.append(argument)
-            # optimizer_cpu_offload brings all other fields of its config (mapping.py)
+            # mapping.py fills optimizer_config only for optimizer_cpu_offload, so all its fields go.
             left = {} if config == "optimizer_config" else {key: fields[key] for key in fields if key != name}
             strategy |= {config: left}
             if not left:

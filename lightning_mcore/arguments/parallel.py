@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``DistributingParallelArguments``: how a model is split, recomputed and quantised, with mcore_adapter's names.
 
-None keeps the checkpoint's value. If the checkpoint has none, the default is Megatron's, except that of
-``calculate_per_token_loss``, which is ours.
-``megatron_rules.py`` has the rules between fields; ``mapping.py`` says where each field goes. The help text says where
-a default differs from mcore_adapter's, which would overwrite the checkpoint or contradict Megatron.
+None keeps the checkpoint's value, or Megatron's default if the checkpoint has none; only ``calculate_per_token_loss``
+has a default of ours. The help texts say where mcore_adapter's default differs and would overwrite the checkpoint or
+contradict Megatron. ``megatron_rules.py`` has the rules between fields; ``mapping.py`` says where each field goes.
 
-``additional_configs`` gives the fields of Megatron's ``TransformerConfig`` that have no argument, as a dict or as the
-path of a JSON file with one. An unknown name is refused, and the error suggests the nearest known one. If a name is
-also an argument, the argument takes the value if it is None; two different values are refused. Fields of the strategy
-or the precision plugin are passed to them (``mapping.py``). Fields that other code fills in are refused.
+``additional_configs`` sets fields of Megatron's ``TransformerConfig`` that have no argument. A name that is also an
+argument sets that argument if it is None; two different values raise. ``mapping.py`` passes fields of the strategy or
+the precision plugin to them. An unknown name raises and suggests the nearest known one, as does a field that other code
+fills in (:data:`_ELSEWHERE`).
 """
 
 import dataclasses
@@ -30,11 +29,12 @@ class DistributingParallelArguments:
     """How a model is split, recomputed and quantised; each field's help text explains it.
 
     Raises:
-        FileNotFoundError: ``additional_configs`` names no file.
+        FileNotFoundError: ``additional_configs`` names a file that does not exist.
         TypeError: A value has another type.
         ValueError: A value is not available, contradicts another one, or needs one that is not set.
     """
 
+    # The layout
     tensor_model_parallel_size: int | None = option("Ranks that share each matrix. Default: 1.")
     pipeline_model_parallel_size: int | None = option("Ranks that share the layers; each is a stage. Default: 1.")
     sequence_parallel: bool = flag(
@@ -65,6 +65,7 @@ class DistributingParallelArguments:
         "with a pipeline, all rows have the full length. Not with the allgather dispatcher of experts.",
         default=False,
     )
+    # Recomputed activations
     recompute_granularity: Literal["full", "selective"] | None = option(
         "Recompute activations in backward: whole layers ('full') or parts of them ('selective'). 'full' without"
         " recompute_method and recompute_num_layers means 'uniform' and 1."
@@ -73,7 +74,7 @@ class DistributingParallelArguments:
         "With 'full': groups of layers over all of them ('uniform'), or the first of each stage ('block');"
         " mcore_adapter offers 'recompute', which Megatron refuses."
     )
-    # HfArgumentParser looks at the first two of these types alone.
+    # HfArgumentParser looks only at the first two of these types, so None must come second.
     recompute_modules: str | None | list[str] = dataclasses.field(  # noqa: RUF036
         default=None,
         metadata={
@@ -82,6 +83,7 @@ class DistributingParallelArguments:
         },
     )
     recompute_num_layers: int | None = option("With 'full': layers of a group ('uniform'), or of a stage ('block').")
+    # Kernels
     bias_activation_fusion: bool | None = flag(f"Fuse bias and activation. {_KEEPS}")
     apply_rope_fusion: bool | None = flag(f"Fuse rotary positions; needs TransformerEngine. {_KEEPS}")
     cross_entropy_loss_fusion: bool | None = flag(f"Fuse the cross entropy, at any tensor-parallel size. {_KEEPS}")
@@ -89,6 +91,7 @@ class DistributingParallelArguments:
         "Recompute the layers of experts in backward: adds 'moe' to recompute_modules, as Megatron does. Not with"
         f" recompute_granularity='full'. {_KEEPS}"
     )
+    # Experts
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] | None = option(
         "How tokens travel to experts; 'flex' (DeepEP) is refused. Default: the checkpoint's, or else allgather"
         " (mcore_adapter overwrites it with allgather and does not offer flex)."
@@ -107,6 +110,7 @@ class DistributingParallelArguments:
         "Record and replay the choices of routers, for reinforcement learning. Not available yet."
     )
     moe_router_dtype: Literal["fp32", "fp64"] | None = option("Number format of the router.")
+    # The loss, the layers' implementation and FP8
     mtp_num_layers: int | None = option(
         "Layers of multi-token prediction; 0 for none. Default: the checkpoint's (mcore_adapter: 0, which drops them)."
     )
@@ -136,11 +140,13 @@ class DistributingParallelArguments:
         self._check_types()
         extra = load_additional_configs(self.additional_configs)
         rest = fill_from_additional(self, extra)
+        # Some of additional_configs have become fields of this object.
         if len(rest) < len(extra):
             self._check_types()
         self.additional_configs = extra
         self.recompute_modules = _names(self.recompute_modules)
         check_distribution(self, rest)
+        # Last, because it needs a layout without faults.
         self.virtual_pipeline_model_parallel_size = interleaving_of(self)
 
     def _check_types(self) -> None:
@@ -160,7 +166,7 @@ class DistributingParallelArguments:
         return {**self.extra_fields, **{name: value for name, value in given.items() if value is not None}}
 
     def allow_variable_seq_lengths(self) -> bool:
-        """Return whether the microbatches of a step may differ in length: if it is set, or without a pipeline."""
+        """Return whether a step's microbatches may differ in length, as they always may without a pipeline."""
         return self.variable_seq_lengths or (self.pipeline_model_parallel_size or 1) == 1
 
     @classmethod
@@ -168,11 +174,11 @@ class DistributingParallelArguments:
         """Make the arguments from a JSON file.
 
         Args:
-            json_file_path: A file with one object that maps names of fields to values.
+            json_file_path: A file with one object that maps field names to values.
 
         Raises:
             FileNotFoundError: There is no such file.
-            ValueError: It is not a JSON object, a name is unknown, or a value is refused.
+            ValueError: It is not a JSON object, a name is unknown, or a value is not allowed.
         """
         path = json_file_path
         if not Path(path).is_file():
@@ -190,6 +196,7 @@ class DistributingParallelArguments:
         return cls(**given)
 
 
+# Fields of TransformerConfig that additional_configs must not set, with the reason
 _ELSEWHERE = {
     **dict.fromkeys(
         ("params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype"), "it follows from bf16 and fp16"
@@ -210,11 +217,9 @@ _ELSEWHERE = {
 
 
 def load_additional_configs(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """Return ``additional_configs``, a dict, JSON text or the path of a JSON file, as a dict.
+    """Return ``additional_configs`` as a dict; it may be a dict, JSON text, or the path of a JSON file.
 
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is not a JSON object.
+    Raises FileNotFoundError, and ValueError if it is not a JSON object.
     """
     if given is None:
         return {}
@@ -240,26 +245,20 @@ def load_additional_configs(given: Mapping[str, Any] | str | None) -> dict[str, 
 
 
 def fill_from_additional(arguments: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Set fields that are None from ``additional_configs``.
+    """Set arguments that are None from ``additional_configs``, and return the fields that are not arguments.
 
-    Args:
-        arguments: A dataclass of arguments, which is changed.
-        extra: The fields in ``additional_configs``.
-
-    Returns:
-        The fields that the dataclass does not have.
-
-    Raises:
-        ValueError: A name is unknown or must not be set, or its argument has another value.
+    Raises ValueError if a name is unknown or must not be set, or if its argument has another value.
     """
     if not extra:
         return {}
     from megatron.core.transformer.transformer_config import MLATransformerConfig  # takes seconds
 
     fields = {field.name: field for field in dataclasses.fields(arguments)}
+    # The subclass with multi-latent attention has all fields.
     known = MLATransformerConfig.__dataclass_fields__
     rest = {}
     for name, value in extra.items():
+        # An argument that TransformerConfig does not have, such as use_distributed_optimizer, is an unknown name here.
         if name in fields and name != "additional_configs" and name in known:
             _take(arguments, name, value)
             continue
@@ -272,6 +271,7 @@ def fill_from_additional(arguments: Any, extra: Mapping[str, Any]) -> dict[str, 
 
 
 def _take(arguments: Any, name: str, value: Any) -> None:
+    """Set an argument that is None; ValueError if it already has another value."""
     own = getattr(arguments, name)
     if name == "recompute_modules":
         own, value = _names(own), _names(value)
@@ -282,5 +282,5 @@ def _take(arguments: Any, name: str, value: Any) -> None:
 
 
 def _names(given: str | list[str] | None) -> list[str] | None:
-    """Return names that are separated by commas as a list."""
+    """Return comma-separated names as a list."""
     return [name.strip() for name in given.split(",")] if isinstance(given, str) else given

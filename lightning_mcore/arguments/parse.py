@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``parse_arguments``: argument classes from words of a command line, a file or a dict.
+"""``parse_arguments``: argument classes from command-line words, a file or a dict.
 
-transformers' ``HfArgumentParser`` reads the words, so its rules hold, except that no name is abbreviated. It refuses
-classes that share a field. Here each of them gets the value; and ``Fp8Arguments``, whose ``fp8`` is a yes or no, says
-which format of FP8 the others get.
+transformers' ``HfArgumentParser`` reads the words, so its rules apply, except that names cannot be abbreviated. It
+rejects classes that share a field. Here each class gets the value, and ``Fp8Arguments``, whose ``fp8`` is a yes or no,
+decides which FP8 format the others get.
 """
 
 import dataclasses
@@ -20,15 +20,15 @@ def parse_arguments(source: "Sequence[str] | str | Path | Mapping[str, Any]", *c
     """Return an object of each class.
 
     Args:
-        source: Words of a command line, a dict, or the path of a ``.yaml``, ``.yml`` or ``.json`` file. The words may
-            be one such path.
+        source: Command-line words, a dict, or the path of a ``.yaml``, ``.yml`` or ``.json`` file. The words may be one
+            such path.
         classes: Dataclasses; ``TrainingArguments`` if none is given.
 
     Raises:
         FileNotFoundError: There is no such file.
-        SystemExit: Words of a command line are wrong; argparse has printed the reason.
+        SystemExit: The command-line words are wrong; argparse has printed the reason.
         TypeError: A value has another type.
-        ValueError: A name is unknown, a value is refused, or the file cannot be read.
+        ValueError: A name is unknown, a value is not allowed, or the file cannot be read.
     """
     chosen: Any = classes or _default_classes()
     names = [field.name for kind in chosen for field in dataclasses.fields(kind) if field.init]
@@ -38,6 +38,7 @@ def parse_arguments(source: "Sequence[str] | str | Path | Mapping[str, Any]", *c
         what, values = f"key of {source}", read_file(str(source), "a file of arguments")
     elif isinstance(source, Mapping):
         what, values = "argument", dict(source)
+    # HfArgumentParser reads words, unless two classes share a name, which argparse rejects.
     elif len({*names}) == len(names):
         return _parsed(list(source), chosen, names)
     else:
@@ -49,9 +50,10 @@ def parse_arguments(source: "Sequence[str] | str | Path | Mapping[str, Any]", *c
 
 
 def _parsed(words: list[str], classes: Any, names: list[str]) -> tuple[Any, ...]:
-    """Return the objects that transformers' parser makes of words."""
+    """Return the objects that transformers' parser makes from words."""
     from transformers import HfArgumentParser
 
+    # An abbreviation, such as --learn for --learning_rate, would change its meaning as soon as a second name begins so.
     parser = HfArgumentParser(classes, allow_abbrev=False)
     *parsed, rest = parser.parse_args_into_dataclasses(words, return_remaining_strings=True, look_for_args_file=False)
     for word in rest:
@@ -63,7 +65,7 @@ def _parsed(words: list[str], classes: Any, names: list[str]) -> tuple[Any, ...]
 
 
 def _values(words: list[str], classes: Any) -> dict[str, Any]:
-    """Return the values of words by name, for classes that share names; a shared name takes what any of them takes."""
+    """Return values by name for classes that share names; a shared name accepts what any of the classes accepts."""
     hints: dict[str, Any] = {}
     for kind in classes:
         for name, hint in get_type_hints(kind).items():
@@ -77,15 +79,16 @@ def _values(words: list[str], classes: Any) -> dict[str, Any]:
             raise ValueError(f"{word!r} belongs to no option")
         if name not in hints:
             raise ValueError(unknown_name("option", name, hints))
+        # ``--name=value`` brings its own word; ``--name value`` takes words from the list.
         values[name] = take_words(name, [value] if equals else words, hints[name])
     return values
 
 
 def _made(values: Mapping[str, Any], classes: Any) -> tuple[Any, ...]:
-    """Return an object of each class; the format of FP8 that ``Fp8Arguments`` asks for is that of the others."""
+    """Return an object of each class, with the FP8 format that ``Fp8Arguments`` asks for in the others."""
     from lightning_mcore.arguments.llamafactory.fp8 import Fp8Arguments
 
-    # fp8=True of Fp8Arguments becomes fp8="hybrid", the format of the other classes, unless a format is given.
+    # fp8=True in Fp8Arguments becomes fp8="hybrid" in the other classes, unless a format is given.
     chooses = Fp8Arguments in classes and len(classes) > 1
     own = {name: value for name, value in values.items() if name in Fp8Arguments.__dataclass_fields__}
     others = dict(values)

@@ -11,7 +11,7 @@
     args, ray = parse_arguments(sys.argv[1:], TrainingArguments, RayArguments)
     ray.launch(args, train, sys.argv[1:])
 
-``ray_num_workers`` above 1, or the environment variable ``USE_RAY=1``, makes Ray start the workers. In a worker,
+Ray starts the workers if ``ray_num_workers`` is above 1 or the environment has ``USE_RAY=1``. In a worker,
 ``TrainingArguments.trainer`` takes devices and ranks from Ray. ``strategy/ray.py`` launches.
 """
 
@@ -64,6 +64,7 @@ class RayArguments:
         if isinstance(port, int) and not isinstance(port, bool):  # as YAML reads it
             self.master_port = str(port)
         self._check_types()
+        # JSON text becomes a dict.
         self.ray_init_kwargs = read_init_kwargs("ray_init_kwargs", self.ray_init_kwargs)
         self.resources_per_worker = read_init_kwargs("resources_per_worker", self.resources_per_worker)
         if self.master_port is not None and not (self.master_port.isdigit() and 0 < int(self.master_port) < 65536):
@@ -77,13 +78,14 @@ class RayArguments:
                 f" {self.ray_num_workers}"
             )
         self._check_unused()
+        # RaySettings checks the other values.
         self.ray_settings()
 
     def _check_types(self) -> None:
         check_types(self)
 
     def _check_unused(self) -> None:
-        """Refuse options that have no effect without Ray, except the address, which :meth:`environment` returns."""
+        """Raise for options without effect unless Ray is used; :meth:`environment` returns the address even then."""
         if self.use_ray:
             return
         for field in dataclasses.fields(RayArguments):
@@ -95,11 +97,7 @@ class RayArguments:
                 )
 
     def refuse_address(self) -> None:
-        """Refuse an address without Ray, where :meth:`environment` is not used.
-
-        Raises:
-            ValueError: ``master_addr`` or ``master_port`` is given, and Ray does not start the workers.
-        """
+        """Raise ValueError for an address without Ray, for callers that do not use :meth:`environment`."""
         for name in ("master_addr", "master_port"):
             if getattr(self, name) is not None and not self.use_ray:
                 raise ValueError(
@@ -114,7 +112,7 @@ class RayArguments:
 
     @property
     def checkpoint(self) -> str | None:
-        """In a worker that Ray has restarted, the checkpoint to resume from; None anywhere else."""
+        """The checkpoint to resume from, in a worker that Ray has restarted; None anywhere else."""
         if ON_RAY not in os.environ:
             return None
         from lightning_mcore.strategy.ray import checkpoint_to_resume
@@ -142,8 +140,8 @@ class RayArguments:
         """Call a function on each of Ray's workers, or in this process if Ray does not start the workers.
 
         Args:
-            arguments: The training arguments; ``gradient_accumulation_steps`` applies to the largest possible
-                number of workers.
+            arguments: The training arguments; ``gradient_accumulation_steps`` applies to the largest possible number of
+                workers.
             function: The function, which each worker must be able to import.
             given: Its arguments.
 
@@ -157,6 +155,8 @@ class RayArguments:
         if not self.use_ray:
             return function(*given)
         settings, layout = self.ray_settings(), ParallelLayout(**given_layout(arguments))
+        # Allowed numbers of workers, each with the accumulation that keeps the global batch: with 2 to 4 workers, no
+        # model parallelism and an accumulation of 4, these are {2: 8, 4: 4}.
         sizes = elastic_sizes(layout, settings.least, settings.most, arguments.gradient_accumulation_steps)
         from lightning_mcore.strategy.ray import launch
 
@@ -164,6 +164,6 @@ class RayArguments:
         return launch(settings, sizes, function, *given, gpus=False if arguments.use_cpu else None)
 
     def environment(self) -> dict[str, str]:
-        """Return the address and port of the first machine as the environment variables of torch.distributed."""
+        """Return the address and port of rank 0's machine as environment variables of torch.distributed."""
         given = {"MASTER_ADDR": self.master_addr, "MASTER_PORT": self.master_port}
         return {name: value for name, value in given.items() if value is not None}

@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 
     from lightning_mcore import MCoreFinetuningData, MCoreGPT, MCorePrecision, MCoreStrategy
 
-_TOUCH_DEVICES = ("bf16", "bf16_full_eval", "tf32")
+_TOUCH_DEVICES = ("bf16", "bf16_full_eval", "tf32")  # transformers would look for a GPU that has them
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 
 
 @dataclasses.dataclass
 class TrainingArguments(MegatronArguments, HFTrainingArguments):
-    """transformers' training arguments and Megatron's; unsupported fields of transformers are refused.
+    """transformers' training arguments and Megatron's; a transformers field that is not supported raises if it is set.
 
     ``activation_checkpointing=True`` (or ``gradient_checkpointing``, its old name) means
     ``recompute_granularity="full"``. ``bf16`` accumulates gradients in fp32 and sets
-    ``accumulate_allreduce_grads_in_fp32``. ``deepspeed``, a config of DeepSpeed, sets ``use_distributed_optimizer`` if
-    its ZeRO stage is 1 or more.
+    ``accumulate_allreduce_grads_in_fp32``. ``deepspeed``, a DeepSpeed config, sets ``use_distributed_optimizer`` if its
+    ZeRO stage is 1 or more.
 
     Raises:
-        FileNotFoundError: ``additional_configs`` or ``deepspeed`` names no file.
+        FileNotFoundError: ``additional_configs`` or ``deepspeed`` names a file that does not exist.
         TypeError: A value has another type.
         ValueError: A value is not available, contradicts another one, or needs one that is not set.
     """
@@ -58,6 +58,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         resume: Any = self.resume_from_checkpoint
         if isinstance(resume, bool):  # Trainer.train takes a bool, and so may a YAML file
             self.resume_from_checkpoint = str(resume).lower()
+        # Our checks come first: transformers would rewrite values, or raise with advice that does not fit here.
         check_foreign(self, self._foreign())
         self._check_types()
         self._take_deepspeed()
@@ -66,11 +67,12 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         if self.bf16:
             self.accumulate_allreduce_grads_in_fp32 = True
         self._let_transformers_read()
+        # After transformers, which parses lr_scheduler_kwargs and report_to from text.
         check_course(self)
         check_loggers(list(self.report_to or []))
 
     def _take_deepspeed(self) -> None:
-        """Turn on the distributed optimizer for a ZeRO stage; ``settings`` has a note that says so."""
+        """Turn on the distributed optimizer for a ZeRO stage from 1; ``settings`` has a note that says so."""
         self._notes: tuple[str, ...] = ()
         if self.deepspeed is None:
             return
@@ -96,6 +98,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         try:
             HFTrainingArguments.__post_init__(self)  # type: ignore[no-untyped-call]
         finally:
+            # transformers renames gradient_checkpointing with a warning; here both names get the value.
             checkpointing = any(kept.get(name) for name in _CHECKPOINTING)
             for name in names:
                 setattr(self, name, checkpointing if name in _CHECKPOINTING else kept[name])
@@ -105,7 +108,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
 
     @property
     def _setup_devices(self) -> "torch.device":
-        """The CPU. transformers sets up its device here; in this package the strategy does, when the trainer starts."""
+        """The CPU. transformers sets up its device here; in this package the strategy does so when training starts."""
         self._n_gpu = 0
         self.distributed_state = None
         import torch
@@ -117,6 +120,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
     @property
     def stages(self) -> list[str]:
         """The stages of ``do_train``, ``do_eval`` and ``do_predict``, in this order, with Lightning's names."""
+        # With do_train, evaluation is part of fit.
         names = {"fit": self.do_train, "validate": self.do_eval and not self.do_train, "predict": self.do_predict}
         return [name for name, wanted in names.items() if wanted]
 
@@ -125,7 +129,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         """The checkpoint to resume from; ``resume_from_checkpoint="true"`` means the newest in ``output_dir``.
 
         Raises:
-            FileNotFoundError: The newest checkpoint in ``output_dir`` is asked for, and there is none.
+            FileNotFoundError: ``output_dir`` has no checkpoint.
         """
         given = self.resume_from_checkpoint
         if given is None or given.lower() in ("false", "true"):
@@ -145,10 +149,10 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
 
         Args:
             model_path: Folder of the Hugging Face model, or its name on the hub; None for another model.
-            seq_length: Tokens of a row; None for the longest that the model supports.
+            seq_length: Tokens per row; None for the longest that the model supports.
             devices: Ranks on each machine; None for as many as the Trainer finds.
             num_nodes: Machines; None for one.
-            on_cpu: Whether the run is on a CPU, where the switches of GPUs' kernels are left out; None for ``use_cpu``.
+            on_cpu: Whether the run is on a CPU, where switches of GPU kernels are dropped; None for ``use_cpu``.
 
         Raises:
             ValueError: The model has experts, and a field does not allow them.
@@ -181,11 +185,11 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         """Seed everything, and build a Trainer with strategy, precision, callbacks and loggers.
 
         Args:
-            overrides: Arguments of ``Trainer``, such as ``devices`` and ``num_nodes``, that replace those of the run;
+            overrides: Arguments of ``Trainer``, such as ``devices`` and ``num_nodes``, that replace the run's;
                 ``callbacks`` and ``plugins`` are added instead.
 
         Raises:
-            ModuleNotFoundError: A logger of ``report_to`` is not installed.
+            ModuleNotFoundError: A logger in ``report_to`` is not installed.
             TypeError: ``Trainer`` has no such argument.
         """
         from lightning_mcore.arguments.build import make_trainer
@@ -206,10 +210,10 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
 
         Args:
             path: Its folder or its name on the hub.
-            seq_length: Tokens of a row; None for the longest that the model supports.
+            seq_length: Tokens per row; None for the longest that the model supports.
             transformer: More fields of ``TransformerConfig``; the arguments override them.
-            lora: Adapters to train, as ``MCoreGPT.from_pretrained`` takes them; ``LoraArguments`` makes them.
-            adapters: PEFT adapters to merge first, as ``MCoreGPT.from_pretrained`` takes them.
+            lora: Adapters to train, as for ``MCoreGPT.from_pretrained``; ``LoraArguments`` makes them.
+            adapters: PEFT adapters to merge first, as for ``MCoreGPT.from_pretrained``.
             preference: A ``Preference``, for an ``MCorePreference`` that learns from pairs of answers; ``DPOConfig``
                 makes one.
 
@@ -223,6 +227,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         from lightning_mcore.config.preference import Preference
 
         loss = None if preference is None else Preference.of(preference).loss
+        # Which metrics exist depends on the loss, so this check could not run earlier.
         check_metric(self.metric_for_best_model, loss)
         given = {"lora": lora, "adapters": adapters, "preference": preference}
         more = {name: value for name, value in given.items() if value}
@@ -243,9 +248,9 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         """Build the data module for fine-tuning on files.
 
         Args:
-            train_files: Files, as ``MCoreFinetuningData`` takes them.
-            tokenizer: A tokenizer, as ``MCoreFinetuningData`` takes it.
-            seq_length: Tokens of a row.
+            train_files: Files, as for ``MCoreFinetuningData``.
+            tokenizer: A tokenizer, as for ``MCoreFinetuningData``.
+            seq_length: Tokens per row.
             pairs: Read pairs of answers with ``MCorePreferenceData``; ``per_device_train_batch_size`` counts pairs.
             overrides: Other arguments of ``MCoreFinetuningData``, such as ``validation_files``.
 
@@ -270,10 +275,10 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
 
 @dataclasses.dataclass
 class Seq2SeqTrainingArguments(TrainingArguments, HFSeq2SeqTrainingArguments):
-    """:class:`TrainingArguments` with transformers' sequence-to-sequence fields, which are refused if set.
+    """:class:`TrainingArguments` with transformers' sequence-to-sequence fields, which raise if they are set.
 
     Raises:
-        FileNotFoundError: ``additional_configs`` names no file.
+        FileNotFoundError: ``additional_configs`` names a file that does not exist.
         TypeError: A value has another type.
         ValueError: A value is not available, contradicts another one, or needs one that is not set.
     """

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules of transformers' training arguments, checked when ``TrainingArguments`` is created.
 
-transformers' ``TrainingArguments`` has more than a hundred fields, all for its own Trainer. Those in :data:`HONOURED`
-are supported (``mapping.py`` says where each goes). Those in :data:`REFUSED` are refused with the reason, unless they
-have their default. Those in :data:`AS_IT_IS` are ignored, because they ask for what happens anyway or cannot be told
-apart from a default. A field of a newer transformers that is in none of these tables is refused as unknown.
+transformers' ``TrainingArguments`` has more than a hundred fields, all for its own Trainer. Fields in :data:`HONOURED`
+are supported (``mapping.py`` says where each goes). Fields in :data:`REFUSED` raise with the reason, unless they have
+their default. Fields in :data:`AS_IT_IS` are ignored, because they ask for what happens anyway, or because their value
+cannot be told apart from the default. A field of a newer transformers that is in none of these tables raises as
+unknown.
 """
 
 import dataclasses
@@ -21,29 +22,22 @@ METRICS = {
     "rewards/accuracies": "val_rewards/accuracies",
     "rewards/margins": "val_rewards/margins",
 }
-"""Names of metrics in arguments, and those under which a module logs them."""
+"""Names of metrics in arguments, and the names under which a module logs them."""
 LOGGERS = ("tensorboard", "wandb", "mlflow", "csv")
 _OPTIMIZERS = {"adamw_torch": "adam", "adamw_torch_fused": "adam", "sgd": "sgd"}
-_SCHEDULES_BY_LOSS = ("reduce_lr_on_plateau", "greedy")
+_SCHEDULES_BY_LOSS = ("reduce_lr_on_plateau", "greedy")  # they need the loss of an evaluation
 _BACKENDS = ("nccl", "gloo")
 
 _SCHEDULES_THAT_NEED_OPTIONS = ("cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay")
 
 
 def text_of(value: Any) -> str:
-    """Return a value as text; for a member of an enumeration, its value."""
+    """Return a value as text; for an enumeration member, its value."""
     return str(getattr(value, "value", value))
 
 
 def check_training(arguments: Any) -> None:
-    """Refuse values and contradictions before transformers reads the arguments.
-
-    Args:
-        arguments: ``TrainingArguments``, as they were given.
-
-    Raises:
-        ValueError: A value is not allowed, or two fields contradict each other.
-    """
+    """Raise ValueError for values and contradictions, before transformers reads the arguments."""
     _check_batches(arguments)
     _check_numbers(arguments)
     _check_formats(arguments)
@@ -128,7 +122,8 @@ def _check_optimizer(arguments: Any) -> None:
             f"optim={optim!r} is not available: the optimizer is Megatron's; choose"
             f" {', '.join(map(repr, list(_OPTIMIZERS)[:-1]))} or 'sgd'"
         )
-    is_default = optim == "adamw_torch_fused"  # the default, so optimizer="sgd" alone is enough
+    # transformers' default cannot be told apart from a given value, so optimizer="sgd" alone must be enough.
+    is_default = optim == "adamw_torch_fused"
     if _OPTIMIZERS[optim] != arguments.optimizer and not is_default:
         raise ValueError(
             f"optim={optim!r} contradicts optimizer={arguments.optimizer!r}; set optimizer={_OPTIMIZERS[optim]!r} too"
@@ -152,15 +147,9 @@ def _check_optimizer(arguments: Any) -> None:
 
 
 def check_course(arguments: Any) -> None:
-    """Refuse options that the learning-rate schedule does not take, and missing options that it needs.
+    """Raise ValueError for options that the learning-rate schedule does not have, and for missing ones that it needs.
 
-    transformers would refuse them when the run starts. Here they are tried at once, on an optimizer of one parameter.
-
-    Args:
-        arguments: ``TrainingArguments``, as transformers has read them.
-
-    Raises:
-        ValueError: The options do not fit the schedule.
+    transformers would raise only when the run starts. Here the options are tried at once, on a one-parameter optimizer.
     """
     course, options = text_of(arguments.lr_scheduler_type), arguments.lr_scheduler_kwargs
     if options and course.startswith("constant"):
@@ -175,6 +164,7 @@ def check_course(arguments: Any) -> None:
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=arguments.learning_rate)
     try:
+        # 1 step of warm-up and 100 steps: any numbers do, because only the names of the options are checked.
         get_scheduler(course, optimizer, 1, 100, options)
     except (TypeError, ValueError) as error:
         raise ValueError(
@@ -217,14 +207,7 @@ def _check_logging(arguments: Any) -> None:
 
 
 def check_loggers(names: list[str]) -> None:
-    """Refuse loggers that Lightning does not have.
-
-    Args:
-        names: The names in ``report_to``, as transformers reads it.
-
-    Raises:
-        ValueError: Lightning does not have the logger.
-    """
+    """Raise ValueError for a logger in ``report_to`` that Lightning does not have."""
     for name in names:
         if name not in LOGGERS:
             raise ValueError(f"report_to={name!r} is not available; choose from {', '.join(LOGGERS)} or none")
@@ -233,6 +216,7 @@ def check_loggers(names: list[str]) -> None:
 def _check_evaluation(arguments: Any) -> None:
     strategy = text_of(arguments.eval_strategy)
     if strategy == "steps" and not arguments.eval_steps:
+        # transformers' default for eval_steps is logging_steps.
         check_steps(arguments, "logging_steps", True)
     elif strategy == "steps":
         check_steps(arguments, "eval_steps", True)
@@ -246,15 +230,7 @@ def _check_evaluation(arguments: Any) -> None:
 
 
 def check_validation(arguments: Any, data: Mapping[str, Any]) -> None:
-    """Refuse an evaluation without data.
-
-    Args:
-        arguments: ``TrainingArguments``.
-        data: The arguments of the data module.
-
-    Raises:
-        ValueError: Neither validation files nor a share of the data is given.
-    """
+    """Raise ValueError for an evaluation without data; ``data`` has the arguments of the data module."""
     strategy = text_of(arguments.eval_strategy)
     if strategy != "no" and not data.get("validation_files") and not data.get("validation_share"):
         raise ValueError(
@@ -270,6 +246,7 @@ def _check_saving(arguments: Any) -> None:
         raise ValueError(
             f"save_total_limit={arguments.save_total_limit} is too small; choose 1 or more, or save_strategy='no'"
         )
+    # These describe checkpoints, which then do not exist.
     if strategy == "no":
         for name in ("save_hf_model", "save_total_limit", "save_only_model", "ckpt_d2h_non_blocking"):
             if value := getattr(arguments, name):
@@ -290,15 +267,11 @@ def _check_saving(arguments: Any) -> None:
 
 
 def check_metric(metric: str | None, loss: str | None) -> None:
-    """Refuse a metric that a module does not log.
+    """Raise ValueError for a ``metric_for_best_model`` that the module does not log.
 
-    Args:
-        metric: ``metric_for_best_model``.
-        loss: The loss of ``Preference``; None for a module that learns from single answers.
-
-    Raises:
-        ValueError: The metric is not logged.
+    ``loss`` is the loss of ``Preference``, or None for a module that learns from single answers.
     """
+    # KTO learns from single tagged answers, so it has no accuracy of pairs.
     pairs = [name for name in METRICS if name.startswith("rewards/") and (loss, name) != ("kto", "rewards/accuracies")]
     _require_metric(metric, ["loss", "perplexity", "accuracy"] if loss is None else ["loss", *pairs])
 
@@ -309,7 +282,8 @@ def _require_metric(metric: str | None, known: Iterable[str]) -> None:
 
 
 def check_steps(arguments: Any, name: str, used: bool) -> None:
-    """Refuse a value that is not a number of steps, or is a share of all steps if their number is unknown."""
+    """Raise ValueError for a value that is not a number of steps, or is a share of an unknown number of steps."""
+    # With max_steps=1000, 50 and 0.05 are both 50 steps; 0.05 without max_steps has no meaning before the data is read.
     steps = getattr(arguments, name)
     if not used:
         return
@@ -404,19 +378,12 @@ AS_IT_IS: Mapping[str, str] = {
 }
 """The ignored fields, each with what happens anyway."""
 
-_OFF: tuple[Any, ...] = (None, False, "", "no", [], {})  # HfArgumentParser turns some of these into others
+# HfArgumentParser turns some of these into others, so any of them means that a field is off.
+_OFF: tuple[Any, ...] = (None, False, "", "no", [], {})
 
 
 def check_foreign(arguments: Any, of: type) -> None:
-    """Refuse unsupported fields of transformers.
-
-    Args:
-        arguments: Arguments that have these fields.
-        of: transformers' class.
-
-    Raises:
-        ValueError: An unsupported field does not have its default value.
-    """
+    """Raise ValueError for a field of transformers' class ``of`` that is not supported and is not at its default."""
     for field in dataclasses.fields(of):
         if not field.init or field.name in HONOURED or field.name in AS_IT_IS:
             continue
@@ -424,13 +391,14 @@ def check_foreign(arguments: Any, of: type) -> None:
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if _means_the_same(value, default):
             continue
+        # A newer transformers may have fields that REFUSED does not list.
         reason = REFUSED.get(field.name, "this option of transformers is unknown here")
         raise ValueError(f"{field.name}={shown(field.name, value)} is not available: {reason}; leave it out")
 
 
 def _means_the_same(value: Any, default: Any) -> bool:
     """Return whether a value is the default, as it is declared or as transformers rewrites it."""
-    value, default = (getattr(item, "value", item) for item in (value, default))  # members of enumerations
+    value, default = (getattr(item, "value", item) for item in (value, default))  # enumeration members
     if value == default:
         return True
     if type(value).__name__ == "AcceleratorConfig":  # transformers turns None into this
