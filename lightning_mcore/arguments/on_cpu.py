@@ -57,7 +57,7 @@ def _is_on(name: str, value: Any) -> bool:
 
 
 def _strategy(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the strategy's arguments without options of NCCL and CUDA, and the names of the arguments that were dropped."""
+    """Return the strategy's arguments without options of NCCL and CUDA, and the names of the dropped arguments."""
     strategy, gone = dict(given), []
     if strategy.get("process_group_backend") == "nccl":
         del strategy["process_group_backend"]

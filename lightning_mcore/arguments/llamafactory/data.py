@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``FactoryData``: the data module of a LLaMA-Factory file: ``MCoreFinetuningData`` on several datasets.
+"""``FactoryData``, the data module of a LLaMA-Factory file: ``MCoreFinetuningData`` on several datasets.
 
-The datasets are tokenised and cached separately, and then joined in order. Conversations are packed or padded as in
-``MCoreFinetuningData``. In stage ``pt``, texts are either joined and cut into blocks (:class:`TextBlocks`), or each
-text has its own row; ``run.py`` chooses.
+The datasets are tokenised and cached separately, and then joined in order. ``run.py`` builds the module.
 
-:class:`FactoryRows` turns rows into conversations, or into texts. ``alpaca`` rows have an instruction, an optional
-input in another column, an answer, and perhaps earlier exchanges. ``sharegpt`` and ``openai`` rows have a list of
-messages, whose roles the dataset names. Three things differ from ``data/finetuning/conversations.py``: the names come
-from ``dataset_info.json``; one line break joins the two parts of an instruction; and a conversation whose roles do not
-alternate is skipped and counted, as in LLaMA-Factory. A row that calls tools is refused, because the templates here
-cannot write tool calls. ``images.py`` adds images and videos.
+:class:`FactoryRows` turns rows into conversations. ``alpaca`` rows have an instruction, an optional input in another
+column, an answer, and perhaps earlier exchanges. ``sharegpt`` and ``openai`` rows have a list of messages, whose roles
+the dataset names. Three things differ from ``data/finetuning/conversations.py``: the names come from
+``dataset_info.json``; one line break joins the two parts of an instruction; and a conversation whose roles do not
+alternate is skipped and counted, as in LLaMA-Factory. A row that calls tools raises, because the templates here cannot
+write tool calls.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,21 +29,13 @@ from lightning_mcore.data.packing.rows import TextBlocks
 
 @dataclass(frozen=True)
 class FactoryReading(Reading):
-    """How to read the rows of one dataset.
-
-    Args:
-        entry: Its entry in ``dataset_info.json``.
-        max_samples: Read only this many rows, from the start; None for all.
-        seed: Seed for drawing rows.
-        documents: Read each row as a text instead of a conversation.
-        joined: The texts will be joined into one stream, so that they do not each begin a sequence.
-    """
+    """How to read the rows of one dataset. Every field is part of the cache's name, as in ``Reading``."""
 
     entry: DatasetEntry = field(default_factory=lambda: DatasetEntry("", ()))
-    max_samples: int | None = None
-    seed: int = 42
-    documents: bool = False
-    joined: bool = False
+    max_samples: int | None = None  # read only this many rows, from the start
+    seed: int = 42  # for drawing num_samples rows
+    documents: bool = False  # a row is a text (stage pt), not a conversation
+    joined: bool = False  # texts become one stream, so none begins a sequence
 
     def reader(self, columns: Iterable[str]) -> "FactoryRows":
         """Return a reader for rows with these columns."""
@@ -58,10 +48,12 @@ class FactoryReading(Reading):
         return super().encoder(tokenizer)
 
     def chosen(self, rows: int) -> Sequence[int] | None:
-        """Return the indices of the rows to read, at most ``max_samples``; None for all rows."""
+        """Return the indices of the rows to read; None for all rows."""
         count = self.entry.num_samples
         if count is None:
             return None if self.max_samples is None else range(min(self.max_samples, rows))
+        # num_samples: 8 in a dataset of 5 rows takes each row once, and then 3 rows at random: 4 2 3 1 0 2 4 0 with
+        # seed 42. max_samples: 6 keeps the first six of them.
         draw = np.random.default_rng(self.seed)
         order = draw.permutation(rows)[:count]
         order = np.concatenate([order, draw.integers(rows, size=count - len(order))])
@@ -71,18 +63,11 @@ class FactoryReading(Reading):
 class FactoryRows:
     """Turns the rows of a dataset into conversations.
 
-    Args:
-        entry: Its entry in ``dataset_info.json``.
-        columns: The names of the columns of its files.
-
-    Attributes:
-        needed: The columns that each row must have.
-
-    Raises:
-        ValueError: The files lack a column that the entry names.
+    ``columns`` are the columns of its files. ValueError if they lack one that the entry names.
     """
 
     def __init__(self, entry: DatasetEntry, columns: Sequence[str]) -> None:
+        # The columns that each row must have
         self.needed = tuple(name for name in self._wanted(entry) if name is not None)
         missing = [name for name in self.needed if name not in columns]
         if missing:
@@ -93,7 +78,7 @@ class FactoryRows:
         self._entry = entry
 
     def _wanted(self, entry: DatasetEntry) -> tuple[str | None, ...]:
-        """Return the columns that each row must have; None for those that the entry does not name."""
+        """Return the columns that each row must have; None for columns that the entry does not name."""
         names = entry.columns
         if entry.formatting == "alpaca":
             return (names.prompt, names.query, names.response, names.history, *self._beside(names))
@@ -103,16 +88,10 @@ class FactoryRows:
         return (names.system, names.tools, names.images, names.videos)
 
     def messages(self, row: Row, name: str, answer: str | None = None) -> list[Message]:
-        """Return the conversation of a row; an empty list if the row is skipped.
+        """Return the conversation of a row, called ``name`` in errors; an empty list if the row is skipped.
 
-        Args:
-            row: Its values by column.
-            name: The name of the row in errors.
-            answer: The column of the answer of an alpaca row; None for the one that the entry names.
-
-        Raises:
-            ValueError: The row calls tools, or a message lacks a field.
-            TypeError: A value is not text.
+        ``answer`` names another column for the answer. Raises ValueError for a tool call or a missing field, and
+        TypeError for a value that is not text.
         """
         columns = self._entry.columns
         if columns.tools is not None and row[columns.tools]:
@@ -125,6 +104,7 @@ class FactoryRows:
         else:
             spoken, turns = self._spoken(row, name)
             system = spoken or system
+        # A skipped row has no turns, and then no system message either.
         return [{"role": "system", "content": system}, *turns] if system and turns else turns
 
     def _exchanges(self, row: Row, name: str, response: str | None) -> list[Message]:
@@ -133,6 +113,8 @@ class FactoryRows:
         history = row[columns.history] if columns.history is not None else None
         turns = earlier_exchanges(history if isinstance(history, list) else None, str(columns.history), name)
         parts = [_text(row, column, name) for column in (columns.prompt, columns.query) if column is not None]
+        # {"instruction": "Add", "input": "1 + 1", "output": "2"} becomes the user's "Add\n1 + 1" and the assistant's
+        # "2".
         prompt = "\n".join(part for part in parts if part)
         answer = _text(row, response, name) if response is not None else ""
         return [*turns, *_exchange(prompt, answer)]
@@ -159,6 +141,7 @@ class FactoryRows:
             if number == 0 and tags.system_tag is not None and role == tags.system_tag:
                 system = text
             else:
+                # An unknown role becomes "", which fails the comparison below.
                 turns.append({"role": roles.get(role, ""), "content": text})
         alternates = [turn["role"] for turn in turns] == ["user", "assistant"] * (len(turns) // 2)
         return system, turns if alternates else []
@@ -181,26 +164,9 @@ def _text(fields: Mapping[str, Any], key: str | None, name: str) -> str:
 class FactoryData(MCoreFinetuningData):
     """The datasets of a training file.
 
-    Args:
-        readings: How to read each training dataset; with ``streaming``, exactly one.
-        tokenizer: The tokenizer of the model.
-        seq_length: Tokens of a row.
-        evaluation: How to read each evaluation dataset.
-        batch_size: Rows of a microbatch on each data-parallel rank.
-        eval_batch_size: Rows of a microbatch in evaluation; None for ``batch_size``.
-        validation_share: Share of the training samples to evaluate on; above 1, their number.
-        packing: Put several samples into a row; texts are joined and cut into blocks.
-        streaming: Tokenise while training.
-        shuffle_buffer: With ``streaming``, the number of samples from which the next one is drawn.
-        shuffle: Whether rows come in random order.
-        seed: Seed of that order.
-        num_workers: Worker processes of each DataLoader.
-        num_proc: Number of processes that tokenise.
-        cache_dir: Where ``datasets`` keeps rows and tokens.
-        pad_to_seq_length: Pad every batch to ``seq_length`` instead of to its longest row.
-
-    Raises:
-        ValueError: A setting is out of its range, or two contradict each other.
+    ``readings`` and ``evaluation`` say how to read each dataset; with ``streaming`` there must be exactly one to train
+    on. ``packing`` packs conversations as in ``MCoreFinetuningData``, and cuts joined texts into blocks
+    (:class:`TextBlocks`). The other arguments are those of ``MCoreFinetuningData``, with LLaMA-Factory's defaults.
     """
 
     def __init__(
@@ -231,6 +197,7 @@ class FactoryData(MCoreFinetuningData):
             batch_size,
             validation_files=_files(evaluation) or None,
             validation_share=validation_share,
+            # Joined texts are cut into blocks instead (_samples).
             packing=packing and not readings[0].documents,
             overlong="cut",
             streaming=streaming,
@@ -243,6 +210,7 @@ class FactoryData(MCoreFinetuningData):
             eval_batch_size=eval_batch_size,
             pad_to_seq_length=pad_to_seq_length,
         )
+        # For streaming, which reads one dataset; _tokenized uses the reading of each.
         self.reading = readings[0]
 
     def _tokenized(self, split: str) -> Any:
@@ -250,6 +218,7 @@ class FactoryData(MCoreFinetuningData):
         from datasets import concatenate_datasets
 
         parts = []
+        # With validation_share, both splits come from the training datasets.
         for reading in self._readings["train" if self.validation_share else split]:
             name = f"the dataset {reading.entry.name!r}"
             files = with_rows(reading.entry.files)
@@ -260,6 +229,7 @@ class FactoryData(MCoreFinetuningData):
         """Return the dataset of conversations, texts, or blocks of texts."""
         if not self._joined:
             return super()._samples(tokenized, indices, name)
+        # As in LLaMA-Factory, every block begins with the tokenizer's first token, if the tokenizer adds one to texts.
         first = self.tokenizer.bos_token_id if getattr(self.tokenizer, "add_bos_token", False) else None
         return TextBlocks(tokenized, indices, self.seq_length, name, first)
 

@@ -3,7 +3,7 @@
 
 The file is in ``dataset_dir``. For each name it gives a file or folder in ``dataset_dir``, a format (``alpaca``,
 ``sharegpt`` or ``openai``), and the names of columns and tags that differ from the defaults. :func:`read_datasets`
-looks up the names. A dataset that would have to be downloaded is refused, because nothing is downloaded silently.
+looks up the names. A dataset that would have to be downloaded raises, because nothing is downloaded silently.
 ``data.py`` reads the rows. This file imports neither torch nor megatron-core.
 """
 
@@ -18,6 +18,7 @@ from lightning_mcore.data.finetuning.files import find_files
 
 INFO = "dataset_info.json"
 _FORMATS = ("alpaca", "sharegpt", "openai")
+# Keys that name a dataset elsewhere, with the word for it in errors
 _FETCHED = {
     "hf_hub_url": "the Hugging Face hub",
     "ms_hub_url": "ModelScope",
@@ -31,7 +32,7 @@ _REFUSED_COLUMNS = {"audios": "audio models are not available"}
 
 @dataclass(frozen=True)
 class Columns:
-    """The column of each part of a row, or None. The defaults are for a dataset that names no columns."""
+    """The column of each part of a row, or None; the defaults are for a dataset that names no columns."""
 
     prompt: str | None = "instruction"
     query: str | None = "input"
@@ -49,7 +50,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Tags:
-    """The names of fields and roles in messages. The defaults are for a dataset that names no tags."""
+    """The names of fields and roles in messages; the defaults are for a dataset that names no tags."""
 
     role_tag: str | None = "from"
     content_tag: str | None = "value"
@@ -62,38 +63,22 @@ class Tags:
 
 @dataclass(frozen=True)
 class DatasetEntry:
-    """A dataset of ``dataset_info.json``.
-
-    Args:
-        name: Its name in the training file.
-        files: Its files, sorted.
-        formatting: ``alpaca``, ``sharegpt`` or ``openai``.
-        columns: Names of columns.
-        tags: Names of roles and of their fields.
-        num_samples: Number of rows to draw, with repetition if the dataset has fewer; None for all rows.
-        ranking: Whether a row has two answers, a better one and a worse one.
-    """
+    """A dataset in ``dataset_info.json``."""
 
     name: str
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # sorted
     formatting: str = "alpaca"
     columns: Columns = Columns()
     tags: Tags = Tags()
-    num_samples: int | None = None
-    ranking: bool = False
+    num_samples: int | None = None  # rows to draw, with repetition if there are fewer; None for all
+    ranking: bool = False  # whether a row has a better answer and a worse one
 
 
 def read_datasets(names: str | Sequence[str], dataset_dir: str, sees: bool | None = False) -> list[DatasetEntry]:
-    """Return the datasets of the given names, in their order.
+    """Return the datasets of the given names (a list, or text with commas), in their order.
 
-    Args:
-        names: A list, or text with commas between the names.
-        dataset_dir: The folder with ``dataset_info.json``.
-        sees: Whether the model sees images; None if that is not known yet.
-
-    Raises:
-        FileNotFoundError: There is no such folder, or a dataset has no file.
-        ValueError: A name is not in the file, or a dataset asks for something that is not supported.
+    ``sees`` says whether the model sees images, or None if that is not known yet. Raises FileNotFoundError for a
+    missing folder or file, and ValueError for an unknown name or an entry that is not supported.
     """
     if dataset_dir == "ONLINE" or dataset_dir.startswith("REMOTE:"):
         raise ValueError(
@@ -128,6 +113,7 @@ def _entry(name: str, info: Any, path: Path, sees: bool | None) -> DatasetEntry:
     _refuse(says, place)
     files = tuple(find_files(str(path.parent / says["file_name"]), f"file_name of {place}"))
     entry = DatasetEntry(name, files, says.get("formatting", "alpaca"), num_samples=says.get("num_samples"))
+    # Naming one column or tag turns off the defaults of the others.
     if "columns" in says:
         refused = _REFUSED_COLUMNS | (dict.fromkeys(("images", "videos"), _OF_TEXT) if sees is False else {})
         entry = replace(entry, columns=_named(Columns, says["columns"], f"column of {place}", refused))
@@ -137,7 +123,7 @@ def _entry(name: str, info: Any, path: Path, sees: bool | None) -> DatasetEntry:
 
 
 def _ranks(says: Mapping[str, Any], columns: Columns, place: str) -> bool:
-    """Return whether the rows of a dataset have two answers."""
+    """Return whether a dataset's rows have two answers."""
     ranking = says.get("ranking", False)
     if not isinstance(ranking, bool):
         raise ValueError(f"{place} has ranking: {ranking!r}; choose true or false")
@@ -152,7 +138,7 @@ def _ranks(says: Mapping[str, Any], columns: Columns, place: str) -> bool:
 
 
 def _refuse(says: Mapping[str, Any], place: str) -> None:
-    """Refuse an entry that asks for something unsupported."""
+    """Raise for an entry that asks for something that is not supported."""
     if says.get("formatting", "alpaca") not in _FORMATS:
         raise ValueError(f"{place} has formatting: {says['formatting']!r}; choose alpaca, sharegpt or openai")
     if says.get("split", "train") != "train" or says.get("subset") or says.get("folder"):

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLaMA-Factory files that export a model, with PEFT adapters merged into it, as a Hugging Face folder."""
+"""LLaMA-Factory files that export a model, with PEFT adapters merged into it, as a Hugging Face folder.
+
+``cli/llamafactory.py`` asks :func:`read_export` first, because the same command trains and exports.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,33 +16,25 @@ _OWN = ("export_dir", "export_size", "export_device")  # a device has no effect:
 
 @dataclass(frozen=True)
 class FactoryExport:
-    """The export that a file asks for.
-
-    Attributes:
-        model: Folder or name of the model.
-        adapters: Folders of the adapters to merge, in order.
-        out: The folder to write.
-        max_shard_size: Largest size of a weight file, such as ``"5GB"``.
-    """
+    """The export that a file asks for."""
 
     model: str
-    adapters: tuple[str, ...]
+    adapters: tuple[str, ...]  # folders, merged in this order
     out: str
-    max_shard_size: str
+    max_shard_size: str  # such as "5GB"
 
     def write(self) -> None:
         """Merge the adapters and write the model, all in this process.
 
-        Raises:
-            FileNotFoundError: The model or an adapter does not exist.
-            OSError: The files cannot be written.
-            ValueError: An adapter does not fit the model, the model is not supported, or ``out`` already exists.
+        Raises FileNotFoundError for a missing model or adapter, OSError if the files cannot be written, and ValueError
+        if an adapter does not fit, the model is not supported, or ``out`` already exists.
         """
         from lightning_mcore.hf.export import export_model, require_free
         from lightning_mcore.layers.session import single_process
         from lightning_mcore.models.gpt import MCoreGPT
         from lightning_mcore.models.vision import MCoreVisionGPT
 
+        # Before the model is read, which may take minutes.
         require_free(self.out)
         config = read_config(self.model)
         dtype = config.get("dtype") or config.get("torch_dtype") or "auto"
@@ -52,16 +47,9 @@ class FactoryExport:
 
 
 def read_export(path: str | None, overrides: Sequence[str] = ()) -> FactoryExport | None:
-    """Return the export that a file asks for; None for a file that trains or evaluates.
+    """Return the export that a file asks for, after its changes (``key=value``); None if it trains or evaluates.
 
-    Args:
-        path: The file, YAML or JSON; None for the changes alone.
-        overrides: Changes to the file, each ``key=value``.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: A key is unknown or not supported, or a value is not allowed.
-        TypeError: A value has another type.
+    The errors are those of :func:`read_run`.
     """
     given = read_keys(path, overrides)
     out = given.get("export_dir")

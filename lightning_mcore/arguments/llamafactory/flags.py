@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words of a command line that LLaMA-Factory and ROLL take: a file with changes to it, or flags alone.
+"""The command-line words that LLaMA-Factory and ROLL accept: a file with changes to it, or flags alone.
 
 ::
 
     sft.yaml learning_rate=1e-5 --devices 8
     --model_name_or_path Qwen/Qwen3-0.6B --do_train --dataset identity --bf16 --learning_rate 1e-5
 
-:func:`read_words` turns flags into the ``key=value`` texts that ``run.py`` and ``export.py`` read, so a flag and a key
-of a file mean the same. It has the rules of transformers' ``HfArgumentParser``, except that no name is abbreviated.
+:func:`read_words` turns flags into the ``key=value`` texts that ``run.py`` and ``export.py`` read, so a flag and a
+file's key mean the same. The rules are those of transformers' ``HfArgumentParser``, except that names cannot be
+abbreviated.
 """
 
 import dataclasses
@@ -25,12 +26,9 @@ from lightning_mcore.config.text import unknown_name
 def read_words(words: Sequence[str], others: Collection[str]) -> tuple[str | None, list[str]]:
     """Return the file, or None, and the changes to it, each ``key=value``.
 
-    Args:
-        words: The words of the command line, without the options of the command itself.
-        others: Names of those options, to suggest for a misspelt one.
-
-    Raises:
-        ValueError: An option is unknown or lacks its value, or a word belongs to no option.
+    ``sft.yaml learning_rate=1e-5 --bf16 --no_neat_packing`` gives ``sft.yaml`` and ``learning_rate=1e-5``,
+    ``bf16=true``, ``neat_packing=false``. ``others`` are the command's own options, to suggest for a misspelt one.
+    Raises ValueError for an unknown option, a missing value, or a word that belongs to no option.
     """
     hints, file, changes = _hints(), None, []
     rest = list(words)
@@ -38,6 +36,7 @@ def read_words(words: Sequence[str], others: Collection[str]) -> tuple[str | Non
         word = rest.pop(0)
         if word.startswith("--"):
             changes.append(_change(word, rest, hints, others))
+        # A file's name may contain "=".
         elif "=" in word and not os.path.isfile(word):
             changes.append(word)
         elif file is None:
@@ -48,7 +47,7 @@ def read_words(words: Sequence[str], others: Collection[str]) -> tuple[str | Non
 
 
 def _change(word: str, rest: list[str], hints: dict[str, Any], others: Collection[str]) -> str:
-    """Return a flag as ``key=value``; takes the words of its value."""
+    """Return a flag as ``key=value``, and remove the words of its value from ``rest``."""
     name, equals, value = word[2:].partition("=")
     name = name.replace("-", "_")
     negated = name.removeprefix("no_")
@@ -57,6 +56,7 @@ def _change(word: str, rest: list[str], hints: dict[str, Any], others: Collectio
     if name not in hints:
         raise ValueError(unknown_name("option", word.partition("=")[0], [*others, *(f"--{key}" for key in hints)]))
     found = take_words(name, [value] if equals else rest, hints[name])
+    # JSON is YAML, which the reader of changes expects.
     return f"{name}={json.dumps(found, ensure_ascii=False)}"
 
 
@@ -69,5 +69,6 @@ def _hints() -> dict[str, Any]:
     for kind in (RayArguments, Seq2SeqTrainingArguments, FactoryKeys):
         hints = get_type_hints(kind)
         found |= {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
-    found["fp8"] = found["fp8"] | bool  # a format in Megatron's arguments, a yes or no in LLaMA-Factory's
+    # A format in Megatron's arguments, a yes or no in LLaMA-Factory's
+    found["fp8"] = found["fp8"] | bool
     return found

@@ -3,7 +3,7 @@
 
 The class is separate from ``TrainingArguments`` because ``fp8`` is a yes or no here, and the name of a format there;
 :meth:`Fp8Arguments.merged_into` translates. LLaMA-Factory has four backends. ``auto`` and ``te`` mean
-TransformerEngine, which runs FP8 here; the other two are refused.
+TransformerEngine, which runs FP8 here; the other two raise.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _OTHER_BACKENDS = {
 
 @dataclasses.dataclass
 class Fp8Arguments:
-    """LLaMA-Factory's options for FP8; the help text of each field explains it.
+    """LLaMA-Factory's options for FP8; each field's help text explains it.
 
     Raises:
         TypeError: A value has another type.
@@ -35,7 +35,7 @@ class Fp8Arguments:
     fp8_enable_fsdp_float8_all_gather: bool = flag("Gather FP8 shards of FSDP. Not available.", default=False)
 
     def __post_init__(self) -> None:
-        """Check the values, and refuse options of other backends."""
+        """Check the values, and reject options of other backends."""
         check_types(self)
         if self.fp8_backend in _OTHER_BACKENDS:
             raise ValueError(
@@ -53,16 +53,15 @@ class Fp8Arguments:
     def merged_into(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return arguments of ``TrainingArguments``, with LLaMA-Factory's FP8 added if it is on.
 
-        FP8 then means TransformerEngine's hybrid format, scaled by the largest values of the last 16 steps.
-
         Args:
-            values: Arguments by name; a given ``fp8_recipe`` is kept.
+            values: Arguments by name; a given ``fp8`` or ``fp8_recipe`` is kept.
         """
         given = dict(values)
         if not self.fp8:
             return given
         if given.get("fp8") is None:
             given["fp8"] = "hybrid"
+        # FP8 then means the hybrid format, scaled by the largest values of the last 16 steps.
         if given.get("fp8_recipe") in (None, "delayed"):
             extra = load_additional_configs(given.get("additional_configs"))
             given["additional_configs"] = {"fp8_amax_history_len": 16, **extra}

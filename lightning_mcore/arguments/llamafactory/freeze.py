@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``finetuning_type: freeze``: which weights of a model are trained, as ``MCoreGPT(train_only=...)`` takes them.
+"""``finetuning_type: freeze``: which weights are trained, as ``MCoreGPT(train_only=...)`` takes them.
 
-As in LLaMA-Factory, the last layers are trained, or the first for a negative number. Outside the layers, only
+As in LLaMA-Factory, the last layers are trained, or the first ones for a negative number. Outside the layers, only
 ``freeze_extra_modules`` are trained. A weight belongs to these if its name contains one of them, so ``norm`` also means
-the norms of the layers.
+the norms inside the layers.
 """
 
 from lightning_mcore.arguments.llamafactory.keys import FactoryKeys
@@ -13,24 +13,22 @@ from lightning_mcore.hf.source import planned_settings
 
 
 def trained_parts(keys: FactoryKeys) -> list[str]:
-    """Return parts of names; a file trains the weights whose Hugging Face names contain one of them.
+    """Return parts of names; the weights whose Hugging Face names contain one of them are trained.
 
-    Args:
-        keys: The keys of the file, with ``finetuning_type: freeze``.
-
-    Raises:
-        FileNotFoundError: There is no such model.
-        ValueError: The model does not have a named module, or nothing is trained.
+    Raises FileNotFoundError for a missing model, and ValueError if it lacks a named module, or if nothing is trained.
     """
     family, fields = family_and_fields(planned_settings(str(keys.model_name_or_path)))
     names = [name for of_weight in tensor_names(family, fields).values() for name in of_weight]
     prefix = family.layer_prefix.partition("{layer}")[0]  # such as "model.layers."
+    # "model.layers.0.self_attn.q_proj.weight" has the module self_attn; "model.norm.weight", outside, has norm.
     in_layers = {name.removeprefix(prefix).split(".")[1] for name in names if name.startswith(prefix)}
     outside = {name.split(".")[-2] for name in names if not name.startswith(prefix)}
     count, total = keys.freeze_trainable_layers, int(fields["num_layers"])
     layers = range(max(0, total - count), total) if count > 0 else range(min(-count, total))
     modules = _chosen("freeze_trainable_modules", keys.freeze_trainable_modules, {"all", *in_layers})
     extra = _chosen("freeze_extra_modules", keys.freeze_extra_modules, outside)
+    # The last 2 of 4 layers are "model.layers.2." and "model.layers.3."; with freeze_trainable_modules: mlp they are
+    # "model.layers.2.mlp." and "model.layers.3.mlp.".
     parts = [f"{prefix}{layer}.{'' if name == 'all' else f'{name}.'}" for name in modules for layer in layers] + extra
     if not parts:
         raise ValueError(

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keys of a LLaMA-Factory training file that are not arguments of training or of Megatron.
 
-A training file is one flat list of keys for the model, the data, the fine-tuning, the generation and the training.
-The training and Megatron keys have the names of ``lightning_mcore.arguments`` and are passed on unchanged. The others
-fall into three groups:
+A training file is one flat list of keys. The training and Megatron keys have the names of ``lightning_mcore.arguments``
+and are passed on unchanged. The others fall into three groups:
 
 - The fields of :class:`FactoryKeys` are supported.
 - The keys in :data:`REFUSED` are not supported. With its default value such a key is accepted, because files often
-  spell out defaults. Any other value is refused with the reason, because ignoring it would change the run.
+  spell out defaults. Any other value raises with the reason, because ignoring it would change the run.
 - Some supported keys mean something slightly different here. :func:`translated` returns the arguments that they
   become, and :func:`notes_of` returns a line for each, which ``lightning-mcore llamafactory`` prints before it trains
   and ``lightning-mcore plan`` prints with its assumptions.
@@ -36,36 +35,36 @@ class FactoryKeys(VisionKeys, PreferenceKeys):
         model_name_or_path: A Hugging Face folder or name, or a checkpoint of this package.
         trust_remote_code: Has no effect: code that comes with a model is never run.
         stage: ``pt`` trains on text, ``sft`` on conversations, ``dpo`` on pairs of answers, ``kto`` on tagged answers;
-            ``rm`` trains a reward model; ``ppo`` is refused.
-        finetuning_type: ``full``, ``freeze`` or ``lora``; ``oft`` is refused.
+            ``rm`` trains a reward model; ``ppo`` is not supported.
+        finetuning_type: ``full``, ``freeze`` or ``lora``; ``oft`` is not supported.
         freeze_trainable_layers: With ``freeze``: how many of the last layers are trained, or of the first if negative.
         freeze_trainable_modules: With ``freeze``: ``all``, or modules of those layers, separated by commas.
-        freeze_extra_modules: With ``freeze``: modules outside the layers that are trained too.
+        freeze_extra_modules: With ``freeze``: modules outside the layers that are also trained.
         lora_rank: Rank of the adapters.
         lora_alpha: The scale of the adapters is this divided by the rank; None for twice the rank.
         lora_dropout: Dropout probability before the adapters.
         lora_target: ``all``, or endings of projection names, separated by commas.
         use_rslora: Divide ``lora_alpha`` by the square root of the rank instead of the rank.
         use_dora: Also train the length of each row of a weight (DoRA).
-        quantization_bit: 4 keeps the frozen weights in 4 bits; None leaves them as they are.
-        quantization_type: ``nf4``; other types are refused.
-        double_quantization: Whether the scales of the 4-bit blocks are quantized too.
+        quantization_bit: 4 keeps the frozen weights in 4 bits; None leaves them unchanged.
+        quantization_type: ``nf4``; other types are not supported.
+        double_quantization: Whether the scales of the 4-bit blocks are also quantized.
         additional_target: Endings of names of modules that are trained in full, separated by commas.
-        adapter_name_or_path: PEFT folders, with commas between them or as a list. The last is continued with its own
-            settings; those before it are merged into the model.
+        adapter_name_or_path: PEFT folders, separated by commas or as a list. Training continues the last one with its
+            own settings; earlier ones are merged into the model.
         adapter_folder: The folder inside each of them that contains the adapter.
         create_new_adapter: Merge all adapters of ``adapter_name_or_path``, and train a new one.
         loraplus_lr_ratio: The learning rate of B is this many times that of A (LoRA+).
-        loraplus_lr_embedding: With ``loraplus_lr_ratio``: the learning rate of adapters of the embedding.
+        loraplus_lr_embedding: With ``loraplus_lr_ratio``: the learning rate of the embedding's adapters.
         dataset: Names in ``dataset_info.json``, separated by commas.
         eval_dataset: Likewise, for evaluation.
         dataset_dir: The folder with ``dataset_info.json`` and the files.
         template: The name of a chat template; None for the tokenizer's own, or plain text.
-        cutoff_len: Tokens of a row, and the largest number of tokens of a sample.
+        cutoff_len: Tokens per row, and the largest number of tokens in a sample.
         train_on_prompt: Train on every token.
         mask_history: Train only on the last answer.
-        packing: Put several samples into a row. In stage ``pt`` a text sees those before it; in ``sft`` samples do not
-            see each other. None means only in stage ``pt``.
+        packing: Put several samples into a row. In stage ``pt`` a text sees the texts before it; in ``sft`` samples do
+            not see each other. None means only in stage ``pt``.
         neat_packing: The same as ``packing``, for stage ``sft``, whose samples never see each other here.
         sequence_packing: The same as ``packing``.
         use_packed_sequences: The same as ``packing``.
@@ -74,12 +73,12 @@ class FactoryKeys(VisionKeys, PreferenceKeys):
         max_samples: Read only this many rows of each dataset, from the start.
         val_size: Evaluate on this share of the training samples; above 1, on this number of samples.
         preprocessing_num_workers: Number of processes that tokenise.
-        preprocessing_batch_size: In stage ``kto``, rows of a block in which examples are paired for the KL term;
-            in other stages it has no effect, because each row is tokenised separately.
-        data_shared_file_system: Has no effect: one process of each machine tokenises, and the cache uses locks.
+        preprocessing_batch_size: In stage ``kto``, rows of a block in which examples are paired for the KL term; in
+            other stages it has no effect, because each row is tokenised separately.
+        data_shared_file_system: Has no effect: one process on each machine tokenises, and the cache uses locks.
         default_system: The system message of rows that have none.
         enable_thinking: With a template that has thoughts: where empty ones are written; see ``ChatTemplate``.
-        preserve_thinking: With a template that has thoughts: keep those of earlier turns.
+        preserve_thinking: With a template that has thoughts: keep the thoughts of earlier turns.
         cache_dir: Where ``datasets`` keeps rows and tokens.
         overwrite_cache: Has no effect: the cache depends on files, tokenizer and settings, so it is never stale.
         disable_shuffling: Keep the order of the files.
@@ -88,14 +87,14 @@ class FactoryKeys(VisionKeys, PreferenceKeys):
         plot_loss: Save a plot of the losses in ``output_dir``.
         overwrite_output_dir: Start a new run in a folder that is not empty.
         moe_aux_loss_coef: The same as ``moe_aux_loss_coeff``.
-        disable_gradient_checkpointing: Refused beside ``recompute_granularity``, and without effect otherwise, because
+        disable_gradient_checkpointing: Contradicts ``recompute_granularity``, and otherwise has no effect, because
             nothing is recomputed by default.
-        fp8_backend: ``auto`` or ``te``, which both mean TransformerEngine; the others are refused.
+        fp8_backend: ``auto`` or ``te``, which both mean TransformerEngine; the others are not supported.
         mixed_precision: ``bf16_mixed`` is ``bf16: true``, ``fp16_mixed`` is ``fp16: true``; None leaves the choice to
             those two keys.
         export_hf_on_finish: Write the model in Hugging Face form at the end.
         masked_softmax_fusion: A field of ``TransformerConfig``; None keeps its default.
-        deepspeed: DeepSpeed's config, as a file or a dict; see :func:`translated`, also for the next four keys.
+        deepspeed: DeepSpeed's config, as a file or a dict; see :func:`translated`.
         pure_bf16: The same as ``bf16``.
         flash_attn: Has no effect: Megatron's attention is used.
         enable_liger_kernel: Has no effect: Megatron's layers are used.
@@ -176,6 +175,7 @@ class FactoryKeys(VisionKeys, PreferenceKeys):
         """The adapters to train, as ``MCoreGPT.from_pretrained`` takes them; None for the whole model."""
         if self.finetuning_type != "lora":
             return None
+        # "a,b" with adapter_folder: last merges a/last, and continues b/last with the settings in that folder.
         if self.adapters and not self.create_new_adapter:
             bits = {"quantization": self.quantization_type, "double_quantization": self.double_quantization}
             last = self.adapters[-1]
@@ -240,6 +240,7 @@ FREEZE = {"freeze_trainable_layers": 2, "freeze_trainable_modules": "all", "free
 LORA = (*OF_NEW_ADAPTERS, "adapter_name_or_path", "adapter_folder", "create_new_adapter", "loraplus_lr_ratio")
 """Keys that only ``finetuning_type: lora`` uses."""
 
+# Reasons in errors, as the end of a sentence that begins with the key and its value
 _FULL = "belongs to a way of fine-tuning that is not available; choose finetuning_type: full, freeze or lora without it"
 _PISSA = (
     "belongs to PiSSA, which changes the weights of the base, and is not available; LLaMA-Factory's"
@@ -271,6 +272,7 @@ _HUB = "asks for a model on a hub by more than its name; download it first, and 
 _HYPER = "belongs to HyperParallel; the parallel sizes are tensor_model_parallel_size and so on"
 _PROFILER = "belongs to a profiler that is not available; give the Trainer a profiler in Python"
 
+# The keys of each reason, with LLaMA-Factory's defaults
 _GROUPS: dict[str, dict[str, Any]] = {
     _FULL: {
         "module_dropout": 0.0,
@@ -457,19 +459,14 @@ _GROUPS: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, tuple[Any, str]] = {
     key: (default, reason) for reason, keys in _GROUPS.items() for key, default in keys.items()
 }
-"""The unsupported keys: the default of each, and why any other value is refused."""
+"""The unsupported keys: the default of each, and why any other value raises."""
 
 
 def translated(keys: FactoryKeys, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the training and Megatron arguments, including those that follow from other keys.
+    """Return the training and Megatron arguments of a file, ``values``, with those that follow from other keys.
 
-    Args:
-        keys: The supported keys that are not training or Megatron arguments.
-        values: The training and Megatron arguments in the file, by name.
-
-    Raises:
-        FileNotFoundError: DeepSpeed's config does not exist.
-        ValueError: DeepSpeed's config asks for something unsupported, or contradicts the file.
+    Raises FileNotFoundError if DeepSpeed's config does not exist, and ValueError if it contradicts the file or asks for
+    something that is not supported.
     """
     found = {**values, "bf16": True} if keys.pure_bf16 else dict(values)
     if keys.deepspeed is None or (stage := zero_stage(keys.deepspeed, found)) == 0:

@@ -6,15 +6,13 @@
     {"current_steps": 10, "total_steps": 40, "loss": 1.25, "lr": 1e-05, "epoch": 0.5, "percentage": 25.0,
      "elapsed_time": "0:00:20", "remaining_time": "0:01:00"}
 
-A line of an evaluation has ``eval_loss`` instead of ``loss`` and ``lr``. Stages that learn from preferences add
+A line for an evaluation has ``eval_loss`` instead of ``loss`` and ``lr``. Stages that learn from preferences add
 ``accuracy``, ``rewards/...``, ``logps/...`` and the other values that the module logs; in evaluation their names begin
-with ``eval_``. Rank 0 writes the file. A resumed run removes the lines of the steps that it takes again, so each step
-stands once.
+with ``eval_``. Rank 0 writes the file. A resumed run removes the lines of steps that it repeats, so each step appears
+once.
 
 Checkpoints (``checkpoint-<step>...``) are saved during the run. The model in Hugging Face form is added at the end, so
-that ``output_dir`` itself can be loaded. It is first written to a folder inside ``output_dir``, and then moved.
-``config.json``, without which nothing can load the model, moves last. The next run finishes an interrupted move.
-Adapters and their ``adapter_config.json`` are written in the same way.
+that ``output_dir`` itself can be loaded; :func:`move_in` explains how a crash cannot damage it.
 """
 
 import json
@@ -37,26 +35,17 @@ PICTURE = "training_loss.png"
 
 
 class LossRecord(Callback):
-    """Records the losses of training and of evaluation.
+    """Records the losses of training and evaluation, and plots them at the end if ``picture`` is set.
 
-    Each is a mean over the tokens that are not masked, or over pairs in stages that learn from preferences.
-
-    Args:
-        folder: Where to write the file.
-        picture: Whether to plot the losses at the end.
-
-    Attributes:
-        training: The optimizer steps that are logged, each with its loss.
-        evaluation: The optimizer steps with an evaluation, each with its loss.
-
-    Raises:
-        ModuleNotFoundError: The plot needs matplotlib, which is not installed.
+    Each loss is a mean over the tokens that are not masked, or over pairs in stages that learn from preferences. Raises
+    ModuleNotFoundError if the plot needs matplotlib, which is not installed.
     """
 
     def __init__(self, folder: str, picture: bool = False) -> None:
         super().__init__()
         if picture:
             _require_matplotlib()
+        # Optimizer steps with their losses
         self.training: list[tuple[int, float]] = []
         self.evaluation: list[tuple[int, float]] = []
         self._folder = folder
@@ -83,6 +72,7 @@ class LossRecord(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Record the loss of an optimizer step, if it is logged."""
         step = trainer.global_step
+        # Another microbatch of the same step
         if step == self._step:
             return
         self._step = step
@@ -112,13 +102,14 @@ class LossRecord(Callback):
             self._draw()
 
     def _write(self, trainer: pl.Trainer, found: dict[str, float], more: dict[str, float]) -> None:
-        """Append a line; the names and their order are those of LLaMA-Factory's ``LogCallback``."""
+        """Append a line, with the names and order of LLaMA-Factory's ``LogCallback``."""
         if not trainer.is_global_zero:
             return
         total = _all_steps(trainer)
         step = trainer.global_step
         elapsed = 0.0 if self._began is None else time.monotonic() - self._began
-        # Steps of an earlier run took no time of this one: at step 15, resumed from 10, five have.
+        # Steps of an earlier run took no time in this one. At step 15 of 40, resumed from 10 and after 20 seconds, five
+        # steps have taken 4 seconds each, and 25 steps are left: 100 seconds.
         left = elapsed / (step - self._first) * (total - step) if step > self._first else 0.0
         accuracy = more.get("rewards/accuracies")
         line = {
@@ -153,13 +144,14 @@ def _all_steps(trainer: pl.Trainer) -> int:
     """Return the number of steps of a whole run; 0 if the trainer only evaluates, or does not know it yet."""
     if trainer.state.fn != TrainerFn.FITTING:
         return 0
-    if trainer.sanity_checking:  # asking would make the loaders of the training before their time
+    if trainer.sanity_checking:  # estimated_stepping_batches would build the training loaders too early
         return max(trainer.max_steps, 0)
     return int(trainer.estimated_stepping_batches)
 
 
 def _epoch(trainer: pl.Trainer, total: int) -> float:
-    """Return the number of epochs that have passed, with the part of the last; of a stream, the part of the run."""
+    """Return how many epochs have passed, as a fraction; for a stream, the share of the run."""
+    # In the third epoch (current_epoch = 2), after 30 of 120 batches: 2.25
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     length = float(trainer.num_training_batches)
     if math.isinf(length):
@@ -168,7 +160,7 @@ def _epoch(trainer: pl.Trainer, total: int) -> float:
 
 
 def _forget_after(file: Path, step: int) -> None:
-    """Remove the lines of later steps, which this run takes again."""
+    """Remove the lines of later steps, which this run repeats."""
     if not file.exists():
         return
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -180,20 +172,19 @@ def _forget_after(file: Path, step: int) -> None:
 
 
 def _step_of(line: str) -> float:
-    """Return the step of a line; a line without one is kept, and one that a dying process has cut is removed."""
+    """Return the step of a line."""
     try:
+        # A line without a step is kept, and one that a dying process has cut short is removed.
         return float(json.loads(line).get("current_steps", -1))
     except (ValueError, TypeError, AttributeError):
         return math.inf
 
 
 def _of_preferences(trainer: pl.Trainer, prefix: str = "", written: str = "") -> dict[str, float]:
-    """Return the logged values of a loss over pairs, with ``prefix`` replaced by ``written`` in their names.
-
-    Values of a kind of examples that there was none of are nan, and left out.
-    """
+    """Return the logged values of a preference loss, with ``prefix`` replaced by ``written`` in their names."""
     names = tuple(prefix + name for name in ("rewards/", "logps/", "sft_loss", "odds_ratio_loss", "kl"))
     logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith(names)}
+    # A value is NaN if the batch had no example of its kind.
     return {written + name.removeprefix(prefix): value for name, value in logged.items() if math.isfinite(value)}
 
 
@@ -207,8 +198,9 @@ def _require_matplotlib() -> None:
         ) from None
 
 
+# "-v1" is Lightning's suffix for a name that is taken.
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)(-v\d+)?\.ckpt")
-_PREEMPTED = re.compile(r"last-preempted(-v\d+)?\.ckpt")  # written by enable_jit_checkpoint
+_PREEMPTED = re.compile(r"last-preempted(-v\d+)?\.ckpt")  # written for enable_jit_checkpoint
 _CONFIGS = ("config.json", "adapter_config.json")  # without these, nothing can load a model or adapters
 _OF_A_MODEL = ("config.json", "model.safetensors", "model.safetensors.index.json")
 _OF_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
@@ -217,14 +209,9 @@ _NAMES, _PART = ".files-of-the-model", ".part"  # the names of the files to move
 
 
 def where_to_resume(output_dir: str, overwrite: bool) -> str | None:
-    """Return the newest checkpoint in a folder; None to start a new run.
+    """Return the newest checkpoint in a folder; None to start a new run, which ``overwrite`` always does.
 
-    Args:
-        output_dir: The folder, which need not exist.
-        overwrite: Whether to start a new run whatever the folder contains.
-
-    Raises:
-        ValueError: The folder contains a model, and no checkpoint to resume from.
+    Raises ValueError if the folder contains a model, and no checkpoint to resume from.
     """
     folder = Path(output_dir)
     if overwrite or not folder.is_dir():
@@ -233,6 +220,7 @@ def where_to_resume(output_dir: str, overwrite: bool) -> str | None:
     preempted = [path for path in folder.iterdir() if _PREEMPTED.fullmatch(path.name)]
     newest = ([max(found)[1]] if found else []) + preempted
     if newest:
+        # By time, because a preempted checkpoint has no step in its name.
         return str(max(newest, key=lambda path: path.stat().st_mtime))
     there = [name for name in _OF_A_MODEL + _OF_ADAPTERS if (folder / name).exists()]
     if there:
@@ -249,17 +237,15 @@ def unfinished(output_dir: str) -> str:
 
 
 def is_waiting(output_dir: str) -> bool:
-    """Return whether the inner folder contains a complete model that is not yet moved, or only partly."""
+    """Return whether the inner folder contains a complete model that is not moved yet, or only partly."""
     source = Path(unfinished(output_dir))
+    # The folder appears only when it is complete, so a config in it is enough. The list of names means that a move has
+    # begun.
     return any((source / name).is_file() for name in (_NAMES, *_CONFIGS))
 
 
 def _noted(source: Path) -> list[str]:
-    """Return the names of the files to move.
-
-    Raises:
-        ValueError: The list of files is damaged.
-    """
+    """Return the names of the files to move; ValueError if their list is damaged."""
     try:
         names = json.loads((source / _NAMES).read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
@@ -272,9 +258,9 @@ def _noted(source: Path) -> list[str]:
 def move_in(output_dir: str) -> None:
     """Move the finished model from the inner folder to ``output_dir``, replacing an older one; without one, do nothing.
 
-    If the process dies in between, the next call finishes the move: the file names of the new model are saved before
-    the first file of the old one is deleted. Until the move ends there is no ``config.json``, so a mixture of both
-    cannot be loaded.
+    If the process dies in between, the next call finishes the move: the new model's file names are saved before the
+    first file of the old one is deleted. Until the move ends there is no ``config.json``, so nothing can load a mixture
+    of both. Adapters and their ``adapter_config.json`` are moved in the same way.
     """
     source, target = Path(unfinished(output_dir)), Path(output_dir)
     if not is_waiting(output_dir):
@@ -290,9 +276,11 @@ def move_in(output_dir: str) -> None:
     for stale in older if config == model else ():  # adapters do not replace a model
         if stale.name not in names:
             stale.unlink(missing_ok=True)
+    # The config moves last.
     for name in sorted(names, key=lambda name: (name == config, name)):
         if (source / name).exists():
             os.replace(source / name, target / name)
+    # The moves must be on disk before the list of them is deleted.
     sync_directory(output_dir)
     (source / _NAMES).unlink()
     source.rmdir()

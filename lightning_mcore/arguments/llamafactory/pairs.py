@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Datasets of ``stage: dpo``, ``kto`` and ``rm`` of a LLaMA-Factory file, as pairs.
+"""Datasets for ``stage: dpo``, ``kto`` and ``rm`` of a LLaMA-Factory file, as pairs.
 
 A dataset with ``ranking: true`` has two answers in each row, in the columns ``chosen`` and ``rejected``: texts in
 alpaca's form, and messages in sharegpt's. One with ``kto_tag`` has one answer, and a boolean that says whether it is
@@ -27,21 +27,10 @@ class FactoryPairReading(PairReading, FactoryReading):
 
 
 class FactoryPairRows(FactoryRows):
-    """Turns the rows of a dataset into prompts with two answers.
-
-    Args:
-        entry: Its entry in ``dataset_info.json``.
-        columns: The names of the columns of its files.
-
-    Attributes:
-        tag: The column that says whether an answer is desirable; None for pairs.
-
-    Raises:
-        ValueError: The files lack a column that the entry names.
-    """
+    """Turns the rows of a dataset into prompts with two answers; ValueError if the files lack a column."""
 
     def __init__(self, entry: DatasetEntry, columns: Sequence[str]) -> None:
-        self.tag = entry.columns.kto_tag
+        self.tag = entry.columns.kto_tag  # says whether an answer is desirable; None for pairs
         super().__init__(entry, columns)
 
     def _wanted(self, entry: DatasetEntry) -> tuple[str | None, ...]:
@@ -49,20 +38,17 @@ class FactoryPairRows(FactoryRows):
         wanted = super()._wanted(entry)
         if self.tag is not None:
             return (*wanted, self.tag)
+        # A row of pairs has no single answer.
         return (*(name for name in wanted if name != names.response), names.chosen, names.rejected)
 
     def messages(self, row: Row, name: str) -> PreferenceRow:  # type: ignore[override]  # read by PairEncoder
-        """Return the prompt and the answers of a row.
+        """Return the prompt and the answers of a row, called ``name`` in errors.
 
-        Args:
-            row: Its values by column; with a :attr:`tag`, those of the row that it is paired with too.
-            name: The name of the row in errors.
-
-        Raises:
-            ValueError: The row calls tools, or a message lacks a field.
-            TypeError: A value is not text, or the tag is not a boolean.
+        Raises ValueError for a tool call or a missing field, and TypeError for a value that is not text, or not a
+        boolean tag.
         """
         if self.tag is not None:
+            # In KTO, another row of the same block, added to this one, gives the answer for the KL term.
             partner = super().messages(partner_of(row), name)
             return preference_row(super().messages(row, name), partner, require_tag(row, self.tag, name))
         columns = self._entry.columns
@@ -83,4 +69,4 @@ class FactoryPairRows(FactoryRows):
 
 
 class FactoryPairs(FactoryData, PairLoading):
-    """The datasets of a training file with ``stage: dpo``, ``kto`` or ``rm``; the arguments of :class:`FactoryData`."""
+    """The datasets of a file with ``stage: dpo``, ``kto`` or ``rm``; same arguments as :class:`FactoryData`."""

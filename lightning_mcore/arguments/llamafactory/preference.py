@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keys of ``stage: dpo``, ``kto`` and ``rm`` of a LLaMA-Factory file, as settings of ``config/preference.py``.
 
-``pairs.py`` reads their datasets.
+``rules.py`` and ``run.py`` call this file; ``pairs.py`` reads the datasets of these stages.
 """
 
 import math
@@ -43,15 +43,15 @@ class PreferenceKeys:
     """The keys for learning from preferences; the defaults are LLaMA-Factory's.
 
     Args:
-        pref_beta: How strongly the loss holds the model to the reference.
-        pref_ftx: Weight of the cross entropy of the chosen answer, which is added to the loss.
+        pref_beta: How strongly the loss keeps the model close to the reference.
+        pref_ftx: Weight of the chosen answer's cross entropy, which is added to the loss.
         pref_bco_weight: Weight of BCO's term.
-        pref_loss: The loss of ``stage: dpo``; ``kto_pair`` is refused.
+        pref_loss: The loss of ``stage: dpo``; ``kto_pair`` is not supported.
         dpo_label_smoothing: Probability that a pair has the wrong order, 0 to 0.5.
         kto_chosen_weight: Weight of a desirable answer.
         kto_rejected_weight: Weight of an undesirable answer.
         simpo_gamma: The margin between the two rewards that SimPO aims for.
-        ld_alpha: Weight of the tokens of the longer answer beyond the length of the shorter one; None for 1.
+        ld_alpha: Weight of the longer answer's tokens beyond the length of the shorter one; None for 1.
         ref_model: Folder or name of the reference model; None for the model as it is when training begins.
     """
 
@@ -68,15 +68,7 @@ class PreferenceKeys:
 
 
 def check_preferences(keys: PreferenceKeys, stage: str) -> None:
-    """Refuse keys that have no effect in a stage or on its loss, and values out of range.
-
-    Args:
-        keys: The keys.
-        stage: ``stage`` of the file.
-
-    Raises:
-        ValueError: A key is refused.
-    """
+    """Raise ValueError for keys that have no effect in a stage or on its loss, and for values out of range."""
     if stage == "dpo" and keys.pref_loss == "kto_pair":
         raise ValueError(
             "pref_loss: kto_pair is not supported; choose sigmoid, hinge, ipo, orpo or simpo, or stage: kto with tagged"
@@ -89,6 +81,7 @@ def check_preferences(keys: PreferenceKeys, stage: str) -> None:
         stages = [known for known, names in _OF_STAGE.items() if name in names]
         if stage not in stages:
             raise ValueError(f"{name}: {value!r} is for stage: {choices(stages)}; leave it out, or choose that")
+        # The losses that use the setting, such as only simpo for simpo_gamma
         of_setting = used_by(_OF_STAGE[stage][name])
         losses = [loss for loss in get_args(PreferenceLossKey) if loss in of_setting]
         if stage == "dpo" and keys.pref_loss not in losses:
@@ -111,11 +104,9 @@ def _check_number(name: str, value: float) -> None:
 
 
 def preference_of(keys: PreferenceKeys, stage: str) -> dict[str, Any]:
-    """Return the settings of ``Preference`` that a file asks for.
+    """Return the settings of ``Preference`` that checked keys ask for, in stage ``dpo``, ``kto`` or ``rm``.
 
-    Args:
-        keys: The keys, already checked.
-        stage: ``dpo``, ``kto`` or ``rm``.
+    ``pref_loss: simpo`` with ``pref_beta: 2.5`` becomes ``{"loss": "simpo", "beta": 2.5}``.
     """
     loss = {"dpo": keys.pref_loss, "kto": "kto", "rm": "reward"}[stage]
     names: Mapping[str, str] = _OF_STAGE[stage]
@@ -125,13 +116,7 @@ def preference_of(keys: PreferenceKeys, stage: str) -> dict[str, Any]:
 
 
 def notes_of_preferences(keys: PreferenceKeys, stage: str, is_lora: bool) -> list[str]:
-    """Return notes about what differs from LLaMA-Factory.
-
-    Args:
-        keys: The keys, already checked.
-        stage: ``stage`` of the file.
-        is_lora: Whether adapters are trained.
-    """
+    """Return notes about what differs from LLaMA-Factory, for checked keys."""
     if stage == "rm":
         return [
             "stage: rm trains a score for each token, without the bias and the dropout of LLaMA-Factory's value head;"

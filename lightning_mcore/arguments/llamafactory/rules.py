@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse keys of a LLaMA-Factory file that are unknown, unsupported, or contradict each other.
+"""Reject keys of a LLaMA-Factory file that are unknown, unsupported, or contradict each other.
 
-Each refusal is one sentence that names the keys. ``run.py`` applies these rules before it uses the file.
+Each error is one sentence that names the keys. ``run.py`` applies these rules before it uses the file.
 """
 
 import contextlib
@@ -23,8 +23,9 @@ OWN = {field.name for field in dataclasses.fields(FactoryKeys)}
 """Names of the supported keys that are not training or Megatron arguments."""
 
 OF_RAY = {"ray_num_workers", "ray_init_kwargs", "master_addr", "master_port"}
-OF_RAY |= {"ray_run_name", "ray_storage_path", "resources_per_worker", "placement_strategy"}  # of older releases
-"""Names of the keys of a launch on Ray; ``RayArguments`` has more, which are our own options."""
+# Some keys belong to older releases of LLaMA-Factory.
+OF_RAY |= {"ray_run_name", "ray_storage_path", "resources_per_worker", "placement_strategy"}
+"""Keys for a launch on Ray; ``RayArguments`` has more, which are our own options."""
 
 _MAY_BE_NULL = ("enable_thinking",)  # None is a value of its own, and not the default
 
@@ -32,7 +33,9 @@ _PRECISIONS = ("bf16_mixed", "fp16_mixed", "fp32")
 _BRIDGE_FP8 = "set fp8: hybrid and bf16: true for FP8"
 
 
+# Keys that only the v1 format has
 _OF_V1 = {"model_class", "train_dataset", "peft_config", "dist_config", "kernel_config", "quant_config", "init_config"}
+# Keys of a file that trains, evaluates or exports; a file for chatting has none of them.
 _WORK = ("stage", "dataset", "eval_dataset", "do_train", "do_eval", "do_predict", "export_dir")
 _IN_THE_FILE = {
     "seq_length": "cutoff_len",
@@ -41,7 +44,7 @@ _IN_THE_FILE = {
     "modules_to_save": "additional_target",
     "accumulate_grad_batches": "gradient_accumulation_steps",
 }
-"""Names in errors of other rooms, and the keys that they come from."""
+"""Names in errors of other packages, and the keys that they come from."""
 
 
 @contextlib.contextmanager
@@ -51,22 +54,19 @@ def in_words_of_the_file() -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         names = "|".join(name for name in _IN_THE_FILE if name != "r")
+        # "r=0 is too small" becomes "lora_rank=0 is too small". The letter r counts only before "=".
         text = re.sub(rf"\b(?:{names}|r(?==))\b", lambda found: _IN_THE_FILE[found[0]], str(error))
+        # A subclass may need other arguments than one text.
         if type(error) not in (TypeError, ValueError) or text == str(error):
             raise
         raise type(error)(text) from error
 
 
 def read_keys(path: str | None, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the keys of a file with their values, after the changes; a change to null takes a key back.
+    """Return a file's keys with their values, after the changes (``key=value``); a change to null removes a key.
 
-    Args:
-        path: The file, YAML or JSON; None for the changes alone.
-        overrides: The changes, each ``key=value``.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: A name is neither a LLaMA-Factory key nor an argument, or the file is of another kind.
+    Raises FileNotFoundError, and ValueError if a name is neither a LLaMA-Factory key nor an argument, or if the file is
+    of another kind.
     """
     in_file = read_file(path, "a training file of LLaMA-Factory")
     given = overridden(in_file, overrides)
@@ -87,15 +87,7 @@ def read_keys(path: str | None, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def refuse_v1(given: Mapping[str, Any], path: str | None) -> None:
-    """Refuse a file of LLaMA-Factory's v1 format, whose keys have other names.
-
-    Args:
-        given: All keys of the file.
-        path: The file, named in errors.
-
-    Raises:
-        ValueError: The file has that format.
-    """
+    """Raise ValueError for a file in LLaMA-Factory's v1 format, whose keys have other names."""
     found = sorted(_OF_V1 & given.keys())
     if found and "model_name_or_path" not in given:
         raise ValueError(
@@ -110,14 +102,9 @@ def _names() -> frozenset[str]:
 
 
 def own_keys(given: Mapping[str, Any]) -> FactoryKeys:
-    """Return the keys of :class:`FactoryKeys`, with their types checked.
+    """Return the keys of :class:`FactoryKeys`.
 
-    Args:
-        given: All keys of the file.
-
-    Raises:
-        TypeError: A value has another type.
-        ValueError: A value is not among those of its key, or the file has no model.
+    Raises TypeError or ValueError if a value does not have its type, and ValueError if the file has no model.
     """
     keys = FactoryKeys(**{key: value for key, value in given.items() if key in OWN})
     check_types(keys)
@@ -127,14 +114,7 @@ def own_keys(given: Mapping[str, Any]) -> FactoryKeys:
 
 
 def check_supported(given: Mapping[str, Any]) -> None:
-    """Refuse unsupported LLaMA-Factory keys, unless they have their default values.
-
-    Args:
-        given: All keys of the file.
-
-    Raises:
-        ValueError: An unsupported key does not have its default value.
-    """
+    """Raise ValueError for a LLaMA-Factory key that is not supported, unless it has its default value."""
     for key, value in given.items():
         if key in REFUSED and not _equal(value, REFUSED[key][0]):
             default, reason = REFUSED[key]
@@ -142,19 +122,12 @@ def check_supported(given: Mapping[str, Any]) -> None:
 
 
 def _equal(value: Any, default: Any) -> bool:
+    # Python has ``1 == True``.
     return value == default and isinstance(value, bool) == isinstance(default, bool)
 
 
 def check_keys(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
-    """Refuse unsupported values and contradictions.
-
-    Args:
-        keys: The supported keys that are not training or Megatron arguments.
-        given: All keys of the file.
-
-    Raises:
-        ValueError: A value is not supported, or two keys contradict each other.
-    """
+    """Raise ValueError for unsupported values and contradictions; ``given`` has all keys of the file."""
     _check_stage(keys, given)
     _check_adapters(keys, given)
     _check_sizes(keys)
@@ -192,6 +165,7 @@ def _check_adapters(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
         )
     _check_quantization(keys)
     if isinstance(keys.lora, dict) and "path" not in keys.lora:
+        # For its errors alone
         LoRA.of(keys.lora)
     if keys.adapters and not keys.create_new_adapter and others:
         raise ValueError(
@@ -270,6 +244,7 @@ def _check_learning(keys: FactoryKeys) -> None:
             raise ValueError(f"{name}: True is for stage: sft; in stage: {keys.stage} {learnt}")
     if keys.stage != "sft" and keys.use_dft_loss:
         raise ValueError("use_dft_loss: True is for stage: sft; leave it out")
+    # These change a named template, and so need one.
     needs = {"default_system": None, "enable_thinking": True, "preserve_thinking": False}
     for name, default in needs.items():
         value = getattr(keys, name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a training file of LLaMA-Factory as a run: sort its keys, and check that they fit together.
+"""Read a LLaMA-Factory training file as a run: sort its keys, and check that they fit together.
 
 :func:`read_run` makes a :class:`FactoryRun` from a file, or raises one sentence that says why it cannot run. The run
 holds the keys of ``keys.py``, the training and Megatron arguments, and the datasets. Reading a file builds no model,
@@ -37,24 +37,14 @@ _BRIDGE = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_ga
 
 @dataclasses.dataclass(frozen=True)
 class FactoryRun:
-    """The run that a training file asks for.
-
-    Attributes:
-        keys: The supported keys that are not training or Megatron arguments.
-        arguments: The training and Megatron arguments.
-        train: The training datasets.
-        evaluation: The evaluation datasets.
-        template: The chat template; None for the tokenizer's own.
-        notes: A note for each key whose meaning differs slightly here.
-        ray: The keys of a launch on Ray.
-    """
+    """The run that a training file asks for."""
 
     keys: FactoryKeys
     arguments: "Seq2SeqTrainingArguments"
     train: tuple[DatasetEntry, ...]
     evaluation: tuple[DatasetEntry, ...]
-    template: ChatTemplate | None
-    notes: tuple[str, ...] = ()
+    template: ChatTemplate | None  # None for the tokenizer's own
+    notes: tuple[str, ...] = ()  # one for each key whose meaning differs slightly here
     ray: RayArguments = dataclasses.field(default_factory=RayArguments)
 
     @property
@@ -63,14 +53,7 @@ class FactoryRun:
         return str(self.keys.model_name_or_path)
 
     def settings(self, on_cpu: bool | None = None) -> RunSettings:
-        """Return the run as plain data.
-
-        Args:
-            on_cpu: Whether the run is on a CPU; None for ``use_cpu``.
-
-        Raises:
-            ValueError: The model is not supported.
-        """
+        """Return the run as plain data; ``on_cpu=None`` means ``use_cpu``. ValueError if the model is not supported."""
         length = self.keys.cutoff_len
         settings = self.arguments.settings(self.model_path, seq_length=length, on_cpu=on_cpu)
         model, lora, merged = settings.model, self.keys.lora, self.keys.merged_adapters
@@ -85,6 +68,7 @@ class FactoryRun:
         data = {**settings.data, **self.data_settings()}
         if self.keys.learns_preferences:
             model = {**model, "preference": preference_of(self.keys, self.keys.stage)}
+            # A pair takes two rows, so the batch size doubles.
             data = rows_of_pairs(model, data)
         ray = self.ray.ray_settings() if self.ray.use_ray else None
         notes = (*self.notes, *settings.notes)
@@ -94,11 +78,12 @@ class FactoryRun:
         return dataclasses.replace(settings, model=model, data=data, notes=notes, ray=ray)
 
     def _seeing(self, model: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-        """Return the settings of a vision-language model, and notes on what differs from the file."""
+        """Return the settings of a vision-language model, and notes about what differs from the file."""
         keys, arguments = self.keys, self.arguments
         if keys.lora is None:
             model = {**model, "freeze": keys.frozen_parts}
         rows = max(arguments.per_device_train_batch_size, arguments.per_device_eval_batch_size)
+        # The fused kernel cannot give each row positions of its own, which images need.
         if not model["transformer"].get("apply_rope_fusion") or (rows == 1 and not keys.packs):
             return model, ()
         without = {**model["transformer"], "apply_rope_fusion": False}
@@ -108,9 +93,7 @@ class FactoryRun:
     def model(self) -> "MCoreGPT":
         """Build the model, with the loss that the file asks for.
 
-        Raises:
-            FileNotFoundError: There is no such model.
-            ValueError: It is not supported.
+        Raises FileNotFoundError if there is no such model, and ValueError if it is not supported.
         """
         from lightning_mcore.arguments.build import make_model
         from lightning_mcore.arguments.llamafactory.dft_loss import DFTModel
@@ -124,20 +107,17 @@ class FactoryRun:
         """Return whether the model sees images; downloads the config of a name on the hub."""
         local_folder(self.model_path, weights=False)
         sees = bool(sees_images(self.model_path))
+        # read_run could not check a name whose config was not downloaded yet.
         check_vision(self.keys, dataclasses.asdict(self.keys), sees)
         return sees
 
     def check_tokenizer(self) -> None:
-        """Refuse a template that the tokenizer of a local model does not fit; for use before ranks are started.
-
-        Raises:
-            ValueError: The tokenizer lacks a token of the template, or cannot be loaded.
-        """
+        """Raise ValueError if a local model's tokenizer lacks a token of the template, before ranks are started."""
         if self.template is not None and os.path.isdir(self.model_path):
             end_of_turn(_tokenizer(self.model_path), self.template)
 
     def data_settings(self) -> dict[str, Any]:
-        """Return the arguments of the data module."""
+        """Return the data module's arguments."""
         keys, arguments = self.keys, self.arguments
         return {
             "seq_length": keys.cutoff_len,
@@ -147,6 +127,7 @@ class FactoryRun:
             "validation_share": keys.val_size,
             "packing": keys.packs,
             "streaming": keys.streaming,
+            # A buffer of one sample keeps the order.
             "shuffle_buffer": 1 if keys.disable_shuffling else keys.buffer_size,
             "shuffle": not keys.disable_shuffling,
             "seed": arguments.seed if arguments.data_seed is None else arguments.data_seed,
@@ -156,10 +137,9 @@ class FactoryRun:
         }
 
     def data(self) -> "FactoryData":
-        """Build the data module; loads the tokenizer.
+        """Build the data module, and load the tokenizer.
 
-        Raises:
-            ValueError: The tokenizer cannot be loaded, or the template does not fit it.
+        Raises ValueError if the tokenizer cannot be loaded, or if the template does not fit it.
         """
         from lightning_mcore.arguments.llamafactory.data import FactoryData, FactoryReading
 
@@ -168,6 +148,7 @@ class FactoryRun:
         template = self.template
         documents = keys.stage == "pt"
         if template is None and not documents and not isinstance(tokenizer.chat_template, str):
+            # The tokenizer has no template, so messages are joined as plain text.
             template = named_template("empty")
         settings = self.data_settings()
         if keys.learns_preferences:
@@ -176,6 +157,7 @@ class FactoryRun:
             FactoryReading(
                 loss_on="all" if keys.train_on_prompt else "last_assistant" if keys.mask_history else "assistant",
                 template=template,
+                # One token more than a row: n + 1 tokens fill a row of n, where each token learns its successor.
                 longest=None if documents and keys.packs else keys.cutoff_len + 1,
                 entry=entry,
                 max_samples=keys.max_samples,
@@ -222,21 +204,17 @@ class FactoryRun:
 
 
 def read_run(path: str | None, overrides: Sequence[str] = ()) -> FactoryRun:
-    """Return the run that a training file describes.
+    """Return the run that a training file describes, after its changes (texts ``key=value``).
 
-    Args:
-        path: The file, YAML or JSON; None for the changes alone.
-        overrides: Changes to the file, as texts ``key=value``.
-
-    Raises:
-        FileNotFoundError: There is no such file, model folder or dataset.
-        ValueError: A key is unknown or not supported, a value is not allowed, or two keys contradict each other.
-        TypeError: A value has another type.
+    No path means the changes alone. Raises FileNotFoundError for a missing file, model folder or dataset, TypeError for
+    a wrong type, and ValueError if a key is unknown or not supported, a value is not allowed, or two keys contradict
+    each other.
     """
     given = read_keys(path, overrides)
     own = own_keys(given)
     sees = sees_images(str(own.model_name_or_path))
     check_supported(given)
+    # None: the model is a name on the hub, and its config is not on this machine; FactoryRun._sees checks later.
     if sees is not None:
         check_vision(own, given, sees)
     check_keys(own, given)
@@ -278,7 +256,7 @@ def _check_datasets(keys: FactoryKeys, train: list[DatasetEntry], evaluation: li
 
 
 def _check_answers(stage: str, entry: DatasetEntry) -> None:
-    """Refuse a dataset whose answers are not of the kind that a stage learns from."""
+    """Raise for a dataset whose answers are not the kind that a stage learns from."""
     has = "pairs" if entry.ranking else "tagged answers" if entry.columns.kto_tag is not None else "single answers"
     needs = {"dpo": "pairs", "rm": "pairs", "kto": "tagged answers"}.get(stage, "single answers")
     says = {"pairs": "ranking: true", "tagged answers": "a kto_tag", "single answers": "neither ranking nor kto_tag"}
@@ -298,6 +276,7 @@ def _arguments(keys: FactoryKeys, given: Mapping[str, Any]) -> "Seq2SeqTrainingA
     if "output_dir" not in values:
         raise ValueError("output_dir is not given; give the folder for checkpoints and the model")
     if keys.use_megatron_bridge:
+        # Only where the file says nothing: its own value comes later and wins.
         values = dict.fromkeys(_BRIDGE, True) | values
     if keys.warmup_ratio:
         values["warmup_steps"] = keys.warmup_ratio
@@ -314,11 +293,12 @@ def _arguments(keys: FactoryKeys, given: Mapping[str, Any]) -> "Seq2SeqTrainingA
 
 
 def _with_fp8(keys: FactoryKeys, values: dict[str, Any]) -> dict[str, Any]:
-    """Translate ``fp8`` in the arguments if it is a yes or no; the name of a format is kept."""
+    """Translate ``fp8`` in the arguments if it is a yes or no; a format's name is kept."""
     fp8 = values.get("fp8")
     if isinstance(fp8, bool):
         del values["fp8"]
         return Fp8Arguments(fp8=fp8, fp8_backend=keys.fp8_backend).merged_into(values)
+    # For its errors alone, about the backend.
     Fp8Arguments(fp8=bool(fp8), fp8_backend=keys.fp8_backend)
     return values
 

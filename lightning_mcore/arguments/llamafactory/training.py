@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``TrainingArguments`` as LLaMA-Factory composes them: training, Megatron, Ray and FP8 in one class."""
+"""``TrainingArguments`` as LLaMA-Factory composes them: training, Megatron, Ray and FP8 in one class.
+
+Python code that used LLaMA-Factory's class imports this one; the command line uses ``run.py`` instead.
+"""
 
 import dataclasses
 import os
@@ -21,10 +24,10 @@ class TrainingArguments(Fp8Arguments, RayArguments, Seq2SeqTrainingArguments):  
     """LLaMA-Factory's training arguments: ``Seq2SeqTrainingArguments`` with the fields of ``RayArguments`` and of FP8.
 
     ``fp8`` is a yes or no, and becomes the format that Megatron trains in. With ``ray_num_workers``, ``launch`` starts
-    the workers. ``overwrite_output_dir`` has no effect in Python, where no run looks at what the folder holds.
+    the workers. ``overwrite_output_dir`` has no effect in Python, where no run checks what the folder contains.
 
     Raises:
-        FileNotFoundError: ``additional_configs`` names no file.
+        FileNotFoundError: ``additional_configs`` names a file that does not exist.
         TypeError: A value has another type.
         ValueError: A value is not available, contradicts another one, or needs one that is not set.
     """
@@ -34,7 +37,7 @@ class TrainingArguments(Fp8Arguments, RayArguments, Seq2SeqTrainingArguments):  
     def __post_init__(self) -> None:
         """Check every value, and translate LLaMA-Factory's FP8 into Megatron's."""
         asked: Any = self.fp8
-        if not isinstance(asked, str):  # text is a format already, in a copy of arguments
+        if not isinstance(asked, str):  # text is already a format, in a copy of other arguments
             fp8 = Fp8Arguments(asked, self.fp8_backend, self.fp8_enable_fsdp_float8_all_gather)
             names = ("fp8_recipe", "additional_configs")
             values = fp8.merged_into({name: getattr(self, name) for name in names})
@@ -44,8 +47,9 @@ class TrainingArguments(Fp8Arguments, RayArguments, Seq2SeqTrainingArguments):  
         Seq2SeqTrainingArguments.__post_init__(self)
 
     def _check_types(self) -> None:
-        """Check the types; ``fp8`` is a format by now, and ``FP8Settings`` checks it."""
+        """Check the types; ``fp8`` is already a format, and ``FP8Settings`` checks it."""
         given: Any = self.fp8
+        # The field is declared as a bool, so show the check a bool.
         self.fp8 = given is not None
         try:
             check_types(self, may_be_none=REFUSED)
@@ -53,13 +57,13 @@ class TrainingArguments(Fp8Arguments, RayArguments, Seq2SeqTrainingArguments):  
             self.fp8 = given
 
     def trainer(self, **overrides: Any) -> "pl.Trainer":
-        """Build a Trainer, as :meth:`Seq2SeqTrainingArguments.trainer`; with Ray, in one of its workers.
+        """Build a Trainer, as :meth:`Seq2SeqTrainingArguments.trainer` does; with Ray, in one of its workers.
 
         Args:
             overrides: Arguments of ``Trainer``.
 
         Raises:
-            RuntimeError: Ray is to start the workers, and this is not one of them.
+            RuntimeError: Ray is to start the workers, and this process is not one of them.
         """
         if self.use_ray and ON_RAY not in os.environ:
             raise RuntimeError(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keys of a LLaMA-Factory file for a vision-language model: their limits, ``media_dir``, and the parts to freeze.
 
-``images.py`` applies the limits.
+``images.py`` applies the limits; ``rules.py`` and ``run.py`` check the keys here.
 """
 
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ class VisionKeys:
         media_dir: The folder of the images and videos; None for ``dataset_dir``.
         image_max_pixels: A larger image is shrunk to this many pixels.
         image_min_pixels: A smaller image is enlarged to this many pixels.
-        video_max_pixels: Larger frames of videos are shrunk to this many pixels.
-        video_min_pixels: Smaller frames of videos are enlarged to this many pixels.
-        video_fps: Frames to take of each second of a video.
-        video_maxlen: The most frames to take of a video.
+        video_max_pixels: Larger video frames are shrunk to this many pixels.
+        video_min_pixels: Smaller video frames are enlarged to this many pixels.
+        video_fps: Frames to take from each second of a video.
+        video_maxlen: The largest number of frames to take from a video.
         freeze_vision_tower: Do not train the vision tower; with adapters, put none on it.
         freeze_multi_modal_projector: Do not train the projector behind the tower.
         freeze_language_model: Do not train the language model.
@@ -51,15 +51,9 @@ class VisionKeys:
 
 
 def check_vision(keys: VisionKeys, given: Mapping[str, Any], sees: bool) -> None:
-    """Refuse keys that do not fit the kind of model, and limits that contradict each other.
+    """Raise ValueError for keys that do not fit the kind of model, and for limits that contradict each other.
 
-    Args:
-        keys: The keys.
-        given: All keys of the file.
-        sees: Whether the model has a vision tower.
-
-    Raises:
-        ValueError: A key is refused.
+    ``given`` has all keys of the file; ``sees`` says whether the model has a vision tower.
     """
     if not sees:
         for field in fields(VisionKeys):
@@ -118,11 +112,7 @@ def _check_freezing(keys: VisionKeys, finetuning_type: str) -> None:
 
 
 def notes_of_vision(keys: VisionKeys) -> list[str]:
-    """Return notes about what differs from LLaMA-Factory.
-
-    Args:
-        keys: The keys, already checked, for a vision-language model.
-    """
+    """Return notes about what differs from LLaMA-Factory, for checked keys of a vision-language model."""
     if keys.freeze_vision_tower == keys.freeze_multi_modal_projector:
         return []
     return [
