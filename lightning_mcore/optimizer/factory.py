@@ -29,27 +29,16 @@ from lightning_mcore.parallel.groups import process_group
 
 @dataclass(frozen=True)
 class OptimizerSetting:
-    """How Megatron runs the optimizer.
+    """How Megatron runs the optimizer."""
 
-    Args:
-        inline: Whether Lightning's own loop runs backward (plain modules) instead of Megatron's schedule.
-        precision: The fields of Megatron's ``OptimizerConfig`` that the precision owns.
-        distributed: Shard optimizer state and fp32 copies over the data-parallel ranks.
-        overlap_param_gather: Leave gathering the parameters to the next forward, after a sharded step.
-        tensor_parallel_size: Ranks that share each matrix, including those of experts.
-        expert_model_parallel_size: Ranks that share the experts, whose gradients then have their own norm group.
-        config: Megatron's config for everything else; None for its defaults.
-        scaler: The loss scale of the run under fp16; None in other precisions.
-    """
-
-    inline: bool
-    precision: Mapping[str, Any]
-    distributed: bool
-    overlap_param_gather: bool
-    tensor_parallel_size: int
-    expert_model_parallel_size: int
-    config: OptimizerConfig | None = None
-    scaler: LossScaler | None = None
+    inline: bool  # Lightning's own loop runs backward (plain modules), not Megatron's schedule
+    precision: Mapping[str, Any]  # fields of Megatron's OptimizerConfig that the precision owns
+    distributed: bool  # shard optimizer state and fp32 copies over the data-parallel ranks
+    overlap_param_gather: bool  # gather parameters in the next forward, after a sharded step
+    tensor_parallel_size: int  # ranks that share each matrix, including expert matrices
+    expert_model_parallel_size: int  # expert gradients then have their own norm group
+    config: OptimizerConfig | None = None  # everything else; None for Megatron's defaults
+    scaler: LossScaler | None = None  # of the run, under fp16
 
     @property
     def low_precision(self) -> bool:
@@ -58,10 +47,9 @@ class OptimizerSetting:
 
 
 def configure_optimizers(module: pl.LightningModule) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
-    """Return the optimizers and schedulers of the module's ``configure_optimizers``, as Lightning reads them.
+    """Return what the module's ``configure_optimizers`` returns, as Lightning reads it.
 
-    Raises:
-        ValueError: An optimizer has no parameters, for example on a pipeline stage that is completely frozen.
+    Raises ``ValueError`` if an optimizer has no parameters, for example on a pipeline stage that is completely frozen.
     """
     try:
         return _init_optimizers_and_lr_schedulers(module)
@@ -77,22 +65,10 @@ def configure_optimizers(module: pl.LightningModule) -> tuple[list[Optimizer], l
 def make_optimizer(
     user: Optimizer, chunks: Sequence[DistributedDataParallel], setting: OptimizerSetting
 ) -> MCoreOptimizer:
-    """Put Megatron's step behind a torch optimizer.
+    """Put Megatron's step behind a torch optimizer and return it, as an instance of the user's class; collective.
 
-    Collective over the world.
-
-    Args:
-        user: A torch optimizer over parameters of the chunks.
-        chunks: The model chunks, wrapped in Megatron's DistributedDataParallel.
-        setting: How Megatron runs it.
-
-    Returns:
-        An optimizer of the user's class.
-
-    Raises:
-        TypeError: The optimizer must be rebuilt and cannot be.
-        ValueError: ``setting.config`` has an option that this optimizer lacks, or a parameter of the model needs
-            gradients but is in no group.
+    Raises ``TypeError`` if the optimizer must be rebuilt and cannot be, and ``ValueError`` if ``setting.config`` has an
+    option that it lacks, or a parameter that needs gradients is in no group.
     """
     check_kind(
         user,
@@ -102,6 +78,8 @@ def make_optimizer(
         expert_model_parallel_size=setting.expert_model_parallel_size,
         may_skip_steps=setting.scaler is not None,
     )
+    # Sharding needs Megatron's optimizer. Without it, Adam and SGD are rebuilt under the schedule, but a plain module's
+    # optimizer keeps its own step, as under "ddp".
     rebuilt = setting.distributed or (megatron_fields(user) is not None and not setting.inline)
     check_options(setting.config, megatron_fields(user) if rebuilt else None, type(user).__name__)
     parameters = [parameter for group in user.param_groups for parameter in group["params"]]
@@ -118,6 +96,7 @@ def _config(fields: dict[str, Any], setting: OptimizerSetting) -> OptimizerConfi
         setting.config or OptimizerConfig(),
         use_distributed_optimizer=setting.distributed,
         overlap_param_gather=setting.overlap_param_gather,
+        # The Trainer clips; MCoreOptimizer sets the value at each step.
         clip_grad=0.0,
         **setting.precision,
         **fields,
@@ -134,6 +113,8 @@ def _rebuild(
     hyperparameters = ("lr", "weight_decay", *own)
     overrides = {}
     for index, group in enumerate(user.param_groups, start=1):
+        # Megatron makes a group of its own for each key, so one user group may become several (dense and expert). Their
+        # GROUP_INDEX, from 1 on, leads back to the user's group.
         key = ParamKey(with_name_predicate=_MemberOf(index, group["params"]).predicate())
         values = {name: group[name] for name in hyperparameters}
         overrides[key] = {GROUP_INDEX: index, **values, "lr": float(group["lr"])}
@@ -148,13 +129,14 @@ def _rebuild(
 
 
 def _order_parameters(part: MegatronOptimizer) -> None:
-    """Correct where the sharded optimizer says that a parameter is, if some of a group are in fp32 and others are not.
+    """Correct the sharded optimizer's positions of parameters, for groups that mix fp32 and other parameters.
 
-    It counts them as they come, and then puts those in fp32 first. Checkpoints find the state of a parameter by this.
-
-    Source: ``_build_optimizer_group_ranges`` and ``_build_model_and_main_param_groups`` of ``DistributedOptimizer``
-    (megatron.core.optimizer.distrib_optimizer, 0.16.1 and 0.19.2).
+    Checkpoints find a parameter's state by them. Source: ``_build_optimizer_group_ranges`` and
+    ``_build_model_and_main_param_groups`` of ``DistributedOptimizer`` (megatron.core.optimizer.distrib_optimizer,
+    0.16.1 and 0.19.2).
     """
+    # Megatron counts the parameters as they come, then puts the fp32 ones first. A group of weight (bf16), router
+    # (fp32) and bias (bf16) is counted 0, 1, 2, but its order is router, weight, bias: here they get 1, 0, 2.
     if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
         for index, groups in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
             for position, parameter in enumerate(itertools.chain(*groups)):
@@ -186,6 +168,7 @@ def _check_every_parameter_is_grouped(user: Optimizer, chunks: Sequence[Distribu
 
 
 def _wrap(user: Optimizer, setting: OptimizerSetting) -> MegatronOptimizer:
+    # Megatron never steps with this: it only names an optimizer that its config knows.
     config = _config({"optimizer": "sgd", "lr": 0.0}, setting)
     if not setting.inline:
         for index, group in enumerate(user.param_groups, start=1):  # Megatron tells groups apart by this when it loads
@@ -195,6 +178,7 @@ def _wrap(user: Optimizer, setting: OptimizerSetting) -> MegatronOptimizer:
         megatron: MegatronOptimizer = Float16OptimizerWithFloat16Params(user, config, scaler, _no_initial_state)
     else:
         megatron = FP32Optimizer(user, config, _no_initial_state)
+    # Norms and counts of zeros are summed over one model copy; tensor-parallel duplicates count once.
     megatron.grad_stats_parallel_group = process_group("model")
     megatron.tp_group = process_group("tp")
     return megatron

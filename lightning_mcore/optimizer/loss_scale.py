@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loss scaling for fp16: the size of the scale, the ranks that agree on it, and steps that overflow.
+"""Loss scaling for fp16: the scale, the ranks that agree on it, and steps that overflow.
 
-The smallest gradient that fp16 can hold is 6e-8, so the loss is multiplied by a scale before backward and the gradients
-are divided by it before the step. If one of them is inf or nan, the step is skipped on every rank, and after
-``hysteresis`` such steps the scale is halved; after ``loss_scale_window`` steps without overflow, it is doubled. All of
-that is Megatron's ``DynamicGradScaler``, with the settings of ``config/fp16.py``; this file adds what it lacks:
-
-* :class:`LossScaler` is the one scale of a run, whatever the number of optimizers, with a state that a checkpoint can
-  hold;
-* :class:`AgreedGradScaler` is the scaler of one optimizer. Megatron gives dense and expert parameters a scaler each and
-  scales the loss by the first; an overflow in only one of them would make the two scales differ, and the gradients of
-  the other would be wrong by that factor. Here the parts share one scale, which changes when all have reported;
-* :class:`SkippableSchedule` is a learning-rate schedule that is not due after a skipped step.
+The smallest gradient that fp16 can hold is 6e-8, so the loss is multiplied by a scale before backward, and the
+gradients are divided by it before the step. If a gradient is inf or nan, every rank skips the step. Megatron's
+``DynamicGradScaler`` does that, with the settings of ``config/fp16.py``. This file adds one scale per run
+(:class:`LossScaler`), agreement between dense and expert parameters (:class:`AgreedGradScaler`), and learning-rate
+schedules that wait after a skipped step (:class:`SkippableSchedule`).
 
 ``strategy/precision.py`` makes the scaler, ``factory.py`` attaches it to the optimizers.
 """
@@ -36,9 +30,6 @@ _NEVER = 2**62  # batches
 class LossScaler:
     """The loss scale of a run, which all of its optimizers share.
 
-    Args:
-        settings: How the scale changes.
-
     Source: ``get_megatron_optimizer`` in megatron/core/optimizer, which makes the scaler (0.16).
     """
 
@@ -47,6 +38,9 @@ class LossScaler:
         if settings.loss_scale is not None:
             self.megatron = ConstantGradScaler(settings.loss_scale)
         else:
+            # Example with the first scale 65536, hysteresis=2, loss_scale_window=1000. Overflow in three steps running
+            # leaves 65536, then 32768 and 16384: the first one is forgiven. After 1000 steps without overflow the scale
+            # doubles, and the next overflow is forgiven again.
             self.megatron = DynamicGradScaler(
                 initial_scale=settings.initial_loss_scale,
                 min_scale=settings.min_loss_scale,
@@ -59,7 +53,7 @@ class LossScaler:
 
     @property
     def scale(self) -> Tensor:
-        """The factor of the loss, [1] in fp32 on the device."""
+        """The factor of the loss, [1] fp32 on the device."""
         scale: Tensor = self.megatron.scale
         return scale
 
@@ -68,7 +62,7 @@ class LossScaler:
         self.megatron.update(found_inf)
 
     def attach(self, megatron: MegatronOptimizer) -> "AgreedGradScaler":
-        """Replace the scaler of every part of an optimizer by the scale of this run."""
+        """Put this run's scale in place of the scaler of each part of an optimizer."""
         parts = [p for p in optimizer_parts(megatron) if getattr(p, "grad_scaler", None)]
         agreed = AgreedGradScaler(self, num_parts=max(len(parts), 1))
         for part in parts:
@@ -77,7 +71,7 @@ class LossScaler:
         return agreed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain numbers, which ``torch.load(weights_only=True)`` reads."""
+        """Return plain numbers, which ``torch.load(weights_only=True)`` reads."""
         state = {name: float(value) for name, value in self.megatron.state_dict().items()}
         return {**state, "num_skipped_steps": [scaler.num_skipped_steps for scaler in self.attached]}
 
@@ -96,12 +90,7 @@ class LossScaler:
 
 
 class AgreedGradScaler(MegatronGradScaler):  # type: ignore[misc]  # Megatron's class has no types
-    """The scaler of one optimizer: once all of its parts have reported, the scale of the run changes once.
-
-    Args:
-        run: The scale of the run.
-        num_parts: Number of optimizers inside Megatron's, each of which reports once per step.
-    """
+    """One optimizer's scaler: the run's scale changes once, after all ``num_parts`` of it have reported."""
 
     def __init__(self, run: LossScaler, num_parts: int) -> None:
         # MegatronGradScaler.__init__ is not called, because it would create its own scale.
@@ -114,12 +103,13 @@ class AgreedGradScaler(MegatronGradScaler):  # type: ignore[misc]  # Megatron's 
 
     @property
     def scale(self) -> Tensor:
-        """The factor of the loss, [1] in fp32."""
+        """The factor of the loss, [1] fp32."""
         return self._run.scale
 
     @property
     def inv_scale(self) -> Tensor:
-        """The factor of the gradients, [1] in fp32."""
+        """The factor of the gradients, [1] fp32."""
+        # In fp64: the reciprocal of a large scale is then rounded only once.
         scale = self.scale if self._scale_of_gradients is None else self._scale_of_gradients
         return scale.double().reciprocal().float()
 
@@ -129,6 +119,8 @@ class AgreedGradScaler(MegatronGradScaler):  # type: ignore[misc]  # Megatron's 
 
     def update(self, found_inf: bool) -> None:
         """Record one part's report; after the last one, update the scale of the run."""
+        # Megatron gives dense and expert parameters a scaler each, and scales the loss by the first. If only the
+        # experts overflowed, 65536 and 32768 would differ, and the expert gradients would come out twice too large.
         self._found.append(bool(found_inf))
         if len(self._found) < self._num_parts:
             return
@@ -139,18 +131,12 @@ class AgreedGradScaler(MegatronGradScaler):  # type: ignore[misc]  # Megatron's 
         self._run.update(overflow)
 
     def unscale(self, gradients: Sequence[Tensor], group: dist.ProcessGroup) -> bool:
-        """Divide gradients by the scale in place, for optimizers where Megatron does not do it.
-
-        Args:
-            gradients: Dense tensors of any shape and floating-point type.
-            group: The ranks that must agree.
-
-        Returns:
-            Whether an element is inf or nan on any rank of the group.
+        """Divide dense gradients by the scale, where Megatron does not; return whether a rank found inf or nan.
 
         Source: ``MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan`` in megatron/core/optimizer (0.16).
         """
         found_inf = torch.zeros_like(self.scale)
+        # The kernel takes tensors of one dtype.
         for dtype in {gradient.dtype for gradient in gradients}:
             same_dtype = [gradient for gradient in gradients if gradient.dtype == dtype]
             torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, self.inv_scale)
@@ -170,14 +156,8 @@ class AgreedGradScaler(MegatronGradScaler):  # type: ignore[misc]  # Megatron's 
 class SkippableSchedule(LRSchedulerConfig):
     """A per-step learning-rate schedule that does not advance after a skipped step.
 
-    After each step Lightning's loop advances the schedules that are due by their ``frequency``; after a skipped step
-    this one is not due. Otherwise it is the config that ``configure_optimizers`` returned.
-
-    Args:
-        config: Lightning's config of the schedule.
-        scaler: The scaler of the optimizer whose steps it follows.
-
-    Source: ``_TrainingEpochLoop._update_learning_rates`` in lightning/pytorch/loops (2.6).
+    After each step, Lightning's loop advances the schedules that are due by their ``frequency``; after a skipped step
+    this one is not due. Source: ``_TrainingEpochLoop._update_learning_rates`` in lightning/pytorch/loops (2.6).
     """
 
     def __init__(self, config: LRSchedulerConfig, scaler: AgreedGradScaler) -> None:

@@ -5,17 +5,12 @@
 references to it. :class:`MCoreOptimizer` replaces it: an instance of the same class that shares its ``param_groups``,
 but whose ``step`` is Megatron's. There are two kinds:
 
-* **rebuilt**: Adam, AdamW and SGD become Megatron's optimizer of that name with the same groups (sharded over the
-  data-parallel ranks with the distributed optimizer). At each step its groups take the learning rate, weight decay,
-  betas and so on from the user's groups, which the LR scheduler changes.
-* **wrapped**: any other optimizer, and every optimizer of a plain module, does its own stepping; Megatron only prepares
-  the gradients, keeps fp32 copies where the parameters are bf16, and clips.
+* **rebuilt**: Adam, AdamW and SGD become Megatron's optimizer of that name with the same groups. With the distributed
+  optimizer, it is sharded over the data-parallel ranks.
+* **wrapped**: any other optimizer, and every optimizer of a plain module, does its own stepping. Megatron only prepares
+  the gradients, keeps fp32 copies of bf16 parameters, and clips.
 
-Lightning calls ``training_step``, ``zero_grad``, ``backward``. After the schedule, which has run backward inside
-``training_step``, that ``zero_grad`` must not touch the gradients; the schedule zeroes the buffers before it starts.
-
-Under fp16 the gradients are those of the scaled loss. Megatron's mixed-precision optimizers divide them by the scale
-and skip the step if one is inf or nan; where the parameters are fp32 (a plain module under autocast) that is done here.
+``factory.py`` makes both.
 """
 
 import functools
@@ -45,27 +40,20 @@ _OF_IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiabl
 
 @dataclass
 class _Gradients:
-    """What has been done to the gradients since they were zeroed: handed to the step, summed over the ranks.
+    """What has happened to the gradients since they were zeroed."""
 
-    ``self.optimizers()`` returns Lightning's wrapper, which reads the optimizer's attributes but sets its own: what
-    ``zero_grad`` sets there must be in an object that both have.
-    """
-
-    are_ready: bool = False
-    are_summed: bool = False
+    # ``self.optimizers()`` returns Lightning's wrapper, which reads the optimizer's attributes but sets its own. So
+    # what zero_grad sets there is in an object that both share.
+    are_ready: bool = False  # handed to the step
+    are_summed: bool = False  # over the ranks
 
 
 class MCoreOptimizer(Optimizer):
     """The user's optimizer with Megatron's step.
 
-    Args:
-        user: The optimizer from ``configure_optimizers``.
-        megatron: Megatron's optimizer over the same parameters.
-        parameters: The parameters in the user's groups, before Megatron put fp32 copies in their place.
-        chunks: The wrapped model chunks, whose gradient buffers it zeroes.
-        rebuilt: Whether ``megatron`` has its own groups, which follow the user's.
-        inline: Whether ``zero_grad`` also zeroes the gradient buffers.
-        scaler: The loss scale under fp16; None in other precisions.
+    ``parameters`` are those of the user's groups, before Megatron put fp32 copies in their place. If ``rebuilt``,
+    ``megatron`` has its own groups, which follow the user's. If ``inline``, ``zero_grad`` also zeroes the gradient
+    buffers.
     """
 
     def __init__(
@@ -116,7 +104,7 @@ class MCoreOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Optimizer state by parameter; with Megatron's own optimizer the keys are the parameters it works on."""
+        """Optimizer state by parameter; with Megatron's own optimizer, the keys are the parameters it steps."""
         if not self.rebuilt:
             return self.user.state
         return {p: s for part in self._parts for p, s in part.optimizer.state.items()}
@@ -128,7 +116,7 @@ class MCoreOptimizer(Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the loss of the next step; 1 without loss scaling."""
+        """The factor of the loss in the next step; 1 without loss scaling."""
         return float(self._scaler.scale) if self._scaler is not None else 1.0
 
     @property
@@ -137,12 +125,15 @@ class MCoreOptimizer(Optimizer):
         return self._scaler.num_skipped_steps if self._scaler is not None else 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients, except those that the schedule has just computed (see the module's docstring)."""
+        """Zero the gradients, except those that the schedule has just computed."""
+        # Lightning calls training_step, zero_grad, backward. The schedule runs backward inside training_step, and
+        # zeroes the buffers before it starts, so here this zero_grad must not touch the gradients.
         if not self._inline:
             return
         self.user.zero_grad(set_to_none)  # may be the user's own method
         self.megatron.zero_grad(set_to_none)
         self._gradients.are_ready = self._gradients.are_summed = False
+        # Of several optimizers (a GAN's), each may zero only its own part of the shared buffers.
         owns_all = self._owns_every_parameter
         if owns_all:
             for chunk in self._chunks:
@@ -154,7 +145,7 @@ class MCoreOptimizer(Optimizer):
                 parameter.grad_added_to_main_grad = False
 
     def gradients_changed(self, are_summed: bool = False) -> None:
-        """Record that backward has run, or will run under a schedule; called by the strategy."""
+        """Record that backward has run, or will run under a schedule; the strategy calls it."""
         self._gradients.are_ready, self._gradients.are_summed = False, are_summed
         if self._scaler is not None:
             self._scaler.remember_scale()
@@ -165,14 +156,10 @@ class MCoreOptimizer(Optimizer):
             self._prepare_grads()
 
     def clip(self, value: float, by_value: bool) -> None:
-        """Clip the gradients now if they are whole; otherwise remember the value for the step.
-
-        Args:
-            value: The largest norm, or with ``by_value`` the largest element; 0 for no clipping.
-            by_value: Clip each element instead of the norm of all.
-        """
+        """Clip the gradients to ``value`` (norm or largest element; 0 for none) now, or remember it for the step."""
         if value <= 0:
             return
+        # Gradients may still be in their buckets, or be only this rank's share: Megatron's step clips.
         if self.rebuilt:
             self._clip_value, self._clip_by_value = value, by_value
             return
@@ -185,17 +172,9 @@ class MCoreOptimizer(Optimizer):
             self.grad_norm = self.megatron.clip_grad_norm(value)
 
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
-        """Run the closure (forward and backward), then step.
+        """Run the closure (forward and backward) once, step, and return the closure's result.
 
-        Args:
-            closure: Lightning's closure; evaluated once, before the step.
-            arguments: Arguments of the user's ``step``, if the user's optimizer does the stepping.
-
-        Returns:
-            The result of the closure.
-
-        Raises:
-            TypeError: Arguments are given, but the step is Megatron's.
+        ``arguments`` go to the user's ``step``; ``TypeError`` if the step is Megatron's.
         """
         if closure is not None and self.stepped_by_user:  # LBFGS evaluates it several times
             return self.user.step(closure=lambda: self._evaluate(closure), **arguments)
@@ -219,11 +198,7 @@ class MCoreOptimizer(Optimizer):
         return self.user.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`.
-
-        Raises:
-            ValueError: The state has no fp32 copies of the parameters, which this precision needs.
-        """
+        """Load the result of :meth:`state_dict`; ``ValueError`` if it lacks fp32 copies that are needed here."""
         if self._has_main_parameters:
             if "megatron" not in state_dict:
                 raise ValueError(
@@ -246,10 +221,7 @@ class MCoreOptimizer(Optimizer):
                     )
 
     def _load_wrapped(self, state: dict[str, Any]) -> None:
-        """Do what Megatron's ``load_state_dict`` does, which needs fields that only its own groups have.
-
-        Source: ``Float16OptimizerWithFloat16Params.load_state_dict`` in megatron/core/optimizer (0.16).
-        """
+        """Do what Megatron's ``load_state_dict`` does, which needs fields that only its own groups have."""
         self.user.load_state_dict(state["optimizer"])
         copies = (p for group in self.megatron.fp32_from_float16_groups for p in group)
         saved = (p for group in state["fp32_from_fp16_params"] for p in group)
@@ -257,11 +229,7 @@ class MCoreOptimizer(Optimizer):
             copy.data.copy_(value.data)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, if the user's optimizer does the stepping on the parameters themselves.
-
-        Raises:
-            RuntimeError: Megatron's optimizer has fixed its groups, or a parameter has no gradient buffer.
-        """
+        """Add a group, if the user's optimizer steps the parameters themselves; otherwise ``RuntimeError``."""
         if self.rebuilt or self._has_main_parameters:
             raise RuntimeError(
                 "parameter groups are fixed once Megatron's optimizer exists; add them in configure_optimizers"
@@ -310,8 +278,10 @@ class MCoreOptimizer(Optimizer):
         return [part for part in optimizer_parts(self.megatron) if not part.is_stub_optimizer]
 
     def follow_user_groups(self) -> None:
-        """Give Megatron's groups what the user's say now; before a load too: state lies where they say."""
+        """Copy the user's current hyperparameters into Megatron's groups; loads find state by them, too."""
         own = ("params", *_IDENTIFY, *(_OF_IMPLEMENTATION if self.megatron.config.optimizer_cpu_offload else ()))
+        # A user with groups of lr 1e-4 and 3e-4 may have four Megatron groups, with GROUP_INDEX 1, 1, 2 and 2: after an
+        # LR scheduler halves the rates, they get 5e-5, 5e-5, 1.5e-4 and 1.5e-4.
         for group in self.megatron.param_groups:
             user_group = self.user.param_groups[int(group[GROUP_INDEX]) - 1]
             group.update({k: _plain(v) for k, v in user_group.items() if k not in own and (k in group or k == "lr")})
@@ -319,11 +289,7 @@ class MCoreOptimizer(Optimizer):
                 group.update(fused_kernel(group))
 
     def _step_megatron(self) -> tuple[bool, float | None, float | None]:
-        """Clip and step Megatron's optimizer.
-
-        Returns:
-            Whether the step was made, the norm of the gradients before clipping, and the number of zeros in them.
-        """
+        """Clip and step; return whether it did step, the norm before clipping, and the zeros in gradients."""
         value, by_value = self._clip_value, self._clip_by_value
         self._clip_value, self._clip_by_value = 0.0, False
         for part in self._parts:
@@ -331,6 +297,7 @@ class MCoreOptimizer(Optimizer):
         if not by_value:
             result: tuple[bool, float | None, float | None] = self.megatron.step()
             return result
+        # Megatron has no clipping by value, so its step is taken apart: prepare (True means overflow), clip, step.
         if self.megatron.prepare_grads():
             return False, None, None
         norm = self.megatron.get_grad_norm()
@@ -373,13 +340,15 @@ class MCoreOptimizer(Optimizer):
             self._prepare_shown_grads()
         else:
             self._overflow = self.megatron.prepare_grads()
+        # Megatron's mixed-precision optimizers unscale in prepare_grads. A plain module under autocast has fp32
+        # parameters and Megatron's FP32Optimizer, which does not.
         if self._scaler is not None and isinstance(self.megatron, FP32Optimizer):
             gradients = [p.grad for p in self.megatron.get_parameters() if p.grad is not None]
             self._overflow = self._scaler.unscale(gradients, process_group("dp_cp"))
         self._gradients.are_ready = True
 
     def _prepare_shown_grads(self) -> None:
-        """Prepare the gradients of a plain module, whose hooks may have put another in the place of the one shown."""
+        """Prepare a plain module's gradients; a hook may have replaced the gradient that it was shown."""
         buffered = [p for p in self._own_parameters if hasattr(p, "main_grad")]
         if isinstance(self.megatron, FP32Optimizer) and all(p.main_grad.dtype == p.dtype for p in buffered):
             self._overflow = False  # the parameters are stepped with the gradients that they show, or with none
@@ -395,22 +364,20 @@ class MCoreOptimizer(Optimizer):
 
 @functools.cache
 def _class_of(user: type[Optimizer]) -> type[MCoreOptimizer]:
-    """Return the class of the adapters of a user's class, one and the same for all of them."""
+    """Return the one class of all adapters of a user's class, which derives from it, so ``isinstance`` holds."""
     return type(f"MCore{user.__name__}", (MCoreOptimizer, user), {})
 
 
 def _plain(value: Any) -> Any:
-    """Return a hyperparameter as Megatron takes it: a torch optimizer may hold its learning rate in a tensor."""
+    """Return a hyperparameter as Megatron takes it: torch may hold a learning rate in a tensor."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def fused_kernel(group: Mapping[str, Any]) -> dict[str, bool]:
-    """Return ``{"fused": True}`` for a group of torch's optimizers on a GPU whose user chose no kernel.
+    """Return ``{"fused": True}`` for a torch optimizer's group on a GPU whose user chose no kernel.
 
-    torch's own choice is several passes over memory, with temporary tensors of the size of the group.
-
-    Args:
-        group: With all fields; those of TransformerEngine's optimizers have no ``fused``.
+    torch's default makes several passes over memory, with temporary tensors as large as the group. TransformerEngine's
+    groups have no ``fused``.
     """
     chosen = [name for name in _OF_IMPLEMENTATION[1:] if group.get(name)]
     unset = "fused" in group and group["fused"] is None and group.get("foreach") is None and not chosen
@@ -418,7 +385,7 @@ def fused_kernel(group: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _clamp_grads(part: MegatronOptimizer, value: float) -> None:
-    """Clip each element of the gradients that ``part`` steps with; this is exact on a rank's share too."""
+    """Clip each element of the gradients that ``part`` steps with; exact on a rank's share too."""
     for parameter in part.get_parameters():
         for name in ("grad", "decoupled_grad"):  # the second in a precision-aware optimizer
             if (gradient := getattr(parameter, name, None)) is not None:
@@ -426,7 +393,7 @@ def _clamp_grads(part: MegatronOptimizer, value: float) -> None:
 
 
 def optimizer_after_run(optimizer: Optimizer) -> Optimizer:
-    """Return the user's optimizer if it no longer needs Megatron: it stepped the model's own parameters itself."""
+    """Return the user's optimizer if it no longer needs Megatron, because it stepped the model's own parameters."""
     return optimizer.user if isinstance(optimizer, MCoreOptimizer) and optimizer.stepped_by_user else optimizer
 
 
@@ -435,5 +402,5 @@ def _itself(optimizer: Optimizer) -> Optimizer:
 
 
 def optimizer_parts(megatron: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the parts of Megatron's optimizer in order, including stubs; the optimizer itself if it is not chained."""
+    """Return the parts of Megatron's optimizer in order, including stubs; itself if it is not chained."""
     return list(getattr(megatron, "chained_optimizers", [megatron]))

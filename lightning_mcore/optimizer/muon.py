@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon for the matrices of a model and AdamW for its other parameters, as one torch optimizer.
+"""Muon for a model's matrices and AdamW for its other parameters, as one torch optimizer.
 
-Muon is meant for hidden matrices; embeddings, output layers, norms and biases are trained by AdamW beside it. torch has
-both as separate optimizers, and Lightning's automatic optimization takes only one. :class:`MuonWithAdamW` combines them
-into an ordinary torch optimizer, which runs under ``"auto"``, ``"ddp"`` and ``MCoreStrategy`` with data, pipeline and
-context parallelism. It needs whole matrices, so ``rules.py`` refuses it if tensor parallelism splits them or the
-distributed optimizer shards them.
-
-Megatron's own Muon, which does both, needs the package ``emerging_optimizers`` and is not used here.
+Muon is meant for hidden matrices; AdamW trains embeddings, output layers, norms and biases. torch has both as separate
+optimizers, and Lightning's automatic optimization takes only one. :class:`MuonWithAdamW` combines them into an ordinary
+torch optimizer, which runs under ``"auto"``, ``"ddp"`` and ``MCoreStrategy`` with data, pipeline and context
+parallelism. It needs complete matrices, so ``rules.py`` rejects it if tensor parallelism or the distributed optimizer
+splits them. Megatron's own Muon, which does both, needs the package ``emerging_optimizers`` and is not used.
 """
 
 from collections.abc import Callable, Iterable
@@ -84,16 +82,15 @@ class MuonWithAdamW(Optimizer):
             eps=adamw_eps,
             weight_decay=adamw_weight_decay,
         )
+        # One list of groups for LR schedulers and checkpoints, each marked with the optimizer that steps it. With one
+        # list of matrices and one of others, param_groups[0] is Muon's (lr=0.02 in the example), param_groups[1]
+        # AdamW's (3e-4).
         self._by_kind: dict[str, Optimizer] = {"muon": muon, "adamw": adamw}
         super().__init__([*muon.param_groups, *adamw.param_groups], {"lr": lr, _KIND: "adamw"})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the closure, then step both.
-
-        Returns:
-            The result of the closure.
-        """
+        """Run the closure, step both, and return the closure's result."""
         result = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make ``ReduceLROnPlateau`` decide alike on every rank, whatever value each rank measured.
 
-Lightning gives a plateau scheduler the monitored value of its own rank. Without ``sync_dist=True`` that value differs
-between model copies. They would lower the learning rate at different steps, and their weights would drift apart. So the
+Lightning gives a plateau scheduler its own rank's monitored value. Without ``sync_dist=True`` that value differs
+between model copies: they would lower the learning rate at different steps, and their weights would drift apart. So the
 scheduler steps on the mean over the ranks. The strategy calls :func:`agree_on_plateaus` once it has the schedulers.
-
-A rank that did not log the value does not step its scheduler: Lightning reads from the config whether that is an error
-(``strict``) and continues. At that moment the rank tells the others, which would otherwise wait for it, and then no
-rank steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,12 +19,7 @@ from lightning_mcore.parallel.groups import process_group
 
 
 def agree_on_plateaus(configs: Sequence[LRSchedulerConfig], device: torch.device) -> None:
-    """Make each plateau scheduler step on the mean over the ranks; it stays an instance of its class.
-
-    Args:
-        configs: The configs of the schedulers from ``configure_optimizers``.
-        device: The strategy's device.
-    """
+    """Make each plateau scheduler step on the mean over the ranks; it stays an instance of its class."""
     for config in configs:
         scheduler = config.scheduler
         if not isinstance(scheduler, ReduceLROnPlateau):
@@ -45,12 +36,8 @@ def agree_on_plateaus(configs: Sequence[LRSchedulerConfig], device: torch.device
 class _Strict:
     """The ``strict`` of a scheduler's config; reading it on a rank without a value tells the other ranks.
 
-    Args:
-        strict: Whether a missing value is an error.
-        device: The strategy's device.
-
     Source: ``_TrainingEpochLoop._update_learning_rates`` in lightning/pytorch/loops (2.6), the only place that reads
-        it.
+    it.
     """
 
     def __init__(self, strict: bool, device: torch.device) -> None:
@@ -58,6 +45,8 @@ class _Strict:
         self._device = device
 
     def __bool__(self) -> bool:
+        # A rank that did not log the value never steps its scheduler: Lightning reads strict, and goes on. The others
+        # are waiting in step() for a sum, so this rank takes part in it, with no value.
         _sum_over_ranks([0.0, 0.0], self._device)
         return self._strict
 
@@ -85,6 +74,8 @@ def _stepping_on_mean(
 
     def step(self: ReduceLROnPlateau, metrics: Any, *args: Any, **kwargs: Any) -> None:
         num_ranks = process_group("dp_cp").size()
+        # Values 1.0, 2.0 and 6.0 on three ranks: the sum is [9.0, 3], and all step on 3.0. If the third logged nothing,
+        # the sum is [3.0, 2], and no rank steps.
         total, num_values = _sum_over_ranks([float(metrics), 1.0], device)
         if num_values == num_ranks:
             kind.step(self, total / num_ranks, *args, **kwargs)

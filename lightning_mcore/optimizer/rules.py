@@ -1,24 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for optimizers, and for ``MCoreStrategy(optimizer_config=...)``.
 
-Megatron has its own Adam, AdamW and SGD; :func:`megatron_fields` returns the fields of its config that give the same
-optimizer. Any other optimizer runs its own step on the parameters (or fp32 copies) of each rank. That is correct if its
-update rule looks at one element at a time. A rule that looks at a whole matrix (Muon, Adafactor, Shampoo), at the norm
-of a parameter (LARS, LAMB) or at all parameters at once (LBFGS) gives wrong numbers on a part of it, without any error,
-so :func:`check_kind` refuses it there. ``factory.py`` calls both on every rank before Megatron creates anything.
+``optimizer_config`` is Megatron's ``OptimizerConfig`` for settings without another place: optimizer offload, the
+precision-aware optimizer and its dtypes, and ``log_num_zeros_in_grad``
+(:attr:`~lightning_mcore.optimizer.megatron.MCoreOptimizer.num_zeros_in_grad`). Learning rates belong to the torch
+optimizer, clipping to the Trainer, number formats to the precision, sharding to the strategy's arguments. A field that
+repeats one of these is an error, and so is an option that would do nothing or that the device does not support.
 
-``optimizer_config`` is Megatron's ``OptimizerConfig`` for settings without another place. Learning rates belong to the
-torch optimizer that ``configure_optimizers`` returns, clipping to the Trainer, number formats to the precision,
-sharding to the strategy's arguments. A field that repeats one of these settings is refused, and so is an option that
-would do nothing or that the device does not support. The other fields go into the config of Megatron's optimizer:
-
-* memory: ``optimizer_cpu_offload`` with its fraction; ``use_precision_aware_optimizer`` with the types of main
-  gradients, main parameters and moments;
-* ``log_num_zeros_in_grad``: :attr:`~lightning_mcore.optimizer.megatron.MCoreOptimizer.num_zeros_in_grad`.
-
-The checks run as early as they can: the values at construction (:func:`check_optimizer_config`), the device when the
-trainer meets the model (:func:`check_optimizer_device`), the optimizer when it is known (:func:`check_options`). Each
-raises the first sentence of a generator over plain data; ``lightning-mcore plan`` collects all of them.
+Each check runs as early as it can: :func:`check_optimizer_config` at construction, :func:`check_optimizer_device` when
+the trainer meets the model, :func:`check_options` and :func:`check_kind` in ``factory.py``, on every rank, before
+Megatron creates anything. Each raises the first sentence of a generator over plain data; ``lightning-mcore plan``
+collects all sentences.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,6 +32,10 @@ if TYPE_CHECKING:
 
 _NOT_IN_MEGATRON = ("amsgrad", "maximize", "dampening", "nesterov")
 # By name, so that optimizers of packages that are not installed are known; a subclass counts as its parents.
+# An optimizer that Megatron lacks runs its own step on each rank's parameters or fp32 copies. That is correct if its
+# rule looks at one element at a time. A rule that looks at a complete matrix (Muon, Adafactor, Shampoo) or at a
+# parameter's norm (LARS, LAMB) gives wrong numbers on a part, without any error, and so does one that looks at all
+# parameters at once (LBFGS).
 _WHOLE_MATRICES = {
     "adafactor",
     "came",
@@ -58,16 +54,7 @@ _OF_AWARE_OPTIMIZER = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype",
 
 
 def check_optimizer_config(config: "OptimizerConfig | None", distributed: bool) -> None:
-    """Refuse fields that are set in another place, and options whose requirements are missing.
-
-    Args:
-        config: The value of ``MCoreStrategy(optimizer_config=...)``.
-        distributed: Whether the strategy shards the optimizer.
-
-    Raises:
-        TypeError: It is not an ``OptimizerConfig``.
-        ValueError: A field is set in another place, is not available here, or lacks another field.
-    """
+    """Raise ``ValueError`` for fields that are set elsewhere, and options whose requirements are missing."""
     from megatron.core.optimizer import OptimizerConfig
 
     if config is None:
@@ -83,12 +70,7 @@ def check_optimizer_config(config: "OptimizerConfig | None", distributed: bool) 
 
 
 def refused_of_config(given: Mapping[str, Any], distributed: bool) -> Iterator[str]:
-    """Yield a sentence for each field that is set in another place or lacks another field.
-
-    Args:
-        given: The fields of ``optimizer_config`` that do not have Megatron's default.
-        distributed: Whether the strategy shards the optimizer.
-    """
+    """Yield a sentence for each field without Megatron's default that is set elsewhere or lacks another field."""
     for name, value in given.items():
         if name in OPTIMIZER_HOMES:
             yield f"optimizer_config.{name}={value!r} is set in another place: use {OPTIMIZER_HOMES[name]}"
@@ -108,10 +90,6 @@ def refused_of_config(given: Mapping[str, Any], distributed: bool) -> Iterator[s
 def refused_by_megatron(given: Mapping[str, Any], distributed: bool) -> Iterator[str]:
     """Yield a sentence for each combination that Megatron's config rejects with an assertion.
 
-    Args:
-        given: The fields of ``optimizer_config`` that do not have Megatron's default.
-        distributed: Whether the strategy shards the optimizer.
-
     Source: ``OptimizerConfig.__post_init__`` (megatron-core 0.16.1 and 0.19.2).
     """
     if given.get("use_precision_aware_optimizer"):
@@ -130,7 +108,7 @@ def refused_by_megatron(given: Mapping[str, Any], distributed: bool) -> Iterator
 
 
 def _refused_offload(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for an offload that offloads nothing or that Megatron-LM refuses (``validate_args``, 0.16)."""
+    """Yield a sentence for an offload that offloads nothing or that Megatron-LM rejects (``validate_args``, 0.16)."""
     if not given.get("optimizer_cpu_offload"):
         for name in OF_OFFLOAD:
             if name in given:
@@ -154,28 +132,13 @@ def _refused_offload(given: Mapping[str, Any]) -> Iterator[str]:
 def check_optimizer_device(
     config: "OptimizerConfig | None", device: "torch.device", ddp_fields: Mapping[str, Any]
 ) -> None:
-    """Refuse options that the device or the precision does not support; called before anything is allocated.
-
-    Args:
-        config: The strategy's ``optimizer_config``.
-        device: The device that will hold the model.
-        ddp_fields: The fields of Megatron's ``DistributedDataParallelConfig`` that the precision owns.
-
-    Raises:
-        ValueError: The option needs a GPU, or gradients in another type.
-    """
+    """Raise ``ValueError`` for options that device or precision do not support, before anything is allocated."""
     if config is not None:
         raise_first(refused_on_device(vars(config), device.type, bool(ddp_fields.get("grad_reduce_in_fp32"))))
 
 
 def refused_on_device(given: Mapping[str, Any], device_type: str, sums_in_fp32: bool) -> Iterator[str]:
-    """Yield a sentence for each option that the device or the precision does not support.
-
-    Args:
-        given: Fields of ``optimizer_config``.
-        device_type: ``"cuda"`` or ``"cpu"``.
-        sums_in_fp32: Whether the precision sums gradients in fp32.
-    """
+    """Yield a sentence for each option that the device or the precision does not support."""
     if given.get("optimizer_cpu_offload") and device_type != "cuda":
         yield (
             "optimizer_config.optimizer_cpu_offload=True moves optimizer state from a GPU to the host, but this run is"
@@ -186,6 +149,7 @@ def refused_on_device(given: Mapping[str, Any], device_type: str, sums_in_fp32: 
             "optimizer_config.use_precision_aware_optimizer=True needs the FusedAdam of TransformerEngine, which runs"
             f" on CUDA, but this run is on {device_type!r}; leave it out"
         )
+    # A torch.dtype, or from a file the text "torch.bfloat16" or "bf16".
     kind = str(given.get("main_grads_dtype", "torch.float32"))
     if not kind.endswith(("float32", "fp32")) and sums_in_fp32:
         yield (
@@ -195,28 +159,13 @@ def refused_on_device(given: Mapping[str, Any], device_type: str, sums_in_fp32: 
 
 
 def check_options(config: "OptimizerConfig | None", fields: Mapping[str, Any] | None, name: str) -> None:
-    """Refuse options that the optimizer does not have.
-
-    Args:
-        config: The strategy's ``optimizer_config``.
-        fields: Megatron's fields of the optimizer; None if the user's own optimizer steps.
-        name: The name of its class, for errors.
-
-    Raises:
-        ValueError: Megatron does not have this optimizer, or not with this option.
-    """
+    """Raise ``ValueError`` for options that the optimizer lacks; ``fields`` is None if the user's own steps."""
     if config is not None:
         raise_first(refused_of_optimizer(vars(config), fields or {}, name))
 
 
 def refused_of_optimizer(given: Mapping[str, Any], fields: Mapping[str, Any], name: str) -> Iterator[str]:
-    """Yield a sentence for each option that the optimizer does not have.
-
-    Args:
-        given: Fields of ``optimizer_config``.
-        fields: Megatron's fields of the optimizer; empty if the user's own optimizer steps.
-        name: The name of its class, for errors.
-    """
+    """Yield a sentence for each option that the optimizer lacks; ``fields`` is empty if the user's own steps."""
     if given.get("use_precision_aware_optimizer") and fields.get("optimizer") != "adam":
         yield (
             f"optimizer_config.use_precision_aware_optimizer=True needs torch's Adam or AdamW, got {name}; leave it out"
@@ -229,16 +178,7 @@ def refused_of_optimizer(given: Mapping[str, Any], fields: Mapping[str, Any], na
 
 
 def check_sharded(fields: Mapping[str, Any] | None, name: str, because: str = "") -> None:
-    """Refuse to shard the state of an optimizer other than Adam.
-
-    Args:
-        fields: Megatron's fields of the optimizer; None if Megatron does not have it.
-        name: The name of its class, for errors.
-        because: A reason to add to the error.
-
-    Raises:
-        TypeError: It is another optimizer.
-    """
+    """Raise ``TypeError`` for sharding the state of an optimizer other than Adam."""
     if fields is None or fields["optimizer"] != "adam":
         raise TypeError(
             "use_distributed_optimizer=True needs torch's Adam or AdamW without amsgrad or maximize; "
@@ -253,6 +193,7 @@ def megatron_fields(user: "Optimizer") -> dict[str, Any] | None:
     d = user.defaults
     if any(group.get(name) for group in user.param_groups for name in _NOT_IN_MEGATRON):
         return None
+    # The exact type: a subclass may have its own step.
     if type(user) in (Adam, AdamW):
         decoupled = type(user) is AdamW or bool(d.get("decoupled_weight_decay"))
         beta1, beta2 = d["betas"]
@@ -276,11 +217,7 @@ def megatron_fields(user: "Optimizer") -> dict[str, Any] | None:
 
 
 def check_number(optimizers: "Sequence[Optimizer]", inline: bool, distributed: bool, overlap_grad_reduce: bool) -> None:
-    """Refuse several optimizers if Megatron uses one over all parameters, or sums all gradients together.
-
-    Raises:
-        TypeError: There are several optimizers.
-    """
+    """Raise ``TypeError`` for several optimizers if Megatron uses one for all parameters, or sums all at once."""
     reasons = {
         "a model built with pipeline()": not inline,
         "use_distributed_optimizer=True": distributed,
@@ -295,14 +232,9 @@ def check_number(optimizers: "Sequence[Optimizer]", inline: bool, distributed: b
 
 
 def check_not_summed(optimizers: Iterable[Any]) -> None:
-    """Refuse to add to gradients that are already summed over the ranks, if they can be summed only once.
-
-    Args:
-        optimizers: Megatron's, as :class:`~lightning_mcore.optimizer.megatron.MCoreOptimizer`.
-
-    Raises:
-        RuntimeError: The gradients have not been zeroed since.
-    """
+    """Raise ``RuntimeError`` if more gradients would be added to gradients that are already summed over the ranks."""
+    # With shards, each rank keeps the sum of its part in the buffer that backward adds to: a second sum would count the
+    # first one again.
     if any(optimizer.gradients_are_summed for optimizer in optimizers):
         raise RuntimeError(
             "backward ran again before zero_grad(), and with use_distributed_optimizer or overlap_grad_reduce the"
@@ -319,18 +251,9 @@ def check_kind(
     expert_model_parallel_size: int,
     may_skip_steps: bool = False,
 ) -> None:
-    """Refuse an optimizer that does not work with the layout.
+    """Raise ``TypeError`` for an optimizer that cannot be rebuilt but must be, or needs more than a rank holds.
 
-    Args:
-        user: The optimizer from ``configure_optimizers``.
-        inline: Whether Lightning's own loop runs backward (plain modules) instead of Megatron's schedule.
-        distributed: Whether to shard its state over the data-parallel ranks.
-        tensor_parallel_size: Ranks that share each matrix, those of experts included.
-        expert_model_parallel_size: Ranks that share the experts.
-        may_skip_steps: Whether a step whose gradients overflow is skipped (fp16).
-
-    Raises:
-        TypeError: It must be rebuilt and cannot be, or its rule needs more than a rank holds.
+    ``inline`` means that Lightning's own loop runs backward; ``tensor_parallel_size`` includes expert matrices.
     """
     fields, name = megatron_fields(user), type(user).__name__
     if distributed:
