@@ -10,11 +10,7 @@ LIGHTNING = "2.6"
 
 
 def check_lightning() -> None:
-    """Refuse another minor release of Lightning, because this package uses some of its private names.
-
-    Raises:
-        ImportError: Another release is installed.
-    """
+    """Raise ``ImportError`` for another minor release of Lightning, because this package uses private names of it."""
     if not lightning.__version__.startswith(f"{LIGHTNING}."):
         following = f"2.{int(LIGHTNING.split('.')[1]) + 1}"
         raise ImportError(

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lightning's checkpoint hooks: they write one file or a directory, and read each part when it can be read.
 
-The strategy owns a :class:`Checkpoints`, which does its saving and loading.
-
 ==========================================  ===================================================================
 a plain module, optimizer not sharded       one file, as Lightning writes it; ``"ddp"`` reads it, and vice versa,
-                                            but for the fp32 copies of ``bf16-true`` and ``16-true``
-a plain module, distributed optimizer       a directory
-a model built with ``pipeline()``           a directory, also on one rank: any layout reads it
+                                            except for the fp32 copies of ``bf16-true`` and ``16-true``
+a plain module, distributed optimizer       a directory a model built with ``pipeline()``           a directory, also on
+one rank: any layout reads it
 ==========================================  ===================================================================
 
-Lightning reads a checkpoint before the model exists: it calls ``load_checkpoint`` and distributes its own state before
-``setup``. Shards can only be read into the wrapped model, so they wait until the end of ``setup``.
+The strategy owns a :class:`Checkpoints`, which saves and loads for it. Lightning reads a checkpoint before the model
+exists: it calls ``load_checkpoint`` and distributes its own state before ``setup``. Shards can only be read into the
+wrapped model, so they wait until the end of ``setup``.
 """
 
 import contextlib
@@ -60,11 +59,7 @@ _DEVICE_TIMEOUT = 10.0  # seconds for the work that was queued on the device bef
 
 
 class Checkpoints:
-    """Saves and loads for the strategy that owns it.
-
-    Args:
-        strategy: The strategy.
-    """
+    """Saves and loads for the strategy that owns it."""
 
     def __init__(self, strategy: "MCoreStrategy") -> None:
         self._strategy = strategy
@@ -115,15 +110,11 @@ class Checkpoints:
     # ---- saving
 
     def module_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the weights for a one-file checkpoint, or the state beside the shards of a split model.
-
-        Args:
-            state: The module's ``state_dict()``.
-        """
+        """Return ``state`` for a single-file checkpoint; for a split model, only what is outside the shards."""
         return state if self.saves_one_file else sharded_state.state_outside_chunks(self._module, state)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state of the optimizer; beside shards, only the part that LR schedulers read back."""
+        """Return the optimizer's state; for a directory, only the part that LR schedulers read back."""
         owner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self.saves_one_file:
             state: dict[str, Any] = owner.state_dict()
@@ -131,11 +122,10 @@ class Checkpoints:
         return {"param_groups": [{k: v for k, v in group.items() if k != "params"} for group in owner.param_groups]}
 
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any) -> None:
-        """Write one file, or a directory where the model is split; collective over the world.
+        """Write one file, or a directory if the model is split; collective over the world.
 
-        Raises:
-            RuntimeError: There has been no run yet, and a run may split the model.
-            TypeError: The ``checkpoint_io`` given to the strategy cannot write shards.
+        Raises ``RuntimeError`` before the first run of a model that may be split, and ``TypeError`` if the strategy's
+        ``checkpoint_io`` cannot write shards.
         """
         strategy = self._strategy
         if (hindrance := self._hindrance()) is not None:
@@ -143,6 +133,7 @@ class Checkpoints:
             return
         self._saved.add(str(filepath))
         chunks = self._chunks
+        # With overlap_param_gather, the last step's parameters may still be scattered over the ranks.
         if chunks is not None:
             synchronize_parameters(chunks)
         if self.saves_one_file:
@@ -178,6 +169,8 @@ class Checkpoints:
         def have_all_issued_the_same(positions: list[dict[str, int]]) -> str | None:
             return rank_watch.out_of_step(dict(enumerate(positions)))
 
+        # Ranks that have issued different collectives would pair the next one with an old one: rank 0's 41st all-reduce
+        # with rank 1's 40th.
         if (said := merge(collectives_issued(), have_all_issued_the_same)) is not None:
             return said
         # A kernel of NCCL whose peers never came stays at the head of its queue, and copies would wait behind it.
@@ -198,10 +191,7 @@ class Checkpoints:
             write()
 
     def remove(self, filepath: str | Path) -> None:
-        """Delete a checkpoint of this run; others stay, with a warning.
-
-        The paths come from Lightning, which copies them from the checkpoint that a run resumes from.
-        """
+        """Delete a checkpoint of this run (rank 0); others stay, with a warning."""
         if not self._strategy.is_global_zero:
             return
         module = self._strategy.lightning_module
@@ -209,23 +199,19 @@ class Checkpoints:
         callbacks = trainer.checkpoint_callbacks if trainer is not None else []
         folders = {str(getattr(callback, "dirpath", None) or "") for callback in callbacks} - {""}
         path = str(filepath)
+        # The paths come from Lightning, which copies them from the checkpoint that a run resumes from: without this
+        # test, a checkpoint file could name any folder for deletion.
         if path in self._saved or any(checkpoint_files.lies_in(path, folder) for folder in folders):
             self._strategy.checkpoint_io.remove_checkpoint(filepath)
         else:
             _log.warning("%s is not deleted, because this run does not save there", filepath)
 
     def prepare_links(self, trainer: pl.Trainer, restores: contextlib.ExitStack) -> None:
-        """Make ModelCheckpoint set links only to whole checkpoints, and refuse a link whose checkpoint is gone.
+        """Make ModelCheckpoint set links only to complete checkpoints until ``restores`` is closed.
 
-        With ``ckpt_path="last"`` Lightning would skip such a link and start a new run, as it would after a crash that
-        left the last checkpoint moved aside.
-
-        Args:
-            trainer: The trainer.
-            restores: Restores its callbacks after the run.
-
-        Raises:
-            FileNotFoundError: A link leads to no checkpoint, and training would start a new run.
+        Raises ``FileNotFoundError`` if a link leads to no checkpoint and training would start a new run: with
+        ``ckpt_path="last"`` Lightning would skip such a link. The same holds after a crash that left the last
+        checkpoint moved aside.
         """
         begins_anew = trainer.state.fn == TrainerFn.FITTING and trainer.ckpt_path is None
         for callback in trainer.checkpoint_callbacks:
@@ -242,7 +228,7 @@ class Checkpoints:
                     restores.callback(own.pop, name)
 
     def poll(self) -> None:
-        """Finish a save once its files are written."""
+        """Put a save in place once its files are written."""
         if self._own_io is not None:
             self._own_io.poll()
 
@@ -273,9 +259,8 @@ class Checkpoints:
     def load(self, checkpoint_path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         """Read a file, or Lightning's part of a directory; the shards are read in ``setup``.
 
-        Raises:
-            FileNotFoundError: The path does not exist, or is a directory that is not a checkpoint.
-            ValueError: The checkpoint is of another model, or cannot be read completely.
+        Raises ``FileNotFoundError`` for a path without a checkpoint, ``ValueError`` for one of another model or a
+        damaged one.
         """
         strategy = self._strategy
         self.finish()
@@ -285,6 +270,7 @@ class Checkpoints:
             state = io.load_directory(path, weights_only)
         else:
             state = on_all(lambda: self._read_file(path, weights_only))
+        # Ours go out of the dict before Lightning sees it.
         states, saved, manifest = (state.pop(key, None) for key in (RANK_STATE, _COORDINATES, MANIFEST))
         read: Any = None
         if manifest is not None:
@@ -309,7 +295,7 @@ class Checkpoints:
         return state
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Load the weights of a one-file checkpoint, or the state beside the shards of a split model."""
+        """Load the weights of a single-file checkpoint, or the state outside the shards of a split model."""
         module, saved = self._module, checkpoint["state_dict"]
         if self._pending is None:
             with checked_extra_state(saved):
@@ -322,8 +308,7 @@ class Checkpoints:
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the result of :meth:`optimizer_state`; state in shards is already loaded.
 
-        Raises:
-            ValueError: The checkpoint holds the states of another number of optimizers, unless it holds none.
+        Raises ``ValueError`` for another number of optimizers or groups. A checkpoint of weights alone has none.
         """
         optimizers, states = self._strategy.optimizers, checkpoint["optimizer_states"]
         if len(states) not in (0, len(optimizers)):
@@ -368,6 +353,8 @@ class Checkpoints:
         if resumed:
             sharded_state.load(stored, chunks, resumed, strict)
             return
+        # Only weights: the optimizers' fp32 copies must follow them. FP8 weights are rounded, so their copies are made
+        # from the values before rounding.
         with filled_as_plain(chunks.bare) as written:
             sharded_state.load(stored, chunks, [], strict)
         for optimizer in optimizers:
@@ -385,7 +372,7 @@ class Checkpoints:
 
 
 def _finishes(function: Callable[[], object]) -> bool:
-    """Call a function that may never return; return whether it has."""
+    """Call a function that may never return, and return whether it has, after some seconds."""
     task = BackgroundTask("waits for the device", function)
     task.join(_DEVICE_TIMEOUT)
     return task.is_done
@@ -404,7 +391,7 @@ def _link_when_whole(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
 
 
 def _last_links(callback: ModelCheckpoint, trainer: pl.Trainer, begins_anew: bool) -> list[str]:
-    """Return the links among which ``ckpt_path="last"`` looks for the last checkpoint of a callback."""
+    """Return the links among which ``ckpt_path="last"`` looks for a callback's last checkpoint."""
     if begins_anew:
         seen = callback._find_last_checkpoints(trainer)
         if checkpoint_files.recover_all(str(callback.dirpath)):

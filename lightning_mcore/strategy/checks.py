@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse settings, modules, machines and callbacks that do not fit the strategy, before anything is allocated.
+"""Reject settings, modules, machines and callbacks that do not fit the strategy, before anything is allocated.
 
-The constructor calls :func:`check_schedule` and :func:`checked_micro_batch_size`; :func:`check_meeting` holds the
-checks that the strategy makes when it meets the module.
+The constructor calls :func:`check_schedule` and :func:`checked_micro_batch_size`; :func:`check_meeting` has the checks
+that the strategy makes when it gets the module. The rules themselves are in ``config/rules``, as plain data.
 """
 
 import functools
@@ -40,7 +40,7 @@ T = TypeVar("T")
 def check_schedule(
     overlap_p2p_comm: bool | None, group_size: int | None, gradients: GradientSettings, layout: ParallelLayout
 ) -> None:
-    """Refuse options of overlap, grouping and alignment that need a pipeline which this layout does not have."""
+    """Reject options of overlap, grouping and alignment that need a pipeline which this layout does not have."""
     require_flag("overlap_p2p_comm", overlap_p2p_comm, or_none=True)
     if group_size is not None:
         require_size("microbatch_group_size_per_vp_stage", group_size)
@@ -55,7 +55,7 @@ def check_schedule(
 
 
 def check_backend(name: str | None) -> None:
-    """Refuse backends that torch does not know, in ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``."""
+    """Reject backends that torch does not know, in ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``."""
     for part in (name or "gloo").split(","):
         backend = part.rpartition(":")[2].lower()
         if backend not in dist.Backend.backend_list or backend == dist.Backend.UNDEFINED:
@@ -71,11 +71,10 @@ def checked_micro_batch_size(micro_batch_size: int | None) -> int | None:
 
 
 def planned_world_size(strategy: "MCoreStrategy") -> int:
-    """Return the number of ranks of a run, before its process group is open.
-
-    It is that of the environment if it has started them, because Ray may place unequal numbers on its machines.
-    """
+    """Return a run's number of ranks before its process group is open."""
     environment = strategy.cluster_environment
+    # The environment's number, if it started the ranks: Ray may put 3 workers on one machine and 1 on another, where
+    # the product is not 4.
     started = environment is not None and environment.creates_processes_externally
     return max(strategy.num_nodes * strategy.num_processes, environment.world_size() if started and environment else 1)
 
@@ -86,10 +85,8 @@ def planned_world_size(strategy: "MCoreStrategy") -> int:
 def check_meeting(strategy: "MCoreStrategy", module: pl.LightningModule) -> None:
     """Check the module's shape and settings against layout, world and machine, before process groups form.
 
-    Raises:
-        ModuleNotFoundError: A setting needs a package.
-        TypeError: A module that is not an ``MCoreModule`` and has no ``configure_model`` cannot be split.
-        ValueError: Settings contradict each other, the module or the machine.
+    Raises ``ModuleNotFoundError`` if a package is missing, ``TypeError`` for a module that cannot be split,
+    ``ValueError`` for settings that contradict each other, the module or the machine.
     """
     layout, precision = strategy.layout, strategy.precision_plugin
     world_size = planned_world_size(strategy)
@@ -123,7 +120,7 @@ def check_meeting(strategy: "MCoreStrategy", module: pl.LightningModule) -> None
 
 
 def _check_module(module: pl.LightningModule, layout: ParallelLayout) -> None:
-    """Refuse to split a module that cannot build a split model: not an ``MCoreModule``, without ``configure_model``."""
+    """Reject splitting a module that builds no split model: not an ``MCoreModule``, without ``configure_model``."""
     sizes = _sizes_that_split(layout)
     builds = isinstance(module, MCoreModule) or type(module).configure_model is not pl.LightningModule.configure_model
     if sizes and not builds:
@@ -135,7 +132,7 @@ def _check_module(module: pl.LightningModule, layout: ParallelLayout) -> None:
 
 
 def check_device(strategy: "MCoreStrategy", world_size: int) -> None:
-    """Refuse settings that the device or the number of ranks cannot support."""
+    """Reject settings that the device or the number of ranks cannot support."""
     device = strategy.root_device
     strategy.gradients.check_run(strategy.layout, world_size, device)
     raise_first(strategy.communication.device_faults(device.type))
@@ -144,7 +141,7 @@ def check_device(strategy: "MCoreStrategy", world_size: int) -> None:
 
 
 def check_plain(strategy: "MCoreStrategy", module: pl.LightningModule) -> None:
-    """Refuse to split a module by stages or rows if it did not use ``pipeline()``."""
+    """Reject splitting a module by stages or rows if it did not use ``pipeline()``."""
     name = type(module).__name__
     if sizes := _sizes_that_split(strategy.layout):
         raise ValueError(
@@ -165,11 +162,7 @@ def _sizes_that_split(layout: ParallelLayout) -> str:
 
 
 def check_backward_is_free(module: pl.LightningModule) -> None:
-    """Refuse a module that runs all or part of backward itself.
-
-    Raises:
-        ValueError: It optimizes manually, or overrides ``backward``.
-    """
+    """Raise ``ValueError`` for a module that optimizes manually or overrides ``backward``."""
     name = type(module).__name__
     if not module.automatic_optimization:
         raise ValueError(
@@ -184,21 +177,11 @@ def check_backward_is_free(module: pl.LightningModule) -> None:
 
 
 def check_averaging(module: pl.LightningModule, distributed: bool) -> None:
-    """Refuse Lightning's callbacks that keep a copy of the weights, in runs where the copy would be wrong.
-
-    ``WeightAveraging`` copies the module when a run begins, reads its parameters after every step and puts the average
-    into each checkpoint; ``StochasticWeightAveraging`` copies the module before ``configure_model``. A module that
-    builds its model with ``pipeline()`` has no parameters yet when they copy it, or holds process groups, which cannot
-    be copied. The sharded optimizer saves shards, which have no place for an average, and may leave parameters
-    scattered after a step.
-
-    Args:
-        module: The user's module, attached to its trainer.
-        distributed: Whether the optimizer state is sharded.
-
-    Raises:
-        ValueError: The trainer has such a callback.
-    """
+    """Raise ``ValueError`` for Lightning's callbacks that average weights, in runs where their copy would be wrong."""
+    # WeightAveraging copies the module when a run begins, StochasticWeightAveraging before configure_model. A module
+    # that uses pipeline() has no parameters yet then, or holds process groups, which cannot be copied. WeightAveraging
+    # also reads the parameters after each step, when the sharded optimizer may have left them scattered, and puts the
+    # average into each checkpoint, where shards have no place for it.
     for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
         name = type(callback).__name__
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and isinstance(module, MCoreModule):
@@ -217,11 +200,7 @@ def check_averaging(module: pl.LightningModule, distributed: bool) -> None:
 
 
 def check_batches_to_predict(trainer: pl.Trainer, expert_parallel_size: int) -> None:
-    """Refuse a dataset that gives ranks with shared experts different numbers of batches, because they would hang.
-
-    Raises:
-        RuntimeError: The numbers differ; raised on every rank.
-    """
+    """Raise ``RuntimeError`` on all ranks if ranks that share experts have unequal numbers of batches (a hang)."""
     if expert_parallel_size == 1:
         return
     counts = gather(trainer.predict_loop.max_batches)
@@ -234,7 +213,7 @@ def check_batches_to_predict(trainer: pl.Trainer, expert_parallel_size: int) -> 
 
 
 def refuse_to_stop_iterating(hook: Callable[P, T]) -> Callable[P, T]:
-    """Turn a StopIteration from the user's code into another error, as Python does for generators.
+    """Turn a StopIteration from the user's code into a RuntimeError, as Python does for generators.
 
     Lightning's loops would take it for the end of the data, and end the epoch only on this rank.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse FP8 that the module, the settings or the machine do not support.
+"""Reject FP8 that the module, the settings or the machine do not support.
 
-FP8 is checked three times: when the strategy meets the module (:func:`check_fp8`), when the model is built
+FP8 is checked three times: when the strategy gets the module (:func:`check_fp8`), when the model is built
 (:func:`check_chunks`), and before each run of the schedule, with the shape of its microbatches (``config/fp8.py``). The
 checks take plain values, so they can be tested without a GPU.
 
@@ -28,6 +28,7 @@ from lightning_mcore.parallel.consensus import all_true
 from lightning_mcore.strategy.module import MCoreModule
 from lightning_mcore.te_cpu.load import ONLY_ON_THE_CPU, is_prepared, untested_on_the_cpu
 
+# By recipe: the oldest TransformerEngine, GPU (compute capability) and CUDA. 8.9 is Ada, 9.0 Hopper, 10.0 Blackwell.
 _TRANSFORMER_ENGINE = {"delayed": "1.0", "tensorwise": "2.2", "blockwise": "2.3", "mxfp8": "2.1", "nvfp4": "2.8"}
 _CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
 _NO_MXFP8_FROM = (12, 0)
@@ -43,20 +44,9 @@ def check_fp8(
     machine: "FP8Machine",
     micro_batch_size: int | None,
 ) -> None:
-    """Refuse FP8 if module, settings or machine do not support it; do nothing without FP8.
+    """Reject FP8 that module, settings or machine do not support; do nothing without FP8.
 
-    Args:
-        settings: The FP8 settings of the run.
-        module: The user's module.
-        layout: The strategy's layout.
-        ddp_config: The strategy's settings of gradients and parameters.
-        optimizer_config: The strategy's settings of Megatron's optimizer.
-        machine: The machine and device that will hold the model.
-        micro_batch_size: Rows of a microbatch; None if the DataLoader decides.
-
-    Raises:
-        ModuleNotFoundError: TransformerEngine is not installed.
-        ValueError: Another requirement of FP8 is not met.
+    Raises ``ModuleNotFoundError`` without TransformerEngine, ``ValueError`` if another requirement is not met.
     """
     if not settings.is_on:
         return
@@ -73,27 +63,20 @@ def check_fp8(
     check_model(settings, shape, layout.tensor_model_parallel_size, layout.expert_tensor_size)
     if shape.num_layers is not None:
         check_layers(settings, shape.num_layers, layout.pipeline_model_parallel_size)
+    # Otherwise the shape is known only with the first batch; the schedule checks it then.
     if shape.seq_length is not None and micro_batch_size is not None:
         check_microbatch(settings, (shape.seq_length, micro_batch_size), layout)
 
 
 @dataclass(frozen=True)
 class FP8Machine:
-    """What the checks need to know about the machine.
+    """What the checks need to know about the machine."""
 
-    Args:
-        type: Type of the torch device.
-        capability: Compute capability of the GPU.
-        cuda: CUDA version that torch was built with.
-        transformer_engine: Version of TransformerEngine; None if it is not installed.
-        on_the_cpu: Whether it is TransformerEngine on the CPU.
-    """
-
-    type: str
-    capability: tuple[int, int] = (0, 0)
-    cuda: str = "0"
-    transformer_engine: str | None = None
-    on_the_cpu: bool = False
+    type: str  # of the torch device
+    capability: tuple[int, int] = (0, 0)  # compute capability of the GPU
+    cuda: str = "0"  # that torch was built with
+    transformer_engine: str | None = None  # version; None if it is not installed
+    on_the_cpu: bool = False  # whether it is TransformerEngine on the CPU
 
     @classmethod
     def of(cls, device: torch.device) -> "FP8Machine":
@@ -109,12 +92,7 @@ class FP8Machine:
 
 
 def check_machine(settings: FP8Settings, machine: FP8Machine) -> None:
-    """Refuse FP8 settings that the machine does not support.
-
-    Raises:
-        ModuleNotFoundError: TransformerEngine is not installed.
-        ValueError: There is no CUDA device, it is too old or too new for the recipe, or the software is too old.
-    """
+    """Reject FP8 settings that the machine does not support; errors as in :func:`check_fp8`."""
     recipe, asked = settings.recipe, asked_for(settings.recipe)
     if machine.on_the_cpu:
         if machine.type == "cuda":
@@ -129,6 +107,7 @@ def check_machine(settings: FP8Settings, machine: FP8Machine) -> None:
             f"or leave {asked.partition('=')[0]} out"
         )
     least = _TRANSFORMER_ENGINE[recipe]
+    # ".dev0", so that a development build of that release passes.
     if Version(machine.transformer_engine) < Version(f"{least}.dev0"):
         raise ValueError(
             f"{asked} needs TransformerEngine {least} or newer, and {machine.transformer_engine} is "
@@ -156,19 +135,10 @@ def check_machine(settings: FP8Settings, machine: FP8Machine) -> None:
 def check_versions(
     settings: FP8Settings, grouped: bool, megatron_core: str | None, transformer_engine: str | None
 ) -> None:
-    """Refuse grouped experts in FP8 if the installed versions cannot save them.
+    """Raise ``ValueError`` for grouped FP8 experts that the installed versions cannot save.
 
-    Args:
-        settings: The FP8 settings of the run.
-        grouped: ``moe_grouped_gemm`` of the model.
-        megatron_core: Version of megatron-core; None if unknown.
-        transformer_engine: Version of TransformerEngine; None if unknown.
-
-    Raises:
-        ValueError: megatron-core is 0.16, which cannot read the state that TransformerEngine keeps for experts after
-            2.17.0.
-
-    Source: ``TEGroupedLinear._decode_extra_state`` (megatron-core 0.16.1).
+    megatron-core 0.16 cannot read the state that TransformerEngine keeps for experts after 2.17.0. Source:
+    ``TEGroupedLinear._decode_extra_state`` (megatron-core 0.16.1).
     """
     if not grouped or settings.recipe == "delayed" or megatron_core is None or transformer_engine is None:
         return
@@ -187,31 +157,20 @@ def _other_recipe(capability: tuple[int, int]) -> str:
 def check_optimizer(
     settings: FP8Settings, ddp_config: DistributedDataParallelConfig, optimizer_config: OptimizerConfig | None = None
 ) -> None:
-    """Refuse FP8 weights if the strategy's optimizer cannot keep them.
-
-    Raises:
-        ValueError: ``FP8Settings.check_optimizer`` refuses them.
-    """
+    """Raise ``ValueError`` for FP8 weights that the strategy's optimizer cannot keep."""
     offloads = optimizer_config is not None and bool(optimizer_config.optimizer_cpu_offload)
     settings.check_optimizer(ddp_config.use_distributed_optimizer, ddp_config.overlap_param_gather, offloads)
 
 
 def check_chunks(settings: FP8Settings, chunks: Sequence[nn.Module]) -> None:
-    """Refuse FP8 in a model without TransformerEngine's layers; collective over the world.
-
-    Args:
-        settings: What was asked for; nothing happens without FP8.
-        chunks: The chunks of this rank.
-
-    Raises:
-        ValueError: No rank has such a layer, or the installed versions cannot save the model; raised on every rank.
-    """
+    """Raise ``ValueError`` on all ranks for FP8 in a model without TransformerEngine's layers; collective."""
     if not settings.is_on:
         return
     modules = (type(module) for chunk in chunks for module in chunk.modules())
     grouped = any(getattr(getattr(chunk, "config", None), "moe_grouped_gemm", False) for chunk in chunks)
     check_versions(settings, grouped, installed_version("megatron-core"), installed_version("transformer-engine"))
     found = any(parent.__module__.startswith("transformer_engine") for kind in modules for parent in kind.__mro__)
+    # One stage may have none of these layers (only an embedding, for example), so all ranks are asked.
     if all_true(not found):
         raise ValueError(
             f"{asked_for(settings.recipe)} works only in TransformerEngine's layers, and the model has none; build"

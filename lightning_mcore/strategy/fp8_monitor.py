@@ -79,6 +79,7 @@ class FP8Monitor(pl.Callback):
         metrics = {}
         for kind, (values, saturated, underflowed) in zip(self._counts, counts.tolist(), strict=True):
             if values:
+                # 1,000,000 cast values, 20 saturated, 6,000 underflowed: 0.00002 and 0.006.
                 metrics[f"fp8/{kind}_saturated"] = saturated / values
                 metrics[f"fp8/{kind}_underflowed"] = underflowed / values
         for logger in trainer.loggers:
@@ -91,6 +92,7 @@ class FP8Monitor(pl.Callback):
 
     def _count(self, module: pl.LightningModule, quantizer: Any, values: Tensor, cast: Any) -> None:
         keys = (id(quantizer), id(cast))
+        # Known by identity: the quantizer of an input or gradient, the kept copy of a weight.
         if not self._kinds.keys() & keys:  # TransformerEngine makes quantizers in the first step
             self._kinds = dict(_kinds_of(module))
         kind = next((self._kinds[key] for key in keys if key in self._kinds), None)
@@ -103,6 +105,8 @@ def _kinds_of(module: torch.nn.Module) -> Iterator[tuple[int, str]]:
     for layer in module.modules():
         for direction, quantizers in getattr(layer, "quantizers", {}).items():
             for index, quantizer in enumerate(quantizers):
+                # Forward: input, weight, output, and again for the next matrix product. Outputs are not cast, so they
+                # have no kind.
                 place = index % _PER_PRODUCT[direction]
                 if place < len(_KINDS[direction]):
                     yield id(quantizer), _KINDS[direction][place]

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of how gradients and parameters travel between data-parallel ranks.
 
-Megatron keeps these settings in its ``DistributedDataParallelConfig``. The strategy offers the common ones as arguments
-and takes the whole config for the rest. A setting with different values in both places is refused. So is one that would
+Megatron keeps these settings in its ``DistributedDataParallelConfig``. The strategy has arguments for the common ones
+and takes the config for the rest. A setting with different values in both places is an error, and so is one that would
 do nothing, or that Megatron would reject: it rejects some of them late, on one rank, while the others wait for it.
-
-The strategy itself implements ``check_for_nan_in_grad``: it checks the summed gradients and raises on every rank
-(``GradientSettings.check_nan``). Megatron would check before the sum and raise only on the rank that has a NaN.
 """
 
 import dataclasses
@@ -32,24 +29,13 @@ _DEFAULTS = DistributedDataParallelConfig()
 
 @dataclass(frozen=True)
 class GradientSettings:
-    """The strategy's arguments on gradients; None leaves a setting to ``ddp_config`` or Megatron's default.
+    """The strategy's arguments on gradients; None leaves a setting to ``ddp_config`` or Megatron's default."""
 
-    Args:
-        use_distributed_optimizer: Shard the optimizer state over the data-parallel ranks.
-        overlap_grad_reduce: Reduce gradients while backward still runs.
-        overlap_param_gather: Gather the updated parameters while the next forward runs.
-        ddp_config: Megatron's config for everything else.
-        align_grad_reduce: With ``overlap_grad_reduce`` and a pipeline: reduce on all stages at the same time.
-
-    Raises:
-        ValueError: A setting has two values, or an overlap lacks what it needs.
-    """
-
-    use_distributed_optimizer: bool | None = None
-    overlap_grad_reduce: bool | None = None
-    overlap_param_gather: bool | None = None
+    use_distributed_optimizer: bool | None = None  # shard the optimizer state over the data-parallel ranks
+    overlap_grad_reduce: bool | None = None  # reduce gradients while backward runs
+    overlap_param_gather: bool | None = None  # gather updated parameters while the next forward runs
     ddp_config: DistributedDataParallelConfig | None = field(default=None)
-    align_grad_reduce: bool = False
+    align_grad_reduce: bool = False  # with overlap in a pipeline: reduce on all stages at the same time
 
     def __post_init__(self) -> None:
         """Check the settings against each other."""
@@ -77,11 +63,12 @@ class GradientSettings:
     @property
     def check_nan(self) -> bool:
         """Whether a NaN or an infinity in the summed gradients ends the run, on every rank."""
+        # The strategy checks the sum. Megatron would check before the sum, and raise only on the rank that has the NaN.
         return self.ddp_config is not None and self.ddp_config.check_for_nan_in_grad
 
     @property
     def num_instances(self) -> int:
-        """The number of distributed-optimizer instances: groups of data-parallel ranks, each with a whole state."""
+        """The number of distributed-optimizer instances: groups of data-parallel ranks, each with a complete state."""
         return self.ddp_config.num_distributed_optimizer_instances if self.ddp_config is not None else 1
 
     @cached_property
@@ -96,13 +83,9 @@ class GradientSettings:
         return bool(resolved.use_distributed_optimizer or resolved.overlap_grad_reduce)
 
     def resolve(self, owned: Mapping[str, Any] | None = None) -> DistributedDataParallelConfig:
-        """Return Megatron's config with the strategy's arguments and the precision filled in.
+        """Return Megatron's config with the strategy's arguments and the fields ``owned`` by the precision filled in.
 
-        Args:
-            owned: The fields that the precision owns, as ``MCorePrecision.ddp_fields`` returns them.
-
-        Raises:
-            ValueError: ``ddp_config`` has another value for one of these fields.
+        Raises ``ValueError`` if ``ddp_config`` has another value for one of these fields.
         """
         config = self.ddp_config or _DEFAULTS
         values = {name: getattr(self, name) for name in OF_GRADIENTS if getattr(self, name) is not None}
@@ -110,16 +93,9 @@ class GradientSettings:
         return dataclasses.replace(config, **{**values, **(owned or {}), "check_for_nan_in_grad": False})
 
     def check_run(self, layout: ParallelLayout, world_size: int, device: torch.device) -> None:
-        """Refuse settings that layout, world or device do not support; called before process groups form.
+        """Reject settings that layout, world or device do not support, before process groups form.
 
-        Args:
-            layout: The strategy's layout.
-            world_size: Number of ranks.
-            device: The device that will hold the model.
-
-        Raises:
-            ValueError: The instances do not divide the data-parallel ranks, or gloo lacks what the option needs.
-            ModuleNotFoundError: Megatron needs a package for the option.
+        Raises ``ValueError``, or ``ModuleNotFoundError`` if Megatron needs a package for the option.
         """
         raise_first(world_faults(self.changed, layout, world_size, device.type))
         instances = self.num_instances
@@ -131,10 +107,8 @@ class GradientSettings:
 
 
 def reduce_scatter_restored() -> AbstractContextManager[Any]:
-    """Restore Megatron's reduce-scatter at the end of the ``with`` block.
-
-    ``reduce_scatter_with_fp32_accumulation`` replaces it in a global of its module. A later run of the process without
-    the option would use the replacement, and with overlap it would never collect the result.
-    """
+    """Restore Megatron's reduce-scatter at the end of the ``with`` block."""
+    # reduce_scatter_with_fp32_accumulation replaces it in a global of Megatron's module. A later run in this process
+    # without the option would use the replacement, and with overlap it would never collect the result.
     name = "dist_reduce_scatter_func"
     return mock.patch.object(param_and_grad_buffer, name, getattr(param_and_grad_buffer, name))

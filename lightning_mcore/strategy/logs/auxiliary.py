@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs the losses that Megatron's layers compute: those of expert routers and of multi-token prediction."""
+"""Log the losses that Megatron's layers compute: those of expert routers and of multi-token prediction.
+
+They never pass through ``training_step``. Megatron's layers add them up, layer by layer, in trackers of the process,
+over the microbatches of a step. ``step.py`` empties the trackers before a training step and logs them after it, through
+:class:`AuxiliaryLogs`, for any model built with ``pipeline()``.
+"""
 
 import lightning.pytorch as pl
 import torch
@@ -20,29 +25,18 @@ _BALANCING = {
 
 
 class AuxiliaryLogs:
-    """Logs the losses of Megatron's layers, one training step at a time.
-
-    These losses never pass through ``training_step``. Megatron's layers add them up, layer by layer, in trackers of the
-    process over the microbatches of a step. This class empties the trackers before a training step and reads them after
-    it. It sums over ranks, averages over microbatches and data-parallel ranks, and logs through Lightning on every
-    rank. For any model built with ``pipeline()`` it logs
+    """Logs the losses of Megatron's layers, one training step at a time; nothing is recorded in evaluation.
 
     * ``load_balancing_loss``, ``seq_load_balancing_loss``, ``global_load_balancing_loss`` and ``z_loss``: the mean over
-      the layers with experts, without the coefficients. With ``TransformerConfig(moe_per_layer_logging=True)`` also
-      the value of each layer, as ``moe/z_loss_layer_0``, counted from 0 as Megatron does.
+      the
+      layers with experts, without the coefficients. With ``TransformerConfig(moe_per_layer_logging=True)`` also each
+      layer's value, as ``moe/z_loss_layer_0``, counted from 0 as Megatron does.
     * ``mtp_loss_1``, ``mtp_loss_2``, ...: the loss of the first, second, ... token after the next one: the mean over
-      microbatches of the mean over the tokens of each. Under context parallelism, a plain ``GPTModel`` averages the
-      means of the ranks; ``multi_token.MultiTokenGPT`` weights them by their tokens.
-
-    Nothing is recorded in evaluation, and nothing is left for the next run.
+      microbatches of each one's mean over tokens. Under context parallelism, a plain ``GPTModel`` averages the ranks'
+      means; ``multi_token.MultiTokenGPT`` weights them by their tokens.
 
     Source: ``track_moe_metrics`` (megatron.core.transformer.moe.moe_utils, 0.16.1), ``MoEMetricsTracker.report``
     (moe_logging.py, 0.19.2) and ``MTPLossLoggingHelper`` (multi_token_prediction.py, both).
-
-    Args:
-        module: The LightningModule that logs.
-        config: The config of its model.
-        device: The device on which the values are summed.
     """
 
     def __init__(self, module: pl.LightningModule, config: TransformerConfig, device: torch.device) -> None:
@@ -60,11 +54,7 @@ class AuxiliaryLogs:
         mtp_tracker().clear()
 
     def finish(self, num_microbatches: int) -> None:
-        """Log the losses of a step and empty the trackers; collective over all ranks.
-
-        Args:
-            num_microbatches: Number of microbatches since :meth:`start`.
-        """
+        """Log the losses of a step and empty the trackers; collective over all ranks."""
         if self._router_losses or self._mtp_layers:
             rows = self._reduced() / num_microbatches
             for index, name in enumerate(self._router_losses):
@@ -90,17 +80,19 @@ class AuxiliaryLogs:
         values = recorded_mtp_losses()
         if values is not None:
             rows[-1, : self._mtp_layers] = values
+        # Over all ranks, in two steps: the same layer on other data, then the layers of other stages, whose rows are
+        # zero here.
         for axis in ("dp_cp", "model"):
             dist.all_reduce(rows, group=process_group(axis))
         names = (*self._router_losses, "")
         return rows / torch.stack([torch.full((1,), self._copies(name), device=self._device) for name in names])
 
     def _copies(self, name: str) -> float:
-        """Return what the sum of a loss over all ranks is divided by.
-
-        Each rank holds a part of a balancing loss, which is that of its model copy's microbatch or, if global, of the
-        microbatches of all copies. Of another loss it holds the mean over its own tokens.
-        """
+        """Return what the sum of a loss over all ranks is divided by."""
+        # A rank holds a part of a balancing loss: the loss of its model copy's microbatch or, if global, of all
+        # copies'. Of another loss it holds the mean over its own tokens. With DP=2, CP=2, TP=2 (8 ranks): a global
+        # balancing loss is the plain sum (1), another balancing loss is divided by 2, z_loss and multi-token losses by
+        # 4 * 2 = 8.
         data_and_context = process_group("dp_cp").size()
         if name == "global_load_balancing_loss":
             return 1.0
@@ -110,7 +102,7 @@ class AuxiliaryLogs:
 
 
 def router_losses(config: TransformerConfig) -> list[str]:
-    """Return the names of the losses that the routers of a model record."""
+    """Return the names of the losses that a model's routers record."""
     if not config.num_moe_experts:
         return []
     kinds, weights = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
@@ -121,7 +113,7 @@ def router_losses(config: TransformerConfig) -> list[str]:
 
 
 def layers_with_experts(config: TransformerConfig) -> list[int]:
-    """Return the indices of the layers with experts, counted from 0; multi-token prediction comes last."""
+    """Return the indices of the layers with experts, from 0; multi-token prediction comes last."""
     pattern = moe_layers(vars(config))
     pattern += [pattern[-1]] * (config.mtp_num_layers or 0)
     return [layer for layer, has_experts in enumerate(pattern) if has_experts]

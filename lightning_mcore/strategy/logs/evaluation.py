@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluation: exact metrics for datasets that the ranks do not divide evenly, and names that only some ranks log.
 
-*Repeated samples.* Lightning's distributed sampler repeats samples at the end, so that every rank has the same number
-of batches, which ranks with shared collectives (experts, gathered parameters) need. Counting samples twice would skew a
-metric. So :class:`RepeatedRows` cuts repeated samples off the batch; a batch of only repeated samples still runs, but
-its logged values are dropped (:func:`without_weight`).
+*Repeated samples.* Lightning's distributed sampler repeats samples at the end, so that every rank has as many batches
+as the others, which ranks with shared collectives (experts, gathered parameters) need. :class:`RepeatedRows` cuts them
+off the batch, so that they do not count twice; a batch of only repeated samples still runs, but without logs
+(:func:`without_weight`).
 
-*Names.* A step may log a name on some batches only (``if mask.any(): self.log(...)``). With ``sync_dist=True``
-Lightning merges each name over the data-parallel ranks at the end of the run. A rank that never logged a name would not
-take part, and the others would wait for it or merge the value of another name. So at the last batch of each dataloader
-the ranks compare their names, log missing ones with weight zero, and sort all names, so that all merge in the same
-order (:class:`EvaluationNames`). In training, a plain module does the same at the end of an epoch; with ``pipeline()``,
-``pipeline.py`` does it at each step.
+*Names.* A step may log a name on some batches only. :class:`EvaluationNames` makes all ranks know it before Lightning
+merges. In training, a plain module does the same at the end of an epoch; with ``pipeline()``, ``pipeline.py`` does it
+at each step. ``step.py`` calls this file.
 """
 
 import contextlib
@@ -59,16 +56,9 @@ def reduction_name(reduce_fx: Any) -> str | None:
 
 
 def num_new_samples(dataloader: object, batch_idx: int) -> tuple[int, int] | None:
-    """Return how many samples of a batch are not repeated, and how many it has in all.
+    """Return how many samples of a batch are not repeated, and how many it has; batches, if the dataset has those.
 
-    Args:
-        dataloader: The dataloader of the batch.
-        batch_idx: The index of the batch in the dataloader.
-
-    Returns:
-        The numbers of samples, or of batches if the dataset holds batches; None without a distributed sampler that
-        repeats samples, or if a batch sampler of the user's own forms the batches.
-
+    None without a distributed sampler that repeats samples, or if a batch sampler of the user's forms the batches.
     Source: ``DistributedSampler.__iter__`` in torch.utils.data (2.13): the repeated samples come last.
     """
     if not isinstance(dataloader, DataLoader):
@@ -80,6 +70,9 @@ def num_new_samples(dataloader: object, batch_idx: int) -> tuple[int, int] | Non
         if dataloader.batch_sampler is not None:  # the user's own, which may form batches in any way
             return None
         batch_size = 1  # the sampler chooses whole batches
+    # 10 samples on 4 ranks: 3 places each, 12 in all, so the sampler repeats two samples. Rank r has the samples r,
+    # 4 + r and 8 + r. With batch_size=2, batch 1 is sample 8 on rank 0, new: (1, 1); on rank 2 it would be sample 10,
+    # which does not exist: (0, 1).
     first = batch_idx * batch_size
     places = range(first, min(first + batch_size, len(sampler)))
     num_samples = len(sampler.dataset)  # type: ignore[arg-type]
@@ -87,33 +80,23 @@ def num_new_samples(dataloader: object, batch_idx: int) -> tuple[int, int] | Non
 
 
 def reads_outputs(trainer: pl.Trainer) -> bool:
-    """Return whether a hook on this rank may read the output of the validation or test step.
-
-    Lightning passes it only to the hooks at the end of a batch. Lightning's callbacks, such as progress bars, ignore
-    it, and so do ours.
-    """
+    """Return whether a hook on this rank may read the output of the validation or test step."""
     name = "on_test_batch_end" if trainer.testing else "on_validation_batch_end"
     hooks = [getattr(owner, name) for owner in (*trainer.callbacks, trainer.lightning_module)]  # type: ignore[attr-defined]
+    # Lightning passes outputs only to the hooks at the end of a batch. Its own callbacks (progress bars) ignore them,
+    # and so do ours.
     return any(hook.__module__.partition(".")[0] not in _LEAVE_OUTPUTS_ASIDE for hook in hooks)
 
 
 class RepeatedRows:
-    """Follows an evaluation run batch by batch and cuts off repeated samples.
-
-    Attributes:
-        place: The index of the last batch that went through :meth:`cut`, and the index of its dataloader.
-        whole_batch: Whether that batch holds only repeated samples.
-        only_batch: Whether, in addition, this rank has no other batch.
-        rows_before: The rows of that batch before it was cut, which a rank without repeated samples has; 0 if it was
-            not cut.
-    """
+    """Follows an evaluation run batch by batch and cuts off repeated samples."""
 
     def __init__(self) -> None:
         self._num_batches: Counter[int] = Counter()
-        self.place = (0, 0)
-        self.whole_batch = False
-        self.only_batch = False
-        self.rows_before = 0
+        self.place = (0, 0)  # indices of the last batch that was cut, and of its dataloader
+        self.whole_batch = False  # that batch has only repeated samples
+        self.only_batch = False  # and this rank has no other batch
+        self.rows_before = 0  # before the cut, as on other ranks; 0 if it was not cut
 
     def start(self) -> None:
         """Start a run over the evaluation dataloaders."""
@@ -125,15 +108,11 @@ class RepeatedRows:
     def cut(self, batch: Any, loaders: CombinedLoader | None, dataloader_idx: int) -> Any:
         """Return the next batch of a dataloader without repeated samples.
 
-        A batch of only repeated samples is returned unchanged, and :attr:`whole_batch` and :attr:`only_batch` are set.
-        If several loaders are read in parallel, no batch is cut.
-
-        Args:
-            batch: The batch, on the device.
-            loaders: The dataloaders of the run.
-            dataloader_idx: The index of the batch's dataloader.
+        A batch of only repeated samples is returned unchanged, and :attr:`whole_batch` is set. If several loaders are
+        read in parallel, no batch is cut.
         """
         assert loaders is not None, "evaluation runs over dataloaders"
+        # Counted here, because Lightning's hooks that move a batch do not get its index.
         batch_idx = self._num_batches[dataloader_idx]
         self._num_batches[dataloader_idx] += 1
         self.place = (batch_idx, dataloader_idx)
@@ -178,12 +157,8 @@ def _copy(state: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
 def without_weight(module: pl.LightningModule, is_only_batch: bool) -> Iterator[None]:
     """Log with weight zero inside the ``with`` block, and undo updates of metric objects.
 
-    The names are still logged, because a rank with only repeated samples must take part when the ranks reduce.
-
-    Args:
-        module: The module whose step runs.
-        is_only_batch: Whether this rank has no other batch. Values that are not reduced over ranks then keep their
-            weight, because a mean needs at least one.
+    The names are still logged, because a rank with only repeated samples must take part when the ranks reduce. On the
+    only batch of a rank, values that are not reduced over ranks keep their weight: a mean needs at least one.
     """
     object.__setattr__(module, "log", functools.partial(_log_without_weight, module, is_only_batch))
     try:
@@ -196,7 +171,7 @@ def without_weight(module: pl.LightningModule, is_only_batch: bool) -> Iterator[
 def _log_without_weight(
     module: pl.LightningModule, is_only_batch: bool, name: str, value: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Log a value so that it does not change a mean or sum; a minimum or maximum ignores repeated samples anyway."""
+    """Log a value so that it changes no mean or sum; a minimum or maximum ignores repeated samples anyway."""
     options = dict(_LOG_SIGNATURE.bind(module, name, value, *args, **kwargs).arguments)
     reduction = reduction_name(options.get("reduce_fx", "mean"))
     if not isinstance(value, Metric) and (options.get("sync_dist") or not is_only_batch):
@@ -233,6 +208,10 @@ class EvaluationNames:
     """Makes the data-parallel ranks agree on the names that an evaluation run logs, once for each dataloader."""
 
     def __init__(self) -> None:
+        # With sync_dist=True, Lightning merges each name over the data-parallel ranks at the end of the run. If only
+        # rank 0 has logged "rare", rank 1 would not take part: rank 0 would wait for it, or merge "rare" with rank 1's
+        # next name. So after the last batch of each dataloader, the ranks compare their names, log missing ones with
+        # weight zero, and sort all names.
         self._last_batches: list[int | None] = []
 
     def start(self, max_batches: Sequence[int | float], device: torch.device) -> None:
@@ -240,10 +219,6 @@ class EvaluationNames:
 
         A dataloader of unknown length, or without a batch on some rank, is left to Lightning, because a rank that never
         reaches a last batch could not take part.
-
-        Args:
-            max_batches: Number of batches of each dataloader on this rank.
-            device: The strategy's device.
         """
         group = process_group("dp")
         if group.size() == 1:
@@ -257,26 +232,16 @@ class EvaluationNames:
         ]
 
     def end_of_batch(self, module: pl.LightningModule, batch_idx: int, dataloader_idx: int) -> None:
-        """After the last batch of a dataloader, log with weight zero the names that only other ranks have logged.
-
-        Args:
-            module: The module whose step has run.
-            batch_idx: The index of this batch in its dataloader.
-            dataloader_idx: The index of the dataloader.
-        """
+        """After the last batch of a dataloader, log with weight zero the names that only other ranks have logged."""
         if dataloader_idx >= len(self._last_batches) or self._last_batches[dataloader_idx] != batch_idx:
             return
         agree_on_names(module)
 
 
 def agree_on_names(module: pl.LightningModule) -> None:
-    """Log with weight zero the names that only other ranks have logged in this step, and sort all names alike.
+    """Log with weight zero the names that only other ranks have logged, and sort all names; collective.
 
-    Collective over the data-parallel ranks. Values that are merged at each step (``on_step=True``) are left alone,
-    because they are already merged.
-
-    Args:
-        module: The module whose step has run.
+    Names with ``on_step=True`` are merged at each step, so they are left alone.
     """
     group = process_group("dp")
     if group.size() == 1:

@@ -3,23 +3,11 @@
 
 Under a schedule, the part of ``training_step`` that logs runs only on the last pipeline stage, once for each
 microbatch. Calling Lightning's ``log`` there would leave rank 0 without values, and ``sync_dist`` would hang. So while
-the schedule runs, ``log`` is replaced by a recorder. Afterwards
+the schedule runs, ``log`` is a recorder, and afterwards every rank replays the merged values through Lightning's own
+``log``. A value logged in a step then describes the complete step, whatever the layout: the mean (or sum, minimum,
+maximum) over its microbatches. ``schedule.py`` drives it.
 
-1. the values of one name are merged over the microbatches of the step, weighted by ``batch_size``;
-2. then over the context-parallel ranks, each of which has seen a part of every sequence, and in training, where the
-   name has ``sync_dist=True``, over the model copies too;
-3. the same collective says whether any rank has logged a new name, because a step may log a name on some batches only;
-   then the ranks agree on the names and merge again;
-4. the last stage sends them to the other stages in one small tensor (names and options travel only when they change);
-5. every rank replays them through Lightning's own ``log``.
-
-So a value logged in a step describes the whole step, whatever the layout: the mean (or sum, minimum, maximum) over its
-microbatches. All ranks that merge a name know it, even if only some logged it, so no rank waits for a value that never
-arrives. In evaluation, model copies may have different numbers of batches, so Lightning itself merges over them at the
-end of the run.
-
-torchmetrics objects are updated on the last stage; the state of those that a step changed is then sent to the other
-stages. Names and options are remembered for each evaluation dataloader, as Lightning keeps a result for each.
+torchmetrics objects are updated on the last stage; the state of those that a step changed is sent to the other stages.
 """
 
 import contextlib
@@ -75,10 +63,7 @@ class _Entry:
 class PipelineLogs:
     """Records, merges, sends and replays the logged values of one kind of step.
 
-    Args:
-        module: The LightningModule whose ``log`` is recorded.
-        device: The device on which the values are merged.
-        takes_whole_batches: Whether all context-parallel ranks log the same values, instead of those of their tokens.
+    With ``takes_whole_batches``, all context-parallel ranks log the same values; otherwise those of their own tokens.
     """
 
     def __init__(self, module: pl.LightningModule, device: torch.device, takes_whole_batches: bool = False) -> None:
@@ -90,8 +75,8 @@ class PipelineLogs:
         self._muted = False
         self._metrics = {path: child for path, child in module.named_modules() if isinstance(child, Metric)}
         self._changed: set[str] = set()
-        self._known: dict[_Place, list[_Name]] = {}
-        self._error: str | None = None
+        self._known: dict[_Place, list[_Name]] = {}  # as Lightning keeps a result for each
+        self._error: str | None = None  # of the first wrong call of log, raised in finish()
         self._counted: dict[str, Any] = {}
         self._counts: dict[str, float] = {}
 
@@ -102,7 +87,7 @@ class PipelineLogs:
 
     @property
     def image_tokens(self) -> float:
-        """Those of them that are of images."""
+        """How many of them are image tokens."""
         return self._counts.get(_IMAGE_TOKENS, 0.0)
 
     @property
@@ -111,12 +96,7 @@ class PipelineLogs:
         return self._muted
 
     def count_tokens(self, tokens: Tensor | int, of_images: Tensor | None = None) -> None:
-        """Count tokens that the next training step reads.
-
-        Args:
-            tokens: Tokens of whole sequences, before they are split over ranks; an integer or a scalar ``[]``.
-            of_images: Those of them that are of images, a scalar ``[]``; None for a text-only model.
-        """
+        """Count the tokens of complete sequences that the next training step reads, and how many are of images."""
         counted = {_TOKENS: tokens} | ({} if of_images is None else {_IMAGE_TOKENS: of_images})
         self._counted = {name: self._counted.get(name, 0) + number for name, number in counted.items()}
 
@@ -138,8 +118,8 @@ class PipelineLogs:
     def microbatch(self, batch: Any, muted: bool) -> Iterator[None]:
         """Run a microbatch inside the ``with`` block; a muted one leaves no trace in logs and metrics.
 
-        Microbatches are muted for a chunk that is not the last, where only the code before ``self.model`` runs, and
-        where they only fill up a schedule.
+        Muted are microbatches of a chunk that is not the last, where only the code before ``self.model`` runs, and
+        those that only fill up a schedule.
         """
         self._batch, self._muted = batch, muted
         try:
@@ -157,24 +137,26 @@ class PipelineLogs:
         self._changed |= {path for path in before if not _are_same(before[path], after[path])}
 
     def add_loss(self, loss: Tensor, weight: Tensor | float) -> None:
-        """Record the loss of a microbatch, a float scalar ``[]``, with its weight in the loss of the step."""
+        """Record a microbatch's loss, a float scalar ``[]``, with its weight in the loss of the step."""
         self._add(_Name(_LOSS, {}, "mean", torch.float32), loss, weight)
 
     def finish(self, step: str, over_copies: bool) -> Tensor | None:
-        """Merge the values, send them to every stage and log them.
+        """Merge the values, send them to every stage, log them; return the step's loss, ``[]`` fp32, if any.
 
-        Collective over the context- and pipeline-parallel ranks, with ``over_copies`` also over the data-parallel ones.
-
-        Args:
-            step: Name of the step; names and options are remembered for each step and evaluation dataloader.
-            over_copies: Whether names with ``sync_dist=True`` are merged over the model copies too.
-
-        Returns:
-            The loss of the step, ``[]`` fp32; None if no microbatch has one.
-
-        Raises:
-            ValueError: A name has different options on different batches or ranks.
+        Collective over the context- and pipeline-parallel ranks, with ``over_copies`` also over the data-parallel
+        ranks. Raises ``ValueError``, on all of them, if a name has different options on different batches or ranks.
         """
+        # 1. Merge each name over the microbatches, weighted by batch_size.
+        # 2. Merge over the context-parallel ranks, each of which has seen a part of every sequence, and in training, for
+        #    names with sync_dist=True, over the model copies. The same collective says whether any rank has a new name;
+        #    then the ranks agree on the names and merge again.
+        # 3. Send from the last stage to the others: one small tensor; names and options only when they change.
+        # 4. Replay on every rank.
+        # In evaluation, model copies may have different numbers of batches, so Lightning merges over them at the end.
+        #
+        # Example: two microbatches log acc=0.5 (batch_size=2) and acc=1.0 (batch_size=6) on copy 0, acc=0.25 (8) twice
+        # on copy 1. Packed are [0.5 * 2 + 1.0 * 6, 8, 2] = [7, 8, 2] and [4, 16, 2]. Their sum is [11, 24, 4], so all
+        # ranks log 11 / 24 = 0.458.
         group = process_group("dp_cp" if over_copies else "cp")
         stages = process_group("pp")
         place = (step, self._dataloader_index())
@@ -279,13 +261,11 @@ class PipelineLogs:
         return tensor.reshape(())
 
     def _merged(self, place: _Place, group: dist.ProcessGroup) -> Tensor:
-        """Return [names, 3]: the merged value of each name, its weight, and how often it was logged.
-
-        Collective over ``group``. If a rank has logged a new name or failed, all ranks exchange names and errors.
-        """
+        """Return [names, 3]: each name's merged value, weight, and number of calls; collective over ``group``."""
         known = {name.name: name for name in self._known.get(place, [])}
         new = [entry.name for entry in self._entries.values() if not _is_known(entry.name, known)]
         packed, is_news = self._merge(list(known.values()), group, bool(new) or self._error is not None)
+        # Nearly every step ends here. If a rank has logged a new name or failed, all ranks exchange names and errors.
         if not is_news:
             return packed
         found: list[tuple[list[_Name], str | None]] = [(new, self._error)] * group.size()
@@ -307,6 +287,7 @@ class PipelineLogs:
         packed = torch.cat([news, *(self._packed(name)[None] for name in names)])
         reductions = ["sum", *(name.reduction for name in names)]
         synced = [0, *(row for row, name in enumerate(names, 1) if name.is_synced)]
+        # Without sync_dist, a value is this copy's own: only its context-parallel ranks merge it.
         apart = [row for row, name in enumerate(names, 1) if not name.is_synced]
         for rows, ranks in ((synced, group), (apart, process_group("cp"))):
             if rows and ranks.size() > 1:
@@ -325,23 +306,20 @@ class PipelineLogs:
             return row
         values = torch.stack(entry.values)
         merged = {"min": values.amin, "max": values.amax}.get(name.reduction, values.sum)()
+        # All context-parallel ranks have logged the same sum, and it will be added up over them.
         if name.reduction == "sum" and self._takes_whole_batches:
             merged = merged / process_group("cp").size()
         return torch.stack([merged, torch.stack(entry.weights).sum(), torch.full_like(merged, len(values))])
 
     def _send(self, place: _Place, packed: Tensor | None, num_known: int) -> tuple[Tensor, bool]:
-        """Broadcast from the last stage: one tensor if the names are the same as last time, otherwise the names too.
+        """Broadcast ``packed`` [names, 3] from the last stage, and whether metrics changed there.
 
-        Args:
-            place: The step that ran, and its dataloader.
-            packed: [names, 3] on the last stage, None on the others.
-            num_known: The number of names that every stage knew before this step.
-
-        Returns:
-            ``packed`` on every stage, and whether metrics changed on the last stage.
+        ``num_known`` is the number of names that every stage knew before this step.
         """
         group = process_group("pp")
         source = dist.get_global_rank(group, group.size() - 1)
+        # [are names new, have metrics changed, then 3 numbers for each known name]: with 4 names, 14 numbers, 112
+        # bytes. Names and options follow as objects only if the first number is 1.
         message = torch.zeros(2 + 3 * num_known, dtype=torch.float64, device=self._device)
         if packed is not None:
             message[1] = float(bool(self._changed))

@@ -42,11 +42,7 @@ _Axis = Literal["dp", "dp_cp"]
 
 
 class StepLogger:
-    """Logs steps; the strategy and the schedule call it before and after each one.
-
-    Args:
-        strategy: The strategy that owns it.
-    """
+    """Logs steps; the strategy and the schedule call it before and after each one."""
 
     def __init__(self, strategy: "MCoreStrategy") -> None:
         self._strategy = strategy
@@ -60,15 +56,14 @@ class StepLogger:
     def setup(self, restores: contextlib.ExitStack) -> None:
         """Start a run, in which metrics reduce their state over the ranks that see different tokens.
 
-        They still do so after the run, through a function, because a group cannot be pickled.
-
-        Args:
-            restores: Its callbacks restore the metrics after the run.
+        ``restores`` gives them a function after the run that does the same, because a group cannot be pickled.
         """
         self._rows, self._names = RepeatedRows(), EvaluationNames()
         self._pipeline = self._auxiliary = None
         self.shares_outputs = True
         pipeline = find_pipeline(self._module)
+        # A model that takes complete batches shows all context-parallel ranks the same samples, so each would count
+        # them.
         axis: _Axis = "dp" if pipeline is not None and pipeline.takes_whole_batches else "dp_cp"
         group = process_group(axis)
         if group.size() < dist.get_world_size():  # otherwise it is the default group
@@ -78,12 +73,7 @@ class StepLogger:
                     metric.process_group = group
 
     def setup_pipeline(self, config: TransformerConfig, takes_whole_batches: bool) -> None:
-        """Prepare to log for a model built with ``pipeline()``.
-
-        Args:
-            config: The config of the model.
-            takes_whole_batches: As for :class:`PipelineLogs`.
-        """
+        """Prepare to log for a model built with ``pipeline()``."""
         module, device = self._module, self._strategy.root_device
         self._pipeline = PipelineLogs(module, device, takes_whole_batches)
         self._auxiliary = AuxiliaryLogs(module, config, device)
@@ -120,7 +110,7 @@ class StepLogger:
         self._auxiliary.finish(num_microbatches)
 
     def end_plain_step(self) -> None:
-        """At the end of an epoch of a plain module, agree on names, because its ranks merge them there."""
+        """At the end of a plain module's epoch, agree on names, because its ranks merge them there."""
         if ends_the_epoch(self._module.trainer):
             agree_on_names(self._module)
 
@@ -141,7 +131,7 @@ class StepLogger:
 
     @property
     def counts(self) -> bool:
-        """Whether the rows of the running step count; they do not where they are repeated to run as often as others."""
+        """Whether the running step's rows count; they do not if they only run as often as on other ranks."""
         return not self._rows.whole_batch and (self._pipeline is None or not self._pipeline.is_muted)
 
     @property
@@ -171,19 +161,9 @@ def _give_back(metric: Metric, group: dist.ProcessGroup | None, gather: Callable
 
 
 def gather_over_data(tensor: Tensor, group: dist.ProcessGroup | None = None, axis: _Axis = "dp_cp") -> list[Tensor]:
-    """Gather a metric's state as torchmetrics does, but by default over the ranks that see different tokens.
-
-    Over the whole world, the ranks of one model copy would count the same samples several times.
-
-    Args:
-        tensor: A state of the metric, of any shape and dtype.
-        group: The group that the metric was given; None for the group of ``axis``, or for the world if the process
-            groups are closed.
-        axis: The axis of the ranks that see different tokens.
-
-    Returns:
-        The tensors of all ranks of the group, each with its own shape.
-    """
+    """Gather a metric's state as torchmetrics does, but over the ranks that see different tokens."""
+    # Over the whole world (torchmetrics' default), the ranks of one model copy would count the same samples several
+    # times. With TP=2 and DP=2, ranks 0 and 2 have different samples: they, and ranks 1 and 3, gather two tensors each.
     if group is None and process_groups_are_open():
         group = process_group(axis)
     gathered: list[Tensor] = gather_all_tensors(tensor, group)
