@@ -148,7 +148,7 @@ class PipelineLogs:
         """
         # 1. Merge each name over the microbatches, weighted by batch_size.
         # 2. Merge over the context-parallel ranks, each of which has seen a part of every sequence, and in training,
-        #    for names with sync_dist=True, over the model copies. The same collective says whether a rank has a new name;
+        #    for names with sync_dist=True, over the model copies. The same collective says whether there are new names;
         #    then the ranks agree on the names and merge again.
         # 3. Send from the last stage to the others: one small tensor; names and options only when they change.
         # 4. Replay on every rank.
