@@ -333,7 +333,7 @@ class ClipsByHand(PlainNet):
         optimizer = self.optimizers()
         before = weights(self)
         optimizer.zero_grad()
-        self.manual_backward(1000 * functional.mse_loss(self.predictions(batch).float(), batch["y"]))
+        self.manual_backward(1000 * functional.mse_loss(self.predictions(batch).float(), batch["y"].float()))
         self.clip_gradients(optimizer, 1.0, "norm")
         optimizer.step()
         steps = [(after - before[name]).float().flatten() for name, after in weights(self).items()]
@@ -460,7 +460,7 @@ class StepsTwice(ReadsParameters):
         optimizer = self.optimizers()
         for _ in range(2):
             optimizer.zero_grad()
-            self.manual_backward(functional.mse_loss(self.predictions(batch).float(), batch["y"]))
+            self.manual_backward(functional.mse_loss(self.predictions(batch).float(), batch["y"].float()))
             optimizer.step()
 
 
@@ -496,7 +496,7 @@ class BackwardTwice(PlainNet):
         optimizer = self.optimizers()
         if batch_idx % 2 == 0:
             optimizer.zero_grad()
-        self.manual_backward(functional.mse_loss(self.predictions(batch).float(), batch["y"]))
+        self.manual_backward(functional.mse_loss(self.predictions(batch).float(), batch["y"].float()))
         if batch_idx % 2 == 1:
             optimizer.step()
 
