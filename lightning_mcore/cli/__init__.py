@@ -60,11 +60,7 @@ def console() -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command and return the exit code.
-
-    Args:
-        arguments: The words after the name of the program.
-    """
+    """Run a command, whose words come after the name of the program, and return the exit code."""
     name, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
     if name in ("-h", "--help"):
         print(overview())
@@ -79,10 +75,11 @@ def main(arguments: Sequence[str]) -> int:
         return refused(unknown_name("command", name, COMMANDS) if name else f"no command is given; choose from {known}")
     module = COMMANDS[name][0]
     try:
-        with warnings.catch_warnings():  # a command's filters end with it
+        with warnings.catch_warnings():  # so that a command's filters end with it
             warnings.filterwarnings("ignore", message=HINTS, category=UserWarning)
             code: int = _imported(module).run([name, *rest] if module in _NAMED else rest)
     except (RuntimeError, OSError) as error:
+        # Importing megatron-core imports TransformerEngine, whose broken installations raise these.
         if not is_of_transformer_engine(error):
             raise
         return refused(error)
@@ -90,13 +87,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _imported(name: str) -> ModuleType:
-    """Import the module of a command, and let the garbage collector pass over what it brought.
-
-    Half a million objects stay until the end of the process. Looking through them again and again takes a third of the
-    time of a short command.
-    """
+    """Import the module of a command, and let the garbage collector skip what it brought."""
     if name in sys.modules or not gc.isenabled():
         return importlib.import_module(name)
+    # Half a million objects stay until the process ends. Scanning them again and again takes a third of a short
+    # command's time.
     gc.disable()
     try:
         module = importlib.import_module(name)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The common parts of the commands of ``lightning-mcore``: reading their arguments, and ending.
 
-:class:`CommandParser` refuses wrong arguments in one sentence and suggests the nearest option for a misspelt one. Every
+:class:`CommandParser` rejects wrong arguments in one sentence and suggests the nearest option for a misspelt one. Every
 command runs in :func:`run_command`, so wrong input gives one sentence instead of a traceback. Any other error keeps its
-traceback, because it is a bug of ours. This file imports no slow module, so ``--help`` answers at once.
+traceback, because it is a bug in this package. This file imports no slow module, so ``--help`` answers at once.
 """
 
 import argparse
@@ -25,14 +25,9 @@ EXPECTED = (OSError, ValueError, TypeError, RuntimeError, ImportError)
 
 
 def run_command(command: Callable[[], int | None]) -> int:
-    """Run a command, print an error as one line, ``error: <sentence>``, and return the exit code.
+    """Run a command, print an expected error as one line, ``error: <sentence>``, and return the exit code.
 
-    Args:
-        command: The function to run; returns its own exit code, or None for success. It leaves nothing behind when it
-            fails.
-
-    Returns:
-        0 or the command's exit code; 2 for an expected error; 130 if Ctrl-C ended it.
+    The command returns its own exit code, or None for success. It leaves nothing behind when it fails.
     """
     try:
         code = command()
@@ -51,22 +46,13 @@ def find_modules_here() -> None:
 
 
 def refused(error: Exception | str, code: int = WRONG) -> int:
-    """Print an error as one line, and return the exit code.
-
-    Args:
-        error: The error, or its text.
-        code: The exit code.
-    """
+    """Print an error as one line, and return the exit code."""
     print(f"error: {sentence(error)}", file=sys.stderr)
     return code
 
 
 def sentence(error: Exception | str) -> str:
-    """Return the text of an error as one line.
-
-    Args:
-        error: The error, or its text.
-    """
+    """Return the text of an error as one line."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror:  # without the error number
         text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
@@ -80,23 +66,18 @@ def sentence(error: Exception | str) -> str:
 
 
 def is_of_transformer_engine(error: Exception) -> bool:
-    """Return whether importing TransformerEngine failed with an error that megatron-core does not expect.
-
-    megatron-core tries the import; without its core, TransformerEngine raises RuntimeError or OSError.
-    """
+    """Return whether importing TransformerEngine failed with an error that megatron-core does not expect."""
+    # megatron-core tries the import, and expects ImportError. Without its core, TransformerEngine raises RuntimeError
+    # or OSError instead.
     if isinstance(error, ImportError) or not isinstance(error, RuntimeError | OSError):
         return False
+    # Only frames of modules that were being imported count, not calls into TransformerEngine.
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>")
     return any(str(frame.f_globals.get("__name__", "")).startswith("transformer_engine") for frame in frames)
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` that ends with one line, ``error: <sentence>``, and exit code 2.
-
-    Args:
-        name: The name of the command, such as ``"preprocess"``.
-        description: The description of the command.
-    """
+    """An ``ArgumentParser`` that ends with one line, ``error: <sentence>``, and exit code 2."""
 
     def __init__(self, name: str, description: str) -> None:
         super().__init__(f"lightning-mcore {name}".strip(), description=description, allow_abbrev=False)
@@ -104,11 +85,7 @@ class CommandParser(argparse.ArgumentParser):
     def read(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Return the values of the arguments, by name.
 
-        Args:
-            arguments: The words after the name of the command.
-
-        Raises:
-            SystemExit: An argument is wrong (exit code 2), or ``--help`` was given (exit code 0).
+        SystemExit ends the process with exit code 2 for a wrong argument, and 0 for ``--help``.
         """
         _refuse_unknown_options(self, arguments)
         return vars(self.parse_args(arguments))
@@ -119,11 +96,11 @@ class CommandParser(argparse.ArgumentParser):
         return [name for name in self._option_string_actions if name.startswith("--")]
 
     def split(self, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Return the options of the command with their values, and all other words.
+        """Return the command's options with their values, and all other words.
 
-        Args:
-            arguments: The words after the name of the command.
+        ``FILE a=1 --devices 8 --bf16`` gives ``[--devices, 8]`` and ``[FILE, a=1, --bf16]``.
         """
+        # argparse's nargs is 0 for an option without a value, such as --json.
         takes = {name: action.nargs != 0 for name, action in self._option_string_actions.items()}
         own: list[str] = []
         others: list[str] = []
@@ -139,16 +116,12 @@ class CommandParser(argparse.ArgumentParser):
         return own, others
 
     def error(self, message: str) -> NoReturn:
-        """Print one line instead of the usage, which ``--help`` shows.
-
-        Args:
-            message: The message of argparse.
-        """
+        """Print one line instead of argparse's usage, which ``--help`` shows."""
         sys.exit(refused(f"{message} (see {self.prog} --help)", WRONG))
 
 
 def _refuse_unknown_options(parser: CommandParser, arguments: Sequence[str]) -> None:
-    """Refuse a misspelt option before argparse, which first reports missing options and suggests no similar one."""
+    """Reject a misspelt option before argparse, which reports missing options first and suggests no similar one."""
     known = parser.options
     for argument in arguments:
         if argument == "--":

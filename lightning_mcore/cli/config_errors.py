@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Explain in one sentence why LightningCLI refuses a configuration.
+"""Explain in one sentence why LightningCLI rejects a configuration.
 
 jsonargparse decides what is accepted. Its own message is a page of usage and a list of the types that did not match. So
-the configuration is compared again with the signatures of the classes that it names, until the fault is found: a
-misspelt key, a wrong type or choice, a class that does not exist, or a missing argument. If nothing is found, the
-message is jsonargparse's, on one line.
+this file compares the configuration again with the signatures of the classes that it names, until it finds the fault: a
+misspelt key, a wrong type or choice, a class that does not exist, or a missing argument. If it finds nothing, the
+message is jsonargparse's, on one line. ``fit.py`` and ``lightning_file.py`` call it.
 """
 
 import contextlib
@@ -28,13 +28,9 @@ _CLASSES = ("model", "data", "optimizer", "lr_scheduler")  # top-level keys whos
 
 
 def explain(parser: Any, arguments: Sequence[str], message: str, documents: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return one sentence that explains why the arguments are refused.
+    """Return one sentence that explains why the arguments (the words of a command line) are rejected.
 
-    Args:
-        parser: The parser of the command, a ``LightningArgumentParser``.
-        arguments: The words on its command line.
-        message: The parser's own message.
-        documents: Files that come before the words and were already read.
+    ``message`` is the parser's own message. ``documents`` are files that come before the words and were already read.
     """
     try:
         fault = _fault_at_the_top(_read(parser, arguments, documents), _roots(parser))
@@ -46,23 +42,17 @@ def explain(parser: Any, arguments: Sequence[str], message: str, documents: Sequ
 def overlooked_fault(
     parser: Any, arguments: Sequence[str], parsed: Mapping[str, Any], documents: Sequence[Mapping[str, Any]] = ()
 ) -> str | None:
-    """Return a sentence for a fault that jsonargparse accepts: an unknown empty mapping, a null trainer or recipe.
+    """Return a sentence for a fault that jsonargparse accepts, or None.
 
-    Args:
-        parser: The parser of the command, a ``LightningArgumentParser``.
-        arguments: The words on its command line, which it accepted.
-        parsed: The parsed configuration, as plain data.
-        documents: Files that come before the words and were already read.
-
-    Returns:
-        A sentence; None if there is no such fault.
+    Such faults are an unknown key with an empty mapping, and a null trainer or recipe. The arguments are those of
+    :func:`explain`; ``parsed`` is the configuration as plain data.
     """
     if not isinstance(parsed.get("trainer", {}), Mapping):
         return _fault_in_call("trainer", parsed["trainer"], object)
     try:
         settings = _read(parser, arguments, documents)
     except ValueError:
-        return None  # jsonargparse also accepts other ways to give a value
+        return None  # jsonargparse also accepts other ways to give a value, so this is not a fault
     fault = _dropped(settings, {**dict.fromkeys(_roots(parser)), **parsed}, "key")
     return fault or next((fault for root in parsed if (fault := _null_settings(root, parsed[root]))), None)
 
@@ -79,9 +69,11 @@ def _null_settings(path: str, given: Any) -> str | None:
 
 
 def _dropped(settings: Mapping[str, Any], parsed: Mapping[str, Any], what: str) -> str | None:
+    """Return a sentence for a key that is not in the parsed configuration; None if there is no such fault."""
     arguments = parsed.get("init_args")
     known = {**parsed, **arguments} if isinstance(arguments, Mapping) else parsed
     for name, value in settings.items():
+        # jsonargparse removes an unknown key silently only if its value holds nothing.
         if name not in known and name not in _OF_A_CLASS and _holds_nothing(value):
             return unknown_name(what, name, known)
         inner = known.get(name)
@@ -97,15 +89,12 @@ def _holds_nothing(value: Any) -> bool:
 
 
 def _roots(parser: Any) -> list[str]:
+    """Return the top-level keys of a parser: trainer, model, data, ..."""
     return [name.removeprefix("--").partition(".")[0] for name in parser._option_string_actions]
 
 
 def _read(parser: Any, arguments: Sequence[str], documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return files and arguments as one tree of plain data.
-
-    Raises:
-        ValueError: An option or a file is wrong.
-    """
+    """Return files and arguments as one tree of plain data; ValueError for an unknown option or a bad file."""
     settings: dict[str, Any] = {}
     for document in documents:
         _merge(settings, document)
@@ -113,6 +102,7 @@ def _read(parser: Any, arguments: Sequence[str], documents: Sequence[Mapping[str
         if name in _CONFIG:
             _merge(settings, _load(value))
             continue
+        # --trainer.callbacks+=X appends to a list, which is left to jsonargparse.
         path = name.removeprefix("--").removesuffix("+").split(".")
         if name not in parser._option_string_actions and not _is_below_a_class(path, parser):
             raise ValueError(unknown_name("option", name, _spelled(parser)))
@@ -171,6 +161,8 @@ def _merge(settings: dict[str, Any], other: Mapping[str, Any]) -> None:
 
 def _put(settings: dict[str, Any], path: list[str], value: Any) -> None:
     """Set a value at its place; an argument of a class goes into the ``init_args``."""
+    # --model=MCoreGPT --model.vocab_size=8 becomes {"model": {"class_path": "MCoreGPT", "init_args": {"vocab_size":
+    # 8}}}.
     place = settings
     for name in path[:-1]:
         if isinstance(place.get(name), str):
@@ -219,6 +211,7 @@ def _fault_in_call(path: str, given: Any, function: Any) -> str | None:
         if fault:
             return fault
     missing = [name for name in known if parameters[name].default is inspect.Parameter.empty and name not in given]
+    # Not for optimizer and lr_scheduler: Lightning adds their first argument.
     if missing and isinstance(function, type) and not takes_any and path.partition(".")[0] not in _CLASSES[2:]:
         return f"{path} lacks {' and '.join(missing)}; give {'it' if len(missing) == 1 else 'them'}"
     return None
@@ -236,6 +229,7 @@ def _fault_in_value(path: str, value: Any, hint: Any) -> str | None:
     dataclass = next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
     if isinstance(value, Mapping) and dataclass is not None:
         return _fault_in_call(path, value, dataclass)
+    # A class is given as text or as class_path; jsonargparse checks other forms.
     if any(kind is Any or not _is_plain(kind) for kind in kinds) and str not in kinds:
         if isinstance(value, str) and path in _CLASSES:
             return _fault_in_class(path, {"class_path": value})
@@ -246,11 +240,7 @@ def _fault_in_value(path: str, value: Any, hint: Any) -> str | None:
 
 
 def fp8_as_precision(precision: Any) -> str | None:
-    """Return a sentence that refuses FP8 as the name of a precision; None for other precisions.
-
-    Args:
-        precision: ``trainer.precision`` of the file.
-    """
+    """Return a sentence that rejects FP8 as the name of ``trainer.precision``; None for other precisions."""
     if not isinstance(precision, str) or not precision.startswith(("fp8", "transformer-engine")):
         return None
     return (
@@ -329,11 +319,7 @@ def _is_plain(kind: Any) -> bool:
 
 
 def on_one_line(message: str) -> str:
-    """Return a message of jsonargparse on one line, without its lists of types.
-
-    Args:
-        message: The message, of several lines.
-    """
+    """Return a jsonargparse message of several lines on one line, without its lists of types."""
     lines = [line.strip(" -") for line in message.splitlines() if line.strip(" -")]
     dull = ("Does not validate against", "Subtypes:", "Errors:", "Given value", "Expected a <class ")
     told = [line for line in lines if not line.startswith(dull)] or lines

@@ -64,40 +64,28 @@ _NO_GPU = "No supported gpu backend found!"  # Lightning's whole message
 
 
 class WholeNames(LightningArgumentParser):
-    """Lightning's parser without argparse's abbreviations, also in the parsers that it makes for arguments of classes.
-
-    Args:
-        args: As Lightning's.
-        kwargs: As Lightning's.
-    """
+    """Lightning's parser without argparse's abbreviations, also in parsers that it makes for class arguments."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
 
 class TrainingCLI(LightningCLI):
-    """``LightningCLI`` for ``MCoreStrategy``; takes the same arguments, and no abbreviations of their names."""
+    """``LightningCLI`` for ``MCoreStrategy``, with the same arguments, whose names cannot be abbreviated."""
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Make the parser.
-
-        Args:
-            kwargs: As Lightning's.
-        """
+        """Make the parser; Lightning calls this."""
         if self.parser_class is LightningArgumentParser:
             self.parser_class = WholeNames
         return super().init_parser(**kwargs)
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
-        """Parse the command line, and refuse errors in it with one sentence.
-
-        Args:
-            parser: Lightning's parser.
-            args: The words to parse; None for the process's command line.
+        """Parse the command line, or the words in ``args``, and explain errors in one sentence.
 
         Raises:
             ValueError: An argument is wrong, and the parser was told not to exit (``exit_on_error=False``).
         """
+        # Lightning also accepts a dict or a namespace, which has no words to explain.
         if not isinstance(args, list | None):
             super().parse_arguments(parser, args)
             return
@@ -107,7 +95,7 @@ class TrainingCLI(LightningCLI):
         self.config = parse(parser, given, asked, given if asked is parser else given[1:])
 
     def _parse_ckpt_path(self) -> None:
-        """Refuse a checkpoint that names code, before its hyper-parameters become arguments of the model.
+        """Reject a checkpoint that names code, before its hyper-parameters become arguments of the model.
 
         Source: ``LightningCLI._parse_ckpt_path`` (Lightning 2.6), which imports the ``class_path`` in a checkpoint.
         """
@@ -131,7 +119,7 @@ class TrainingCLI(LightningCLI):
         """Create model, data and trainer.
 
         Raises:
-            ValueError: A constructor refuses its arguments; the sentence is the constructor's, without jsonargparse's
+            ValueError: A constructor rejects its arguments; the sentence is the constructor's, without jsonargparse's
                 lists.
         """
         try:
@@ -160,6 +148,7 @@ class TrainingCLI(LightningCLI):
         refuse_lone_scheduler(optimizer, scheduler)
         if not optimizer:
             return
+        # The file's optimizer replaces the model's recipe, so a recipe in the file would have no effect.
         if isinstance(self.model, MCoreGPT):
             self.model.recipe.check_unused()
         build = self.configure_optimizers
@@ -182,33 +171,20 @@ class CommandCLI(TrainingCLI):
     """``TrainingCLI`` with the options ``--ray.*`` of our own commands."""
 
     def add_core_arguments_to_parser(self, parser: Any) -> None:
-        """Add the options of a launch on Ray.
-
-        Args:
-            parser: Lightning's parser.
-        """
+        """Add the options of a launch on Ray."""
         super().add_core_arguments_to_parser(parser)
         parser.add_argument("--ray", type=RaySettings | None, default=None, help="Let Ray start the ranks.")
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
-        """Parse the command line, and leave the constructor if Ray is to start the ranks.
-
-        Args:
-            parser: Lightning's parser.
-            args: The words to parse.
-        """
+        """Parse the command line, and leave the constructor if Ray is to start the ranks."""
         super().parse_arguments(parser, args)
         values = self.config[self.config["subcommand"]]
-        given = values.pop("ray", None)  # so that LightningCLI reads the saved file too
+        given = values.pop("ray", None)  # the saved config must not have it: plain LightningCLI reads it too
         if given is not None and ON_RAY not in os.environ:
             raise _OnRay(RaySettings(**given.as_dict()), values["trainer"].as_dict())
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Create the trainer; in a worker of Ray, with Ray's ranks.
-
-        Args:
-            kwargs: Arguments that replace those of the file.
-        """
+        """Create the trainer; in a Ray worker, with Ray's ranks."""
         if ON_RAY not in os.environ:
             return super().instantiate_trainer(**kwargs)
         from lightning_mcore.strategy.ray import prepare_trainer, worker_arguments
@@ -227,14 +203,10 @@ class CommandCLI(TrainingCLI):
 
 
 def train(arguments: Sequence[str], beginning: Beginning) -> None:
-    """Run a command of LightningCLI.
+    """Run a command of LightningCLI: ``fit``, ``validate``, ``test`` or ``predict``, and the words after it.
 
-    Args:
-        arguments: ``fit``, ``validate``, ``test`` or ``predict``, and the words after it.
-        beginning: The callback that records when the run has begun.
-
-    Raises:
-        ValueError: The arguments are wrong, or the file that they name is.
+    ``beginning`` records when the run has begun. Raises ValueError if the arguments are wrong, or the file that they
+    name.
     """
     quiet = {"exit_on_error": False}
     CommandCLI(
@@ -246,14 +218,11 @@ def train(arguments: Sequence[str], beginning: Beginning) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command and return the exit code.
-
-    Args:
-        arguments: The name of the command, and the words after it.
-    """
+    """Run the command (its name and the words after it) and return the exit code."""
     name = arguments[0]
     if importlib.util.find_spec("jsonargparse") is None:
         return refused(f'lightning-mcore {name} needs jsonargparse; pip install "lightning-mcore[cli]"')
+    # Before the file is read: its class paths may name modules in the current folder.
     find_modules_here()
     try:
         return guarded(lambda beginning: train(arguments, beginning))
@@ -262,22 +231,18 @@ def run(arguments: Sequence[str]) -> int:
         return on_ray.run(__name__, arguments, settings, _layout(asked.trainer["strategy"]), asked.trainer)
 
 
-_KEYWORDS = ("last", "best", "hpc", "registry")  # for which Lightning looks itself
+_KEYWORDS = ("last", "best", "hpc", "registry")  # Lightning finds these itself
 
 
 def _check_checkpoint(path: Any) -> None:
-    """Refuse a checkpoint that does not exist, before ranks are started.
-
-    Raises:
-        FileNotFoundError: There is nothing at the path.
-    """
+    """Raise FileNotFoundError for a checkpoint that does not exist, before ranks are started."""
     if not isinstance(path, str) or path.partition(":")[0] in _KEYWORDS or "://" in path or os.path.exists(path):
         return
     raise FileNotFoundError(f"ckpt_path={path!r} does not exist; give the path of a checkpoint, or 'last'")
 
 
 def _layout(strategy: Any) -> ParallelLayout:
-    """Return the layout of a strategy in a file; a worker refuses strategies that are not ours."""
+    """Return the layout of a strategy in a file; workers reject strategies that are not ours."""
     _, arguments = class_and_arguments(strategy)
     return ParallelLayout(
         **{name: arguments[name] for name in ParallelLayout.__dataclass_fields__ if name in arguments}
@@ -287,17 +252,10 @@ def _layout(strategy: Any) -> ParallelLayout:
 def parse(
     parser: Any, given: list[str], asked: Any, words: Sequence[str], documents: Sequence[Mapping[str, Any]] = ()
 ) -> Any:
-    """Return a command line as parsed by jsonargparse.
+    """Return a command line (``given``) as parsed by jsonargparse; ValueError, in one sentence, if it has an error.
 
-    Args:
-        parser: Lightning's parser.
-        given: The command line.
-        asked: The parser of its command.
-        words: The words after the command.
-        documents: Files that come before the words and were already read.
-
-    Raises:
-        ValueError: The command line has an error; the message is one sentence.
+    ``asked`` is the command's own parser, ``words`` are the words after the command, and ``documents`` are files that
+    come before the words and were already read.
     """
     try:
         config = parser.parse_args(given)
@@ -310,10 +268,6 @@ def parse(
 
 
 def refuse_lone_scheduler(optimizer: Any, scheduler: Any) -> None:
-    """Refuse an ``lr_scheduler:`` without an ``optimizer:``.
-
-    Raises:
-        ValueError: There is a scheduler and no optimizer.
-    """
+    """Raise ValueError for an ``lr_scheduler:`` without an ``optimizer:``."""
     if scheduler and not optimizer:
         raise ValueError("lr_scheduler is given without optimizer, which it belongs to; give both, or neither")

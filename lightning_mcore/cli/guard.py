@@ -23,6 +23,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_mcore.cli.command import DONE, EXPECTED, INTERRUPTED, WRONG, refused, sentence
 
+# Folders of this package, of Python's library and of installed packages
 _NOT_THE_USERS = [
     str(Path(__file__).resolve().parents[1]),
     *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
@@ -35,7 +36,7 @@ _OF_PACKAGES = (
     ".*You have overridden `on_before_batch_transfer`.*",  # MCoreGPT overrides it, correctly
     ".*Total length of `list` across ranks is zero.*",  # there are no validation files
 )
-"""Warnings that every rank would print, and that a user of a command cannot do anything about."""
+"""Warnings that every rank would print, and that a command's user cannot do anything about."""
 _OF_PACKAGES_ON_A_CPU = (".*CUDA_DEVICE_MAX_CONNECTIONS.*",)
 _OTHER_RANKS_WAIT = 5.0  # seconds; rank 0 reports the same error and ends them first, unless it has none
 
@@ -47,7 +48,7 @@ class Beginning(pl.Callback):
     _trainer: pl.Trainer | None = None
 
     def end_other_ranks(self) -> None:
-        """End the ranks that this process has started, which would report the same error again."""
+        """Kill the ranks that this process has started, which would report the same error again."""
         launcher = self._trainer.strategy.launcher if self._trainer is not None else None
         if isinstance(launcher, _SubprocessScriptLauncher):
             launcher.kill(signal.SIGKILL)
@@ -66,8 +67,7 @@ class Beginning(pl.Callback):
 def guarded(run: Callable[[Beginning], object]) -> int:
     """Run a training and return the exit code; an error before it has begun is one sentence.
 
-    Args:
-        run: The function to run; it passes the callback to the trainer.
+    ``run`` passes its argument, a callback, to the trainer.
     """
     beginning = Beginning()
     for message in (*_OF_PACKAGES, *(() if torch.cuda.is_available() else _OF_PACKAGES_ON_A_CPU)):
@@ -83,10 +83,12 @@ def guarded(run: Callable[[Beginning], object]) -> int:
     except (*EXPECTED, MisconfigurationException) as error:
         if beginning.is_over or _is_in_code_of_the_user(error):
             raise
+        # Every rank fails alike here, so rank 0 speaks for all.
         rank = getattr(rank_zero_only, "rank", 0)
         if rank == 0:
             beginning.end_other_ranks()
             return refused(error)
+        # Rank 0 normally ends this process during the wait. If it does not, only this rank has the error.
         time.sleep(_OTHER_RANKS_WAIT)
         print(f"error on rank {rank}: {sentence(error)}", file=sys.stderr)
         return WRONG

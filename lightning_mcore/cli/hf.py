@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lightning-mcore import`` and ``lightning-mcore export``: Hugging Face models to sharded checkpoints and back.
 
-``__init__.py`` calls :func:`run`. The work is done by ``hf/importing.py`` and ``hf/export.py``, which are
-imported after the arguments are read.
+``__init__.py`` calls :func:`run`. ``hf/importing.py`` and ``hf/export.py`` do the work; they are imported after the
+arguments are read, so that ``--help`` and errors are fast.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,7 @@ _DTYPES = ["auto", "bfloat16", "float16", "float32"]
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one of the two commands and return the exit code.
-
-    Args:
-        arguments: ``import`` or ``export``, and the words after it.
-    """
+    """Run ``import`` or ``export`` (the first word, before its own words) and return the exit code."""
     name, *rest = arguments
     options = (_import_parser() if name == "import" else _export_parser()).read(rest)
     return run_command(lambda: _import(**options) if name == "import" else _export(**options))

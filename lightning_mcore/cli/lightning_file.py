@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read LightningCLI files as :class:`RunSettings`: parsed as in ``lightning-mcore fit``, but not instantiated."""
+"""Read LightningCLI files as :class:`RunSettings`: parsed as in ``lightning-mcore fit``, but not instantiated.
+
+``plan.py`` calls :func:`settings_of_lightning`. Settings that equal their defaults are left out.
+"""
 
 import importlib.util
 import json
@@ -18,8 +21,10 @@ from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.planning.signatures import Arguments, fields_of, of_model, of_precision, of_strategy, of_trainer
 
+# A file may have one of these as its top level, such as fit:.
 COMMANDS = ("fit", "validate", "test", "predict")
 TOP_KEYS = ("trainer", "model", "data", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path", "verbose", "ray")
+# Keys of a file that only another command than fit has
 _OF_OTHER_COMMANDS = {"verbose": "validate", "return_predictions": "predict"}
 _NOT_OF_THE_RUN = ("strategy", "precision", "plugins", "callbacks", "logger", "profiler")
 _OF_DATA = ("batch_size", "seq_length", "packing")
@@ -28,11 +33,12 @@ _SHORT_PRECISIONS = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 
 class _Reader(CommandCLI):
-    """Only parses, without the steps that follow."""
+    """LightningCLI that only parses; the later steps do nothing."""
 
     def __init__(self, documents: Sequence[Mapping[str, Any]], words: list[str]) -> None:
         self._command = next((_OF_OTHER_COMMANDS[key] for key in _OF_OTHER_COMMANDS if key in documents[-1]), "fit")
         self._documents, self._words = documents, words
+        # Files were already read, so jsonargparse gets them as JSON text.
         given = [*(f"--config={json.dumps(document)}" for document in documents), *words]
         quiet = {"exit_on_error": False}
         super().__init__(args=[self._command, *given], parser_kwargs={**quiet, self._command: dict(quiet)})
@@ -73,14 +79,9 @@ def settings_of_lightning(
 ) -> RunSettings:
     """Return the run that LightningCLI files describe.
 
-    Args:
-        documents: The contents of the files; a later one overrides an earlier one.
-        paths: The names of the files, for errors.
-        overrides: Key and value of each change after the files, as text.
-        model: A Hugging Face model to use instead of the file's.
-
-    Raises:
-        ValueError: LightningCLI refuses a key or a value, or the strategy or model is not ours.
+    ``documents`` are the contents of the files, where a later one overrides an earlier one, and ``paths`` their names
+    for errors. ``overrides`` are keys and values of changes, as text. ``model`` is a Hugging Face model to use instead
+    of the file's. Raises ValueError if LightningCLI rejects a key or a value, or if the strategy or model is not ours.
     """
     flat = [_without_command(document) for document in documents]
     kept: dict[str, Any] = {}
@@ -88,6 +89,7 @@ def settings_of_lightning(
         for document in flat:
             given = document.pop("model", None)
             arguments = given.get("init_args", given) if isinstance(given, Mapping) else {}
+            # What the file says about the run rather than the model stays.
             kept |= {name: arguments[name] for name in ("seq_length", "recipe") if name in arguments}
         overrides = [(key, text) for key, text in overrides if key.partition(".")[0] != "model"]
         kind = "MCoreVisionGPT" if sees_images(model) else "MCoreGPT"
@@ -128,7 +130,7 @@ def _can_be_found(module: str) -> bool:
 
 
 def _without_command(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a file without the level of a command, such as ``fit:``."""
+    """Return a file's content without the level of a command, such as ``fit:``."""
     for command in COMMANDS:
         if isinstance(document.get(command), Mapping):
             return {**document[command], **{key: value for key, value in document.items() if key != command}}
@@ -145,7 +147,8 @@ def _strategy(trainer: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     given = trainer.get("strategy", "auto")
     name, arguments = class_and_arguments(given)
     names = ("MCoreStrategy", "mcore") if isinstance(given, str) else ("MCoreStrategy",)
-    if name not in names or (isinstance(given, str) and "." in given):  # as text, Lightning accepts names but not paths
+    # As text, Lightning accepts registered names but not paths.
+    if name not in names or (isinstance(given, str) and "." in given):
         shown = given if isinstance(given, str) else name
         raise ValueError(
             f"trainer.strategy={shown!r} is not MCoreStrategy, the only strategy that plan supports; set class_path:"
@@ -174,7 +177,8 @@ def _precision(trainer: Mapping[str, Any], of_its_strategy: Any) -> dict[str, An
         found = [class_and_arguments(of_its_strategy)]
     if not found:
         on_cpu = asked == "16-mixed" and trainer.get("accelerator") == "cpu"
-        return {} if asked is None else {"precision": "bf16-mixed" if on_cpu else asked}  # as Lightning does
+        # As Lightning does: autocast on a CPU has no fp16.
+        return {} if asked is None else {"precision": "bf16-mixed" if on_cpu else asked}
     name, arguments = found[0]
     if name != "MCorePrecision":
         return {"precision": arguments.get("precision")}
@@ -188,7 +192,7 @@ def _model(given: Any, where: str) -> dict[str, Any]:
         _, recipe = class_and_arguments(arguments["recipe"])
         arguments["recipe"] = _changed(recipe, fields_of(Recipe)) or None
     elif name in ("MCoreGPT", "from_pretrained") and "recipe" in arguments:
-        Recipe.of(arguments["recipe"])  # refuses None
+        Recipe.of(arguments["recipe"])  # raises for None
     pretrained = "path" in arguments
     _check_kind(given, arguments.get("path"))
     known = of_model(pretrained, sees=name == "MCoreVisionGPT")
@@ -203,7 +207,7 @@ def _model(given: Any, where: str) -> dict[str, Any]:
 
 
 def _check_kind(given: Any, path: Any) -> None:
-    """Refuse a model that sees images as an ``MCoreGPT``, and one of text as an ``MCoreVisionGPT``."""
+    """Reject a model that sees images as an ``MCoreGPT``, and a text model as an ``MCoreVisionGPT``."""
     owner = str(given["class_path"]).split(".")[-2:-1] if isinstance(given, Mapping) and "class_path" in given else []
     for kind, wrong in ((MCoreGPT, True), (MCoreVisionGPT, False)):
         if owner == [kind.__name__] and isinstance(path, str) and sees_images(path) is wrong:
@@ -211,13 +215,14 @@ def _check_kind(given: Any, path: Any) -> None:
 
 
 def _with_optimizer(model: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's arguments with the optimizer of the file, which replaces the model's own."""
+    """Return the model's arguments with the file's optimizer, which replaces the model's own."""
     given = values.get("optimizer")
     refuse_lone_scheduler(given, values.get("lr_scheduler"))
     if given is None:
         return model
     Recipe.of(model.get("recipe") or {}).check_unused()
     name, arguments = class_and_arguments(given)
+    # All others count as Adam, with two states per weight.
     if name != "SGD":
         return model
     return {**model, "recipe": {"optimizer": "sgd", "sgd_momentum": arguments.get("momentum") or 0.0}}
@@ -229,15 +234,7 @@ def _data(given: Any) -> dict[str, Any]:
 
 
 def refuse_unknown_option(key: str, others: Sequence[str]) -> None:
-    """Refuse a word after the files that neither LightningCLI nor the command knows.
-
-    Args:
-        key: The key, such as ``"trainer.devices"``.
-        others: Options of the command itself.
-
-    Raises:
-        ValueError: The key is unknown.
-    """
+    """Raise ValueError for a key after the files that neither LightningCLI nor the command (``others``) knows."""
     top = key.partition(".")[0]
     if top not in (*TOP_KEYS, *COMMANDS):
         raise ValueError(unknown_name("option", top, TOP_KEYS if "." in key else (*TOP_KEYS, *others)))

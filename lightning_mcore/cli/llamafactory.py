@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``lightning-mcore llamafactory``: run an unchanged file, or line of flags, of LLaMA-Factory or ROLL.
+"""The command ``lightning-mcore llamafactory``: run an unchanged LLaMA-Factory or ROLL file, or line of flags.
 
 ::
 
@@ -7,9 +7,9 @@
     torchrun --nnodes 2 --nproc-per-node 8 ... -m lightning_mcore.cli llamafactory --model_name_or_path ... --do_train
 
 The word ``train`` or ``export`` may stand first, as in ``llamafactory-cli``. All keys are checked before any slow
-import. The run prints its layout and batch, saves checkpoints in
-``output_dir`` and losses in ``trainer_log.jsonl``, and writes the model in Hugging Face form, or the adapters in
-PEFT's, at the end. Ranks are started here, one for each device, by ``torchrun``, or by Ray (``ray_num_workers``).
+import. The run prints its layout and batch, saves checkpoints in ``output_dir`` and losses in ``trainer_log.jsonl``,
+and writes the model in Hugging Face form, or the adapters in PEFT's, at the end. Ranks are started here, one for each
+device, by ``torchrun``, or by Ray (``ray_num_workers``).
 """
 
 import dataclasses
@@ -33,17 +33,13 @@ if TYPE_CHECKING:
     from lightning_mcore.arguments.llamafactory.run import FactoryRun
     from lightning_mcore.cli.guard import Beginning
 
-_OF_RAY = ("ray_min_workers", "ray_max_failures", "ray_save_steps")  # which no release of LLaMA-Factory has as keys
+_OF_RAY = ("ray_min_workers", "ray_max_failures", "ray_save_steps")  # no release of LLaMA-Factory has these as keys
 _NOT_HERE = ("api", "chat", "env", "eval", "help", "version", "webchat", "webui")  # commands of llamafactory-cli
 _MOVE_SECONDS = 120.0  # time to rename and delete files
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command, and return the exit code.
-
-    Args:
-        arguments: The words after its name.
-    """
+    """Run the command on the words after its name, and return the exit code."""
     parser = _parser()
     own, words = parser.split(arguments)
     options = parser.read(own)
@@ -121,6 +117,7 @@ def _read(options: dict[str, Any], words: list[str], parser: CommandParser) -> "
         changes.append("use_cpu=true")
     with in_words_of_the_file():
         read = read_export(file, changes) or read_run(file, changes)
+    # Now, in the process that the user started; ranks would all report the same error.
     if isinstance(read, FactoryRun):
         read.check_tokenizer()
     of_ray = {name: options[name] for name in _OF_RAY if options[name] is not None}
@@ -134,6 +131,7 @@ def _read(options: dict[str, Any], words: list[str], parser: CommandParser) -> "
 
 def _without_command(words: list[str]) -> list[str]:
     """Return the words after the command of ``llamafactory-cli``, if one stands first."""
+    # A file may be called train.
     if not words or os.path.isfile(words[0]):
         return words
     if words[0] in _NOT_HERE:
@@ -154,6 +152,7 @@ def _train(asked: "FactoryRun", options: dict[str, Any], beginning: "Beginning")
     if exports:
         callbacks.append(SaveHFModel(unfinished(folder), adapter=asked.keys.lora is not None))
     trainer = _trainer(asked, options, callbacks)
+    # Before looking for checkpoints: an interrupted move leaves a folder without config.json.
     _finish_moving(folder, trainer)
     resume = _resume(asked)
     model = asked.model()
@@ -163,6 +162,7 @@ def _train(asked: "FactoryRun", options: dict[str, Any], beginning: "Beginning")
         trainer.fit(model, datamodule=data, ckpt_path=resume)
         if exports and trainer.is_global_zero:
             move_in(folder)
+    # Training has already evaluated, unless eval_strategy is no.
     if arguments.do_eval and not (arguments.do_train and record.evaluation):
         trainer.limit_val_batches = 1.0
         trainer.validate(model, datamodule=data, ckpt_path=None if arguments.do_train else resume, verbose=False)
@@ -201,7 +201,8 @@ def _resume(asked: "FactoryRun") -> str | None:
     if not arguments.do_train:  # evaluate model_name_or_path itself
         return None
     found = where_to_resume(folder, asked.keys.overwrite_output_dir)
-    return found if arguments.resume_from_checkpoint is None else None  # "false"
+    # It can only be "false" here, which starts a new run, but not over a model in the folder (where_to_resume raises).
+    return found if arguments.resume_from_checkpoint is None else None
 
 
 def _early_stopping(asked: "FactoryRun") -> list[Any]:
@@ -232,6 +233,7 @@ def _trainer(asked: "FactoryRun", options: dict[str, Any], callbacks: list[Any])
         devices, nodes = devices or _of_environment("NPROC_PER_NODE"), nodes or _of_environment("NNODES")
     if devices is None:
         on_cpu = accelerator == "cpu" or not torch.cuda.is_available()
+        # On a CPU, there are as many ranks as the layout needs.
         devices = smallest_world(asked) if on_cpu else -1
     overrides: dict[str, Any] = {"callbacks": callbacks, "accelerator": accelerator}
     if asked.keys.early_stopping_steps is None and not asked.evaluation and not asked.keys.val_size:
@@ -242,10 +244,9 @@ def _trainer(asked: "FactoryRun", options: dict[str, Any], callbacks: list[Any])
 
 
 def _of_environment(name: str) -> int | None:
-    """Return a number that LLaMA-Factory's launcher takes from the environment.
+    """Return a number that LLaMA-Factory's launcher reads from the environment.
 
-    Raises:
-        ValueError: It is not a number, or the environment asks for the launcher's elastic ranks.
+    Raises ValueError if it is not a number, or if the environment asks for the launcher's elastic ranks.
     """
     if os.environ.get("RDZV_ID"):
         raise ValueError(
@@ -261,22 +262,19 @@ def _of_environment(name: str) -> int | None:
 
 
 def smallest_world(asked: "FactoryRun") -> int:
-    """Return the smallest number of ranks that fits the layout of a file."""
+    """Return the smallest number of ranks that fits a file's layout."""
     layout = asked.arguments.strategy().layout
     dense = layout.tensor_model_parallel_size * layout.context_parallel_size
     experts = layout.expert_tensor_size * layout.expert_model_parallel_size
+    # TP=2 and CP=1 with ETP=1 and EP=4 need lcm(2, 4) = 4 ranks for each pipeline stage.
     return math.lcm(dense, experts) * layout.pipeline_model_parallel_size
 
 
 def batch_line(asked: "FactoryRun", trainer: "pl.Trainer") -> str:
     """Return two lines about a run: its layout and its effective batch.
 
-    Args:
-        asked: The run.
-        trainer: Its trainer.
-
-    Raises:
-        ValueError: The layout does not fit the number of ranks.
+    2 rows * 4 accumulated batches * 8 data-parallel ranks are an effective batch of 64 rows. Raises ValueError if the
+    layout does not fit the ranks.
     """
     strategy: Any = trainer.strategy
     world = trainer.world_size

@@ -8,17 +8,14 @@
     lightning-mcore plan run.yaml --devices 64 --suggest --memory 80GB
     lightning-mcore plan llama.yaml cutoff_len=8192 --devices 8 --json
 
-The command reads every kind of file, and asks the classes and Megatron's own config what they
-refuse. It builds no model and opens no process group. If the run would be refused, the exit code is 2 and the errors
-are listed: all that this package finds, and the first that Megatron's config finds. For a file that cannot be parsed,
-only the first fault is shown.
+The command builds no model and opens no process group. It lists every error that this package finds, and the first one
+that Megatron's config finds; the exit code is then 2. For a file that cannot be parsed, it shows only the first fault.
+:func:`kind_of` recognises a file:
 
-=====================  ====================================================================
-kind of file           found by
-=====================  ====================================================================
-LightningCLI           the keys ``trainer``, ``model`` and ``data``
-LLaMA-Factory          ``stage`` with ``dataset``, ``cutoff_len`` or ``finetuning_type``
-Hugging Face style     the names of ``lightning_mcore.arguments`` (JSON or YAML)
+=====================  ==================================================================== kind of file           found
+by =====================  ==================================================================== LightningCLI
+the keys ``trainer``, ``model`` and ``data`` LLaMA-Factory          ``stage`` with ``dataset``, ``cutoff_len`` or
+``finetuning_type`` Hugging Face style     the names of ``lightning_mcore.arguments`` (JSON or YAML)
 =====================  ====================================================================
 
 Words after the file (``key=value``, ``--key value``) change it, as they do when it runs.
@@ -51,11 +48,7 @@ _DEVICES_OF_A_NODE = 8
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command and return the exit code.
-
-    Args:
-        arguments: The words after ``lightning-mcore plan``.
-    """
+    """Run the command on the words after ``lightning-mcore plan``, and return the exit code."""
     find_modules_here()
     parser = _parser()
     known, overrides = _split(parser, arguments)
@@ -97,6 +90,7 @@ def _split(parser: CommandParser, arguments: Sequence[str]) -> tuple[list[str], 
         word = words.pop(0)
         name, equals, value = word.partition("=")
         if name in takes:
+            # An option of the command; the next word is its value, unless it stands after "=".
             known.append(word)
             known += [words.pop(0)] if takes[name] and not equals and words else []
         elif name in ("--config", "-c"):
@@ -143,7 +137,7 @@ def _plan(options: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> int:
 
 
 def _with_sizes(settings: RunSettings) -> tuple[RunSettings, list[str]]:
-    """Return the settings with a note of the numbers of workers that an elastic run on Ray can have, and its fault."""
+    """Return the settings with a note about the worker counts of an elastic run on Ray, and the fault of such a run."""
     ray = settings.ray
     if ray is None:
         return settings, []
@@ -159,7 +153,7 @@ def _with_sizes(settings: RunSettings) -> tuple[RunSettings, list[str]]:
 
 
 def _say_what_is_missing(settings: RunSettings) -> None:
-    """If the model is a name on the hub whose config is not here, say so first."""
+    """Print a line if the model is a name on the hub whose config is not here."""
     path = settings.model.get("path")
     if path is None:
         return
@@ -171,16 +165,11 @@ def _say_what_is_missing(settings: RunSettings) -> None:
 
 
 def device_numbers(settings: RunSettings, devices: int | None, nodes: int | None) -> tuple[int, int]:
-    """Return the number of devices of the whole run and of one node.
+    """Return the number of devices in the whole run and in one node.
 
-    Args:
-        settings: The run; its Ray workers, or ``trainer.devices`` and ``trainer.num_nodes``, are used if no number is
-            given.
-        devices: Devices of the whole run, from the command line.
-        nodes: Number of nodes, from the command line.
-
-    Raises:
-        ValueError: The number of devices is unknown, or nodes do not divide it.
+    The command line's numbers come first, then Ray's workers, then ``trainer.devices`` and ``trainer.num_nodes``. With
+    24 devices and no nodes given, a node has 8. Raises ValueError if the number of devices is unknown, or nodes do not
+    divide it.
     """
     given, of_file = settings.trainer.get("devices"), settings.trainer.get("num_nodes")
     of_file = of_file if isinstance(of_file, int) and of_file > 0 else 1
@@ -210,11 +199,13 @@ def device_numbers(settings: RunSettings, devices: int | None, nodes: int | None
 def _machine(options: dict[str, Any], settings: RunSettings) -> tuple[Machine | None, float | None]:
     memory = parse_memory(options["memory"]) if options["memory"] else None
     name = options["device"]
+    # A run on a CPU has no times and no device memory, but suggestions need both.
     if name is None and settings.trainer.get("accelerator") == "cpu" and not options["suggest"]:
         return None, memory
     return machine_named(name or "h100"), memory
 
 
+# Two of these keys mark a LLaMA-Factory file that does not name its stage.
 _OF_LLAMAFACTORY = {"stage", "dataset", "cutoff_len", "finetuning_type", "template", "dataset_dir", "neat_packing"}
 _BESIDE_ARGUMENTS = ("model_name_or_path", "seq_length", "cutoff_len")
 _OPTIONS = (
@@ -228,16 +219,9 @@ def settings_of_files(
 ) -> RunSettings:
     """Return the run that files describe.
 
-    Args:
-        paths: The files; several LightningCLI files are merged, and a later one overrides an earlier one.
-        overrides: Key and value of each change after the files, as text.
-        model: A Hugging Face model to use instead of the file's.
-        seq_length: Tokens of a row, instead of the file's.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        TypeError: A part has the wrong kind.
-        ValueError: A file is not YAML or does not describe a run, or a key is unknown.
+    Several LightningCLI files are merged, and a later one overrides an earlier one. ``model`` and ``seq_length``
+    replace the file's. Raises FileNotFoundError for a missing file, TypeError for a part of the wrong kind, and
+    ValueError for a file that does not describe a run or has an unknown key.
     """
     documents = [read_document(path) for path in paths]
     kinds = {kind_of(document, path) for document, path in zip(documents, paths, strict=True)}
@@ -256,7 +240,7 @@ def settings_of_files(
         texts = [f"{key}={value}" for key, value in overrides]
         texts += [f"model_name_or_path={model}"] if model is not None else []
         run = read_run(paths[0], texts)
-        if model is None:  # a config.json may stand for a model on the hub, and comes without a tokenizer
+        if model is None:  # --config may give a lone config.json, which comes without a tokenizer
             run.check_tokenizer()
         settings = run.settings()
     else:
@@ -270,9 +254,8 @@ def settings_of_files(
 def model_of_files(paths: Sequence[str]) -> tuple[list[str], str | None]:
     """Return the files of a run, and the folder of the model whose ``config.json`` is among the paths, or None.
 
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: A file is not YAML, two are configs of models, or one has another name than ``config.json``.
+    Raises FileNotFoundError for a missing file, and ValueError if one is not YAML, if two are configs of models, or if
+    a config has another name than ``config.json``.
     """
     configs = [path for path in paths if path.endswith(".json") and "model_type" in read_document(path)]
     if not configs:
@@ -286,11 +269,9 @@ def model_of_files(paths: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def read_document(path: str) -> dict[str, Any]:
-    """Return a YAML or JSON file.
+    """Return the keys and values of a YAML or JSON file.
 
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is neither YAML nor JSON, or holds no keys.
+    Raises FileNotFoundError for a missing file, and ValueError if it is neither YAML nor JSON, or holds no keys.
     """
     file = Path(path)
     if not file.is_file():
@@ -302,11 +283,7 @@ def read_document(path: str) -> dict[str, Any]:
 
 
 def kind_of(document: Mapping[str, Any], path: str) -> Kind:
-    """Return the kind of a file.
-
-    Raises:
-        ValueError: The file is of no known kind.
-    """
+    """Return the kind of a file; ValueError if it is of no known kind."""
     refuse_v1(document, path)
     keys = {str(key) for key in document}
     if {"trainer", "model", "data", *COMMANDS} & keys:
@@ -339,6 +316,7 @@ def _arguments(document: Mapping[str, Any], overrides: Sequence[tuple[str, str]]
 
     values = {**document, **{key.replace("-", "_"): read_yaml(text, f"{key}={text}") for key, text in overrides}}
     beside = {name: values.pop(name) for name in _BESIDE_ARGUMENTS if name in values}
+    # Required when the run starts, but plan writes nothing there.
     values.setdefault("output_dir", "outputs")
     arguments, ray = parse_arguments(values, Seq2SeqTrainingArguments, RayArguments)
     name = model if model is not None else beside.get("model_name_or_path")

@@ -17,13 +17,10 @@ from lightning_mcore.data.preprocess.run import Options, ProgressLine, preproces
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command and return the exit code.
-
-    Args:
-        arguments: The words after its name.
-    """
+    """Run the command on the words after its name, and return the exit code."""
     options = _parser().read(arguments)
     if options["separator"] is not None:
+        # A shell passes "\n" as two characters.
         options["separator"] = options["separator"].replace(r"\n", "\n").replace(r"\t", "\t")
     return _preprocess(options)
 
@@ -97,6 +94,7 @@ def _preprocess(options: dict[str, Any]) -> int:
         return INTERRUPTED
     except EXPECTED as error:
         progress.close()
+        # An error of the disk may come after hours of work; other errors come before it.
         of_the_system = isinstance(error, OSError) and error.strerror
         return refused(sentence(error) + (_what_is_kept(options["output"]) if of_the_system else ""), FAILED)
     progress.close()

@@ -2,7 +2,7 @@
 """Run a command of ``lightning-mcore`` on Ray's workers, with the output and the exit code of a run without Ray.
 
 ``fit.py`` and ``llamafactory.py`` call :func:`run` when their file asks for Ray. Each worker then runs the same command
-with the same arguments. What rank 0 prints is printed here; what others print is in Ray's logs.
+with the same arguments. Rank 0's output is printed here; other ranks' output is in Ray's logs.
 """
 
 import importlib
@@ -23,12 +23,8 @@ def run(
 ) -> int:
     """Run a command on Ray's workers, and return its exit code.
 
-    Args:
-        module: The module of the command.
-        words: The arguments of the command, which its function ``run`` takes.
-        settings: How Ray starts the run, with ``storage_path`` filled in.
-        layout: The parallel layout.
-        trainer: ``accelerator``, ``devices``, ``num_nodes`` and ``accumulate_grad_batches`` of the trainer.
+    ``module`` has the command's function ``run``, which takes ``words``. ``storage_path`` is filled in. ``trainer`` has
+    ``accelerator``, ``devices``, ``num_nodes`` and ``accumulate_grad_batches``.
     """
     try:
         _check_devices(settings, trainer)
@@ -45,12 +41,13 @@ def run(
         if not isinstance(error, EXPECTED):
             raise
         return refused(error)
-    return INTERRUPTED if code is None else int(code)
+    return INTERRUPTED if code is None else int(code)  # rank 0 returned nothing
 
 
 def _check_devices(settings: RaySettings, trainer: Mapping[str, Any]) -> None:
-    """Refuse numbers of devices and nodes that do not make the number of Ray's workers."""
+    """Reject numbers of devices and nodes that do not make the number of Ray's workers."""
     devices, nodes = number_of_devices(trainer["devices"]), trainer["num_nodes"] or 1
+    # 8 devices on 2 nodes are 16 workers.
     if devices is not None and devices * nodes != settings.most:
         raise ValueError(
             f"devices={trainer['devices']} times num_nodes={nodes} is not num_workers={settings.most}, the ranks that"

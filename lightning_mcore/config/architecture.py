@@ -2,10 +2,8 @@
 """Settings that some models have but Megatron's config lacks, as plain data.
 
 ``MCoreGPT(architecture={...})`` takes these settings by name. :class:`Architecture` has their defaults, which describe
-Megatron's own layers. ``layers/variants.py`` has the modules. The settings are an attribute of Megatron's config,
-because Megatron hands its config to every module.
-
-Pure data: no torch, no megatron-core.
+Megatron's own layers. ``layers/variants.py`` has the modules. The settings become an attribute of Megatron's config,
+because Megatron hands its config to every module. Pure data: no torch, no megatron-core.
 """
 
 import dataclasses
@@ -35,7 +33,7 @@ DELTA_NET: tuple[str, ...] = (
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )
-"""The sizes of gated delta nets, named as in Megatron and transformers: heads, channels of a head, and tokens that the
+"""The sizes of gated delta nets, named as in Megatron and transformers: heads, channels per head, and tokens that the
 convolution sees."""
 
 _ATTRIBUTE = "architecture"
@@ -52,8 +50,8 @@ class Architecture:
             all heads together, ``"after_rotation"`` for one over each head after its rotation.
         attention_output_bias: Whether the output projection of attention has a bias even without ``add_bias_linear``.
         mlp_bias: Whether the projections of the MLP have biases even without ``add_bias_linear``.
-        expert_bias: Whether routers and the projections of routed experts have biases even without
-            ``add_bias_linear``, which Megatron does not support with ``expert_tensor_parallel_size`` above 1.
+        expert_bias: Whether routers and the projections of routed experts have biases even without ``add_bias_linear``,
+            which Megatron does not support with ``expert_tensor_parallel_size`` above 1.
         embedding_scale: Factor applied to the token embeddings.
         residual_scale: Factor applied to the outputs of attention and MLP before they are added to the residual.
         logits_divisor: Number that the logits are divided by.
@@ -63,9 +61,9 @@ class Architecture:
             for the wavelengths of the other layers.
         latent_epsilon: Epsilon of the norms inside multi-latent attention; None for ``layernorm_epsilon``.
         stretch: How to stretch rotary wavelengths where Megatron cannot: ``kind`` and its keys in ``STRETCHES``.
-        query_growth: How queries grow with the position: ``beta`` and ``original_max_position_embeddings``, by which
-            those at position ``p`` are multiplied by ``1 + beta * log(1 + p // original_max_position_embeddings)``;
-            None if they do not.
+        query_growth: How queries grow with the position: ``beta`` and ``original_max_position_embeddings``. Queries at
+            position ``p`` are multiplied by ``1 + beta * log(1 + p // original_max_position_embeddings)``; None if they
+            do not grow.
         softmax_choice_bias: Whether a softmax router has a fixed bias that affects only which experts are chosen.
         delta_net: Gated delta nets instead of attention: ``linear_attention_freq``, with 1 for each layer of the model
             that has one and 0 for the others, and the sizes in ``DELTA_NET``; None for attention in all layers.
@@ -117,7 +115,7 @@ class Architecture:
 
     @property
     def delta_net_channels(self) -> tuple[int, int, int]:
-        """Channels of all keys and of all values of a gated delta net, and the number of its value heads."""
+        """The key channels and value channels of a gated delta net, and the number of its value heads."""
         assert self.delta_net is not None
         return delta_net_channels(self.delta_net)
 
@@ -131,11 +129,7 @@ class Architecture:
         return not needs_torch_backend(vars(self))
 
     def check_transformer_engine(self) -> None:
-        """Refuse settings that TransformerEngine's layers do not support.
-
-        Raises:
-            ValueError: There is such a setting.
-        """
+        """Raise ValueError for settings that TransformerEngine's layers do not support."""
         for name in _TORCH_BACKEND_ONLY:
             value = getattr(self, name)
             if value != ARCHITECTURE_DEFAULTS[name]:
@@ -168,10 +162,9 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def delta_net_channels(sizes: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the channels of all keys and of all values of a gated delta net, and the number of its value heads.
+    """Return the key channels and value channels of a gated delta net, and the number of its value heads.
 
-    Args:
-        sizes: Those in ``DELTA_NET``, among others.
+    16 key heads and 32 value heads of 128 channels each: 2048, 4096 and 32.
     """
     keys, heads = sizes["linear_num_key_heads"] * sizes["linear_key_head_dim"], sizes["linear_num_value_heads"]
     return keys, heads * sizes["linear_value_head_dim"], heads
@@ -218,6 +211,7 @@ def _check(name: str, value: Any) -> None:
         return
     choices = _CHOICES.get(name)
     if choices is not None:
+        # Python has ``1 == True``, so flags are compared by identity.
         if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
             raise ValueError(f"architecture has {name}={value!r}; choose {' or '.join(map(repr, choices))}")
         return
@@ -236,14 +230,9 @@ def needs_torch_backend(given: Any) -> bool:
 
 
 def check_architecture(config: Any, transformer_impl: str) -> None:
-    """Refuse settings that do not work with the model's other fields, or with its layers.
+    """Raise ValueError for settings that do not work with the model's other fields, or with its layers.
 
-    Args:
-        config: Megatron's config, with the settings attached.
-        transformer_impl: The layers: ``"local"`` or ``"transformer_engine"``.
-
-    Raises:
-        ValueError: There is such a setting.
+    ``config`` is Megatron's config, with the settings attached.
     """
     given = architecture_of(config)
     if transformer_impl == "transformer_engine":
@@ -251,7 +240,9 @@ def check_architecture(config: Any, transformer_impl: str) -> None:
     latent, experts = config.multi_latent_attention, config.num_moe_experts
     softmax = config.moe_router_score_function == "softmax" and not config.moe_router_enable_expert_bias
     ranks, channels = config.tensor_model_parallel_size, (config.num_query_groups or 0) * (config.kv_channels or 0)
+    # A norm over all heads has one weight per channel, which ranks share evenly.
     uneven = given.head_norms == "all_heads" and channels % ranks != 0
+    # The setting, whether the model clashes with it, and the words for what it clashes with
     clashes: list[tuple[str, bool, str]] = [
         *(
             (name, latent, "multi_latent_attention=True")
@@ -285,13 +276,15 @@ def set_architecture(config: Any, architecture: Architecture) -> None:
     if architecture.delta_net is not None:
         config.hetereogenous_dist_checkpoint = True  # layers that differ cannot be stacked
     factor = (architecture.stretch or {}).get("attention_factor", 1.0)
-    if factor != 1.0:  # Megatron multiplies a rotation by 0.1 * mscale * log(scaling_factor) + 1
+    # Megatron multiplies a rotation by 0.1 * mscale * log(scaling_factor) + 1. With a scaling factor of e**10, that is
+    # mscale + 1: for a factor of 1.3, mscale is 0.3.
+    if factor != 1.0:
         config.yarn_rotary_scaling_factor = math.e**10
         config.yarn_mscale, config.yarn_mscale_all_dim = factor - 1, 0.0
 
 
 def architecture_of(config: Any) -> Architecture:
-    """Return the settings of a Megatron config; the defaults for a config that has none."""
+    """Return the settings of a Megatron config; the defaults if it has none."""
     found: Architecture = getattr(config, _ATTRIBUTE, _PLAIN)
     return found
 

@@ -4,8 +4,8 @@
 They form one argument of the strategy, ``MCoreStrategy(communication=CommunicationOptions(...))``, so that the list of
 its arguments stays readable. Each field has Megatron's name and goes where Megatron reads it:
 :meth:`CommunicationOptions.group_arguments` to ``initialize_model_parallel`` (through ``parallel/groups.py``),
-:meth:`CommunicationOptions.megatron_fields` into the model's ``TransformerConfig``. Options that need NCCL are refused
-on the CPU when the trainer gets the model, before a group is opened.
+:meth:`CommunicationOptions.megatron_fields` into the model's ``TransformerConfig``. On the CPU, options that need NCCL
+raise when the trainer gets the model, before a group is opened.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PipelineBackend = Literal["nccl", "ucc"]
 SharpGroup = Literal["dp", "dp_replica"]
 
-# The names under which initialize_model_parallel of 0.16.1 and of 0.19.2 looks up the options of a group.
+# The names under which initialize_model_parallel (0.16.1 and 0.19.2) looks up a group's options.
 GROUP_NAMES = frozenset({"cp", "dp", "dp_cp", "embd", "ep", "ep_dp", "ep_tp", "hcp", "inter_ep_dp", "intra_dp_cp"}) | {
     *("intra_dist_opt_instance", "intra_ep_dp", "mp", "pos_embd", "pp", "tp", "tp_cp", "tp_dp", "tp_dp_cp"),
     *("tp_ep_mp", "tp_ep_pp"),
@@ -39,7 +39,7 @@ class CommunicationOptions:
     """Rarely used options of Megatron's process groups and of the traffic between pipeline stages.
 
     Args:
-        pipeline_model_parallel_comm_backend: Backend of the pipeline's groups; None for that of the other groups. CUDA
+        pipeline_model_parallel_comm_backend: Backend of the pipeline's groups; None for the other groups' backend. CUDA
             only.
         use_sharp: Let InfiniBand switches reduce (SHARP) for one kind of group. NCCL only.
         sharp_enabled_group: The kind of group that uses SHARP: ``"dp"``, or ``"dp_replica"`` with several
@@ -47,16 +47,16 @@ class CommunicationOptions:
         nccl_communicator_config_path: A YAML file with ``min_ctas``, ``max_ctas`` and ``cga_cluster_size`` for each
             group. NCCL only.
         high_priority_stream_groups: Groups whose kernels have priority, such as ``["tp_dp_cp", "ep"]``. NCCL only.
-        create_gloo_process_groups: Open gloo groups beside the data-parallel ones, for your own code to get from
+        create_gloo_process_groups: Open gloo groups next to the data-parallel ones, for your own code to get from
             ``parallel_state``; this package does not need them.
         batch_p2p_comm: Batch the sends and receives between neighbouring stages; None batches them unless
             ``overlap_p2p_comm`` is on.
-        overlap_p2p_comm_warmup_flush: Overlap sending in the warm-up and the flush of the interleaved schedule too.
+        overlap_p2p_comm_warmup_flush: Also overlap sending in the warm-up and flush of the interleaved schedule.
         deallocate_pipeline_outputs: Free a stage's output once it is sent; None frees it on CUDA, as Megatron-LM's
             training does, but not on the CPU, where gloo may still be sending from its memory.
 
     Raises:
-        TypeError: A flag is not a bool, a path or a list of names is something else.
+        TypeError: A flag is not a bool, or a path or a list of names is something else.
         ValueError: Megatron does not know a value, or options contradict each other.
         FileNotFoundError: The file of ``nccl_communicator_config_path`` does not exist.
     """
@@ -104,11 +104,6 @@ class CommunicationOptions:
 
     def layout_faults(self, layout: ParallelLayout, overlap_p2p_comm: bool, num_instances: int) -> Iterator[str]:
         """Yield a sentence for each option that contradicts the strategy's options or would have no effect.
-
-        Args:
-            layout: The strategy's layout.
-            overlap_p2p_comm: Whether stages send while computing.
-            num_instances: ``num_distributed_optimizer_instances``.
 
         Source: ``ModelParallelConfig.__post_init__``, ``initialize_model_parallel`` (0.16) and, for the interleaved
         schedule without overlap, ``validate_args`` of Megatron-LM's training.
@@ -160,6 +155,7 @@ class CommunicationOptions:
 
     def megatron_fields(self, layout: ParallelLayout, overlap_p2p_comm: bool, device: "torch.device") -> dict[str, Any]:
         """Return these options as fields of ``TransformerConfig``."""
+        # Megatron allows only one of the two: batched sends, or sends that overlap.
         batched = self.batch_p2p_comm if self.batch_p2p_comm is not None else not overlap_p2p_comm
         freed = self.deallocate_pipeline_outputs
         if freed is None:
@@ -167,5 +163,6 @@ class CommunicationOptions:
         return {
             "batch_p2p_comm": batched,
             "overlap_p2p_comm_warmup_flush": self.overlap_p2p_comm_warmup_flush,
+            # Without a pipeline, the output is the loss.
             "deallocate_pipeline_outputs": freed and layout.pipeline_model_parallel_size > 1,
         }

@@ -6,11 +6,6 @@
 of torch's optimizer, the Trainer and the precision (``optimizer/rules.py``). The tables are separate from the checks
 that need Megatron, so ``lightning-mcore plan`` can use them without importing it.
 
-:func:`fusion_defaults` turns on fused kernels for a model with TransformerEngine's layers on a GPU, except where the
-model sets them itself. Megatron leaves them all off. They compute what the plain kernels do, with fewer passes over
-memory. A fusion stays off if Megatron has no such kernel for the model, or if the kernel would ignore a setting. Fused
-cross entropy stays off, because TransformerEngine's kernel writes gradients over the logits, which metrics read.
-
 Sources: ``TransformerConfig.__post_init__``, ``apply_rotary_pos_emb`` and ``TEGroupedMLP`` of megatron-core 0.16.1 and
 0.19.2.
 """
@@ -25,10 +20,13 @@ from lightning_mcore.config.layout import ParallelLayout
 DEFAULTS: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "calculate_per_token_loss": True}
 """Our defaults that differ from Megatron's: no dropout (Megatron: 0.1), and equal weight for every token."""
 
+# Fields of TransformerConfig without a default
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
+# Fields that may be a list with one entry per layer
 OF_EACH_LAYER = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq")
 
+# Activation functions that files may name without a path
 SHORT_NAMES = {
     "gelu": "torch.nn.functional.gelu",
     "silu": "torch.nn.functional.silu",
@@ -79,6 +77,7 @@ OF_THE_MODULE = {
 
 OF_TORCH_OPTIMIZER = "the torch optimizer that configure_optimizers returns"
 _OF_PRECISION = "Trainer(precision=...) or plugins=MCorePrecision(...)"
+# Fields of OptimizerConfig that are set elsewhere
 OPTIMIZER_HOMES: dict[str, str] = {
     **dict.fromkeys(("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"), f"{OF_TORCH_OPTIMIZER} and its LR scheduler"),
     **dict.fromkeys(("weight_decay", "decoupled_weight_decay", "optimizer"), OF_TORCH_OPTIMIZER),
@@ -91,6 +90,7 @@ OPTIMIZER_HOMES: dict[str, str] = {
     "overlap_param_gather": "MCoreStrategy(overlap_param_gather=...)",
     "timers": "Lightning's profilers, Trainer(profiler=...)",
 }
+# Fields of OptimizerConfig that must keep their default, with the reason
 OPTIMIZER_NOT_AVAILABLE: dict[str, str] = {
     "barrier_with_L1_time": "it acts on Megatron's timers, which Lightning's profilers replace",
     "overlap_param_gather_with_optimizer_step": "Megatron cannot write sharded checkpoints with it",
@@ -123,11 +123,7 @@ DDP_NOT_AVAILABLE = {
 
 
 def ddp_fields_of(precision: str) -> dict[str, Any]:
-    """Return the fields of ``DistributedDataParallelConfig`` that a number format sets, except those of FP8.
-
-    Args:
-        precision: The name of the number format, such as ``"bf16-mixed"``.
-    """
+    """Return the ``DistributedDataParallelConfig`` fields of a number format, such as ``"bf16-mixed"``; not FP8's."""
     fields: dict[str, Any] = {"grad_reduce_in_fp32": precision == "32-true" or precision.endswith("-mixed")}
     if precision.startswith("16"):
         fields["check_for_nan_in_grad"] = False  # an overflow skips a step and does not end the run
@@ -135,15 +131,7 @@ def ddp_fields_of(precision: str) -> dict[str, Any]:
 
 
 def check_owned_by_precision(given: Mapping[str, Any], owned: Mapping[str, Any]) -> None:
-    """Refuse a field of ``ddp_config`` that contradicts the precision.
-
-    Args:
-        given: The fields of ``ddp_config`` that differ from Megatron's defaults.
-        owned: The fields that the precision owns.
-
-    Raises:
-        ValueError: A field contradicts the precision.
-    """
+    """Raise ValueError for a field of ``ddp_config`` (``given``) that contradicts the precision (``owned``)."""
     for name, value in owned.items():
         if name in given and given[name] != value:
             raise ValueError(
@@ -153,11 +141,7 @@ def check_owned_by_precision(given: Mapping[str, Any], owned: Mapping[str, Any])
 
 
 def check_home(name: str) -> None:
-    """Refuse a field of ``TransformerConfig`` that is not set in ``transformer``.
-
-    Raises:
-        ValueError: The module, the strategy, the precision or the schedule sets it.
-    """
+    """Raise ValueError for a field of ``TransformerConfig`` that the module, strategy, precision or schedule sets."""
     if name in OF_THE_MODULE:
         raise ValueError(f"{name} is an argument of the module, not a field of transformer; move it one level up")
     if name in _OF_THE_STRATEGY:
@@ -169,11 +153,7 @@ def check_home(name: str) -> None:
 
 
 def check_lengths(fields: Mapping[str, Any]) -> None:
-    """Refuse per-layer lists with a wrong number of entries, which Megatron notices late or not at all.
-
-    Raises:
-        ValueError: A list does not have one entry for each layer.
-    """
+    """Raise ValueError for per-layer lists of the wrong length, which Megatron notices late or not at all."""
     for name in OF_EACH_LAYER:
         given = fields.get(name)
         if isinstance(given, list | tuple) and len(given) != fields["num_layers"]:
@@ -191,21 +171,17 @@ def fusion_defaults(
     has_adapters: bool = False,
     architecture: Mapping[str, Any] | None = None,
 ) -> dict[str, bool]:
-    """Return the fusions that are on for a model, except those that it sets itself.
+    """Return the fused kernels that are on by default, except for fields of ``TransformerConfig`` that a model sets.
 
-    Args:
-        transformer: The model's fields of ``TransformerConfig``, as plain data.
-        position_embedding_type: Argument of ``MCoreGPT``.
-        has_adapters: Whether the model has adapters.
-        architecture: Argument of ``MCoreGPT``, as plain data.
-
-    Returns:
-        Field names of ``TransformerConfig``, all with the value True.
+    They are for TransformerEngine's layers on a GPU; Megatron leaves them all off. They compute what the plain kernels
+    do, with fewer passes over memory. A fusion stays off if Megatron has no such kernel for the model, or if the kernel
+    would ignore a setting. Fused cross entropy always stays off, because TransformerEngine's kernel writes gradients
+    over the logits, which metrics read.
     """
     get = transformer.get
     has_bias, has_experts = get("add_bias_linear", True), bool(get("num_moe_experts"))
     wanted = {
-        # with packed rows, Megatron's fused kernel ignores YaRN's scale and rotary_interleaved
+        # With packed rows, Megatron's fused kernel ignores YaRN's scale and rotary_interleaved.
         "apply_rope_fusion": position_embedding_type == "rope"
         and not (architecture or {}).get("stretch")
         and not get("multi_latent_attention")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss scale of fp16: its settings, as given to ``MCorePrecision``, checked against each other.
+"""The fp16 loss scale: its settings, as given to ``MCorePrecision``, checked against each other.
 
 ``optimizer/loss_scale.py`` uses them; ``lightning-mcore plan`` makes the same checks.
 """
@@ -11,26 +11,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LossScaling:
-    """Settings of the loss scale, named as in Megatron's ``OptimizerConfig``.
+    """Settings of the loss scale, named as in Megatron's ``OptimizerConfig``; ``MCorePrecision`` documents them.
 
-    Args:
-        loss_scale: A constant scale; None for a dynamic one.
-        initial_loss_scale: The first dynamic scale. Megatron's default, 2**32, skips about the first thirty steps until
-            the scale is low enough; 2**16, as in ``torch.amp.GradScaler``, lets a short run train.
-        min_loss_scale: Lower bound of the dynamic scale.
-        loss_scale_window: Steps without overflow after which the scale doubles.
-        hysteresis: Steps with overflow after which the scale is halved.
-
-    Raises:
-        TypeError: A value has the wrong type.
-        ValueError: A value is out of range.
+    Raises TypeError for a wrong type, and ValueError for a value out of range or a dynamic setting of a constant scale.
     """
 
-    loss_scale: float | None = None
+    loss_scale: float | None = None  # constant; None for a dynamic scale
+    # Megatron's default, 2**32, skips about the first thirty steps until the scale is low enough. 2**16, as in
+    # torch.amp.GradScaler, lets a short run train.
     initial_loss_scale: float = 2.0**16
     min_loss_scale: float = 1.0
-    loss_scale_window: int = 1000
-    hysteresis: int = 2
+    loss_scale_window: int = 1000  # steps without overflow after which the scale doubles
+    hysteresis: int = 2  # steps with overflow after which the scale is halved
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -60,14 +52,7 @@ class LossScaling:
             )
 
     def check_precision(self, precision: str) -> None:
-        """Refuse settings of the loss scale with a precision that has none.
-
-        Args:
-            precision: The name of the number format, such as ``"bf16-mixed"``.
-
-        Raises:
-            ValueError: The precision is not fp16, and a setting differs from its default.
-        """
+        """Raise ValueError for changed settings with a precision that is not fp16, such as ``"bf16-mixed"``."""
         if not precision.startswith("16") and self != LossScaling():
             raise ValueError(f'precision={precision!r} has no loss scale; leave its arguments out, or use "16-mixed"')
 

@@ -15,7 +15,7 @@ nvfp4          one per block of 16, and one per tensor     10.0, CUDA 12.8      
 =============  ==========================================  ======================  ===================  =============
 
 :class:`FP8Settings` holds the arguments of :class:`~lightning_mcore.MCorePrecision`, checked against each other, and
-the fields that they set in each of Megatron's three configs. ``strategy/fp8_checks.py`` refuses settings that the
+the fields that they set in each of Megatron's three configs. ``strategy/fp8_checks.py`` rejects settings that the
 machine or the shapes do not support.
 
 Sources: ``TransformerConfig.__post_init__``, ``get_fp8_recipe`` and ``TEDelayedScaling`` of megatron-core (0.16.1 and
@@ -33,6 +33,7 @@ FP8Recipe: TypeAlias = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 FP4Recipe: TypeAlias = Literal["nvfp4"]
 AmaxComputeAlgo: TypeAlias = Literal["most_recent", "max"]
 
+# Both sides of a matrix must be multiples of this.
 ALIGNMENT: dict[str, int] = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 32}
 
 # The recipes that read each option; the others would ignore it.
@@ -49,6 +50,7 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "num_layers_at_end_in_bf16": tuple(ALIGNMENT),
     "reuse_grad_buf_for_mxfp8_param_ag": ("mxfp8",),
 }
+# The fields that are whole numbers; the others without choices are flags.
 _COUNTS = ("fp8_amax_history_len", "fp8_margin", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
 
@@ -82,6 +84,7 @@ class FP8Settings:
     def __post_init__(self) -> None:
         """Check the values, then the settings against each other."""
         self._check_values()
+        # Without fp8, fp8_recipe and fp4_recipe, which turn FP8 or FP4 on
         changed = [field.name for field in fields(self)[2:-1] if getattr(self, field.name) != field.default]
         if self.fp4_recipe is not None and (self.fp8 is not None or self.fp8_recipe is not None):
             given = "fp8" if self.fp8_recipe is None else "fp8_recipe"
@@ -129,18 +132,11 @@ class FP8Settings:
                 require_flag(field.name, value)
 
     def check_optimizer(self, distributed: bool, overlap_param_gather: bool, cpu_offload: bool) -> None:
-        """Refuse FP8 weights if the strategy's optimizer cannot keep them.
+        """Raise ValueError for FP8 weights that the strategy's optimizer cannot keep.
 
-        Args:
-            distributed: Whether the optimizer is sharded.
-            overlap_param_gather: Whether weights are gathered during the forward pass.
-            cpu_offload: Whether the optimizer's state is on the host.
-
-        Raises:
-            ValueError: The optimizer is not sharded, or is offloaded to the host with a recipe other than
-                ``"delayed"``, or MXFP8 weights would be gathered during the forward pass.
-
-        Source: ``validate_args`` in megatron/training/arguments.py (0.19).
+        It must be sharded (``distributed``), and with offload to the host the recipe must be ``"delayed"``. MXFP8
+        weights cannot be gathered during the forward pass. Source: ``validate_args`` in megatron/training/arguments.py
+        (0.19).
         """
         if self.fp8_param and cpu_offload and self.recipe != "delayed":
             raise ValueError(
@@ -186,6 +182,7 @@ class FP8Settings:
             return {}
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         del own["reuse_grad_buf_for_mxfp8_param_ag"], own["fp4_recipe"]
+        # FP4 has no margin, history or algorithm; the layers at the ends may stay in bf16.
         if self.fp4_recipe is not None:
             of_layers = {name: value for name, value in own.items() if name.endswith(("_in_bf16", "_layers_bf16"))}
             return {**of_layers, "fp4": "e2m1", "fp4_recipe": self.fp4_recipe}
@@ -216,16 +213,10 @@ def asked_for(recipe: str) -> str:
 
 
 def check_model(settings: FP8Settings, shape: ModelShape, tensor_parallel_size: int, expert_tensor_size: int) -> None:
-    """Refuse matrices whose sizes on each rank the recipe cannot divide into blocks.
+    """Raise ValueError for matrices whose sizes on each rank the recipe cannot divide into blocks.
 
-    Args:
-        settings: The FP8 settings.
-        shape: The model's sizes; unknown ones are not checked.
-        tensor_parallel_size: Ranks that share a matrix.
-        expert_tensor_size: Ranks that share a matrix of an expert.
-
-    Raises:
-        ValueError: A size is not a multiple of the recipe's alignment.
+    Unknown sizes are not checked. A ``ffn_hidden_size`` of 11008 on 8 tensor-parallel ranks is 1376 per rank: a
+    multiple of 16 and 32, but not of 128, so ``"blockwise"`` raises.
     """
     heads, head_size = shape.num_attention_heads, shape.head_size
     groups = shape.num_query_groups or heads
@@ -251,11 +242,7 @@ def check_model(settings: FP8Settings, shape: ModelShape, tensor_parallel_size: 
 
 
 def check_layers(settings: FP8Settings, num_layers: int, pipeline_model_parallel_size: int) -> None:
-    """Refuse more bf16 layers at one end than a pipeline stage holds, as ``TransformerConfig`` does.
-
-    Raises:
-        ValueError: One end has more bf16 layers than that.
-    """
+    """Raise ValueError for more bf16 layers at one end than a pipeline stage holds, as ``TransformerConfig`` does."""
     most = num_layers // pipeline_model_parallel_size
     for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
         count = getattr(settings, name)
@@ -266,15 +253,10 @@ def check_layers(settings: FP8Settings, num_layers: int, pipeline_model_parallel
 
 
 def check_microbatch(settings: FP8Settings, shape: tuple[int, int] | None, layout: ParallelLayout) -> None:
-    """Refuse microbatches whose number of tokens on each rank the recipe cannot divide into blocks.
+    """Raise ValueError for microbatches whose tokens on each rank the recipe cannot divide into blocks.
 
-    Args:
-        settings: The FP8 settings.
-        shape: (sequence length, rows), before it is split over ranks; None if unknown.
-        layout: The strategy's layout.
-
-    Raises:
-        ValueError: The number of tokens is not a multiple of the recipe's alignment.
+    ``shape`` is (sequence length, rows) before it is split over ranks. 4096 tokens and 2 rows on CP=2, TP=4 with
+    sequence parallelism are 8192 / 8 = 1024 tokens per rank, which all recipes accept.
     """
     if not settings.is_on or shape is None:
         return

@@ -2,8 +2,8 @@
 """The parallel layout: the number of ranks on each axis, and checks that it divides the world and the model.
 
 Megatron finds wrong sizes late and in many places, some after process groups exist and some only on one rank, which
-hangs the others. Here every wrong size is refused early, on every rank, in one sentence: at construction, and as soon
-as the world size (:meth:`ParallelLayout.validate_world`), the model's sizes (:meth:`ParallelLayout.validate_model`) and
+hangs the others. Here every wrong size raises early, on every rank, in one sentence: at construction, and as soon as
+the world size (:meth:`ParallelLayout.validate_world`), the model's sizes (:meth:`ParallelLayout.validate_model`) and
 the number of microbatches (:meth:`ParallelLayout.validate_microbatches`) are known. The rules are those of
 megatron-core 0.16.1 and 0.19.2, which agree on all of them. Pure arithmetic: no torch, no megatron-core.
 """
@@ -30,7 +30,7 @@ class ModelShape:
 
     A size that is None takes the default that Megatron derives from the others; without such a default it is not
     checked. ``num_moe_experts=None`` means a dense model, ``mtp_num_layers=None`` no layers of multi-token prediction.
-    ``delta_net_heads`` counts the key heads of gated delta nets, which TransformerConfig does not have.
+    ``delta_net_heads`` counts the key heads of gated delta nets, which ``TransformerConfig`` does not have.
     ``vocab_size`` is the padded size, and ``seq_length`` counts tokens before they are split over ranks.
     """
 
@@ -55,7 +55,7 @@ class ModelShape:
     account_for_loss_in_pipeline_split: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse impossible sizes; zero MTP layers means none, as in Megatron."""
+        """Raise for impossible sizes; zero MTP layers means none, as in Megatron."""
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and field.type == (int | None):
@@ -68,7 +68,7 @@ class ModelShape:
         Args:
             config: The object. A missing attribute has Megatron's default; linear layers, for example, have biases.
             seq_length: Tokens in a sequence, which ``TransformerConfig`` does not have.
-            vocab_size: Padded size of the vocabulary, which ``TransformerConfig`` does not have.
+            vocab_size: Padded vocabulary size, which ``TransformerConfig`` does not have.
         """
         known: dict[str, Any] = {field.name: getattr(config, field.name, None) for field in fields(cls)}
         known["add_bias_linear"] = getattr(config, "add_bias_linear", True)
@@ -137,7 +137,7 @@ class ParallelLayout:
         sequence_parallel: Whether norms and dropout split the sequence over the tensor-parallel ranks.
 
     Raises:
-        TypeError: A size is not an int, a flag not a bool, or the layout neither a string nor lists of strings.
+        TypeError: A size is not an int, a flag is not a bool, or the layout is neither a string nor lists of strings.
         ValueError: The sizes contradict each other.
     """
 
@@ -199,7 +199,9 @@ class ParallelLayout:
 
     @property
     def sequence_multiple(self) -> int:
-        """The number of tokens that must divide a sequence length, so that ranks get equal shares."""
+        """The number that must divide a sequence length, so that ranks get equal shares: 8 with CP=2 and TP=4."""
+        # Each context-parallel rank gets one slice from the front and one from the back, which balances causal
+        # attention.
         slices = 2 if self.context_parallel_size > 1 else 1
         shares = self.tensor_model_parallel_size if self.sequence_parallel else 1
         return self.context_parallel_size * math.lcm(slices, shares)
@@ -234,16 +236,16 @@ class ParallelLayout:
         return _share_of_world(world_size, {_name_of_expert_tensor_size(self): self.expert_tensor_size, **axes})
 
     def validate_world(self, world_size: int) -> None:
-        """Refuse a world that this layout does not divide.
+        """Check that this layout divides the world.
 
         Raises:
-            ValueError: The layout does not divide the world.
+            ValueError: It does not.
         """
         self.data_parallel_size(world_size)
         self.expert_data_parallel_size(world_size)
 
     def validate_model(self, shape: ModelShape) -> None:
-        """Refuse a model that this layout does not divide.
+        """Check that this layout divides the model.
 
         Args:
             shape: The model's sizes; unknown ones are not checked.
@@ -258,7 +260,7 @@ class ParallelLayout:
         _check_sequence(self, shape)
 
     def validate_microbatches(self, num_microbatches: int, group_size: int | None = None) -> None:
-        """Refuse a number of microbatches that the schedule cannot run, in training and in validation.
+        """Check that the schedule can run a number of microbatches, in training and in validation.
 
         Args:
             num_microbatches: Microbatches of one step.
@@ -270,7 +272,7 @@ class ParallelLayout:
                 size or the microbatches do not fill groups. With the default group size they do if their number is a
                 multiple of the pipeline size.
 
-        Source: ``forward_backward_pipelining_with_interleaving``. The other two schedules take any number.
+        Source: ``forward_backward_pipelining_with_interleaving``. The other two schedules accept any number.
         """
         require_size("num_microbatches", num_microbatches)
         pp, vp = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
@@ -311,6 +313,8 @@ class ParallelLayout:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} is outside world_size={world_size}; choose 0 to {world_size - 1}")
         dp, edp = self.data_parallel_size(world_size), self.expert_data_parallel_size(world_size)
+        # TP=2, PP=2, 8 ranks: DP=2. Ranks 0 and 1 share matrices, ranks 0 and 2 see different batches, and ranks 0 and
+        # 4 are two stages: rank 5 is tp1.pp1.cp0.dp0. Experts divide the same ranks of a stage differently.
         dense = _unravel(rank, (self.tensor_model_parallel_size, self.context_parallel_size, dp))
         expert = _unravel(rank, (self.expert_tensor_size, self.expert_model_parallel_size, edp))
         return Coordinates(
@@ -341,13 +345,14 @@ class ParallelLayout:
 
 
 def _fills_groups(num_microbatches: int, group: int, pp: int) -> bool:
-    """Return whether all groups are full; the last one may also be shorter, but not shorter than the pipeline."""
+    """Return whether all groups are full; the last one may be shorter, but not shorter than the pipeline."""
+    # Groups of 6 on 4 stages: 6, 10, 11 and 12 microbatches fit; 7 to 9 would leave a last group of 1 to 3.
     rest = num_microbatches % group
     return num_microbatches >= group and (rest == 0 or rest >= pp)
 
 
 def _check_moe_sequence_parallel(layout: ParallelLayout, because: str) -> None:
-    """Refuse experts with tensor but without sequence parallelism. Source: ``MoELayer.forward``, which raises late."""
+    """Reject experts with tensor but without sequence parallelism. Source: ``MoELayer.forward``, which raises late."""
     if layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
         raise ValueError(
             f"{because} with tensor_model_parallel_size={layout.tensor_model_parallel_size} needs"
@@ -356,7 +361,7 @@ def _check_moe_sequence_parallel(layout: ParallelLayout, because: str) -> None:
 
 
 def _check_tensor(layout: ParallelLayout, shape: ModelShape) -> None:
-    """Refuse matrices that tensor ranks cannot share evenly. Source: ``Attention``, ``MLP``, ``VocabUtility``."""
+    """Reject matrices that tensor ranks cannot share evenly. Source: ``Attention``, ``MLP``, ``VocabUtility``."""
     tp = layout.tensor_model_parallel_size
     for name, size in (
         ("num_attention_heads", shape.num_attention_heads),
@@ -385,7 +390,7 @@ def _check_tensor(layout: ParallelLayout, shape: ModelShape) -> None:
 
 
 def _check_experts(layout: ParallelLayout, shape: ModelShape) -> None:
-    """Refuse experts that ranks cannot share evenly. Source: ``BaseMoELayer``, ``TransformerConfig``."""
+    """Reject experts that ranks cannot share evenly. Source: ``BaseMoELayer``, ``TransformerConfig``."""
     ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_size
     etp_name = _name_of_expert_tensor_size(layout)
     if shape.num_moe_experts is None:
@@ -407,7 +412,7 @@ def _check_experts(layout: ParallelLayout, shape: ModelShape) -> None:
 
 
 def _check_sequence(layout: ParallelLayout, shape: ModelShape) -> None:
-    """Refuse a sequence that gives ranks unequal shares. Source: ``get_batch_on_this_cp_rank``, ``mappings``."""
+    """Reject a sequence that gives ranks unequal shares. Source: ``get_batch_on_this_cp_rank``, ``mappings``."""
     cp, tp = layout.context_parallel_size, layout.tensor_model_parallel_size
     reasons = [f"context_parallel_size={cp} (two slices a rank)"] if cp > 1 else []
     reasons += [f"sequence_parallel with tensor_model_parallel_size={tp}"] if layout.sequence_parallel else []
@@ -437,7 +442,8 @@ def _share_of_world(world_size: int, axes: dict[str, int]) -> int:
 
 
 def _unravel(rank: int, sizes: Sequence[int]) -> list[int]:
-    """Return the place of ``rank`` on each axis, the first varying fastest, then on the axis that is left."""
+    """Return the place of ``rank`` on each axis, the first varying fastest, and then on the remaining axis."""
+    # Rank 5 on sizes (2, 1, 2): 1, 0, 0, and 1 on the axis that is left.
     places = []
     for size in sizes:
         rank, place = divmod(rank, size)

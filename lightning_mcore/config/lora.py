@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of LoRA adapters, as plain data: which projections get one, and with which rank and scale.
 
-Names and meanings are those of ``peft.LoraConfig``, which PEFT writes to ``adapter_config.json``. Projections go by
+Names and meanings are those of ``peft.LoraConfig``, which PEFT writes to ``adapter_config.json``. Projections have
 their Hugging Face names, such as ``model.layers.3.self_attn.q_proj``, even if Megatron fuses several into one weight.
 ``layers/lora.py`` has the adapters, ``hf/adapters.py`` puts them on a model.
 """
@@ -21,17 +21,18 @@ EXPERTS = ".experts."  # part of the name of each projection of a routed expert
 _NAMES = ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 EMBEDDING, OUTPUT = "embed_tokens", "lm_head"  # last parts of the names of these modules
-ROUTERS = ("gate", "router", "shared_expert_gate")  # the same of routers and of the gates of shared experts
+ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of routers' names, and of shared experts' gates
+# What "all-linear" does not mean
 _OUTSIDE_OF_ALL = (OUTPUT, EMBEDDING, *ROUTERS, "layer", "conv1d", "output_layer")
 _EXPERT = re.compile(r"(.*\.)?\w+\.experts\.\d+\.(\w+)")
-_HEADS = ["classifier", "score"]  # what PEFT adds to modules_to_save for every classifier, which has one of them
-_INSIDE_EXPERTS = re.compile(r"(?<=\.experts)\.\d+\..*")
+_HEADS = ["classifier", "score"]  # PEFT adds both to modules_to_save for every classifier, which has only one
+_INSIDE_EXPERTS = re.compile(r"(?<=\.experts)\.\d+\..*")  # cuts a name after "experts"
 NOT_MERGED = (
     "adapters cannot be merged into weights with quantization='nf4'; write them alone (adapter=True), and merge them"
     " into the model that was quantized"
 )
 TRIPLES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""Names of the projections of an expert: gate, up and down."""
+"""Names of an expert's projections: gate, up and down."""
 
 
 @dataclass(frozen=True)
@@ -46,22 +47,22 @@ class LoRA:
             ``["q_proj", "v_proj"]``; a regular expression that matches whole names; or ``"all-linear"``, all
             projections of attention, of MLPs, of shared experts and of each expert. The router (``"gate"``), the gate
             of shared experts, the embedding and the output layer get one only if they are named.
-        target_parameters: Endings of names of parameters that get an adapter too, regardless of ``exclude_modules`` and
-            ``layers_to_transform``. ``["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]`` are the routed experts as
-            transformers 5 stores them: the gate and the up projection of an expert then share one A.
+        target_parameters: Endings of names of parameters that also get an adapter, regardless of ``exclude_modules``
+            and ``layers_to_transform``. ``["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]`` are the routed
+            experts as transformers 5 stores them: an expert's gate and up projections then share one A.
         exclude_modules: Which of ``target_modules`` get no adapter: endings of their names or of modules around them,
             such as ``["experts"]``, or a regular expression that matches whole names.
         layers_to_transform: Numbers of the layers that get adapters, counted from 0; None for all.
-        rank_pattern: Ranks other than ``r``, by ending of a name or by regular expression.
+        rank_pattern: Ranks other than ``r``, by the ending of a name or by regular expression.
         alpha_pattern: Values other than ``lora_alpha``, likewise.
         modules_to_save: Modules that are trained in full, such as ``["lm_head", "embed_tokens"]``: endings of their
-            names or of those of modules around them, wherever an ending begins. ``["norm"]`` means all norms.
+            names or of names of modules around them, wherever an ending begins. ``["norm"]`` means all norms.
         ensure_weight_tying: Train an embedding that is also the output layer as both, where ``modules_to_save`` names
-            it. Without this, PEFT trains a copy and leaves the output layer as it was, which is not supported.
+            it. Without this, PEFT trains a copy and leaves the output layer unchanged, which is not supported.
         use_rslora: Divide ``lora_alpha`` by the square root of the rank (rsLoRA).
         use_dora: Also train the length ``m`` of each row of the weights (DoRA); the output is multiplied by
             ``m / |W + scale * B A|``.
-        init_lora_weights: How A starts: True for a uniform distribution, ``"gaussian"`` for a normal one of standard
+        init_lora_weights: How A starts: True for a uniform distribution, ``"gaussian"`` for a normal one with standard
             deviation ``1 / r``. B starts at zero. For the embedding, A starts at zero and B with normal noise.
         quantization: ``"nf4"`` keeps the frozen weights of linear layers in 4 bits (QLoRA).
         double_quantization: With ``quantization``, keep the scales of its blocks in 8 bits.
@@ -150,7 +151,7 @@ class LoRA:
             given: Settings, or a mapping of their names to values.
 
         Raises:
-            ValueError: The mapping has an unknown key, or a value is refused.
+            ValueError: The mapping has an unknown key, or a value is not allowed.
             TypeError: ``given`` is neither, or a value has the wrong type.
         """
         if isinstance(given, LoRA):
@@ -174,6 +175,7 @@ class LoRA:
         Args:
             name: Its Hugging Face name, such as ``model.layers.3.self_attn.q_proj``.
         """
+        # First modules_to_save, then target_parameters, which exclude_modules and layers_to_transform do not restrict.
         if self._surrounds(name):
             return False
         if self.targets_parameter(name):
@@ -182,7 +184,7 @@ class LoRA:
             return False
         targets = self.target_modules
         if targets != ALL_LINEAR and not isinstance(targets, str) and name in targets:
-            return True  # whatever its layer
+            return True  # a whole name is exempt from layers_to_transform, as in PEFT
         if self.layers_to_transform is not None:
             layer = _LAYER.search(f".{name}")
             wanted = self.layers_to_transform
@@ -194,13 +196,14 @@ class LoRA:
         return _matches(targets, name)
 
     def targets_parameter(self, name: str) -> bool:
-        """Return whether ``target_parameters`` names the parameter of transformers that holds a projection."""
+        """Return whether ``target_parameters`` names the transformers parameter that holds a projection."""
         return bool(self.target_parameters) and _matches(list(self.target_parameters or ()), parameter_of(name))
 
     def _excludes(self, name: str) -> bool:
         excluded = self.exclude_modules
         if excluded is None or isinstance(excluded, str):
             return excluded is not None and _matches(excluded, name)
+        # Also the modules around it: "experts" excludes model.layers.0.mlp.experts.5.up_proj.
         parts = name.split(".")
         return any(_matches(excluded, ".".join(parts[:end])) for end in range(1, len(parts) + 1))
 
@@ -210,6 +213,7 @@ class LoRA:
             return False
         parts = _INSIDE_EXPERTS.sub("", name).split(".")
         around = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+        # PEFT compares with endswith, so "norm" also means input_layernorm.
         return any(module.endswith(tuple(self.modules_to_save)) for module in around)
 
     def _surrounds(self, name: str) -> bool:
@@ -235,6 +239,7 @@ class LoRA:
 
     def scale(self, name: str) -> float:
         """Return the scale of a projection's adapter."""
+        # r=8, lora_alpha=16 and rank_pattern={"q_proj": 32}: q_proj has 16 / 32 = 0.5, the others 16 / 8 = 2.
         rank, alpha = self.rank(name), self.alpha(name)
         return float(alpha / math.sqrt(rank) if self.use_rslora else alpha / rank)
 
@@ -242,7 +247,7 @@ class LoRA:
         return parameter_of(name) if self.targets_parameter(name) else name
 
     def check_targets(self, names: Iterable[str], strict: bool = True) -> None:
-        """Refuse a target, a module to save or a pattern that matches nothing in a model.
+        """Check that each target, module to save and pattern matches something in a model.
 
         Args:
             names: Hugging Face names of all projections of the model, and of its other modules with a weight.
@@ -280,7 +285,7 @@ class LoRA:
                     )
 
     def _check_entry(self, field: str, entry: str, known: list[str]) -> None:
-        """Refuse an entry of a field that names nothing in a model."""
+        """Reject an entry of a field that names nothing in a model."""
         if field == "modules_to_save":
             saving = replace(self, modules_to_save=_HEADS if entry in _HEADS else [entry])
             if any(map(saving.saves, known)):
@@ -290,6 +295,7 @@ class LoRA:
             return
         embeddings = [name for name in known if _matches([EMBEDDING], name)]
         is_tied = field == "modules_to_save" and self.ensure_weight_tying and any(map(self.saves, embeddings))
+        # The output layer is the embedding, which is already trained.
         if entry == OUTPUT and is_tied:
             return
         if entry == OUTPUT and embeddings:
@@ -303,7 +309,7 @@ class LoRA:
         raise ValueError(f"{field} has {entry!r}, and the model has no such module; did you mean {', '.join(near)}?")
 
     def _check_saved(self, known: Iterable[str]) -> None:
-        """Refuse modules to save that PEFT cannot save, or that also get an adapter."""
+        """Reject modules to save that PEFT cannot save, or that also get an adapter."""
         for name in filter(self.saves, known):
             if EXPERTS in name:
                 raise ValueError(
@@ -317,14 +323,14 @@ class LoRA:
                 )
 
     def check_layers(self, config: Any, names: Iterable[str]) -> None:
-        """Refuse settings of a model that do not work with adapters.
+        """Check that a model's settings work with adapters.
 
         Args:
-            config: Megatron's config of the model.
+            config: The model's Megatron config.
             names: Hugging Face names of all projections of the model.
 
         Raises:
-            ValueError: The config has such a setting.
+            ValueError: The config has a setting that does not.
         """
         if getattr(config, "moe_grouped_gemm", False) and any(EXPERTS in name and self.adapts(name) for name in names):
             raise ValueError(
@@ -336,7 +342,7 @@ class LoRA:
                 raise ValueError(f"{field}=True is not supported with adapters; leave it out")
 
     def check_adapted(self, adapted: Iterable[str]) -> None:
-        """Refuse adapters on norms; dropout or DoRA on experts and routers; and DoRA on the embedding.
+        """Check for adapters on norms, dropout or DoRA on experts and routers, and DoRA on the embedding.
 
         Args:
             adapted: Hugging Face names of the projections that get an adapter.
@@ -361,7 +367,7 @@ class LoRA:
                     )
 
     def check_parameters(self, name: str) -> None:
-        """Refuse dropout and DoRA on a projection that PEFT takes for a parameter, as the experts beside it.
+        """Check for dropout and DoRA on a projection that PEFT treats as a parameter, like the experts next to it.
 
         Args:
             name: Hugging Face name of a projection that gets an adapter, in a model with such experts.
@@ -379,7 +385,7 @@ class LoRA:
                 )
 
     def check_vocabulary(self, names: Iterable[str], model: Mapping[str, Any], padded: int = 0, ranks: int = 1) -> None:
-        """Refuse adapters on an embedding or output layer that cannot have one.
+        """Check for adapters on an embedding or output layer that cannot have one.
 
         Args:
             names: Hugging Face names of all projections of the model.
@@ -406,6 +412,8 @@ class LoRA:
                         f"target_modules has {name}, which the model uses twice ({field}={model[field]!r}); train it"
                         " whole with modules_to_save and ensure_weight_tying=True, or leave it out"
                     )
+            # The last rank's rows begin at padded - padded // ranks. 130 tokens padded to 256 rows on 4 ranks: it would
+            # hold rows 192 to 255, all padding.
             if last in (EMBEDDING, OUTPUT) and padded - padded // ranks >= model["vocab_size"]:
                 raise ValueError(
                     f"target_modules has {name}, of whose {padded} rows with their padding the last of {ranks}"
@@ -415,15 +423,10 @@ class LoRA:
 
 
 def check_train_only(given: object, has_adapters: bool) -> None:
-    """Refuse a value of ``train_only`` that does not choose weights.
+    """Raise for a ``train_only`` that does not choose weights.
 
-    Args:
-        given: The value: parts of the names of the weights to train.
-        has_adapters: Whether the model gets adapters.
-
-    Raises:
-        TypeError: It is not a list of strings, or one of them is empty.
-        ValueError: It is empty, or the model gets adapters.
+    TypeError unless it is a list of non-empty strings, parts of weight names; ValueError if it is empty or the model
+    gets adapters.
     """
     if not isinstance(given, list | tuple) or not all(isinstance(part, str) and part for part in given):
         raise TypeError(
@@ -441,10 +444,8 @@ def check_train_only(given: object, has_adapters: bool) -> None:
 def parameter_of(name: str) -> str:
     """Return the name of the parameter that holds a projection in transformers 5.
 
-    One parameter holds a projection of all experts of a layer; the gate and the up projections share one.
-
-    Args:
-        name: Hugging Face's name of the module, such as ``model.layers.3.mlp.experts.5.up_proj``.
+    ``model.layers.3.mlp.experts.5.up_proj`` is in ``model.layers.3.mlp.experts.gate_up_proj``: one parameter holds a
+    projection of all experts in a layer, and the gate and up projections share one.
     """
     expert = _EXPERT.fullmatch(name)
     for gate, up, down in TRIPLES if expert else ():
@@ -454,31 +455,21 @@ def parameter_of(name: str) -> str:
 
 
 def in_transformers(name: str) -> str:
-    """Return the name that a tensor of a file has in the memory of transformers 5."""
+    """Return the name that a tensor in a file has in the memory of transformers 5."""
     return name if ".router." in name else name.replace(".block_sparse_moe.", ".mlp.")
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Sizes of A and B, the matrices of one projection's adapter.
+    """Sizes of A and B, the matrices of one projection's adapter."""
 
-    Args:
-        rank: Rows of A, columns of B.
-        rows: Rows of B.
-        columns: Columns of A.
-        expert: Number of the expert; 0 outside experts.
-        has_a: Whether it has its own A; if not, it shares that of the pair before it.
-        has_lengths: Whether it also has DoRA's trained length of each row.
-        looks_up: Whether it belongs to an embedding, which looks up columns of A.
-    """
-
-    rank: int
-    rows: int
-    columns: int
-    expert: int = 0
-    has_a: bool = True
-    has_lengths: bool = False
-    looks_up: bool = False
+    rank: int  # rows of A, columns of B
+    rows: int  # of B
+    columns: int  # of A
+    expert: int = 0  # number of the expert; 0 outside experts
+    has_a: bool = True  # whether it has its own A, or shares the A of the pair before it
+    has_lengths: bool = False  # whether it also has DoRA's trained length of each row
+    looks_up: bool = False  # belongs to an embedding, which looks up columns of A
 
     @property
     def multiplications(self) -> int:
@@ -488,44 +479,32 @@ class Pair:
 
 @dataclass(frozen=True)
 class Trained:
-    """How one of Megatron's weights is trained.
+    """How one of Megatron's weights is trained."""
 
-    Args:
-        is_saved: Whether it is trained in full.
-        shape: Shape of the whole weight; for experts, their number comes first.
-        pairs: Its adapters, in order; for experts, one expert after the other.
-    """
-
-    is_saved: bool
-    shape: tuple[int, ...]
-    pairs: tuple[Pair, ...]
+    is_saved: bool  # trained in full
+    shape: tuple[int, ...]  # of the whole weight; for experts, their number comes first
+    pairs: tuple[Pair, ...]  # adapters in order; for experts, one expert after the other
 
 
 @dataclass(frozen=True)
 class AdaptedModel:
-    """What is trained in a model with frozen weights.
+    """What is trained in a model with frozen weights."""
 
-    Args:
-        lora: The settings of the adapters; None without adapters.
-        of: How a weight is trained, by its name in a checkpoint; an absent weight is frozen and has no adapter.
-        is_tied: Whether the embedding is also the output layer.
-    """
-
-    lora: LoRA | None
-    of: Mapping[str, Trained]
-    is_tied: bool = False
+    lora: LoRA | None  # None without adapters
+    of: Mapping[str, Trained]  # by name in a checkpoint; an absent weight is frozen and has no adapter
+    is_tied: bool = False  # whether the embedding is also the output layer
 
     def multiplications(self, prefix: str | tuple[str, ...] = "", topk: int = 0) -> tuple[float, float]:
-        """Return the multiplications per token with weights that are trained in full, and those with A and B.
+        """Return the multiplications per token with weights that are trained in full, and with A and B.
 
-        Args:
-            prefix: Beginning of the names of the weights to count. A look-up in an embedding does not count.
-            topk: Experts that each token goes to.
+        ``prefix`` begins the names of the weights to count; each token goes to ``topk`` experts.
         """
         saved = added = 0.0
         for name, trained in self.of.items():
             if not name.startswith(prefix):
                 continue
+            # Rank 8 on a 4096 x 1024 weight: 8 * (4096 + 1024) = 40,960. Rank 8 on 8 experts of 64 x 32 with topk=2:
+            # each token sees 2 of the 8 adapters, 2 * 8 * (64 + 32) = 1,536.
             share = topk / trained.shape[0] if len(trained.shape) == 3 else 1.0
             multiplies = len(trained.shape) > 1 and (self.is_tied or not name.startswith("embedding."))
             saved += share * math.prod(trained.shape) if trained.is_saved and multiplies else 0

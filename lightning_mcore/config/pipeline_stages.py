@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split layers into pipeline stages: read Megatron's layout string, and refuse uneven splits.
+"""Split layers into pipeline stages: read Megatron's layout string, and reject uneven splits.
 
 Megatron has four ways to split: evenly, evenly with the embedding or the loss counted as a layer, with a first or last
 stage of a different size, and by a layout that lists each stage. Each has its own rule. ``ParallelLayout`` calls
@@ -22,17 +22,14 @@ _LETTER_OF_LAYER = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 def parse_stages(layout: PipelineLayout) -> list[list[str]]:
     """Return the letters of each pipeline stage: E embedding, t decoder layer, m MTP layer, L loss.
 
-    Args:
-        layout: Megatron's string such as ``"E,t*3|(tt|)*2,t,L"``, or a list of layer names for each stage.
-
-    Raises:
-        TypeError: It is neither a string nor a list of lists.
-        ValueError: It holds a letter or a name that is not a layer.
+    ``"E,t*3|(tt|)*2,t,L"`` has four stages: E t t t, t t, t t, and t L. ``layout`` may also list layer names for each
+    stage. Raises TypeError if it is neither, and ValueError for a letter or name that is not a layer.
 
     Source: ``PipelineParallelLayerLayout.parse_str_to_list`` and ``__init__`` (0.16.1).
     """
     if isinstance(layout, str):
         text = layout.replace(",", "")
+        # First groups, "(tt|)*2", then single letters, "t*3"
         for repeat in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
             text = re.sub(repeat, lambda match: match[1] * int(match[2]), text)
         letters, stages = {letter: letter for letter in "EtmL"}, [list(stage) for stage in text.split("|")]
@@ -54,22 +51,15 @@ def parse_stages(layout: PipelineLayout) -> list[list[str]]:
 
 
 def check_stages(layout: PipelineLayout, pp: int, vp: int | None) -> None:
-    """Refuse a pipeline layout that contradicts the pipeline sizes or itself.
-
-    Args:
-        layout: The stages, in the order of their layers.
-        pp: Pipeline-parallel size.
-        vp: Virtual pipeline size; None accepts every layout.
-
-    Raises:
-        ValueError: The number of stages is wrong, or an embedding, loss or MTP layer is in a wrong place.
+    """Raise ValueError for a layout that contradicts the pipeline sizes or itself; ``vp=None`` is not compared.
 
     Source: ``PipelineParallelLayerLayout.__init__`` and ``validate_layer_layout`` (0.16.1), but stricter in one point:
-        Megatron accepts empty stages before E and after L, and still builds the embedding in the first stage and the
-        loss in the last.
+    Megatron accepts empty stages before E and after L, and still builds the embedding in the first stage and the loss
+    in the last.
     """
     stages = parse_stages(layout)
     given = f"pipeline_model_parallel_layout={layout!r}"
+    # Stages are dealt to ranks in turn: of 4 stages on 2 ranks, rank 0 has the first and the third.
     chunks, rest = divmod(len(stages), pp)
     if rest or not stages:
         raise ValueError(
@@ -95,6 +85,7 @@ def _check_places(given: str, stages: list[list[str]], pp: int) -> None:
             f"{given} must begin its first stage with its only embedding and end its last with its only loss;"
             " write it as 'E...|...L'"
         )
+    # The last pp stages are the last chunk of each rank.
     homes = [index for index, stage in enumerate(stages) if "m" in stage]
     if homes and (len(homes) > 1 or homes[0] < len(stages) - pp or "t" in order[order.index("m") :]):
         raise ValueError(
@@ -104,16 +95,10 @@ def _check_places(given: str, stages: list[list[str]], pp: int) -> None:
 
 
 def check_layers(layout: PipelineLayout | None, pp: int, vp: int | None, shape: "ModelShape") -> None:
-    """Refuse layers that cannot be split into the given stages.
+    """Raise ValueError for layers that cannot be split into the given stages, or for two ways to split them.
 
-    Args:
-        layout: The stages, already checked by :func:`check_stages`; None if Megatron splits the layers.
-        pp: Pipeline-parallel size.
-        vp: Virtual pipeline size.
-        shape: The number of layers and the settings of the other ways to split them.
-
-    Raises:
-        ValueError: Two ways to split are given, or the layers do not fit the stages or chunks.
+    ``layout`` has passed :func:`check_stages`; None means that Megatron splits. 30 layers on 4 stages raise; with the
+    embedding and the loss counted as layers, 32 / 4 = 8 for each.
 
     Source: ``TransformerConfig.__post_init__`` and ``get_num_layers_to_build`` (0.16.1).
     """

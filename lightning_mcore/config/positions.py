@@ -2,7 +2,7 @@
 """The position settings of ``MCoreGPT``: check them, and turn them into arguments of Megatron's ``GPTModel``.
 
 Megatron spreads these settings over arguments of ``GPTModel`` and attributes of its config, and ignores some if others
-are set; such pairs are refused. Multi-latent attention does its own rotation, which fields of its config control.
+are set; such pairs raise. Multi-latent attention does its own rotation, which fields of its config control.
 """
 
 from collections.abc import Mapping
@@ -26,20 +26,17 @@ YARN_DEFAULTS: dict[str, Any] = {
 }
 """Defaults of ``yarn``, where only ``rotary_scaling_factor`` is required. Names are Megatron's without ``yarn_``."""
 
+# Megatron's own ways to stretch positions, and their values when off
 _STRETCHED_OTHERWISE = {"rope_scaling": False, "seq_len_interpolation_factor": None}
 _ROTARY_DEFAULTS = {"rotary_percent": 1.0, "rope_scaling": False, "seq_len_interpolation_factor": None}
 
 
 def check_positions(settings: Mapping[str, Any], transformer: Mapping[str, Any]) -> None:
-    """Refuse position settings that contradict each other.
+    """Raise for position settings that contradict each other.
 
-    Args:
-        settings: The arguments of ``MCoreGPT``.
-        transformer: Its fields of ``TransformerConfig``.
-
-    Raises:
-        TypeError: A value is not a number, a bool or a mapping.
-        ValueError: A value is unknown or out of range, or Megatron would ignore a setting because of another one.
+    ``settings`` are the arguments of ``MCoreGPT``, ``transformer`` its fields of ``TransformerConfig``. Raises
+    TypeError for a wrong type, and ValueError for a value that is unknown or out of range, or that Megatron would
+    ignore.
     """
     kind = settings["position_embedding_type"]
     if kind not in ("rope", "yarn", "learned_absolute", "none"):
@@ -52,6 +49,7 @@ def check_positions(settings: Mapping[str, Any], transformer: Mapping[str, Any])
             " transformer"
         )
     for name, nothing in _ROTARY_DEFAULTS.items():
+        # Multi-latent attention rotates its own channels, and reads only rotary_percent of these.
         ignored = kind != "rope" or (latent and name != "rotary_percent")
         if settings[name] != nothing and ignored:
             where = "multi_latent_attention" if latent else f"position_embedding_type={kind!r}"
@@ -59,6 +57,7 @@ def check_positions(settings: Mapping[str, Any], transformer: Mapping[str, Any])
     if kind == "yarn" and transformer.get("rotary_interleaved"):
         raise ValueError("rotary_interleaved=True is not available with position_embedding_type='yarn'; leave it out")
     _check_yarn(kind, settings["yarn"])
+    # The ways in Architecture replace Megatron's wavelengths, so a second way would be lost.
     if Architecture.of(settings.get("architecture")).stretch is None:
         return
     given = [name for name, nothing in _STRETCHED_OTHERWISE.items() if settings[name] != nothing]

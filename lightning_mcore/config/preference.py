@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of training on preferences, as plain data: the loss, its parameters and its reference model.
 
-``models/preference_losses.py`` has the losses, ``models/preference.py`` the module that trains with them.
+``models/preference_losses.py`` has the losses, ``models/preference.py`` the module that trains with them. Files and
+hyper-parameters hold them as a dict, which :meth:`Preference.of` reads.
 """
 
 import dataclasses
@@ -20,20 +21,13 @@ PreferenceLoss: TypeAlias = Literal["sigmoid", "robust", "hinge", "ipo", "orpo",
 
 @dataclass(frozen=True)
 class LossKind:
-    """What a loss is computed from.
+    """What a loss is computed from."""
 
-    Attributes:
-        reads: ``pairs``: the log-probabilities of two answers; ``examples``: the log-probability of one answer;
-            ``scores``: the scores that a reward model gives two answers.
-        needs_reference: Whether it compares with a reference model.
-        is_of_means: Whether it takes the mean log-probability of an answer's tokens, and not their sum.
-        settings: What it uses besides the settings of all losses of its kind.
-    """
-
+    # "pairs": log-probabilities of two answers; "examples": of one answer; "scores": a reward model's for two answers
     reads: Literal["pairs", "examples", "scores"] = "pairs"
     needs_reference: bool = True
-    is_of_means: bool = False
-    settings: tuple[str, ...] = ()
+    is_of_means: bool = False  # mean log-probability of an answer's tokens, not their sum
+    settings: tuple[str, ...] = ()  # besides the settings of all losses of its kind
 
     def uses(self, setting: str) -> bool:
         """Return whether the loss uses a setting of ``Preference``."""
@@ -81,10 +75,10 @@ class Preference:
         loss: ``"sigmoid"`` (DPO; with ``label_smoothing`` cDPO), ``"robust"``, ``"hinge"``, ``"ipo"``, ``"orpo"`` or
             ``"simpo"`` for pairs of answers; ``"kto"`` for single answers that are desirable or not; ``"reward"`` for a
             reward model, whose output layer gives each answer a score.
-        beta: How strongly the loss holds the model to the reference; for SimPO the scale of the rewards, for ORPO the
-            weight of the odds ratio.
+        beta: How strongly the loss keeps the model close to the reference; for SimPO the scale of the rewards, for ORPO
+            the weight of the odds ratio.
         label_smoothing: Probability that a pair has the wrong order, 0 to 0.5; for ``"sigmoid"`` and ``"robust"``.
-        simpo_gamma: The margin between the rewards that SimPO asks for.
+        simpo_gamma: The margin between the rewards that SimPO aims for.
         desirable_weight: Weight of a desirable answer in KTO.
         undesirable_weight: Weight of an undesirable answer in KTO.
         center_weight: Weight of the squared sum of the two scores, which keeps a reward model's scores around 0.
@@ -92,13 +86,13 @@ class Preference:
             loss of its pair.
         bco_weight: Weight of BCO's term, which compares the rewards of both answers with the mean reward so far; the
             loss becomes ``(loss + bco_weight * term) / (1 + bco_weight)``.
-        ld_alpha: Weight, 0 to 1, of the tokens of the longer answer beyond the length of the shorter one (LD-DPO), in
-            the trained model's sums only; None for 1.
+        ld_alpha: Weight, 0 to 1, of the longer answer's tokens beyond the length of the shorter one (LD-DPO), only in
+            the trained model's sums; None for 1.
         reference: Folder, hub name or checkpoint of the reference model; None for the model as it is when training
             begins, which with LoRA is the model without its adapters.
         precompute_reference: True computes the reference's log-probabilities once, before training, and keeps them with
             the data. False computes them in each step with the adapters switched off. None computes them before
-            training unless the adapters of the model can be switched off.
+            training unless the model's adapters can be switched off.
 
     Raises:
         ValueError: A value is out of range, or the loss does not use a setting.
@@ -127,6 +121,7 @@ class Preference:
             raise TypeError(f"reference={self.reference!r} is not the path or name of a model; give one, or None")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            # Every float setting, and ld_alpha, whose default is None
             if isinstance(field.default, float) or (field.name == "ld_alpha" and value is not None):
                 _check_number(field.name, value)
             if value != field.default and not self.kind.uses(field.name):
@@ -136,6 +131,7 @@ class Preference:
                 )
         if self.beta == 0:
             raise ValueError("beta=0 leaves nothing to learn; choose a number above 0")
+        # The robust loss divides by 1 - 2 * label_smoothing.
         if self.label_smoothing > 0.5 or (self.loss == "robust" and self.label_smoothing == 0.5):
             below = "below 0.5" if self.loss == "robust" else "to 0.5"
             raise ValueError(f"label_smoothing={self.label_smoothing} is too large; choose 0 {below}")
@@ -170,7 +166,7 @@ class Preference:
             given: Settings, or a mapping of their names to values.
 
         Raises:
-            ValueError: The mapping has an unknown key, or a value is refused.
+            ValueError: The mapping has an unknown key, or a value is not allowed.
             TypeError: ``given`` is neither, or a value has the wrong type.
         """
         return from_fields(cls, "preference", given)
@@ -181,21 +177,14 @@ class Preference:
 
 
 def can_be_off(lora: LoRA | None) -> bool:
-    """Return whether a model with its adapters switched off is the one that training began with.
-
-    Args:
-        lora: The adapters of the model; None for none.
-    """
+    """Return whether a model with its adapters switched off is the one that training began with."""
     return lora is not None and not lora.modules_to_save
 
 
 def faults_with_model(preference: Preference, lora: LoRA | None, config: Any) -> Iterator[str]:
     """Yield a sentence for each setting that a model does not allow.
 
-    Args:
-        preference: The settings.
-        lora: The adapters of the model; None for none.
-        config: The model's config, or any object with ``calculate_per_token_loss`` and some of its fields.
+    ``config`` is the model's config, or any object with ``calculate_per_token_loss`` and some of its fields.
     """
     weighted = weighted_by_tokens(config)
     if config.calculate_per_token_loss and weighted:

@@ -26,7 +26,7 @@ class RaySettings:
     """How Ray Train starts a run.
 
     Args:
-        num_workers: Ranks of the run; for an elastic run, a pair of the least and the most.
+        num_workers: Ranks of the run; for an elastic run, a pair of the smallest and the largest number.
         resources_per_worker: What each worker takes, such as ``{"CPU": 4, "GPU": 1}``; None for one CPU, and one GPU if
             the run uses GPUs.
         storage_path: A folder that all machines share, or a URL, where Ray stores the run; None for a folder ``ray``
@@ -77,12 +77,12 @@ class RaySettings:
 
     @property
     def least(self) -> int:
-        """The least number of workers."""
+        """The smallest number of workers."""
         return self.num_workers[0] if isinstance(self.num_workers, tuple) else self.num_workers
 
     @property
     def most(self) -> int:
-        """The greatest number of workers."""
+        """The largest number of workers."""
         return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
 
     @property
@@ -91,25 +91,15 @@ class RaySettings:
         return self.max_failures != 0 or self.least < self.most or self.save_every_n_steps is not None
 
     def beside(self, folder: str) -> "RaySettings":
-        """Return the settings with ``storage_path`` filled in.
-
-        Args:
-            folder: Folder of the run's own files.
-        """
+        """Return the settings with ``storage_path`` filled in; ``folder`` holds the run's own files."""
         path = os.path.join(folder, "ray") if self.storage_path is None else self.storage_path
         return replace(self, storage_path=path if "://" in path else os.path.abspath(path))
 
 
 def read_init_kwargs(name: str, given: Any) -> dict[str, Any]:
-    """Return the arguments of ``ray.init``, from a mapping or JSON text.
+    """Return the arguments of ``ray.init``, from a mapping or JSON text; None means no arguments.
 
-    Args:
-        name: Name of the option in errors.
-        given: Value of the option; None for no arguments.
-
-    Raises:
-        TypeError: It is neither a mapping nor a string.
-        ValueError: The text is not a JSON object.
+    ``name`` is the option in errors: TypeError for another type, ValueError for text that is not a JSON object.
     """
     if given is None or isinstance(given, Mapping):
         return dict(given or {})
@@ -127,14 +117,14 @@ def read_init_kwargs(name: str, given: Any) -> dict[str, Any]:
 def elastic_sizes(layout: ParallelLayout, least: int, most: int, accumulate_grad_batches: int = 1) -> dict[int, int]:
     """Return the numbers of workers that a run can have, and ``accumulate_grad_batches`` for each.
 
-    A number is admissible if the layout divides it and if a step can learn from the same number of batches as with the
+    A number is allowed if the layout divides it and if a step can learn from the same number of batches as with the
     largest number: with fewer copies of the model, each copy accumulates more batches.
 
     Args:
         layout: The parallel layout.
-        least: The least number of workers.
-        most: The greatest number of workers.
-        accumulate_grad_batches: Batches of an optimizer step on each data-parallel rank, with the largest admissible
+        least: The smallest number of workers.
+        most: The largest number of workers.
+        accumulate_grad_batches: Batches of an optimizer step on each data-parallel rank, with the largest allowed
             number of workers.
 
     Returns:
@@ -142,7 +132,7 @@ def elastic_sizes(layout: ParallelLayout, least: int, most: int, accumulate_grad
 
     Raises:
         TypeError: A number is not an int.
-        ValueError: A number is too small, or no number in the range is admissible.
+        ValueError: A number is too small, or no number in the range is allowed.
     """
     require_size("least", least)
     require_size("most", most, at_least=least)
@@ -156,6 +146,8 @@ def elastic_sizes(layout: ParallelLayout, least: int, most: int, accumulate_grad
         raise ValueError(
             f"{given} {what} multiple of {unit}, the ranks of {layout.describe(unit)}; choose {choices(near)}"
         )
+    # TP=2, 2 to 8 workers, accumulation 2: 8 workers are 4 copies with 2 batches each, 8 in all. 4 workers accumulate
+    # 4, and 2 workers 8. 6 workers are 3 copies, which cannot share 8 batches: {2: 8, 4: 4, 8: 2}.
     batches = accumulate_grad_batches * layout.data_parallel_size(worlds[-1])
     sizes = {}
     for world in worlds:
@@ -174,24 +166,14 @@ def _is_accepted(check: Callable[[int], None], number: int) -> bool:
 
 
 def largest_size(sizes: Collection[int], available: int) -> int:
-    """Return the largest admissible number of workers.
-
-    Args:
-        sizes: The admissible numbers.
-        available: Workers that there is room for.
-
-    Returns:
-        The number; 0 if none is admissible.
-    """
+    """Return the largest allowed number of workers that there is room for; 0 if there is none."""
     return max((size for size in sizes if size <= available), default=0)
 
 
 def room(machines: Collection[Mapping[str, float]], needs: Mapping[str, float]) -> int:
-    """Return how many workers the machines have room for.
+    """Return how many workers the machines have room for, by their resources.
 
-    Args:
-        machines: Resources of each machine, by name.
-        needs: Resources of one worker.
+    8 GPUs with 64 CPUs and 4 GPUs with 16 CPUs have room for 8 + 2 workers of ``{"CPU": 8, "GPU": 1}``.
     """
     wanted = {name: amount for name, amount in needs.items() if amount > 0}
     if not wanted:
@@ -200,16 +182,7 @@ def room(machines: Collection[Mapping[str, float]], needs: Mapping[str, float]) 
 
 
 def check_room(num_workers: int, machines: Collection[Mapping[str, float]], needs: Mapping[str, float]) -> None:
-    """Refuse more workers than the machines have room for, because Ray would wait for more room.
-
-    Args:
-        num_workers: The workers.
-        machines: Resources of each machine, by name.
-        needs: Resources of one worker.
-
-    Raises:
-        ValueError: There are too many workers.
-    """
+    """Raise ValueError for more workers than the machines have room for, because Ray would wait for more room."""
     found = room(machines, needs)
     if found < num_workers:
         each = ", ".join(f"{name} {amount:g}" for name, amount in needs.items() if amount)

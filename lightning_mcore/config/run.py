@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole run as plain data, whatever kind of file describes it.
 
-A LightningCLI file, arguments in the style of Hugging Face and a LLaMA-Factory file all become :class:`RunSettings`;
+LightningCLI files, Hugging Face style arguments and LLaMA-Factory files all become :class:`RunSettings`.
 ``lightning-mcore plan`` reads them, and the commands build Lightning's objects from them. No torch, no megatron-core.
 """
 
@@ -14,41 +14,26 @@ from lightning_mcore.config.ray import RaySettings
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The arguments of a run by name, as plain data (numbers, strings, lists, dicts); absent ones have their defaults.
+    """The arguments of a run by name, as plain data; absent ones have their defaults."""
 
-    Args:
-        strategy: Arguments of ``MCoreStrategy``; ``ddp_config``, ``optimizer_config`` and ``communication`` as dicts of
-            their fields.
-        precision: Arguments of ``MCorePrecision``; ``"precision"`` is the name of the number format.
-        model: Arguments of ``MCoreGPT``, or, with ``"path"``, those of ``MCoreGPT.from_pretrained``; with
-            ``"preference"``, those of ``MCorePreference``.
-        trainer: Arguments of ``Trainer`` except strategy, precision, callbacks and loggers: ``devices``, ``num_nodes``,
-            ``accelerator``, ``accumulate_grad_batches``, ``max_steps``, ...
-        data: ``batch_size`` (rows of a DataLoader batch on one data-parallel rank), ``seq_length`` (tokens), and other
-            arguments of the data.
-        notes: A line for each key that the run treats differently from what the file says.
-        ray: How Ray starts the run; None without Ray.
-        image_tokens: Tokens of images in a row, for which ``plan`` counts the vision tower; None if unknown.
-    """
-
+    # Arguments of MCoreStrategy; ddp_config, optimizer_config and communication are dicts of their fields.
     strategy: Mapping[str, Any] = field(default_factory=dict)
-    precision: Mapping[str, Any] = field(default_factory=dict)
+    precision: Mapping[str, Any] = field(default_factory=dict)  # arguments of MCorePrecision
+    # Arguments of MCoreGPT; with "path", of MCoreGPT.from_pretrained; with "preference", of MCorePreference.
     model: Mapping[str, Any] = field(default_factory=dict)
+    # Arguments of Trainer, except strategy, precision, callbacks and loggers
     trainer: Mapping[str, Any] = field(default_factory=dict)
+    # batch_size (rows of a DataLoader batch on one data-parallel rank), seq_length (tokens), and other arguments
     data: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # a line for each key that the run treats differently
     ray: RaySettings | None = None
-    image_tokens: int | None = None
+    image_tokens: int | None = None  # per row, so that plan counts the vision tower
 
 
 def number_of_devices(given: Any) -> int | None:
     """Return how many devices ``Trainer(devices=...)`` names on each machine; None if it means all there are.
 
-    Args:
-        given: A number, a list of indices, or text with one of them, such as ``"0,1"``.
-
-    Raises:
-        ValueError: It is none of these.
+    It may be a number, a list of indices, or text: ``"0,1"`` is 2. Raises ValueError for anything else.
     """
     if isinstance(given, list | tuple):
         return len(given)
@@ -62,12 +47,11 @@ def number_of_devices(given: Any) -> int | None:
 
 
 def class_and_arguments(given: Any) -> tuple[str, dict[str, Any]]:
-    """Return the name of a class and its arguments, from the form that YAML files use.
+    """Return a class name and its arguments, from the form that YAML files use.
 
-    Source: the form ``{class_path: ..., init_args: ...}`` of jsonargparse.
-
-    Args:
-        given: That form; a class path alone; or a mapping of arguments, for which the name is empty.
+    ``{"class_path": "lightning_mcore.MCoreGPT", "init_args": {"vocab_size": 8}}`` gives
+    ``("MCoreGPT", {"vocab_size": 8})``. ``given`` may also be a class path alone, or a mapping of arguments, for which
+    the name is empty. Source: jsonargparse.
     """
     if isinstance(given, str):
         return given.rpartition(".")[2], {}
@@ -78,11 +62,9 @@ def class_and_arguments(given: Any) -> tuple[str, dict[str, Any]]:
 
 
 def rows_of_pairs(model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of data with batch sizes in rows; given for padded pairs, they count pairs of two rows each.
+    """Return data arguments with batch sizes in rows; for padded pairs, the given sizes count pairs of two rows each.
 
-    Args:
-        model: ``RunSettings.model``; with ``"preference"``, the data holds pairs.
-        data: Arguments of the data.
+    The data holds pairs if ``model`` has a ``"preference"``. A batch size of 4 pairs becomes 8 rows.
     """
     if "preference" not in model or data.get("packing"):
         return dict(data)

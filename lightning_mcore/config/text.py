@@ -8,12 +8,9 @@ _PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
-    """Return the sentence that refuses a name: ``unknown option 'lerning_rate'; did you mean 'learning_rate'?``.
+    """Return a sentence that rejects a name: ``unknown option 'lerning_rate'; did you mean 'learning_rate'?``.
 
-    Args:
-        what: The kind of name, such as ``"option"`` or ``"key of run.yaml"``.
-        name: The given name.
-        known: The names that exist.
+    ``what`` is the kind of name, such as ``"option"`` or ``"key of run.yaml"``.
     """
     names = sorted(set(known))
     close = difflib.get_close_matches(name, names, n=1)
@@ -24,13 +21,10 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def human(value: float) -> str:
-    """Return a number as short text: ``12.3k``, ``2.31``, ``4.1e-05``.
-
-    Args:
-        value: Any number.
-    """
+    """Return a number as short text: ``12.3k``, ``2.31``, ``4.1e-05``."""
     size = abs(value)
     for prefix, unit in _PREFIXES:
+        # With three digits, 999,600 would print as 1.00e+03k, so it is already 1.00M.
         if unit * 0.9995 <= size < 1e15:
             return f"{value / unit:#.3g}".rstrip(".") + prefix
     if size == 0 or 1e-3 <= size < 1e3:

@@ -2,7 +2,7 @@
 """Checks of plain data, each with a sentence that says what was given and what is allowed.
 
 :func:`require_size` and the functions after it check sizes; layout, pipeline stages and the model's shape use them, so
-all errors about sizes read alike. :func:`accepts` tells whether plain data fits the type of a field of Megatron's
+all errors about sizes read alike. :func:`accepts` tells whether plain data fits the type of a field in Megatron's
 configs, in the form that YAML files use: functions as import paths, enum members by name.
 """
 
@@ -22,12 +22,8 @@ T = TypeVar("T")
 
 
 def require_size(name: str, value: object, at_least: int = 1) -> None:
-    """Refuse a value that is not a whole number of ranks, layers or tokens.
-
-    Raises:
-        TypeError: The value is not an int. A bool is refused too, because ``True`` would silently mean 1.
-        ValueError: The value is too small.
-    """
+    """Raise TypeError or ValueError for a value that is not a whole number of ranks, layers or tokens."""
+    # True would silently mean 1.
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} is not an int; give an int of {at_least} or more")
     if value < at_least:
@@ -35,22 +31,13 @@ def require_size(name: str, value: object, at_least: int = 1) -> None:
 
 
 def require_flag(name: str, value: object, or_none: bool = False) -> None:
-    """Refuse a value that is not a bool (or None, with ``or_none``).
-
-    Raises:
-        TypeError: The value is something else.
-    """
+    """Raise TypeError for a value that is not a bool (or None, with ``or_none``)."""
     if not isinstance(value, bool) and not (or_none and value is None):
         raise TypeError(f"{name}={value!r} is not a bool; give {'True, False or None' if or_none else 'True or False'}")
 
 
 def require_number(name: str, value: object, above: float = 0.0) -> None:
-    """Refuse a value that is not a finite number above ``above``.
-
-    Raises:
-        TypeError: The value is not a number.
-        ValueError: It is infinite, NaN or too small.
-    """
+    """Raise TypeError or ValueError for a value that is not a finite number above ``above``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r} is not a number; give one above {above:g}")
     if not math.isfinite(value) or value <= above:
@@ -58,22 +45,13 @@ def require_number(name: str, value: object, above: float = 0.0) -> None:
 
 
 def require_instance(name: str, value: object, kind: type) -> None:
-    """Refuse an object that is neither None nor of a class.
-
-    Raises:
-        TypeError: The value is something else.
-    """
+    """Raise TypeError for an object that is neither None nor of a class."""
     if value is not None and not isinstance(value, kind):
         raise TypeError(f"{name}={value!r} is not a {kind.__name__}; give one, or leave it out")
 
 
 def require_file(name: str, value: object, what: str = "one in YAML") -> None:
-    """Refuse a value that is neither None nor the path of a file.
-
-    Raises:
-        TypeError: The value is not a path.
-        FileNotFoundError: There is no such file.
-    """
+    """Raise for a value that is neither None nor a file: TypeError if it is not a path, FileNotFoundError otherwise."""
     if value is not None and not isinstance(value, str | os.PathLike):
         raise TypeError(f"{name}={value!r} is not a path; give the path of {what}")
     if value is not None and not os.path.isfile(value):
@@ -81,11 +59,7 @@ def require_file(name: str, value: object, what: str = "one in YAML") -> None:
 
 
 def require_choice(name: str, value: object, kind: Any) -> None:
-    """Refuse a value that is not one of the choices of ``kind``, a ``Literal``.
-
-    Raises:
-        ValueError: The value is not one of them.
-    """
+    """Raise ValueError for a value that is not one of the choices of ``kind``, a ``Literal``."""
     if value not in typing.get_args(kind):
         raise ValueError(f"{name}={value!r} is unknown; choose {choices(map(repr, typing.get_args(kind)))}")
 
@@ -93,14 +67,7 @@ def require_choice(name: str, value: object, kind: Any) -> None:
 def from_fields(kind: type[T], name: str, given: T | Mapping[str, Any]) -> T:
     """Return settings unchanged, or make them from a mapping of their fields, as in files and hyper-parameters.
 
-    Args:
-        kind: The dataclass of the settings.
-        name: Name of the argument that holds them, for errors.
-        given: Settings, or a mapping.
-
-    Raises:
-        TypeError: ``given`` is neither.
-        ValueError: A field is unknown, or a value is refused.
+    ``name`` is the argument that holds them, for errors: TypeError for another type, ValueError for an unknown field.
     """
     if isinstance(given, kind):
         return given
@@ -114,11 +81,7 @@ def from_fields(kind: type[T], name: str, given: T | Mapping[str, Any]) -> T:
 
 
 def require_divides(name: str, size: int, of: str, whole: int | None) -> None:
-    """Refuse a ``size`` that does not divide ``whole``; an unknown whole (None) is not checked.
-
-    Raises:
-        ValueError: ``size`` does not divide ``whole``.
-    """
+    """Raise ValueError for a ``size`` that does not divide ``whole``; an unknown whole (None) is not checked."""
     if whole is not None and whole % size:
         raise ValueError(f"{name}={size} does not divide {of}={whole}; choose {choices(divisors(whole))}")
 
@@ -129,13 +92,13 @@ def divisors(whole: int) -> list[int]:
 
 
 def neighbours(value: int, unit: int) -> str:
-    """Return the multiples of ``unit`` next to ``value`` as choices, without zero."""
+    """Return the multiples of ``unit`` next to ``value`` as choices, without zero: ``8 or 12`` for 10 and 4."""
     below = value // unit * unit
     return choices([size for size in (below, below + unit) if size])
 
 
 def choices(values: Iterable[object]) -> str:
-    """Return values as text, such as ``1, 2 or 4``; of a long list only the first eight and the last."""
+    """Return values as text, such as ``1, 2 or 4``; for a long list, only the first eight and the last."""
     *others, last = [str(value) for value in values]
     shown = others if len(others) <= 8 else [*others[:8], "..."]
     return f"{', '.join(shown)} or {last}" if shown else last
@@ -150,6 +113,7 @@ def accepts(hint: Any, value: Any) -> bool:
         return any(accepts(argument, value) for argument in arguments)
     if origin is Literal:
         return value in arguments
+    # A function is an import path in a file.
     if is_callable(hint):
         return isinstance(value, str)
     if hint is type(None):
@@ -166,6 +130,7 @@ def accepts(hint: Any, value: Any) -> bool:
 
 
 def _accepts_items(origin: Any, arguments: tuple[Any, ...], items: list[Any] | tuple[Any, ...]) -> bool:
+    # tuple[int, int] has one type per item; tuple[int, ...] and lists have one for all.
     if origin is tuple and ... not in arguments:
         return len(items) == len(arguments) and all(map(accepts, arguments, items))
     return all(any(accepts(argument, item) for argument in arguments if argument is not ...) for item in items)

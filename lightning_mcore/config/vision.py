@@ -3,8 +3,8 @@
 
 A family has a vision tower and a projector (one class in transformers), a rule for which token embeddings their outputs
 replace, and a rule for positions. In all families of this table, the outputs replace the embeddings of image and video
-tokens, in order. The families differ in their classes of transformers, and in how the channels of a head are divided
-among the three positions of a token: time, height and width.
+tokens, in order. The families differ in their transformers classes, and in how a head's channels are divided among a
+token's three positions: time, height and width.
 """
 
 from collections.abc import Mapping
@@ -21,20 +21,14 @@ TOWER, PROJECTOR, LANGUAGE_MODEL = PARTS = ("vision_tower", "multi_modal_project
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """What the models of a family have in common.
+    """What the models of a family have in common."""
 
-    Args:
-        package: The module of transformers with its classes.
-        tower: The class of its tower, projector included.
-        model: The class of its model, whose ``get_rope_index`` gives positions.
-        interleaved: Whether the three positions alternate over the channels; if not, each has a section of them.
-        projector: Beginnings of the names of the projector's weights within the tower.
-    """
-
-    package: str
-    tower: str
-    model: str
+    package: str  # the transformers module with its classes
+    tower: str  # the class of its tower, projector included
+    model: str  # the class whose get_rope_index gives positions
+    # Whether the three positions alternate over the channels; otherwise each has a section of them.
     interleaved: bool = False
+    # How names of the projector's weights begin within the tower
     projector: tuple[str, ...] = ("merger.",)
 
 
@@ -67,28 +61,18 @@ VISION_FAMILIES: Mapping[str, VisionFamily] = {
 
 @dataclass(frozen=True)
 class Vision:
-    """The vision settings of one model.
-
-    Args:
-        model_type: The family, a key of ``VISION_FAMILIES``.
-        config: The ``vision_config`` of its Hugging Face config.
-        image_token_id: The token whose embeddings are replaced by the tower's outputs for images.
-        video_token_id: The same for videos.
-        sections: Pairs of channels of a head that rotate with time, with height and with width; they add up to half of
-            the channels.
-
-    Raises:
-        ValueError: The family is not in the table.
-    """
+    """The vision settings of one model; ValueError if the family is not in the table."""
 
     model_type: str
-    config: dict[str, Any] = field(repr=False)
+    config: dict[str, Any] = field(repr=False)  # vision_config of its Hugging Face config
+    # Tokens whose embeddings the tower's outputs replace
     image_token_id: int
     video_token_id: int
+    # Pairs of channels that rotate with time, height and width; they add up to half of a head's channels.
     sections: tuple[int, int, int]
 
     def __post_init__(self) -> None:
-        """Refuse an unknown family."""
+        """Raise for an unknown family."""
         if self.model_type not in VISION_FAMILIES:
             raise ValueError(f"vision has model_type={self.model_type!r}; choose one of {', '.join(VISION_FAMILIES)}")
 
@@ -107,25 +91,17 @@ class Vision:
         return VISION_FAMILIES[self.model_type]
 
     def part_of(self, name: str) -> str:
-        """Return the part that a weight of the tower belongs to, by its name in transformers' class."""
+        """Return the part that a tower weight belongs to, by its name in transformers' class."""
         return PROJECTOR if name.startswith(self.family.projector) else TOWER
 
     @property
     def deepstack(self) -> int:
-        """How many of the language model's first layers have outputs of inner layers of the tower added to theirs."""
+        """How many of the language model's first layers add outputs of the tower's inner layers to theirs."""
         return len(self.config.get("deepstack_visual_indexes") or ())
 
     @staticmethod
     def check_first_stage(deepstack: int, layers: int) -> None:
-        """Refuse a first pipeline stage with too few layers.
-
-        Args:
-            deepstack: As :attr:`deepstack` says.
-            layers: Layers of the first stage, or of its first chunk.
-
-        Raises:
-            ValueError: It has fewer than that.
-        """
+        """Raise ValueError if the first pipeline stage, or its first chunk, has fewer layers than ``deepstack``."""
         if layers < deepstack:
             raise ValueError(
                 f"the first pipeline stage has {layers} layers, and outputs of the vision tower are added after the"
@@ -139,23 +115,19 @@ class Vision:
 
     @property
     def patches_of_token(self) -> int:
-        """Patches that the projector joins to one token."""
+        """Patches that the projector joins into one token."""
         return int(self.config["spatial_merge_size"]) ** 2
 
     def tokens_of(self, grid: tuple[int, int, int]) -> int:
-        """Return how many tokens an image or a video takes.
+        """Return how many tokens an image or a video takes, from its grid of patches: time, height, width.
 
-        Args:
-            grid: Its size in patches: time, height, width.
+        With a ``spatial_merge_size`` of 2, an image of 16 x 24 patches, ``(1, 16, 24)``, takes 384 / 4 = 96 tokens.
         """
         return prod(grid) // self.patches_of_token
 
     def load_of(self, patches: int) -> int:
-        """Return about how much the tower computes for one frame, in multiply-adds for each channel of a patch.
-
-        Args:
-            patches: Patches of the frame.
-        """
+        """Return roughly how much the tower computes for one frame, in multiply-adds for each channel of a patch."""
         blocks = int(self.config["depth"])
         seeing_all = len(self.config.get("fullatt_block_indexes") or range(blocks))  # the other blocks have windows
+        # 12 * width: query, key, value and output (4) and the MLP (8). 2 * patches: scores, and the sum of the values.
         return patches * (blocks * 12 * self.width + seeing_all * 2 * patches)

@@ -10,13 +10,6 @@ from collections.abc import Iterable
 
 
 def raise_first(sentences: Iterable[str]) -> None:
-    """Raise the first sentence, if there is one.
-
-    Args:
-        sentences: One for each broken rule.
-
-    Raises:
-        ValueError: There is a sentence.
-    """
+    """Raise the first sentence as a ValueError, if there is one."""
     for sentence in sentences:
         raise ValueError(sentence)

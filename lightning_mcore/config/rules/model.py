@@ -2,11 +2,11 @@
 """The supported fields of ``TransformerConfig``, and the layers that support them, so that none is silently ignored.
 
 Megatron's config has about 320 options. Some are read only by TransformerEngine's layers, some need CUDA, and some need
-Megatron-LM's training loop. A field that would have no effect is refused unless it has its default. The tables below
-are data; a field in none of them works wherever Megatron accepts it.
+Megatron-LM's training loop. A field that would have no effect raises unless it has its default. The tables below are
+data; a field in none of them works wherever Megatron accepts it.
 
 ``layers/spec.py`` and ``MCoreGPT.check_settings`` call :func:`check_fields` before a model is built, and
-``parallel/chunks.py`` for the config of any other model.
+``parallel/chunks.py`` calls it for the config of any other model.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,6 +18,7 @@ from lightning_mcore.config.architecture import architecture_of
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+# Fields that give layers losses of their own, with Megatron's defaults
 _LAYER_LOSSES: Mapping[str, Any] = {
     "num_moe_experts": None,
     "moe_aux_loss_coeff": 0.0,
@@ -68,7 +69,7 @@ NEEDS_TRANSFORMER_ENGINE: Collection[str] = (
     # memory
     "cpu_offloading",
 )
-"""Fields read only by TransformerEngine's layers or kernels; refused with the torch backend."""
+"""Fields read only by TransformerEngine's layers or kernels; they raise with the torch backend."""
 
 NEEDS_CUDA: Collection[str] = (
     "defer_embedding_wgrad_compute",
@@ -79,7 +80,7 @@ NEEDS_CUDA: Collection[str] = (
     "moe_paged_stash",
     "moe_permute_fusion_into_hybridep",
 )
-"""Fields that need CUDA; refused on other devices."""
+"""Fields that need CUDA; they raise on other devices."""
 
 TORCH_BACKEND_VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "attention_backend": (("auto", "local"), "its attention is PyTorch's, which chooses its kernel itself"),
@@ -160,15 +161,9 @@ def check_fields(
     transformer_impl: Literal["local", "transformer_engine"] | None = None,
     device_type: str | None = None,
 ) -> None:
-    """Refuse fields that would have no effect or fail later.
+    """Raise ValueError for fields that would have no effect or fail later.
 
-    Args:
-        config: The config of a model.
-        transformer_impl: The layers of a GPT; None for a model that is not ours.
-        device_type: ``torch.device.type`` of the device that the model trains on; None if unknown.
-
-    Raises:
-        ValueError: A field has a value that would be ignored, or would fail later.
+    ``transformer_impl`` is None for a model that is not ours, and ``device_type`` is None if the device is unknown.
     """
     defaults = {field.name: field.default for field in fields(config) if field.default is not MISSING}
     given = {name: value for name, value in vars(config).items() if name in defaults and value != defaults[name]}
@@ -212,8 +207,9 @@ def _check_torch_backend(config: "TransformerConfig", given: Mapping[str, Any], 
 
 
 def _check_context_parallelism(config: "TransformerConfig") -> None:
-    """Refuse values of ``cp_comm_type`` that TransformerEngine's attention would refuse at the first step."""
+    """Reject values of ``cp_comm_type`` that TransformerEngine's attention would reject at the first step."""
     given = config.cp_comm_type
+    # A list has one value per layer.
     kinds = set(given) if isinstance(given, list | tuple) else {given}
     if "a2a+p2p" in kinds:
         raise ValueError(
@@ -238,14 +234,9 @@ _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
 def check_attention(config: Any, is_causal: bool = True) -> None:
-    """Refuse attention that the torch backend does not support.
+    """Raise ValueError for attention that the torch backend does not support.
 
-    Args:
-        config: The transformer's config, or any object with its fields.
-        is_causal: Whether queries see only earlier keys and their own.
-
-    Raises:
-        ValueError: The softmax is unknown, or the window is invalid or looks ahead under causal attention.
+    That is an unknown softmax, an invalid window, or a window that looks ahead under causal attention.
     """
     if config.softmax_type not in _SOFTMAX_TYPES:
         raise ValueError(
@@ -253,6 +244,7 @@ def check_attention(config: Any, is_causal: bool = True) -> None:
         )
     if config.window_size is None:
         return
+    # (127, 0): each query sees 127 earlier keys and its own.
     back, ahead = config.window_size
     if back < -1 or ahead < -1:
         raise ValueError(
@@ -266,13 +258,9 @@ def check_attention(config: Any, is_causal: bool = True) -> None:
 
 
 def check_without_transformer_engine(config: Any) -> None:
-    """Refuse options for which Megatron's local layers need TransformerEngine; for use where it is not installed.
+    """Raise ValueError for recomputed norms, for which Megatron's local layers need TransformerEngine.
 
-    Args:
-        config: The transformer's config, or any object with its fields.
-
-    Raises:
-        ValueError: The config recomputes norms, which only TransformerEngine's layers can do.
+    For use where it is not installed.
     """
     if config.recompute_granularity == "selective" and "layernorm" in (config.recompute_modules or ()):
         raise ValueError(
@@ -282,7 +270,7 @@ def check_without_transformer_engine(config: Any) -> None:
 
 
 def _check_combinations(config: "TransformerConfig") -> None:
-    """Refuse combinations that Megatron accepts but computes wrongly."""
+    """Reject combinations that Megatron accepts but computes wrongly."""
     _check_values(config)
     etp, ep = config.expert_tensor_parallel_size, config.expert_model_parallel_size
     if config.num_moe_experts and ep == 1 and etp not in (None, config.tensor_model_parallel_size):
@@ -314,7 +302,7 @@ def _check_combinations(config: "TransformerConfig") -> None:
 
 
 def _check_values(config: "TransformerConfig") -> None:
-    """Refuse values that Megatron rejects only when it computes with them, and options that have never run."""
+    """Reject values that Megatron rejects only when it computes with them, and options that have never run."""
     if config.moe_token_dispatcher_type == "flex":
         raise ValueError(
             "moe_token_dispatcher_type='flex' (DeepEP, HybridEP) is not available: it has never run here; choose"
@@ -344,14 +332,9 @@ def _check_values(config: "TransformerConfig") -> None:
 
 
 def check_normalization(normalization: LossNormalization, config: Any) -> None:
-    """Refuse a normalization that is unknown or does not work with the layers' own losses.
+    """Raise ValueError for a normalization that is unknown, or that does not work with the layers' own losses.
 
-    Args:
-        normalization: The unit over which the loss is a mean.
-        config: The model's config, or any object with its fields.
-
-    Raises:
-        ValueError: It is unknown, or the layers' losses would be weighted by tokens and divided by samples.
+    These losses would be weighted by tokens and divided by samples.
     """
     if normalization not in get_args(LossNormalization):
         raise ValueError(f"loss normalization {normalization!r} is unknown; choose 'tokens' or 'samples'")
@@ -367,8 +350,7 @@ def check_normalization(normalization: LossNormalization, config: Any) -> None:
 def weighted_by_tokens(config: Any) -> list[str]:
     """Return the fields that give layers losses of their own, which ``calculate_per_token_loss`` weights by tokens.
 
-    Args:
-        config: The model's config, or any object with some of its fields; missing ones have their defaults.
+    ``config`` is the model's config, or any object with some of its fields; missing ones have their defaults.
     """
     fields = {**_LAYER_LOSSES, **vars(config)}
     coefficients = fields["moe_aux_loss_coeff"]
@@ -383,14 +365,7 @@ def weighted_by_tokens(config: Any) -> list[str]:
 
 
 def check_average_in_collective(average_in_collective: bool, config: Any) -> None:
-    """Refuse to average gradients over ranks if the loss is a sum over tokens.
-
-    Args:
-        average_in_collective: The field of ``ddp_config``.
-        config: The model's config, or any object with its fields.
-
-    Raises:
-        ValueError: It would average a loss that is a sum over tokens.
+    """Raise ValueError for gradients that are averaged over ranks although the loss is a sum over tokens.
 
     Source: ``DistributedDataParallel.__init__`` (megatron-core 0.16.1 and 0.19.2).
     """

@@ -14,6 +14,7 @@ from lightning_mcore.config.layout import ParallelLayout
 OF_GRADIENTS = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
 """Settings that both the strategy and ``ddp_config`` have."""
 
+# Fields of ddp_config, and the setting without which they do nothing
 _NEEDS = {
     "num_distributed_optimizer_instances": "use_distributed_optimizer",
     "reduce_scatter_with_fp32_accumulation": "use_distributed_optimizer",
@@ -63,15 +64,9 @@ def _option_faults(ddp: Mapping[str, Any], values: Mapping[str, Any]) -> Iterato
 
 
 def world_faults(ddp: Mapping[str, Any], layout: ParallelLayout, world_size: int, device_type: str) -> Iterator[str]:
-    """Yield gradient settings that the ranks or the device do not support.
-
-    Args:
-        ddp: The fields of ``ddp_config`` that differ from Megatron's defaults.
-        layout: The strategy's layout; it divides the world.
-        world_size: Number of ranks.
-        device_type: ``"cuda"`` or ``"cpu"``.
-    """
+    """Yield gradient settings that the ranks or the device do not support; the layout divides the world."""
     instances = ddp.get("num_distributed_optimizer_instances", 1)
+    # Gradients are also reduced over context-parallel ranks. Each instance shards the optimizer over its part of them.
     replicas = layout.data_parallel_size(world_size) * layout.context_parallel_size
     for name, size in (
         ("data-parallel times context-parallel size", replicas),
@@ -138,12 +133,7 @@ def expert_faults(layout: ParallelLayout, device_type: str) -> Iterator[str]:
 
 
 def fp8_device_faults(recipe: str, device_type: str) -> Iterator[str]:
-    """Yield a sentence if the device does not have FP8.
-
-    Args:
-        recipe: The FP8 recipe.
-        device_type: ``"cuda"`` or ``"cpu"``.
-    """
+    """Yield a sentence if the device, ``"cuda"`` or ``"cpu"``, does not have FP8."""
     if device_type != "cuda":
         kind = "FP4" if recipe == "nvfp4" else "FP8"
         yield (
@@ -162,12 +152,8 @@ def trainer_faults(trainer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def precision_faults(asked: str | None, plugin: str) -> Iterator[str]:
-    """Yield a sentence if two precisions are given: Lightning would use the strategy's and ignore the trainer's.
-
-    Args:
-        asked: The precision of ``Trainer(precision=...)``; ``"32-true"`` is also its default.
-        plugin: The precision of ``MCoreStrategy(precision_plugin=...)``.
-    """
+    """Yield a sentence if two precisions are given: Lightning would use the plugin's and ignore the trainer's."""
+    # "32-true" is Trainer's default, and cannot be told apart from a given value.
     if asked not in (None, "32-true", plugin):
         yield (
             f"Trainer(precision={asked!r}) contradicts the precision_plugin of MCoreStrategy, which has {plugin!r}; set"
