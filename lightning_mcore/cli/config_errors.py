@@ -161,8 +161,8 @@ def _merge(settings: dict[str, Any], other: Mapping[str, Any]) -> None:
 
 def _put(settings: dict[str, Any], path: list[str], value: Any) -> None:
     """Set a value at its place; an argument of a class goes into the ``init_args``."""
-    # --model=MCoreGPT --model.vocab_size=8 becomes {"model": {"class_path": "MCoreGPT", "init_args": {"vocab_size":
-    # 8}}}.
+    # --model=MCoreGPT --model.vocab_size=8 becomes
+    # {"model": {"class_path": "MCoreGPT", "init_args": {"vocab_size": 8}}}.
     place = settings
     for name in path[:-1]:
         if isinstance(place.get(name), str):

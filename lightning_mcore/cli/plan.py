@@ -12,10 +12,12 @@ The command builds no model and opens no process group. It lists every error tha
 that Megatron's config finds; the exit code is then 2. For a file that cannot be parsed, it shows only the first fault.
 :func:`kind_of` recognises a file:
 
-=====================  ==================================================================== kind of file           found
-by =====================  ==================================================================== LightningCLI
-the keys ``trainer``, ``model`` and ``data`` LLaMA-Factory          ``stage`` with ``dataset``, ``cutoff_len`` or
-``finetuning_type`` Hugging Face style     the names of ``lightning_mcore.arguments`` (JSON or YAML)
+=====================  ====================================================================
+kind of file           found by
+=====================  ====================================================================
+LightningCLI           the keys ``trainer``, ``model`` and ``data``
+LLaMA-Factory          ``stage`` with ``dataset``, ``cutoff_len`` or ``finetuning_type``
+Hugging Face style     the names of ``lightning_mcore.arguments`` (JSON or YAML)
 =====================  ====================================================================
 
 Words after the file (``key=value``, ``--key value``) change it, as they do when it runs.

@@ -41,7 +41,7 @@ def run(
         if not isinstance(error, EXPECTED):
             raise
         return refused(error)
-    return INTERRUPTED if code is None else int(code)  # rank 0 returned nothing
+    return INTERRUPTED if code is None else int(code)  # None: ended before rank 0 returned
 
 
 def _check_devices(settings: RaySettings, trainer: Mapping[str, Any]) -> None:
