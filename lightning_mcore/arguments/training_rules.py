@@ -107,6 +107,7 @@ def _check_formats(arguments: Any) -> None:
                 f"{name}_full_eval=True with {name}=False is not available: evaluation computes in the format of"
                 f" training; set {name}=True, or leave it out"
             )
+    # Fields of FP8 come from arguments and from additional_configs.
     given = fp8_settings(arguments, arguments.extra_fields)
     if given and not arguments.bf16:
         name = next(iter(given))

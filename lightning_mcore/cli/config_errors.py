@@ -202,6 +202,7 @@ def _fault_in_call(path: str, given: Any, function: Any) -> str | None:
         return f"{path}={given!r} is not a mapping; give its arguments by name"
     parameters = inspect.signature(function).parameters
     takes_any = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
+    # Without *args and **kwargs, whose names are not arguments
     known = [name for name, item in parameters.items() if item.kind in (item.KEYWORD_ONLY, item.POSITIONAL_OR_KEYWORD)]
     hints = _hints(function)
     for name, value in given.items():
@@ -219,6 +220,7 @@ def _fault_in_call(path: str, given: Any, function: Any) -> str | None:
 
 def _fault_in_value(path: str, value: Any, hint: Any) -> str | None:
     if isinstance(value, list):
+        # An item's own type is unknown, but a class in it, such as a callback, can be checked.
         faults = (_fault_in_value(f"{path}[{number}]", item, Any) for number, item in enumerate(value))
         found = next((fault for fault in faults if fault), None)
         if found:

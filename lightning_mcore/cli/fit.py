@@ -91,6 +91,7 @@ class TrainingCLI(LightningCLI):
             return
         given: list[str] = sys.argv[1:] if args is None else args
         command = given[0] if given else ""
+        # Errors are explained with the command's own parser, which knows its options.
         asked = self._subcommand_parsers.get(command, parser) if hasattr(self, "_subcommand_parsers") else parser
         self.config = parse(parser, given, asked, given if asked is parser else given[1:])
 
@@ -180,6 +181,7 @@ class CommandCLI(TrainingCLI):
         super().parse_arguments(parser, args)
         values = self.config[self.config["subcommand"]]
         given = values.pop("ray", None)  # the saved config must not have it: plain LightningCLI reads it too
+        # An exception, because LightningCLI's constructor would go on to build the model in this process.
         if given is not None and ON_RAY not in os.environ:
             raise _OnRay(RaySettings(**given.as_dict()), values["trainer"].as_dict())
 
@@ -208,6 +210,7 @@ def train(arguments: Sequence[str], beginning: Beginning) -> None:
     ``beginning`` records when the run has begun. Raises ValueError if the arguments are wrong, or the file that they
     name.
     """
+    # jsonargparse then raises instead of printing its usage and exiting.
     quiet = {"exit_on_error": False}
     CommandCLI(
         args=list(arguments),

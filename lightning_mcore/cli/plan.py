@@ -121,6 +121,7 @@ def _plan(options: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> int:
     machine, memory = _machine(options, settings)
     backend = _BACKENDS[options["backend"]] if options["backend"] else None
     if options["suggest"]:
+        # _machine returns one whenever suggestions are asked for.
         assert machine is not None
         found = suggest(settings, devices, per_node, machine, memory, backend)
         shown = [layout.to_dict() for layout in found]
@@ -131,6 +132,7 @@ def _plan(options: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> int:
         print(text)
         return DONE
     plan = make_plan(settings, devices, per_node, machine, memory, backend)
+    # make_plan may have found the same fault of the layout.
     plan = replace(plan, errors=tuple(dict.fromkeys([*plan.errors, *elastic_fault])))
     if plan.fields is None and not options["json"]:
         _say_what_is_missing(settings)
@@ -240,6 +242,7 @@ def settings_of_files(
         from lightning_mcore.arguments.llamafactory.run import read_run
 
         texts = [f"{key}={value}" for key, value in overrides]
+        # Last, so that it replaces the file's and the command line's.
         texts += [f"model_name_or_path={model}"] if model is not None else []
         run = read_run(paths[0], texts)
         if model is None:  # --config may give a lone config.json, which comes without a tokenizer

@@ -139,6 +139,7 @@ class Architecture:
                 )
 
 
+# Settings that only this package's own torch modules have
 _TORCH_BACKEND_ONLY = (
     "layer_norms",
     "head_norms",

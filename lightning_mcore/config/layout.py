@@ -58,6 +58,7 @@ class ModelShape:
         """Raise for impossible sizes; zero MTP layers means none, as in Megatron."""
         for field in fields(self):
             value = getattr(self, field.name)
+            # moe_layer_freq may be a list, and the flags are not sizes.
             if value is not None and field.type == (int | None):
                 require_size(field.name, value, at_least=0 if field.name == "mtp_num_layers" else 1)
 
@@ -232,6 +233,7 @@ class ParallelLayout:
         Raises:
             ValueError: The ranks of the experts do not divide the world.
         """
+        # TP=2, EP=4 and ETP=1 on 8 ranks: 4 replicas of the dense layers, and 8 / 4 = 2 of each expert.
         axes = {axis: getattr(self, axis) for axis in ("expert_model_parallel_size", "pipeline_model_parallel_size")}
         return _share_of_world(world_size, {_name_of_expert_tensor_size(self): self.expert_tensor_size, **axes})
 
@@ -277,6 +279,7 @@ class ParallelLayout:
         require_size("num_microbatches", num_microbatches)
         pp, vp = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
         group = pp if group_size is None else group_size
+        # Only the interleaved schedule runs microbatches in groups.
         if vp is None:
             return
         if group < pp:

@@ -130,6 +130,7 @@ class LoRA:
             if name == "target_modules" and given == "all":
                 raise ValueError(f"target_modules='all' is not a target; for all linear layers give {ALL_LINEAR!r}")
             if isinstance(given, str) and name in ("target_modules", "exclude_modules"):
+                # Compile now, so that a wrong pattern raises here and not when the model is built.
                 _compiled(name, given)
             elif not isinstance(given, list | tuple) or not all(isinstance(item, str) for item in given):
                 raise TypeError(f"{name}={given!r} is not a list of names of modules; give one, such as ['q_proj']")
@@ -260,6 +261,7 @@ class LoRA:
         known = list(names)
         for field in ("target_modules", "target_parameters", "modules_to_save"):
             entries = getattr(self, field)
+            # A pattern is not a list of entries; a pattern without a match leaves no adapter, which is checked below.
             for entry in entries if strict and isinstance(entries, list | tuple) else ():
                 self._check_entry(field, entry, known)
         adapted = [name for name in known if self.adapts(name)]
@@ -287,6 +289,7 @@ class LoRA:
     def _check_entry(self, field: str, entry: str, known: list[str]) -> None:
         """Reject an entry of a field that names nothing in a model."""
         if field == "modules_to_save":
+            # Ask saves(), whose endings begin anywhere; for a classifier, either of PEFT's two names is enough.
             saving = replace(self, modules_to_save=_HEADS if entry in _HEADS else [entry])
             if any(map(saving.saves, known)):
                 return
@@ -527,6 +530,7 @@ def _compiled(field: str, pattern: str) -> re.Pattern[str]:
 
 
 def _matches(entries: list[str] | str, name: str) -> bool:
+    # Text is a pattern for whole names; a list has endings that begin at a dot.
     if isinstance(entries, str):
         return _compiled("target_modules", entries).fullmatch(name) is not None
     return any(name == entry or name.endswith(f".{entry}") for entry in entries)

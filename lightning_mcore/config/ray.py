@@ -140,6 +140,7 @@ def elastic_sizes(layout: ParallelLayout, least: int, most: int, accumulate_grad
     worlds = [world for world in range(least, most + 1) if _is_accepted(layout.validate_world, world)]
     if not worlds:
         given = f"num_workers={least}" if least == most else f"num_workers=({least}, {most})"
+        # The smallest world that fits the layout; all others are multiples of it.
         unit = next(world for world in range(1, 2**31) if _is_accepted(layout.validate_world, world))
         near = [size for size in (least // unit * unit, (most // unit + 1) * unit) if size]
         what = "is not a" if least == most else "contains no"
@@ -177,7 +178,7 @@ def room(machines: Collection[Mapping[str, float]], needs: Mapping[str, float]) 
     """
     wanted = {name: amount for name, amount in needs.items() if amount > 0}
     if not wanted:
-        return 2**31
+        return 2**31  # workers without needs have room everywhere
     return sum(min(int(machine.get(name, 0) // amount) for name, amount in wanted.items()) for machine in machines)
 
 

@@ -127,6 +127,7 @@ def _ranks(says: Mapping[str, Any], columns: Columns, place: str) -> bool:
     ranking = says.get("ranking", False)
     if not isinstance(ranking, bool):
         raise ValueError(f"{place} has ranking: {ranking!r}; choose true or false")
+    # A pair needs both columns and ranking: true.
     named = [name for name in ("chosen", "rejected") if getattr(columns, name) is not None]
     if ranking and len(named) < 2:
         raise ValueError(f"{place} has ranking: true, and lacks a column for each answer; name chosen and rejected")
@@ -146,6 +147,7 @@ def _refuse(says: Mapping[str, Any], place: str) -> None:
     count = says.get("num_samples")
     if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         raise ValueError(f"{place} has num_samples: {count!r}; choose 1 or more")
+    # file_sha1 is accepted and not checked, because nothing is downloaded.
     known = {"file_name", "file_sha1", "formatting", "ranking", "columns", "tags", "num_samples"}
     for key in set(says) - known - {"split", "subset", "folder"}:
         raise ValueError(unknown_name(f"key of {place}", key, known))

@@ -78,6 +78,7 @@ def check_preferences(keys: PreferenceKeys, stage: str) -> None:
         name, value = field.name, getattr(keys, field.name)
         if value == field.default:
             continue
+        # The stages that have this key
         stages = [known for known, names in _OF_STAGE.items() if name in names]
         if stage not in stages:
             raise ValueError(f"{name}: {value!r} is for stage: {choices(stages)}; leave it out, or choose that")

@@ -56,6 +56,7 @@ def check_vision(keys: VisionKeys, given: Mapping[str, Any], sees: bool) -> None
     ``given`` has all keys of the file; ``sees`` says whether the model has a vision tower.
     """
     if not sees:
+        # A key at its default is allowed, because files often spell out defaults.
         for field in fields(VisionKeys):
             value = getattr(keys, field.name)
             if value != field.default:
@@ -64,6 +65,7 @@ def check_vision(keys: VisionKeys, given: Mapping[str, Any], sees: bool) -> None
                     " model; leave it out"
                 )
         return
+    # The keys of a text run that a vision run cannot have, each with its only choice
     for name, value, choice in (
         ("stage", given.get("stage", "sft"), "sft"),
         ("streaming", given.get("streaming", False), False),
@@ -96,6 +98,7 @@ def _check_freezing(keys: VisionKeys, finetuning_type: str) -> None:
             "finetuning_type: freeze is not supported for a vision-language model; choose full with"
             " freeze_vision_tower, freeze_multi_modal_projector or freeze_language_model"
         )
+    # Adapters go on the language model alone, whatever these keys say.
     if finetuning_type == "lora":
         for field in fields(VisionKeys):
             value = getattr(keys, field.name)

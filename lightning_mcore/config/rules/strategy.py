@@ -39,6 +39,7 @@ def gradient_faults(given: Mapping[str, Any], ddp: Mapping[str, Any]) -> Iterato
             yield f"{name}={given[name]} contradicts ddp_config.{name}={ddp[name]}; set it in one place"
     values = resolved(given, ddp)
     yield from _option_faults(ddp, values)
+    # Parameters can be gathered during forward only if the optimizer is sharded and gradients overlap.
     missing = [name for name in OF_GRADIENTS[:2] if not values.get(name)]
     if values.get("overlap_param_gather") and missing:
         yield f"overlap_param_gather=True needs {' and '.join(f'{name}=True' for name in missing)}"
