@@ -153,8 +153,8 @@ def make_model(
 ) -> MCoreGPT:
     """Build the model at ``settings["path"]``; with ``preference``, an ``MCorePreference``.
 
-    ``settings`` is ``RunSettings.model``; its ``transformer`` fields override the given ones. The errors are those of
-    ``MCoreGPT.from_pretrained``.
+    ``settings`` is ``RunSettings.model``; its ``transformer`` fields override the given ones. Errors are the same as
+    for ``MCoreGPT.from_pretrained``.
     """
     if "preference" in settings:
         kind = MCorePreference

@@ -44,8 +44,8 @@ def overlooked_fault(
 ) -> str | None:
     """Return a sentence for a fault that jsonargparse accepts, or None.
 
-    Such faults are an unknown key with an empty mapping, and a null trainer or recipe. The arguments are those of
-    :func:`explain`; ``parsed`` is the configuration as plain data.
+    Such faults are an unknown key with an empty mapping, and a null trainer or recipe. ``parsed`` is the configuration
+    as plain data; :func:`explain` describes the other arguments.
     """
     if not isinstance(parsed.get("trainer", {}), Mapping):
         return _fault_in_call("trainer", parsed["trainer"], object)

@@ -46,7 +46,7 @@ class Architecture:
     Args:
         layer_norms: Where a layer normalises: ``"before"`` attention and MLP; ``"after"`` each of them, on its output
             before the residual is added; or ``"around"`` each of them, in both places.
-        head_norms: Norms of queries and keys, instead of those of ``qk_layernorm``: ``"all_heads"`` for one norm over
+        head_norms: Norms of queries and keys, instead of ``qk_layernorm``'s: ``"all_heads"`` for one norm over
             all heads together, ``"after_rotation"`` for one over each head after its rotation.
         attention_output_bias: Whether the output projection of attention has a bias even without ``add_bias_linear``.
         mlp_bias: Whether the projections of the MLP have biases even without ``add_bias_linear``.

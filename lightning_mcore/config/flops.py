@@ -14,7 +14,7 @@ from typing import Any
 from lightning_mcore.config.architecture import delta_net_channels
 
 _FORWARD_AND_BACKWARD = 3
-"""In forward passes. A backward pass costs two: one for the gradient of the input, one for that of the weight."""
+"""In forward passes. A backward pass costs two: one for the input's gradient, one for the weight's."""
 _FORWARD_AND_INPUT = 2
 """The same for a frozen weight, which has no gradient."""
 

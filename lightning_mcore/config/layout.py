@@ -4,8 +4,8 @@
 Megatron finds wrong sizes late and in many places, some after process groups exist and some only on one rank, which
 hangs the others. Here every wrong size raises early, on every rank, in one sentence: at construction, and as soon as
 the world size (:meth:`ParallelLayout.validate_world`), the model's sizes (:meth:`ParallelLayout.validate_model`) and
-the number of microbatches (:meth:`ParallelLayout.validate_microbatches`) are known. The rules are those of
-megatron-core 0.16.1 and 0.19.2, which agree on all of them. Pure arithmetic: no torch, no megatron-core.
+the number of microbatches (:meth:`ParallelLayout.validate_microbatches`) are known. megatron-core 0.16.1 and 0.19.2
+have the same rules. Pure arithmetic: no torch, no megatron-core.
 """
 
 import math

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of LoRA adapters, as plain data: which projections get one, and with which rank and scale.
 
-Names and meanings are those of ``peft.LoraConfig``, which PEFT writes to ``adapter_config.json``. Projections have
-their Hugging Face names, such as ``model.layers.3.self_attn.q_proj``, even if Megatron fuses several into one weight.
-``layers/lora.py`` has the adapters, ``hf/adapters.py`` puts them on a model.
+Names and meanings are the same as in ``peft.LoraConfig``, which PEFT writes to ``adapter_config.json``. Projections
+have their Hugging Face names, such as ``model.layers.3.self_attn.q_proj``, even if Megatron fuses several into one
+weight. ``layers/lora.py`` has the adapters, ``hf/adapters.py`` puts them on a model.
 """
 
 import difflib

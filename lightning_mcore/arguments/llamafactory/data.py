@@ -166,7 +166,8 @@ class FactoryData(MCoreFinetuningData):
 
     ``readings`` and ``evaluation`` say how to read each dataset; with ``streaming`` there must be exactly one to train
     on. ``packing`` packs conversations as in ``MCoreFinetuningData``, and cuts joined texts into blocks
-    (:class:`TextBlocks`). The other arguments are those of ``MCoreFinetuningData``, with LLaMA-Factory's defaults.
+    (:class:`TextBlocks`). The other arguments are the same as for ``MCoreFinetuningData``, with LLaMA-Factory's
+    defaults.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class FactoryExport:
 def read_export(path: str | None, overrides: Sequence[str] = ()) -> FactoryExport | None:
     """Return the export that a file asks for, after its changes (``key=value``); None if it trains or evaluates.
 
-    The errors are those of :func:`read_run`.
+    Errors are the same as for :func:`read_run`.
     """
     given = read_keys(path, overrides)
     out = given.get("export_dir")

@@ -7,7 +7,7 @@
     --model_name_or_path Qwen/Qwen3-0.6B --do_train --dataset identity --bf16 --learning_rate 1e-5
 
 :func:`read_words` turns flags into the ``key=value`` texts that ``run.py`` and ``export.py`` read, so a flag and a
-file's key mean the same. The rules are those of transformers' ``HfArgumentParser``, except that names cannot be
+file's key mean the same. The rules are the same as for transformers' ``HfArgumentParser``, except that names cannot be
 abbreviated.
 """
 
