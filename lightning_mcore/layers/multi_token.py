@@ -4,7 +4,7 @@
 Megatron builds them from their own spec and computes their losses inside ``GPTModel``, with the loss mask of the call.
 They are on the last pipeline stage, which then has a copy of the embedding. :func:`gpt_mtp_block_spec` is Megatron's
 spec with our norms, as ``spec.gpt_block_spec`` is for the other layers. :class:`MultiTokenGPT` is a ``GPTModel`` that
-also runs without labels. ``MCoreGPT`` uses both, and your own module may. ``strategy/logs/auxiliary.py`` logs the
+also runs without labels. ``MCoreGPT`` uses both, and your own module may too. ``strategy/logs/auxiliary.py`` logs the
 losses.
 """
 
@@ -36,41 +36,28 @@ from lightning_mcore.layers.spec import TorchNorm, last_layer_spec
 _MEGATRON = __version__.partition("+")[0]  # 0.19 adds the commit of the folder that it runs in
 _COUNTS_OWN_TOKENS = hasattr(multi_token_prediction, "process_mtp_loss")  # since 0.17
 _RECORDED = "loss_values" if _COUNTS_OWN_TOKENS else "values"
+# 0.16 has this argument; its recomputation saves every other argument as if it were a tensor.
 _SAVES_ALL_ARGUMENTS = "forward_func" in inspect.signature(MultiTokenPredictionLayer._checkpointed_forward).parameters
 
 
 class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no type information
     """A ``GPTModel`` that skips multi-token prediction without labels, so that it can also predict.
 
-    With packed sequences these layers treat padding as real tokens. Megatron shifts tokens, labels and the loss mask by
-    the boundaries of the real tokens, as if there were no padding in between. Shifted by the padded boundaries, the
-    last real token of a sequence gets the padding after it, which the loss mask hides.
+    ``existing_tokens`` is the vocabulary's size without padding, None without padding.
 
-    Weighted by tokens, a loss of these layers is divided by the tokens of the whole step, as the main loss is. Since
-    0.17 Megatron multiplies it by the microbatch's tokens over those that are left after the shift. How the gradients
-    weigh would then depend on how rows are cut into microbatches, so that factor is taken out of them again.
-
-    The rows that pad the vocabulary are not tokens and have no part in the loss. So the loss does not depend on the
-    padding, which follows from parallel sizes, and equals that of a model without padding.
-
-    Attributes:
-        existing_tokens: Size of the vocabulary without padding; None if it has no padding.
-
-    Source: ``GPTModel._postprocess`` (0.16.1 needs labels with ``mtp_num_layers``; 0.19.2 makes some up);
-    ``_roll_tensor_packed_seq`` (megatron.core.transformer.multi_token_prediction, both) reads ``cu_seqlens_q``;
-    ``process_mtp_loss`` (megatron.core.transformer.multi_token_prediction, 0.19.2) has the factor.
+    Source: ``GPTModel._postprocess`` (0.16.1 needs labels with ``mtp_num_layers``; 0.19.2 makes some up).
     """
 
     existing_tokens: int | None = None
     _shares_left: Iterator[Tensor] = iter(())  # for the next losses of multi-token prediction
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Return the loss of each token, [b, s] fp32, without a sum or mean.
+        """Return the loss of each token, [b, s] fp32, from ``labels`` [b, s] and ``logits`` [s, b, v / tp].
 
-        Args:
-            labels: [b, s] int64.
-            logits: [s, b, v / tp], any float dtype; the columns of vocabulary padding are overwritten.
+        The logits' padding columns are overwritten.
         """
+        # Rows that pad the vocabulary are not tokens. Without them the loss equals that of an unpadded model, and does
+        # not depend on the parallel sizes, which decide the padding.
         if self.existing_tokens is not None and self.existing_tokens < self.vocab_size:
             first = logits.size(-1) * self.pg_collection.tp.rank() if self.parallel_output else 0
             padding = logits.detach()[..., max(0, self.existing_tokens - first) :]
@@ -81,11 +68,17 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
         if labels is not None or not self.config.mtp_num_layers or not self.post_process:
+            # Megatron would shift tokens, labels and the loss mask by the boundaries of the real tokens
+            # (`_roll_tensor_packed_seq` reads `cu_seqlens_q`, 0.16.1 and 0.19.2), as if there were no padding in
+            # between. With padded boundaries, a sequence's last real token gets the padding after it, which the loss
+            # mask hides.
             if self.config.mtp_num_layers and kwargs.get("packed_seq_params") is not None:
                 kwargs["packed_seq_params"] = all_real(kwargs["packed_seq_params"])
             padding = kwargs.get("padding_mask")
             if padding is not None and padding.size(1) != kwargs["input_ids"].size(1):
                 kwargs["padding_mask"] = self._whole_padding(padding)
+            # The record of earlier microbatches waits here, so that what Megatron records now can be weighed on its
+            # own.
             before = mtp_tracker().pop(_RECORDED, None)
             if _COUNTS_OWN_TOKENS and labels is not None and self.config.mtp_num_layers and self.post_process:
                 mask = kwargs.get("loss_mask")
@@ -104,19 +97,13 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """Return Megatron's sharded state; for a model without an output layer, whose weight Megatron looks up, too.
-
-        Args:
-            prefix: The beginning of the names.
-            sharded_offsets: Must be empty, as in Megatron.
-            metadata: As in Megatron.
-        """
+        """Return Megatron's sharded state; without an output layer, skip the output weight that Megatron looks up."""
         if isinstance(getattr(self, "output_layer", None), HiddenStates):
             return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
         return super().sharded_state_dict(prefix, sharded_offsets, metadata)
 
     def _whole_padding(self, share: Tensor) -> Tensor:
-        """Return the mask of padding, [b, s / cp] bool, from the shares of sequence parallelism, [b, s / cp / tp].
+        """Return the padding mask, [b, s / cp] bool, from sequence-parallel shares, [b, s / cp / tp].
 
         Megatron 0.19.2 would shift a share by the boundaries of the whole row. The router takes its part of the mask.
         """
@@ -126,14 +113,12 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
         return padding
 
     def _shares(self, mask: Tensor, packed: PackedSeqParams | None) -> Iterator[Tensor]:
-        """Yield for each layer which share of a microbatch's tokens it has, by whose inverse Megatron multiplies.
-
-        Of the tokens of a row 0 1 1 1, shifted once to 1 1 1 0, all are left; of 1 1 1 1, which becomes 1 1 1 0, 3/4.
-
-        Args:
-            mask: [b, s], 1 where a token counts.
-            packed: The boundaries of a packed batch; None for a dense one.
-        """
+        """Yield for each layer the share of a microbatch's tokens that are left after its shift; ``mask`` is [b, s]."""
+        # Mask 0 1 1 1, shifted once to 1 1 1 0, keeps all its tokens: share 1. Mask 1 1 1 1 becomes 1 1 1 0: share 3/4.
+        # With calculate_per_token_loss a loss is divided by the tokens of the whole step, as the main loss is. Since
+        # 0.17 Megatron multiplies these losses by the inverse of the share (`process_mtp_loss`, 0.19.2). Gradients
+        # would then depend on how rows are cut into microbatches, so compute_language_model_loss() takes the factor out
+        # again.
         if not self.config.calculate_per_token_loss:
             return
         whole = mask.sum().clamp(min=1)
@@ -144,13 +129,10 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
     def _weigh_recorded(self, before: Tensor | None, mask: Tensor | None, packed: PackedSeqParams | None) -> None:
         """Turn the losses just recorded for the logs into means over the tokens of all ranks that share a sequence.
 
-        Megatron records the mean over the tokens of this rank, which is nan if it has none (0.16.1).
-
-        Args:
-            before: [layers] fp32, the record of earlier microbatches; None for the first one.
-            mask: [b, s / cp], 1 where a token counts; None if all do.
-            packed: The boundaries of a packed batch; None for a dense one.
+        ``before`` is the record of earlier microbatches, [layers]; ``mask`` is [b, s / cp], None if all tokens count.
         """
+        # Megatron records each rank's mean, which is nan for a rank without tokens (0.16.1), and the logs average over
+        # ranks. Two context-parallel ranks with 30 and 10 tokens record their means times 1.5 and 0.5.
         recorded = mtp_tracker()[_RECORDED]
         if mask is not None:
             counts = []
@@ -166,7 +148,7 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
 
 
 class PackedMultiTokenLayer(MultiTokenPredictionLayer):  # type: ignore[misc]  # megatron-core has no type information
-    """Megatron's layer, with a recomputation that also supports packed sequences.
+    """Megatron's layer, with recomputation that also supports packed sequences.
 
     Source: ``MultiTokenPredictionLayer._checkpointed_forward`` (0.16.1 saves every argument as if it were a tensor).
     """
@@ -182,7 +164,7 @@ class PackedMultiTokenLayer(MultiTokenPredictionLayer):  # type: ignore[misc]  #
 
 
 def mtp_tracker() -> dict[str, Any]:
-    """Return the dict in which Megatron records the losses of multi-token prediction for the logs, in training."""
+    """Return the dict in which Megatron records multi-token prediction's losses for the logs, in training."""
     tracker: dict[str, Any] = multi_token_prediction.MTPLossLoggingHelper.tracker
     return tracker
 
@@ -197,20 +179,10 @@ def gpt_mtp_block_spec(
     transformer_impl: Literal["local", "transformer_engine"],
     vp_stage: int | None = None,
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """Return the layers of multi-token prediction in one chunk, for ``GPTModel(mtp_block_spec=...)``.
+    """Return the multi-token prediction layers of one chunk, for ``GPTModel(mtp_block_spec=...)``; None if it has none.
 
-    Each of them is like the last layer of the model.
-
-    Args:
-        config: The transformer's config.
-        transformer_impl: Which modules to use, as in ``gpt_block_spec``.
-        vp_stage: Virtual stage of this rank; None without an interleaved pipeline.
-
-    Returns:
-        The layers; None if the config has none, or this chunk does not hold them.
-
-    Raises:
-        ValueError: :func:`check_multi_token` refuses the config.
+    Each of them is like the model's last layer. ``vp_stage`` is as in ``gpt_block_spec``. Raises ValueError if
+    :func:`check_multi_token` does.
     """
     if not config.mtp_num_layers:
         return None
@@ -230,16 +202,11 @@ def gpt_mtp_block_spec(
 
 
 def check_multi_token(config: TransformerConfig, tied: bool = False, learned_positions: bool = False) -> None:
-    """Refuse layouts on which Megatron's loss of multi-token prediction is not that of the whole batch.
+    """Raise ValueError for layouts on which Megatron's loss of multi-token prediction is not that of the whole batch.
 
-    Args:
-        config: The transformer's config.
-        tied: Whether the output layer is the embedding's transpose.
-        learned_positions: Whether the embedding holds a table of positions.
-
-    Raises:
-        ValueError: A rank would divide by its own number of tokens, which differs between the ranks that share a
-            sequence, or by zero; or another option does not work with these layers.
+    On these a rank would divide by its own number of tokens, which differs between ranks that share a sequence, or by
+    zero; or another option does not work with these layers. ``tied`` says that the output layer is the embedding's
+    transpose.
     """
     layers = config.mtp_num_layers
     if not layers:

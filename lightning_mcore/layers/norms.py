@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The norms of the torch backend."""
+"""The torch backend's norms, for ``spec.gpt_block_spec``; they differ in how gradients of their weights are summed."""
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -13,22 +13,9 @@ _KINDS = ("LayerNorm", "RMSNorm")
 
 
 class TorchNorm(nn.Module):
-    """LayerNorm or RMSNorm, as the config says, that works under sequence parallelism.
-
-    Under sequence parallelism each tensor-parallel rank normalises its own tokens, so the gradients of the weights are
-    partial sums. ``sequence_parallel`` on a parameter makes Megatron's ``finalize_model_grads`` add them up. The norms
-    of queries and keys see some of the heads rather than some of the tokens; Megatron finds those by name, with or
-    without sequence parallelism.
+    """LayerNorm or RMSNorm, as ``normalization`` says, that works under sequence parallelism; ValueError for others.
 
     Source: ``TENorm`` (megatron.core.extensions.transformer_engine, 0.16.1 and 0.19.2).
-
-    Args:
-        config: Reads ``normalization``, ``layernorm_zero_centered_gamma``, ``params_dtype`` and ``sequence_parallel``.
-        hidden_size: Size of the last dimension.
-        eps: Added to the variance.
-
-    Raises:
-        ValueError: ``normalization`` is neither LayerNorm nor RMSNorm.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -42,18 +29,16 @@ class TorchNorm(nn.Module):
         self.bias: nn.Parameter | None = None
         if config.normalization == "LayerNorm":
             self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        # Under sequence parallelism each tensor-parallel rank normalises its own tokens, so gradients of the weights
+        # are partial sums, and this mark makes Megatron's finalize_model_grads add them up. Norms of queries and keys
+        # see some of the heads instead; Megatron finds those by name, with or without sequence parallelism.
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalise the last dimension.
+        """Normalise the last dimension, and return the weights' dtype.
 
-        Args:
-            hidden_states: [..., hidden_size], any float dtype.
-
-        Returns:
-            The same shape in the dtype of the weights, which differs from that of the input with
-            ``fp32_residual_connection``.
+        The input has another dtype with ``fp32_residual_connection``.
         """
         weight, bias = self._weights()
         dtype, computed = weight.dtype, hidden_states.dtype
@@ -74,21 +59,19 @@ class TorchNorm(nn.Module):
 
 
 class LatentNorm(TorchNorm):
-    """A norm inside multi-latent attention, whose epsilon may differ from that of the other norms."""
+    """A norm inside multi-latent attention, whose epsilon may differ from the other norms'."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(config, hidden_size, architecture_of(config).latent_epsilon or eps)
 
 
 class LatentQueryNorm(LatentNorm):
-    """The norm of the compressed queries of multi-latent attention.
-
-    Without sequence parallelism every tensor-parallel rank sees the same tokens here, and has the whole gradient of the
-    weights. But ``finalize_model_grads``, which goes by its name, treats it like a norm of some of the heads and sums
-    over the ranks. So each rank contributes its share.
-    """
+    """The norm of multi-latent attention's compressed queries."""
 
     def _weights(self) -> tuple[Tensor, Tensor | None]:
+        # Without sequence parallelism every tensor-parallel rank sees the same tokens here, and has the whole gradient.
+        # But finalize_model_grads, which goes by the norm's name, takes it for a norm of some of the heads and sums
+        # over the ranks. With TP=2 each rank therefore contributes half.
         ranks = self.config.tensor_model_parallel_size
         if ranks == 1 or self.config.sequence_parallel:
             return super()._weights()
@@ -97,14 +80,12 @@ class LatentQueryNorm(LatentNorm):
 
 
 class RotatedHeadNorm(TorchNorm):
-    """The norm of queries or keys after their rotation, with the same weights for every head.
-
-    Each tensor-parallel rank has some of the heads, so the gradients of the weights are partial sums. Megatron averages
-    the gradients of parameters that have this mark, so each rank contributes its share times the number of ranks.
-    """
+    """The norm of queries or keys after their rotation, with the same weights for every head."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(config, hidden_size, eps)
+        # Each tensor-parallel rank has some of the heads, so its gradients are partial sums. Megatron averages the
+        # gradients of parameters with this mark, so _weights() multiplies each rank's part by the number of ranks.
         for parameter in self.parameters():
             parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
 
@@ -115,10 +96,6 @@ class RotatedHeadNorm(TorchNorm):
 
 
 def check_norm(config: TransformerConfig) -> None:
-    """Refuse an unknown ``normalization``.
-
-    Raises:
-        ValueError: It is neither LayerNorm nor RMSNorm.
-    """
+    """Raise ValueError if ``normalization`` is neither LayerNorm nor RMSNorm."""
     if config.normalization not in _KINDS:
         raise ValueError(f"normalization={config.normalization!r} is unknown; choose {' or '.join(_KINDS)}")

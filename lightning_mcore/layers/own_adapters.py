@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters on a model of your own, by the names of Megatron's layers; ``lora.py`` has the adapters themselves."""
+"""Adapters on your own model, by Megatron's layer names; ``lora.py`` has the adapters themselves."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,6 +30,7 @@ def add_lora(model: nn.Module, lora: LoRA) -> None:
         return
     chunks: Any = getattr(model, "chunks", [model])
     named = [(_global_name(chunk, path), child) for chunk in chunks for path, child in chunk.named_modules()]
+    # A pipeline stage knows only its own layers, so ranks exchange names before targets are checked.
     own = {
         n: isinstance(child, LINEAR) for n, child in named if next(child.parameters(recurse=False), None) is not None
     }
@@ -60,10 +61,12 @@ def add_lora(model: nn.Module, lora: LoRA) -> None:
 
 
 def _global_name(chunk: nn.Module, path: str) -> str:
-    """Return the path of a layer with the numbers that transformer layers have in the whole model."""
+    """Return a layer's path with transformer layers numbered as in the whole model."""
     parts = path.split(".")
     whole = list(parts)
     for index, part in enumerate(parts):
+        # The second stage's "decoder.layers.0" has layer_number 5 if the first stage holds four layers: it becomes
+        # "decoder.layers.4".
         number = getattr(chunk.get_submodule(".".join(parts[: index + 1])), "layer_number", None)
         if part.isdigit() and isinstance(number, int):
             whole[index] = str(number - 1)
@@ -71,7 +74,8 @@ def _global_name(chunk: nn.Module, path: str) -> str:
 
 
 def _projections(names: Sequence[str], layer: Any, split: int | None) -> Iterator[Projection]:
-    """Yield the projections of a layer, which have equally many of its rows."""
+    """Yield a layer's projections, which have equally many of its rows."""
+    # A gated linear_fc1 of 16 rows on each of 2 ranks: rank 1 has Rows(0, 8, 8) of .gate and Rows(8, 8, 8) of .up.
     rows, columns = layer.weight.shape[0] // len(names), layer.weight.shape[1]
     group = group_of(layer)
     ranks, rank = (1, 0) if split is None else (group.size(), group.rank())

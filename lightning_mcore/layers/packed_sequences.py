@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed sequences as Megatron's layers take them: which tokens of a row belong together.
 
-A packed batch has b rows of s tokens. Its ``cu_seqlens`` and ``cu_seqlens_padded`` say where the sequences of each row
-lie (``data/packing/rows.py`` makes such rows). For a model it is one row of b * s tokens, ``[1, b * s]``, in Megatron's
-``thd`` format: :func:`packed_sequences` turns the boundaries into the ``PackedSeqParams`` of that row.
+A packed batch has b rows of s tokens. Its ``cu_seqlens`` and ``cu_seqlens_padded`` say where each row's sequences lie
+(``data/packing/rows.py`` makes such rows). A model sees one row of b * s tokens, ``[1, b * s]``, in Megatron's ``thd``
+format: :func:`packed_sequences` turns the boundaries into that row's ``PackedSeqParams``.
 
-The torch backend and the checks here need the boundaries as plain numbers, and so do Megatron's rotary embeddings and
-multi-token prediction, in every layer. Reading them from a GPU waits until it has finished its work. So the strategy
-keeps the numbers beside the tensors that it moves to the device (:func:`keep_numbers`), a :class:`PackedSequences`
-holds numbers and host tensors, and the layers of the torch backend get these. TransformerEngine's kernels take tensors
-on the device (:meth:`PackedSequences.on`). A description made elsewhere is read when the first layer gets it
-(:func:`boundaries_of`).
-
-:func:`split_packed_rows` prepares the batch for context parallelism. It stays on the device and reads nothing, so
-errors in boundaries are found later, by :func:`packed_sequences`.
+The torch backend, the checks here, Megatron's rotary embeddings and multi-token prediction need the boundaries as plain
+numbers, in every layer. Reading them from a GPU waits until it has finished its work. So the strategy keeps the numbers
+next to the tensors that it moves to the device (:func:`keep_numbers`), and the torch backend's layers get a
+:class:`PackedSequences` of numbers and host tensors. TransformerEngine's kernels take device tensors
+(:meth:`PackedSequences.on`).
 
 Source: ``PackedSeqParams`` (megatron.core.packed_seq_params, 0.16.1 and 0.19.2); TransformerEngine's meaning of
 ``cu_seqlens_q_padded``: sequence ``i`` starts at ``padded[i]``, and its first ``cu[i + 1] - cu[i]`` tokens are real.
@@ -39,15 +35,10 @@ _HAS_PAD_BETWEEN_SEQS = "pad_between_seqs" in {field.name for field in fields(Pa
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Where the packed sequences of a row lie, in tokens.
+    """Where a row's packed sequences lie, in tokens."""
 
-    Args:
-        offsets: Where the sequences begin, padding included, and where the last one ends: n + 1 numbers.
-        lengths: The number of real tokens in each sequence; its other tokens are padding.
-    """
-
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
+    offsets: tuple[int, ...]  # where the sequences begin, padding included, and where the last one ends: n + 1
+    lengths: tuple[int, ...]  # each sequence's real tokens; its other tokens are padding
 
     @property
     def padded_lengths(self) -> tuple[int, ...]:
@@ -62,34 +53,24 @@ class Boundaries:
 
 @dataclass
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no type information
-    """Megatron's description of packed sequences, and the same numbers on the host.
-
-    The other fields are Megatron's; :func:`packed_sequences` fills them in.
-
-    Args:
-        boundaries: The boundaries as numbers.
-    """
+    """Megatron's description of packed sequences, and the same boundaries as numbers on the host."""
 
     boundaries: Boundaries | None = None
 
     def on(self, device: torch.device) -> "PackedSequences":
-        """Return the description for TransformerEngine's kernels, with its tensors on ``device``.
-
-        Padding counts as real there: it follows the tokens of its sequence, where causal attention does not see it, and
-        the loss leaves it out. All boundaries are one tensor, because TransformerEngine has only its fused
-        attention for padding between sequences, and before 2.18 compares the tensors in each layer.
-        """
+        """Return the description for TransformerEngine's kernels, with its tensors on ``device``."""
         assert self.boundaries is not None
+        # Padding counts as real here: it follows its sequence's tokens, where causal attention does not see it, and the
+        # loss leaves it out. All boundaries are one tensor, because TransformerEngine has only its fused attention for
+        # padding between sequences, and before 2.18 compares the tensors in each layer.
         padded = torch.tensor(self.boundaries.offsets, dtype=torch.int32).to(device, non_blocking=True)
         return _of_tensors(padded, padded, self.boundaries)
 
 
 def keep_numbers(moved: Any, on_host: Any) -> None:
-    """Keep the boundaries of a packed batch on the host, beside the tensors that were moved to the device.
+    """Keep a packed batch's boundaries on the host, next to the tensors that were moved to the device.
 
-    Args:
-        moved: The batch on the device; anything but a packed batch is ignored.
-        on_host: The same batch before it was moved.
+    The strategy calls it after each transfer; anything but a packed batch is ignored.
     """
     if not isinstance(moved, Mapping) or not isinstance(on_host, Mapping):
         return
@@ -100,7 +81,7 @@ def keep_numbers(moved: Any, on_host: Any) -> None:
 
 
 def rows_between(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """Return rows ``start`` to ``stop - 1`` of [b, ...], any dtype, with the numbers that :func:`keep_numbers` kept."""
+    """Return rows ``start`` to ``stop - 1`` of a tensor, with the numbers that :func:`keep_numbers` kept."""
     rows = tensor[start:stop]
     numbers = _kept_numbers(tensor)
     if numbers is not None:
@@ -111,25 +92,16 @@ def rows_between(tensor: Tensor, start: int, stop: int) -> Tensor:
 def packed_sequences(
     cu_seqlens: Tensor, cu_seqlens_padded: Tensor, row_length: int, context_parallel_size: int = 1
 ) -> PackedSequences:
-    """Describe the sequences of a packed batch to Megatron's layers, its rows joined into one.
+    """Describe a packed batch's sequences to Megatron's layers, its rows joined into one.
 
-    Waits for the device to read the boundaries, unless their numbers are kept on the host.
-
-    Args:
-        cu_seqlens: [b, n + 1] integers: in each row, the number of real tokens in all earlier sequences.
-        cu_seqlens_padded: [b, n + 1] integers: where the sequences of each row begin, padding included; the last entry
-            is ``row_length``. A row with fewer sequences repeats its last values.
-        row_length: Tokens of a row, s.
-        context_parallel_size: Number of ranks that share a row.
-
-    Returns:
-        The description of one row of b * s tokens, with int32 tensors [n + 1] on the host. Sequences without tokens
-        are left out. ``max_seqlen_q`` and ``max_seqlen_kv`` count padding, because padded tokens are rotated too and
-        need rotary embeddings.
-
-    Raises:
-        ValueError: The two tensors do not fit together or do not fill the row, or the ranks cannot share a sequence.
+    Both boundaries are [b, n + 1]; a row with fewer sequences repeats its last values. The result has int32 tensors on
+    the host and leaves out empty sequences. Raises ValueError if the two do not fit together or do not fill the rows,
+    or if the ranks cannot share a sequence. Waits for the device, unless numbers are kept on the host.
     """
+    # Two rows of 8: the first has sequences of 3 and 2 tokens, each padded to 4, the second one of 7, padded to 8.
+    #     cu_seqlens         0 3 5 | 0 7 7    joined: 0 3 5 12
+    #     cu_seqlens_padded  0 4 8 | 0 8 8    joined: 0 4 8 16
+    # The third sequence, of zero tokens, is left out. max_seqlen is 8: padded tokens are rotated too.
     if cu_seqlens.dim() != 2 or cu_seqlens.shape != cu_seqlens_padded.shape or cu_seqlens.size(1) < 2:
         raise ValueError(
             f"cu_seqlens has shape {list(cu_seqlens.shape)} and cu_seqlens_padded {list(cu_seqlens_padded.shape)}; "
@@ -149,14 +121,7 @@ def packed_sequences(
 
 
 def all_real(params: PackedSeqParams) -> PackedSequences:
-    """Return a description in which padding counts as real tokens, for code that reads only ``cu_seqlens_q``.
-
-    Args:
-        params: A description of packed sequences, from here or elsewhere.
-
-    Raises:
-        ValueError: The tensors do not fit together.
-    """
+    """Return a description in which padding counts as real tokens, for code that reads only ``cu_seqlens_q``."""
     boundaries = boundaries_of(params)
     tensor = params.cu_seqlens_q if params.cu_seqlens_q is not None else params.cu_seqlens_q_padded
     return _described(Boundaries(boundaries.offsets, boundaries.padded_lengths), tensor.device)
@@ -165,12 +130,9 @@ def all_real(params: PackedSeqParams) -> PackedSequences:
 def boundaries_of(params: PackedSeqParams) -> Boundaries:
     """Return the boundaries as numbers, read from the device at most once.
 
-    Args:
-        params: A description of packed sequences, from here or elsewhere. Without padded boundaries, or without real
-            ones, there is no padding.
-
-    Raises:
-        ValueError: The format is not ``thd``, keys and queries differ, or the tensors do not fit together.
+    Layers call it with descriptions made here or elsewhere. If real or padded boundaries are absent, there is no
+    padding. Raises ValueError if the format is not ``thd``, keys and queries differ, or the tensors do not fit
+    together.
     """
     if isinstance(params, PackedSequences) and params.boundaries is not None:
         return params.boundaries
@@ -182,21 +144,14 @@ def boundaries_of(params: PackedSeqParams) -> Boundaries:
 
 
 def split_packed_rows(tensor: Tensor, cu_seqlens_padded: Tensor, rank: int, size: int) -> Tensor:
-    """Return the slices of each packed sequence that a context-parallel rank holds, row by row.
+    """Return the slices of each packed sequence that a context-parallel rank holds: [b, s, ...] to [b, s / size, ...].
 
-    Reads nothing from the device; :func:`packed_sequences` checks that the ranks can share the sequences.
-
-    Args:
-        tensor: [b, s] or [b, s, ...], any dtype.
-        cu_seqlens_padded: [b, n + 1] integers, where the sequences of each row begin; the last entry is s.
-        rank: Rank in the context-parallel group.
-        size: Number of ranks in that group.
-
-    Returns:
-        [b, s / size] or [b, s / size, ...], the same dtype; the tensor itself if ``size`` is 1.
+    Reads nothing from the device, so it does not notice wrong boundaries; :func:`packed_sequences` does, later.
     """
     if size == 1:
         return tensor
+    # Two sequences of 4 in a row of 8, on 2 ranks: rank 0 gets positions 0 3 4 7, rank 1 gets 1 2 5 6. Clamped, because
+    # wrong boundaries would otherwise be an assertion in a CUDA kernel.
     positions = packed_positions(cu_seqlens_padded, tensor.size(1), rank, size).clamp(0, tensor.size(1) - 1)
     index = positions.view(*positions.shape, *[1] * (tensor.dim() - 2)).expand(-1, -1, *tensor.shape[2:])
     return tensor.gather(1, index)
@@ -221,6 +176,7 @@ def _of_tensors(real: Tensor, padded: Tensor, boundaries: Boundaries) -> PackedS
         max_seqlen_kv=longest,
         boundaries=boundaries,
     )
+    # One tensor for both means that padding counts as real: see PackedSequences.on().
     if _HAS_PAD_BETWEEN_SEQS:
         packed.pad_between_seqs = real is not padded and boundaries.has_padding
     return packed
@@ -246,7 +202,7 @@ def _check_row(row: int, real: list[int], padded: list[int], row_length: int, co
 
 
 def _check_lengths(real: list[int], padded: list[int]) -> None:
-    """Refuse real lengths that are negative or exceed the padded ones."""
+    """Reject real lengths that are negative or exceed the padded ones."""
     if real[0] != 0:
         raise ValueError(f"cu_seqlens begins with {real[0]}; let it begin with 0")
     for index in range(len(real) - 1):
@@ -264,6 +220,7 @@ def _read(params: PackedSeqParams) -> Boundaries:
         raise ValueError(f"packed_seq_params has qkv_format={params.qkv_format!r}; the torch backend takes 'thd'")
     real, padded = _of_queries_or_keys(params.cu_seqlens_q, params.cu_seqlens_q_padded)
     if params.cu_seqlens_kv is not params.cu_seqlens_q or params.cu_seqlens_kv_padded is not params.cu_seqlens_q_padded:
+        # Only if they are other tensors: each read waits for the device.
         keys = _of_queries_or_keys(params.cu_seqlens_kv, params.cu_seqlens_kv_padded)
         if keys != (real, padded):
             raise ValueError(

@@ -2,9 +2,9 @@
 """Convert rows with padding on either side, as Hugging Face's collators write them, for layers without a mask.
 
 In a causal model, tokens do not see padding that follows them, so rows with padding at the end need no attention mask.
-:class:`PaddedRows` moves the tokens of each row to its beginning, makes the rows as long as the layout needs, gives
-each context-parallel rank its share, and puts results back in their places. Rotary positions are relative, so the move
-does not change the results.
+:class:`PaddedRows` moves each row's tokens to its beginning, makes the rows as long as the layout needs, gives each
+context-parallel rank its share, and puts results back in their places. Rotary positions are relative, so the move does
+not change the results. The models of ``hf_model()`` use it for calls in Hugging Face's form.
 """
 
 from dataclasses import dataclass, replace
@@ -20,19 +20,12 @@ from lightning_mcore.parallel.context import split_for_context_parallel
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """The places of the tokens in each row.
+    """The places of the tokens in each row."""
 
-    Args:
-        shape: Rows and columns as given, (b, s).
-        starts: [b] int64, the column of the first token of each row; None if all rows begin with a token.
-        lengths: [b] int64, the number of tokens of each row; None if no row has padding.
-        length: Columns that the layers get: ``s``, rounded up to a multiple that the layout needs.
-    """
-
-    shape: tuple[int, int]
-    starts: Tensor | None
-    lengths: Tensor | None
-    length: int
+    shape: tuple[int, int]  # rows and columns as given, (b, s)
+    starts: Tensor | None  # [b], column of each row's first token; None if all rows begin with a token
+    lengths: Tensor | None  # [b], tokens of each row; None if no row has padding
+    length: int  # columns that the layers get: s, rounded up to a multiple that the layout needs
 
     @classmethod
     def of(
@@ -43,17 +36,11 @@ class PaddedRows:
         multiple: int,
         is_relative: bool = True,
     ) -> "PaddedRows":
-        """Read the padding of a batch; waits for the device if there is a mask or if positions are given.
+        """Read a batch's padding; waits for the device if a mask or positions are given.
 
-        Args:
-            tokens: [b, s] int64.
-            attention_mask: [b, s], any dtype, 1 for a token, 0 for padding; None if there is no padding.
-            position_ids: [b, s] or [1, s] int64; None for 0, 1, 2 and so on.
-            multiple: The number of columns must be a multiple of this.
-            is_relative: Whether only differences of positions matter, so that a row may begin with any.
-
-        Raises:
-            ValueError: The mask or the positions are not those of padded rows.
+        ``attention_mask`` is [b, s], 1 for a token and 0 for padding; ``position_ids`` [b, s] or [1, s].
+        ``is_relative`` says that only differences of positions matter, so that a row may begin with any. Raises
+        ValueError if the mask or the positions are not those of padded rows.
         """
         if tokens.dim() != 2:
             raise ValueError(f"input_ids has the shape {list(tokens.shape)}; give [rows, tokens]")
@@ -77,6 +64,7 @@ class PaddedRows:
         columns = torch.arange(self.shape[1], device=seen.device)
         expected = (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])
         wrong = (seen != expected).any() | ((attention_mask != 0) & (attention_mask != 1)).any()
+        # One read from the device for all three answers.
         is_wrong, is_moved, is_padded = torch.stack(
             [wrong, (starts > 0).any(), (lengths < self.shape[1]).any()]
         ).tolist()
@@ -91,6 +79,7 @@ class PaddedRows:
         positions = position_ids.expand(self.shape)
         steps = positions.diff(dim=1) == 1
         if self.tokens is not None:
+            # Only between two tokens of a row; positions of padding may be anything.
             steps = steps | ~(self.tokens[:, 1:] & self.tokens[:, :-1])
         if not bool(steps.all()):
             raise ValueError(
@@ -114,17 +103,9 @@ class PaddedRows:
         return (columns >= starts[:, None]) & (columns < (starts + self.lengths)[:, None])
 
     def share(self, values: Tensor, filler: int, rank: int, size: int) -> Tensor:
-        """Return a context-parallel rank's share of values, moved to the beginning of their rows.
-
-        Args:
-            values: [b, s], any dtype.
-            filler: The value of added columns.
-            rank: Rank in the context-parallel group.
-            size: Number of ranks in that group.
-
-        Returns:
-            [b, length / size] in the same dtype.
-        """
+        """Return a context-parallel rank's share of [b, s] values, [b, length / size], each row's tokens first."""
+        # The row . . 7 8 9 (two places of padding) for a multiple of 4 becomes 7 8 9 . . and is filled up to 7 8 9 . .
+        # x x x. restore() gathers columns 3 4 0 1 2 of the results, which are 5 again.
         if self.starts is not None:
             values = values.gather(1, self._turned(self.starts))
         if self.length > self.shape[1]:
@@ -132,14 +113,7 @@ class PaddedRows:
         return split_for_context_parallel(values, rank, size)
 
     def restore(self, values: Tensor) -> Tensor:
-        """Put whole rows back in their places.
-
-        Args:
-            values: [b, length, ...], any dtype.
-
-        Returns:
-            [b, s, ...] in the same dtype; differentiable.
-        """
+        """Put whole rows back in their places: [b, length, ...] to [b, s, ...], differentiable."""
         values = values[:, : self.shape[1]]
         if self.starts is None:
             return values
@@ -147,23 +121,16 @@ class PaddedRows:
         return values.gather(1, index.view(*index.shape, *(1,) * (values.dim() - 2)).expand(values.shape))
 
     def targets(self, labels: Tensor) -> Tensor:
-        """Return the target of each token: the label of the next one.
+        """Return each token's target, [b, s]: the next token's label, or -100.
 
-        The first token of a row has no token before it to predict it, wherever its padding is.
-
-        Args:
-            labels: [b, s] int64; -100 for a token without a target.
-
-        Returns:
-            [b, s] int64; -100 for a token without a target.
-
-        Raises:
-            ValueError: The shape differs from that of the tokens, or padding has a label.
+        Raises ValueError if the shape is not the tokens', or padding has a label.
         """
         if labels.shape != self.shape:
             raise ValueError(
                 f"labels have the shape {list(labels.shape)} and input_ids {list(self.shape)}; give one for each token"
             )
+        # Labels . . 7 8 9 become targets . . 8 9 . : the first token has no token before it that would predict it,
+        # wherever the padding is, so the place before it is masked below.
         targets = functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
         if self.tokens is None:
             return targets

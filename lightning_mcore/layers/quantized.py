@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frozen linear layers whose weights are kept in 4 bits (NF4), for adapters on top: QLoRA.
 
-A weight is stored as bitsandbytes stores that of each Hugging Face projection: in blocks of 64 values of a row, one
-length for each block, and with double quantization those lengths in 8 bits, in blocks of 256. Each rank quantizes its
-own rows and columns. The lengths of a projection are gathered once, because their mean and their blocks are those of
-the whole; so the weights of all ranks together are those of one, bit for bit.
-
-A layer makes its weight when it runs, and again in backward; in between only the 4 bits are kept.
+A weight is stored as bitsandbytes stores each Hugging Face projection: in blocks of 64 values of a row, with one scale
+("length") per block; double quantization keeps those in 8 bits, in blocks of 256. Each rank quantizes its own rows and
+columns. A layer makes its weight when it runs, and again in backward; in between only the 4 bits are kept.
+``hf/adapters.py`` calls :func:`quantize` for each layer.
 
 Source: ``quantize_4bit`` and ``dequantize_4bit`` of bitsandbytes 0.50.2.
 """
@@ -22,16 +20,14 @@ from torch import Tensor, nn
 
 from lightning_mcore.layers.lora import Projection, group_of
 
+# A 4096 x 4096 weight: 8 MiB of codes, and 262,144 lengths, 1 MiB in fp32. Double quantization keeps the lengths as
+# 256 KiB of bytes, 4 KiB of scales and 96 KiB of indices. bf16 takes 32 MiB.
 _BLOCK = 64  # values that share a length
 _OF_LENGTHS = 256  # lengths that share a length
 
 
 def require_bitsandbytes() -> Any:
-    """Return ``bitsandbytes.functional``.
-
-    Raises:
-        ModuleNotFoundError: It is not installed.
-    """
+    """Return ``bitsandbytes.functional``; ModuleNotFoundError if it is not installed."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ModuleNotFoundError("quantization='nf4' needs bitsandbytes; pip install 'lightning-mcore[qlora]'")
     import bitsandbytes.functional
@@ -46,20 +42,16 @@ def _table(levels: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 class NF4Weight(nn.Module):
-    """A weight in 4 bits on this rank.
+    """A weight, [rows, columns], in 4 bits on this rank.
 
-    Args:
-        weight: [rows, columns] in fp32, bf16 or fp16.
-        projections: What it consists of; every row belongs to one.
-        group: The ranks that share it.
-        split: The axis of it that they share; None where each has the whole.
-        is_double: Whether the lengths of blocks are kept in 8 bits.
+    Every row belongs to one of ``projections``. ``split`` is the axis that the ranks of ``group`` share, None if each
+    has the whole. ``is_double`` keeps block lengths in 8 bits.
     """
 
-    codes: Tensor
-    lengths: Tensor
-    scales: Tensor
-    offsets: Tensor
+    codes: Tensor  # two values to a byte
+    lengths: Tensor  # one for each block, fp32 or 8 bits
+    scales: Tensor  # of double quantization: one for 256 lengths of a projection
+    offsets: Tensor  # the mean length of each projection
     row: Tensor
 
     def __init__(
@@ -86,6 +78,8 @@ class NF4Weight(nn.Module):
         for number, projection in enumerate(projections):
             first = projection.column // _BLOCK
             columns = slice(first, first + blocks)
+            # The mean and the blocks of 256 are those of the whole projection, so the ranks gather its lengths once.
+            # The weights of all ranks together then equal a single rank's, bit for bit.
             whole = lengths.new_zeros(projection.out_features, projection.in_features // _BLOCK)
             for own in projection.rows:
                 whole[own.hf_start : own.hf_start + own.count, columns] = lengths[own.start : own.start + own.count]
@@ -112,16 +106,14 @@ class NF4Weight(nn.Module):
         self.register_buffer(name, values.contiguous().view(torch.uint8), persistent=False)
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the weight, [rows, columns].
-
-        Args:
-            dtype: Of the result; None for that which the weight had.
-        """
+        """Return the weight, [rows, columns], in ``dtype``; None for the dtype that the weight had."""
         functional = require_bitsandbytes()
         blocks = self.shape[1] // _BLOCK
         if self.is_double:
             levels = _table(self.inner_levels, self.codes.device)
             row = self.row.view(torch.int64).view(-1, 3)
+            # The number of a row's block in the whole projection, divided by 256, is its scale's; row[:, 1] is the
+            # projection's first scale, row[:, 2] the row's first block.
             scale = row[:, 1:2] + (row[:, 2:] + torch.arange(blocks, device=row.device)) // _OF_LENGTHS
             lengths = levels[self.lengths.long()] * self.scales.view(torch.float32)[scale]
             lengths = lengths + self.offsets.view(torch.float32)[row[:, :1]]
@@ -140,24 +132,25 @@ class NF4Weight(nn.Module):
 
 
 class _Quantized:
-    """Put before the class of a linear layer: its weight is made of 4 bits when it runs."""
+    """Put before a linear layer's class: its weight is made from 4 bits when it runs."""
 
     quantized: NF4Weight
     made: Tensor | None = None
 
     @property
     def weight(self) -> Tensor:
-        """The weight, made anew outside of ``forward``."""
+        """The weight, made anew outside ``forward``."""
         return self.quantized.dense() if self.made is None else self.made
 
     def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer; what autograd would keep of the weight is made again from 4 bits."""
+        """Run the layer with a weight that lives for this call only."""
+        # Autograd would keep the dense weight of every layer until backward. The hooks keep the 4 bits in its place.
         made, stored, dtype = self.quantized.dense(inputs.dtype), self.quantized, inputs.dtype
         with torch.autograd.graph.saved_tensors_hooks(
             lambda kept: stored if kept.data_ptr() == made.data_ptr() and kept.shape == made.shape else kept,
             lambda kept: stored.dense(dtype) if kept is stored else kept,
         ):
-            object.__setattr__(self, "made", made)
+            object.__setattr__(self, "made", made)  # without nn.Module's bookkeeping
             try:
                 return super().forward(inputs, *args, **kwargs)  # type: ignore[misc]
             finally:
@@ -165,15 +158,9 @@ class _Quantized:
 
 
 def check_quantization(transformer_impl: str, base: str | None) -> None:
-    """Refuse weights in 4 bits where they are not supported.
+    """Reject 4-bit weights for other layers than Megatron's, and without a model that they are read from (``base``).
 
-    Args:
-        transformer_impl: Whose layers, ``"local"`` or ``"transformer_engine"``.
-        base: Where the weights are read from; None where they are drawn.
-
-    Raises:
-        ValueError: The layers are others, or the weights are in no file.
-        ModuleNotFoundError: bitsandbytes is not installed.
+    Raises ValueError, or ModuleNotFoundError if bitsandbytes is not installed.
     """
     if transformer_impl != "local":
         raise ValueError("quantization='nf4' works on Megatron's own layers only; set transformer_impl='local'")
@@ -183,18 +170,13 @@ def check_quantization(transformer_impl: str, base: str | None) -> None:
 
 
 def check_blocks(columns: Mapping[str, int], tp: int, etp: int) -> None:
-    """Refuse sizes whose rows do not hold whole blocks on each rank.
+    """Raise ValueError for sizes whose rows do not hold whole blocks on each rank.
 
-    Args:
-        columns: Of the weights, by Megatron's names.
-        tp: Ranks that share a dense weight.
-        etp: Ranks that share that of a routed expert.
-
-    Raises:
-        ValueError: A row does not hold whole blocks.
+    ``columns`` is by Megatron's weight names; ``tp`` ranks share a dense weight, ``etp`` a routed expert's.
     """
     for name, whole in columns.items():
         if name.startswith("decoder.") and "linear_" in name and name.endswith(".weight"):
+            # Only these have their columns split; all others have their rows split, if anything.
             is_split = name.endswith(("linear_proj.weight", "linear_out.weight", "linear_fc2.weight"))
             _require_blocks(name, whole // ((etp if ".experts.experts." in name else tp) if is_split else 1))
 
@@ -208,16 +190,10 @@ def _require_blocks(name: str, columns: int) -> None:
 
 
 def quantize(layer: Any, projections: Sequence[Projection], split: int | None, double_quantization: bool) -> None:
-    """Keep the weight of a linear layer in 4 bits, in place; collective over the ranks that share it.
+    """Keep a linear layer's weight in 4 bits, in place; collective over the ranks that share it.
 
-    Args:
-        layer: The layer, with its weight and, if it has some, its adapters.
-        projections: The projections that it consists of.
-        split: The axis of its weight that is split over tensor-parallel ranks: 0, 1, or None.
-        double_quantization: Whether the lengths of blocks are kept in 8 bits.
-
-    Raises:
-        ValueError: A row does not hold whole blocks.
+    The layer has its weight and, if any, its adapters. ``split`` is as in ``lora.adapt``. Raises ValueError if a row
+    does not hold whole blocks.
     """
     _require_blocks(projections[0].name, layer.weight.shape[1])
     stored = NF4Weight(layer.weight.detach(), projections, group_of(layer), split, double_quantization)

@@ -1,21 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's router of experts, with extra losses that have the same weight on every layout.
+"""Megatron's router of experts, with auxiliary losses that have the same weight on every layout.
 
 A router adds balancing losses and a z-loss to the gradient. With ``calculate_per_token_loss`` Megatron finally divides
-every gradient by the tokens of the whole step, so these losses must first be multiplied by the tokens of their
-microbatch. megatron-core 0.16 multiplies by the tokens of this rank only. With sequence or context parallelism the
-losses then weigh too little, by the number of ranks that share a sequence; the loss of sequences also by the rows of a
-microbatch. 0.19 has fixed that. :class:`ExactRouter` multiplies itself, so it is right in every version.
-
-The loss over all model copies is the sum of their parts, but Megatron averages gradients over the copies, so in every
-version it weighs too little by their number; :class:`ExactRouter` makes up for that. Counts stay in fp32, because in
-bf16 a count stops at 256.
-
-Padding in packed rows counts neither in a loss nor in the numbers of tokens that move the bias of experts. The ranks
-that share a sequence have uneven parts of it, some perhaps none, and a microbatch may hold only padding. The logs use
-the weights of the gradient.
-
-``spec.gpt_block_spec`` puts the router into every layer with experts.
+every gradient by the tokens of the whole step, so these losses must first be multiplied by their microbatch's tokens.
+megatron-core 0.16 multiplies by this rank's tokens only: with sequence or context parallelism the losses weigh too
+little, by the number of ranks that share a sequence, and the sequence loss also by a microbatch's rows. 0.19 has fixed
+that. :class:`ExactRouter` multiplies itself, so it is right in every version. Padding in packed rows counts neither in
+a loss nor in the token counts that move the experts' bias. ``spec.gpt_block_spec`` puts the router into every layer
+with experts.
 
 Source: ``TopKRouter`` (megatron.core.transformer.moe.router, 0.16.1 and 0.19.2).
 """
@@ -33,6 +25,7 @@ from torch import Tensor, nn
 from lightning_mcore.config.architecture import architecture_of
 
 _FEW = 1e-9  # a count too small to change any other, whose square is not zero in fp32
+# Buffers that a cast of the model would make bf16, in which a count stops at 256.
 _COUNTERS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
 
 
@@ -54,25 +47,19 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
         self.is_empty: Tensor | None = None
 
     def gating(self, input: Tensor) -> Tensor:
-        """Return the scores of the experts, in fp32 if the weights are, else in the router's dtype.
+        """Return the experts' scores, in fp32 if the weights are, else in the router's dtype.
 
-        Args:
-            input: [s / cp / tp, b, h], any float dtype; / tp only with sequence parallelism. TransformerEngine
-                multiplies matrices of one dtype.
+        ``input`` is [s / cp / tp, b, h]; / tp only with sequence parallelism.
         """
+        # TransformerEngine multiplies matrices of one dtype only.
         scores: Tensor = super().gating(input.to(torch.promote_types(input.dtype, self.weight.dtype)))
         return scores
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Choose the experts of each token.
+        """Choose the experts of each token: weights and a bool choice, both [tokens, experts].
 
-        Args:
-            logits: [s / cp / tp, b, experts], any float dtype; / tp only with sequence parallelism.
-            padding_mask: [s / cp / tp, b] bool, True for tokens that do not count. On the later stages of a pipeline
-                Megatron gives [s / cp, b].
-
-        Returns:
-            The weights, in the dtype of ``logits``, and the choice, bool; both [tokens, experts].
+        ``logits`` is [s / cp / tp, b, experts], ``padding_mask`` [s / cp / tp, b], True for tokens that do not count; /
+        tp only with sequence parallelism. On later pipeline stages Megatron passes a mask of [s / cp, b].
         """
         if padding_mask is not None and padding_mask.size(0) != logits.size(0):
             padding_mask = padding_mask.chunk(self.tp_group.size())[self.tp_group.rank()]
@@ -81,11 +68,11 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
         return routed
 
     def _set_scales(self, logits: Tensor, padding_mask: Tensor | None) -> None:
-        """Compute the factors of the losses of this microbatch.
-
-        A balancing loss is a mean over the tokens of all ranks that share a sequence. The z-loss is a mean over the
-        ranks of the mean over each rank's tokens, and padding is not spread evenly over the ranks.
-        """
+        """Compute the factors of this microbatch's losses."""
+        # A balancing loss is a mean over the tokens of all ranks that share a sequence. The z-loss is the mean over
+        # ranks of each rank's mean, and padding is not spread evenly. Two ranks with 60 and 40 real tokens: the shares
+        # are 60 * 2 / 100 = 1.2 and 0.8, so the z-loss is (1.2 a + 0.8 b) / 2 = 0.6 a + 0.4 b. Per token, the ranks
+        # multiply it by 120 and 80, and the balancing loss by 100.
         ranks = self.tp_cp_group.size()
         own: Tensor | int = logits.shape[0] * logits.shape[1] if padding_mask is None else (~padding_mask).sum()
         total = own * ranks
@@ -128,19 +115,12 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
     def attach_and_log_load_balancing_loss(
         self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, aux_loss_name: str, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Add a balancing loss to the gradient of ``activation``, and log it.
+        """Add a balancing loss to the gradient of ``activation`` [tokens, experts], and log it.
 
-        Args:
-            activation: [tokens, experts], any float dtype.
-            aux_loss_coeff: Weight of the loss.
-            aux_loss: The loss, an fp32 scalar: a mean over the tokens of all ranks that share a sequence, or of a row.
-            aux_loss_name: Name of the loss in the logs.
-            args: Passed on to Megatron.
-            kwargs: Passed on to Megatron.
-
-        Returns:
-            ``activation`` with the loss attached to its gradient.
+        ``aux_loss`` is a scalar: a mean over the tokens of all ranks that share a sequence, or of a row.
         """
+        # The loss over all model copies is the sum of their parts, but Megatron averages gradients over the copies, in
+        # every version. Only the gradient is scaled, so the logs keep the loss itself.
         if aux_loss_name == "global_load_balancing_loss":
             aux_loss = scale_gradient(aux_loss, self.tp_dp_cp_group.size() / self.tp_cp_group.size())
         aux_loss = scale_gradient(aux_loss, self.balancing_scale)
@@ -150,15 +130,12 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
         return attached
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Add the z-loss, a mean over tokens, to the gradient of ``logits`` and log it.
-
-        Args:
-            logits: [s / cp / tp, b, experts], any float dtype; returned with the loss attached.
-            padding_mask: [s / cp / tp, b] bool, True for tokens that do not count.
-        """
+        """Add the z-loss, a mean over tokens, to the gradient of ``logits`` and log it; shapes as in ``routing``."""
         if isinstance(self.z_scale, int) and self.z_scale == 1:
             attached: Tensor = super().apply_z_loss(logits, padding_mask=padding_mask)
             return attached
+        # The z-loss acts on the gradient of a copy of the logits, which scale_gradient() multiplies. _Join gives this
+        # copy no other gradient, so the loss is scaled and the logits' own gradient is not.
         with _recorded_as("z_loss", self.z_share):
             aside = super().apply_z_loss(scale_gradient(logits, self.z_scale), padding_mask=padding_mask)
         joined: Tensor = _Join.apply(logits, aside)  # type: ignore[no-untyped-call]
@@ -180,18 +157,16 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
 
 
 class ChoiceBiasRouter(ExactRouter):
-    """A softmax router with a fixed bias that affects only which experts are chosen, as in ERNIE 4.5.
-
-    The weights of chosen experts are their probabilities divided by the sum of these, which is a softmax over the
-    chosen ones alone. So the router hides the others from Megatron's, which then chooses and weighs the same experts.
-    """
+    """A softmax router with a fixed bias that affects only which experts are chosen, as in ERNIE 4.5."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.choice_bias = nn.Buffer(torch.zeros(1, self.config.num_moe_experts, dtype=torch.float32))
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Choose the experts of each token; arguments and result are those of ``ExactRouter``."""
+        """Choose the experts of each token, as in :class:`ExactRouter`."""
+        # The chosen experts' weights are their probabilities divided by the sum of these: a softmax over the chosen
+        # ones alone. So the others are hidden from Megatron's router, which then chooses and weighs the same experts.
         with torch.no_grad():
             scores = torch.softmax(logits, dim=-1, dtype=torch.float32) + self.choice_bias
             chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(
@@ -212,14 +187,14 @@ def router_tracker() -> Any:
 
 
 def recorded_values(entry: Any) -> Tensor:
-    """Return the values in an entry of the tracker, [layers] fp32: sums over microbatches."""
+    """Return the values in a tracker entry, [layers] fp32: sums over microbatches."""
     values: Tensor = entry["values"] if isinstance(entry, dict) else entry.values
     return values
 
 
 @contextmanager
 def _recorded_as(name: str, share: Tensor | int) -> Iterator[None]:
-    """Multiply by ``share`` what is recorded under ``name`` inside the ``with`` block."""
+    """Multiply by ``share`` what is recorded under ``name`` inside the ``with`` block, and only that."""
     tracker = router_tracker()
     before = tracker.pop(name, None)
     yield
@@ -258,6 +233,6 @@ class _Join(torch.autograd.Function):
 
 
 def scale_gradient(tensor: Tensor, factor: Tensor | float) -> Tensor:
-    """Return ``tensor``, of any shape and float dtype; its gradient is multiplied by ``factor``."""
+    """Return ``tensor`` unchanged; its gradient is multiplied by ``factor``."""
     scaled: Tensor = _ScaleGradient.apply(tensor, factor)  # type: ignore[no-untyped-call]
     return scaled

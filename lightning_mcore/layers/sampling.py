@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens and logits from logits that are spread over ranks.
+"""Tokens and logits from logits that are distributed over ranks.
 
-Under tensor parallelism a rank holds the logits of a slice of the vocabulary, under context parallelism those of some
-of the positions. To choose tokens, whole logits are gathered for at most one position; for all positions only the best
-value and its index are sent. :func:`whole_logits` gathers all of them, for losses of the user's own. The vocabulary is
-padded, and padding is never chosen.
+A tensor-parallel rank holds the logits of a slice of the vocabulary, a context-parallel rank those of some positions.
+To choose tokens, whole logits are gathered for at most one position; for all positions only the best value and its
+index are sent. :func:`whole_logits` gathers everything, for custom losses. The vocabulary is padded, and padding is
+never chosen. Metrics, generation and ``hf/auto_model.py`` call this file.
 """
 
 from typing import Any
@@ -22,16 +22,12 @@ from lightning_mcore.parallel.context import (
 
 
 def vocab_parallel_argmax(logits: Tensor, vocab_size: int, tp_group: dist.ProcessGroup) -> Tensor:
-    """Return the most probable token at each position; among equals, the lowest id.
+    """Return the most probable token at each position, [b, s] int64 on every rank; among equals, the lowest id.
 
-    Args:
-        logits: [b, s, v / tp], any float dtype, this rank's slice of the padded vocabulary.
-        vocab_size: Size of the vocabulary without padding.
-        tp_group: The tensor-parallel ranks.
-
-    Returns:
-        [b, s] int64, the same on every rank of the group.
+    ``logits`` is [b, s, v / tp], a slice of the padded vocabulary; ``vocab_size`` is without padding.
     """
+    # 6 tokens padded to 8 on 2 ranks: rank 1 holds ids 4 to 7, of which the first two are real. Each rank sends one
+    # value and one id per position, and max() and argmax() return the first of equals, so the lowest rank and id win.
     first = tp_group.rank() * logits.size(-1)
     real = min(max(vocab_size - first, 0), logits.size(-1))
     padding = torch.arange(logits.size(-1), device=logits.device) >= real
@@ -48,18 +44,9 @@ def logits_at(
     tp_group: dist.ProcessGroup,
     cp_group: dist.ProcessGroup,
 ) -> Tensor:
-    """Return the whole vocabulary's logits at one position of each sequence.
+    """Return the whole vocabulary's logits at one position of each sequence, [b, vocab_size] fp32 on every rank.
 
-    Args:
-        logits: [b, s / cp, v / tp], any float dtype, this rank's share.
-        position_ids: [b, s / cp] int64, the positions of these tokens in the sequence.
-        position: [b] int64, the position to look up in each sequence.
-        vocab_size: Size of the vocabulary without padding.
-        tp_group: The tensor-parallel ranks.
-        cp_group: The context-parallel ranks.
-
-    Returns:
-        [b, vocab_size] fp32, the same on every rank of both groups.
+    ``logits`` is [b, s / cp, v / tp], ``position_ids`` [b, s / cp], ``position`` [b].
     """
     asked = (position_ids == position[:, None])[..., None]
     found = torch.where(asked, logits.float(), 0.0).sum(dim=1)
@@ -70,37 +57,25 @@ def logits_at(
 
 
 def gather_sequence(shares: Tensor, cp_group: dist.ProcessGroup, cu_seqlens_padded: Tensor | None = None) -> Tensor:
-    """Return whole sequences, in order, from the shares of the context-parallel ranks.
+    """Return whole sequences in order, [b, s], from the context-parallel ranks' shares, [b, s / cp]; collective.
 
-    Args:
-        shares: [b, s / cp], any dtype, the share of this rank.
-        cp_group: The context-parallel ranks.
-        cu_seqlens_padded: [b, n + 1] integers, where the sub-sequences of packed rows begin; None for dense rows.
-
-    Returns:
-        [b, s] in the same dtype, the same on every rank of the group.
+    ``cu_seqlens_padded`` says where packed rows' sub-sequences begin; None for dense rows.
     """
     gathered = list(_gather(shares, cp_group))
     if cu_seqlens_padded is None or cp_group.size() == 1:
         return unsplit_from_context_parallel(gathered)
     size = cp_group.size()
+    # The inverse of the split: write each share back to the positions that it came from.
     places = [packed_positions(cu_seqlens_padded, shares.size(1) * size, rank, size) for rank in range(size)]
     joined = torch.cat(gathered, dim=1)
     return torch.empty_like(joined).scatter_(1, torch.cat(places, dim=1), joined)
 
 
 def whole_logits(logits: Tensor, vocab_size: int, tp_group: dist.ProcessGroup, cp_group: dist.ProcessGroup) -> Tensor:
-    """Return the logits of all tokens and positions, with gradients.
+    """Return all logits, [b, s, vocab_size] on every rank, from [b, s / cp, v / tp], with gradients; collective.
 
-    Args:
-        logits: [b, s / cp, v / tp], any float dtype, this rank's share.
-        vocab_size: Size of the vocabulary without padding.
-        tp_group: The tensor-parallel ranks.
-        cp_group: The context-parallel ranks.
-
-    Returns:
-        [b, s, vocab_size] in the same dtype, the same on every rank of both groups. All ranks must compute the same
-        loss from it; the gradient is then that of the mean of this loss over the context-parallel ranks.
+    All ranks must compute the same loss from it; its gradient is then that of the loss's mean over the context-parallel
+    ranks.
     """
     sequence = whole_sequence(logits, cp_group)
     if tp_group.size() > 1:
@@ -117,7 +92,7 @@ def whole_sequence(shares: Tensor, cp_group: dist.ProcessGroup) -> Tensor:
 
 
 class _WholeSequence(torch.autograd.Function):
-    """Gathers sequences on ranks which then all compute the same loss; its gradient is therefore known on each."""
+    """Gathers sequences on ranks which then all compute the same loss; so backward needs no communication."""
 
     @staticmethod
     def forward(ctx: Any, shares: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -126,7 +101,7 @@ class _WholeSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Return the part of this rank, multiplied by the number of ranks, over which gradients are averaged."""
+        """Return this rank's part, times the number of ranks, over which gradients are averaged."""
         group = ctx.group
         return split_for_context_parallel(gradients[0], group.rank(), group.size()) * group.size(), None
 

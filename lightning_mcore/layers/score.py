@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that take the place of ``GPTModel.output_layer``, and are called like it.
+"""Layers that replace ``GPTModel.output_layer``, and are called like it.
 
-:class:`ScoreLayer` belongs to reward models and classifiers: one or more scores for each token instead of logits over
-the vocabulary. All tensor-parallel ranks hold the whole layer and compute the same scores, in fp32.
-:class:`HiddenStates` has no weights and returns what it gets.
+:class:`ScoreLayer` is for reward models and classifiers: one or more scores per token instead of logits over the
+vocabulary. All tensor-parallel ranks hold the whole layer and compute the same scores, in fp32. :class:`HiddenStates`
+has no weights and returns what it gets.
 """
 
 from typing import Any
@@ -18,12 +18,7 @@ from lightning_mcore.parallel.groups import generator_of
 
 
 class ScoreLayer(nn.Module):
-    """A linear layer without bias from hidden states to scores, whose first values depend on the run's seed alone.
-
-    Args:
-        config: The transformer's config.
-        num_scores: Number of scores of a token.
-    """
+    """A linear layer without bias from hidden states to scores; its initial values depend only on the run's seed."""
 
     def __init__(self, config: TransformerConfig, num_scores: int = 1) -> None:
         super().__init__()
@@ -35,39 +30,28 @@ class ScoreLayer(nn.Module):
         self.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
-        """Return the scores.
+        """Return the scores, [s / cp, b, num_scores] fp32, and None for the bias.
 
-        Args:
-            hidden: [s / cp, b, h], with sequence parallelism [s / cp / tp, b, h], any float dtype.
-            weight: Must be None: a score has no embedding to share with.
-
-        Returns:
-            [s / cp, b, num_scores] fp32, and None for the bias.
+        ``hidden`` is [s / cp, b, h], with sequence parallelism [s / cp / tp, b, h]. ``weight`` must be None: Megatron
+        passes the embedding's here if the two are tied.
         """
         assert weight is None
         if self.sequence_parallel:
+            # All ranks compute the same scores and the same gradients, so backward takes its part of them instead of
+            # summing.
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return functional.linear(hidden.float(), self.weight.float()), None
 
 
 class HiddenStates(nn.Module):
-    """Returns the hidden states after the last norm, whole on every tensor-parallel rank.
-
-    Args:
-        config: The transformer's config.
-    """
+    """Returns the hidden states after the last norm, whole on every tensor-parallel rank."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.sequence_parallel: bool = config.sequence_parallel
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
-        """Return the hidden states, [s / cp, b, h], and None for the bias.
-
-        Args:
-            hidden: [s / cp, b, h], with sequence parallelism [s / cp / tp, b, h], any float dtype.
-            weight: Must be None, as for :class:`ScoreLayer`.
-        """
+        """Return the hidden states, [s / cp, b, h], and None for the bias; arguments as for :class:`ScoreLayer`."""
         assert weight is None
         if self.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron layers under a strategy that is not ours, and outside a run.
+"""Megatron layers under another strategy than ours, and outside a run.
 
 A module built with ``pipeline()`` may run under ``strategy="auto"`` or ``"ddp"``. Its layers still need Megatron's
 process groups and, on the CPU, ``torch.cuda``. :class:`SingleModelSession` is a callback that the module adds to the
 trainer for that run. It opens groups in which nothing is split, and closes them when the run ends, also by an
-exception.
-
-Experts and multi-token prediction add their own losses to the gradient, and expect Megatron's loop around them. In
-Lightning's loop the loss is the mean over a batch, divided by ``accumulate_grad_batches``. The session makes the
-additional losses follow the same rule, whatever ``calculate_per_token_loss`` says. They are not logged there.
+exception. :func:`single_process` does the same without a trainer.
 """
 
 import contextlib
@@ -59,6 +55,7 @@ def single_process() -> Iterator[None]:
         )
     with contextlib.ExitStack() as stack:
         stack.enter_context(choice_of_attention_restored())
+        # Callbacks run last in, first out: groups are closed before the process group that they live in.
         stack.enter_context(absent_names_bound() if torch.cuda.is_available() else cpu_runtime())
         if not process_groups_are_open():
             if open_single_process():
@@ -69,7 +66,7 @@ def single_process() -> Iterator[None]:
 
 
 class SingleModelSession(Callback):
-    """Keeps the CPU runtime and one-rank process groups open while another strategy runs a Megatron model."""
+    """Keeps the CPU runtime and single-rank process groups open while another strategy runs a Megatron model."""
 
     def __init__(self) -> None:
         self._open = contextlib.ExitStack()
@@ -78,7 +75,7 @@ class SingleModelSession(Callback):
 
     @classmethod
     def attach(cls, trainer: "pl.Trainer") -> None:
-        """Open a session for the current run of ``trainer``, unless one is open."""
+        """Open a session for the trainer's current run, unless one is open."""
         if any(isinstance(callback, cls) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             return
         session = cls()
@@ -100,6 +97,10 @@ class SingleModelSession(Callback):
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Turn the layers' own losses into means over a batch; undone when the run ends."""
+        # Experts and multi-token prediction add their own losses to the gradient, and expect Megatron's loop around
+        # them. In Lightning's loop the loss is the mean over a batch, divided by accumulate_grad_batches. These
+        # losses follow that rule here, whatever calculate_per_token_loss says: with accumulate_grad_batches=4 their
+        # scale is 0.25. They are not logged.
         for child in pl_module.modules():
             if isinstance(child, TopKRouter):
                 for name in ("weighs_tokens", "calculate_per_token_loss"):
@@ -118,7 +119,7 @@ class SingleModelSession(Callback):
             self._mtp_tokens = counted.sum().clamp(min=1) if "loss_mask" in given else counted.numel()
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: torch.Tensor) -> None:
-        """Scale the layers' own losses as Lightning has scaled ``loss``, a float scalar: the mean over a batch."""
+        """Scale the layers' own losses as Lightning has scaled ``loss``, the mean over a batch."""
         MoEAuxLossAutoScaler.set_loss_scale(self._auxiliary_scale)
         MTPLossAutoScaler.set_loss_scale(self._auxiliary_scale / self._mtp_tokens)
 

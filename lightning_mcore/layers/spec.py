@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules that Megatron's layers are built from: TransformerEngine's, or those of the torch backend.
+"""The modules that Megatron's layers are built from: TransformerEngine's, or the torch backend's.
 
 Megatron describes a model by a *spec*, a tree of classes. Its local spec, for machines without TransformerEngine, has a
-norm that refuses sequence parallelism and a core attention that refuses context parallelism. :func:`gpt_block_spec`
-replaces them with :class:`TorchNorm` and :class:`~lightning_mcore.layers.core_attention.TorchAttention`; all
-projections and experts stay Megatron's. If TransformerEngine is chosen, its spec is returned. In both, experts get the
-router of ``router.py``.
+norm that rejects sequence parallelism and a core attention that rejects context parallelism. :func:`gpt_block_spec`
+replaces them with :class:`TorchNorm` and :class:`~lightning_mcore.layers.core_attention.TorchAttention`; projections
+and experts stay Megatron's. For TransformerEngine it returns Megatron's own spec. In both, experts get ``router.py``.
 
-Checkpoints use TransformerEngine's names for weights, so each backend loads what the other saved.
+Checkpoints use TransformerEngine's weight names, so each backend loads what the other saved.
 
 ``MCoreGPT`` calls this file, and so does your own module if it builds a Megatron ``GPTModel``.
 """
@@ -64,9 +63,8 @@ TESTED_TRANSFORMER_ENGINE: Mapping[str, str] = {"<0.17": ">=2.9,<2.12", ">=0.17"
 def choice_of_attention_restored() -> Iterator[None]:
     """Restore at the end the environment variables that pass ``attention_backend`` from Megatron to TransformerEngine.
 
-    Megatron sets them when a model is built, and refuses to build a model if they have other values.
-
-    Source: ``LanguageModule._set_attention_backend`` (0.16.1 and 0.19.2).
+    Megatron sets them when it builds a model, and refuses to build one if they have other values. Source:
+    ``LanguageModule._set_attention_backend`` (0.16.1 and 0.19.2).
     """
     before = {name: os.environ.get(name) for name in _CHOICE_OF_ATTENTION}
     try:
@@ -85,18 +83,10 @@ def choose_attention(chunk: nn.Module) -> None:
 
 
 def resolve_transformer_impl(choice: TransformerImpl, device_type: str) -> Literal["local", "transformer_engine"]:
-    """Choose the modules that a model is built from.
+    """Choose the modules that a model is built from, for a device of ``device_type``.
 
-    Args:
-        choice: ``"auto"`` takes TransformerEngine if it is installed and the device is CUDA.
-        device_type: ``torch.device.type`` of the device the model trains on.
-
-    Returns:
-        ``"local"`` for the torch backend, or ``"transformer_engine"``.
-
-    Raises:
-        ValueError: The choice is unknown, or TransformerEngine is chosen for a device that it cannot use.
-        ModuleNotFoundError: TransformerEngine is chosen but not installed.
+    ``"auto"`` is TransformerEngine if it is installed and the device is CUDA. Raises ValueError for an unknown choice
+    or a device that TransformerEngine cannot use, and ModuleNotFoundError if it is not installed.
     """
     if choice == "auto":
         if not HAVE_TE or device_type != "cuda" or is_prepared():
@@ -127,7 +117,7 @@ def resolve_transformer_impl(choice: TransformerImpl, device_type: str) -> Liter
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of a package; None if it is not installed."""
+    """Return a package's version; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -135,12 +125,7 @@ def installed_version(package: str) -> str | None:
 
 
 def untested_versions(megatron_core: str, transformer_engine: str) -> str | None:
-    """Return a sentence about two versions that have not been tested together; None if they have.
-
-    Args:
-        megatron_core: Version of megatron-core.
-        transformer_engine: Version of TransformerEngine.
-    """
+    """Return a sentence if these two versions have not been tested together, else None."""
     for of_megatron, tested in TESTED_TRANSFORMER_ENGINE.items():
         if SpecifierSet(of_megatron).contains(Version(megatron_core).base_version):
             if SpecifierSet(tested).contains(Version(transformer_engine).base_version):
@@ -153,7 +138,7 @@ def untested_versions(megatron_core: str, transformer_engine: str) -> str | None
 
 
 def _check_norm_of_experts(config: TransformerConfig) -> None:
-    """Refuse slices of experts that two releases leave out of the gradient norm: neither marks them as slices.
+    """Reject slices of experts that two releases leave out of the gradient norm: neither marks them as slices.
 
     Source: ``GroupedLinear.reset_parameters`` (TransformerEngine 2.13 to 2.20), ``TEGroupedLinear`` (megatron-core
     0.16.1 to 0.18.2); PR 5916 of Megatron-LM, in 0.19, marks them.
@@ -213,6 +198,7 @@ def gpt_block_spec(
         _use_our_modules(layer, config, transformer_impl)
     architecture = architecture_of(config)
     if architecture.delta_net is not None:
+        # Layer specs are shared objects that know no number: index + offset is the layer's index in the whole model.
         first = get_transformer_layer_offset(config, vp_stage)
         block.layer_specs = [
             _with_delta_net(layer) if architecture.has_delta_net(first + index) else layer
@@ -224,7 +210,7 @@ def gpt_block_spec(
 def last_layer_spec(
     config: TransformerConfig, transformer_impl: Literal["local", "transformer_engine"]
 ) -> TransformerBlockSubmodules:
-    """Return the last layer of the whole model, on any pipeline stage, as a block of one layer."""
+    """Return the whole model's last layer, on any stage, as a block of one layer; for multi-token prediction."""
     layers = get_gpt_decoder_layer_specs(
         config,
         use_transformer_engine=transformer_impl == "transformer_engine",
@@ -237,15 +223,9 @@ def last_layer_spec(
 def check_backend(
     config: TransformerConfig, transformer_impl: Literal["local", "transformer_engine"], device_type: str | None = None
 ) -> None:
-    """Refuse a config that these layers do not support, before a module is built.
+    """Raise ValueError before a module is built if these layers would ignore a setting, or fail later.
 
-    Args:
-        config: The transformer's config.
-        transformer_impl: Which modules to use.
-        device_type: ``torch.device.type`` of the device the model trains on; None if unknown.
-
-    Raises:
-        ValueError: The config asks for something that would be ignored, or would fail later.
+    ``device_type`` is None if the device is not known yet.
     """
     check_fields(config, transformer_impl, device_type)
     check_uniform_recompute(config)
@@ -261,7 +241,7 @@ def check_backend(
 
 
 def _check_latent(config: TransformerConfig, device_type: str | None) -> None:
-    """Refuse multi-latent attention that the installed megatron-core cannot build from its local layers."""
+    """Reject multi-latent attention that the installed megatron-core cannot build from its local layers."""
     # 0.16 mistakes its stand-in for TransformerEngine for the real one. In a run, the CPU runtime or
     # absent_names_bound() has corrected that; before the run, a device type is given.
     if device_type is None and multi_latent_attention.HAVE_TE and not HAVE_TE:
@@ -281,6 +261,7 @@ def _use_our_modules(
     layer: ModuleSpec, config: TransformerConfig, transformer_impl: Literal["local", "transformer_engine"]
 ) -> None:
     """Put our router, norms and core attention into Megatron's spec, in place; a second call changes nothing."""
+    # Megatron reuses one spec for all layers of a kind, so this runs several times on the same one.
     submodules = layer.submodules
     experts = _submodules_of_experts(submodules.mlp)
     architecture = architecture_of(config)
@@ -288,6 +269,7 @@ def _use_our_modules(
         experts.router = ChoiceBiasRouter if architecture.softmax_choice_bias else ExactRouter
     if architecture.layer_norms != "before" or architecture.residual_scale != 1.0:
         submodules.self_attn_bda = submodules.mlp_bda = ModuleSpec(module=NormAndAdd, params={"config": config})
+    # Then several tensor-parallel ranks share a group of heads, and each gets the output gates of the whole group.
     splits_gates = config.attention_output_gate and config.num_query_groups < config.tensor_model_parallel_size
     if architecture.window_rotary_base is not None or architecture.head_norms == "all_heads" or splits_gates:
         submodules.self_attention.module = VariantAttention
@@ -315,10 +297,11 @@ def _use_our_modules(
 
 
 def _with_delta_net(layer: ModuleSpec) -> ModuleSpec:
-    """Return a copy of a layer with a gated delta net instead of attention."""
+    """Return a copy of a layer with a gated delta net in place of attention."""
     layer, submodules = copy.copy(layer), copy.copy(layer.submodules)
     submodules.self_attention = ModuleSpec(module=GatedDeltaNet)
     names = submodules.sharded_state_dict_keys_map
+    # Its input norm is a module of its own in checkpoints: it is not fused with linear_qkv.
     submodules.sharded_state_dict_keys_map = {old: new for old, new in names.items() if old != "input_layernorm."}
     layer.submodules = submodules
     return layer
@@ -334,6 +317,7 @@ def _add_biases(submodules: Any, architecture: Architecture, has_experts: bool) 
 
 
 def _replace_norm(submodules: Any, name: str, norm: type[nn.Module]) -> None:
+    # Only where the config asks for a norm: Megatron puts IdentityOp where there is none, and L2Norm has no weight.
     if getattr(submodules, name) not in (None, IdentityOp, L2Norm):
         setattr(submodules, name, norm)
 

@@ -3,7 +3,7 @@
 
 ``TransformerConfig`` mixes what a model is (layers, heads, experts) with how it is run (parallel sizes, number formats,
 schedule callbacks). A module takes the first kind as a dict of plain values, so that YAML, ``save_hyperparameters`` and
-safe checkpoint loading work. The second kind belongs to the strategy and to ``Trainer(precision=...)`` and is refused
+safe checkpoint loading work. The second kind belongs to the strategy and to ``Trainer(precision=...)`` and is rejected
 here, so that each setting has one home. :func:`check_transformer_fields` runs in the module's constructor, before
 anything is allocated; :func:`build_transformer_config` runs when the model is built. ``MCoreGPT`` calls both; your own
 module may do the same.
@@ -37,17 +37,9 @@ _INIT_METHODS = ("torch.nn.init",)
 def check_transformer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Check the model's fields of ``TransformerConfig``, by name and by value, and return them as a dict.
 
-    Args:
-        fields: Plain values by field name. A function is given as an import path such as
-            ``"torch.nn.functional.silu"``, an activation also as ``"gelu"``, ``"silu"``, ``"relu"``, ``"quick_gelu"``
-            or ``"squared_relu"``, a member of an enum by its name.
-
-    Returns:
-        The same names and values.
-
-    Raises:
-        TypeError: ``fields`` is not a mapping.
-        ValueError: A field is unknown, has another home, has a value of the wrong kind, or a required one is absent.
+    A function is given as an import path such as ``"torch.nn.functional.silu"``, an activation also as ``"gelu"``,
+    ``"silu"``, ``"relu"``, ``"quick_gelu"`` or ``"squared_relu"``, a member of an enum by its name. Raises TypeError
+    for anything but a mapping, and ValueError if a field is unknown, has another home, has a wrong value, or is absent.
     """
     if not isinstance(fields, Mapping):
         raise TypeError(f"transformer={fields!r} is not a dict of TransformerConfig fields")
@@ -57,11 +49,7 @@ def check_transformer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def field_faults(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the name of each field that is wrong, and a sentence; the name is empty where one is absent.
-
-    Args:
-        fields: Plain values by field name, as :func:`check_transformer_fields` takes them.
-    """
+    """Yield the name of each wrong field, and a sentence; the name is empty if a required field is absent."""
     hints = _hints(fields)
     for name, value in fields.items():
         try:
@@ -84,16 +72,10 @@ def field_faults(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def refuse_recorded_code(path: str, fields: Mapping[str, Any]) -> None:
-    """Refuse fields from a file that name functions other than activations and init methods of torch and Megatron.
+    """Raise ValueError if fields from a file name functions other than torch's and Megatron's for this purpose.
 
-    Fields that a user gives may name any function, and its module is imported; those from a checkpoint may not.
-
-    Args:
-        path: Path of the file, for the message.
-        fields: Fields of ``TransformerConfig`` from this file.
-
-    Raises:
-        ValueError: A field names another function.
+    Allowed are activations and init methods. Fields that a user gives may name any function, and its module is
+    imported; fields from a checkpoint may not. ``path`` is for the message.
     """
     hints = _hints(fields)
     for name, value in fields.items():
@@ -119,16 +101,8 @@ def _is_function_of(modules: tuple[str, ...], path: str) -> bool:
 def build_transformer_config(fields: Mapping[str, Any], owned: Mapping[str, Any]) -> TransformerConfig:
     """Build Megatron's config from the model's fields, our :data:`DEFAULTS`, and the fields of strategy and precision.
 
-    Args:
-        fields: Result of :func:`check_transformer_fields`; with ``multi_latent_attention`` also the fields of
-            ``MLATransformerConfig``.
-        owned: ``MCoreModule.megatron_fields()`` and other values from outside the dict.
-
-    Returns:
-        A ``TransformerConfig``, or an ``MLATransformerConfig``.
-
-    Raises:
-        ValueError: A field is in both dicts, or Megatron refuses the values.
+    ``fields`` have passed :func:`check_transformer_fields`; ``owned`` is ``MCoreModule.megatron_fields()`` and other
+    values from outside the dict. Raises ValueError if a field is in both, or Megatron rejects the values.
     """
     if doubled := sorted(fields.keys() & owned.keys()):
         raise ValueError(f"{doubled[0]} is given in transformer and by the strategy; remove it from transformer")
@@ -138,6 +112,8 @@ def build_transformer_config(fields: Mapping[str, Any], owned: Mapping[str, Any]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="full scope is deprecated")  # Megatron's own default causes it
         try:
+            # Later dicts win: the defaults are ours, the model's fields replace them, and owned fields have the last
+            # word.
             return config_class(**{**DEFAULTS, **given, **owned})
         except (AssertionError, NotImplementedError, ValueError) as error:
             failed = traceback.extract_tb(error.__traceback__)[-1].line  # the condition of an assert without a message
@@ -153,6 +129,7 @@ def _hints(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _hints_of_config(latent: bool) -> dict[str, Any]:
     hints = typing.get_type_hints(TransformerConfig)
     if latent:
+        # A TransformerConfig field keeps its own hint even if the subclass repeats it.
         hints = {**typing.get_type_hints(MLATransformerConfig), **hints}
     return hints
 
@@ -174,13 +151,14 @@ def _check_value(name: str, value: Any, hint: Any) -> None:
 
 
 def _resolve(name: str, value: Any, hint: Any) -> Any:
-    """Turn plain data into what Megatron takes: a function, a member of an enum, a tuple, a float."""
+    """Turn plain data into what Megatron takes: a function, a member of an enum, a tuple."""
     if value is None:
         return None
     if is_callable(hint):
         return _import(name, value)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return hint[value]
+    # YAML and JSON have lists only: window_size [127, 0] becomes (127, 0).
     if any(typing.get_origin(choice) is tuple for choice in (hint, *typing.get_args(hint))):
         return tuple(value)
     return value

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules for the settings of ``config/architecture.py``, which megatron-core lacks.
 
-``spec.gpt_block_spec`` puts them into Megatron's layers, and :func:`change_ends` into the ends of a model.
-None of them knows a layout beyond its own tensor-parallel group, so pipelines, context parallelism, packed rows and
-recomputation work as with Megatron's own modules.
+``spec.gpt_block_spec`` puts them into Megatron's layers, and :func:`change_ends` into the ends of a model. None of them
+knows a layout beyond its own tensor-parallel group, so pipelines, context parallelism, packed rows and recomputation
+work as with Megatron's own modules.
 """
 
 import copy
@@ -33,9 +33,6 @@ class NormAndAdd(MegatronModule):  # type: ignore[misc]  # megatron-core has no 
     """Normalises and scales the output of attention or MLP, then adds it to the residual.
 
     It replaces Megatron's ``get_bias_dropout_add``, so it is called with two flags and returns a function.
-
-    Args:
-        config: Megatron's config, for ``hidden_size``, ``layernorm_epsilon`` and the architecture.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -47,18 +44,13 @@ class NormAndAdd(MegatronModule):  # type: ignore[misc]  # megatron-core has no 
             self.norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
-        """Return the function that adds.
-
-        Args:
-            training: Whether dropout is applied.
-            fused: Has no effect.
-        """
+        """Return the function that adds; ``fused`` has no effect."""
         return functools.partial(self._add, training)
 
     def _add(
         self, training: bool, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
     ) -> Tensor:
-        """Return the sum, [s / cp / tp, b, h] in the dtype of the residual; / tp only with sequence parallelism."""
+        """Return the sum, [s / cp / tp, b, h] in the residual's dtype; / tp only with sequence parallelism."""
         output, bias = output_and_bias
         if bias is not None:
             output = output + bias
@@ -70,7 +62,7 @@ class NormAndAdd(MegatronModule):  # type: ignore[misc]  # megatron-core has no 
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """A sum over the ranks of a group. Each rank uses the whole sum, so gradients are summed over the ranks too."""
+    """A sum over a group's ranks. Each rank uses the whole sum, so gradients are summed over the ranks too."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -87,24 +79,18 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _NormOfAllHeads(nn.Module):
-    """RMSNorm over all heads together; each tensor-parallel rank has some of them.
-
-    With more ranks than key heads, several ranks have the same key head, each for its own query heads. Each of them
-    keeps a part of the weights of that head: of 2 key heads of 8 channels on 4 ranks, the first has channels 0 to 3 of
-    the first head, the second channels 4 to 7. They are gathered for the norm, and their gradients summed.
-
-    Args:
-        config: Megatron's config, for the number of heads and ``params_dtype``.
-        hidden_size: Channels of a head.
-        eps: Added to the mean of the squares.
-    """
+    """RMSNorm over all heads together; each tensor-parallel rank has some of them, and its part of the weight."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.group = parallel_state.get_tensor_model_parallel_group()
         self.width = self.heads(config) * hidden_size
-        self.size = hidden_size
+        self.size = hidden_size  # channels of a head
+        # With more ranks than key heads, several ranks have the same key head, each for its own query heads, and each
+        # keeps a part of that head's weights. With 2 key heads of 8 channels on 4 ranks, copies is 2: the first rank
+        # has channels 0 to 3 of the first head, the second channels 4 to 7. They are gathered for the norm, and their
+        # gradients summed.
         self.copies = max(1, self.group.size() // self.heads(config))  # ranks that have the same head
         own = self.width // self.group.size()
         self.weight = nn.Parameter(torch.ones(own, dtype=config.params_dtype))
@@ -112,15 +98,11 @@ class _NormOfAllHeads(nn.Module):
 
     @staticmethod
     def heads(config: TransformerConfig) -> int:
-        """Return the number of heads of the whole model."""
+        """Return the whole model's number of heads."""
         raise NotImplementedError
 
     def forward(self, heads: Tensor) -> Tensor:
-        """Return normalised queries or keys; computed in fp32, returned in the dtype of the input.
-
-        Args:
-            heads: [s / cp, b, heads / tp, d], packed [t, heads / tp, d], of any float dtype.
-        """
+        """Return normalised queries or keys, [s / cp, b, heads / tp, d] or [t, heads / tp, d]; computed in fp32."""
         values = heads.float()
         # Each copy of a head adds its squares to the sum over ranks.
         squares = values.square().sum(dim=(-2, -1), keepdim=True) / self.copies
@@ -130,7 +112,7 @@ class _NormOfAllHeads(nn.Module):
         return normalised * self._weight_of_own_heads().view(heads.shape[-2:]).to(heads.dtype)
 
     def _weight_of_own_heads(self) -> Tensor:
-        """Return the weights of the heads of this rank, [heads / tp * d], or [d] of a head that several ranks have."""
+        """Return the weights of this rank's heads, [heads / tp * d], or [d] of a head that several ranks have."""
         if self.copies == 1:
             return self.weight
         gather: Any = gather_from_sequence_parallel_region  # whose backward sums and scatters
@@ -145,31 +127,28 @@ class _NormOfAllHeads(nn.Module):
 
 
 class NormOfAllQueries(_NormOfAllHeads):
-    """RMSNorm over all heads of queries."""
+    """RMSNorm over all query heads."""
 
     @staticmethod
     def heads(config: TransformerConfig) -> int:
-        """Return the number of heads of the whole model."""
+        """Return the whole model's number of heads."""
         return int(config.num_attention_heads)
 
 
 class NormOfAllKeys(_NormOfAllHeads):
-    """RMSNorm over all heads of keys."""
+    """RMSNorm over all key heads."""
 
     @staticmethod
     def heads(config: TransformerConfig) -> int:
-        """Return the number of heads of the whole model."""
+        """Return the whole model's number of heads."""
         return int(config.num_query_groups)
 
 
 class VariantAttention(SelfAttention):  # type: ignore[misc]  # megatron-core has no type information
-    """Megatron's attention with what its own lacks.
+    """Megatron's attention, plus three features.
 
-    That is norms over all heads together, other positions in layers with a window, and output gates where
+    These are norms over all heads together, other positions in layers with a window, and output gates where
     tensor-parallel ranks share a group of heads.
-
-    Megatron's spec accepts such norms only with ``qk_layernorm``, and then treats their gradients as those of weights
-    that all heads share. So they are set after construction.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, layer_number: int, **kwargs: Any) -> None:
@@ -183,6 +162,8 @@ class VariantAttention(SelfAttention):  # type: ignore[misc]  # megatron-core ha
             for name in [name for name in vars(config) if name.startswith("yarn_")]:
                 delattr(config, name)  # otherwise Megatron scales every rotation by YaRN's factor
         super().__init__(config, *args, layer_number=layer_number, **kwargs)
+        # Set after construction: Megatron's spec accepts such norms only with qk_layernorm, and then treats their
+        # gradients as those of weights that all heads share.
         if architecture.head_norms == "all_heads":
             size = self.hidden_size_per_attention_head
             self.q_layernorm = NormOfAllQueries(config, size, config.layernorm_epsilon)
@@ -198,11 +179,14 @@ class VariantAttention(SelfAttention):  # type: ignore[misc]  # megatron-core ha
             )
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
-        """Return queries, keys, values and output gates; with a shared group, Megatron returns the gates of all."""
+        """Return queries, keys, values and this rank's output gates."""
         found = super().get_query_key_value_tensors(*args, **kwargs)
         if not self.config.attention_output_gate or found[3].size(2) == found[0].size(2):
             return found
         query, key, value, gate = found
+        # If ranks share a group of heads, Megatron returns the gates of the whole group.
+        # 8 heads in 2 groups on 4 ranks: a rank has 2 queries and gets the gates of the 4 heads of its group. Ranks 0
+        # and 2 take the first half, ranks 1 and 3 the second.
         parts = gate.chunk(gate.size(2) // query.size(2), dim=2)
         return query, key, value, parts[parallel_state.get_tensor_model_parallel_rank() % len(parts)]
 
@@ -210,45 +194,42 @@ class VariantAttention(SelfAttention):  # type: ignore[misc]  # megatron-core ha
         """Compute attention; ``rotary_pos_emb`` is [s / cp, 1, 1, d], for packed rows [t, 1, 1, d]."""
         if self.rotation is not None and rotary_pos_emb is not None:
             packed = kwargs.get("packed_seq_params") is not None
+            # RotaryEmbedding takes the whole length and cuts out this rank's part, except for packed rows.
             ranks = 1 if packed else self.config.context_parallel_size
             rotary_pos_emb = self.rotation(rotary_pos_emb.size(0) * ranks, packed_seq=packed)
         return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
 
 class BiasedExpertOutput(RowParallelLinear):  # type: ignore[misc]  # megatron-core has no type information
-    """The output projection of an expert with a bias, without three faults of Megatron's.
-
-    Each tensor-parallel rank may have experts of its own, and Megatron would sum the gradients of their biases, as
-    those of a layer that all ranks share. Where the ranks share an expert, their outputs are summed, so each gives its
-    share of the bias. And Megatron adds the bias in place, which autograd refuses on one rank, where the output is a
-    view.
+    """An expert's output projection with a bias, without three faults of Megatron's.
 
     Source: ``RowParallelLinear`` (megatron.core.tensor_parallel.layers), ``MLP.forward`` (0.16.1 and 0.19.2).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "bias": True})
+        # Each tensor-parallel rank may have experts of its own. Megatron would sum the gradients of their biases, as in
+        # a layer that all ranks share.
         self.bias.sequence_parallel = False
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output, [tokens, h], and the bias, [h], both in the dtype of ``inputs``, [tokens, ffn / etp]."""
+        """Return the output, [tokens, h], and the bias, [h], for inputs of [tokens, ffn / etp]."""
         output, bias = super().forward(inputs)
         ranks = self.tp_group.size()
+        # Ranks that share an expert sum their outputs, so each adds its share of the bias. Megatron adds the bias in
+        # place, which autograd rejects on a single rank, where the output is a view.
         return output.clone() if output._is_view() else output, scale_gradient(bias / ranks, ranks)
 
 
 class StretchedRotation(RotaryEmbedding):  # type: ignore[misc]  # megatron-core has no type information
     """Megatron's rotary positions, stretched as ``Architecture.stretch`` says.
 
-    Where the stretch depends on a length, it is that of the batch, or of the longest packed sequence in it.
-
-    Args:
-        plain: The positions without the stretch.
-        base: The base of their wavelengths.
-        stretch: ``Architecture.stretch``.
+    If the stretch depends on a length, it is the batch's, or that of the longest packed sequence in it. ``plain`` is
+    the rotation without the stretch, ``base`` the base of its wavelengths.
     """
 
     def __init__(self, plain: RotaryEmbedding, base: float, stretch: Mapping[str, Any]) -> None:
+        # RotaryEmbedding's constructor would compute frequencies that are already there.
         nn.Module.__init__(self)
         self.rotary_interleaved, self.cp_group = plain.rotary_interleaved, plain.cp_group
         self.seq_len_interpolation_factor = None
@@ -256,12 +237,7 @@ class StretchedRotation(RotaryEmbedding):  # type: ignore[misc]  # megatron-core
         self.base, self.stretch = base, stretch
 
     def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Return angles in radians, [max_seq_len, channels / 2] fp32.
-
-        Args:
-            max_seq_len: Number of positions.
-            offset: The first position.
-        """
+        """Return angles in radians, [max_seq_len, channels / 2] fp32, from position ``offset`` on."""
         places = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=torch.float32) + offset
         return torch.outer(places, self._frequencies(max_seq_len + offset))
 
@@ -272,6 +248,8 @@ class StretchedRotation(RotaryEmbedding):  # type: ignore[misc]  # megatron-core
             factors = stretch["long_factor" if length > original else "short_factor"]
             return plain / torch.tensor(factors, dtype=torch.float32, device=plain.device)
         if stretch["kind"] == "dynamic":
+            # Factor 2 and 8 channels, for 8 tokens where the model knows 4: the base grows by (2 * 8 / 4 - 1) ** (8 /
+            # 6) = 4.33. Up to 4 tokens it stays as it is.
             size, factor = 2 * plain.numel(), float(stretch["factor"])
             grown: float = (factor * max(length, original) / original - (factor - 1)) ** (size / (size - 2))
             powers = torch.arange(0, size, 2, dtype=torch.float32, device=plain.device) / size
@@ -292,7 +270,7 @@ def with_bias(linear: type[nn.Module]) -> type[nn.Module]:
 
 
 def change_ends(chunk: Any, architecture: Architecture) -> None:
-    """Scale the embedding and the logits of a ``GPTModel`` chunk, cap its logits, and stretch its positions."""
+    """Scale the embedding and logits of a ``GPTModel`` chunk, cap its logits, and stretch its positions."""
     if architecture.stretch is not None:
         chunk.rotary_pos_emb = StretchedRotation(chunk.rotary_pos_emb, chunk.rotary_base, architecture.stretch)
     if architecture.embedding_scale != 1.0 and hasattr(chunk, "embedding"):
@@ -308,12 +286,12 @@ def _scaled(scale: float, module: nn.Module, inputs: Any, embedding: Tensor) -> 
 
 
 def _logits(divisor: float, cap: float | None, module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Return the output of Megatron's output layer, logits and bias, with the logits divided and capped."""
+    """Return the output layer's logits, divided and capped, and its bias."""
     logits, bias = output
     logits = logits / divisor if divisor != 1.0 else logits
     return (logits if cap is None else capped(logits, cap)), bias
 
 
 def capped(values: Tensor, cap: float) -> Tensor:
-    """Return values, of any shape and float dtype, limited smoothly to ``(-cap, cap)``."""
+    """Return values limited smoothly to ``(-cap, cap)``: with cap 50, 10 becomes 9.87 and 1000 becomes 50."""
     return torch.tanh(values / cap) * cap

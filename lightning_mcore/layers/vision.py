@@ -1,25 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vision-language models: transformers' own tower on the first pipeline stage, before Megatron's layers.
 
-Every rank of the first stage has the whole tower and projector. The frames of a microbatch (images, and parts of
-videos) are shared out over the tensor- and context-parallel ranks, so that each computes about as much, and an
-all-gather gives every rank all outputs. They replace the embeddings of image and video tokens (``vision_rows``); each
-rank does this for its own tokens. The gradients are summed as follows:
+Every rank of the first stage has the whole tower and projector. A microbatch's frames (images, and parts of videos) are
+distributed over the tensor- and context-parallel ranks to balance the load, and an all-gather gives every rank all
+outputs. They replace the embeddings of image and video tokens (``vision_rows``); each rank does this for its own
+tokens. In some families, outputs from inside the tower are also added after the first layers of the language model
+(*deepstack*). These layers must be on the first stage; Megatron passes the outputs from layer to layer.
 
-* Backward of the all-gather is a reduce-scatter: each rank gets the gradients of its frames' outputs, summed over the
-  ranks whose tokens they replaced.
-* Without sequence parallelism, tensor-parallel ranks have the same tokens, so the sum counts each token once for each
-  of them. Megatron averages the gradients of the tower's weights over these ranks
-  (``average_gradients_across_tp_domain``), so that together with other frames the sum is right.
-* With sequence parallelism each rank has its own tokens, and Megatron sums instead (``sequence_parallel``). Over
-  context-parallel ranks, the data-parallel reduction sums, as for all other weights.
-
-Where trained, the tower runs in every microbatch on every rank of the first stage, if need be on a blank image whose
-outputs are not used. All ranks then take part in the same collectives, and a reduction that overlaps with backward gets
-the gradient of every weight: zero where there is no image.
-
-In some families, outputs from inside the tower are added after the first layers of the language model (*deepstack*).
-These layers must be on the first stage. Megatron hands the outputs from layer to layer.
+A trainable tower runs in every microbatch on every rank of the first stage, if need be on a blank image whose outputs
+are not used. All ranks then take part in the same collectives, and a reduction that overlaps with backward gets the
+gradient of every weight: zero without an image. ``models/vision.py`` builds :class:`VisionGPT`.
 """
 
 import functools
@@ -48,32 +38,17 @@ from lightning_mcore.parallel.groups import process_group
 
 @dataclass(frozen=True)
 class VisionInputs(ModelInputs):
-    """A rank's share of a batch with images.
+    """A rank's share of a batch with images."""
 
-    Attributes:
-        rope_positions: [3, b, s / cp] int64: time, height and width of each token.
-        vision_rows: [b, s / cp] int64: the row of the tower's outputs that replaces the token; -1 for text.
-        patches: [n, values of a patch], any float dtype; None without images, and on stages without the tower.
-        vision_grids: [images and videos, 3] int64: their sizes in patches; None without patches.
-        cp: Rank and size of the context-parallel group.
-    """
-
-    rope_positions: Tensor
-    vision_rows: Tensor
-    patches: Tensor | None
-    vision_grids: Tensor | None
-    cp: tuple[int, int]
+    rope_positions: Tensor  # [3, b, s / cp] int64: time, height and width of each token
+    vision_rows: Tensor  # [b, s / cp]: the row of the tower's outputs that replaces the token; -1 for text
+    patches: Tensor | None  # [n, values of a patch]; None without images, and on stages without the tower
+    vision_grids: Tensor | None  # [images and videos, 3], sizes in patches; None without patches
+    cp: tuple[int, int]  # rank and size of the context-parallel group
 
     @classmethod
     def of_batch(cls, inputs: ModelInputs, batch: dict[str, Tensor], cp_rank: int, cp_size: int) -> "VisionInputs":
-        """Add the entries of ``data/multimodal.py`` to the other inputs; without them, all tokens are text.
-
-        Args:
-            inputs: The other inputs, of the same batch.
-            batch: The batch, split for this context-parallel rank.
-            cp_rank: Rank in the context-parallel group.
-            cp_size: Number of ranks in that group.
-        """
+        """Add the entries of ``data/multimodal.py``, split for this rank; without them, all tokens are text."""
         shape = inputs.tokens.shape
         positions, rows = batch.get("rope_positions"), batch.get("vision_rows")
         if positions is None:
@@ -88,14 +63,9 @@ class VisionInputs(ModelInputs):
         )
 
     def arguments(self, config: TransformerConfig, boundaries_on_host: bool = False) -> dict[str, Any]:
-        """Return the arguments of :class:`VisionGPT` except tokens, positions, mask and labels.
+        """Return :class:`VisionGPT`'s arguments except tokens, positions, mask and labels.
 
-        Args:
-            config: The config of the model.
-            boundaries_on_host: As in :meth:`ModelInputs.arguments`.
-
-        Raises:
-            ValueError: Megatron's fused rotary embedding would use the positions of the first row for all rows.
+        Raises ValueError if Megatron's fused rotary embedding would use the first row's positions for all rows.
         """
         if config.apply_rope_fusion and (self.packed is not None or len(self.tokens) > 1):
             rows = "packed rows" if self.packed is not None else f"{len(self.tokens)} rows"
@@ -112,13 +82,9 @@ class VisionInputs(ModelInputs):
 
 
 def with_own_images(part: dict[str, Tensor], seen: dict[str, Tensor], vision: Vision) -> dict[str, Tensor]:
-    """Return some rows of a batch with their own images and videos.
-
-    Args:
-        part: The entries of tokens, of these rows only.
-        seen: ``patches`` and ``vision_grids`` of the whole batch, as in :class:`VisionInputs`.
-        vision: The settings of the tower.
-    """
+    """Return some rows of a batch, ``part``, with their own images and videos from the whole batch, ``seen``."""
+    # Three images of 4, 1 and 1 tokens: `image` is 0 0 0 0 1 2. Rows that use only the last image keep its patches, and
+    # its `vision_rows` 5 becomes 0.
     grids, rows = seen["vision_grids"], part["vision_rows"]
     tokens = [vision.tokens_of((time, height, width)) for time, height, width in grids.tolist()]
     image = torch.arange(len(tokens), device=rows.device)
@@ -137,14 +103,9 @@ def with_own_images(part: dict[str, Tensor], seen: dict[str, Tensor], vision: Vi
 
 
 class VisionTower(nn.Module):
-    """transformers' tower with its projector, unchanged.
+    """transformers' tower with its projector, unchanged, in the config's ``params_dtype``.
 
-    Rotary tables of the tower stay fp32, whatever dtype the model is cast to. If the layers of the language model are
-    recomputed in full, then so are all blocks of the tower.
-
-    Args:
-        vision: The settings of the tower.
-        config: The config of the language model; its ``params_dtype`` is that of the weights.
+    If the language model's layers are recomputed in full, then so are all blocks of the tower.
     """
 
     def __init__(self, vision: Vision, config: TransformerConfig) -> None:
@@ -153,6 +114,11 @@ class VisionTower(nn.Module):
         self.tower: nn.Module = tower(tower.config_class(**vision.config))
         self.to(config.params_dtype)
         self._vision = vision
+        # Backward of the all-gather is a reduce-scatter: each rank gets the gradients of its frames' outputs, summed
+        # over the ranks whose tokens they replaced. Without sequence parallelism, tensor-parallel ranks have the same
+        # tokens, so that sum counts each token once per rank, and averaging the weights' gradients over them makes it
+        # right. With sequence parallelism each rank has its own tokens, and they are summed. Over context-parallel
+        # ranks, the data-parallel reduction sums, as for all other weights.
         flag = "sequence_parallel" if config.sequence_parallel else "average_gradients_across_tp_domain"
         for parameter in self.parameters():
             setattr(parameter, flag, True)
@@ -166,23 +132,18 @@ class VisionTower(nn.Module):
         return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters())
 
     def forward(self, patches: Tensor | None, grids: Tensor | None) -> Tensor:
-        """Return the outputs of the tower for images and videos; this rank computes its share of them.
+        """Return the tower's outputs for images and videos, [n / patches of a token, 1 + deepstack, h]; collective.
 
-        Collective over the tensor- and context-parallel ranks, which have the same images.
-
-        Args:
-            patches: [n, values of a patch], any float dtype; None for a blank image.
-            grids: [images and videos, 3] int64, their sizes in patches: time, height and width; None for a blank image.
-
-        Returns:
-            [n / patches of a token, 1 + deepstack, h] in the dtype of the weights: the projector's outputs, and those
-            from inside the tower that are added after the first layers.
+        The tensor- and context-parallel ranks have the same images, and each computes its share of the frames.
+        ``grids`` are sizes in patches: time, height, width. None is a blank image. The second dimension holds the
+        projector's output first, then what is added after the first layers.
         """
         if patches is None or grids is None:
             return self._see(*self._blank())
         group = process_group("tp_cp")
         if group.size() == 1:
             return self._see(patches, grids)
+        # A video is cut into its frames, which attend only to themselves; an image is one frame.
         frames = [(1, height, width) for count, height, width in grids.tolist() for _ in range(count)]
         sizes = [prod(frame) for frame in frames]
         shares = share_out([self._vision.load_of(size) for size in sizes], group.size())
@@ -193,6 +154,7 @@ class VisionTower(nn.Module):
         else:
             seen = self._see(*self._blank())
         tokens = [self._vision.tokens_of(frame) for frame in frames]
+        # An all-gather needs equal sizes, so each share is padded to the largest one.
         most = max(sum(tokens[frame] for frame in share) for share in shares)
         padded = functional.pad(seen, (0, 0, 0, 0, 0, most - len(seen)))
         gathered: Tensor = tensor_parallel.gather_from_sequence_parallel_region(padded, group=group)
@@ -204,13 +166,14 @@ class VisionTower(nn.Module):
             return torch.stack([output.pooler_output, *(getattr(output, "deepstack_features", None) or ())], dim=1)
 
     def _blank(self) -> tuple[Tensor, Tensor]:
-        """Return the patches and the size of the smallest image."""
+        """Return the smallest image's patches and size."""
         weight: Tensor = self.tower.patch_embed.proj.weight  # type: ignore[union-attr, assignment]
         side = self._vision.config["spatial_merge_size"]
         grids = torch.tensor([[1, side, side]], device=weight.device)
         return weight.new_zeros(side * side, weight[0].numel()), grids
 
     def _apply(self, fn: Any, recurse: bool = True) -> "VisionTower":
+        # Rotary tables stay fp32, whatever dtype the model is cast to; only their device changes.
         tables = {name: table.clone() for name, table in self.named_buffers()}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, table in self.named_buffers():
@@ -219,12 +182,8 @@ class VisionTower(nn.Module):
 
 
 def share_out(loads: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return the frames of each rank, in order, so that the greatest load is small.
-
-    Args:
-        loads: The load of each frame, in any unit.
-        ranks: Number of ranks.
-    """
+    """Return each rank's frames, in order, so that the greatest load is small."""
+    # Heaviest first, each to the rank with least so far. Loads 6 16 4 4 on 2 ranks: [1] and [0, 2, 3], 16 and 14.
     shares: list[list[int]] = [[] for _ in range(ranks)]
     totals = [0] * ranks
     for frame in sorted(range(len(loads)), key=lambda frame: -loads[frame]):
@@ -235,7 +194,9 @@ def share_out(loads: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def _places(shares: list[list[int]], tokens: list[int], most: int) -> Tensor:
-    """Return where the outputs of all frames, in order, lie in those of all ranks, each padded to ``most`` tokens."""
+    """Return where the outputs of all frames, in order, lie in all ranks' outputs, each padded to ``most`` tokens."""
+    # Shares [1] and [0, 2, 3] with 2 4 1 1 tokens, most = 4: frame 0 is at 4 5, frame 1 at 0 to 3, frames 2 and 3 at 6
+    # and 7.
     places = {}
     for rank, share in enumerate(shares):
         ends = itertools.accumulate((tokens[frame] for frame in share), initial=rank * most)
@@ -245,16 +206,7 @@ def _places(shares: list[list[int]], tokens: list[int], most: int) -> Tensor:
 
 
 class VisionGPT(MultiTokenGPT):
-    """One chunk of a vision-language model: ``GPTModel``, and the tower if the chunk has the embedding.
-
-    Args:
-        config: The config of the language model.
-        spec: Its layers.
-        vision: The settings of the tower.
-        rotary_base: Base of the rotary wavelengths.
-        pre_process: Whether it has the embedding and the tower.
-        arguments: Other arguments of ``GPTModel``.
-    """
+    """One chunk of a vision-language model: ``GPTModel``, and the tower if the chunk has the embedding."""
 
     def __init__(
         self,
@@ -290,26 +242,22 @@ class VisionGPT(MultiTokenGPT):
         vision_grids: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Run the chunk.
+        """Run the chunk; other arguments and the result are as in ``GPTModel``.
 
-        Args:
-            args: As in ``GPTModel``.
-            rope_positions: [3, b, s / cp] int64; for packed rows [3, 1, b * s] (``positions_in_row``).
-            vision_rows: [b, s / cp] int64: the row of the tower's outputs that replaces the token; -1 for text.
-            patches: [n, values of a patch], any float dtype; None without images.
-            vision_grids: [images and videos, 3] int64; None without images.
-            kwargs: As in ``GPTModel``.
-
-        Returns:
-            As in ``GPTModel``.
+        ``rope_positions`` is [3, b, s / cp], for packed rows [3, 1, b * s] (``positions_in_row``). The others are as in
+        :class:`VisionInputs`.
         """
+        # MultimodalRotary is called by GPTModel.forward, which knows no positions of three axes.
         self.rotary_pos_emb.positions = rope_positions
         if self.pre_process and (patches is not None or self.vision.learns):
+            # Places of image tokens among this rank's hidden states, and the outputs that belong there.
             rows = self._own_rows(vision_rows).flatten()
             places = (rows >= 0).nonzero().flatten()
             seen = self.vision(patches, vision_grids).index_select(0, rows[places])
             self._seen = places, seen[:, 0]
             if seen.size(1) > 1:
+                # Megatron passes these two through its layers, for cross-attention that these models do not have: see
+                # _adds().
                 kwargs["extra_block_kwargs"] = {"context": seen[:, 1:], "context_mask": places}
         try:
             output: Tensor = super().forward(*args, **kwargs)
@@ -318,7 +266,7 @@ class VisionGPT(MultiTokenGPT):
         return output
 
     def _own_rows(self, rows: Tensor) -> Tensor:
-        """Return the rows of this rank's tokens as its hidden states have them, [s / cp / tp, b]."""
+        """Return the rows of this rank's tokens in the order of its hidden states, [s / cp / tp, b]."""
         rows = rows.t()
         if not self.config.sequence_parallel:
             return rows
@@ -335,13 +283,11 @@ class VisionGPT(MultiTokenGPT):
 
 
 def _adds(number: int, is_last: bool) -> Any:
-    """Return a hook that adds outputs from inside the tower to those of a layer.
+    """Return a hook that adds outputs from inside the tower to a layer's output."""
 
-    Megatron hands ``context`` and ``context_mask`` from layer to layer, for models with cross-attention. Here they are
-    these outputs, [images' tokens of this rank, number of layers that add them, h], and their places among the tokens.
-    Recomputed layers get those of their own microbatch.
-    """
-
+    # Megatron passes `context` and `context_mask` from layer to layer, for models with cross-attention. Here they are
+    # these outputs, [images' tokens of this rank, number of layers that add them, h], and their places among the
+    # tokens. Recomputed layers get those of their own microbatch.
     def add(
         module: nn.Module, args: Any, kwargs: dict[str, Any], output: tuple[Tensor, Tensor | None]
     ) -> tuple[Tensor, Tensor | None]:
