@@ -260,8 +260,9 @@ def gated_delta_rule(
     zeros. Returns what is read, [b, h, s, d_v], and the memory after the last token.
     """
     # With d = d_v = 1, keys and queries 1, and beta 0.5: the value 4 moves an empty memory to 2, which is read. The
-    # next token halves it to 1, and its value 8 moves it to 1 + 0.5 * (8 - 1) = 4.5.  Within a chunk of tokens all of
-    # this is products of matrices; a loop goes from chunk to chunk.
+    # next token halves it to 1, and its value 8 moves it to 1 + 0.5 * (8 - 1) = 4.5.
+    #
+    # Within a chunk of tokens all of this is products of matrices; a loop goes from chunk to chunk.
     length = query.size(2)
     size = min(_CHUNK, length)
     missing = -length % size

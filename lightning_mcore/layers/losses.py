@@ -32,9 +32,11 @@ def sample_mean(losses: Tensor, inputs: ModelInputs, cp_group: dist.ProcessGroup
 
     Shapes as in :func:`token_mean`. ``cp_group`` None means that this rank has whole sequences.
     """
-    # Losses 1 2 3 4 | 10 0 0 0 with mask 1 1 1 1 | 1 0 0 0: (2.5 + 10) / 2 = 6.25, weight 2.  A context-parallel rank
-    # has some tokens of each sample, so the ranks add up their counts first. Each rank then returns its own part of the
-    # mean times the number of ranks, with all samples as its weight: the weighted mean over ranks is the mean again.
+    # Losses 1 2 3 4 | 10 0 0 0 with mask 1 1 1 1 | 1 0 0 0: (2.5 + 10) / 2 = 6.25, weight 2.
+    #
+    # A context-parallel rank has some tokens of each sample, so the ranks add up their counts first. Each rank then
+    # returns its own part of the mean times the number of ranks, with all samples as its weight: the weighted mean over
+    # ranks is the mean again.
     assert inputs.loss_mask is not None
     mask = inputs.loss_mask
     counting = (mask != 0).to(mask.dtype).reshape(-1)

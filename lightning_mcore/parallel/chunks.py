@@ -2,8 +2,8 @@
 """Model chunks in Megatron's wrappers.
 
 A chunk is one virtual pipeline stage. For training it is wrapped in ``Float16Module`` (if parameters have 16 bits) and
-in Megatron's ``DistributedDataParallel``, in the order of Megatron-LM's ``get_model``; for evaluation the second
-wrapper is left out. A LightningModule without ``pipeline()`` is one chunk, and keeps its own dtypes.
+in Megatron's ``DistributedDataParallel``, in the order of Megatron-LM's ``get_model``; for evaluation there is no
+second wrapper. A LightningModule without ``pipeline()`` is one chunk, and keeps its own dtypes.
 
 The strategy calls :func:`wrap_chunks` in ``setup`` and :func:`unwrap_chunks` in ``teardown``; in between the schedule
 uses the chunks. :func:`filled_as_plain` lets weights that are kept in FP8 take values from a file.
@@ -35,9 +35,10 @@ from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.pipeline import Pipeline, check_uniform_recompute
 
 TAKES_FP32 = "takes_fp32"
-"""An attribute of a layer that computes the same way if its own tensors are in fp32 and its inputs are not."""
+"""An attribute of a layer that computes the same way if its own tensors are fp32 and its inputs are not."""
 
 _T = TypeVar("_T")
+# A model's config must have the values of the strategy and the precision in these fields.
 _OWNED_FIELDS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -61,18 +62,12 @@ _OWNED_FIELDS_BETWEEN_STAGES = (
 
 @dataclass
 class ModelChunks:
-    """The chunks of this rank and their config.
+    """This rank's chunks and their config."""
 
-    Args:
-        config: The config that every chunk shares; Megatron's schedule reads its hooks from it.
-        wrapped: The chunks in their wrappers, in the order of their virtual stages.
-        pipeline: The model that the user calls; None for a plain module, which runs without a schedule.
-        uncalled: With ``overlap_param_gather``, the modules of each wrapped chunk for which no hook waits.
-    """
-
-    config: TransformerConfig
-    wrapped: list[nn.Module]
-    pipeline: Pipeline | None
+    config: TransformerConfig  # shared by all chunks; Megatron's schedule reads its hooks from it
+    wrapped: list[nn.Module]  # in their wrappers, in the order of their virtual stages
+    pipeline: Pipeline | None  # what the user calls; None for a plain module, which runs without a schedule
+    # With overlap_param_gather: the modules of each wrapped chunk for which no hook waits.
     uncalled: Mapping[nn.Module, "UncalledModules"] = field(default_factory=dict)
 
     @property
@@ -86,7 +81,7 @@ class ModelChunks:
         return [_unwrapped(chunk) for chunk in self.wrapped]
 
     def wait_for_uncalled(self, chunk: nn.Module) -> None:
-        """Wait for the parameters of a wrapped chunk for which no hook waits; call it before a forward pass."""
+        """Wait for a wrapped chunk's parameters for which no hook waits; call it before a forward pass."""
         if chunk in self.uncalled:
             self.uncalled[chunk].wait()
 
@@ -99,18 +94,14 @@ class ModelChunks:
 class UncalledModules:
     """Modules whose parameters are used in training without a call, so that no forward hook waits for these.
 
-    ``overlap_param_gather`` gathers a parameter before its module is called. A parameter may also be read from outside,
-    as in ``functional.linear(x, self.projection.weight)``, or belong to a LightningModule, whose ``forward`` does not
-    run in a step. Such parameters would be those of the step before. So each module counts as uncalled until it is
-    called in training, and the strategy waits for the uncalled ones before each forward pass.
-
-    Args:
-        chunk: A chunk that gathers its parameters during its forward pass.
-
     Source: ``enable_forward_pre_hook`` and ``_make_forward_pre_hook`` of ``DistributedDataParallel`` (0.16.1, 0.19.2).
     """
 
     def __init__(self, chunk: DistributedDataParallel) -> None:
+        # overlap_param_gather gathers a parameter before its module is called. But a parameter may also be read from
+        # outside, as in functional.linear(x, self.projection.weight), or belong to a LightningModule, whose forward()
+        # does not run in a step. It would then have the values of the step before. So each module counts as uncalled
+        # until it is called in training, and the strategy waits for the uncalled ones before each forward pass.
         self._wait_for = chunk._make_forward_pre_hook()
         self._modules: dict[int, tuple[nn.Module, RemovableHandle]] = {}  # by identity: metrics change their hash
         for module in chunk.module.modules():
@@ -122,7 +113,7 @@ class UncalledModules:
             self._modules.pop(id(module))[1].remove()
 
     def wait(self) -> None:
-        """Wait until the parameters of the uncalled modules are gathered; collective over the data-parallel ranks."""
+        """Wait until the uncalled modules' parameters are gathered; collective over the data-parallel ranks."""
         for module, _ in self._modules.values():
             self._wait_for(module)
 
@@ -139,7 +130,7 @@ def _unwrapped(chunk: nn.Module) -> nn.Module:
 
 
 def built_chunks(module: nn.Module) -> ModelChunks:
-    """Return the model of a module as it was built, outside a run; a plain module is one chunk."""
+    """Return a module's model as it was built, outside a run; a plain module is one chunk."""
     pipeline = find_pipeline(module)
     modules: list[nn.Module] = list(pipeline.chunks) if pipeline is not None else [module]
     return ModelChunks(config=getattr(modules[0], "config", None), wrapped=modules, pipeline=pipeline)
@@ -148,8 +139,7 @@ def built_chunks(module: nn.Module) -> ModelChunks:
 def find_pipeline(module: nn.Module) -> Pipeline | None:
     """Return the model that a LightningModule built with ``pipeline()``; None if it built none.
 
-    Raises:
-        ValueError: There are several such models, or parameters outside the model need gradients.
+    Raises ValueError if there are several, or if parameters outside the model need gradients.
     """
     # With duplicates, because a second pipeline() call returns the same model, which then has two names.
     pipelines = [child for _, child in module.named_modules(remove_duplicate=False) if isinstance(child, Pipeline)]
@@ -159,6 +149,7 @@ def find_pipeline(module: nn.Module) -> Pipeline | None:
         raise ValueError(
             f"{type(module).__name__} holds {len(pipelines)} models built with pipeline(); one is supported"
         )
+    # Megatron reduces only the gradients of chunks.
     inside = {id(parameter) for parameter in pipelines[0].parameters()}
     outside = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in inside]
     if outside:
@@ -175,15 +166,10 @@ def plain_config(dtype: torch.dtype) -> TransformerConfig:
 
 
 def pipeline_config(pipeline: Pipeline, owned: Mapping[str, Any]) -> TransformerConfig:
-    """Return the config of a pipeline's chunks, checked against the strategy and the precision.
+    """Return the config of a pipeline's chunks, checked against ``owned``, the strategy's and the precision's fields.
 
-    Args:
-        pipeline: The model that ``configure_model`` built.
-        owned: The fields of the strategy and the precision, as ``megatron_fields`` returns them.
-
-    Raises:
-        TypeError: A chunk has no TransformerConfig.
-        ValueError: One of these fields has another value in the config, or the config has an unsupported field.
+    Raises TypeError if a chunk has no TransformerConfig, and ValueError if one of these fields has another value in the
+    config, or the config has an unsupported field.
     """
     config = getattr(pipeline.chunks[0], "config", None)
     if not isinstance(config, TransformerConfig):
@@ -192,6 +178,7 @@ def pipeline_config(pipeline: Pipeline, owned: Mapping[str, Any]) -> Transformer
             f"{type(pipeline.chunks[0]).__name__} has {type(config).__name__}"
         )
     staged = owned["pipeline_model_parallel_size"] > 1
+    # Without FP8 the precision owns no FP8 field, and the config must then have Megatron's defaults.
     defaults = {each.name: each.default for each in fields(TransformerConfig) if each.name in FP8_FIELDS}
     wanted_values = {**defaults, **owned}
     for name in (*_OWNED_FIELDS, *FP8_FIELDS, *(_OWNED_FIELDS_BETWEEN_STAGES if staged else ())):
@@ -214,20 +201,10 @@ def wrap_chunks(
     ddp_config: DistributedDataParallelConfig | None,
     align_grad_reduce: bool = False,
 ) -> ModelChunks:
-    """Wrap chunks, and give all data-parallel ranks the same weights.
+    """Wrap chunks on their device, and give all data-parallel ranks the same weights; connects ``config`` to them.
 
-    Args:
-        modules: The chunks, on their device.
-        config: The config of all chunks.
-        pipeline: The model that they belong to; None for a plain module.
-        ddp_config: How gradients are reduced; None for evaluation.
-        align_grad_reduce: Let all stages of a pipeline reduce at the same time.
-
-    Returns:
-        The wrapped chunks, with ``config`` connected to them.
-
-    Raises:
-        ValueError: ``ddp_config`` averages gradients although the loss is weighted by tokens.
+    ``ddp_config`` is None for evaluation. ``align_grad_reduce`` lets all stages of a pipeline reduce at the same time.
+    Raises ValueError if gradients would be averaged although the loss is weighted by tokens.
 
     Source: ``get_model`` and ``train`` in megatron/training/training.py (0.16).
     """
@@ -248,6 +225,8 @@ def wrap_chunks(
             _broadcast_parameters(module)
         return ModelChunks(config, wrapped, pipeline)
     ddp = [
+        # Only the first chunk's gradients are reduced in buckets, as in Megatron-LM: the others overlap with the chunks
+        # that run after them in backward.
         DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
         for index, module in enumerate(wrapped)
     ]
@@ -261,11 +240,10 @@ def wrap_chunks(
 
 
 def _cast(config: TransformerConfig, module: nn.Module) -> Float16Module:
-    """Cast a chunk as Megatron does, but leave what is in fp32 in its routers and delta nets, which compute with that.
+    """Cast a chunk as Megatron does, but keep what is fp32 in its routers and delta nets, which compute with it.
 
-    Megatron rounds the bias by which a router chooses experts, and then keeps the rounded values in fp32.
-
-    Source: ``TopKRouter._maintain_float32_expert_bias`` (megatron.core.transformer.moe.router, 0.16.1 and 0.19.2).
+    Megatron rounds the bias by which a router chooses experts, and then keeps the rounded values in fp32. Source:
+    ``TopKRouter._maintain_float32_expert_bias`` (megatron.core.transformer.moe.router, 0.16.1 and 0.19.2).
     """
     layers = [layer for layer in module.modules() if isinstance(layer, TopKRouter) or hasattr(layer, TAKES_FP32)]
     tables: list[dict[str, Any]] = [table for layer in layers for table in (layer._parameters, layer._buffers)]
@@ -284,18 +262,17 @@ def _cast(config: TransformerConfig, module: nn.Module) -> Float16Module:
 
 
 def _mark_shares_of_norm(modules: Sequence[nn.Module]) -> None:
-    """Set the marks by which Megatron counts each parameter once in the norm of the gradients, and clips by that.
-
-    Megatron counts a parameter on every rank if its mark says that it is a slice, else on tensor-parallel rank 0. Three
-    marks are wrong. TransformerEngine marks the weights of all its linear layers as slices, but compressed attention
-    and latent experts have layers that are not cut. Sinks of attention are slices, and have no mark. And experts may be
-    spread over tensor-parallel ranks: with tp2-ep2-etp1, rank 1 has experts of its own, whose output biases have no
-    mark either.
+    """Set the marks by which Megatron counts each parameter once in the gradient norm, and clips by it.
 
     Source: ``TELinear`` (megatron.core.extensions.transformer_engine, 0.16.1 and 0.19.2), ``reset_parameters`` of
     TransformerEngine's ``Linear``, ``DotProductAttention`` of both, and ``param_is_not_tensor_parallel_duplicate``
     (megatron.core.tensor_parallel, 0.16.1; that of 0.19 knows the ranks that share an expert).
     """
+    # Megatron counts a parameter on every rank if its mark says that it is a slice, else on tensor-parallel rank 0.
+    # Three marks are wrong. TransformerEngine marks the weights of all its linear layers as slices, but compressed
+    # attention and latent experts have layers that are not cut. Sinks of attention are slices, and have no mark. And
+    # experts may be distributed over tensor-parallel ranks: with tp2-ep2-etp1, rank 1 has experts of its own, whose
+    # output biases have no mark either, so rank 1's would not be counted at all.
     for module in modules:
         for layer in module.modules():
             if transformer_engine.HAVE_TE and type(layer) is transformer_engine.TELinear:  # its subclasses are cut
@@ -315,11 +292,10 @@ def _mark_shares_of_norm(modules: Sequence[nn.Module]) -> None:
 def _forget_earlier_run(modules: Sequence[nn.Module]) -> None:
     """Make TransformerEngine forget the layers of an earlier run of this process.
 
-    Delayed scaling would also reduce the largest values of those layers, over process groups that have been closed or
-    replaced, and the ranks would wait for each other. The layers of this run register again in their first pass.
-
     Source: ``FP8GlobalStateManager`` in transformer_engine/pytorch/quantization.py (2.11).
     """
+    # Delayed scaling would also reduce the largest values of those layers, over process groups that have been closed or
+    # replaced, and the ranks would wait for each other. This run's layers register again in their first pass.
     manager = transformer_engine.FP8GlobalStateManager
     manager.reset()
     for module in modules:
@@ -330,10 +306,7 @@ def _forget_earlier_run(modules: Sequence[nn.Module]) -> None:
 def unwrap_chunks(chunks: ModelChunks) -> ModelChunks:
     """Remove hooks and gradient buffers from the parameters, so that another wrapper can use them.
 
-    Not collective, because it also runs after an exception.
-
-    Returns:
-        The same chunks without wrappers.
+    Not collective, because it also runs after an exception. Returns the same chunks without wrappers.
     """
     for modules in chunks.uncalled.values():
         modules.close()
@@ -378,9 +351,7 @@ def parameters_with_visible_gradients(chunks: ModelChunks) -> list[Any]:
 def take_gradients_back(parameters: Sequence[Any], were_shown: bool) -> None:
     """Copy a user's changes of visible gradients into the gradient buffers, before autograd adds to these.
 
-    Args:
-        parameters: Parameters with ``main_grad`` of their own shape and dtype.
-        were_shown: Whether the buffers were visible as ``grad`` before.
+    ``were_shown`` says whether the buffers were visible as ``grad`` before. Called before each backward.
     """
     for parameter in parameters:
         if parameter.grad is None and were_shown:
@@ -391,11 +362,7 @@ def take_gradients_back(parameters: Sequence[Any], were_shown: bool) -> None:
 
 
 def check_gradients(chunks: ModelChunks) -> None:
-    """Refuse gradients with a NaN or an infinity, after they are summed; collective over the world.
-
-    Raises:
-        RuntimeError: Some rank has a NaN or an infinity; raised on every rank.
-    """
+    """Raise RuntimeError on every rank if summed gradients hold a NaN or infinity on any; collective over the world."""
     buffers = [buffer for chunk in chunks.ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     device = next(chunks.ddp[0].parameters()).device
     finite = [buffer.grad_data.isfinite().all() for buffer in buffers]  # empty on a stage that is entirely frozen
@@ -415,9 +382,8 @@ def check_gradients(chunks: ModelChunks) -> None:
 def _remove_forward_hooks(chunk: DistributedDataParallel) -> None:
     """Remove Megatron's forward hooks, as ``disable_forward_pre_hook`` does, from modules of all kinds.
 
-    Megatron looks up each module by its hash, but the hash of a torchmetrics object changes with its state.
-
-    Source: ``DistributedDataParallel.disable_forward_pre_hook`` (0.16).
+    Megatron looks up each module by its hash, but the hash of a torchmetrics object changes with its state. Source:
+    ``DistributedDataParallel.disable_forward_pre_hook`` (0.16).
     """
     for handle in chunk.remove_forward_pre_hook_handles.values():
         handle.remove()
@@ -435,14 +401,16 @@ def _connect(
 
 
 def _one_or_all(functions: list[_T]) -> "_T | list[_T]":
+    # Megatron's schedules take a function for one chunk, and a list for several.
     return functions[0] if len(functions) == 1 else functions
 
 
 def _broadcast_parameters(module: nn.Module) -> None:
-    """Broadcast the parameters of a bare module, as ``DistributedDataParallel.broadcast_params`` does."""
+    """Broadcast a bare module's parameters, as ``DistributedDataParallel.broadcast_params`` does."""
     group = process_group("dp_cp")
     expert_group = process_group("expert_dp")
     for parameter in module.parameters():
+        # Megatron marks experts with allreduce=False: only the ranks of expert_dp hold the same ones.
         owner = group if getattr(parameter, "allreduce", True) else expert_group
         dist.broadcast(parameter.data, src=dist.get_global_rank(owner, 0), group=owner)
 
@@ -463,15 +431,11 @@ _KEPT_IN_FULL = "_high_precision_init_val"  # TransformerEngine's name, also of 
 def filled_as_plain(modules: Iterable[nn.Module]) -> Iterator[dict[Tensor, Tensor]]:
     """Let FP8 weights be plain parameters inside the block, and quantize what was written into them at its end.
 
-    A part of such a weight cannot be written, because a block of values shares a scale. And Megatron makes the fp32
-    copies that its optimizer steps from the values that TransformerEngine keeps of the initialisation.
-
-    Args:
-        modules: The chunks of this rank, wrapped or not.
-
-    Yields:
-        A dictionary that has each FP8 weight and the values written into it, of its shape and dtype, after the block.
+    Yields a dict that has, after the block, each FP8 weight and the values written into it.
     """
+    # A part of an FP8 weight cannot be written, because a block of values shares a scale. Moreover, Megatron's
+    # optimizer makes its fp32 copies from the values that TransformerEngine keeps of the initialisation, so these are
+    # replaced too.
     written: dict[Tensor, Tensor] = {}
     plain: dict[nn.Parameter, nn.Parameter] = {}
     places = [

@@ -20,6 +20,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 R = TypeVar("R")
 
+# Classes that can be rebuilt from their text on another rank, subclasses first: FileNotFoundError is an OSError.
 _KNOWN: tuple[type[Exception], ...] = (
     FileNotFoundError,
     OSError,
@@ -32,10 +33,7 @@ _groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # a 
 
 
 def control_group() -> dist.ProcessGroup:
-    """Return a gloo group of all ranks, with the timeout of the default group.
-
-    The first call makes it and is collective over the world.
-    """
+    """Return a gloo group of all ranks, with the default group's timeout; the first call makes it and is collective."""
     world: Any = dist.group.WORLD
     if dist.get_backend() == "gloo":
         return world  # type: ignore[no-any-return]
@@ -53,19 +51,13 @@ def default_timeout() -> datetime.timedelta:
 
 
 def collect(mine: Callable[[], T], together: Callable[[list[T]], R]) -> R | None:
-    """Run ``mine`` on every rank, and ``together`` on rank 0 with all results; collective over the world.
+    """Run ``mine`` on every rank, and ``together`` on rank 0 with all results in rank order; collective over the world.
 
-    Args:
-        mine: What each rank does.
-        together: What rank 0 does with the results of all ranks, in rank order.
-
-    Returns:
-        On rank 0 the result of ``together``, on the other ranks None.
-
-    Raises:
-        Exception: The first failure of any rank, raised on all of them: with the same class if it is a common one,
-            otherwise as a RuntimeError.
+    Returns the result of ``together`` on rank 0, and None elsewhere. The first failure of any rank is raised on all of
+    them: with the same class if it is in ``_KNOWN``, otherwise as a RuntimeError.
     """
+    # Four ranks, and `mine` fails on ranks 2 and 3: rank 0 receives (result, None) twice and (None, description) twice,
+    # skips `together`, and broadcasts (2, description). All four raise rank 2's error.
     group, rank = control_group(), dist.get_rank()
     own, failure = _attempt(mine)
     parts: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
@@ -77,6 +69,7 @@ def collect(mine: Callable[[], T], together: Callable[[list[T]], R]) -> R | None
         if first is None:
             result, failure = _attempt(lambda: together([part for part, _ in parts]))
             first = (0, _describe(failure)) if failure is not None else None
+    # None if nothing failed. Ranks wait here for rank 0 even if they have failed themselves.
     verdict = [first]
     dist.broadcast_object_list(verdict, src=0, group=group)
     if verdict[0] is not None:
@@ -88,25 +81,14 @@ def collect(mine: Callable[[], T], together: Callable[[list[T]], R]) -> R | None
 
 
 def decide(at_first: Callable[[], T]) -> T:
-    """Return on every rank the result of ``at_first`` on rank 0; collective over the world.
-
-    Raises:
-        Exception: It failed on rank 0; raised on all ranks, as by :func:`collect`.
-    """
+    """Return on every rank the result of ``at_first`` on rank 0; collective, raises as :func:`collect` does."""
     return merge(None, lambda _: at_first())
 
 
 def merge(own: T, together: Callable[[list[T]], R]) -> R:
-    """Return on every rank what rank 0 makes of the objects of all ranks; collective over the world.
+    """Return on every rank what rank 0 makes of all ranks' objects; collective, raises as :func:`collect` does.
 
     Each object travels once, and the result once to each rank. With :func:`gather` every object goes to every rank.
-
-    Args:
-        own: The object of this rank.
-        together: What rank 0 does with the objects of all ranks, in rank order.
-
-    Raises:
-        Exception: ``together`` failed; raised on all ranks, as by :func:`collect`.
     """
     answer: list[Any] = [collect(lambda: own, together)]
     dist.broadcast_object_list(answer, src=0, group=control_group())
@@ -115,22 +97,14 @@ def merge(own: T, together: Callable[[list[T]], R]) -> R:
 
 
 def on_all(mine: Callable[[], T]) -> T:
-    """Return the result of ``mine`` on this rank, if no rank fails; collective over the world.
-
-    Raises:
-        Exception: It failed on some rank; raised on all ranks, as by :func:`collect`.
-    """
+    """Return the result of ``mine`` on this rank if no rank fails; collective, raises as :func:`collect` does."""
     kept: list[T] = []
     collect(lambda: kept.append(mine()), lambda _: None)
     return kept[0]
 
 
 def together(mine: Callable[[], T]) -> T:
-    """Call :func:`on_all` if several ranks are connected; otherwise just call ``mine``.
-
-    Raises:
-        Exception: It failed on some rank; raised on all ranks, as by :func:`collect`.
-    """
+    """Call :func:`on_all` if several ranks are connected; otherwise just call ``mine``."""
     return on_all(mine) if dist.is_initialized() and dist.get_world_size() > 1 else mine()
 
 
@@ -149,11 +123,7 @@ def all_true(mine: bool) -> bool:
 
 
 def all_arrive(timeout: float) -> bool:
-    """Wait until all ranks have called this; return whether they have.
-
-    Args:
-        timeout: Seconds to wait, in case a rank has died.
-    """
+    """Wait until all ranks have called this, up to ``timeout`` seconds; return whether they have."""
     try:
         dist.monitored_barrier(control_group(), timeout=datetime.timedelta(seconds=timeout))
     except RuntimeError:
@@ -171,9 +141,11 @@ def _attempt(function: Callable[[], T]) -> tuple[Any, Exception | None]:
 def _describe(error: Exception | None) -> tuple[str, str, int | None] | None:
     if error is None:
         return None
+    # An error travels as class name, text and errno: another package's exception may not survive pickling.
     known = next((kind for kind in _KNOWN if isinstance(error, kind)), None)
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
+        # str() of an OSError begins with "[Errno 2]"; _rebuild() sets the number as `errno` instead.
         text = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
     if known is None or not text:
         text = f"{type(error).__name__}: {error}"

@@ -3,19 +3,12 @@
 
 Under causal attention the last tokens of a sequence have the most keys to look at. A plain cut would leave the first
 rank almost idle, so Megatron and TransformerEngine cut the sequence into ``2 * size`` slices and give rank ``r`` the
-slices ``r`` and ``2 * size - 1 - r``: one cheap, one expensive, the same work for everyone. With two ranks::
+slices ``r`` and ``2 * size - 1 - r``: one cheap, one expensive, the same work for everyone. Each packed sequence is cut
+like a separate one, so every rank has the same work whatever the lengths, and the boundaries on a rank are the row's,
+divided by ``size``.
 
-    sequence   0 1 | 2 3 | 4 5 | 6 7
-    rank 0     0 1                6 7
-    rank 1           2 3   4 5
-
-Packed sequences follow one another in one row. Each of them is cut like a separate sequence, and a rank's two slices
-of the first are followed by its two slices of the second. So every rank has the same work whatever the lengths, and the
-boundaries on a rank are those of the row divided by ``size``.
-
-``MCoreModule.shard_context`` cuts the batch this way before the step, Megatron cuts rotary embeddings, and the core
-attention puts keys and values back in order (``layers/core_attention.py``). These are functions of tensors only;
-nothing here communicates.
+``MCoreModule.shard_context`` cuts the batch this way before the step, Megatron cuts rotary embeddings, and
+``layers/core_attention.py`` puts keys and values back in order. Nothing here communicates.
 
 Source: ``get_batch_on_this_cp_rank`` (megatron.core.utils, 0.16.1); for packed sequences
 ``_get_thd_freqs_on_this_cp_rank`` (megatron.core.models.common.embeddings.rope_utils, 0.16.1), which follows
@@ -29,19 +22,9 @@ from torch import Tensor
 
 
 def split_for_context_parallel(tensor: Tensor, rank: int, size: int, dim: int = 1) -> Tensor:
-    """Return the two slices of a sequence that a context-parallel rank holds, in the order of the sequence.
+    """Return a context-parallel rank's two slices of whole sequences, for example [b, s] to [b, s / size].
 
-    Args:
-        tensor: Whole sequences along ``dim``, for example [b, s]; any dtype.
-        rank: Rank in the context-parallel group.
-        size: Number of ranks in that group.
-        dim: The dimension of the sequence.
-
-    Returns:
-        The share of this rank, for example [b, s / size], in the same dtype; the tensor itself if ``size`` is 1.
-
-    Raises:
-        ValueError: The sequence does not divide into ``2 * size`` slices, or ``rank`` is out of range.
+    Raises ValueError if the sequence does not divide into ``2 * size`` slices, or ``rank`` is out of range.
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank={rank} is not in a context-parallel group of {size}; choose 0 to {size - 1}")
@@ -59,17 +42,9 @@ def split_for_context_parallel(tensor: Tensor, rank: int, size: int, dim: int = 
 
 
 def unsplit_from_context_parallel(shares: Sequence[Tensor], dim: int = 1) -> Tensor:
-    """Put whole sequences together from the shares of all ranks: the inverse of :func:`split_for_context_parallel`.
+    """Join all ranks' shares, in rank order: the inverse of :func:`split_for_context_parallel`, differentiable.
 
-    Args:
-        shares: One tensor for each context-parallel rank, in rank order, for example [b, s / size]; any dtype.
-        dim: The dimension of the sequence.
-
-    Returns:
-        The whole sequences, for example [b, s], in the same dtype; differentiable.
-
-    Raises:
-        ValueError: There are no shares, or a share does not divide into two slices.
+    Raises ValueError if there are no shares, or one does not divide into two slices.
     """
     size = len(shares)
     if size == 0:
@@ -88,23 +63,24 @@ def unsplit_from_context_parallel(shares: Sequence[Tensor], dim: int = 1) -> Ten
 
 
 def slices_of_rank(rank: int, size: int) -> tuple[int, int]:
-    """Return which two of the ``2 * size`` slices of a sequence a context-parallel rank holds."""
+    """Return which two of a sequence's ``2 * size`` slices a context-parallel rank holds."""
+    # A sequence of 8 tokens on two ranks:
+    #     sequence   0 1 | 2 3 | 4 5 | 6 7
+    #     rank 0     0 1                6 7
+    #     rank 1           2 3   4 5
     return rank, 2 * size - 1 - rank
 
 
 def packed_positions(offsets: Tensor, length: int, rank: int, size: int) -> Tensor:
-    """Return the positions of a rank's tokens in their row; computed on the device of ``offsets``, which is not read.
+    """Return the positions of a rank's tokens in their row, [..., length / size]; no value leaves the device.
 
-    Args:
-        offsets: [..., n + 1] integers, where the sequences of each row begin, padding included; the last entry is
-            ``length``. Equal neighbours mean a sequence without tokens.
-        length: Tokens of a row.
-        rank: Rank in the context-parallel group.
-        size: Number of ranks in that group.
-
-    Returns:
-        [..., length / size] int64.
+    ``offsets`` is [..., n + 1], where each row's sequences begin, padding included, up to ``length``. Equal neighbours
+    mean an empty sequence.
     """
+    # Two sequences of 4 in a row of 8: rank 0 of 2 holds positions 0 3 | 4 7, rank 1 holds 1 2 | 5 6.
+    #
+    # A sequence of t tokens has t / size of them on each rank, in two slices of t / (2 * size). `within` counts a
+    # rank's tokens of the sequence. In its second half it has already counted one slice, hence late - 1.
     index = sequence_of_tokens(offsets, length, size)
     starts = offsets.long().gather(-1, index)
     slices = (offsets.long().gather(-1, index + 1) - starts) // (2 * size)  # tokens of a slice
@@ -114,32 +90,17 @@ def packed_positions(offsets: Tensor, length: int, rank: int, size: int) -> Tens
 
 
 def packed_order(offsets: Tensor, length: int, size: int) -> Tensor:
-    """Return the index of each token of a row in the joined shares of all ranks.
-
-    Args:
-        offsets: [n + 1] integers, where the sequences begin, padding included, and where the last one ends.
-        length: Tokens of the row.
-        size: Number of ranks in the context-parallel group.
-
-    Returns:
-        [length] int64.
-    """
+    """Return the index of each token of a row in the joined shares of all ranks, [length]."""
+    # The inverse permutation. In the example above, the joined shares are positions 0 3 4 7 1 2 5 6. The order is
+    # 0 4 5 1 2 6 7 3: token 1 is the fifth of them.
     positions = torch.cat([packed_positions(offsets, length, rank, size) for rank in range(size)])
     return torch.empty_like(positions).scatter_(0, positions, torch.arange(length, device=offsets.device))
 
 
 def sequence_of_tokens(offsets: Tensor, length: int, size: int = 1) -> Tensor:
-    """Return the index of the packed sequence of each token of a rank; the same on every rank.
-
-    Args:
-        offsets: [..., n + 1] integers, where the sequences of each row begin, padding included; the last entry is
-            ``length``.
-        length: Tokens of a row.
-        size: Number of ranks in the context-parallel group.
-
-    Returns:
-        [..., length / size] int64, from 0 to n - 1.
-    """
+    """Return the packed sequence that each token of a rank belongs to, [..., length / size]; the same on every rank."""
+    # On a rank, a sequence ends at its end in the row divided by `size`. With right=True, a token at an end belongs to
+    # the next sequence that has tokens.
     tokens = torch.arange(length // size, device=offsets.device, dtype=offsets.dtype)
     ends = (offsets[..., 1:] // size).contiguous()
     found = torch.searchsorted(ends, tokens.expand(*ends.shape[:-1], -1).contiguous(), right=True)
@@ -147,16 +108,7 @@ def sequence_of_tokens(offsets: Tensor, length: int, size: int = 1) -> Tensor:
 
 
 def check_packed_offsets(offsets: Sequence[int], length: int, size: int) -> None:
-    """Refuse boundaries of packed sequences that do not fill a row, or that a group cannot divide.
-
-    Args:
-        offsets: Where the sequences begin, padding included, and where the last one ends.
-        length: Tokens of the row.
-        size: Number of ranks in the context-parallel group.
-
-    Raises:
-        ValueError: The offsets do not rise from 0 to ``length``, or a sequence does not divide into ``2 * size``.
-    """
+    """Raise ValueError if boundaries do not rise from 0 to ``length``, or the ranks cannot divide a sequence."""
     if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != length:
         ends = f"run from {offsets[0]} to {offsets[-1]}" if len(offsets) > 0 else "are missing"
         raise ValueError(f"the boundaries of packed sequences {ends}; give them from 0 to the row's {length} tokens")
@@ -167,6 +119,7 @@ def check_packed_offsets(offsets: Sequence[int], length: int, size: int) -> None
                 f"the boundaries of packed sequences fall from {offsets[index]} to {offsets[index + 1]}; "
                 "give them in rising order"
             )
+        # 2 * size slices for each sequence, as for a whole row.
         if size > 1 and tokens % (2 * size):
             padded = -(-tokens // (2 * size)) * 2 * size
             raise ValueError(

@@ -6,16 +6,9 @@ megatron-core uses ``torch.cuda`` in about 500 places, so arguments cannot keep 
 after it everything is as before. The strategy enters it if its root device is the CPU and leaves it at teardown. A
 module that runs Megatron layers under another strategy does the same.
 
-Everything is a replaced attribute:
-
-* The torch functions that take a device (:func:`_functions_of_a_device`) read ``device="cuda"`` as the CPU and drop
-  ``pin_memory=True``. A ``TorchFunctionMode`` would do this too, but is called for every operation of a model, and a
-  step of a small model then takes a fifth longer.
-* ``Tensor.type()`` returns ``torch.cuda.FloatTensor`` for a CPU float tensor, because Megatron's optimizers compare
-  with that string.
-* The rest is a table (:func:`_replacements`), each entry with the Megatron call that needs it.
-
-It is re-entrant: the outermost ``with`` patches and restores, inner ones only count.
+Everything is a replaced attribute: torch functions that take a device (:func:`_functions_of_a_device`), and a table
+(:func:`_replacements`), each entry with the Megatron call that needs it. It is re-entrant: the outermost ``with``
+patches and restores, inner ones only count.
 """
 
 import contextlib
@@ -60,11 +53,9 @@ def cpu_runtime() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Make ``torch.compile`` return functions as they are, if this torch is built without CUDA.
-
-    megatron-core compiles some thirty small functions while it is imported. That imports torch's compiler, which takes
-    longer than everything else in megatron-core, although those functions run uncompiled on the CPU.
-    """
+    """Make ``torch.compile`` return functions as they are, if this torch is built without CUDA."""
+    # megatron-core compiles some thirty small functions while it is imported. That imports torch's compiler, which
+    # takes longer than everything else in megatron-core, although those functions run uncompiled on the CPU.
     with contextlib.ExitStack() as stack:
         if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
             stack.enter_context(_replaced(torch, "compile", _uncompiled))
@@ -90,6 +81,8 @@ def absent_names_bound() -> Iterator[None]:
 @functools.cache
 def _functions_of_a_device() -> list[tuple[Any, str, Any]]:
     """Return ``(owner, attribute, replacement)`` for the torch functions that take a device, the same at each call."""
+    # A TorchFunctionMode would replace them too, but is called for every operation of a model: a step of a small model
+    # then takes a fifth longer.
     with _CPU:
         torch.empty(0)  # the context of a device keeps the list of its functions from its first use on
     named = [(torch, name) for name in _FACTORIES.split()] + [(torch.Tensor, name) for name in _METHODS.split()]
@@ -101,7 +94,7 @@ def _functions_of_a_device() -> list[tuple[Any, str, Any]]:
 
 
 def _cuda_means_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with ``device="cuda"`` read as the CPU, and without pinned memory."""
+    """Return the function with ``device="cuda"`` read as the CPU, and ``pin_memory=True`` ignored."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -119,7 +112,7 @@ def _cuda_means_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _moves_to_the_cpu(to: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``Tensor.to``, whose device may also be its first argument."""
+    """Wrap ``Tensor.to``, whose device may also be its first argument."""
     to = _cuda_means_cpu(to)
 
     @functools.wraps(to)
@@ -132,7 +125,7 @@ def _moves_to_the_cpu(to: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _made_on_the_cpu(init_data: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``ShardedTensor.init_data``, whose ``torch.empty`` is a default argument and so the real one."""
+    """Wrap ``ShardedTensor.init_data``, whose ``torch.empty`` is a default argument and so the real one."""
 
     @functools.wraps(init_data)
     def call(tensor: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +135,10 @@ def _made_on_the_cpu(init_data: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _says_a_type_of_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``Tensor.type``, which without arguments says the type that the tensor would have on a GPU."""
+    """Wrap ``Tensor.type`` to say ``torch.cuda.FloatTensor`` for a CPU float tensor.
+
+    Megatron's optimizers compare with that string.
+    """
 
     @functools.wraps(type_of)
     def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -214,7 +210,7 @@ class _CpuAutocast(torch.amp.autocast_mode.autocast):
 
 
 def _nothing() -> Callable[..., None]:
-    """Return a new function that does nothing; torch.compile refuses one function under several of its names."""
+    """Return a new function that does nothing; torch.compile rejects one function under several of its names."""
 
     def do_nothing(*args: Any, **kwargs: Any) -> None:
         return None
@@ -334,6 +330,7 @@ _ABSENT = object()
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    # vars() and not getattr(): an attribute that the owner inherits must be deleted again, not set on it.
     original = vars(owner).get(name, _ABSENT)
     setattr(owner, name, replacement)
     try:

@@ -5,9 +5,6 @@ megatron-core keeps its groups in module globals (``megatron.core.parallel_state
 ``initialize_model_parallel`` and ``destroy_model_parallel``, so that a second ``fit`` with another layout never uses
 the groups of the first. The default process group must already exist: Lightning makes it, or
 :func:`open_single_process` for a module that runs Megatron layers in one process without it.
-
-Ranks are in Megatron's default order ``tp-cp-ep-dp-pp``: tensor-parallel ranks are neighbours, pipeline stages are
-farthest apart.
 """
 
 import contextlib
@@ -40,6 +37,9 @@ from lightning_mcore.parallel.random_state import (
 
 Axis = Literal["tp", "pp", "cp", "tp_cp", "dp", "dp_cp", "ep", "experts", "expert_tp", "expert_dp", "model"]
 
+# Ranks are in Megatron's default order tp-cp-ep-dp-pp: tensor-parallel ranks are neighbours, pipeline stages are
+# farthest apart. 8 ranks with TP=2 and PP=2: rank 0 shares "tp" with rank 1, "dp" with rank 2 and "pp" with rank 4, and
+# "model" with ranks 1, 4 and 5.
 _GROUP_OF_AXIS = {
     "tp": parallel_state.get_tensor_model_parallel_group,
     "pp": parallel_state.get_pipeline_model_parallel_group,
@@ -57,27 +57,17 @@ _GROUP_OF_AXIS = {
 
 @dataclass
 class _Opened:
-    """What the open groups were made for.
-
-    Attributes:
-        layout: The parallel sizes; None without open groups.
-        arguments: The other arguments of ``initialize_model_parallel``; None without open groups.
-        world: Returns the default group while it exists.
-        groups: All groups that this rank is in.
-        users: Models that hold some of the groups and may be used again.
-        seed: The run's seed, the same on every rank.
-        building: The common generators' state for the next model of this run; None before the first one.
-        copy: The gloo group of the ranks of this model copy; None if the copy is one rank, or the whole world.
-    """
+    """What the open groups were made for; ``layout`` and ``arguments`` are None without open groups."""
 
     layout: ParallelLayout | None = None
-    arguments: Mapping[str, Any] | None = None
-    world: Callable[[], Any] = lambda: None
-    groups: list[dist.ProcessGroup] = field(default_factory=list)
+    arguments: Mapping[str, Any] | None = None  # the other arguments of initialize_model_parallel
+    world: Callable[[], Any] = lambda: None  # returns the default group while it exists
+    groups: list[dist.ProcessGroup] = field(default_factory=list)  # all that this rank is in
+    # Models that hold some of the groups and may run again.
     users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    seed: int = 0
-    building: RandomState | None = None
-    copy: dist.ProcessGroup | None = None
+    seed: int = 0  # the run's, the same on every rank
+    building: RandomState | None = None  # for the run's next model; None before the first one
+    copy: dist.ProcessGroup | None = None  # gloo group of this model copy; None for one rank, or the whole world
 
 
 _opened = _Opened()
@@ -91,21 +81,15 @@ def open_process_groups(
 
     Collective: every rank of the default group calls it with the same arguments. Like the default group, the groups
     outlive the run. A second run with the same layout and options reuses them; any other run replaces them. The state
-    of the CPU's generator does not change.
-
-    Args:
-        layout: Sizes of the parallel axes; they must divide the world (``layout.validate_world``).
-        seed: Seed of the model's weights and of the dropout of tensor-parallel layers, the same on every rank.
-        timeout: How long a collective of these groups may wait; rounded up to whole minutes.
-        options: More arguments of ``initialize_model_parallel``.
-
-    Raises:
-        RuntimeError: The default process group is not initialised.
+    of the CPU's generator does not change. ``seed`` is for weights and for dropout in tensor-parallel layers,
+    ``timeout`` for these groups' collectives, ``options`` for ``initialize_model_parallel``. RuntimeError without a
+    default group.
     """
     if not dist.is_initialized():
         raise RuntimeError("the default process group of torch.distributed must be open before Megatron's groups")
     arguments = {
         "create_gloo_process_groups": False,
+        # Megatron counts whole minutes: 90 seconds become 2.
         "distributed_timeout_minutes": max(1, math.ceil(timeout.total_seconds() / 60)),
         **(options or {}),
     }
@@ -152,10 +136,9 @@ def close_process_groups() -> None:
 
 
 def _destroy_unused_groups() -> None:
-    """Destroy the groups that no existing model of any rank was built with, because it may be used again; collective.
-
-    A rank may keep a model longer than others, and NCCL destroys a communicator on all its ranks or waits for them.
-    """
+    """Destroy replaced groups that no existing model of any rank was built with; collective."""
+    # A model may be used again. A rank may keep one longer than others, and NCCL destroys a communicator on all its
+    # ranks or waits for them, so all ranks must agree.
     for opened in list(_replaced):
         exists = opened.world() is not None and opened.world() is dist.group.WORLD  # otherwise they were closed with it
         if not exists or all_true(not opened.users):
@@ -178,8 +161,7 @@ def process_groups_are_open() -> bool:
 def open_single_process() -> bool:
     """Make a default process group of one rank if there is none, so that Megatron layers run in a plain process.
 
-    Returns:
-        Whether a group was made; the caller must then close it with ``torch.distributed.destroy_process_group``.
+    Returns whether it made one; the caller must then close it with ``torch.distributed.destroy_process_group``.
     """
     if dist.is_initialized():
         return False
@@ -188,14 +170,10 @@ def open_single_process() -> bool:
 
 
 def process_group(axis: Axis) -> dist.ProcessGroup:
-    """Return this rank's group along ``axis``.
+    """Return this rank's group along ``axis``; RuntimeError if the groups are not open.
 
-    Args:
-        axis: ``dp_cp`` joins data and context parallelism, ``model`` joins tensor and pipeline parallelism,
-            ``experts`` has the ranks that share the experts of a stage, and ``expert_dp`` those that hold the same.
-
-    Raises:
-        RuntimeError: The groups are not open.
+    ``dp_cp`` joins data and context parallelism, ``model`` tensor and pipeline parallelism. ``experts`` has the ranks
+    that share a stage's experts, ``expert_dp`` those that hold the same ones.
     """
     if not process_groups_are_open():
         raise RuntimeError("Megatron's process groups are not open; they exist only while the trainer runs")
@@ -204,15 +182,13 @@ def process_group(axis: Axis) -> dist.ProcessGroup:
 
 
 def _open_copy_group(layout: ParallelLayout, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Return a gloo group of the ranks of this model copy; None if the copy is one rank, or the whole world.
-
-    Every rank takes part in making the group of every copy, as Megatron does, because torch numbers them.
-    """
+    """Return a gloo group of this model copy's ranks; None if the copy is one rank, or the whole world."""
     world_size = dist.get_world_size()
     if layout.model_copy_size in (1, world_size):
         return None
     places = [layout.coordinates(rank, world_size).data_parallel_rank for rank in range(world_size)]
     mine = None
+    # Every rank takes part in making the group of every copy, as Megatron does, because torch numbers them.
     for copy in range(layout.data_parallel_size(world_size)):
         ranks = [rank for rank, place in enumerate(places) if place == copy]
         # Where one process plays a rank of a world without others, gloo would wait for them.
@@ -222,11 +198,7 @@ def _open_copy_group(layout: ParallelLayout, timeout: timedelta) -> dist.Process
 
 
 def model_copy_group() -> dist.ProcessGroup:
-    """Return a gloo group of the ranks of this model copy, which read the same batches.
-
-    Raises:
-        RuntimeError: The groups are not open.
-    """
+    """Return a gloo group of this model copy's ranks, which read the same batches; RuntimeError if it is not open."""
     is_world = process_group("dp").size() == 1
     group = control_group() if is_world else _opened.copy
     assert group is not None
@@ -236,7 +208,8 @@ def model_copy_group() -> dist.ProcessGroup:
 def collectives_issued() -> dict[str, int]:
     """Return how many collectives this rank has issued in each of its groups of several ranks, by group name.
 
-    Pipeline groups are left out, because their stages also send to each other.
+    Pipeline groups are left out, because their stages also send to each other. ``rank_watch.begin`` compares the
+    counts.
     """
     if not process_groups_are_open():
         return {}
@@ -247,7 +220,7 @@ def collectives_issued() -> dict[str, int]:
 
 
 def pipeline_stage(vp_stage: int | None) -> tuple[bool, bool]:
-    """Return ``(is_first, is_last)`` of the chunk ``vp_stage`` that this rank owns."""
+    """Return ``(is_first, is_last)`` for this rank's chunk ``vp_stage``."""
     return (
         parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -255,17 +228,16 @@ def pipeline_stage(vp_stage: int | None) -> tuple[bool, bool]:
 
 
 def generator_of(name: str) -> torch.Generator:
-    """Return a generator on the CPU that depends on the run's seed and on ``name``, and not on the layout."""
+    """Return a CPU generator that depends on the run's seed and on ``name``, and not on the layout."""
     digest = hashlib.sha256(f"{_opened.seed} {name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7]))
 
 
 def align_random_state() -> None:
-    """Give every rank of a model copy the random state of its first rank: python, numpy and torch.
-
-    Otherwise pipeline stages, which draw different numbers of initial weights, would draw different random numbers in a
-    dataset or a sampler, and see different batches. Collective over the model-parallel ranks.
-    """
+    """Give every rank of a model copy its first rank's random state: python, numpy and torch; collective."""
+    # Pipeline stages draw different numbers of initial weights. With different states, a dataset or a sampler would
+    # draw other numbers on each stage, and the stages would see different batches. Along each axis in turn the first
+    # rank's state goes to the others, so that the copy's first rank reaches all.
     for axis in ("tp", "cp", "pp"):
         group = process_group(axis)
         if group.size() == 1:
@@ -276,16 +248,12 @@ def align_random_state() -> None:
 
 
 def from_last_stage(value: Any, device: torch.device) -> Any:
-    """Return the value of the last pipeline stage on every stage; collective over the pipeline.
+    """Return the last pipeline stage's value on every stage; collective over the pipeline.
 
-    Its tensors arrive on the CPU, with their shapes and dtypes; unpickled directly, they would be on the sender's
-    device.
-
-    Args:
-        value: Anything that can be pickled; only that of the last stage matters.
-        device: Device of this rank, for the communication.
+    The value is pickled; its tensors arrive on the CPU. ``device`` is this rank's, for the communication.
     """
     group = process_group("pp")
+    # Unpickled directly, tensors would be on the sender's device.
     box = [apply_to_collection(value, torch.Tensor, lambda tensor: tensor.detach().cpu())]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, group.size() - 1), group=group, device=device)
     return box[0]
@@ -293,12 +261,11 @@ def from_last_stage(value: Any, device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def random_state_of_build() -> Iterator[None]:
-    """Let the common generators belong to this pipeline stage inside the ``with`` block, without lasting effect.
-
-    Routers, position tables and the user's own layers draw their weights from the default generator. On CUDA,
-    Megatron-LM seeds it once for each stage. On the CPU it is also the generator of the data, which must be equal on
-    all stages, so the state for building is kept apart; a second model of the run goes on where the first one ended.
-    """
+    """Let the common generators belong to this pipeline stage inside the ``with`` block, without lasting effect."""
+    # Routers, position tables and the user's own layers draw their weights from the default generator. On CUDA,
+    # Megatron-LM seeds it once for each stage. On the CPU it is also the generator of the data, which must be equal on
+    # all stages, so the state for building is kept apart; a second model of the run continues where the first one
+    # ended.
     common = take_common()
     if _opened.building is None:
         seed_common(seed_of_stage(_opened.seed))
@@ -313,13 +280,11 @@ def random_state_of_build() -> Iterator[None]:
 
 @contextlib.contextmanager
 def random_state_of_stage() -> Iterator[None]:
-    """Let each pipeline stage draw its own random numbers inside the ``with`` block, without lasting effect.
-
-    A stage draws as many numbers as its part of the model needs (dropout on the CPU, code after ``self.model`` in a
-    step). If that changed the common state, datasets and samplers of the stages would soon draw different numbers, and
-    inputs and labels would come from different samples. CUDA's generators do not change, because data does not use
-    them.
-    """
+    """Let each pipeline stage draw its own random numbers inside the ``with`` block, without lasting effect."""
+    # A stage draws as many numbers as its part of the model needs (dropout on the CPU, code after self.model in a
+    # step). If that changed the common state, datasets and samplers of the stages would soon draw different numbers,
+    # and inputs and labels would come from different samples. CUDA's generators do not change, because data does not
+    # use them.
     group = process_group("pp")
     if group.size() == 1:
         yield

@@ -2,10 +2,9 @@
 """Import megatron-core without its hints that TransformerEngine and Apex are not installed.
 
 megatron-core warns of that several times while it is imported, and ``transformer_impl="auto"`` already does what can be
-done about it. So the hints are hidden, for the length of this import alone: the warning filters of the process stay as
-they are. Where torch is built without CUDA, the import also leaves out torch's compiler. ``lightning_mcore``,
-``lightning_mcore.hf`` and ``lightning_mcore.strategy`` call it before their names are imported; the command line hides
-the hints for the length of a command.
+done about it. The hints are hidden during this import only: the process's warning filters stay as they are. If torch is
+built without CUDA, the import also skips torch's compiler. ``lightning_mcore``, ``lightning_mcore.hf`` and
+``lightning_mcore.strategy`` call it before their names are imported; the command line hides the hints during a command.
 """
 
 import importlib
@@ -17,7 +16,7 @@ HINTS = ".*(Transformer Engine|Apex).*not installed"
 
 
 def import_megatron() -> None:
-    """Import those modules of megatron-core that warn, once, without the hints."""
+    """Import the megatron-core modules that warn, once, without the hints."""
     name = "megatron.core.models.gpt.gpt_layer_specs"
     if name in sys.modules:
         return

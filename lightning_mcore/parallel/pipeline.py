@@ -51,31 +51,26 @@ class PipelineHost(Protocol):
 
 
 class StageOutput(BaseException):
-    """Carries a chunk's output, [s, b, h] in the model's dtype, out of the user's step on all stages but the last."""
+    """Carries a chunk's output, [s, b, h], out of the user's step on all stages but the last."""
 
     def __init__(self, value: Tensor) -> None:
+        # Only `value` matters; no message, because users never see it.
         super().__init__()
         self.value = value
 
 
 class Pipeline(nn.Module):
-    """The chunks of the model that this rank owns; callable like the whole model.
+    """This rank's chunks of the model, callable like the whole model.
 
-    Args:
-        chunks: One Megatron module for each virtual stage of this rank.
-        is_last: For each chunk, whether it holds the end of the model.
-        layout: The layout that the chunks were built for.
-        prepare: Called before the whole model runs outside a schedule; None if there is nothing to prepare.
-
-    Attributes:
-        boundaries_on_host: Whether the layers take the boundaries of packed sequences in tensors on the host.
-        takes_whole_batches: Whether its caller gives context-parallel ranks their shares, so that steps see whole
-            batches. Such a model may be called anywhere, and several times in a step, except in training as a pipeline.
-        run_stages: Runs all stages outside a schedule, during a run of a model that takes whole batches; returns the
-            output on the last stage, and None on the others.
+    There is one chunk for each virtual stage of this rank. ``prepare`` is called before the whole model runs outside a
+    schedule. ``boundaries_on_host`` tells whether the layers take packed boundaries in host tensors.
     """
 
+    # Whether the pipeline's caller splits batches for context-parallel ranks, so that steps see whole batches. Such a
+    # model may be called anywhere, and several times in a step, except in training as a pipeline.
     takes_whole_batches = False
+    # Runs all stages outside a schedule, during a run of a model that takes whole batches. Returns the output on the
+    # last stage, and None on the others.
     run_stages: Callable[..., Any] | None = None
 
     def __init__(
@@ -97,11 +92,10 @@ class Pipeline(nn.Module):
         self.boundaries_on_host = any(getattr(layer, "boundaries_on_host", False) for layer in layers)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the active chunk; return its output on the last stage.
+        """Run the active chunk; return its output on the last stage, and raise StageOutput on every other one.
 
-        Raises:
-            StageOutput: On every other stage; the schedule catches it.
-            RuntimeError: A part of a model is called outside the schedule, or twice in a step of training.
+        The schedule catches it. Raises RuntimeError if a part of a model is called outside the schedule, or twice in a
+        training step.
         """
         self.num_calls += 1
         if self._active is None:
@@ -109,6 +103,9 @@ class Pipeline(nn.Module):
             run = self._whole_model() if self.run_stages is None else self.run_stages
             return run(*args, **kwargs)
         chunk, is_last = self._active
+        # With two stages and one microbatch: stage 0 activates its chunk and runs training_step, whose self.model(...)
+        # call ends here with StageOutput(hidden states). The schedule sends them to stage 1, where the same call
+        # returns the logits, and training_step goes on to its loss.
         if self.takes_whole_batches and self.is_staged:
             self._refuse_second_call()
         output = chunk(*args, **kwargs)
@@ -137,7 +134,7 @@ class Pipeline(nn.Module):
         return self.layout.pipeline_model_parallel_size > 1
 
     def _renew_quantized_weights(self) -> None:
-        """Let layers quantise their weights anew: outside a schedule nothing else tells them that a step changed these.
+        """Let layers quantize their weights again: outside a schedule nothing else tells them of an optimizer step.
 
         Source: ``set_is_first_microbatch`` of ``MegatronModule``, which only Megatron's schedules call (0.16 to 0.19).
         """
@@ -155,7 +152,7 @@ class Pipeline(nn.Module):
         self._was_called = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the chunks when pickled for another process, such as a worker of a DataLoader.
+        """Leave out the chunks when pickled for another process, such as a DataLoader worker.
 
         Their process groups belong to this process. A module is sent to a worker if a dataset or a collate function
         refers to it. Other copies are complete.
@@ -187,16 +184,10 @@ class Pipeline(nn.Module):
 
 
 def check_uniform_recompute(config: TransformerConfig) -> None:
-    """Refuse ``recompute_num_layers`` that does not divide the layers of each chunk.
-
-    Args:
-        config: The transformer's config.
-
-    Raises:
-        ValueError: It does not divide them.
-    """
+    """Raise ValueError if ``recompute_num_layers`` does not divide the layers of each chunk."""
     if config.recompute_granularity != "full" or config.recompute_method != "uniform":
         return
+    # Groups are counted within a chunk: 12 layers on 4 stages are chunks of 3, so groups of 2 are rejected.
     group = config.recompute_num_layers
     uneven = sorted(layers for layers in _layers_of_chunks(config) if layers % group)
     if uneven:
@@ -216,7 +207,7 @@ def layers_of_first_chunk(config: TransformerConfig) -> int:
 
 
 def _layers_of_chunks(config: TransformerConfig) -> set[int]:
-    """Return the different numbers of layers of the chunks on all stages."""
+    """Return the different layer counts of the chunks on all stages."""
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         return {chunk.count(LayerType.decoder) for stage in layout.layout for chunk in stage}

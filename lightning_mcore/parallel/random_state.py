@@ -9,11 +9,6 @@ common      python's ``random``, numpy and torch on the CPU: datasets, samplers 
 device      the default generator of this rank's GPU; none on the CPU, where it is torch's own
 tracker     Megatron's named generators, for dropout (and initial weights) inside parallel layers
 ==========  =========================================================================================
-
-On the layout that saved it, each rank gets back all three. On another layout the tracker's states belong to ranks that
-no longer exist. Then :func:`pick` returns the common state of the rank that read the same data, or of another rank if
-there is none, and :func:`put` seeds device and tracker from it. This is reproducible, but not what the interrupted run
-would have drawn.
 """
 
 import dataclasses
@@ -39,21 +34,13 @@ Source: ``_set_random_seed`` in Megatron-LM's training/initialize.py.
 
 @dataclass(frozen=True)
 class RandomState:
-    """The generators of one rank at one moment, as the module's docstring describes them.
+    """The generators of one rank at one moment, as the module's table describes them."""
 
-    Attributes:
-        python: As ``random.getstate()``.
-        numpy: As ``numpy.random.get_state()``.
-        torch: As ``torch.get_rng_state()``, [bytes] uint8.
-        device: As ``torch.cuda.get_rng_state()``, [bytes] uint8; None on the CPU.
-        tracker: Megatron's states by name; None in a common state.
-    """
-
-    python: tuple[Any, ...]
-    numpy: tuple[Any, ...]
-    torch: Tensor
-    device: Tensor | None = None
-    tracker: Mapping[str, Any] | None = None
+    python: tuple[Any, ...]  # random.getstate()
+    numpy: tuple[Any, ...]  # numpy.random.get_state()
+    torch: Tensor  # torch.get_rng_state()
+    device: Tensor | None = None  # torch.cuda.get_rng_state(); None on the CPU
+    tracker: Mapping[str, Any] | None = None  # Megatron's states by name; None in a common state
 
 
 def take_common() -> RandomState:
@@ -76,12 +63,10 @@ def put_common(state: RandomState) -> None:
 
 
 def put(state: RandomState, device: torch.device) -> None:
-    """Restore a state.
+    """Restore the result of :func:`take`.
 
-    Args:
-        state: Result of :func:`take`. If it has no tracker, as on another layout, device and tracker are seeded from
-            the common state, with the same seed on every rank that has the same common state.
-        device: Device of this rank.
+    Without a tracker, as on another layout, device and tracker are seeded from the common state, with the same seed on
+    every rank that has the same common state.
     """
     put_common(state)
     if state.tracker is None:
@@ -90,16 +75,15 @@ def put(state: RandomState, device: torch.device) -> None:
     if state.device is not None and device.type == "cuda":
         torch.cuda.set_rng_state(state.device, device)
     tracker = tensor_parallel.get_cuda_rng_tracker()
+    # A tracker for CUDA graphs keeps its states in another form, whatever the run that saved them used.
     graphs = is_graph_safe_cuda_rng_tracker(tracker)
     tracker.set_states({name: convert_cuda_rng_state(s, to_graphable=graphs) for name, s in state.tracker.items()})
 
 
 def new_seed() -> int:
-    """Return a seed below 2**31 for a run, the same on ranks whose torch generators have the same state.
-
-    It is the user's own if nothing was drawn since ``seed_everything``, so that all strategies begin alike, else a
-    drawn one. The generator moves on in either case: the next run begins with other numbers.
-    """
+    """Return a seed below 2**31 for a run, the same on ranks whose torch generators have the same state."""
+    # The user's own seed if nothing was drawn since seed_everything, so that all strategies begin alike; else a drawn
+    # one. The generator moves on in either case: the next run begins with other numbers.
     seed = torch.initial_seed()
     is_as_seeded = torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(seed).get_state())
     drawn = int(torch.randint(2**31, ()))
@@ -120,6 +104,7 @@ def seed_common(seed: int) -> None:
 
 def _seed_device_and_tracker(state: RandomState) -> None:
     """Seed Megatron's tracker, and on CUDA the default generator, with a number drawn from the common state."""
+    # A copy of the generator: the common state itself must not move, because it decides the data.
     generator = torch.Generator()
     generator.set_state(state.torch)
     seed_stage(int(torch.randint(2**31 - 2**20, (), generator=generator)))
@@ -138,18 +123,14 @@ def seed_of_stage(seed: int) -> int:
 def seed_stage(seed: int) -> None:
     """Seed Megatron's tracker, and on CUDA the default generator, for this rank's pipeline stage.
 
-    The state of the CPU's generator does not change. The seeds are Megatron-LM's: ``seed + 100 * stage``, to which
-    ``model_parallel_cuda_manual_seed`` adds a distance for tensor-parallel ranks and one for expert-parallel ranks. The
-    latter is also 100, so stage 1 would draw the experts that stage 0 draws on its second expert-parallel rank.
-    Here, each stage goes on counting where the stage before it ended.
-
-    Example:
-        Distances of the experts' seeds with two stages of two expert-parallel ranks: 0 and 100, then 200 and 300. In
-        Megatron-LM: 0 and 100, then 100 and 200.
-
-    Args:
-        seed: The same on every rank; below 2**31 less 100 for each stage.
+    ``seed`` is the same on every rank, and below 2**31 minus 100 for each stage. The state of the CPU's generator does
+    not change.
     """
+    # The seeds are Megatron-LM's: seed + 100 * stage, to which model_parallel_cuda_manual_seed adds a distance for
+    # tensor-parallel ranks and one for expert-parallel ranks. The latter is also 100, so stage 1 would draw the experts
+    # that stage 0 draws on its second expert-parallel rank. Here, each stage continues counting where the stage before
+    # it ended. With two stages of two expert-parallel ranks, the distances are 0 and 100, then 200 and 300; in
+    # Megatron-LM 0 and 100, then 100 and 200.
     stage = parallel_state.get_pipeline_model_parallel_rank()
     experts = parallel_state.get_expert_model_parallel_world_size()
     ep_rank = parallel_state.get_expert_model_parallel_rank() + stage * (experts - 1)
@@ -200,7 +181,7 @@ def from_plain(plain: Mapping[str, Any]) -> RandomState:
 
 
 def _tensor(words: Any) -> Tensor:
-    """Return 32-bit words as an int32 tensor, [words], of the same bits."""
+    """Return 32-bit words as an int32 tensor of the same bits."""
     return torch.from_numpy(numpy.asarray(words, dtype=numpy.uint32).view(numpy.int32).copy())
 
 
@@ -211,15 +192,13 @@ def _words(tensor: Tensor) -> Any:
 def pick(saved: Mapping[str, int], mine: Mapping[str, int], rank: int) -> tuple[int, bool]:
     """Return the rank whose saved state this rank takes, and whether it is its own.
 
-    Args:
-        saved: The coordinates of any rank that saved, and the sizes of its axes, by name.
-        mine: The same of this rank.
-        rank: The number of this rank.
-
-    Returns:
-        On the layout that saved: this rank, and True. On another: the first rank with the same data-parallel rank,
-        modulo their number if there were fewer, and False: all ranks of one model copy must draw the same data.
+    ``saved`` has the coordinates of any rank that saved, and the sizes of its axes; ``mine`` the same of this rank.
     """
+    # On another layout the tracker's states belong to ranks that no longer exist. All ranks of one model copy must draw
+    # the same data, so they take the common state of the first rank with the same data-parallel rank, modulo their
+    # number if there were fewer. Saved with TP=2 on two copies, resumed with TP=1 on four: copies 0 and 2 take rank 0's
+    # state, copies 1 and 3 rank 2's. put() then seeds the rest from it: reproducible, but not what the interrupted run
+    # would have drawn.
     if all(mine[name] == value for name, value in saved.items() if name.endswith("_size")):
         return rank, True
     copy = mine["data_parallel_rank"] % saved["data_parallel_size"]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A TCP connection from every rank to rank 0, beside the process groups, and messages on it.
+"""A TCP connection from every rank to rank 0, next to the process groups, and messages on it.
 
 When a process ends, for whatever reason, the kernel closes its connection; nothing has to be sent. The kernel's probes
 notice a machine that disappears. A message is a list, written as one line of JSON, so nothing that arrives can run
-code. ``rank_watch.py`` listens on these connections.
+code. ``rank_watch.py`` listens on these connections; the strategy calls :func:`meet` before the process groups exist.
 """
 
 import contextlib
@@ -44,15 +44,10 @@ _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class Connections:
-    """The connections of this rank.
+    """This rank's connections."""
 
-    Attributes:
-        own: To rank 0; rank 0 has one to itself.
-        of_first: On rank 0, the other ends, by rank; empty on the others.
-    """
-
-    own: socket.socket
-    of_first: Mapping[int, socket.socket]
+    own: socket.socket  # to rank 0; rank 0 has one to itself
+    of_first: Mapping[int, socket.socket]  # on rank 0, the other ends by rank; empty elsewhere
 
     def close(self) -> None:
         """Close them for both sides; threads that wait for a message wake up."""
@@ -62,13 +57,9 @@ class Connections:
 
 
 def connect(introduction: T) -> tuple[Connections, list[T]] | None:
-    """Connect all ranks with rank 0; collective over the world.
+    """Connect all ranks with rank 0, and exchange introductions, which are pickled; collective over the world.
 
-    Args:
-        introduction: What the other ranks need to know about this one; it is pickled.
-
-    Returns:
-        The connections, and the introductions of all ranks; None, with a warning, where rank 0 cannot be reached.
+    Returns None, with a warning on rank 0, if some rank cannot reach rank 0.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     server: list[socket.socket] = []
@@ -77,6 +68,7 @@ def connect(introduction: T) -> tuple[Connections, list[T]] | None:
         server.append(_create_server(size))
         return server[0].getsockname()[1], secrets.token_hex(16), socket.gethostname()
 
+    # Rank 0 picks a free port, and the process groups tell the other ranks. The token keeps strangers out.
     port, token, name = consensus.decide(listen)
     own: socket.socket | None = None
     of_first: dict[int, socket.socket] = {}
@@ -87,6 +79,7 @@ def connect(introduction: T) -> tuple[Connections, list[T]] | None:
     else:
         own = _reach((os.environ.get("MASTER_ADDR", ""), name), port, f"{token} {rank}\n")
     lost = size - len(of_first) if rank == 0 else int(own is None)
+    # All ranks use the connections, or none does: a rank without one would not learn about failures.
     answers = consensus.gather((lost, introduction))
     _open.update(filter(None, [own, *of_first.values()]))
     _close_in_forks()
@@ -106,23 +99,14 @@ def connect(introduction: T) -> tuple[Connections, list[T]] | None:
 
 
 def meet(place: ClusterEnvironment, timeout: float) -> Store | None:
-    """Wait until all ranks have reached the address of rank 0, and name those that have not.
+    """Wait up to ``timeout`` seconds until all ranks have reached rank 0's address, and name any that have not.
 
-    torch alone waits silently for the whole timeout, does not name the missing ranks, and waits for ever if another
-    program has the port.
-
-    Args:
-        place: Has the address and port of rank 0, the number of ranks and the rank of this process.
-        timeout: Seconds to wait; ranks may start at different times.
-
-    Returns:
-        The store in which ranks have signed in; the caller keeps it until the process group is open. None for a single
-        rank, and under torchrun, which has the store and ends all ranks if one ends.
-
-    Raises:
-        RuntimeError: Another program has the port, or rank 0 ended.
-        TimeoutError: A rank did not arrive.
+    Returns the store in which ranks have signed in; the caller keeps it until the process group is open. None for a
+    single rank, and under torchrun, which has the store and ends all ranks if one ends. Raises RuntimeError if another
+    program has the port or rank 0 ended, and TimeoutError if a rank did not arrive.
     """
+    # torch alone waits silently for the whole timeout, does not name the missing ranks, and waits for ever if another
+    # program has the port.
     rank, size = place.global_rank(), place.world_size()
     torchrun_has_the_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # as torch reads it
     if size == 1 or (rank == 0 and torchrun_has_the_store):
@@ -146,6 +130,8 @@ def _sign_in(store: Store, rank: int, size: int, deadline: float, where: str) ->
     notice = time.monotonic() + _NOTICE if rank == 0 else math.inf
     pause = 0.05
     try:
+        # With 4 ranks of which rank 3 is late: keys lightning_mcore/0 to /2 are set, the counter stands at 3, and after
+        # the deadline check() finds that /3 is missing.
         store.set(f"lightning_mcore/{rank}", "here")
         store.add("lightning_mcore", 1)
         while store.add("lightning_mcore", 0) < size:  # torch's own wait prints a warning at each timeout
@@ -166,7 +152,7 @@ def _sign_in(store: Store, rank: int, size: int, deadline: float, where: str) ->
 
 
 def _some_of(ranks: list[int], size: int) -> str:
-    """Return ranks as text; of many, only the first are named."""
+    """Return ranks as text; only the first eight are named."""
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more} of {size}"
 
@@ -190,6 +176,7 @@ def _find_store(place: ClusterEnvironment, deadline: float, timeout: float) -> S
             time.sleep(0.2)
     answered: queue.SimpleQueue[Store] = queue.SimpleQueue()
 
+    # TCPStore() has no timeout for a listener that never answers, so a thread asks, and is left alone if it hangs.
     def ask() -> None:
         seconds = timedelta(seconds=_ANSWER)
         with contextlib.suppress(dist.DistError):
@@ -257,7 +244,7 @@ def _close_in_forks() -> None:
 
 
 def send(connection: socket.socket, name: str, *arguments: Any) -> None:
-    """Send a message; do nothing if the other side has ended, because the reader of the connection notices that."""
+    """Send a message; do nothing if the other side has ended, because the connection's reader notices that."""
     with contextlib.suppress(OSError):
         connection.sendall(json.dumps([name, *arguments]).encode() + b"\n")
 
@@ -273,7 +260,7 @@ def receive(connection: socket.socket) -> bytes | None:
 
 
 class Lines:
-    """Splits what arrives over a connection into messages."""
+    """Splits what arrives over a connection into messages; an incomplete line waits for the rest."""
 
     def __init__(self) -> None:
         self._rest = b""

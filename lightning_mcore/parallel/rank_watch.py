@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A failure on one rank ends the run on all ranks, within seconds and with its cause.
 
-A rank that fails leaves the others in a collective that never completes. They would wait for the timeout of the process
-group, half an hour by default, and then report nothing about the cause. So during training each rank has a thread that
-listens on a TCP connection to rank 0. Nothing is sent during a step, and no heartbeat is needed: when a process ends,
-for whatever reason, the kernel closes its connection.
+A rank that fails leaves the others in a collective that never completes. They would wait for the process group's
+timeout, half an hour by default, and then report nothing about the cause. So during training each rank has a thread
+that listens on a TCP connection to rank 0. Nothing is sent during a step, and no heartbeat is needed: when a process
+ends, for whatever reason, the kernel closes its connection.
 
 =====================================================  ==============================================================
 what happens on a rank                                 what the others do
@@ -19,8 +19,8 @@ all raise an exception                                 nothing: each leaves ``fi
 =====================================================  ==============================================================
 
 A rank is ended by its own thread (``os._exit``), because its main thread may wait in a collective where no Python code
-runs. This happens only inside a run: one call of ``fit``, ``validate``, ``test`` or ``predict``. Between runs, ranks
-are left alone. The next run begins when all ranks have reached it, and is refused if a rank cannot reach it.
+runs. This happens only inside a run: one call of ``fit``, ``validate``, ``test`` or ``predict``. The next run begins
+when all ranks have reached it, and raises if a rank cannot reach it.
 
 Before all ranks are connected, the ranks that another rank has started end with that rank. Ranks that a scheduler has
 started must be ended by the scheduler (``srun --kill-on-bad-exit``; torchrun always does it).
@@ -74,25 +74,18 @@ LAUNCHED_BY = "LIGHTNING_MCORE_LAUNCHED_BY"
 
 @dataclasses.dataclass
 class _Here:
-    """The state of this process.
+    """The state of this process."""
 
-    Attributes:
-        runs: Number of runs that it has begun; the same on every rank.
-        is_running: Whether it is in a run.
-        failure: The ``id`` of the error that ended the last run; a reference would keep alive everything it leads to.
-        children: Ranks that this process started, if its run failed before all ranks were connected.
-        connected: Set when the ranks of this run are connected, or when the run is over.
-        watch: Listens to rank 0; None with a single rank.
-        world: Returns the process group that ``watch`` was made for, while that group exists.
-    """
-
-    runs: int = 0
+    runs: int = 0  # that it has begun; the same number on every rank
     is_running: bool = False
+    # The id() of the error that ended the last run; a reference would keep alive everything it leads to.
     failure: int | None = None
+    # Ranks that this process started, if its run failed before all ranks were connected.
     children: Sequence[subprocess.Popen[bytes]] = ()
+    # Set when the ranks of this run are connected, or when the run is over.
     connected: threading.Event = dataclasses.field(default_factory=threading.Event)
-    watch: "_Watch | None" = None
-    world: Callable[[], Any] = lambda: None
+    watch: "_Watch | None" = None  # listens to rank 0; None with a single rank
+    world: Callable[[], Any] = lambda: None  # returns the group that `watch` was made for, while it exists
 
 
 _here = _Here()
@@ -102,8 +95,7 @@ _here = _Here()
 def run(children: Callable[[], Sequence[subprocess.Popen[bytes]]]) -> Iterator[None]:
     """Tell the other ranks about an exception that leaves the ``with`` block, and end it if another rank fails.
 
-    Args:
-        children: Returns the ranks that this process has started.
+    ``children`` returns the ranks that this process has started.
     """
     if _here.is_running:  # a run inside a run
         yield
@@ -145,17 +137,14 @@ class Launcher(_SubprocessScriptLauncher):
 
 
 def begin(positions: Mapping[str, int], timeout: float) -> None:
-    """Wait until all ranks have reached this run, then watch them; collective over the world.
+    """Wait up to ``timeout`` seconds for all ranks to reach this run, then watch them; collective over the world.
 
-    Args:
-        positions: Number of collectives that this rank has issued in each group that it shares with others.
-        timeout: Seconds to wait for the others.
-
-    Raises:
-        RuntimeError: A rank cannot reach this run, or a failed run left ranks with different numbers of collectives.
+    ``positions`` counts the collectives that this rank has issued in each group. Raises RuntimeError if a rank cannot
+    reach this run, or a failed run left ranks with different counts.
     """
     if not _here.is_running or dist.get_world_size() == 1:
         return
+    # One watch for each default group: the ranks may be connected in another way the next time.
     world: Any = dist.group.WORLD
     if _here.world() is not world:
         if _here.watch is not None:
@@ -191,14 +180,7 @@ def has_failed() -> bool:
 
 
 class _Watch:
-    """The thread of one rank, which listens to rank 0.
-
-    Args:
-        rank: This rank.
-        size: The number of ranks.
-        connections: To rank 0.
-        neighbour: Another rank on this machine, and its process.
-    """
+    """The thread of one rank, which listens to rank 0; ``neighbour`` is another rank of this machine."""
 
     def __init__(
         self, rank: int, size: int, connections: Connections, neighbour: tuple[int, psutil.Process] | None
@@ -253,6 +235,7 @@ class _Watch:
         with self._changed:
             if self._run != _here.runs:  # it failed before all ranks reached the run
                 self._start(is_in=True)
+            # Such an error often follows another rank's: give rank 0 a moment to pass on the first one.
             if _is_of_a_connection(error):
                 self._wait_for_cause()
             is_first = self._cause is None or self._cause.endswith(describe(error))  # or the same error on all ranks
@@ -303,6 +286,7 @@ class _Watch:
         while True:
             received = receive(self._connections.own)
             with self._changed:
+                # Rank 0 sends answer, cause, verdict, absent and first_has_left: each has its _hear_ method below.
                 for name, *arguments in lines.split(received or b""):
                     getattr(self, f"_hear_{name}")(*arguments)
                 if received == b"":
@@ -312,6 +296,7 @@ class _Watch:
             if received == b"":
                 break
             self._end_in_time()
+        # Rank 0 is gone, but this rank must still end in time.
         while self._deadline is not None:
             time.sleep(_TICK)
             self._end_in_time()
@@ -323,6 +308,7 @@ class _Watch:
         if run != _here.runs or self._cause is not None:
             return
         self._cause = cause
+        # A rank with an error of its own is clearing up already, under another deadline.
         if self._is_in and self._error is None:
             self._deadline = time.monotonic() + _GRACE
 
@@ -364,7 +350,7 @@ class _Watch:
         return False
 
     def end_stopped_neighbour(self) -> None:
-        """End a rank that is stopped, because it would not learn that the run is over and would stay for ever."""
+        """End a rank that is stopped: it would not learn that the run is over, and would stay for ever."""
         if self._neighbour is not None and self._neighbour_is_stopped():
             with contextlib.suppress(psutil.Error):
                 self._neighbour[
@@ -385,11 +371,7 @@ class _Watch:
 
 
 class _Hub:
-    """The thread of rank 0 that receives messages from all ranks and decides what they mean.
-
-    Args:
-        connections: To each rank, itself included.
-    """
+    """The thread of rank 0 that receives messages from all ranks, itself included, and decides what they mean."""
 
     def __init__(self, connections: Mapping[int, socket.socket]) -> None:
         self._connections = dict(connections)
@@ -421,6 +403,8 @@ class _Hub:
 
     def _hear_enter(self, rank: int, run: int, positions: dict[str, int]) -> None:
         self._states[rank], self._runs[rank], self._positions[rank] = "in", run, positions
+        # After a failed run, ranks may have issued different numbers of collectives, so only the next run is checked
+        # for that.
         if all(state == "in" for state in self._states.values()) and set(self._runs.values()) == {run}:
             self._tell("answer", run, out_of_step(self._positions) if self._told == run - 1 else None)
 
@@ -432,6 +416,8 @@ class _Hub:
 
     def _hear_failed(self, rank: int, run: int, error: str) -> None:
         self._states[rank], self._runs[rank] = "failed", run
+        # Rank 2 of 4 fails: all hear the cause and have 10 seconds. If the other three raise too, the verdict is that
+        # all have failed, and no rank is ended.
         self._tell_cause(run, f"rank {rank} failed: {error}")
         self._judge(run)
 
@@ -463,7 +449,10 @@ class _Hub:
 
 
 def out_of_step(positions: Mapping[int, Mapping[str, int]]) -> str | None:
-    """Return which ranks would not meet in the next collective of a group, because they have issued fewer or more."""
+    """Return which ranks would not meet in a group's next collective, because they have issued fewer or more.
+
+    With {0: {"tp": 7}, 1: {"tp": 9}} it names ranks 0 and 1: rank 1 would use its tenth for rank 0's eighth.
+    """
     seen: dict[str, tuple[int, int]] = {}
     for rank in sorted(positions):
         for group, position in positions[rank].items():
@@ -558,7 +547,7 @@ def _start_thread(name: str, function: Callable[[], object]) -> threading.Thread
 
 
 def _this_process() -> tuple[str, str, int, float]:
-    """Return what identifies this process: its machine, its container, its number, and its start time."""
+    """Return what identifies this process: its machine, container, number and start time."""
     with contextlib.suppress(OSError):
         return socket.gethostname(), os.readlink("/proc/self/ns/pid"), os.getpid(), psutil.Process().create_time()
     return socket.gethostname(), "", os.getpid(), psutil.Process().create_time()
@@ -572,6 +561,8 @@ def _lives(process: int) -> bool:
 
 def _neighbour(rank: int, processes: Sequence[tuple[str, str, int, float]]) -> tuple[int, psutil.Process] | None:
     """Return the next rank on this machine, and its process; each rank looks after one other."""
+    # Ranks 0 to 3 on one machine watch 1, 2, 3 and 0. A process number means something within one container only, and
+    # its start time tells a new process with the same number.
     ring = [other for other, process in enumerate(processes) if process[:2] == processes[rank][:2]]
     other = ring[(ring.index(rank) + 1) % len(ring)]
     with contextlib.suppress(psutil.Error):
@@ -582,7 +573,7 @@ def _neighbour(rank: int, processes: Sequence[tuple[str, str, int, float]]) -> t
 
 
 def _watch_the_start(children: Callable[[], Sequence[subprocess.Popen[bytes]]], connected: threading.Event) -> None:
-    """Notice ranks that end before all are connected, where one has started the others."""
+    """Notice ranks that end before all are connected, if one has started the others."""
     launcher = int(os.environ.pop(LAUNCHED_BY, "0"))  # programs that this rank starts must not see it
     if os.getppid() == launcher and sys.platform == "linux":
         ctypes.CDLL(None).prctl(

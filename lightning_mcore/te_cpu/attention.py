@@ -2,9 +2,9 @@
 """Fused attention, forward and backward, and what context parallelism does with packed rows.
 
 TransformerEngine's own code chooses the attention and runs context parallelism; this file has the kernels. The softmax
-is computed in fp32 from the whole matrix of scores, one sequence at a time.
+is computed in fp32 from all scores, one sequence at a time.
 
-*Bounds* are cumulative lengths [sequences + 1], int32. Packed rows may have padding after each sequence. Then one pair
+*Bounds* are cumulative lengths, [sequences + 1] int32. Packed rows may have padding after each sequence: then one pair
 of bounds counts the tokens, and another, "padded", says where each sequence starts.
 
 Source: ``fused_attn.py`` and ``context_parallel.cu`` of TransformerEngine (2.11.0 and 2.20.2).
@@ -26,8 +26,7 @@ from lightning_mcore.te_cpu.enums import TORCH_DTYPES, DType
 def get_fused_attn_backend(*args: Any) -> Any:
     """Return the fused attention for a call: this file's without a bias and with the plain softmax, otherwise none.
 
-    Raises:
-        NotImplementedError: Attention in FP8 is asked for.
+    NotImplementedError for FP8 attention.
     """
     kinds = importlib.import_module("transformer_engine_torch").NVTE_Fused_Attn_Backend
     if len(args) == 1:  # in 2.20
@@ -43,26 +42,19 @@ def get_fused_attn_backend(*args: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments that the calls of both releases have, wherever they are in the list.
+    """The arguments that the calls of both releases have, wherever they are in the list."""
 
-    Args:
-        scale: Multiplies the scores.
-        dropout: Share of the probabilities that is dropped.
-        layout: That of the queries: ``"SBHD"``, ``"BSHD"`` or ``"THD"``.
-        mask: Name of the mask.
-        window: How many tokens before and after itself a query sees; -1 for all.
-        rest: The arguments after the window, from the bounds on.
-    """
-
-    scale: float
-    dropout: float
-    layout: str
-    mask: str
-    window: Sequence[int]
-    rest: Sequence[Any]
+    scale: float  # multiplies the scores
+    dropout: float  # share of the probabilities that is dropped
+    layout: str  # of the queries: "SBHD", "BSHD" or "THD"
+    mask: str  # its name
+    window: Sequence[int]  # tokens before and after itself that a query sees; -1 for all
+    rest: Sequence[Any]  # the arguments after the window, from the bounds on
 
     @classmethod
     def of(cls, args: Sequence[Any], scale_at: int) -> "_Call":
+        # The releases differ in the arguments before and after the window, which is the first list or tuple.
+        # Enumerations are found by the name of their class, the first of each.
         window_at = next(index for index, value in enumerate(args) if isinstance(value, list | tuple))
         first = {type(value).__name__: value.name for value in reversed(args[:window_at]) if hasattr(value, "name")}
         rest = list(itertools.dropwhile(lambda value: isinstance(value, bool), args[window_at + 1 :]))
@@ -70,11 +62,13 @@ class _Call:
         return cls(args[scale_at], args[scale_at + 1], layout, first["NVTE_Mask_Type"], args[window_at], rest)
 
     def sequences(self, q: Tensor, k: Tensor, bounds: Sequence[Tensor | None]) -> Iterator[tuple[Any, Any, Any]]:
-        """Yield the indices of the queries, the keys and the statistics of each sequence."""
+        """Yield the indices of each sequence's queries, keys and statistics."""
         q_bounds, k_bounds, q_starts, k_starts = (None if one is None else one.tolist() for one in bounds)
         assert q_bounds is not None
         assert k_bounds is not None
         q_starts, k_starts = q_starts or q_bounds, k_starts or k_bounds
+        # Two packed sequences of 3 and 2 tokens, each padded to 4: bounds 0 3 5 and padded bounds 0 4 8 yield rows 0 to
+        # 2 and rows 4 to 5.
         batch = len(q_bounds) - 1 if self.layout == "THD" else q.shape[self.layout.index("B")]
         for row in range(batch):
             if self.layout == "THD" or "PADDING" in self.mask:
@@ -92,6 +86,8 @@ class _Call:
 
     def visible(self, queries: int, keys: int) -> Tensor:
         """Return which keys each query sees, [queries, keys] bool."""
+        # Two queries and four keys: bottom right, the last query and the last key have the same position, so the
+        # queries see 3 and 4 keys. Top left they see 1 and 2.
         ahead = torch.arange(keys)[None] - torch.arange(queries)[:, None]
         if "CAUSAL" not in self.mask or "BOTTOM_RIGHT" in self.mask:
             ahead = ahead - (keys - queries)  # the last query and the last key have the same position
@@ -106,7 +102,7 @@ class _Call:
         return products.masked_fill(~self.visible(q.shape[0], k.shape[0]), -math.inf)
 
     def kept(self, shape: Sequence[int], generator: torch.Generator | None) -> Tensor | float:
-        """Return the factors that dropout multiplies probabilities by, fp32; 1 without dropout."""
+        """Return the factors by which dropout multiplies probabilities, fp32; 1 without dropout."""
         if generator is None:
             return 1.0
         return (torch.rand(tuple(shape), generator=generator) >= self.dropout).float() / (1 - self.dropout)
@@ -116,20 +112,16 @@ class _Call:
 
 
 def _repeated(keys: Tensor, heads: int) -> Tensor:
-    """Return the key or value of each query head: [s, groups, d] as [s, heads, d]."""
+    """Return each query head's key or value: [s, groups, d] as [s, heads, d]."""
     return keys.repeat_interleave(heads // keys.shape[1], 1)
 
 
 def fused_attn_fwd(*args: Any) -> list[Any]:
-    """Compute attention.
+    """Compute attention of queries, keys and values, each [s, b, h, d], [b, s, h, d] or [t, h, d].
 
-    Args:
-        args: Those of the compiled function: lengths, settings, bounds, and queries, keys and values, each
-            [s, b, h, d], [b, s, h, d] or [t, h, d]. Keys and values may have fewer heads than queries.
-
-    Returns:
-        The result in the layout of the queries; the statistics, which are the logarithms of the softmax's denominators,
-        [b, h, s, 1] or [t, h, 1] in fp32; and the random state of dropout, [2] int64.
+    Keys and values may have fewer heads than queries. Returns the result in the queries' layout; the statistics,
+    logarithms of the softmax's denominators, [b, h, s, 1] or [t, h, 1] fp32; and the random state of dropout, [2]
+    int64.
     """
     call = _Call.of(args, 3)
     q_bounds, k_bounds, q, k, v, dtype, q_padded, k_padded = call.rest[:8]
@@ -146,6 +138,7 @@ def fused_attn_fwd(*args: Any) -> list[Any]:
         heads = queries.shape[1]
         scores = call.scores(queries, _repeated(k[of_k], heads))
         sums = torch.logsumexp(scores, -1)
+        # A query without visible keys has a sum of -inf, and nan here: its probabilities are zero.
         probabilities = torch.exp(scores - sums[..., None]).nan_to_num(0.0) * call.kept(scores.shape, generator)
         values = probabilities @ _repeated(v[of_k], heads).transpose(0, 1).float()
         result[of_q] = values.transpose(0, 1).to(dtype)
@@ -154,21 +147,18 @@ def fused_attn_fwd(*args: Any) -> list[Any]:
 
 
 def fused_attn_bwd(*args: Any) -> list[Any]:
-    """Compute the gradients of attention.
+    """Return the gradients of queries, keys and values, and None for a bias and for sinks.
 
-    Args:
-        args: Those of the compiled function: as for :func:`fused_attn_fwd`, with the result, its gradient, and a list
-            of the statistics and the state of dropout. Under context parallelism the result and the statistics are
-            those over all keys.
-
-    Returns:
-        The gradients of queries, keys and values, in their shapes, and None for those of a bias and of sinks.
+    Arguments are as for :func:`fused_attn_fwd`, with the result, its gradient, and a list of the statistics and the
+    state of dropout.
     """
     call = _Call.of(args, 2)
     q_bounds, k_bounds, q, k, v, out, dout, dtype = call.rest[:8]
     kept_at = next(index for index, value in enumerate(call.rest) if isinstance(value, list | tuple))
     (statistics, state), padded = call.rest[kept_at][:2], call.rest[kept_at + 1 : kept_at + 3]
     gradients = [torch.zeros(tensor.shape, dtype=dtype) for tensor in (q, k, v)]
+    # Under context parallelism each step of the ring has some of the keys, but the result and the statistics are of all
+    # keys: so are the probabilities that exp(scores - sums) restores here.
     statistics = statistics.reshape(statistics.shape[:3] if call.layout != "THD" else statistics.shape[:2])
     generator = call.generator(state)
     for of_q, of_k, of_statistics in call.sequences(q, k, (q_bounds, k_bounds, *padded)):
@@ -190,6 +180,7 @@ def fused_attn_bwd(*args: Any) -> list[Any]:
         )
         for gradient, index, value in zip(gradients, (of_q, of_k, of_k), found, strict=True):
             own = gradient[index]
+            # Heads that share a key add up their gradients of it.
             by_head = value.transpose(0, 1).reshape(*own.shape[:2], value.shape[0] // own.shape[1], own.shape[2])
             own.copy_(by_head.sum(2))
     return [*gradients, None, None]
@@ -211,11 +202,14 @@ def convert_bshd_to_thd(tensor: Tensor, bounds: Tensor, tokens: int) -> Tensor:
     return packed
 
 
-# Under context parallelism a rank has two chunks of each packed sequence, called its halves below.
+# Under context parallelism a rank has two chunks of each packed sequence, called its halves below. With bounds 0 4 8
+# the first halves are tokens 0 1 4 5, the second 2 3 6 7.
 
 
 def _half(bounds: Tensor, which: int) -> Tensor:
-    """Return the indices of the tokens of the first (0) or second (1) halves, int64."""
+    """Return the indices of the first (0) or second (1) halves' tokens, int64."""
+    # The edges 0 2 4 count halves only. A sequence between edges a and b has its first half a tokens later in the row,
+    # and its second half b tokens later.
     edges = (bounds // 2).tolist()
     parts = [torch.arange(a, b) + (b if which else a) for a, b in itertools.pairwise(edges)]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
@@ -233,7 +227,7 @@ def thd_read_half_tensor(tensor: Tensor, bounds: Tensor, half: int) -> Tensor:
 
 
 def thd_second_half_lse_correction(statistics: Tensor, of_step: Tensor, bounds: Tensor, packed: bool) -> None:
-    """Add the denominators of a step, [h, t / 2], to those of second halves of [h, t] in place; all as logarithms."""
+    """Add a step's denominators, [h, t / 2], to the second halves of [h, t] in place; all as logarithms."""
     _check_packed(packed)
     index = _half(bounds, 1)
     statistics[:, index] = torch.logaddexp(statistics[:, index], of_step[:, : len(index)])
@@ -245,7 +239,7 @@ def _check_packed(packed: bool) -> None:
 
 
 def thd_read_second_half_lse(statistics: Tensor, bounds: Tensor, packed: bool, length: int) -> Tensor:
-    """Return the statistics [h, length] of the second halves, from those [h, t] of all tokens."""
+    """Return the second halves' statistics, [h, length], from those of all tokens, [h, t]."""
     _check_packed(packed)
     index = _half(bounds, 1)
     result = statistics.new_zeros(statistics.shape[0], length)
@@ -254,15 +248,12 @@ def thd_read_second_half_lse(statistics: Tensor, bounds: Tensor, packed: bool, l
 
 
 def thd_out_correction(out: Tensor, of_step: Tensor, *args: Any) -> None:
-    """Add the result of a step to ``out`` in place, weighted by its share of the sum of all denominators.
+    """Add a step's result to ``out`` [t, h, d] in place, weighted by its share of the sum of all denominators.
 
-    Args:
-        out: [t, h, d], all tokens.
-        of_step: [t, h, d], all tokens, or [t / 2, h, d], the second halves.
-        args: The statistics [h, t] of all steps, those of this step, the bounds, whether the step has only second
-            halves, and whether the statistics are packed. In 2.20 the statistics by which ``out`` is weighted so far
-            come first.
+    ``of_step`` is [t, h, d], or [t / 2, h, d] for second halves only. ``args`` are the statistics [h, t] of all steps,
+    those of this step, the bounds, whether the step has only second halves, and whether the statistics are packed.
     """
+    # 2.20 also passes, first, the statistics by which `out` is weighted so far.
     before, (statistics, statistics_of_step, bounds, second, packed) = args[:-5], args[-5:]
     _check_packed(packed)
     index = _half(bounds, 1) if second else torch.arange(int(bounds[-1]))
@@ -278,14 +269,10 @@ def thd_out_correction(out: Tensor, of_step: Tensor, *args: Any) -> None:
 
 
 def thd_grad_correction(grad: Tensor, of_step: Tensor, bounds: Tensor, first: str, second: str) -> None:
-    """Put the gradient of a step into the whole gradient, in place.
+    """Put a step's gradient into the whole gradient, [t, h, d] or [2, t, h, d], in place.
 
-    Args:
-        grad: [t, h, d] or [2, t, h, d], all tokens of this rank.
-        of_step: The same for all tokens, or only for the halves that are not ``"none"``.
-        bounds: Bounds of the tokens of this rank.
-        first: What to do with first halves: ``"copy"``, ``"add"``, ``"zero"`` or ``"none"``.
-        second: Likewise for second halves.
+    ``first`` and ``second`` say what to do with each half: ``"copy"``, ``"add"``, ``"zero"`` or ``"none"``. ``of_step``
+    has all tokens, or only the halves that are not ``"none"``.
     """
     axis = grad.dim() - 3
     both = "none" not in (first, second) and of_step.shape[axis] == grad.shape[axis]
@@ -303,7 +290,8 @@ def thd_grad_correction(grad: Tensor, of_step: Tensor, bounds: Tensor, first: st
 
 
 def thd_get_partitioned_indices(bounds: Tensor, tokens: int, size: int, rank: int) -> Tensor:
-    """Return which tokens of packed rows a context-parallel rank has, [tokens / size], int32."""
+    """Return which tokens of packed rows a context-parallel rank has, [tokens / size] int32."""
+    # Sequences of 8 and 4 tokens on 2 ranks: rank 0 has tokens 0 1 6 7 and 8 11.
     parts = []
     for start, end in itertools.pairwise(bounds.tolist()):
         chunk = (end - start) // (2 * size)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Casts to FP8 and FP4, and the scales that TransformerEngine's recipes choose for them.
+"""Casts to FP8 and FP4, and the scales that TransformerEngine's recipes choose for them; ``quantize.py`` calls it.
 
-FP8 is E4M3 or E5M2, rounded to nearest even and saturated. FP4 is E2M1: sixteen values, two in a byte, the first in
-the lower half. Sources: ``recipe_common.cuh``, ``ptx.cuh`` (``float_to_e8m0``) and
+FP8 is E4M3 or E5M2, rounded to nearest even and saturated. FP4 is E2M1: sixteen values, two in a byte, the first in the
+lower half. Sources: ``recipe_common.cuh``, ``ptx.cuh`` (``float_to_e8m0``) and
 ``quantize_transpose_vector_blockwise_fp4.cu`` of TransformerEngine 2.11.
 """
 
@@ -17,6 +17,7 @@ from lightning_mcore.te_cpu.enums import TORCH_DTYPES, DType
 LARGEST_FP32 = torch.finfo(torch.float32).max
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 """The values of FP4 without their sign, which is bit 3 of a code."""
+# The limits between neighbouring values, as bucketize() takes them.
 _BETWEEN = (E2M1[1:] + E2M1[:-1]) / 2
 _BETWEEN[1::2] = torch.nextafter(_BETWEEN[1::2], torch.zeros(()))  # a value halfway between two takes the even code
 LARGEST_NVFP4 = 6.0 * 448.0  # the largest value of FP4 times that of a scale in E4M3
@@ -29,15 +30,7 @@ def fp8_format(dtype: Any) -> tuple[torch.dtype, float]:
 
 
 def cast(values: Tensor, dtype: Any) -> Tensor:
-    """Round fp32 values to FP8.
-
-    Args:
-        values: Any shape, fp32.
-        dtype: TransformerEngine's ``DType``, one of the two FP8 formats.
-
-    Returns:
-        The same shape, uint8: the bits of the FP8 values. Values out of range become the largest one.
-    """
+    """Round fp32 values to the bits of FP8 values, uint8; values out of range become the largest one."""
     kind, top = fp8_format(dtype)
     return values.clamp(-top, top).to(kind).view(torch.uint8)
 
@@ -45,18 +38,11 @@ def cast(values: Tensor, dtype: Any) -> Tensor:
 def scale_of(
     amax: Tensor, top: float, epsilon: float = 0.0, power_of_two: bool = False, limit: float = LARGEST_FP32
 ) -> Tensor:
-    """Return the factor by which ``amax`` becomes ``top``.
+    """Return the factor by which ``amax`` becomes ``top``, fp32; 1 where amax is 0, infinite or NaN.
 
-    Args:
-        amax: Largest absolute values, any shape, fp32.
-        top: Largest value of the FP8 format.
-        epsilon: A smaller amax is replaced by this.
-        power_of_two: Round down to a power of two.
-        limit: The scale where ``top / amax`` overflows.
-
-    Returns:
-        The same shape, fp32; 1 where amax is 0, infinite or NaN.
+    A smaller amax than ``epsilon`` is replaced by it; ``limit`` is the scale where ``top / amax`` overflows.
     """
+    # An amax of 3 with E4M3, whose largest value is 448: 149.33, or 128 as a power of two.
     amax = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
     ratio = torch.full_like(amax, top) / amax  # a Python number divided by a tensor is rounded twice
     scale = torch.where(amax.isfinite() & (amax != 0), ratio, torch.ones_like(amax))
@@ -67,15 +53,12 @@ def scale_of(
 
 
 def exponent_of(amax: Tensor, top: float) -> Tensor:
-    """Return the exponents of ``mxfp8``: the smallest powers of two that are at least ``amax / top``.
+    """Return the exponents of ``mxfp8``, int32: the smallest powers of two that are at least ``amax / top``.
 
-    Args:
-        amax: Largest absolute values, any shape, fp32.
-        top: Largest value of the FP8 format.
-
-    Returns:
-        The same shape, int32: E8M0 numbers, which mean ``2 ** (number - 127)``; 255 for NaN.
+    They are E8M0 numbers, which mean ``2 ** (number - 127)``; 255 is NaN.
     """
+    # An amax of 3: 3 / 448 = 0.0067, and 2 ** -7 = 0.0078 is the next power of two, so 120. The mantissa decides
+    # whether to round up; a subnormal up to half of the smallest normal number keeps exponent 0.
     value = (amax.float() * (torch.ones(()) / top)).contiguous()
     bits = value.view(torch.int32)
     exponent, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF
@@ -85,12 +68,12 @@ def exponent_of(amax: Tensor, top: float) -> Tensor:
 
 
 def reciprocal_of(exponent: Tensor) -> Tensor:
-    """Return ``2 ** (127 - exponent)``, the factor of ``mxfp8``, or 1 for exponent 0; any shape, fp32 out."""
+    """Return ``2 ** (127 - exponent)``, the factor of ``mxfp8``, fp32; 1 for exponent 0."""
     return power(torch.where(exponent == 0, 0, 127 - exponent.int()))
 
 
 def power(exponent: Tensor) -> Tensor:
-    """Return 2 to the power of each integer; any shape, fp32 out."""
+    """Return 2 to the power of each integer, fp32."""
     return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
 
 
@@ -102,20 +85,16 @@ def tiles(matrix: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def spread(scale: Tensor, shape: torch.Size | tuple[int, int], rows: int, columns: int) -> Tensor:
-    """Return the scale of each element of a matrix [m, n] from those of its blocks; blocks outside it are ignored."""
+    """Return each element's scale in a matrix [m, n] from its block's; blocks outside the matrix are ignored."""
     return scale.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
 
 
 def cast_to_fp4(values: Tensor, stochastic: bool = False) -> Tensor:
-    """Round fp32 values to FP4.
+    """Round fp32 values [m, n] to FP4, [m, n / 2] uint8; n is even. Values out of range become 6 or -6.
 
-    Args:
-        values: [m, n], fp32, with an even n.
-        stochastic: Round up or down at random, so that the mean is right; otherwise round to nearest even.
-
-    Returns:
-        [m, n / 2], uint8. Values out of range become 6 or -6.
+    ``stochastic`` rounds up or down at random, so that the mean is right; otherwise to nearest even.
     """
+    # 1.2 and -6.0: codes 2 (the value 1) and 7 | 8 (6 and the sign), in one byte 0xF2.
     size = values.abs().contiguous()
     if stochastic:
         below = torch.bucketize(size.clamp(max=6.0), E2M1, right=True) - 1
@@ -129,24 +108,20 @@ def cast_to_fp4(values: Tensor, stochastic: bool = False) -> Tensor:
 
 
 def fp4_values(data: Tensor) -> Tensor:
-    """Return the values [m, n], fp32, of bytes [m, n / 2] of FP4."""
+    """Return the values [m, n] fp32 of FP4 bytes [m, n / 2]."""
     codes = torch.stack((data & 15, data >> 4), -1).flatten(-2).int()
     return torch.cat((E2M1, -E2M1))[codes]
 
 
 def quantize_nvfp4(matrix: Tensor, amax: Tensor, rows: int, stochastic: bool) -> tuple[Tensor, Tensor]:
-    """Round a matrix to FP4 with the scales of ``nvfp4``.
+    """Round a matrix [m, n] fp32, n a multiple of 16, to FP4 with the scales of ``nvfp4``.
 
-    Args:
-        matrix: [m, n], fp32, n a multiple of 16.
-        amax: [1], the largest absolute value of the tensor, which decides the fp32 scale that all blocks share.
-        rows: Rows of a block, 1 or 16; a block has 16 columns.
-        stochastic: Round at random.
-
-    Returns:
-        Bytes [m, n / 2], and the scales of the blocks [m, n / 16] in E4M3, as uint8. The scale of a
-        block of 16 rows is in each of its rows. :func:`nvfp4_values` reads them.
+    Blocks are ``rows`` (1 or 16) by 16. Returns bytes [m, n / 2], and E4M3 scales [m, n / 16] as uint8; the scale of a
+    block of 16 rows is in each of its rows. :func:`nvfp4_values` reads them.
     """
+    # A value is its code times its block's scale, divided by the fp32 scale that all blocks share. With amax 12 the
+    # shared scale is 6 * 448 / 12 = 224. A block with 12 and 1.3 has the scale 12 / 6 * 224 = 448, so its values are
+    # multiplied by 224 / 448 = 0.5: 6 and 0.65, which rounds to 0.5. Read back, that is 12 and 1.
     shared = (torch.full_like(amax, LARGEST_NVFP4) / amax).clamp(max=LARGEST_FP32)
     shared = torch.where((amax == 0) | (shared == 0), 1.0, shared)
     block = tiles(matrix, rows, 16).abs().amax(dim=(1, 3)) / 6.0
@@ -157,7 +132,7 @@ def quantize_nvfp4(matrix: Tensor, amax: Tensor, rows: int, stochastic: bool) ->
 
 
 def nvfp4_values(data: Tensor, scales: Tensor, amax: Tensor | float) -> Tensor:
-    """Return the values [m, n], fp32, of bytes [m, n / 2] with scales [m or more, n / 16 or more] and amax [1]."""
+    """Return the values [m, n] fp32 of bytes [m, n / 2], with scales [m or more, n / 16 or more] and amax [1]."""
     values = fp4_values(data)
     factor = scales.view(torch.float8_e4m3fn).float() * (amax / LARGEST_NVFP4)
     return values * spread(factor, values.shape, 1, 16)

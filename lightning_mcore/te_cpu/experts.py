@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Move tokens to experts and back, pad them, and compute the cross entropy.
 
-Most of these are Triton kernels in TransformerEngine; :data:`TRITON` has them by module.
-
-A *map*, [tokens, 2 * experts + 1] int32, says where tokens go: column ``e`` of a token's row is the row that the token
-takes for expert ``e``, or -1. The columns from ``experts`` on are not used. Rows for the first expert come first, in
-the order of the tokens.
+Most of these are Triton kernels in TransformerEngine; :data:`TRITON` has them by module. A *map* says where tokens go,
+[tokens, 2 * experts + 1] int32: column ``e`` of a token's row is the row that the token takes for expert ``e``, or -1.
+The columns from ``experts`` on are not used. The first expert's rows come first, in token order.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +16,8 @@ from torch.nn import functional
 
 def make_row_id_map(routing_map: Tensor, tokens: int, experts: int) -> Tensor:
     """Return the map of a routing mask [tokens, experts], bool or 0 and 1."""
+    # Mask 1 1 | 0 1 | 1 0: the first expert takes tokens 0 and 2 in rows 0 and 1, the second tokens 0 and 1 in rows 2
+    # and 3. The map begins 0 2 | -1 3 | 1 -1.
     chosen = routing_map.bool()
     places = torch.full((tokens, 2 * experts + 1), -1, dtype=torch.int32)
     order = chosen.t().flatten().cumsum(0).view(experts, tokens).t() - 1
@@ -26,7 +26,7 @@ def make_row_id_map(routing_map: Tensor, tokens: int, experts: int) -> Tensor:
 
 
 def _pairs(row_map: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the token, the expert and the row of each routed token, each int64 [rows]."""
+    """Return each routed token's number, expert and row, int64 [rows] each."""
     token, expert = (row_map[:, :experts] >= 0).nonzero(as_tuple=True)
     return token, expert, row_map[token, expert].long()
 
@@ -34,20 +34,10 @@ def _pairs(row_map: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
 def permute_with_mask_map(
     x: Tensor, row_map: Tensor, probs: Tensor | None, scale: Tensor | None, *sizes: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Copy tokens to the rows of their experts.
+    """Copy tokens [tokens, h] to the rows of their experts: tokens [rows, h], scales [rows, s], probabilities [rows].
 
-    Args:
-        x: [tokens, h], any dtype.
-        row_map: The map.
-        probs: [tokens, experts], any float dtype; None without probabilities.
-        scale: [tokens, s], the scales of quantized tokens; None without them.
-        sizes: Tokens, experts and rows, then sizes that are not used.
-
-    Returns:
-        The tokens [rows, h], the scales [rows, s] and the probabilities [rows], in their dtypes.
-
-    Raises:
-        NotImplementedError: Padded rows are asked for.
+    ``probs`` is [tokens, experts], ``scale`` [tokens, s] of quantized tokens; ``sizes`` begins with tokens, experts and
+    rows. NotImplementedError for padded rows.
     """
     _, experts, rows = _without_padding(sizes, 5)[:3]
     token, expert, row = _pairs(row_map, experts)
@@ -73,20 +63,9 @@ def _without_padding(sizes: Sequence[Any], count: int) -> Sequence[Any]:
 def unpermute_with_mask_map(
     x: Tensor, row_map: Tensor, merging_probs: Tensor | None, permuted_probs: Tensor | None, *sizes: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum the rows of each token.
+    """Sum each token's rows [rows, h] to [tokens, h], and move ``permuted_probs`` [rows] back to [tokens, experts].
 
-    Args:
-        x: [rows, h], any float dtype.
-        row_map: The map.
-        merging_probs: [tokens, experts], the weights of the sum; None for 1.
-        permuted_probs: [rows], probabilities to move back to their tokens; None without them.
-        sizes: Tokens and experts, then sizes that are not used.
-
-    Returns:
-        The sums [tokens, h] in the dtype of ``x``, and the probabilities [tokens, experts].
-
-    Raises:
-        NotImplementedError: Padded rows are asked for.
+    ``merging_probs`` [tokens, experts] are the weights of the sum; None for 1. NotImplementedError for padded rows.
     """
     tokens, experts = _without_padding(sizes, 3)[:2]
     token, expert, row = _pairs(row_map, experts)
@@ -115,6 +94,8 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
 
 def make_chunk_sort_map(sizes: Tensor, order: Tensor, tokens: int, splits: int) -> Tensor:
     """Return the new place of each row, [tokens] int32, when chunks of these sizes [splits] are put into this order."""
+    # Sizes 2 1 3 in the order 2 0 1: rows 3 4 5, then 0 1, then 2. So row 0 moves to place 3, and the map
+    # is 3 4 5 0 1 2.
     places = torch.empty(tokens, dtype=torch.int32)
     rows = torch.split(torch.arange(tokens), sizes.tolist())
     sources = torch.cat([rows[index] for index in order.tolist()])
@@ -125,7 +106,7 @@ def make_chunk_sort_map(sizes: Tensor, order: Tensor, tokens: int, splits: int) 
 def sort_chunks_by_map(
     x: Tensor, row_map: Tensor, probs: Tensor | None, tokens: int, hidden: int, is_forward: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Move rows [tokens, h] and probabilities [tokens] to their new places, or back; dtypes do not change."""
+    """Move rows [tokens, h] and probabilities [tokens] to their new places, or back."""
     source = row_map.argsort() if is_forward else row_map.long()
     return x[source], None if probs is None else probs[source]
 
@@ -150,27 +131,17 @@ def _copy_rows(x: Tensor, of_x: Sequence[int], out: Tensor, of_out: Sequence[int
 def cross_entropy_forward(
     logits: Tensor, target: Tensor, smoothing: float, reduce_loss: bool, group: Any, ignored: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute the cross entropy of each token.
+    """Compute each token's cross entropy from logits [b, s, v], and the gradient of the sum or mean.
 
-    Args:
-        logits: [b, s, v], any float dtype.
-        target: [b, s] int64.
-        smoothing: Label smoothing, 0 to 1.
-        reduce_loss: Return the mean over all b * s tokens instead of the losses.
-        group: The tensor-parallel group, of one rank; None is the same.
-        ignored: The target of tokens without a loss.
-
-    Returns:
-        The losses [b, s] in fp32, or their mean, and the gradient of their sum or mean, [b, s, v] in the dtype of the
-        logits.
-
-    Raises:
-        NotImplementedError: The vocabulary is split over ranks.
+    Returns fp32 losses [b, s], or with ``reduce_loss`` their mean over all b * s tokens; the gradient has the logits'
+    dtype. ``ignored`` is the target of tokens without a loss. NotImplementedError if the vocabulary is split over
+    ranks.
     """
     if group is not None and torch.distributed.get_world_size(group) > 1:
         raise NotImplementedError(
             "cross_entropy_fusion_impl='te' is not available on the CPU with tensor parallelism; choose 'native'"
         )
+    # The kernel returns the gradient with the loss, and backward only multiplies it: TransformerEngine keeps no logits.
     with torch.enable_grad():
         leaf = logits.detach().float().requires_grad_()
         losses = functional.cross_entropy(

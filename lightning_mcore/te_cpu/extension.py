@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The module ``transformer_engine_torch``, which TransformerEngine's Python code calls for all of its arithmetic.
 
-Positions and names of arguments are those of the compiled module. A missing kernel is refused when it is called;
-:data:`ABSENT` lists those that TransformerEngine's modules, tensors and attention name.
+Positions and names of arguments are those of the compiled module. A missing kernel raises when it is called, not when
+it is looked up, because TransformerEngine names kernels that a run never uses. ``load.py`` puts the module in place.
 """
 
 import types
@@ -12,6 +12,7 @@ from typing import Any
 from lightning_mcore.te_cpu import attention, experts, gemm, layers, quantize
 from lightning_mcore.te_cpu.enums import enums
 
+# The kernels in each file of this room.
 _SOURCES = {
     quantize: "quantize dequantize create_empty_quantized_tensor bgrad_quantize split_quantize multi_tensor_quantize"
     " fp8_transpose swap_first_dims compute_amax fused_amax_and_scale_update_after_reduction"
@@ -27,6 +28,7 @@ _SOURCES = {
     " thd_grad_correction thd_get_partitioned_indices",
 }
 
+# By what asks for them. The tests compare this list with the names in TransformerEngine's code.
 _ABSENT = {
     "user buffers": "CommOverlap CommOverlapHelper CommOverlapP2P bulk_overlap_ag_with_external_gemm"
     " ubuf_built_with_mpi device_supports_multicast get_stream_priority_range",
@@ -60,6 +62,7 @@ ABSENT = frozenset(name for names in _ABSENT.values() for name in names.split())
 
 
 def _versions() -> dict[str, Callable[[], int]]:
+    # Versions that TransformerEngine accepts; they choose among kernels of a GPU.
     return {
         "get_cublasLt_version": lambda: 130000,
         "get_cudnn_version": lambda: 91200,
@@ -68,21 +71,13 @@ def _versions() -> dict[str, Callable[[], int]]:
 
 
 class Refused:
-    """Takes the place of a missing kernel.
-
-    Args:
-        name: The name of the kernel.
-    """
+    """Takes the place of a missing kernel, or of a class and its members."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = self.__qualname__ = self._name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse the call.
-
-        Raises:
-            NotImplementedError: Always.
-        """
+        """Raise NotImplementedError."""
         raise NotImplementedError(
             f"TransformerEngine's kernel {self._name!r} is not available on the CPU; leave out what asks for it, or run"
             " on a CUDA device"
@@ -96,12 +91,7 @@ class Refused:
 
 
 def refusing_module(name: str, functions: dict[str, Callable[..., Any]]) -> types.ModuleType:
-    """Return a module with these functions, in which every other name is refused when it is called.
-
-    Args:
-        name: Name of the module.
-        functions: Its functions, by name.
-    """
+    """Return a module with these functions, in which every other name raises when it is called."""
     module = types.ModuleType(name)
     module.__dict__.update(functions)
 
@@ -115,11 +105,7 @@ def refusing_module(name: str, functions: dict[str, Callable[..., Any]]) -> type
 
 
 def extension(version: str) -> types.ModuleType:
-    """Return the module ``transformer_engine_torch``.
-
-    Args:
-        version: The release of TransformerEngine.
-    """
+    """Return the module ``transformer_engine_torch`` for a release of TransformerEngine."""
     functions: dict[str, Any] = dict(enums(version)) | _versions() | layers.ACTIVATIONS | layers.SOFTMAX
     for source, names in _SOURCES.items():
         functions |= {name: getattr(source, name) for name in names.split()}

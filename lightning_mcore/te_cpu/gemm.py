@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products of tensors that may be quantized, computed in fp32 from the values that they hold.
 
-cuBLAS also sums in fp32 or wider, but in another order. The scale that all blocks of ``nvfp4`` share is applied to the
-sum, as on a GPU: the terms have few bits without it, so their sum is seldom rounded.
+cuBLAS also sums in fp32 or wider, but in another order. TransformerEngine's linear layers call :func:`generic_gemm`,
+its experts :func:`te_general_grouped_gemm`.
 """
 
 from collections.abc import Sequence
@@ -41,40 +41,24 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:
-    """Multiply matrices as a linear layer does: ``op(b) @ op(a)``, where ``op`` may transpose.
+    """Multiply matrices as a linear layer does: ``op(b) @ op(a)``, where ``op`` transposes if ``transpose_`` says so.
 
-    Args:
-        a: The weight [n, k] of a forward pass; its leading dimensions count as one.
-        transpose_a: Multiply by ``a`` transposed.
-        b: The input [..., k] of a forward pass, the gradient [..., n] of a backward pass.
-        transpose_b: Multiply ``b`` transposed, for the gradient of a weight.
-        out: Where the product is written; None makes a new tensor.
-        quantizer: Quantizes the product.
-        output_dtype: TransformerEngine's dtype of a new tensor; bf16 if None.
-        bias: [n]; in a backward pass, given if its gradient is wanted.
-        bias_type: Not used.
-        gelu: Apply GELU, or in a backward pass multiply by its derivative.
-        gelu_in: The input of GELU, in a backward pass.
-        grad: This is a backward pass.
-        workspace: Not used.
-        workspace_size: Not used.
-        accumulate: Add to ``out``.
-        use_split_accumulator: Not used; sums are fp32.
-        comm_overlap: Must be None; a NotImplementedError otherwise.
-        comm_type: Not used.
-        extra_output: Returned unchanged.
-        bulk_overlap: Not used.
-        alpha: Multiplies the product.
-        beta: Multiplies ``out`` where ``accumulate`` is set; 1 if None.
-
-    Returns:
-        The product, the gradient of the bias, the input of GELU, and ``extra_output``; None for what there is not.
+    ``a`` is the weight [n, k] of a forward pass; ``b`` is its input [..., k], or the gradient [..., n] of a backward
+    pass. ``bias`` [n] is added, or in a backward pass (``grad``) given if its gradient is wanted. ``gelu`` applies
+    GELU, or multiplies by its derivative at ``gelu_in``. The product is added to ``out`` with ``accumulate``, and
+    quantized with ``quantizer``; a new tensor is bf16 without ``output_dtype``. Returns the product, the gradient of
+    the bias, the input of GELU, and ``extra_output``; None for what there is not. Other arguments have no effect;
+    NotImplementedError with ``comm_overlap``.
     """
     if comm_overlap is not None:
         raise NotImplementedError("tp_comm_overlap=True needs a CUDA device; leave it out on the CPU")
+    # A forward pass with a [n, k], b [s, batch, k] and transpose_a: [s * batch, k] @ [k, n]. For the weight's gradient,
+    # a is the input, b the output's gradient and transpose_b is set: [n, tokens] @ [tokens, k].
     left, right = to_float(b, transpose_b, shared_scale=False), to_float(a, not transpose_a, shared_scale=False)
     leading = left.shape[:-1]
     left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
+    # The scale that all nvfp4 blocks share is applied to the sum, as on a GPU: without it the terms have few bits, so
+    # their sum is seldom rounded.
     alpha = alpha * (shared_amax(b, transpose_b) * shared_amax(a, not transpose_a) / LARGEST_NVFP4**2)
     product = (left.t() if transpose_b else left) @ (right.t() if transpose_a else right) * alpha
     bias_gradient = None
@@ -114,26 +98,13 @@ def te_general_grouped_gemm(
     grad: bool,
     *rest: Any,
 ) -> Sequence[Tensor]:
-    """Multiply pairs of matrices, one pair for each expert, as :func:`generic_gemm` does.
+    """Multiply pairs of matrices, one pair for each expert, as :func:`generic_gemm` does; return ``bias``.
 
-    Args:
-        a: A weight [n, k] for each expert.
-        transpose_a: Multiply by the weights transposed.
-        b: The tokens [m, k] of each expert; m may be 0.
-        transpose_b: Multiply the tokens transposed.
-        out: A tensor for each expert, or with ``single_output`` one [sum of m, n].
-        output_dtype: Not used; ``out`` has a dtype.
-        splits: The m of each expert.
-        bias: [n] for each expert, empty without bias; in a backward pass its gradient is written here.
-        bias_dtype: Not used.
-        single_output: ``out`` is one tensor.
-        before_gelu: Not used.
-        grad: This is a backward pass.
-        rest: Workspaces, their size, ``accumulate``, and settings; only ``accumulate`` is used.
-
-    Returns:
-        ``bias``.
+    ``a`` holds a weight [n, k] for each expert, ``b`` its tokens [m, k], where m (``splits``) may be 0. ``out`` holds a
+    tensor for each expert, or with ``single_output`` one [sum of m, n]. ``bias`` is [n] for each, empty without bias;
+    in a backward pass its gradient is written there. In ``rest`` only ``accumulate`` is used.
     """
+    # Splits 3 0 2 of one output [5, n]: the first expert writes rows 0 to 2, the second nothing, the third the rest.
     accumulate = rest[2]
     outputs = torch.split(out[0], list(splits)) if single_output else out
     for index, (weight, tokens, output) in enumerate(zip(a, b, outputs, strict=True)):

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms, activations, softmax and rotary positions, with their gradients, all computed in fp32."""
+"""Norms, activations, softmax and rotary positions, with their gradients, all computed in fp32.
+
+``extension.py`` offers them to TransformerEngine under the names and signatures of its compiled kernels.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,9 +31,8 @@ def rmsnorm_fwd(
 ) -> tuple[Any, None, Tensor]:
     """Apply RMSNorm over the last dimension of [..., n].
 
-    Returns:
-        The result in the dtype ``otype``, quantized if there is a quantizer; None, where LayerNorm has the mean; and
-        ``1 / rms`` [...] in fp32.
+    Returns the result in the dtype ``otype``, quantized if there is a quantizer; None, where LayerNorm has the mean;
+    and ``1 / rms`` [...] fp32.
     """
     rsigma = torch.rsqrt(x.float().square().mean(-1) + eps)
     values = x.float() * rsigma[..., None] * _scaled(weight, zero_centered)
@@ -43,6 +45,7 @@ def rmsnorm_bwd(
     """Return the gradients of the input [..., n] and of the weight [n], in their dtypes."""
     grad, normed = dz.float(), x.float() * rsigma[..., None]
     inner = grad * _scaled(weight, zero_centered)
+    # normed has length sqrt(n) whatever the input's length, so the part of the gradient along it vanishes.
     dx = (inner - normed * (inner * normed).mean(-1, keepdim=True)) * rsigma[..., None]
     return dx.to(x.dtype), _rows_summed(grad * normed, weight)
 
@@ -50,7 +53,7 @@ def rmsnorm_bwd(
 def rmsnorm_bwd_add(
     dz: Tensor, x: Tensor, add: Tensor, rsigma: Tensor, weight: Tensor, sm_margin: int, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of :func:`rmsnorm_bwd`, with ``add`` [..., n] added to that of the input."""
+    """Return the gradients of :func:`rmsnorm_bwd`, with ``add`` [..., n] added to the input's."""
     dx, dweight = rmsnorm_bwd(dz, x.float(), rsigma, weight, sm_margin, zero_centered)
     return (dx + add.float()).to(x.dtype), dweight
 
@@ -65,9 +68,8 @@ def layernorm_fwd(
 ) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
     """Apply LayerNorm over the last dimension of [..., n].
 
-    Returns:
-        The result in the dtype ``otype``, quantized if there is a quantizer; the mean and ``1 / std``, each [...] in
-        fp32.
+    Returns the result in the dtype ``otype``, quantized if there is a quantizer; the mean and ``1 / std``, each [...]
+    fp32.
     """
     scale = _scaled(weight, zero_centered)
     values, mean, rsigma = torch.native_layer_norm(x.float(), x.shape[-1:], scale, bias.float(), eps)
@@ -155,6 +157,7 @@ def _softmax(scores: Tensor, scale: float, mask: Tensor | None) -> Tensor:
     values = scores.float() * float(scale)
     if mask is None:
         return torch.softmax(values, -1).to(scores.dtype)
+    # A row whose keys are all hidden becomes 0, not a uniform distribution.
     result = torch.softmax(values.masked_fill(mask, -10000.0), -1)
     return result.masked_fill(mask.expand_as(result).all(-1, keepdim=True), 0.0).to(scores.dtype)
 
@@ -185,6 +188,7 @@ SOFTMAX: dict[str, Callable[..., Tensor]] = {
 
 
 def _turned(x: Tensor, interleaved: bool) -> Tensor:
+    # Channels a b c d become -b a -d c if pairs are neighbours, else -c -d a b.
     if interleaved:
         return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     first, second = x.chunk(2, -1)
@@ -196,6 +200,7 @@ def _rotate(x: Tensor, angles: Tensor, interleaved: bool, backward: bool) -> Ten
     size = angles.shape[-1]
     part = x[..., :size].float()
     if backward:
+        # The transpose of a rotation turns back.
         part = part * angles.cos() - _turned(part * angles.sin(), interleaved)
     else:
         part = part * angles.cos() + _turned(part, interleaved) * angles.sin()
@@ -206,6 +211,7 @@ def _positions(length: int, size: int, rank: int) -> Tensor:
     """Return the positions of a rank's tokens, [length]: chunks ``rank`` and ``2 * size - 1 - rank`` of a sequence."""
     if size == 1:
         return torch.arange(length)
+    # 4 tokens on each of 2 ranks: rank 0 has positions 0 1 6 7, rank 1 has 2 3 4 5.
     half = length // 2
     first, last = rank * half, (2 * size - 1 - rank) * half
     return torch.cat((torch.arange(first, first + half), torch.arange(last, last + half)))
@@ -237,20 +243,11 @@ def fused_rope_forward(
     x: Tensor, freqs: Tensor, starts: Tensor | None, form: Any, interleaved: bool, bounds: Tensor | None,
     cp_size: int, cp_rank: int,
 ) -> Tensor:  # fmt: skip
-    """Rotate queries or keys.
+    """Rotate queries or keys, [s, b, h, d], [b, s, h, d] or packed [t, h, d], as ``form`` says.
 
-    Args:
-        x: [s, b, h, d], [b, s, h, d] or packed [t, h, d], as ``form`` says; any float dtype.
-        freqs: [positions, 1, 1, r], the angles of the whole sequence.
-        starts: [b], the position of the first token of each sequence; None for 0.
-        form: ``NVTE_QKV_Format``.
-        interleaved: Channels that turn together are neighbours; otherwise they are r / 2 apart.
-        bounds: [sequences + 1], the boundaries of packed sequences, over all context-parallel ranks.
-        cp_size: Number of context-parallel ranks.
-        cp_rank: Number of this rank among them.
-
-    Returns:
-        The shape and dtype of ``x``.
+    ``freqs`` is [positions, 1, 1, r], the angles of the whole sequence; ``starts`` [b] is the position of each
+    sequence's first token, None for 0. ``interleaved`` pairs neighbouring channels, otherwise pairs are r / 2 apart.
+    ``bounds`` covers packed sequences on all context-parallel ranks.
     """
     return _rope(x, freqs, starts, form, interleaved, bounds, cp_size, cp_rank, backward=False)
 
@@ -259,7 +256,7 @@ def fused_rope_backward(
     grad: Tensor, freqs: Tensor, starts: Tensor | None, form: Any, interleaved: bool, bounds: Tensor | None,
     cp_size: int, cp_rank: int,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of the input of :func:`fused_rope_forward`, of the shape and dtype of ``grad``."""
+    """Return the gradient of the input of :func:`fused_rope_forward`."""
     return _rope(grad, freqs, starts, form, interleaved, bounds, cp_size, cp_rank, backward=True)
 
 
@@ -278,7 +275,7 @@ def fused_qkv_rope_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, q_freqs: Tensor, k_freqs: Tensor, widths: Sequence[int], form: Any,
     interleaved: bool, cp_size: int, cp_rank: int,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of the input of :func:`fused_qkv_rope_forward`, of that input's shape and dtype."""
+    """Return the gradient of the input of :func:`fused_qkv_rope_forward`."""
     rope = (None, form, interleaved, None, cp_size, cp_rank, True)
     dq = _rope(dq, q_freqs, *rope).reshape(*dk.shape[:3], -1)
     return torch.cat((dq, _rope(dk, k_freqs, *rope), dv), -1)

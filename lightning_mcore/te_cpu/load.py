@@ -27,6 +27,7 @@ ONLY_ON_THE_CPU = (
 """The error of a run that would use the TransformerEngine of this room on a CUDA device."""
 
 _NAME = "transformer_engine"
+# TransformerEngine looks for its CUDA libraries while it is imported, unless it believes that it is being built.
 _SETTINGS = {"NVTE_PROJECT_BUILDING": "1", "NVTE_RELEASE_BUILD": "0", "NVTE_TORCH_COMPILE": "0"}
 _SHADOW = os.path.join(os.path.dirname(__file__), "shadow")
 
@@ -41,12 +42,13 @@ def prepare() -> None:
     if version not in TESTED:
         sys.modules[_NAME] = None  # type: ignore[assignment]  # as if it were not installed
         return
+    # Just before the folder that holds the real package, so that other packages keep their order.
     folder = os.path.dirname(os.path.dirname(spec.origin))
     sys.path.insert(sys.path.index(folder) if folder in sys.path else 0, _SHADOW)
 
 
 def is_prepared() -> bool:
-    """Return whether ``transformer_engine`` is the one of this room, or will be when it is imported."""
+    """Return whether ``transformer_engine`` is this room's, or will be when it is imported."""
     return _SHADOW in sys.path
 
 
@@ -90,14 +92,10 @@ def untested_on_the_cpu() -> str | None:
 
 
 def load_into(module: types.ModuleType) -> None:
-    """Run TransformerEngine's own code in a module, with this room's modules in place of the compiled ones.
+    """Run TransformerEngine's own code in the empty module ``transformer_engine``, with this room's compiled modules.
 
-    Args:
-        module: The module ``transformer_engine``, still empty.
-
-    Raises:
-        RuntimeError: It cannot be loaded. It is not an ImportError, which megatron-core would take for a package that
-            is not installed.
+    Raises RuntimeError if it cannot be loaded, because megatron-core takes an ImportError for a package that is not
+    installed.
     """
     try:
         _load_into(module)
@@ -124,6 +122,7 @@ def _load_into(module: types.ModuleType) -> None:
         kernels = extension.refusing_module(f"{prefix}.triton.{name}", functions)
         sys.modules[f"{prefix}.triton.{name}"] = kernels
         setattr(package, name, kernels)
+    # From here on TransformerEngine runs, and finds the modules above in sys.modules.
     script, environment = torch.jit.script, dict(os.environ)
     os.environ |= _SETTINGS
     try:

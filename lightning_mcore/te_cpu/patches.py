@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make TransformerEngine and megatron-core run on the CPU where they expect a GPU.
 
-TransformerEngine refuses tensors that are not on a GPU, and asks for the GPU's compute capability. Here it takes every
+TransformerEngine rejects tensors that are not on a GPU, and asks for the GPU's compute capability. Here it takes every
 tensor for one on a GPU of compute capability 9.0, on which every FP8 recipe is supported. Only its own modules are
 changed, once, when this room loads it.
 
@@ -25,6 +25,7 @@ from lightning_mcore.te_cpu import load
 
 _CAPABILITY = (9, 0)
 _ATTENTION = "attention.dot_product_attention"
+# Methods that assert that their tensors are on a GPU.
 _ASK_FOR_CUDA = (
     ("module.base", "TransformerEngineBaseModule", "prepare_forward"),
     (f"{_ATTENTION}.dot_product_attention", "DotProductAttention", "forward"),
@@ -36,7 +37,7 @@ _ASK_FOR_CUDA = (
 
 
 class _SeenOnCuda(TorchFunctionMode):
-    """Makes ``is_cuda`` of every tensor True."""
+    """Makes every tensor's ``is_cuda`` True."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -75,11 +76,7 @@ def _with_a_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _WaitedOnce:
-    """A message being sent, which can be waited for twice; with gloo a second wait would not end.
-
-    Args:
-        work: What torch returned for the message.
-    """
+    """A message being sent, which can be waited for twice; with gloo a second wait would not end."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -100,6 +97,7 @@ def _waited_once(communicate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _made_on_the_cpu(new: Callable[..., Any]) -> Callable[..., Any]:
+    # Without a device, TransformerEngine would ask for the current GPU.
     @functools.wraps(new)
     def made(*args: Any, **kwargs: Any) -> Any:
         return new(*args, **(kwargs | {"device": torch.device("cpu")}))
@@ -140,14 +138,9 @@ def patch_transformer_engine() -> None:
 
 
 def _coalescing_for_gloo(coalescing: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's context that sends several collectives together, changed for lists of several dtypes.
+    """Wrap torch's ``_coalescing_manager``, which sends several collectives together, for lists of several dtypes."""
 
-    gloo reads all tensors of a list in the dtype of the first. Here those of such a list are sent one by one.
-
-    Args:
-        coalescing: ``torch.distributed._coalescing_manager``.
-    """
-
+    # gloo reads all tensors of a list in the dtype of the first, so such a list is sent one by one.
     @contextlib.contextmanager
     def apart(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
         one_by_one: list[Any] = []

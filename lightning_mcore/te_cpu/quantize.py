@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantize to FP8 and FP4, with the scales of TransformerEngine's five recipes.
 
-A value ``x`` is stored as ``cast(x * scale)`` beside ``1 / scale``. The recipes differ in how many values share a
+A value ``x`` is stored as ``cast(x * scale)`` next to ``1 / scale``. The recipes differ in how many values share a
 scale: a whole tensor (``delayed`` and ``tensorwise``), 1x128 or 128x128 values (``blockwise``), 32 values whose scale
 is a power of two (``mxfp8``), 16 or 16x16 values (``nvfp4``). ``casts.py`` has the casts; this file writes the results
 into TransformerEngine's tensors. Data and scales are padded and oriented as its Python code expects from its own
@@ -37,7 +37,7 @@ from lightning_mcore.te_cpu.enums import TORCH_DTYPES, DType
 _CPU = torch.device("cpu")
 _BLOCK = 32  # values of mxfp8 that share a scale
 observer: Callable[[Any, Tensor, Any], None] | None = None
-"""If it is set: called after each cast, with the quantizer, the fp32 values and the quantized tensor."""
+"""If set: called after each cast, with the quantizer, the fp32 values and the quantized tensor."""
 _BUFFERS = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
 _CLASSES = {
     "Float8Quantizer": "Float8Tensor",
@@ -50,7 +50,7 @@ _CLASSES = {
 
 
 def _transposed(data: Tensor) -> Tensor:
-    """Move the last dimension to the front, the form in which TransformerEngine keeps columnwise data."""
+    """Move the last dimension to the front, as TransformerEngine keeps columnwise data."""
     return data.movedim(-1, 0).contiguous() if data.dim() else data
 
 
@@ -59,7 +59,7 @@ def _matrix(tensor: Tensor) -> Tensor:
 
 
 def _kind(quantizer: Any) -> str:
-    """Return the name of the class of the tensors that a quantizer makes."""
+    """Return the class name of the tensors that a quantizer makes."""
     name = type(quantizer).__name__
     if name not in _CLASSES:
         raise NotImplementedError(f"{name} is not available on the CPU; choose one of TransformerEngine's recipes")
@@ -71,13 +71,14 @@ def _kind(quantizer: Any) -> str:
 
 
 def _is_compact(quantizer: Any) -> bool:
+    # Tensors that will be gathered keep their scales row by row, because a gather joins rows.
     return quantizer.block_scaling_dim == 1 and getattr(quantizer, "all_gather_usage", False)
 
 
 def create_empty_quantized_tensor(
     quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any = None, pin_memory: bool = False
 ) -> Any:
-    """Return a quantized tensor of zeros, of this shape and with the orientations that the quantizer asks for."""
+    """Return a quantized tensor of zeros, with the orientations that the quantizer asks for."""
     return _empty(quantizer, tuple(shape), dtype, internal=False)
 
 
@@ -94,6 +95,7 @@ def _empty(quantizer: Any, shape: tuple[int, ...], dtype: torch.dtype, internal:
         fields["is_2D_scaled"] = quantizer.block_scaling_dim == 2
     if kind == "NVFP4Tensor":
         fields |= {"amax_rowwise": None, "amax_columnwise": None}
+    # The constructors of the releases differ.
     accepted = inspect.signature(storage.__new__).parameters
     if "data_format" in accepted:  # until 2.11
         formats = importlib.import_module("transformer_engine_torch").Float8BlockScaleTensorFormat
@@ -140,6 +142,7 @@ def _shapes(quantizer: Any, shape: tuple[int, ...], columnwise: bool) -> tuple[S
         data = quantizer.get_columnwise_shape(shape) if columnwise else shape
         return quantizer.get_scale_shape(shape, columnwise), data
 
+    # mxfp8: a tensor [200, 96] has 200 x 3 scales rowwise, padded to 256 x 4, and 7 x 96 columnwise, padded to 8 x 128.
     def up(number: int, multiple: int) -> int:
         return -(-number // multiple) * multiple
 
@@ -149,20 +152,11 @@ def _shapes(quantizer: Any, shape: tuple[int, ...], columnwise: bool) -> tuple[S
 
 
 def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
-    """Quantize a tensor.
+    """Quantize a tensor of two dimensions or more; without a quantizer, return it.
 
-    Args:
-        tensor: Any shape of two dimensions or more, any float dtype, or a quantized tensor.
-        quantizer: A quantizer of TransformerEngine; None returns the tensor.
-        output: The quantized tensor to write; None makes a new one.
-        noop: [1]; if it is not zero, ``output`` does not change.
-
-    Returns:
-        A quantized tensor of the same shape.
-
-    Raises:
-        NotImplementedError: The quantizer is not available on the CPU.
-        ValueError: ``nvfp4`` gets a tensor that is not bf16.
+    ``output`` is the quantized tensor to write, None for a new one; it does not change if ``noop`` [1] is not zero.
+    Raises NotImplementedError for a quantizer that is not available on the CPU, and ValueError if ``nvfp4`` gets
+    another dtype than bf16.
     """
     if quantizer is None:
         return tensor
@@ -182,16 +176,8 @@ def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Tensor | Non
 
 
 def lost(values: Tensor, output: Any) -> tuple[int, int]:
-    """Count what a cast lost.
-
-    Args:
-        values: Any shape, fp32.
-        output: The same values, quantized.
-
-    Returns:
-        How many values were beyond the range of their scale, which happens only if the scale is that of earlier steps;
-        and how many were not zero but became zero.
-    """
+    """Count the values that a cast lost: beyond the range of their scale, and not zero but cast to zero."""
+    # Only a scale of earlier steps can be too small; the factor allows for its rounding.
     saturated = 0
     if hasattr(output, "_scale_inv"):  # other scales come from the values themselves
         limit = fp8_format(output._fp8_dtype)[1] * output._scale_inv * (1 + 2**-20)
@@ -202,6 +188,7 @@ def lost(values: Tensor, output: Any) -> tuple[int, int]:
 def _fill_tensor(output: Any, values: Tensor, quantizer: Any, dtype: torch.dtype) -> None:
     """Quantize with one scale: that of earlier steps (``delayed``), or that of these values (``tensorwise``)."""
     amax = values.abs().max() if values.numel() else values.new_zeros(())
+    # delayed only records the largest value here; fused_amax_and_scale_update_after_reduction() uses it after the step.
     if type(quantizer).__name__ == "Float8Quantizer":
         if quantizer.amax.numel():
             quantizer.amax.copy_(torch.maximum(quantizer.amax, amax.view_as(quantizer.amax)))
@@ -232,6 +219,8 @@ def _fill_block(output: Any, values: Tensor, quantizer: Any, dtype: torch.dtype)
     square, compact = quantizer.block_scaling_dim == 2, _is_compact(quantizer)
     top, limit = fp8_format(quantizer.dtype)[1], torch.finfo(dtype).max
 
+    # Weights have square blocks, 128 x 128, and the same scales both ways. Others have blocks of 1 x 128 along the
+    # rows, and 128 x 1 along the columns, so their two orientations hold different FP8 values.
     def filled(rows: int, columns: int) -> tuple[Tensor, Tensor]:
         amax = tiles(matrix, rows, columns).abs().amax(dim=(1, 3))
         scale = scale_of(amax, top, quantizer.amax_epsilon, quantizer.force_pow_2_scales, limit)
@@ -253,6 +242,7 @@ def _fill_mxfp8(output: Any, values: Tensor, quantizer: Any, dtype: torch.dtype)
         data = getattr(output, f"{prefix}_data")
         if data is None:
             continue
+        # mxfp8 keeps both orientations untransposed: only the blocks differ.
         exponent = exponent_of(tiles(matrix, rows, columns).abs().amax(dim=(1, 3)), fp8_format(quantizer.dtype)[1])
         factor = spread(reciprocal_of(exponent), matrix.shape, rows, columns)
         data.copy_(cast(matrix * factor, quantizer.dtype).view_as(data))
@@ -260,11 +250,9 @@ def _fill_mxfp8(output: Any, values: Tensor, quantizer: Any, dtype: torch.dtype)
 
 
 def _fill_nvfp4(output: Any, values: Tensor, quantizer: Any, dtype: torch.dtype) -> None:
-    """Quantize the rows as they are, and the columns after the random Hadamard transform if the quantizer has it.
-
-    It has it for inputs and gradients. The transform mixes 16 rows. It is orthogonal, so it cancels out in the
-    gradient of a weight, whose factors both have it.
-    """
+    """Quantize the rows as they are, and the columns after the random Hadamard transform if the quantizer has it."""
+    # It has it for inputs and gradients. The transform mixes 16 rows. It is orthogonal, so it cancels out in the
+    # gradient of a weight, whose factors both have it.
     matrix = _matrix(values)
     columns = matrix.t()
     if quantizer.with_rht:
@@ -300,23 +288,17 @@ def is_quantized(tensor: Any) -> bool:
 
 
 def shared_amax(tensor: Any, columnwise: bool = False) -> Any:
-    """Return the amax [1] that decides the shared scale of ``nvfp4``; for other tensors, that of a scale of 1."""
+    """Return the amax [1] that decides ``nvfp4``'s shared scale; for other tensors, the one of a scale of 1."""
     if not hasattr(tensor, "_fp4_dtype"):
         return LARGEST_NVFP4
     return tensor._amax_columnwise if _takes_columns(tensor, columnwise) else tensor._amax_rowwise
 
 
 def to_float(tensor: Any, columnwise: bool = False, shared_scale: bool = True) -> Any:
-    """Return the values of a tensor, quantized or not, as fp32.
+    """Return the values of a tensor, quantized or not, as fp32 in its shape.
 
-    Args:
-        tensor: Any shape.
-        columnwise: Read the values that were quantized along the columns, if the tensor has both.
-        shared_scale: With ``nvfp4``, apply not only the scales of the blocks but also the one that they share.
-
-    Returns:
-        fp32, in the shape of the tensor before it was quantized. Columnwise values of ``nvfp4`` are a matrix, and still
-        have the Hadamard transform.
+    ``columnwise`` reads the values that were quantized along the columns, if the tensor has both. With ``nvfp4``,
+    ``shared_scale`` also applies the scale that blocks share, and columnwise values are a matrix, still transformed.
     """
     if not is_quantized(tensor):
         return tensor.detach().float()
@@ -334,6 +316,7 @@ def to_float(tensor: Any, columnwise: bool = False, shared_scale: bool = True) -
     if hasattr(tensor, "_is_2D_scaled"):
         return _block_to_float(tensor, data, scales, columnwise)
     rows, columns = (_BLOCK, 1) if columnwise else (1, _BLOCK)
+    # Scales are E8M0 exponents.
     factor = power(scales.int() - 127)
     matrix = _matrix(data)
     return (matrix * spread(factor, matrix.shape, rows, columns)).view_as(data)
@@ -358,6 +341,7 @@ def _block_to_float(tensor: Any, data: Tensor, scales: Tensor, columnwise: bool)
     if columnwise and not compact:
         data = data.movedim(0, -1)
     matrix = _matrix(data)
+    # The kernels transpose scales as their matrix product reads them: see _fill_block(), which writes them.
     if (columnwise and square) or not (columnwise or square or compact):
         scales = scales.t()
     size = 128
@@ -366,43 +350,43 @@ def _block_to_float(tensor: Any, data: Tensor, scales: Tensor, columnwise: bool)
 
 
 def dequantize(tensor: Any, dtype: Any) -> Tensor:
-    """Return the values of a quantized tensor in its shape; ``dtype`` is TransformerEngine's ``DType``."""
+    """Return a quantized tensor's values in its shape; ``dtype`` is TransformerEngine's ``DType``."""
     values: Tensor = to_float(tensor).to(TORCH_DTYPES[DType(int(dtype))])
     return values
 
 
 def bgrad_quantize(tensor: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
-    """Return the sum [n] over the rows of a tensor [..., n], in its dtype, and the quantized tensor."""
+    """Return the sum [n] over the rows of a tensor [..., n], and the quantized tensor."""
     return _matrix(tensor).float().sum(0).to(tensor.dtype), quantize(tensor, quantizer)
 
 
 def split_quantize(
     tensor: Tensor, sections: Sequence[int], quantizers: Sequence[Any], disable_bulk_allocation: bool = False
 ) -> list[Any]:
-    """Cut a tensor [m, n] into pieces with these numbers of rows, and quantize each."""
+    """Cut a tensor [m, n] into pieces with these row counts, and quantize each."""
     parts = torch.split(tensor, list(sections))
     return [quantize(part, quantizer) for part, quantizer in zip(parts, quantizers, strict=True)]
 
 
 def multi_tensor_quantize(tensors: Sequence[Tensor], quantizers: Sequence[Any]) -> list[Any]:
-    """Quantize each tensor [..., k], of any float dtype."""
+    """Quantize each tensor [..., k]."""
     return [quantize(tensor, quantizer) for tensor, quantizer in zip(tensors, quantizers, strict=True)]
 
 
 def fp8_transpose(tensor: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
-    """Return FP8 data [..., n], uint8, as [n, ...]; written into ``out`` if it is given."""
+    """Return FP8 data [..., n], uint8, as [n, ...], in ``out`` if given."""
     result = _transposed(tensor)
     return result if out is None else out.copy_(result.view_as(out))
 
 
 def swap_first_dims(tensor: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return a tensor [a, b, ...] as [b, a, ...], contiguous; written into ``out`` if it is given."""
+    """Return a tensor [a, b, ...] as contiguous [b, a, ...], in ``out`` if given."""
     result = tensor.transpose(0, 1).contiguous()
     return result if out is None else out.copy_(result)
 
 
 def compute_amax(tensor: Tensor, amax: Tensor) -> None:
-    """Write the largest absolute value of a tensor into ``amax`` [1]."""
+    """Write a tensor's largest absolute value into ``amax`` [1]."""
     amax.copy_(tensor.abs().max().view_as(amax))
 
 
@@ -411,14 +395,12 @@ def fused_amax_and_scale_update_after_reduction(
 ) -> None:
     """Update the scales of delayed scaling, in place, from the amax of this step and those of earlier steps.
 
-    Args:
-        reduced: [sum of tensors], the amax of this step over all ranks, of the tensors of all modules in order.
-        histories: For each module [length, tensors]; row 0 is this step.
-        scales: For each module [tensors].
-        algorithm: ``"max"`` of the history, or ``"most_recent"``.
-        dtype: The FP8 format.
-        margin: The scale leaves this many powers of two free below the largest value of the format.
+    ``reduced`` [sum of tensors] is this step's amax over all ranks, module after module. ``histories`` are [length,
+    tensors] for each module, ``scales`` [tensors]. ``algorithm`` is ``"max"`` or ``"most_recent"``; ``margin`` leaves
+    powers of two free below the format's largest value.
     """
+    # A history 0 2 7 and a new amax of 3.5 become 0 7 3.5: row 0 is for the next step. The largest is 7, so the scale
+    # of E4M3 is 448 / 7 = 64; with "most_recent" 448 / 3.5 = 128. Without an amax, scale and history stay.
     top, start = fp8_format(dtype)[1] * 2.0**-margin, 0
     for history, scale in zip(histories, scales, strict=True):
         count = history.shape[1]
@@ -434,7 +416,8 @@ def fused_amax_and_scale_update_after_reduction(
         scale.copy_(updated.clamp(max=LARGEST_FP32))
 
 
-# The weights of a distributed optimizer. A rank has a range of the flat weight [h, w], which begins at ``start``.
+# The weights of a distributed optimizer. A rank has a range of the flat weight [h, w], which begins at ``start``, so a
+# block may be on two ranks: each writes its part of the amax, the ranks take the maximum, and each casts its range.
 
 
 def _placed(fragment: Tensor, rows: int, columns: int, start: int) -> Tensor:
@@ -446,14 +429,14 @@ def _placed(fragment: Tensor, rows: int, columns: int, start: int) -> Tensor:
 def fp8_block_scaling_compute_partial_amax(
     tensor: Tensor, amax: Tensor, h: int, w: int, start_offset: int, block_len: int
 ) -> None:
-    """Write the amax of each block of a weight, among the values of this rank, into ``amax`` [blocks, blocks]."""
+    """Write the amax of each block of a weight, over this rank's values, into ``amax`` [blocks, blocks]."""
     _write(amax, tiles(_placed(tensor, h, w, start_offset), block_len, block_len).abs().amax(dim=(1, 3)))
 
 
 def fp8_block_scaling_partial_cast(
     inp: Tensor, out: Tensor, scale: Tensor, h: int, w: int, start_offset: int, block_len: int, out_dtype: Any
 ) -> None:
-    """Cast this rank's values of a weight to FP8, with the scales [blocks, blocks] of the whole weight."""
+    """Cast this rank's values of a weight to FP8, with the whole weight's scales [blocks, blocks]."""
     factor = spread(scale, (h, w), block_len, block_len).reshape(-1)[start_offset : start_offset + inp.numel()]
     out.view(-1)[: inp.numel()].copy_(cast(inp.float().view(-1) * factor, out_dtype))
 
@@ -461,7 +444,7 @@ def fp8_block_scaling_partial_cast(
 def mxfp8_scaling_compute_partial_amax(
     tensor: Tensor, amax_rowwise: Tensor, amax_colwise: Tensor, rows: int, cols: int, start_offset: int
 ) -> None:
-    """Write the amax of each 32 values of a weight [rows, cols] in both directions, among the values of this rank."""
+    """Write the amax of each 32 values of a weight [rows, cols] in both directions, over this rank's values."""
     matrix = _placed(tensor, rows, cols, start_offset)
     for amax, (height, width) in ((amax_rowwise, (1, _BLOCK)), (amax_colwise, (_BLOCK, 1))):
         _write(amax, tiles(matrix, height, width).abs().amax(dim=(1, 3)))
@@ -477,7 +460,7 @@ def mxfp8_scaling_partial_cast(
     cols: int,
     start_offset: int,
 ) -> None:
-    """Cast this rank's values of a weight [rows, cols] to E4M3 in both directions, with the exponents of the weight."""
+    """Cast this rank's values of a weight [rows, cols] to E4M3 in both directions, with the weight's exponents."""
     count = tensor.numel()
     for output, scales, (height, width) in (
         (output_rowwise, scale_inv_rowwise, (1, _BLOCK)),
@@ -489,7 +472,7 @@ def mxfp8_scaling_partial_cast(
 
 
 def multi_tensor_scale(chunk: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], scale: float) -> None:
-    """Write ``lists[0]`` times a scale into ``lists[1]``, any shapes, and 1 into ``noop`` if a result is not finite."""
+    """Write ``lists[0]`` times a scale into ``lists[1]``, and 1 into ``noop`` if a result is not finite."""
     for source, target in zip(*lists, strict=True):
         target.copy_(source * scale)
         if not torch.isfinite(target).all():
@@ -499,13 +482,13 @@ def multi_tensor_scale(chunk: int, noop: Tensor, lists: Sequence[Sequence[Tensor
 def multi_tensor_compute_scale_and_scale_inv(
     chunk: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], top: float, power_of_two: bool, epsilon: float
 ) -> None:
-    """Write scales and their inverses; ``lists`` has the amax, the scales and the inverses, each of any shape."""
+    """Write scales and their inverses; ``lists`` has the amax, the scales and the inverses."""
     for amax, scale, inverse in zip(*lists, strict=True):
         scale.copy_(scale_of(amax, top, epsilon, power_of_two))
         inverse.copy_(scale.reciprocal())
 
 
 def multi_tensor_compute_scale_inv_e8m0(chunk: int, noop: Any, lists: Sequence[Sequence[Tensor]], *rest: Any) -> None:
-    """Write exponents for E4M3; ``lists`` has the amax and the exponents, uint8, each of any shape."""
+    """Write exponents for E4M3; ``lists`` has the amax and the exponents, uint8."""
     for amax, exponents in zip(*lists, strict=True):
         exponents.copy_(exponent_of(amax, 448.0).to(torch.uint8).view_as(exponents))
