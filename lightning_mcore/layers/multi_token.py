@@ -113,7 +113,7 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
         return padding
 
     def _shares(self, mask: Tensor, packed: PackedSeqParams | None) -> Iterator[Tensor]:
-        """Yield for each layer the share of a microbatch's tokens that are left after its shift; ``mask`` is [b, s]."""
+        """Yield for each layer the share of a microbatch's tokens that is left after its shift; ``mask`` is [b, s]."""
         # Mask 0 1 1 1, shifted once to 1 1 1 0, keeps all its tokens: share 1. Mask 1 1 1 1 becomes 1 1 1 0: share 3/4.
         # With calculate_per_token_loss a loss is divided by the tokens of the whole step, as the main loss is. Since
         # 0.17 Megatron multiplies these losses by the inverse of the share (`process_mtp_loss`, 0.19.2). Gradients

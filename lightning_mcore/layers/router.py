@@ -58,8 +58,8 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose the experts of each token: weights and a bool choice, both [tokens, experts].
 
-        ``logits`` is [s / cp / tp, b, experts], ``padding_mask`` [s / cp / tp, b], True for tokens that do not count; /
-        tp only with sequence parallelism. On later pipeline stages Megatron passes a mask of [s / cp, b].
+        ``logits`` is [s / cp / tp, b, experts], ``padding_mask`` [s / cp / tp, b], True for tokens that do not count.
+        The / tp is for sequence parallelism; on later pipeline stages Megatron passes a mask of [s / cp, b] even then.
         """
         if padding_mask is not None and padding_mask.size(0) != logits.size(0):
             padding_mask = padding_mask.chunk(self.tp_group.size())[self.tp_group.rank()]
@@ -71,8 +71,8 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
         """Compute the factors of this microbatch's losses."""
         # A balancing loss is a mean over the tokens of all ranks that share a sequence. The z-loss is the mean over
         # ranks of each rank's mean, and padding is not spread evenly. Two ranks with 60 and 40 real tokens: the shares
-        # are 60 * 2 / 100 = 1.2 and 0.8, so the z-loss is (1.2 a + 0.8 b) / 2 = 0.6 a + 0.4 b. Per token, the ranks
-        # multiply it by 120 and 80, and the balancing loss by 100.
+        # are 60 * 2 / 100 = 1.2 and 0.8, so the z-loss is (1.2 a + 0.8 b) / 2 = 0.6 a + 0.4 b. A loss weighted by
+        # tokens is multiplied by all 100, so the z-losses by 120 and 80, and the balancing loss by 100.
         ranks = self.tp_cp_group.size()
         own: Tensor | int = logits.shape[0] * logits.shape[1] if padding_mask is None else (~padding_mask).sum()
         total = own * ranks

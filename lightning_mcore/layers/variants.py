@@ -184,9 +184,8 @@ class VariantAttention(SelfAttention):  # type: ignore[misc]  # megatron-core ha
         if not self.config.attention_output_gate or found[3].size(2) == found[0].size(2):
             return found
         query, key, value, gate = found
-        # If ranks share a group of heads, Megatron returns the gates of the whole group.
-        # 8 heads in 2 groups on 4 ranks: a rank has 2 queries and gets the gates of the 4 heads of its group. Ranks 0
-        # and 2 take the first half, ranks 1 and 3 the second.
+        # If ranks share a group of heads, Megatron returns the whole group's gates. 8 heads in 2 groups on 4 ranks:
+        # each has 2 queries and gets the gates of 4 heads. Ranks 0 and 2 take the first half, ranks 1 and 3 the second.
         parts = gate.chunk(gate.size(2) // query.size(2), dim=2)
         return query, key, value, parts[parallel_state.get_tensor_model_parallel_rank() % len(parts)]
 
@@ -248,8 +247,8 @@ class StretchedRotation(RotaryEmbedding):  # type: ignore[misc]  # megatron-core
             factors = stretch["long_factor" if length > original else "short_factor"]
             return plain / torch.tensor(factors, dtype=torch.float32, device=plain.device)
         if stretch["kind"] == "dynamic":
-            # Factor 2 and 8 channels, for 8 tokens where the model knows 4: the base grows by (2 * 8 / 4 - 1) ** (8 /
-            # 6) = 4.33. Up to 4 tokens it stays as it is.
+            # Factor 2 and 8 channels, for 8 tokens where the model knows 4: the base grows by
+            # (2 * 8 / 4 - 1) ** (8 / 6) = 4.33. Up to 4 tokens it stays as it is.
             size, factor = 2 * plain.numel(), float(stretch["factor"])
             grown: float = (factor * max(length, original) / original - (factor - 1)) ** (size / (size - 2))
             powers = torch.arange(0, size, 2, dtype=torch.float32, device=plain.device) / size

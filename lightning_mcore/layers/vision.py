@@ -135,8 +135,8 @@ class VisionTower(nn.Module):
         """Return the tower's outputs for images and videos, [n / patches of a token, 1 + deepstack, h]; collective.
 
         The tensor- and context-parallel ranks have the same images, and each computes its share of the frames.
-        ``grids`` are sizes in patches: time, height, width. None is a blank image. The second dimension holds the
-        projector's output first, then what is added after the first layers.
+        ``grids`` are sizes in patches: time, height, width. Without patches the tower sees a blank image. The second
+        dimension holds the projector's output first, then what is added after the first layers.
         """
         if patches is None or grids is None:
             return self._see(*self._blank())
