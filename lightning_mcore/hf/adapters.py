@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Put LoRA adapters on a model, by the Hugging Face names of its projections.
 
-The rules that weights are exchanged by (``weight_map.py``) say which rows of Megatron's tensors belong to which Hugging
-Face projection; Megatron's modules say which rectangle of a tensor a rank holds. So nothing here knows a family or a
-layout. ``layers/lora.py`` has the adapters themselves, ``peft_folder.py`` reads and writes them.
+The rules for exchanging weights (``weight_map.py``) say which rows of Megatron's tensors belong to which Hugging Face
+projection. Megatron's modules say which rectangle of a tensor a rank holds. So nothing here knows a family or a layout.
+``layers/lora.py`` has the adapters themselves, ``peft_folder.py`` reads and writes them, ``MCoreGPT`` calls both.
 """
 
 import hashlib
@@ -34,9 +34,9 @@ from lightning_mcore.layers.score import ScoreLayer
 from lightning_mcore.parallel.chunks import ModelChunks
 from lightning_mcore.parallel.consensus import gather
 
-_DIGESTED = 1 << 17  # values that are digested at once, few enough for the cache of a processor
+_DIGESTED = 1 << 17  # values digested at once, few enough for a processor's cache
+# In the names of tensors that belong to one expert each
 EACH_EXPERT = re.compile(r"\.experts\.\d")
-"""In the names of tensors that belong to one expert each."""
 _TRANSLATED = """
     deepseek_v3 dots1 ernie4_5_moe glm4_moe minimax_m2 mixtral olmoe qwen3_moe qwen3_next
 """
@@ -45,53 +45,39 @@ _ADAPTED_OUTSIDE = (
     "shared_experts",
     "word_embeddings",
     "output_layer",
-)  # beside linear_*: Megatron's modules
+)  # Megatron's modules that may have adapters, besides linear_*
 _OF_EXPERTS, _OF_DENSE_LAYERS = ("mlp.experts.", "mlp.router.", "mlp.shared_experts."), ("mlp.linear_fc",)
-_ADAPTED = (".weight", ".gate_weight")  # how the names of weights that may have adapters end
+_ADAPTED = (".weight", ".gate_weight")  # suffixes of the names of weights that may have adapters
 
 
 @dataclass(frozen=True)
 class ChunkWeight:
-    """A parameter of this rank and the Hugging Face tensors that it holds rows of.
+    """A parameter of this rank and the Hugging Face tensors that it holds rows of."""
 
-    Args:
-        name: Its whole name.
-        module: The module that it belongs to.
-        parameter: The parameter.
-        whole: Shape of the tensor of the whole model, without leading axes of experts.
-        parts: What it holds: a block within this rank's rectangle, and its first row in the parameter.
-        shapes: Shapes of the whole Hugging Face tensors.
-        names: Hugging Face tensors in the whole weight, in order, if experts do not make it up; else those in the
-            parameter. With more tensor-parallel ranks than key heads a rank may hold no row of some.
-    """
-
-    name: str
-    module: nn.Module
+    name: str  # whole name
+    module: nn.Module  # that it belongs to
     parameter: nn.Parameter
-    whole: Shape
+    whole: Shape  # of the whole model's tensor, without leading axes of experts
+    # What it holds: a block within this rank's rectangle, and the block's first row in the parameter
     parts: list[tuple[Block, int]]
-    shapes: Mapping[str, Shape]
+    shapes: Mapping[str, Shape]  # of the whole Hugging Face tensors
+    # Hugging Face tensors in the whole weight, in order, unless experts make it up; then those in the parameter. With
+    # more tensor-parallel ranks than key heads, a rank may hold no row of some.
     names: list[str]
 
     @property
     def modules(self) -> dict[str, None]:
-        """Hugging Face names of the modules of these tensors, in order, the same on each rank."""
+        """Hugging Face names of these tensors' modules, in order, the same on each rank."""
         return dict.fromkeys(name.rpartition(".")[0] for name in self.names)
 
 
 def add_adapters(chunks: ModelChunks, family: Family, fields: Mapping[str, Any], lora: LoRA) -> None:
-    """Freeze a model, and put adapters on it; with DoRA collective over the tensor-parallel ranks.
+    """Freeze a model that has its weights, and put adapters on it; with DoRA collective over the tensor-parallel ranks.
 
-    Args:
-        chunks: The model as it was built, with its weights.
-        family: The rules of its Hugging Face names.
-        fields: Settings of the model.
-        lora: The settings.
-
-    Raises:
-        ValueError: Something is asked for that these adapters cannot do.
+    Raises ValueError if these adapters cannot do what the settings ask for.
     """
     for chunk in chunks.bare:
+        # With a base on disk, checkpoints hold the adapters alone
         setattr(chunk, TRAINED_ONLY, lora.base_model_name_or_path is not None)
         freeze(chunk)
     _put_on(chunks, family, fields, lora)
@@ -106,6 +92,8 @@ def _put_on(chunks: ModelChunks, family: Family, fields: Mapping[str, Any], lora
         for weight in found:
             _train(weight, lora)
         for weight in found if lora.quantization else ():
+            # QLoRA quantizes frozen linear layers only, after adapters are on: a weight in modules_to_save stays as it
+            # is
             is_linear = isinstance(weight.module, LINEAR) and weight.name.startswith("decoder.")
             if is_linear and weight.name.endswith(".weight") and not weight.parameter.requires_grad:
                 projections = [_projection(weight, name) for name in weight.modules]
@@ -117,13 +105,9 @@ def merge_adapters(
 ) -> None:
     """Merge adapters into the weights of a model that has none; collective over the world.
 
-    Args:
-        chunks: The model as it was built, with its weights.
-        family: The rules of its Hugging Face names.
-        fields: Settings of the model.
-        lora: The settings of the adapters.
-        fill: Called when they are on the model, to give them their values.
+    ``fill`` is called when the adapters are on the model, to give them their values.
     """
+    # Adapters freeze the model; afterwards it is trained as before
     trained = [(p, p.requires_grad) for chunk in chunks.bare for p in chunk.parameters()]
     _put_on(chunks, family, fields, lora)
     fill()
@@ -134,18 +118,15 @@ def merge_adapters(
 
 
 def fingerprint(module: pl.LightningModule, of_adapters: bool = False) -> str:
-    """Return what identifies the weights of a model, the same on any layout; collective over the world.
+    """Return what identifies a model's weights, the same on any layout; collective over the world.
 
     It is a digest of the names and shapes of all tensors and of every value in bf16, without the values of a score
     layer. The digest of a tensor is the sum of its values, each times a number that depends on its place, so ranks sum
-    what they hold.
-
-    Args:
-        module: A module whose model is built, without adapters yet.
-        of_adapters: Return what identifies the weights of its adapters instead.
+    what they hold. ``of_adapters`` identifies the adapters' weights instead; otherwise the module has no adapters yet.
+    An adapter's checkpoint records it, to detect another base.
     """
     pieces = pieces_of_module(module, of_adapters)
-    scores = any(isinstance(layer, ScoreLayer) for layer in module.modules())  # drawn for each run, and trained
+    scores = any(isinstance(layer, ScoreLayer) for layer in module.modules())  # random for each run, and trained
     own: dict[str, int] = {}
     for piece in pieces.own:
         if piece.is_main and not (scores and piece.name == "output_layer.weight"):
@@ -163,7 +144,7 @@ def _weighted_sum(piece: ModelPiece, whole: Shape) -> int:
     """
     data = piece.data.dequantize() if is_float8tensor(piece.data) else piece.data
     width = piece.shape[-1] if piece.shape else 1
-    # The places of rows in the whole tensor: of rows 2 and 3 of expert 1, among 4 rows each, they are 6 and 7.
+    # Each row's place in the whole tensor. With 4 rows per expert, rows 2 and 3 of expert 1 are at 6 and 7.
     rows = torch.zeros((), dtype=torch.int64, device=data.device)
     for start, length, size in zip(piece.start[:-1], piece.shape[:-1], whole[:-1], strict=True):
         rows = rows[..., None] * size + torch.arange(start, start + length, device=data.device)
@@ -187,15 +168,9 @@ def _odd(places: Tensor) -> Tensor:
 
 
 def check_held(family: Family, fields: Mapping[str, Any], lora: LoRA) -> None:
-    """Refuse adapters that a model or PEFT has no place for, and modules that cannot be trained whole; builds nothing.
+    """Raise ValueError for adapters that the model or PEFT has no place for, and weights that cannot be trained whole.
 
-    Args:
-        family: The rules of the model's Hugging Face names.
-        fields: Settings of the model.
-        lora: The settings of the adapters.
-
-    Raises:
-        ValueError: The settings ask for one of these.
+    Builds nothing, so it runs before a model is built and before ranks exist.
     """
     weights = tensor_names(family.in_adapters(), fields)
     _check_experts(weights, lora)
@@ -209,6 +184,7 @@ def check_held(family: Family, fields: Mapping[str, Any], lora: LoRA) -> None:
                 f"modules_to_save has {saved[0]}, a router that PEFT keeps in another module, with its bias; leave it"
                 " out"
             )
+        # Megatron trains a weight as a whole: q_proj alone in modules_to_save would also train k_proj and v_proj
         if saved and others:
             raise ValueError(
                 f"modules_to_save has {saved[0]}, which Megatron keeps in one weight with {', '.join(others)}; name"
@@ -222,7 +198,7 @@ def check_held(family: Family, fields: Mapping[str, Any], lora: LoRA) -> None:
 
 
 def _check_experts(weights: Mapping[str, Sequence[str]], lora: LoRA) -> None:
-    """Refuse to train experts that are one tensor, by the names of the tensors in each of Megatron's weights."""
+    """Raise ValueError for training experts that are one tensor; ``weights`` has each Megatron weight's tensors."""
     names = [name for weight, tensors in weights.items() if _of_all_experts(weight, tensors) for name in tensors]
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names if not name.endswith("_bias")))
     saved, adapted = ([name for name in modules if chosen(name)] for chosen in (lora.saves, lora.adapts))
@@ -239,7 +215,7 @@ def _check_experts(weights: Mapping[str, Sequence[str]], lora: LoRA) -> None:
 
 
 def is_translated(family: Family) -> bool:
-    """Return whether PEFT reads ``gate_proj`` and the like in ``target_modules`` as the routed experts of a family.
+    """Return whether PEFT reads ``gate_proj`` and the like in ``target_modules`` as a family's routed experts.
 
     It then takes all other projections of these names for parameters, which can have neither dropout nor DoRA.
 
@@ -249,10 +225,10 @@ def is_translated(family: Family) -> bool:
 
 
 def _check_place(weight: str, module: str, lora: LoRA) -> None:
-    """Refuse an adapter of a module of Hugging Face that is in one of Megatron's weights, by its name."""
+    """Raise ValueError if a Hugging Face module cannot have an adapter, because of what it is in Megatron."""
     last = module.rpartition(".")[2]
     if lora.target_modules == ALL_LINEAR and not lora.targets_parameter(module):
-        return  # means no other weights than linear layers
+        return  # "all-linear" means linear layers only, so the others are simply skipped
     kind = weight.rpartition(".")[0].rpartition(".")[2]
     if kind == "router" and last not in ROUTERS:
         raise ValueError(f"target_modules has {module}, a router for which PEFT has no adapters; leave it out")
@@ -264,12 +240,12 @@ def _check_place(weight: str, module: str, lora: LoRA) -> None:
 
 
 def _of_all_experts(weight: str, tensors: Sequence[str]) -> bool:
-    """Return whether one of Megatron's weights is that of all experts of a layer, and Hugging Face's too."""
+    """Return whether a Megatron weight is that of all experts of a layer, and Hugging Face's too."""
     return ".experts.experts." in weight and not all(map(EACH_EXPERT.search, tensors))
 
 
 def _train(weight: ChunkWeight, lora: LoRA) -> None:
-    """Put the adapters of a weight on its layer, or let it be trained whole."""
+    """Put a weight's adapters on its layer, or let the weight be trained whole."""
     if any(map(lora.saves, weight.modules)):
         weight.parameter.requires_grad_(True)
         return
@@ -291,12 +267,13 @@ def _train(weight: ChunkWeight, lora: LoRA) -> None:
     if projections[0].is_embedding:  # whose weight counts as transposed
         split = None if split is None else 1 - split
     adapt(weight.module, projections, lora, split)
+    # PEFT has one A for gate and up of the experts' parameter, so they share one here
     if EXPERTS in adapted[0] and lora.targets_parameter(adapted[0]):
         share_a(weight.module)
 
 
 def _split(weight: ChunkWeight) -> int | None:
-    """Return the axis of a weight that is split over tensor-parallel ranks."""
+    """Return the axis of a weight that is split over tensor-parallel ranks; None if it is not split."""
     axes = [axis for axis in (0, 1) if weight.parameter.shape[axis] < weight.whole[axis]]
     return axes[0] if axes else None
 
@@ -309,6 +286,8 @@ def _projection(weight: ChunkWeight, name: str) -> Projection:
         tokens, width = weight.shapes[hf]
         return Projection(name, (Rows(0, 0, width),), width, tokens, own[0][0].hf_start[0], is_embedding=True)
     rows, columns = [], set()
+    # Rank 1 of TP=2 with 4 heads in 2 groups and 2 channels: q_proj's rows 4-7 are rows 0-3 of its linear_qkv weight,
+    # k_proj's rows 2-3 are rows 4-5, and v_proj's rows 2-3 are rows 6-7
     for block, row in own:
         out_start, in_start = block.hf_start[::-1] if block.transposed else block.hf_start
         rows.append(Rows(row, out_start, block.shape[-2]))
@@ -331,14 +310,7 @@ def _projection(weight: ChunkWeight, name: str) -> Projection:
 def weights_of_chunk(
     chunks: ModelChunks, index: int, family: Family, fields: Mapping[str, Any]
 ) -> Iterator[ChunkWeight]:
-    """Yield the parameters of a chunk with what each of them holds; those of adapters are left out.
-
-    Args:
-        chunks: The model.
-        index: Which chunk.
-        family: The rules of its Hugging Face names.
-        fields: Settings of the model.
-    """
+    """Yield a chunk's parameters with what each of them holds, without those of adapters."""
     maps: dict[str, WeightMap] = {}
     owners = {id(p): module for module in chunks.bare[index].modules() for p in module.parameters(recurse=False)}
     for entry in nested_values(sharded_chunk(chunks, index, whole=True)):
@@ -348,16 +320,19 @@ def weights_of_chunk(
             continue
         parts: list[tuple[Block, int]] = []
         name, whole, shapes = entry.key, (), {}  # type: str, Shape, Mapping[str, Shape]
+        # Usually one piece; two for a gated MLP's first weight, whose gate and up halves are stored apart
         for piece in pieces_of(entry):
             place = piece.place
             name, start, size = held_rectangle(place)
             whole = whole_names(place.key, tuple(place.global_shape))[name][1]
             known = maps[name] = maps.get(name) or WeightMap(family, fields, {name: whole})
             shapes = known.shapes
+            # A piece starts at an element of the parameter; divide by the row's length to get the row
             row = piece.start // (entry.data.shape[-1] if entry.data.dim() > 1 else 1)
             for block in known.blocks[name]:
                 part = block.within(start, size)
                 if part is not None:
+                    # Skip the expert axis, which this parameter does not have
                     axis = len(start) - entry.data.dim()
                     parts.append((part, row + part.start[axis] - start[axis]))
         blocks = maps[name].blocks[name] if len(whole) == entry.data.dim() else [block for block, _ in parts]
@@ -368,13 +343,7 @@ def weights_of_chunk(
 def weights_trained_whole(
     chunks: ModelChunks, family: Family, fields: Mapping[str, Any]
 ) -> Iterator[tuple[Block, Tensor]]:
-    """Yield the parts of whole weights that this rank trains: each block, and its values in Hugging Face's shape.
-
-    Args:
-        chunks: A model with adapters.
-        family: The rules of its Hugging Face names.
-        fields: Settings of the model.
-    """
+    """Yield the parts of whole weights that this rank trains: each block, and its values in Hugging Face's shape."""
     for index in range(len(chunks.bare)):
         for weight in weights_of_chunk(chunks, index, family, fields):
             if weight.parameter.requires_grad:
@@ -385,16 +354,10 @@ def weights_trained_whole(
 
 
 def adapted_model(tensors: Mapping[str, Shape], family: Family, fields: Mapping[str, Any], lora: LoRA) -> AdaptedModel:
-    """Return what :func:`add_adapters` makes of a model, which need not be built.
+    """Return what :func:`add_adapters` makes of a model, which need not be built; ``lightning-mcore plan`` counts it.
 
-    Args:
-        tensors: Shapes of its weights by their names in a checkpoint; experts are stacked.
-        family: The rules of its Hugging Face names.
-        fields: Settings of the model.
-        lora: The settings.
-
-    Raises:
-        ValueError: The family has no rule for a weight.
+    ``tensors`` are the shapes of its weights by their names in a checkpoint; experts are stacked. Raises ValueError if
+    the family has no rule for a weight.
     """
     found: dict[str, Trained] = {}
     for name, blocks in WeightMap(family.in_adapters(), fields, tensors).blocks.items():
@@ -405,12 +368,14 @@ def adapted_model(tensors: Mapping[str, Shape], family: Family, fields: Mapping[
         for block in blocks:
             module = block.hf.rpartition(".")[0]
             expert = block.start[0] if len(shape) > 2 else 0
+            # A module's rows come in several blocks, one per group of heads: add them up
             sizes[module] = (sizes.get(module, (0,))[0] + block.shape[-2:][0], block.shape[-1], expert)
         looks_up = name.startswith("embedding.")
         if len(sizes) == 1 and len(shape) == 2:  # with the padding of a vocabulary
             rows, columns = shape[::-1] if looks_up else shape
             sizes = dict.fromkeys(sizes, (rows, columns, 0))
         is_saved = any(lora.saves(module) for module in sizes)
+        # The first module of each expert: with a shared A, only that one counts it
         first = {expert: module for module, (*_, expert) in reversed(sizes.items())}
         pairs = [
             Pair(
@@ -430,13 +395,9 @@ def adapted_model(tensors: Mapping[str, Shape], family: Family, fields: Mapping[
 
 
 def frozen_columns(base: str, named: str | None, fields: Mapping[str, Any], lora: LoRA) -> dict[str, int]:
-    """Return the columns of the frozen weights of a Hugging Face model by Megatron's names; none for a checkpoint.
+    """Return the columns of a Hugging Face model's frozen weights by Megatron's names; none for a checkpoint.
 
-    Args:
-        base: Folder of the model, or its name on the hub.
-        named: Name or path of its family; None for the one in its config.
-        fields: Settings of the model.
-        lora: The settings of the adapters.
+    ``base`` is a folder or hub name, ``named`` its family's name or path.
     """
     if is_own_checkpoint(base):
         return {}
@@ -450,12 +411,7 @@ def frozen_columns(base: str, named: str | None, fields: Mapping[str, Any], lora
 
 
 def projection_names(family: Family, fields: Mapping[str, Any]) -> list[str]:
-    """Return the Hugging Face names of all modules with a weight that a model may have; it need not be built.
-
-    Args:
-        family: The rules of its names.
-        fields: Settings of the model.
-    """
+    """Return the Hugging Face names of all modules with a weight that a model may have; it need not be built."""
     found: dict[str, None] = {}
     for weight, names in tensor_names(family.in_adapters(), fields).items():
         for name in names:
@@ -466,12 +422,7 @@ def projection_names(family: Family, fields: Mapping[str, Any]) -> list[str]:
 
 
 def tensor_names(family: Family, fields: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the Hugging Face tensors in each of Megatron's weights that a model may have, by their whole names.
-
-    Args:
-        family: The rules of its names.
-        fields: Settings of the model, which need not be built.
-    """
+    """Return the Hugging Face tensors in each Megatron weight that a model may have, by whole name; builds nothing."""
     size, experts = 12, int(fields.get("num_moe_experts") or 0)  # names do not depend on the size
     every = fields.get("moe_layer_freq", 1) if experts else 0
     has_experts = [bool(every)] * int(fields["num_layers"]) if isinstance(every, int) else list(map(bool, every))

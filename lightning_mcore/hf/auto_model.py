@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that is called like one of Hugging Face, on every layout.
+"""A model that is called like a Hugging Face model, on every layout.
 
 A LightningModule that wraps ``AutoModelForCausalLM`` moves from DDP to Megatron by one line of ``configure_model``::
 
     self.model = hf_model(self, path)
 
-:class:`HFModel` is called like the model of transformers, with whole batches on every rank, and returns the same
-``loss`` and ``logits``. Inside, an ``MCoreGPT`` builds the chunks of this rank and reads the weights.
-``layers/padded_rows.py`` prepares padded rows for the layers, and ``layers/sampling.py`` gathers logits from the ranks.
-``parallel/pipeline.py`` explains how a training step runs as pipeline stages. Outside training, each call runs all
-stages, and every stage gets the result.
+:class:`HFModel` is called like the transformers model, with whole batches on every rank, and returns the same ``loss``
+and ``logits``. Inside, an ``MCoreGPT`` builds this rank's chunks and reads the weights. ``layers/padded_rows.py``
+prepares padded rows for the layers, and ``layers/sampling.py`` gathers logits from the ranks. ``parallel/pipeline.py``
+explains how a training step runs as pipeline stages. Outside training, each call runs all stages, and every stage gets
+the result.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ _INSTEAD = {
     "enable_input_require_grads": "add_lora() lets gradients flow to adapters by itself",
     "push_to_hub": "write the model with save_pretrained(), and upload the folder with huggingface_hub",
 }
-"""What to do instead of reading an attribute that models of transformers have."""
+"""What to do instead of reading an attribute that transformers models have."""
 _OF_PEFT = "peft_config"  # which PEFT asks every model for
 
 
@@ -86,7 +86,7 @@ def hf_model(
         num_labels: Number of scores of ``"sequence-classification"``, 1 for a reward model; None for the number in the
             model's config, or else 2.
         family: The kind of model, as in ``MCoreGPT.from_pretrained``; None for the family in its config.
-        transformer: Fields of Megatron's ``TransformerConfig`` that replace those from the model's config.
+        transformer: Fields of Megatron's ``TransformerConfig`` that override the model's config.
         transformer_impl: ``"local"``, ``"transformer_engine"`` or ``"auto"``, as in ``MCoreGPT``.
 
     Raises:
@@ -130,25 +130,25 @@ class _Call(NamedTuple):
 
     input_ids: Tensor
     rows: PaddedRows
-    labels: Tensor | None
-    num_items: Tensor | int | None
+    labels: Tensor | None  # [b, s], [b] or None: targets, or classes of rows
+    num_items: Tensor | int | None  # divides the sum of the losses
 
 
 class HFModel(nn.Module):
-    """A Hugging Face model, called like that of transformers; :func:`hf_model` makes it.
+    """A Hugging Face model, called like the transformers model; :func:`hf_model` makes it.
 
     Args:
         builder: The module that builds the chunks and describes the model.
         num_labels: As in :func:`hf_model`.
 
     Attributes:
-        pipeline: The chunks of this rank.
+        pipeline: This rank's chunks.
     """
 
     pipeline: Pipeline
 
     suffix = ""
-    """What the name of its family ends with."""
+    """Suffix of its family's name."""
 
     def __init__(self, builder: _Builder, num_labels: int | None) -> None:
         super().__init__()
@@ -187,10 +187,11 @@ class HFModel(nn.Module):
         with _fp32_by_default():  # Lightning may have set another default dtype
             builder.configure_model()
         self.pipeline = builder.model
+        # Under context parallelism, a call gets whole rows and cuts them itself (_run)
         self.pipeline.takes_whole_batches = True
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse attributes of transformers' models with what to do instead.
+        """Raise an error for attributes of transformers models, with what to do instead.
 
         Raises:
             AttributeError: There is no such attribute.
@@ -207,11 +208,11 @@ class HFModel(nn.Module):
         return super().__getattr__(name)
 
     def hf_named_parameters(self) -> Iterator[tuple[tuple[str, ...], nn.Parameter]]:
-        """Yield the parameters of this rank with Hugging Face's names of what each holds.
+        """Yield this rank's parameters with the Hugging Face names of what each holds.
 
-        A parameter may hold parts of several tensors: queries, keys and values of a layer are one, and so are the gate
-        and the up projection. With tensor parallelism it is this rank's part of them. Adapters of ``add_lora`` are
-        left out. Call it on all ranks, in ``configure_model`` or later.
+        A parameter may hold parts of several tensors: a layer's queries, keys and values are one, and so are gate and
+        up projection. With tensor parallelism it is this rank's part of them. Adapters of ``add_lora`` are left out.
+        Call it on all ranks, in ``configure_model`` or later.
 
         Yields:
             The names, such as ``("model.embed_tokens.weight",)``, and the parameter.
@@ -243,7 +244,7 @@ class HFModel(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """The size of the vocabulary, without padding."""
+        """The vocabulary size, without padding."""
         return self._own_builder.vocab_size
 
     @property
@@ -276,7 +277,7 @@ class HFModel(nn.Module):
             position_ids: [b, s] int64, which must count up by one along the tokens of a row; None for 0, 1, 2, ...
             labels: [b, s] int64, not shifted, -100 without a target.
             num_items_in_batch: Divides the sum of the losses; None for the number of targets in this batch.
-            others: Other arguments of transformers' models; refused unless they are None, False or without effect.
+            others: Other arguments of transformers' models; they must be None, False or without effect.
 
         Returns:
             An object with ``loss``, a scalar in fp32: the sum over the targets of this batch divided by
@@ -289,10 +290,13 @@ class HFModel(nn.Module):
         """
         _refuse_others(others)
         check_vocabulary({"tokens": input_ids}, self.vocab_size)
+        # Padding on the left shifts positions, which changes nothing if only their differences count
         is_relative = architecture_of(self._megatron_config).query_growth is None
         multiple = self.pipeline.layout.sequence_multiple
         rows = PaddedRows.of(input_ids, attention_mask, position_ids, multiple, is_relative)
         call = _Call(input_ids, rows, self._checked(labels, rows), num_items_in_batch)
+        # In a training step the schedule calls each stage in turn, and the last one's loss is all that counts.
+        # Elsewhere, the other stages have no output, so the last stage sends them what it computes.
         staged = self.pipeline.is_staged and not self.pipeline.is_active
         local = self._run(rows, input_ids)
         return self._output(call, partial(_on_all_stages if staged else _here, local, device=input_ids.device))
@@ -309,7 +313,7 @@ class HFModel(nn.Module):
         return HFOutput(loss, {"logits": partial(compute, partial(self._whole_logits, rows=call.rows))})
 
     def _run(self, rows: PaddedRows, input_ids: Tensor) -> Tensor | None:
-        """Return the logits of this rank, [b, length / cp, v / tp]; None on a stage that has none."""
+        """Return this rank's logits, [b, length / cp, v / tp]; None on a stage that has none."""
         group = process_group("cp")
         batch = {"tokens": rows.share(input_ids, 0, group.rank(), group.size())}
         if rows.lengths is not None:
@@ -321,12 +325,15 @@ class HFModel(nn.Module):
 
     def _mean_loss(self, logits: Tensor, call: _Call, targets: Tensor) -> Tensor:
         group = process_group("cp")
+        # CP=2 with rows of 8: each rank has 4 tokens per row and sums their losses; sum_over adds up the two sums
         own = call.rows.share(targets, IGNORED_LABEL, group.rank(), group.size())
         counts = own != IGNORED_LABEL
+        # Megatron's loss wants [s, b, v]
         turned = logits.float().transpose(0, 1).contiguous()
         if turned.data_ptr() == logits.data_ptr():
             turned = turned.clone()  # Megatron's loss overwrites it
         chunk: Any = self.pipeline.chunks[-1]
+        # -100 is not a row of the logits: any token will do there, because torch.where drops its loss
         losses = chunk.compute_language_model_loss(own.masked_fill(~counts, 0), turned)
         total = sum_over(torch.where(counts, losses, 0.0).sum(), group)
         return total / ((targets != IGNORED_LABEL).sum() if call.num_items is None else call.num_items)
@@ -337,12 +344,12 @@ class HFModel(nn.Module):
     def generate(self, inputs: Tensor | None = None, *, use_cache: bool = True, **arguments: Any) -> Any:
         """Continue prompts with transformers' own ``generate``; collective over all ranks that share the model.
 
-        Keys and values are kept, so a step runs only the new token, not the whole sequence. They are not kept under
+        Keys and values are cached, so a step runs only the new token, not the whole sequence. They are not cached under
         context parallelism, nor with padding that the layers cannot hide. Pad prompts of different lengths on the left.
 
         Args:
             inputs: [b, s] int64, the prompts; the same on all ranks of a model copy.
-            use_cache: Whether to keep keys and values.
+            use_cache: Whether to cache keys and values.
             arguments: Other arguments of transformers' ``generate``: ``attention_mask``, ``max_new_tokens``,
                 ``do_sample``, ``num_beams`` and so on.
 
@@ -352,7 +359,7 @@ class HFModel(nn.Module):
         Raises:
             RuntimeError: It is called in ``training_step`` under pipeline parallelism.
             TypeError: The model has no logits over the vocabulary.
-            ValueError: Prompts are padded on the right, or transformers refuses an argument.
+            ValueError: Prompts are padded on the right, or transformers rejects an argument.
         """
         if self.suffix:
             raise TypeError("generate() needs logits over the vocabulary; give head='causal-lm' to hf_model()")
@@ -368,6 +375,7 @@ class HFModel(nn.Module):
             arguments.setdefault("synced_gpus", True)
         with ready_to_generate(self):
             generator: Any = Generator(self, use_cache)
+            # transformers' cache is off, ours (in Generator) is not
             return generator.generate(inputs, use_cache=False, **arguments)
 
     def save_pretrained(self, save_directory: str) -> None:
@@ -436,11 +444,12 @@ class HFClassifier(HFModel):
         return HFOutput(loss, {"logits": lambda: logits})
 
     def _of_last_tokens(self, scores: Tensor, call: _Call) -> Tensor:
-        """Return the scores, [b, num_labels], of the last token of each row that is not ``pad_token_id``."""
+        """Return the scores, [b, num_labels], of each row's last token that is not ``pad_token_id``."""
         whole = call.rows.restore(whole_sequence(scores, process_group("cp")))
         if self.config.pad_token_id is None:
             return whole[:, -1]
         columns = torch.arange(call.rows.shape[1], device=whole.device)
+        # Tokens 7 8 0 0 with pad_token_id 0: columns times "not padding" is 0 1 0 0, whose argmax is 1
         last = (columns * (call.input_ids != self.config.pad_token_id)).argmax(dim=1)
         return whole[torch.arange(len(last), device=whole.device), last]
 
@@ -477,9 +486,7 @@ _KINDS: dict[str, type[HFModel]] = {
 class HFOutput:
     """The result of a call; values are read as attributes, by name or by index, as in transformers.
 
-    Args:
-        loss: A scalar; None without labels.
-        parts: Functions that gather the other values, by name; each is called once, when its value is first read.
+    ``parts`` are functions that gather the other values, by name; each is called once, when its value is first read.
     """
 
     def __init__(self, loss: Tensor | None, parts: Mapping[str, Callable[[], Tensor]]) -> None:
@@ -491,6 +498,7 @@ class HFOutput:
         if name.startswith("_") or name not in self._parts:
             raise AttributeError(f"the output has {', '.join(self.keys())}, not {name!r}")
         value = self._parts[name]()
+        # __getattr__ is called for missing attributes only, so the value is gathered once
         setattr(self, name, value)
         return value
 
@@ -508,7 +516,7 @@ class HFOutput:
 
 
 def _refuse_others(others: Mapping[str, Any]) -> None:
-    """Refuse arguments that would change the result."""
+    """Raise ValueError for arguments that would change the result."""
     for name, value in others.items():
         if value is None or value is False or name in _WITHOUT_EFFECT:
             continue

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a model in Hugging Face form, from a sharded checkpoint or from the running model.
 
-Both write the files that ``save_pretrained`` of transformers writes: safetensors files of a limited size with an index,
-``config.json``, the generation config, and the tokenizer files of the source model. Errors are found before the first
-tensor is read, and the folder appears only when it is whole.
+Both ways write the files that ``save_pretrained`` of transformers writes: safetensors files of a limited size with an
+index, ``config.json``, the generation config, and the source model's tokenizer files. Errors are found before the first
+tensor is read, and the folder appears only when it is complete.
 
 ``lightning-mcore export`` runs :func:`export_checkpoint`: one process, no GPU, a few tensors in memory.
 :func:`export_model` runs on every rank of a training run, and each rank writes its own files; the callback in
@@ -69,21 +69,22 @@ def export_checkpoint(
 
     A checkpoint of LoRA adapters is merged into the weights of its base, which takes the memory of the whole model.
 
-    Layers of multi-token prediction are written as in the published models. transformers does not run them: it ignores
-    as many as the published model has, and reports others as unexpected keys.
+    Multi-token prediction layers are written as in the published models. transformers does not run them: it ignores as
+    many as the published model has, and reports others as unexpected keys.
 
     Args:
         path: A checkpoint that ``MCoreStrategy`` or Megatron-LM wrote, on any layout; a folder on this machine.
         out: The folder to write, outside the checkpoint; it must not exist, or be empty. A link is followed.
         like: Hugging Face folder with the config, generation config and tokenizer to use, if the checkpoint has none,
-            like those of Megatron-LM, or if you want others.
+            like Megatron-LM checkpoints, or if you want others.
         family: The kind of model to write: a ``model_type``, or ``"package.module:FAMILY"`` for your own family; None
             for the family in the checkpoint or in ``like``, or else the first that fits the model.
-        dtype: ``"bfloat16"``, ``"float16"``, ``"float32"``, or ``"auto"`` for the type in the checkpoint; after a run
-            in the type of most of the model's weights, that of each tensor in the model.
+        dtype: ``"bfloat16"``, ``"float16"``, ``"float32"``, or ``"auto"`` for the type in the checkpoint. If the run
+            used
+            the type of most of the model's weights, ``"auto"`` gives each tensor the type that it had in the model.
         max_shard_size: Size of a file in bytes, or as text, such as ``"5GB"``.
         adapter: Write only the LoRA adapters, as a PEFT folder.
-        merge: Refuse a checkpoint without LoRA adapters; those of one that has them are merged anyway.
+        merge: Raise an error if the checkpoint has no LoRA adapters. Adapters are merged with or without it.
         experts: With ``adapter``, the layout of routed experts: ``"stacked"``, a tensor for all experts of a layer, as
             PEFT with transformers 5 and vLLM from 0.23 read; ``"each"``, a pair for each projection of each expert.
 
@@ -92,6 +93,7 @@ def export_checkpoint(
         OSError: The disk reports an error; nothing is left at ``out``.
         ValueError: An argument is wrong, the checkpoint is damaged, or the family of its model is not known.
     """
+    # Check everything that is cheap first: nothing is created at `out` until the plan is complete
     options = parse_dtype(dtype), parse_size(max_shard_size)
     out = require_free(out)
     stored = StoredTensors(path)
@@ -126,7 +128,7 @@ def export_checkpoint(
 
 
 def _export_adapted(path: str, out: str, experts: Any, of_preferences: bool, **options: Any) -> None:
-    """Write the adapters of a checkpoint in a layout of experts; if that is None, its base with them merged in."""
+    """Write a checkpoint's adapters in a layout of experts; if that is None, its base with the adapters merged in."""
     from lightning_mcore.hf.peft_folder import save_adapter
     from lightning_mcore.models.gpt import MCoreGPT
     from lightning_mcore.models.preference import MCorePreference
@@ -160,7 +162,7 @@ def export_model(
         family: As in :func:`export_checkpoint`.
         dtype: As in :func:`export_checkpoint`; ``"auto"`` is the type of the weights in the model.
         max_shard_size: As in :func:`export_checkpoint`.
-        replace: Whether to replace a Hugging Face model at ``out`` once the new one is whole.
+        replace: Whether to replace a Hugging Face model at ``out`` once the new one is complete.
 
     Raises:
         RuntimeError: The module has no model yet, or there are no process groups.
@@ -173,6 +175,8 @@ def export_model(
         plan = model.plan
         decide(lambda: warn_of_losses(model.description, dict(module.hparams), like))
         with _shared_folder(out) as folder, _progress(plan, out) as bar:
+            # Rounds of one file per rank: with 5 files and 4 ranks, ranks 0-3 write files 0-3, then rank 0 writes file
+            # 4
             files, ranks = list(plan.files), dist.get_world_size()
             for first in range(0, len(files), ranks):
                 of_round = files[first : first + ranks]
@@ -190,18 +194,7 @@ def check_export(
     dtype: str = "auto",
     max_shard_size: str | int = MAX_SHARD_SIZE,
 ) -> None:
-    """Raise the errors of :func:`export_model` in advance, except for a non-empty folder; collective over the world.
-
-    Args:
-        module: As in :func:`export_model`.
-        like: As in :func:`export_model`.
-        family: As in :func:`export_model`.
-        dtype: As in :func:`export_model`.
-        max_shard_size: As in :func:`export_model`.
-
-    Raises:
-        Exception: An error of :func:`export_model`.
-    """
+    """Raise the errors of :func:`export_model` in advance, except for a non-empty folder; collective over the world."""
     _require_groups()
     with _ready(module):
         _LiveModel.prepare(module, like, family, dtype, max_shard_size)
@@ -209,17 +202,11 @@ def check_export(
 
 @dataclass(frozen=True)
 class _LiveModel:
-    """The running model, and the plan of its export.
+    """The running model, and the plan of its export."""
 
-    Args:
-        pieces: The pieces that this rank holds.
-        description: The description of the model.
-        plan: The file of each tensor; the same on every rank.
-    """
-
-    pieces: ModelPieces
+    pieces: ModelPieces  # of this rank
     description: Description
-    plan: ExportPlan
+    plan: ExportPlan  # the same on every rank
 
     @classmethod
     def prepare(
@@ -230,6 +217,7 @@ class _LiveModel:
         pieces = pieces_of_module(module)
         places = places_of_all(pieces)
         settings, name = dict(module.hparams), type(module).__name__
+        # Rank 0 reads `like` and the hub's cache, then every rank plans from the same description
         description = decide(lambda: describe(name, settings, pieces.shapes, like, family))
         runs_in = built_chunks(module).config.params_dtype
         plan = on_all(lambda: _plan(description, family, pieces.shapes, places, *options, runs_in))
@@ -245,17 +233,9 @@ def _require_groups() -> None:
 
 
 def require_free(out: str, replace: bool = False) -> str:
-    """Refuse to write over other files.
+    """Return the folder to write: ``out``, or the target of the link ``out``, which is kept.
 
-    Args:
-        out: The folder to write.
-        replace: Whether ``out`` may be a Hugging Face model.
-
-    Returns:
-        The folder to write: ``out``, or the target of the link ``out``, which is kept.
-
-    Raises:
-        ValueError: ``out`` is a file, or a folder that is not empty.
+    Raises ValueError if ``out`` is a file or a non-empty folder; with ``replace``, it may be a Hugging Face model.
     """
     out = os.path.realpath(out) if os.path.islink(out) else out
     names = os.listdir(out) if os.path.isdir(out) else []
@@ -267,7 +247,7 @@ def require_free(out: str, replace: bool = False) -> str:
 
 
 def _write_own(plan: ExportPlan, folder: str, files: Sequence[str], tensors: dict[str, Tensor]) -> None:
-    """Write the file of this rank, if it has one in this round."""
+    """Write this rank's file, if it has one in this round."""
     if tensors:
         file = files[dist.get_rank()]
         write_safetensors(os.path.join(folder, file), plan.described(file), tensors.__getitem__)
@@ -313,6 +293,7 @@ def _plan(
     known = find_family(family) if family else recorded_family(description.family)
     weights = WeightMap(known, description.fields, shapes)
     stored = description.stored
+    # A model stored in bf16 but trained in fp32 is exported in fp32: its values no longer fit the stored dtypes
     is_as_stored = stored is not None and stored.most == runs_in
     return ExportPlan(weights, places, dtype, max_shard_size, stored if is_as_stored else None, read)
 
@@ -326,7 +307,7 @@ def _finish(plan: ExportPlan, description: Description, folder: str) -> None:
 
 
 def _write_value_head(folder: str) -> None:
-    """Write the score layer of a reward model also as LLaMA-Factory reads it; a classifier has several scores."""
+    """Write a reward model's score layer also as LLaMA-Factory reads it; a classifier has several scores."""
     from safetensors.torch import save_file
 
     tensors = SafetensorsFolder(folder)
@@ -353,7 +334,7 @@ def new_folder(out: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _shared_folder(out: str) -> Iterator[str]:
-    """Do the same on all ranks together; a failure on one rank is raised on all."""
+    """Yield one folder on all ranks, as :func:`new_folder`; a failure on one rank is raised on all."""
     folder = decide(saving(out)(partial(atomic.begin, out)))
     try:
         yield folder
@@ -366,13 +347,14 @@ def _shared_folder(out: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _ready(module: pl.LightningModule) -> Iterator[None]:
-    """Enter the runtime of ``MCoreStrategy``, if it runs the module, with all parameters whole."""
+    """Enter the runtime of ``MCoreStrategy``, if it runs the module, with all parameters complete."""
     trainer = module._trainer
     strategy: Any = trainer.strategy if trainer is not None else None
     if not isinstance(strategy, MCoreStrategy):
         yield
         return
     with strategy.runtime():
+        # With overlap_param_gather, this rank's parameters are partly stale between two steps
         strategy.complete_parameters()
         yield
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of an exported model besides its weights: family, ``config.json``, generation config, tokenizer files.
 
-A model that was made from a Hugging Face model remembers its config (``MCoreGPT(hf=...)``), which is written with only
-those keys changed that are no longer true. For a model made from scratch, the rules of its family write the config. In
-both cases the config is read back and must describe the exported model, because a slightly wrong config would load and
+A model made from a Hugging Face model remembers that model's config (``MCoreGPT(hf=...)``). It is written with only
+those keys changed that are no longer true. For a model made from scratch, the family's rules write the config. In both
+cases the config is read back and must describe the exported model, because a slightly wrong config would load and
 compute other numbers.
 """
 
@@ -57,6 +57,7 @@ _TOKENIZER_FILES = (
 )
 _CODE_FILES = ("*.py",)  # copied for a config with auto_map
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Keys that a vision-language config has at its top level; all others describe the language model (text_config)
 _OUTER = {"architectures", "dtype", "model_type", "tie_word_embeddings", "torch_dtype", "transformers_version"} | {
     "vision_config"
 }
@@ -65,23 +66,14 @@ _NOT_OF_THE_MODEL = {"transformer_impl", "seq_length", "make_vocab_size_divisibl
 
 @dataclass(frozen=True)
 class Description:
-    """A model to export, as plain data.
+    """A model to export, as plain data."""
 
-    Args:
-        family: The name or path of its family.
-        fields: All its fields, with Megatron's and ``MCoreGPT``'s names.
-        config: Content of ``config.json``, except the type of the weights.
-        generation_config: Content of ``generation_config.json``; None if there is none.
-        source: Hugging Face folder with its tokenizer; None if there is none.
-        stored: The dtypes of its weights in the model that it was made from; None if unknown.
-    """
-
-    family: str
-    fields: dict[str, Any]
-    config: dict[str, Any]
+    family: str  # name or path
+    fields: dict[str, Any]  # all of them, by Megatron's and ``MCoreGPT``'s names
+    config: dict[str, Any]  # content of config.json, without the dtype of the weights
     generation_config: dict[str, Any] | None
-    source: str | None
-    stored: StoredDtypes | None = None
+    source: str | None  # Hugging Face folder with the tokenizer
+    stored: StoredDtypes | None = None  # dtypes of the weights in the model that it was made from
 
 
 def describe(
@@ -93,16 +85,10 @@ def describe(
 ) -> Description:
     """Find the family and the config of a model.
 
-    Args:
-        what: The name of the model in errors: a path, or the name of a class.
-        settings: Arguments of its ``MCoreGPT``; others are ignored. May be empty.
-        shapes: The shapes of its tensors, by whole name.
-        like: Hugging Face folder whose config, generation config and tokenizer to use.
-        family: The name or path of its family; None to find it.
-
-    Raises:
-        FileNotFoundError: ``like`` is not the folder of a model.
-        ValueError: The model does not fit the family or any family, or there is no description of it.
+    ``what`` names the model in errors. ``settings`` are the arguments of its ``MCoreGPT`` (others are ignored; may be
+    empty), ``shapes`` the shapes of its tensors by whole name. ``like`` is a Hugging Face folder whose config,
+    generation config and tokenizer to use. Raises FileNotFoundError if ``like`` is not a model, ValueError if the model
+    does not fit the family or any family, or nothing describes it.
     """
     origin: dict[str, Any] = dict(settings.get("hf") or {})
     source = HFSource.open(like, family) if like is not None else None
@@ -123,7 +109,9 @@ def describe(
             "shape with like (--like FOLDER)"
         )
     _check_layers(what, fields, shapes)  # the code below iterates over all of them
+    # What counts is which multi-token prediction layers have weights, not what the settings say
     fields = complete_fields({**fields, "mtp_num_layers": _count_layers("mtp", shapes) or None})
+    # In this order: the user's choice, the source's family, the family of the vision tower, the first that fits
     name = family or origin.get("family") or (fields["vision"] or {}).get("model_type") or _guess(what, fields)
     known = find_family(name) if family else recorded_family(name)
     config = _config(known, fields, origin.get("config"), settings.get("seq_length"))
@@ -134,13 +122,7 @@ def describe(
 
 
 def write_files(description: Description, dtype: torch.dtype, folder: str) -> None:
-    """Write all files but the weights into a folder.
-
-    Args:
-        description: The description of the model.
-        dtype: The type of most of its weights.
-        folder: The folder.
-    """
+    """Write all files but the weights into a folder; ``dtype`` is the dtype of most weights."""
     config = {**description.config, "dtype": str(dtype).removeprefix("torch.")}
     config.pop("torch_dtype", None)
     copied = _copy(description.source, (*_TOKENIZER_FILES, *(_CODE_FILES if "auto_map" in config else ())), folder)
@@ -152,17 +134,12 @@ def write_files(description: Description, dtype: torch.dtype, folder: str) -> No
 
 
 def copy_tokenizer(path: str | None, folder: str) -> None:
-    """Copy the tokenizer of a Hugging Face model into a folder, if the model is still there.
-
-    Args:
-        path: Folder of the model, or its name on the hub; None for none.
-        folder: The folder.
-    """
+    """Copy a Hugging Face model's tokenizer (of a folder or hub name) into a folder, if the model is still there."""
     _copy(_folder_of(path), _TOKENIZER_FILES, folder)
 
 
 def write_json(path: str, content: Mapping[str, Any]) -> None:
-    """Write a JSON file as transformers does, and flush it to the disk."""
+    """Write a JSON file as transformers does, and flush it to disk."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
         file.flush()
@@ -170,13 +147,7 @@ def write_json(path: str, content: Mapping[str, Any]) -> None:
 
 
 def warn_of_losses(description: Description, settings: Mapping[str, Any], like: str | None) -> None:
-    """Warn about losses of an export that is still possible.
-
-    Args:
-        description: The description of the model.
-        settings: The known arguments of its ``MCoreGPT``.
-        like: The Hugging Face folder with the tokenizer to use.
-    """
+    """Warn about losses of an export that is still possible: a missing tokenizer, and experts that dropped tokens."""
     path = (settings.get("hf") or {}).get("path")
     if like is None and path is not None and _folder_of(path) is None:
         rank_zero_warn(
@@ -213,7 +184,7 @@ def _config(
 
 
 def _labels(given: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Return the names of classes for a config: those of a given config, if it has as many."""
+    """Return class names for a config: those of a given config, if it has as many."""
     names = given.get("id2label") or {}
     if count == 1 or len(names) != count:
         names = {str(number): f"LABEL_{number}" for number in range(count)}
@@ -221,18 +192,22 @@ def _labels(given: Mapping[str, Any], count: int) -> dict[str, Any]:
 
 
 def _adapted(family: Family, fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with the keys changed that do not match the model."""
+    """Return a config with only those keys changed that do not match the model."""
     before = _read(family, given)
     if not differences(before, fields):
         return dict(given)
+    # Compare what the rules write before and after, not the given config itself: it may use other names for the same
+    # keys
     told = family.write_config(before)
     changed = {key: value for key, value in family.write_config(fields).items() if told.get(key, value) != value}
+    # If a changed key is not written out in the given config, write the completed one, in which no old name is left
+    # over
     base = dict(given) if changed.keys() <= flat(given).keys() else complete_config(family, given)
     return _nested({**flat(base), **changed}) if "vision_config" in given else {**base, **changed}
 
 
 def _nested(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with the keys of the language model in ``text_config``, if the model sees."""
+    """Return a config with the language model's keys in ``text_config``, if the model has a vision tower."""
     if "vision_config" not in config:
         return dict(config)
     outer = {key: value for key, value in config.items() if key in _OUTER or key.endswith("_token_id")}
@@ -248,6 +223,7 @@ def _guess(what: str, fields: Mapping[str, Any]) -> str:
     reasons: dict[str, list[str]] = {}
     for name in family_names():
         try:
+            # write_config reads the config back, so a family without an error describes the model exactly
             find_family(name).write_config(fields)
         except ValueError as error:
             reason = (
@@ -262,6 +238,7 @@ def _guess(what: str, fields: Mapping[str, Any]) -> str:
 
 def _check_layers(what: str, fields: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:
     embedding = shapes.get("embedding.word_embeddings.weight")
+    # Without this check, a config with fewer layers than the weights would export a part of the model
     found = {"num_layers": _count_layers("decoder", shapes), "hidden_size": embedding[-1] if embedding else None}
     for name, value in found.items():
         if value is not None and value != fields.get(name):

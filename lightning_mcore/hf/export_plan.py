@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of an export: the file of each Hugging Face tensor, and the rectangles that it is assembled from.
 
-The rectangles (:class:`Place`) lie in a checkpoint or in the memory of ranks. The plan does not depend on which, so
-``export.py`` uses it for both. Ranks that plan with the same places get the same plan.
+The rectangles (:class:`Place`) are in a checkpoint or in the ranks' memory. The plan does not depend on which, so
+``export.py`` uses it for both. Ranks that plan with the same places get the same plan, so they need not exchange it.
 """
 
 import re
@@ -31,68 +31,46 @@ _SHOWN = 5  # names in an error
 
 @dataclass(frozen=True)
 class Place:
-    """A rectangle of a Megatron tensor, and where it lies.
+    """A rectangle of a Megatron tensor, and where its values are."""
 
-    Args:
-        start: The index at which it begins in the tensor.
-        shape: Its shape.
-        dtype: The dtype of its values.
-        source: Its location, for the function that reads it.
-    """
-
-    start: Shape
+    start: Shape  # in the tensor
     shape: Shape
     dtype: torch.dtype
-    source: Any
+    source: Any  # for the function that reads it: (rank, number of the piece), or an entry of the checkpoint
 
 
 @dataclass(frozen=True)
 class Part:
-    """A rectangle that is copied in one step.
-
-    Args:
-        place: The place of its values.
-        block: The rectangle, in Megatron's tensor and in Hugging Face's.
-    """
+    """A rectangle that is copied in one step."""
 
     place: Place
-    block: Block
+    block: Block  # the rectangle, in Megatron's tensor and in Hugging Face's
 
     def within_place(self, held: Tensor) -> Tensor:
-        """Return a view of its values, with the Hugging Face shape and the dtype of ``held``.
-
-        Args:
-            held: The whole rectangle of the place, in Megatron's shape.
-        """
+        """Return a view of its values, in the Hugging Face shape, in ``held``: the whole place in Megatron's shape."""
         block = self.block
         for axis, (start, first, length) in enumerate(zip(block.start, self.place.start, block.shape, strict=True)):
+            # The block's start counts from the tensor's origin, `held` begins at the place's: rows 12-13 of a place
+            # that starts at row 8 are its rows 4-5
             held = held.narrow(axis, start - first, length)
+        # Drop the axes of layer and expert, of size 1 here
         held = held.view(block.shape[len(block.shape) - len(block.hf_start) :])
         return held.mT if block.transposed else held
 
     def within_target(self, target: Tensor) -> Tensor:
-        """Return a view of the rectangle of ``target``, a Hugging Face tensor of any shape and dtype, that it fills."""
+        """Return a view of the rectangle that it fills in ``target``, the whole Hugging Face tensor."""
         return target[self.block.hf_index]
 
 
 class ExportPlan:
     """The file of each tensor, and the places of its values.
 
-    Args:
-        weights: The family's rules, applied to the model.
-        places: The rectangles that make up each Megatron tensor, by its whole name.
-        dtype: The dtype to write; None for the dtype of the places.
-        max_shard_size: Bytes of tensors in a file; a single tensor may have more.
-        stored: The dtypes to write if ``dtype`` is None, those of the model's source; None for those of the places.
-        read: Returns the rectangle of a place; None if values can be read only when they are written.
+    ``places`` are the rectangles that make up each Megatron tensor, by its whole name. ``dtype`` is the dtype to write;
+    with None, it is that of ``stored`` (the dtypes in the model's source), and without ``stored`` that of the places. A
+    file has at most ``max_shard_size`` bytes of tensors, unless a single tensor has more. ``read`` returns a place's
+    values; None if they can be read only while writing.
 
-    Attributes:
-        files: Names of the tensors in each file, by file name, in order.
-        shapes: Shapes of the tensors.
-        dtypes: Types of the tensors.
-
-    Raises:
-        ValueError: The places do not form whole tensors.
+    Raises ValueError if the places do not form whole tensors.
     """
 
     def __init__(
@@ -114,7 +92,7 @@ class ExportPlan:
         self.files = _split({name: self.size(name) for name in self._in_order()}, max_shard_size)
 
     def size(self, name: str) -> int:
-        """Return the bytes of a tensor."""
+        """Return a tensor's size in bytes."""
         return prod(self.shapes[name]) * self.dtypes[name].itemsize
 
     @property
@@ -132,6 +110,7 @@ class ExportPlan:
         """The content of the index; None if there is only one file."""
         if len(self.files) == 1:
             return None
+        # A tensor that repeats another is written, but is not a parameter of its own
         counted = self.shapes.keys() - self._weights.repeated.keys()
         return {
             "metadata": {
@@ -142,11 +121,11 @@ class ExportPlan:
         }
 
     def described(self, file: str) -> dict[str, tuple[torch.dtype, Shape]]:
-        """Return type and shape of each tensor in a file."""
+        """Return dtype and shape of each tensor in a file."""
         return {name: (self.dtypes[name], self.shapes[name]) for name in self.files[file]}
 
     def parts(self, name: str) -> list[Part]:
-        """Return the parts of a tensor, in the same order on every rank."""
+        """Return a tensor's parts, in the same order on every rank."""
         found = []
         for megatron, block in self._weights.of(name):
             for place in self._places[megatron]:
@@ -160,13 +139,8 @@ class ExportPlan:
     def assemble(self, name: str, read: Callable[[Place], Tensor], memory: Tensor) -> Tensor:
         """Return a whole tensor, of its planned shape and dtype; without a copy if one place holds exactly these bytes.
 
-        Args:
-            name: The name of the tensor.
-            read: Returns the rectangle of a place.
-            memory: A uint8 buffer [bytes], at least as large as the tensor; reused for the next tensor.
-
-        Raises:
-            ValueError: Its new type cannot hold some of its values.
+        ``memory`` is a uint8 buffer [bytes], at least as large as the tensor; it is reused for the next one. Raises
+        ValueError if the new dtype cannot hold some of the values.
         """
         first, *others = parts = self.parts(name)
         if not others:
@@ -179,15 +153,9 @@ class ExportPlan:
         return target
 
     def convert(self, name: str, values: Tensor, target: Tensor) -> None:
-        """Copy a part of a tensor into the memory from which it is written.
+        """Copy a part of a tensor into the memory that it is written from, with the dtype to write.
 
-        Args:
-            name: The name of the tensor.
-            values: The part, of any shape and dtype.
-            target: The memory, of the same shape, with the dtype to write.
-
-        Raises:
-            ValueError: This dtype cannot hold some of its values.
+        Raises ValueError if this dtype cannot hold some of the values.
         """
         require_fits(name, values, target.dtype)
         target.copy_(values)
@@ -204,6 +172,7 @@ class ExportPlan:
         wide = torch.promote_types(self._held_in(name), wanted)
         if wide == wanted or self._read is None:
             return wide
+        # A gate stored in bf16 may be fp32 in Megatron's tensor only because its neighbours are: look at the values
         values = (part.within_place(self._read(part.place)) for part in self.parts(name))
         return wanted if all(holds(wanted, each) for each in values) else wide
 
@@ -213,12 +182,14 @@ class ExportPlan:
         return widest(others, first)
 
     def _in_order(self) -> list[str]:
-        """Return the names in the order of the model: the embedding, the layers, then the rest."""
+        """Return the names in model order: the embedding, the layers, then the rest."""
 
         def place(name: str) -> tuple[int, list[tuple[int, str]]]:
             megatron = self._weights.of(name)[0][0]
             in_layer = re.search(r"\.\d+\.", name) is not None
             part = 1 if in_layer else 0 if megatron.startswith("embedding.") else 2
+            # Numbers compare as numbers: layer 2 comes before layer 10. A word is (-1, word), so it sorts before a
+            # number.
             return part, [(int(word), "") if word.isdigit() else (-1, word) for word in name.split(".")]
 
         return sorted(self.shapes, key=place)
@@ -231,24 +202,16 @@ def _meet(block: Block, place: Place) -> bool:
 
 
 def parse_dtype(name: str) -> torch.dtype | None:
-    """Return a dtype by its name; None for ``"auto"``.
-
-    Raises:
-        ValueError: The name is unknown.
-    """
+    """Return a dtype by its name; None for ``"auto"``. ValueError if the name is unknown."""
     if name not in DTYPES:
         raise ValueError(f"dtype={name!r} is not known; choose {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
     return None if name == "auto" else getattr(torch, name)
 
 
 def parse_size(size: str | int) -> int:
-    """Return a size in bytes.
+    """Return a size in bytes, from a number or a text in powers of ten: ``"5GB"`` is 5,000,000,000.
 
-    Args:
-        size: A number, or a text such as ``"5GB"``, in powers of ten.
-
-    Raises:
-        ValueError: It is not a size, or it is zero.
+    Raises ValueError if it is not a size, or zero.
     """
     found = _SIZE.fullmatch(str(size).strip()) if isinstance(size, str | int) and not isinstance(size, bool) else None
     value = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
@@ -260,16 +223,19 @@ def parse_size(size: str | int) -> int:
 def _split(sizes: dict[str, int], most: int) -> dict[str, list[str]]:
     from huggingface_hub import split_state_dict_into_shards_factory
 
+    # As save_pretrained splits: three tensors of 4 bytes with at most 10 make files of two and one, in the given order
     return split_state_dict_into_shards_factory(
         sizes, get_storage_size=lambda size: size, filename_pattern=_FILE_NAMES, max_shard_size=most
     ).filename_to_tensors
 
 
 def _check_whole(weights: WeightMap, places: Mapping[str, Sequence[Place]]) -> None:
-    """Refuse rules that do not fit the tensors, and incomplete tensors."""
+    """Raise ValueError for rules that do not fit the tensors, and for incomplete tensors."""
     filled: dict[str, int] = {}
     wrong = []
     for name, blocks in weights.blocks.items():
+        # A tensor ends where its farthest place ends; places that overlap or leave a gap do not add up to its size to
+        # it.
         axes = range(len(places[name][0].start))
         ends = tuple(max(place.start[axis] + place.shape[axis] for place in places[name]) for axis in axes)
         held, used = sum(prod(place.shape) for place in places[name]), sum(prod(block.shape) for block in blocks)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors of an export: gathered from the ranks of a running model, or read from a sharded checkpoint.
 
-**From the ranks**, one file per rank at a time. Each rank writes its own files. In a *round*, every rank fills one
-file: it receives the rectangles of that file from their owners, and sends its own rectangles to the ranks that fill
-other files. Every rank knows the plan, so no requests are needed: sender and receiver go through the same list in the
-same order. Rectangles are sent from host memory, already converted to the dtype that is written. A rank holds the file
-that it fills, and a limited number of bytes to send.
+**From the ranks**, in rounds. In a round, each rank fills one file of its own: it receives the file's rectangles from
+their owners, and sends its own rectangles to the ranks that fill other files. Every rank knows the plan, so no requests
+are needed: sender and receiver go through the same list in the same order. Rectangles are sent from host memory,
+already converted to the dtype that is written. A rank holds the file that it fills, and a limited number of bytes to
+send.
 
 **From a checkpoint**, piece by piece in one process. A checkpoint in Megatron's ``torch_dist`` format, ours or
 Megatron-LM's, holds each tensor as rectangles in several files, as its layout split it. :class:`StoredTensors` lists
-these rectangles by the whole names of their tensors (:attr:`~StoredTensors.places`) and reads them from mapped files.
-It needs no process groups and no GPU, and only the memory of the pages that were read last.
+these rectangles by their tensors' whole names (:attr:`~StoredTensors.places`) and reads them from mapped files. It
+needs no process groups and no GPU, and only the memory of the pages that were read last.
 
 ``export.py`` calls :func:`places_of_all` and :func:`exchange`, or makes :class:`StoredTensors`.
 """
@@ -44,27 +44,16 @@ _ALIGNMENT = 8  # bytes; a suitable alignment for any dtype
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A rectangle that one rank sends to another.
+    """A rectangle that one rank sends to another."""
 
-    Args:
-        owner: The rank that holds it.
-        writer: The rank that writes it.
-        name: Name of the Hugging Face tensor.
-        part: The rectangle.
-    """
-
-    owner: int
-    writer: int
-    name: str
+    owner: int  # the rank that holds it
+    writer: int  # the rank that writes it
+    name: str  # of the Hugging Face tensor
     part: Part
 
 
 def places_of_all(pieces: ModelPieces) -> dict[str, list[Place]]:
-    """Return the place of each rectangle of the model: its rank, and its index among that rank's pieces; collective.
-
-    Args:
-        pieces: The pieces that this rank holds.
-    """
+    """Return the place of each rectangle of the model: its rank, and its index among that rank's pieces; collective."""
     own = [
         (piece.name, piece.start, piece.shape, piece.dtype, number)
         for number, piece in enumerate(pieces.own)
@@ -78,27 +67,23 @@ def places_of_all(pieces: ModelPieces) -> dict[str, list[Place]]:
 
 
 def exchange(plan: ExportPlan, pieces: ModelPieces, files: Sequence[str]) -> dict[str, Tensor]:
-    """Fill the file of this rank in one round; collective over the world.
+    """Fill this rank's file in one round, and return its tensors; collective over the world.
 
-    Args:
-        plan: The plan; the same on every rank.
-        pieces: The pieces that this rank holds.
-        files: The file that each rank writes; ranks after the last file write none.
-
-    Returns:
-        The tensors of this rank's file, by name, with their planned shapes and dtypes; empty if it has no file.
-
-    Raises:
-        Exception: A rank lacks memory, or holds values that the new dtype cannot represent; the same on every rank.
+    ``files`` are the files of this round: rank n writes ``files[n]``, later ranks write none and get an empty dict. The
+    same error is raised on every rank if one lacks memory, or holds values that the new dtype cannot represent.
     """
     rank = dist.get_rank()
+    # Every rank lists all transfers of the round in the same order, and picks its own
     transfers = list(_transfers(plan, files))
     leaving = [transfer for transfer in transfers if transfer.owner == rank != transfer.writer]
     filled, arriving, waiting_room = on_all(lambda: _memory(plan, files, transfers, leaving))
+    # Post all receives before the first send, so that no send waits for a receive that comes later
     received = [_started(dist.irecv(arrival.buffer, arrival.owner, group=control_group())) for arrival in arriving]
     failures: list[Exception] = []
     for batch in _batches(leaving, plan, waiting_room.nbytes):
         _send(batch, plan, pieces, waiting_room, failures)
+    # Sends and receives between two ranks match by their order, so an error must not skip one: failures are raised
+    # below
     for work in received:
         work.wait()
 
@@ -106,6 +91,7 @@ def exchange(plan: ExportPlan, pieces: ModelPieces, files: Sequence[str]) -> dic
         for failure in failures:
             raise failure
         for transfer in transfers:
+            # This rank's own rectangles are not sent at all
             if transfer.owner == rank == transfer.writer:
                 target = transfer.part.within_target(filled[transfer.name])
                 plan.convert(transfer.name, _held(pieces, transfer.part), target)
@@ -137,15 +123,16 @@ class _Arrival:
 def _memory(
     plan: ExportPlan, files: Sequence[str], transfers: Sequence[_Transfer], leaving: Sequence[_Transfer]
 ) -> tuple[dict[str, Tensor], list[_Arrival], Tensor]:
-    """Allocate all the memory of a round: for this rank's file, for rectangles to receive, and for those to send.
+    """Allocate all memory of a round: for this rank's file, for rectangles to receive, and for rectangles to send.
 
-    No rank sends before all ranks have allocated, because others would wait for ever if one failed halfway.
+    No rank sends before all ranks have allocated, because others would wait forever if one failed halfway.
     """
     rank = dist.get_rank()
     own = plan.files[files[rank]] if rank < len(files) else ()
     filled = {name: torch.empty(plan.shapes[name], dtype=plan.dtypes[name]) for name in own}
     arriving = [_Arrival(t, filled[t.name]) for t in transfers if t.writer == rank != t.owner]
     sizes = [_room(transfer, plan) for transfer in leaving]
+    # 3 rectangles of 100 MiB: 256 MiB, so two are sent, then one. A single one of 400 MiB gets a buffer of 400 MiB.
     room = min(sum(sizes), max(_ON_THEIR_WAY, *sizes)) if sizes else 0
     return filled, arriving, torch.empty(room, dtype=torch.uint8)
 
@@ -159,7 +146,7 @@ def _send(
 ) -> None:
     """Send rectangles from the send buffer, and wait until they are sent.
 
-    If one cannot be converted, arbitrary bytes are sent instead, because a rank waits for it; ``failures`` gets the
+    If one cannot be converted, arbitrary bytes are sent instead, because a rank waits for them; ``failures`` gets the
     error.
     """
     works, start = [], 0
@@ -177,7 +164,7 @@ def _send(
 
 
 def _room(transfer: _Transfer, plan: ExportPlan) -> int:
-    """Return the bytes that a rectangle takes in the send buffer, aligned for any dtype."""
+    """Return the bytes that a rectangle takes in the send buffer, aligned for any dtype: 16 for 5 values of bf16."""
     size = prod(transfer.part.block.hf_shape) * plan.dtypes[transfer.name].itemsize
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
@@ -204,6 +191,7 @@ def _transfers(plan: ExportPlan, files: Sequence[str]) -> Iterator[_Transfer]:
 
 
 def _held(pieces: ModelPieces, part: Part) -> Tensor:
+    # The index of places_of_all counts all pieces of this rank, also those of which another rank has the main copy
     piece = pieces.own[part.place.source[1]]
     data = piece.data
     return part.within_place(data.view(piece.shape) if data.shape != piece.shape else data)
@@ -218,21 +206,10 @@ _MAPPED = 64 << 20  # bytes of pieces that stay mapped, because they may hold th
 
 
 class StoredTensors:
-    """The weights of a checkpoint.
+    """The weights of a checkpoint, a directory on a disk of this machine.
 
-    Args:
-        path: A directory on a disk of this machine.
-
-    Attributes:
-        path: The argument.
-        is_ours: Whether ``MCoreStrategy`` wrote it; others have no checksums of files and do not describe their model.
-        runs_in: The dtype of the run that wrote it; None if unknown.
-        shapes: Shapes of the tensors, by whole name.
-        places: Rectangles that they consist of, by whole name.
-
-    Raises:
-        FileNotFoundError: There is nothing at ``path``.
-        ValueError: It is not a sharded checkpoint, or it is damaged.
+    Raises FileNotFoundError if there is nothing at ``path``, ValueError if it is not a sharded checkpoint or is
+    damaged.
     """
 
     def __init__(self, path: str) -> None:
@@ -240,9 +217,10 @@ class StoredTensors:
         if not checkpoint_files.writes_directly(path):
             raise ValueError(f"{path} is not on a disk of this machine; download it, and give the folder")
         fs, self._root = checkpoint_files.open_store(path)
+        # Other programs' checkpoints have no checksums of files and do not describe their model
         self.is_ours = not checkpoint_files.is_megatron_checkpoint(path)
         manifest = checkpoint_files.check_sizes(path) if self.is_ours else None
-        self.runs_in = None if manifest is None else dtype_of(manifest["precision"])
+        self.runs_in = None if manifest is None else dtype_of(manifest["precision"])  # of the run
         content = self._read(METADATA_FILE)
         record = None if manifest is None else manifest["files"].get(METADATA_FILE)
         if record is not None and f"{crc32(content):08x}" != record["crc32"]:
@@ -250,12 +228,13 @@ class StoredTensors:
         self._metadata = read_metadata(path, content)
         for name, size in least_sizes(self._metadata).items():
             checkpoint_files.check_size(fs, self._root, path, name, size, or_more=True)
+        # One reader compares checksums, the other does not: a piece is compared when it is read first
         self._readers = {check: self._reader(check) for check in (True, False)}
         self._lock = Lock()
         self._checked: set[MetadataIndex] = set()
         self._open: OrderedDict[MetadataIndex, Tensor] = OrderedDict()
-        self.shapes: dict[str, Shape] = {}
-        self.places: dict[str, list[Place]] = {}
+        self.shapes: dict[str, Shape] = {}  # by whole name
+        self.places: dict[str, list[Place]] = {}  # the rectangles that each tensor consists of
         for key, entry in self._metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata) and not key.startswith(OF_AN_OPTIMIZER):
                 self._add(key, entry)
@@ -263,10 +242,7 @@ class StoredTensors:
     def read(self, place: Place) -> Tensor:
         """Return a rectangle, of shape ``place.shape`` and the stored dtype, in the memory of the mapped file.
 
-        Its checksum is compared once. Any thread may call this.
-
-        Raises:
-            ValueError: It is damaged.
+        Its checksum is compared once; ValueError if it differs. Any thread may call this.
         """
         index, layer = place.source
         stored = self._piece(index)
@@ -282,6 +258,8 @@ class StoredTensors:
                 index = MetadataIndex(key, start)
                 if stored.layer is None:
                     places.append(Place(start, size, dtype, (index, None)))
+                # Layers are stacked: a piece with start (4, 0, 0) and size (2, 8, 8) holds layers 4 and 5, and layer 5
+                # is its [1]
                 elif start[0] <= stored.layer < start[0] + size[0]:
                     places.append(Place(start[1:], size[1:], dtype, (index, stored.layer - start[0])))
 
@@ -295,6 +273,7 @@ class StoredTensors:
         with self._lock:
             self._checked.add(index)
             self._open[index] = piece
+            # Drop the piece that was used longest ago; its tensor's memory is unmapped when the last view of it is gone
             while len(self._open) > 1 and sum(tensor.nbytes for tensor in self._open.values()) > _MAPPED:
                 self._open.popitem(last=False)
         return piece

@@ -7,8 +7,8 @@ choose the same tokens.
 
 :class:`KeyValueCache` has Megatron's memory of keys and values, the states of layers without these
 (``layers/delta_net.py``), and the tokens that are in it. A call that continues these tokens runs only the new ones
-through the model. The order of the rows may change, as in beam search. If the layers cannot use the cache, for example
-under context parallelism, each call runs the whole sequences.
+through the model. The rows may come in another order, as in beam search. If the layers cannot use the cache, for
+example under context parallelism, each call runs the whole sequences.
 """
 
 import contextlib
@@ -36,14 +36,10 @@ _ROOM = 64  # the memory grows by at least this many tokens
 
 
 class Generator(GenerationMixin):
-    """The model of :func:`hf_model` as the loop of transformers calls it.
-
-    Args:
-        model: The model.
-        use_cache: Whether to keep keys and values.
-    """
+    """An :class:`~lightning_mcore.hf.auto_model.HFModel` as transformers' loop calls it."""
 
     main_input_name = "input_ids"
+    # What GenerationMixin reads of a model: these two, the attributes set below, and the methods
     _is_stateful = False
 
     def __init__(self, model: "HFModel", use_cache: bool) -> None:
@@ -60,7 +56,7 @@ class Generator(GenerationMixin):
         """Return an empty dict: transformers' settings for experts are not used."""
         return {}
 
-    def prepare_inputs_for_generation(  # arguments that are not named are refused
+    def prepare_inputs_for_generation(  # transformers rejects arguments that are not named
         self,
         input_ids: Tensor,
         next_sequence_length: int | None = None,
@@ -76,13 +72,8 @@ class Generator(GenerationMixin):
     ) -> CausalLMOutput:
         """Return the logits of the last token, [b, 1, v] fp32.
 
-        Args:
-            input_ids: [b, s] int64, whole sequences.
-            attention_mask: [b, s], 0 for padding on the left; None without padding.
-            return_dict: Not used.
-
-        Raises:
-            ValueError: Rows are padded on the right.
+        ``input_ids`` are whole sequences, [b, s] int64; ``attention_mask`` [b, s] is 0 for padding on the left, None
+        without padding. Raises ValueError if rows are padded on the right.
         """
         if attention_mask is not None and bool((attention_mask[:, -1] == 0).any()):
             raise ValueError(
@@ -97,45 +88,36 @@ class Generator(GenerationMixin):
 
 
 class KeyValueCache:
-    """Keys and values of the tokens that a model has processed, or states of gated delta nets, and the next logits.
-
-    Args:
-        model: The model.
-    """
+    """Keys and values of the tokens that a model has processed, or states of gated delta nets, and the next logits."""
 
     def __init__(self, model: "HFModel") -> None:
         self._model = model
         self._tokens: Tensor | None = None  # the tokens in memory, [b, n] int64; -1 for padding
         self._context: Any = None
         architecture = architecture_of(model.pipeline.chunks[0].config)
+        # Padding shifts positions. That is harmless unless a layer uses a position itself, not the difference of two.
         is_relative = architecture.head_norms != "after_rotation" and architecture.query_growth is None
         self._takes_masks = is_relative and any(
             isinstance(layer, TorchAttention | GatedDeltaNet) for layer in model.modules()
         )
 
     def supports(self, attention_mask: Tensor | None) -> bool:
-        """Return whether the layers can use a cache on this layout with this mask.
+        """Return whether the layers can use a cache on this layout with this mask: [b, s], 0 for padding, None without.
 
         With padding, the layers must be able to hide it, and positions must be relative, because padding shifts them.
-
-        Args:
-            attention_mask: [b, s], 0 for padding; None without padding.
         """
         layout = self._model.pipeline.layout
         return layout.context_parallel_size == 1 and (attention_mask is None or self._takes_masks)
 
     def last_logits(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return the logits after the last token of each row.
+        """Return the logits after each row's last token, [b, 1, v] fp32, the same on all ranks of the model copy.
 
-        Args:
-            tokens: [b, s] int64, whole sequences.
-            attention_mask: [b, s], 0 for padding on the left; None without padding.
-
-        Returns:
-            [b, 1, v] fp32, the same on all ranks of the model copy.
+        ``tokens`` are whole sequences, [b, s] int64; ``attention_mask`` [b, s] is 0 for padding on the left, None
+        without it.
         """
         padding = None if attention_mask is None else attention_mask == 0
         marked = tokens if padding is None else tokens.masked_fill(padding, -1)
+        # The first call runs a prompt of 10 tokens from position 0, the second only token 10, with start=10
         start = self._start(marked)
         pipeline, group = self._model.pipeline, process_group("pp")
         positions = torch.arange(start, tokens.size(1), device=tokens.device).expand(tokens.size(0), -1)
@@ -146,6 +128,7 @@ class KeyValueCache:
             inference_context=self._context,
             runtime_gather_output=True,
         )
+        # Where the next call writes its keys and values
         self._context.sequence_len_offset = tokens.size(1)
         self._context.enable_decode_mode()
         self._tokens = marked
@@ -158,7 +141,7 @@ class KeyValueCache:
         return logits
 
     def _start(self, marked: Tensor) -> int:
-        """Return how many tokens of each row of [b, s] are in memory, after ordering the memory like the rows."""
+        """Return how many tokens of each row of [b, s] are cached, after ordering the cached rows like these."""
         rows, length = marked.shape
         held = 0 if self._tokens is None else self._tokens.size(1)
         same = None
@@ -167,6 +150,7 @@ class KeyValueCache:
         if same is None or not bool(same.any(dim=1).all()):
             self._context = StaticInferenceContext(rows, length + _ROOM)
             return 0
+        # Beam search keeps rows 1, 1 and 0 of three: order is [1, 1, 0], the first cached row that each row continues
         order = same.int().argmax(dim=1)
         is_moved = len(order) != same.size(1) or not bool((order == torch.arange(rows, device=order.device)).all())
         if is_moved or length > self._context.max_sequence_length:
@@ -174,13 +158,16 @@ class KeyValueCache:
         return held
 
     def _rearrange(self, order: Tensor, length: int) -> None:
-        """Put the rows of the memory into an order, [b] int64, and make room for ``length`` tokens."""
+        """Put the cached rows into an order, [b] int64, and make room for ``length`` tokens."""
         context = self._context
+        # Grow by the whole length, so that copies of the memory stay rare: from 74 tokens for a prompt of 10 to 149
         more = max(0, length - context.max_sequence_length) and max(length, _ROOM)
         for layer, memory in context.key_value_memory_dict.items():
             taken = (part[:, order] for part in memory)
             context.key_value_memory_dict[layer] = tuple(
-                functional.pad(part, (0, 0) * (part.dim() - 1) + (0, more)) for part in taken
+                # Keys and values are [tokens, rows, ...]: pad the first axis at its end
+                functional.pad(part, (0, 0) * (part.dim() - 1) + (0, more))
+                for part in taken
             )
         states = states_of(context)
         for layer, state in states.items():
@@ -190,15 +177,10 @@ class KeyValueCache:
 
 
 def _hidden(padding: Tensor | None, start: int) -> Tensor | None:
-    """Return a mask of the keys that the queries from ``start`` on must not see.
+    """Return a mask of keys that queries from ``start`` on must not see, [b, 1, s - start, s] bool; None for none.
 
-    Args:
-        padding: [b, s] bool, True for padding; None for no padding.
-        start: The first query.
-
-    Returns:
-        [b, 1, s - start, s] bool, True for a hidden key; None without padding. Padding sees itself, because the softmax
-        of a query that sees no key is not defined.
+    ``padding`` is [b, s] bool. Padding sees itself, because the softmax of a query that sees no key is not defined. For
+    padding True True False False and start 2, both rows of the mask are True True False False.
     """
     if padding is None or not bool(padding.any()):
         return None
@@ -210,6 +192,7 @@ def _hidden(padding: Tensor | None, start: int) -> Tensor | None:
 def ready_to_generate(model: "HFModel") -> Iterator[None]:
     """Put a model into evaluation mode, without sequence parallelism, and with one random state for all its ranks."""
     seed = torch.randint(2**31, ())
+    # Broadcast within TP, then CP, then PP: after the three, all ranks of a model copy have the same seed
     for axis in ("tp", "cp", "pp"):
         group = process_group(axis)
         if group.size() > 1:

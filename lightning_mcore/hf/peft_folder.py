@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters in PEFT's format, in and out, at any layout: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-:func:`read_lora` reads the settings, :func:`load_adapter` the weights into a running model: each key of the file is
-used and each adapter filled, or it is an error. :func:`save_adapter` writes a folder that ``peft`` and vLLM read.
-``peft_tensors.py`` knows the two layouts of experts.
+:func:`read_lora` reads the settings, :func:`load_adapter` the weights into a running model: each key of the file must
+be used and each adapter filled, otherwise it is an error. :func:`save_adapter` writes a folder that ``peft`` and vLLM
+read. ``peft_tensors.py`` knows the two layouts of experts. ``MCoreGPT`` and ``export.py`` call these functions.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
 _BATCH = 1 << 26  # bytes that ranks send to rank 0 at a time
 _SETTINGS = frozenset(field.name for field in fields(LoRA)) - {"merged_adapters", "quantization", "double_quantization"}
-_BESIDE_A_FOLDER = {"quantization", "double_quantization", "lora_dropout"}  # what its config does not decide
+_BESIDE_A_FOLDER = {"quantization", "double_quantization", "lora_dropout"}  # what a folder's config does not decide
 _WITHOUT_EFFECT = """
     auto_mapping inference_mode peft_version revision task_type runtime_config eva_config corda_config loftq_config
     lora_ga_config megatron_config megatron_core layers_pattern qalora_group_size
@@ -82,23 +82,19 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 _LAYERS: tuple[Any, ...] = (None, [], "layers", ["layers"])
 _INDIFFERENT = frozenset(_WITHOUT_EFFECT.split())
 _TOWER = r".*\bvisual\b.*"  # pattern of the names of modules of a vision tower
-_BEGINNINGS = ("model.language_model.", "model.")  # of the names of a language model with a tower, and of one without
+_BEGINNINGS = ("model.language_model.", "model.")  # prefixes of a language model with a tower, and of one without
 _BEGINNING = re.compile(rf"{re.escape(PREFIX)}model\.(?:language_model\.)?(?=layers\.|embed_tokens\.|norm\.)")
-_TIED = f"{PREFIX}{OUTPUT}.weight"  # beside an embedding that is the output layer too
+_TIED = f"{PREFIX}{OUTPUT}.weight"  # in the file next to an embedding that is the output layer too
 _EXPERTS = r".*\.experts\..*"
 _OF_EXPERTS = {"gate_up_proj": "gate_proj|up_proj|w1|w3", "down_proj": "down_proj|w2"}  # parameters of all experts
 _ONLY: Mapping[str, Any] = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False}
 
 
 def read_lora(path: str) -> LoRA:
-    """Return the settings of a PEFT adapter.
+    """Return the settings of a PEFT adapter, from its folder or its name on the hub.
 
-    Args:
-        path: Its folder, or its name on the Hugging Face hub.
-
-    Raises:
-        FileNotFoundError: There is no such folder, or it has no ``adapter_config.json``.
-        ValueError: It is another kind of adapter, or it has a setting that is not supported.
+    Raises FileNotFoundError if there is no such folder or no ``adapter_config.json``, ValueError if it is another kind
+    of adapter or has a setting that is not supported.
     """
     folder = _adapter_folder(path)
     config = read_json(folder, ADAPTER_CONFIG_FILE)
@@ -109,11 +105,11 @@ def read_lora(path: str) -> LoRA:
     if given.get("init_lora_weights") != "gaussian":
         given.pop("init_lora_weights", None)  # its weights are read
     excluded = given.get("exclude_modules", [])
-    if not isinstance(excluded, str):  # PEFT means these modules, and no other within them
+    if not isinstance(excluded, str):  # for PEFT, a list means these modules only, not modules within them
         excluded = "|".join(rf"(?:.*\.)?{re.escape(name)}" for name in excluded)
     if _layout(_keys(folder)) == "each":
         given |= _with_experts(given)
-    else:  # endings such as gate_proj mean dense layers alone there
+    else:  # names such as gate_proj mean dense layers only there
         excluded = rf"(?:{excluded})|{_EXPERTS}" if excluded else _EXPERTS
     given["exclude_modules"] = excluded or None
     try:
@@ -123,7 +119,7 @@ def read_lora(path: str) -> LoRA:
 
 
 def _with_experts(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the targets of a file with a pair for each expert, with parameters of all experts as these."""
+    """Return the targets of a file with a pair for each expert, with parameters of all experts turned into modules."""
     parameters, modules = given.get("target_parameters", []), given.get("target_modules", [])
     stacks = [name for name in parameters if name.rpartition(".")[2] in _OF_EXPERTS]
     patterns = [modules] if isinstance(modules, str) else [rf"(?:.*\.)?{re.escape(name)}" for name in modules]
@@ -141,15 +137,11 @@ def _with_experts(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given_lora(given: LoRA | Mapping[str, Any] | str) -> tuple[LoRA, str | None]:
-    """Return the settings of adapters, and the PEFT folder that they are continued from, if there is one.
+    """Return the settings of adapters, and the PEFT folder that they continue from, if there is one.
 
-    Args:
-        given: The settings; or a folder or its name on the hub; or a dict with that as ``path`` and, optionally,
-            ``quantization``, ``double_quantization`` and ``lora_dropout``.
-
-    Raises:
-        FileNotFoundError: There is no such folder.
-        ValueError: It is another kind of adapter, or a setting is unknown or belongs to the folder.
+    ``given`` are the settings; or a folder or hub name; or a dict with that as ``path`` and, optionally,
+    ``quantization``, ``double_quantization`` and ``lora_dropout``. Raises FileNotFoundError if there is no such folder,
+    ValueError if it is another kind of adapter, or a setting is unknown or belongs to the folder.
     """
     if isinstance(given, str):
         return read_lora(given), given
@@ -196,6 +188,7 @@ def _refuse_variants(path: str, config: Mapping[str, Any]) -> None:
             f"{path} has layers_pattern={config['layers_pattern']!r}, and the layers of these models are called"
             " 'layers'; leave it out"
         )
+    # A key of a later PEFT is an error only if it is set: PEFT writes every key, most with None or False
     for key, value in config.items():
         if key not in _SETTINGS and key not in _INDIFFERENT and key not in _ONLY and value:
             what = f" ({_VARIANTS[key]})" if key in _VARIANTS else ""
@@ -206,12 +199,12 @@ def _refuse_variants(path: str, config: Mapping[str, Any]) -> None:
 
 
 def _layout(keys: Iterable[str]) -> ExpertLayout:
-    """Return the layout of experts of a file, by the names of its tensors."""
+    """Return the layout of experts in a file, by the names of its tensors."""
     return "each" if any(EACH_EXPERT.search(key) for key in keys) else "stacked"
 
 
 class _AdapterFile:
-    """An open safetensors file of adapters, whose names begin as those of a family do."""
+    """An open safetensors file of adapters, whose names get a family's prefix."""
 
     def __init__(self, file: Any, family: Family | None) -> None:
         self._file = file
@@ -232,10 +225,10 @@ class _AdapterFile:
 
 
 def _renamed(key: str, family: Family | None) -> str:
-    """Return the name of an adapter's tensor as that of a layer of a family, with a tower or without.
+    """Return an adapter tensor's name with a family's prefix, with a tower or without.
 
-    A language model is ``model.`` in the class for text, ``model.language_model.`` in that for text and images, and
-    older versions of transformers write ``model.`` for both.
+    A language model is ``model.`` in the class for text, ``model.language_model.`` in the class for text and images,
+    and older versions of transformers write ``model.`` for both.
     """
     wanted = None if family is None else family.in_adapters().layer_prefix.partition("layers.")[0]
     found = _BEGINNING.match(key)
@@ -258,27 +251,17 @@ def _keys(folder: str) -> list[str]:
 
 
 def adapter_dtype(path: str) -> torch.dtype:
-    """Return the type of the first tensor of a PEFT adapter; fp32 for one that models are not trained in.
-
-    Args:
-        path: Its folder, or its name on the Hugging Face hub.
-    """
+    """Return the dtype of a PEFT adapter's first tensor; fp32 for a dtype that models are not trained in."""
     folder = _folder_with_weights(path)
     with _opened(os.path.join(folder, WEIGHTS_FILE)) as file:
         return _DTYPES.get(file.get_slice(min(file.keys())).get_dtype(), torch.float32)
 
 
 def load_adapter(module: pl.LightningModule, path: str, lora: LoRA) -> None:
-    """Fill the adapters of a model from a PEFT folder; collective over the world.
+    """Fill a model's adapters from a PEFT folder, a hub name or a checkpoint of adapters; collective over the world.
 
-    Args:
-        module: A module whose adapters are on its model.
-        path: The folder, a name on the Hugging Face hub, or a checkpoint of adapters.
-        lora: The settings of the adapters.
-
-    Raises:
-        FileNotFoundError: There is no such adapter.
-        ValueError: It does not fit this model: a tensor is missing, unknown, or of another shape.
+    Raises FileNotFoundError if there is no such adapter, ValueError if it does not fit this model: a tensor is missing,
+    unknown, or of another shape.
     """
     if is_own_checkpoint(path):
         module.on_load_checkpoint(MCoreCheckpointIO().load_directory(path))  # compares the bases
@@ -286,6 +269,7 @@ def load_adapter(module: pl.LightningModule, path: str, lora: LoRA) -> None:
         return
     folder = on_all(lambda: _folder_with_weights(path))
     pieces = list(adapter_pieces(module, lora, on_all(lambda: _layout(_keys(folder)))))
+    # Every rank holds parts of some tensors; the shapes of whole tensors need all ranks, and every rank compares them
     shapes = _shapes(pieces)
     names: Any = module
     family = names.hf_names()[0]
@@ -294,18 +278,10 @@ def load_adapter(module: pl.LightningModule, path: str, lora: LoRA) -> None:
 
 
 def merge_folders(module: pl.LightningModule, paths: Sequence[str]) -> list[str]:
-    """Merge PEFT adapters into the weights of a model, one after the other; collective over the world.
+    """Merge PEFT adapters into an ``MCoreGPT``'s weights, one after the other; collective over the world.
 
-    Args:
-        module: An ``MCoreGPT`` whose model is built and has no adapters.
-        paths: Their folders, or names on the Hugging Face hub.
-
-    Returns:
-        What identifies each of them. The merged weights do not: layouts round them in different ways.
-
-    Raises:
-        FileNotFoundError: There is no such adapter.
-        ValueError: One does not fit this model.
+    Returns what identifies each adapter. The merged weights cannot identify them: layouts round them in different ways.
+    Raises FileNotFoundError if there is no such adapter, ValueError if one does not fit this model.
     """
     names: Any = module
     marks: list[str] = []
@@ -324,22 +300,17 @@ def merge_folders(module: pl.LightningModule, paths: Sequence[str]) -> list[str]
 
 
 def check_folders(base: str, paths: Sequence[str], family: str | None = None) -> None:
-    """Refuse PEFT adapters that do not fit a Hugging Face model, by names and shapes; reads no weights.
+    """Check that PEFT adapters fit a Hugging Face model, by names and shapes; reads no weights.
 
-    Args:
-        base: Folder of the model, or its name on the hub.
-        paths: Folders of the adapters, or their names on the hub.
-        family: Name or path of the model's family; None for the one in its config.
-
-    Raises:
-        FileNotFoundError: There is no such adapter.
-        ValueError: A tensor is missing, unknown, or of another shape.
+    Raises FileNotFoundError if there is no such adapter, ValueError if a tensor is missing, unknown, or of another
+    shape.
     """
     if not paths or is_own_checkpoint(base):  # load_adapter() compares with the model itself
         return
     source = HFSource.open(base, family)
     settings = complete_fields(source.fields)
     names = projection_names(source.family, settings)
+    # Adapters use the names of a model in memory, its files may have others
     old, new = source.family.in_memory or ("", "")
     shapes = {
         new + name.removeprefix(old) if name.startswith(old) else name: shape
@@ -372,7 +343,7 @@ def _folder_with_weights(path: str) -> str:
 
 
 def _shapes_in(file: Any, lora: LoRA) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of an adapter's tensors, without copies of the frozen weights and of tied ones beside them."""
+    """Return the shapes of an adapter's tensors, without its copies of frozen weights and of tied weights."""
     copies = {key for key in file.keys() if (name := copied_name(key)) is not None and lora.adapts(name)}  # noqa: SIM118
     embedding = _tied(file, lora)
     if embedding is not None:
@@ -381,13 +352,13 @@ def _shapes_in(file: Any, lora: LoRA) -> dict[str, tuple[int, ...]]:
 
 
 def _tied(file: Any, lora: LoRA) -> str | None:
-    """Return the name of the embedding that a file has twice, because it is the output layer too; None for none."""
+    """Return the name of the embedding that a file has twice because it is also the output layer; None for none."""
     keys = file.keys() if lora.ensure_weight_tying else ()
     return next((key for key in keys if _TIED in keys and key.endswith(f".{EMBEDDING}.weight")), None)
 
 
 def _compare_copies(folder: str, family: Family, copies: list[Piece]) -> None:
-    """Refuse an adapter whose copy of a frozen weight differs from the base."""
+    """Raise ValueError if an adapter's copy of a frozen weight differs from the base."""
     path = os.path.join(folder, WEIGHTS_FILE)
     with _opened(path, family) as file, torch.no_grad():
         for piece in (piece for piece in copies if piece.key in file.keys()):  # noqa: SIM118
@@ -416,6 +387,7 @@ def _fill(
                 " adapter whose weights are those that PEFT wrote"
             )
         whole = lru_cache(maxsize=1)(file.get_tensor)  # each expert takes its part of the same tensor
+        # By name, so that the pieces of one stacked tensor follow one another and it is read once
         for piece in sorted(pieces, key=lambda piece: piece.key):
             part = whole(piece.key).view(piece.view) if piece.view else file.get_slice(piece.key)
             piece.data.copy_(part[piece.place])
@@ -430,11 +402,7 @@ def _check(path: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str,
 
 
 def require_adapters(module: pl.LightningModule) -> LoRA:
-    """Return the LoRA settings of a module.
-
-    Raises:
-        ValueError: It has none.
-    """
+    """Return a module's LoRA settings; ValueError if it has none."""
     lora = getattr(module, "lora", None)
     if not isinstance(lora, LoRA):
         raise ValueError(f"{type(module).__name__} has no adapters to write; give it lora=LoRA(...), or adapter=False")
@@ -442,15 +410,7 @@ def require_adapters(module: pl.LightningModule) -> LoRA:
 
 
 def check_adapter_export(module: pl.LightningModule, experts: ExpertLayout = "stacked") -> LoRA:
-    """Refuse now what :func:`save_adapter` would refuse, except a non-empty folder; return the LoRA settings.
-
-    Args:
-        module: As in :func:`save_adapter`.
-        experts: As in :func:`save_adapter`.
-
-    Raises:
-        ValueError: The module has no adapters, or the layout of experts cannot hold them.
-    """
+    """Raise the errors of :func:`save_adapter` in advance, except for a non-empty folder; return the LoRA settings."""
     names: Any = module
     lora = require_adapters(module)
     if experts not in get_args(ExpertLayout):
@@ -469,18 +429,14 @@ def check_adapter_export(module: pl.LightningModule, experts: ExpertLayout = "st
 def save_adapter(
     module: pl.LightningModule, out: str, replace: bool = False, experts: ExpertLayout = "stacked"
 ) -> None:
-    """Write the adapters of a model as a PEFT folder, which appears whole or not at all; collective over the world.
+    """Write a model's adapters as a PEFT folder, which appears complete or not at all; collective over the world.
 
-    Args:
-        module: A module whose adapters are on its model.
-        out: The folder.
-        replace: Whether to replace a Hugging Face folder at ``out``, when the new one is whole.
-        experts: The layout of routed experts: ``"stacked"``, a tensor for all experts of a layer, as PEFT with
-            transformers 5 and vLLM from 0.23 read; ``"each"``, a pair for each projection of each expert.
+    ``replace`` allows replacing a Hugging Face folder at ``out`` once the new one is complete. ``experts`` is the
+    layout of routed experts: ``"stacked"``, a tensor for all experts of a layer, as PEFT with transformers 5 and vLLM
+    from 0.23 read; ``"each"``, a pair for each projection of each expert.
 
-    Raises:
-        OSError: The disk reports an error.
-        ValueError: The module has no adapters, the layout of experts cannot hold them, or ``out`` is taken.
+    Raises OSError if the disk reports an error, ValueError if the module has no adapters, the layout cannot hold them,
+    or ``out`` is taken.
     """
     names: Any = module
     lora = check_adapter_export(module, experts)
@@ -492,6 +448,7 @@ def save_adapter(
         _collect(batch, tensors, shapes)
     family, fields = names.hf_names()
     projections = projection_names(family, fields)
+    # A pipeline stage knows the adapters of its own layers only
     own = [child.projection.name for child in module.modules() if isinstance(child, Adapter)]
     adapted = dict.fromkeys(name for of_rank in gather(own) for name in of_rank)
     config = _config(lora, tensors)
@@ -501,13 +458,14 @@ def save_adapter(
         config["modules_to_save"] = [name for name in projections if lora.saves(name)] or None
     embedding = next((key for key in tensors if key.endswith(f".{EMBEDDING}.weight")), None)
     if embedding is not None and fields.get("share_embeddings_and_output_weights"):
-        tensors[_TIED] = tensors[embedding]  # as PEFT has it
+        tensors[_TIED] = tensors[embedding]  # PEFT writes both names
     base = (names.hparams.get("hf") or {}).get("path")
+    # Rank 0 has all tensors and writes; collect() raises its error on every rank
     collect(lambda: None, lambda _: _write(out, tensors, config, base))
 
 
 def _has_tower(family: Family) -> bool:
-    """Return whether a family's names are those of a language model beside a vision tower."""
+    """Return whether a family's names are those of a language model next to a vision tower."""
     return family.in_adapters().layer_prefix.startswith(_BEGINNINGS[0])
 
 
@@ -516,12 +474,13 @@ def _shapes(pieces: list[Piece]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for of_rank in gather([(piece.key, piece.shape) for piece in pieces]):
         for key, whole in of_rank:
+            # A piece of a weight trained whole only knows where it ends; the farthest end is the shape
             shapes[key] = tuple(map(max, shapes.get(key, whole), whole))
     return shapes
 
 
 def _owned(pieces: list[Piece]) -> list[Piece]:
-    """Return the pieces that this rank sends: the first of the ranks with the same one does."""
+    """Return the pieces that this rank sends: of ranks with the same piece, the first sends it."""
     own = [(piece.key, piece.start) for piece in pieces]
     first: dict[Any, int] = {}
     for rank, known in enumerate(gather(own)):
@@ -531,7 +490,7 @@ def _owned(pieces: list[Piece]) -> list[Piece]:
 
 
 def _batches(pieces: list[Piece]) -> list[list[Piece]]:
-    """Return the pieces in batches of limited size, as many on every rank."""
+    """Return the pieces in batches of limited size, the same number of batches on every rank."""
     batches: list[list[Piece]] = [[]]
     size = 0
     for piece in pieces:
@@ -540,16 +499,18 @@ def _batches(pieces: list[Piece]) -> list[list[Piece]]:
             size = 0
         batches[-1].append(piece)
         size += piece.data.numel() * piece.data.element_size()
+    # Gathering is collective: ranks with fewer batches take part with empty ones
     return batches + [[]] * (max(gather(len(batches))) - len(batches))
 
 
 def _collect(batch: list[Piece], tensors: dict[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Bring the pieces of all ranks into whole tensors on rank 0."""
+    """Copy the pieces of all ranks into whole tensors on rank 0."""
     own = [dataclasses.replace(piece, data=piece.data.detach().cpu()) for piece in batch]
     parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(own, parts, dst=0, group=control_group())
     for piece in (piece for of_rank in parts or () for piece in of_rank):
         if piece.key not in tensors:
+            # Zeros, because gate and up with an A each leave parts of the stacked B empty
             tensors[piece.key] = torch.zeros(shapes[piece.key], dtype=piece.data.dtype)
         whole = tensors[piece.key]
         whole.view(piece.view or whole.shape)[piece.place] = piece.data

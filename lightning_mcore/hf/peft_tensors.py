@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tensors a PEFT adapter has, and which part of them a rank holds.
 
-A projection has A, B and, with DoRA, the lengths of its rows. A and B of an embedding have names of their own, and its
-columns are the tokens. There are two layouts of routed experts (E experts, rank
-r, o outputs, i inputs):
+A projection has A, B and, with DoRA, the lengths of its rows. An embedding's A and B have names of their own, and its
+columns are the tokens. There are two layouts of routed experts (E experts, rank r, o outputs, i inputs):
 
-- ``"stacked"``, PEFT's with transformers 5: one A and one B for all experts of a layer, of ``gate_up_proj`` and of
+- ``"stacked"``, PEFT's with transformers 5: one A and one B for all experts of a layer, for ``gate_up_proj`` and for
   ``down_proj``. A is [E r, i], and row ``e r + k`` belongs to expert e. B is [o, r E], and column ``k E + e`` belongs
   to it. PEFT wraps the module of the experts once for each, so the names of the inner one contain ``base_layer``.
 - ``"each"``: a pair for each projection of each expert, ``mlp.experts.5.gate_proj.lora_A.weight``.
 
-In the stacked layout the gate and the up projection share one A. Where they have an A each, both are in it, one after
-the other, and B has zeros where the rows of one meet the columns of the other. ``peft_folder.py`` reads and writes.
+In the stacked layout the gate and the up projection share one A. If they have an A each, both are in it, one after the
+other, and B has zeros where the rows of one meet the columns of the other. ``peft_folder.py`` reads and writes.
 """
 
 import re
@@ -46,21 +45,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor of the file that this rank holds.
+    """A part of a tensor of the file that this rank holds."""
 
-    Args:
-        key: Name of the tensor in the file.
-        data: The values, in the memory of the model.
-        shape: Shape of the tensor.
-        start: Where the part begins in it, seen as ``view``.
-        view: Where experts are stacked, the shape in which the part is a rectangle; else None.
-    """
-
-    key: str
-    data: Tensor
-    shape: Shape
-    start: Shape
-    view: Shape | None = None
+    key: str  # name of the tensor in the file
+    data: Tensor  # in the model's memory
+    shape: Shape  # of the whole tensor
+    start: Shape  # where the part begins in the tensor, seen as ``view``
+    view: Shape | None = None  # with stacked experts, the shape in which the part is a rectangle
 
     @property
     def place(self) -> tuple[slice, ...]:
@@ -72,25 +63,18 @@ class Piece:
 class Slot:
     """Where the adapter of one projection is in the tensors of the file.
 
-    Args:
-        stem: Their names without the last part.
-        rank: Rank of the tensors.
-        first: The first of it that belongs to the projection.
-        row: The first row of B that belongs to it.
-        outputs: Rows of B.
-        inputs: Columns of A.
-        expert: Its number, where the tensors hold all experts; else None.
-        experts: How many they hold.
+    With 4 experts of rank 8, expert 2 of a stacked down_proj has rows 16-23 of A, seen as [4, 8, inputs], and columns
+    2, 6, 10, ..., 30 of B, seen as [outputs, 8, 4].
     """
 
-    stem: str
-    rank: int
-    first: int
-    row: int
-    outputs: int
-    inputs: int
-    expert: int | None = None
-    experts: int = 1
+    stem: str  # names of the tensors without the last part
+    rank: int  # of the tensors, per expert: 16 for gate and up of rank 8 with an A each
+    first: int  # the projection's first index within that rank: 8 for that up projection
+    row: int  # its first row of B: the up projection's follow the gate's
+    outputs: int  # rows of B
+    inputs: int  # columns of A
+    expert: int | None = None  # its number, if the tensors hold all experts
+    experts: int = 1  # how many experts the tensors hold
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -103,7 +87,7 @@ class Slot:
         return f"{self.stem}.{_OF_EMBEDDING[last] if is_embedding(self.stem) else last}"
 
     def a(self, values: Tensor, column: int) -> Piece:
-        """Return the place of A of this rank, [r, columns], perhaps with columns of padding."""
+        """Return the place of this rank's A, [r, columns], perhaps with padding columns."""
         key, values = self.key(_A), values[:, : self.inputs - column]
         if self.expert is None:
             return Piece(key, values, self.shapes[key], (0, column))
@@ -111,7 +95,7 @@ class Slot:
         return Piece(key, values[None], self.shapes[key], (self.expert, self.first, column), view)
 
     def b(self, values: Tensor, row: int) -> Piece:
-        """Return the place of B of this rank, [rows, r]."""
+        """Return the place of this rank's B, [rows, r]."""
         key = self.key(_B)
         if self.expert is None:
             return Piece(key, values, self.shapes[key], (row, 0))
@@ -120,15 +104,7 @@ class Slot:
 
 
 def slot_of(name: str, shape: Sequence[int], lora: LoRA, experts: int, layout: ExpertLayout) -> Slot:
-    """Return where the adapter of a projection is.
-
-    Args:
-        name: Hugging Face's name of the projection.
-        shape: ``(outputs, inputs)`` of its weight.
-        lora: The settings.
-        experts: Routed experts of a layer.
-        layout: The layout of experts.
-    """
+    """Return where a projection's adapter is, by Hugging Face name; ``shape`` is its weight's ``(outputs, inputs)``."""
     outputs, inputs = shape
     if layout == "each" or not is_stacked(name):
         known = parameter_of(name).removesuffix(".weight") if layout == "stacked" and is_router(name) else name
@@ -139,6 +115,7 @@ def slot_of(name: str, shape: Sequence[int], lora: LoRA, experts: int, layout: E
     stem = PREFIX + parameter_of(name).rpartition(".")[0]
     if name == down:
         return Slot(stem, lora.rank(name), 0, 0, outputs, inputs, number, experts)
+    # PEFT wraps the experts for down_proj last, so gate_up_proj is inside that wrapper if there is one
     stem += ".base_layer" if lora.adapts(down) else ""
     ranks = [lora.rank(other) if lora.adapts(other) else 0 for other in (gate, up)]
     shared = lora.targets_parameter(name)
@@ -148,7 +125,7 @@ def slot_of(name: str, shape: Sequence[int], lora: LoRA, experts: int, layout: E
 
 
 def is_stacked(name: str) -> bool:
-    """Return whether transformers 5 keeps a projection in a parameter of all experts of a layer."""
+    """Return whether transformers 5 keeps a projection in one parameter for all experts of a layer."""
     return not parameter_of(name).endswith(".weight")
 
 
@@ -163,13 +140,7 @@ def is_embedding(name: str) -> bool:
 
 
 def adapter_pieces(module: pl.LightningModule, lora: LoRA, layout: ExpertLayout | None = None) -> Iterator[Piece]:
-    """Yield what this rank holds of the tensors of an adapter's file.
-
-    Args:
-        module: An ``MCoreGPT`` whose adapters are on its model.
-        lora: Their settings.
-        layout: The layout of experts; None for the one that their settings describe.
-    """
+    """Yield what this rank holds of an adapter file's tensors; ``layout=None`` takes the layout of the settings."""
     names: Any = module
     family, fields = names.hf_names()
     family = family.in_adapters()
@@ -183,6 +154,8 @@ def adapter_pieces(module: pl.LightningModule, lora: LoRA, layout: ExpertLayout 
             p = child.projection
             slot = slot_of(p.name, (p.out_features, p.in_features), lora, experts, layout)
             yield slot.a(child.lora_A, p.column)
+            # q_proj's rows on this rank are consecutive in the projection, but not in Megatron's weight; lora_B has
+            # them in order
             for run in p.runs:
                 own = slice(run.start, run.start + run.count)
                 yield slot.b(child.lora_B[own], run.hf_start)
@@ -198,11 +171,7 @@ def copied_name(key: str) -> str | None:
 
 
 def copied_pieces(module: pl.LightningModule) -> Iterator[Piece]:
-    """Yield what this rank holds of the frozen weights that PEFT may copy: embedding and output layer with adapters.
-
-    Args:
-        module: An ``MCoreGPT`` whose adapters are on its model.
-    """
+    """Yield what this rank holds of the frozen weights that PEFT may copy: embedding and output layer with adapters."""
     for layer in module.modules():
         adapters = layer._modules.get(ADAPTERS)
         for adapter in adapters.values() if isinstance(adapters, Adapters) else ():
@@ -218,14 +187,9 @@ def copied_pieces(module: pl.LightningModule) -> Iterator[Piece]:
 def expected_shapes(
     lora: LoRA, names: Sequence[str], shapes: Mapping[str, Shape], fields: Mapping[str, Any], layout: ExpertLayout
 ) -> dict[str, Shape]:
-    """Return the shapes of all tensors that the file of an adapter has.
+    """Return the shapes of all tensors that an adapter's file has.
 
-    Args:
-        lora: Its settings.
-        names: All projections of the model.
-        shapes: Shapes of the model's tensors, by Hugging Face's names.
-        fields: Settings of the model.
-        layout: The layout of experts.
+    ``names`` are all projections of the model, ``shapes`` the shapes of its tensors by Hugging Face name.
     """
     experts = int(fields.get("num_moe_experts") or 0)
     shapes = {**_shapes_of_experts(names, shapes, int(fields["hidden_size"])), **shapes}
@@ -243,38 +207,27 @@ def expected_shapes(
 
 
 def _shapes_of_experts(names: Iterable[str], shapes: Mapping[str, Shape], hidden: int) -> dict[str, Shape]:
-    """Return the shapes of each expert's projections by name, where a model has one tensor for all of a layer."""
+    """Return the shapes of each expert's projections by name, if a model has one tensor for all of a layer."""
     found: dict[str, Shape] = {}
     for name in names:
         whole = shapes.get(parameter_of(name), ()) if is_stacked(name) else ()
         if len(whole) == 3:
             is_down = parameter_of(name).endswith("down_proj")
+            # [E, 2f, h] or, transposed, [E, h, 2f]: the axis that is not the hidden size is the experts' width, twice
+            # for gate_up
             inner = (whole[1] if whole[2] == hidden else whole[2]) // (1 if is_down else 2)
             found[f"{name}.weight"] = (hidden, inner) if is_down else (inner, hidden)
     return found
 
 
 def own_layout(lora: LoRA, names: Sequence[str]) -> ExpertLayout:
-    """Return the layout of experts that the settings of an adapter describe.
-
-    Args:
-        lora: The settings.
-        names: All projections of the model.
-    """
+    """Return the layout of experts that an adapter's settings describe."""
     found = any((is_stacked(name) or is_router(name)) and lora.targets_parameter(name) for name in names)
     return "stacked" if found else "each"
 
 
 def require_stackable(lora: LoRA, names: Sequence[str]) -> None:
-    """Refuse adapters of experts that the stacked layout cannot hold.
-
-    Args:
-        lora: The settings.
-        names: All projections of the model.
-
-    Raises:
-        ValueError: Experts of a layer, or the gate and the up projection, differ.
-    """
+    """Raise ValueError for adapters of experts that the stacked layout cannot hold."""
     parameter = _differing(lora, names)
     if parameter is not None:
         raise ValueError(
@@ -285,6 +238,7 @@ def require_stackable(lora: LoRA, names: Sequence[str]) -> None:
 
 def _differing(lora: LoRA, names: Iterable[str]) -> str | None:
     """Return the parameter of all experts of a layer that the stacked layout cannot hold; None if there is none."""
+    # For each parameter and projection, the set of (rank, scale) among the experts; None for one without an adapter
     found: dict[str, dict[str, set[Any]]] = {}
     for name in filter(is_stacked, names):
         kind = (lora.rank(name), lora.scale(name)) if lora.adapts(name) else None
@@ -302,15 +256,9 @@ def described_targets(
     """Return the settings of ``adapter_config.json`` that say which modules have adapters.
 
     PEFT reads ``gate_proj`` and the like among ``target_modules`` as routed experts, whatever else has that name, and
-    then leaves the others out. So those others are in ``target_parameters``, as their weights. With the layout
-    ``"each"``, experts are in both, for PEFT with transformers 5 and for what reads older files.
-
-    Args:
-        lora: The settings.
-        adapted: The projections that have adapters.
-        names: All projections of the model.
-        layout: The layout of experts.
-        is_translated: Whether PEFT reads such names so.
+    then skips everything else of that name. So the others are listed in ``target_parameters``, as their weights. With
+    the layout ``"each"``, experts are in both, for PEFT with transformers 5 and for programs that read older files.
+    ``is_translated`` says whether PEFT reads such names this way (:func:`~lightning_mcore.hf.adapters.is_translated`).
     """
     has_experts = any(map(is_stacked, names))
     is_plain = not (lora.lora_dropout or lora.use_dora)  # PEFT supports neither on parameters
@@ -328,6 +276,8 @@ def described_targets(
             or (is_named_alike and (is_translated or (is_plain and layout == "stacked")))
         )
         if is_parameter:
+            # PEFT scales by alpha / rank, or alpha / sqrt(rank) with rsLoRA. Gate and up of rank 8 and alpha 16 are
+            # stored with rank 16, so alpha becomes 32 to keep the scale of 2.
             whole = slot_of(name, (1, 1), lora, 1, "stacked").rank
             times = (whole / rank) ** 0.5 if lora.use_rslora else whole / rank
             parameters[parameter_of(name)] = (whole, alpha * times)
@@ -345,11 +295,13 @@ def described_targets(
 
 
 def _endings(chosen: Collection[str], names: Iterable[str], shortest: int = 0) -> list[str]:
-    """Return endings of names that mean all chosen ones and no other: the last part, or what follows the layer."""
+    """Return name endings that mean all chosen ones and no other: the last part, or what follows the layer."""
 
     def endings(name: str) -> list[str]:
         return [name.rpartition(".")[2], _within_layer(name)][shortest:]
 
+    # With experts in the model, mlp.gate_proj is not "gate_proj", which experts have too; q_proj needs no more than
+    # that
     ambiguous = {ending for name in names if name not in chosen for ending in endings(name)}
     return sorted({next((ending for ending in endings(name) if ending not in ambiguous), name) for name in chosen})
 
@@ -359,10 +311,11 @@ def _within_layer(name: str) -> str:
 
 
 def _pattern(values: Mapping[str, Any], default: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a pattern that gives each name its value: the given one, with more before it where that is not enough."""
+    """Return a pattern that gives each name its value: the given pattern, preceded by more entries where needed."""
     of_ending: dict[str, set[Any]] = {}
     for name, value in values.items():
         of_ending.setdefault(_within_layer(name), set()).add(value)
+    # The first pattern that matches counts. q_proj needs the layer in its name only if layers differ.
     own = {
         re.escape(name if len(of_ending[_within_layer(name)]) > 1 else _within_layer(name)): value
         for name, value in values.items()

@@ -125,7 +125,7 @@ def read_config(folder: str) -> dict[str, Any]:
 
 
 def _refuse_adapter(folder: str) -> None:
-    """Refuse the folder of a PEFT adapter, and one that holds a model too, which transformers would apply it to."""
+    """Raise ValueError for a PEFT adapter's folder, with a model in it (which transformers would change) or without."""
     if not os.path.isfile(os.path.join(folder, ADAPTER_CONFIG_FILE)):
         return
     if not os.path.isfile(os.path.join(folder, CONFIG_FILE)):
