@@ -92,8 +92,8 @@ def _put_on(chunks: ModelChunks, family: Family, fields: Mapping[str, Any], lora
         for weight in found:
             _train(weight, lora)
         for weight in found if lora.quantization else ():
-            # QLoRA quantizes frozen linear layers only, after adapters are on: a weight in modules_to_save stays as it
-            # is
+            # QLoRA quantizes frozen linear layers only, after adapters are on: a
+            # weight in modules_to_save stays as it is
             is_linear = isinstance(weight.module, LINEAR) and weight.name.startswith("decoder.")
             if is_linear and weight.name.endswith(".weight") and not weight.parameter.requires_grad:
                 projections = [_projection(weight, name) for name in weight.modules]

@@ -453,8 +453,8 @@ OPTIONAL_WINDOW = Derived(
     ("sliding_window", "use_sliding_window", "max_window_layers"), _read_optional_window, _write_optional_window
 )
 
-# The kind of a layer decides whether it has a window; without kinds, transformers derives them from
-# ``max_window_layers``
+# The kind of a layer decides whether it has a window; without kinds, transformers
+# derives them from ``max_window_layers``
 WINDOWS = Derived(
     ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"), _read_windows, _write_windows
 )

@@ -175,8 +175,8 @@ def export_model(
         plan = model.plan
         decide(lambda: warn_of_losses(model.description, dict(module.hparams), like))
         with _shared_folder(out) as folder, _progress(plan, out) as bar:
-            # Rounds of one file per rank: with 5 files and 4 ranks, ranks 0-3 write files 0-3, then rank 0 writes file
-            # 4
+            # Rounds of one file per rank: with 5 files and 4 ranks, ranks 0-3 write
+            # files 0-3, then rank 0 writes file 4
             files, ranks = list(plan.files), dist.get_world_size()
             for first in range(0, len(files), ranks):
                 of_round = files[first : first + ranks]

@@ -196,12 +196,12 @@ def _adapted(family: Family, fields: Mapping[str, Any], given: Mapping[str, Any]
     before = _read(family, given)
     if not differences(before, fields):
         return dict(given)
-    # Compare what the rules write before and after, not the given config itself: it may use other names for the same
-    # keys
+    # Compare what the rules write before and after, not the given config itself: it
+    # may use other names for the same keys
     told = family.write_config(before)
     changed = {key: value for key, value in family.write_config(fields).items() if told.get(key, value) != value}
-    # If a changed key is not written out in the given config, write the completed one, in which no old name is left
-    # over
+    # If a changed key is not written out in the given config, write the completed
+    # one, in which no old name is left over
     base = dict(given) if changed.keys() <= flat(given).keys() else complete_config(family, given)
     return _nested({**flat(base), **changed}) if "vision_config" in given else {**base, **changed}
 

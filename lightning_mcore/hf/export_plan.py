@@ -188,8 +188,8 @@ class ExportPlan:
             megatron = self._weights.of(name)[0][0]
             in_layer = re.search(r"\.\d+\.", name) is not None
             part = 1 if in_layer else 0 if megatron.startswith("embedding.") else 2
-            # Numbers compare as numbers: layer 2 comes before layer 10. A word is (-1, word), so it sorts before a
-            # number.
+            # Numbers compare as numbers: layer 2 comes before layer 10. A word is
+            # (-1, word), so it sorts before a number.
             return part, [(int(word), "") if word.isdigit() else (-1, word) for word in name.split(".")]
 
         return sorted(self.shapes, key=place)
@@ -234,8 +234,8 @@ def _check_whole(weights: WeightMap, places: Mapping[str, Sequence[Place]]) -> N
     filled: dict[str, int] = {}
     wrong = []
     for name, blocks in weights.blocks.items():
-        # A tensor ends where its farthest place ends; places that overlap or leave a gap do not add up to its size to
-        # it.
+        # A tensor ends where its farthest place ends; places that overlap or leave a
+        # gap do not add up to its size to it.
         axes = range(len(places[name][0].start))
         ends = tuple(max(place.start[axis] + place.shape[axis] for place in places[name]) for axis in axes)
         held, used = sum(prod(place.shape) for place in places[name]), sum(prod(block.shape) for block in blocks)

@@ -82,8 +82,8 @@ def exchange(plan: ExportPlan, pieces: ModelPieces, files: Sequence[str]) -> dic
     failures: list[Exception] = []
     for batch in _batches(leaving, plan, waiting_room.nbytes):
         _send(batch, plan, pieces, waiting_room, failures)
-    # Sends and receives between two ranks match by their order, so an error must not skip one: failures are raised
-    # below
+    # Sends and receives between two ranks match by their order, so an error must
+    # not skip one: failures are raised below
     for work in received:
         work.wait()
 
@@ -258,8 +258,8 @@ class StoredTensors:
                 index = MetadataIndex(key, start)
                 if stored.layer is None:
                     places.append(Place(start, size, dtype, (index, None)))
-                # Layers are stacked: a piece with start (4, 0, 0) and size (2, 8, 8) holds layers 4 and 5, and layer 5
-                # is its [1]
+                # Layers are stacked: a piece with start (4, 0, 0) and size (2, 8, 8) holds
+                # layers 4 and 5, and layer 5 is its [1]
                 elif start[0] <= stored.layer < start[0] + size[0]:
                     places.append(Place(start[1:], size[1:], dtype, (index, stored.layer - start[0])))
 

@@ -238,8 +238,8 @@ class _PiecesToRead(Sequence[Piece]):
         piece = self._planned[index]
         if not isinstance(piece.content, Tensor):
             return piece
-        # Piece 0 is in buffer 0, piece 1 in buffer 1, piece 2 in buffer 0 again: the writer must be done with piece 0
-        # then.
+        # Piece 0 is in buffer 0, piece 1 in buffer 1, piece 2 in buffer 0 again: the
+        # writer must be done with piece 0 then.
         memory = self._memory[index % 2, : piece.content.nbytes]
         values = memory.view(piece.content.dtype).view(piece.content.shape)
         name, start, shape = whole_name(piece.index.fqn, tuple(piece.index.offset or ()), tuple(values.shape))
@@ -256,8 +256,8 @@ class _PiecesToRead(Sequence[Piece]):
                 piece = coming.pop().result()
                 if self._stopped.is_set():
                     raise RuntimeError("the import was stopped")
-                # Read piece n + 1 now. The writer has just asked for piece n, so it no longer needs n - 1, whose buffer
-                # this is.
+                # Read piece n + 1 now. The writer has just asked for piece n, so it no
+                # longer needs n - 1, whose buffer this is.
                 if place + 1 < len(self):
                     coming.append(reader.submit(self.__getitem__, place + 1))
                 yield piece

@@ -154,8 +154,8 @@ def adapter_pieces(module: pl.LightningModule, lora: LoRA, layout: ExpertLayout 
             p = child.projection
             slot = slot_of(p.name, (p.out_features, p.in_features), lora, experts, layout)
             yield slot.a(child.lora_A, p.column)
-            # q_proj's rows on this rank are consecutive in the projection, but not in Megatron's weight; lora_B has
-            # them in order
+            # q_proj's rows on this rank are consecutive in the projection, but not in
+            # Megatron's weight; lora_B has them in order
             for run in p.runs:
                 own = slice(run.start, run.start + run.count)
                 yield slot.b(child.lora_B[own], run.hf_start)
@@ -213,8 +213,8 @@ def _shapes_of_experts(names: Iterable[str], shapes: Mapping[str, Shape], hidden
         whole = shapes.get(parameter_of(name), ()) if is_stacked(name) else ()
         if len(whole) == 3:
             is_down = parameter_of(name).endswith("down_proj")
-            # [E, 2f, h] or, transposed, [E, h, 2f]: the axis that is not the hidden size is the experts' width, twice
-            # for gate_up
+            # [E, 2f, h] or, transposed, [E, h, 2f]: the axis that is not the hidden size is
+            # the experts' width, twice for gate_up
             inner = (whole[1] if whole[2] == hidden else whole[2]) // (1 if is_down else 2)
             found[f"{name}.weight"] = (hidden, inner) if is_down else (inner, hidden)
     return found
@@ -300,8 +300,8 @@ def _endings(chosen: Collection[str], names: Iterable[str], shortest: int = 0) -
     def endings(name: str) -> list[str]:
         return [name.rpartition(".")[2], _within_layer(name)][shortest:]
 
-    # With experts in the model, mlp.gate_proj is not "gate_proj", which experts have too; q_proj needs no more than
-    # that
+    # With experts in the model, mlp.gate_proj is not "gate_proj", which experts
+    # have too; q_proj needs no more than that
     ambiguous = {ending for name in names if name not in chosen for ending in endings(name)}
     return sorted({next((ending for ending in endings(name) if ending not in ambiguous), name) for name in chosen})
 

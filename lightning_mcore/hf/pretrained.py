@@ -140,8 +140,8 @@ def keep_wide(
         return
     chunks, (family, fields) = built_chunks(module), names()
     for index, chunk in enumerate(chunks.bare):
-        # A bf16 model whose router gates are stored in fp32 keeps those in fp32: our routers and delta nets set
-        # takes_fp32
+        # A bf16 model whose router gates are stored in fp32 keeps those in fp32: our
+        # routers and delta nets set takes_fp32
         layers = [layer for layer in chunk.modules() if getattr(layer, TAKES_FP32, False)]
         taking = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
         for entry in nested_values(sharded_chunk(chunks, index, whole=True)):
@@ -256,8 +256,8 @@ def _piece(
         data = whole()
         if prod(place.local_shape) == data.numel():
             return data
-        # A gated MLP's first weight [2f, h] of this rank is stored as two tensors of f rows: the second starts at
-        # element f*h
+        # A gated MLP's first weight [2f, h] of this rank is stored as two tensors of f
+        # rows: the second starts at element f*h
         return data.view(-1)[start : start + prod(place.local_shape)].view(place.local_shape)
 
     return ModelPiece(

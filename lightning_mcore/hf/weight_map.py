@@ -128,8 +128,8 @@ class _Rules:
             # A multi-token prediction layer contains an ordinary layer, and has weights around it
             inner = _MULTI_TOKEN_LAYER.fullmatch(layer[3])
             found = self._layer.get(inner[1]) if inner else self._multi_token.get(layer[3])
-            # Hugging Face numbers these layers after the ordinary ones: mtp.layers.0 of a 61-layer model is
-            # model.layers.61
+            # Hugging Face numbers these layers after the ordinary ones: mtp.layers.0
+            # of a 61-layer model is model.layers.61
             prefix = self._prefix(self._num_layers + int(layer[2]))
         if found is None:
             raise ValueError(

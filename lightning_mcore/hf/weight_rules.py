@@ -172,9 +172,9 @@ class InterleavedStack(Stack):
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
         """Return one block for the gates and one for the up projections."""
-        # With 6 rows per expert, Megatron has gate rows 0-2 and up rows 3-5. Hugging Face has gate, up, gate, up, ...:
-        # gates are at 0, 2, 4 and up projections at 1, 3, 5. Transposed, these are columns, hence the stride on the
-        # last axis.
+        # With 6 rows per expert, Megatron has gate rows 0-2 and up rows 3-5. Hugging Face has gate, up,
+        # gate, up, ...: gates are at 0, 2, 4 and up projections at 1, 3, 5. Transposed, these are
+        # columns, hence the stride on the last axis.
         rows, rest = shape[1] // 2, shape[2:]
         zeros = (0,) * len(rest)
         steps = (1, *(1 for _ in rest), 2) if self.transposed else (1, 2, *(1 for _ in rest))
@@ -303,9 +303,9 @@ class DeltaNetRows:
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
         """Return one block per part of each key head."""
-        # 2 key heads of 2 channels, 4 value heads of 3: a key head has key=2, value=2*3=6, head=2 rows. Parts key, key,
-        # value of one tensor (Qwen's convolution) give Megatron's head 0 the rows 0-1, 4-5 and 8-13, and head 1 2-3,
-        # 6-7 and 14-19.
+        # 2 key heads of 2 channels, 4 value heads of 3: a key head has key=2, value=2*3=6, head=2 rows. Parts
+        # key, key, value of one tensor (Qwen's convolution) give Megatron's head 0 the rows 0-1, 4-5 and
+        # 8-13, and head 1 2-3, 6-7 and 14-19.
         sizes = fields["delta_net"]
         heads, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"] // sizes["linear_num_key_heads"]
         rows_of = {
