@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ready-made LightningModules: ``MCoreGPT`` and its recipe."""
+"""Ready-made LightningModules: ``MCoreGPT``, its vision and preference variants, and their recipe."""

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continue a prompt: choose the window of tokens that a model sees, and draw the next token."""
+"""Continue a prompt: choose the window of tokens that a model sees, and sample the next token.
+
+``MCoreGPT.generate`` and ``MCoreVisionGPT.generate`` call :func:`continue_prompt`. Each token is a full forward pass
+without a cache, which works on every layout; ``hf/generate.py`` has the fast way. With ``seq_length=3`` on a layout
+that needs multiples of 4, the tokens 1 2 3 4 5 become the row 3 4 5 0, and the logits after position 2 give the next
+one.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -18,19 +24,14 @@ def continue_prompt(
     seed: int = 0,
     prepare: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
 ) -> list[int]:
-    """Return a prompt followed by the tokens that a model generates, the same on every rank.
+    """Return a prompt followed by the tokens that an ``MCoreGPT`` generates during a run, the same on every rank.
 
-    Args:
-        module: An ``MCoreGPT``, during a run.
-        prompt: Tokens to continue.
-        max_new_tokens: Tokens to add.
-        temperature: Divides the logits; 0 takes the most probable token each time.
-        top_k: Draw among this many of the most probable tokens only.
-        seed: Seed of the draws.
-        prepare: Returns the batch of ``next_logits`` for a window of :func:`last_window`.
+    ``temperature`` divides the logits (0 takes the most probable token), ``top_k`` limits sampling to the most probable
+    tokens, and ``prepare`` returns the batch of ``next_logits`` for a window of :func:`last_window`.
     """
     check_sampling(prompt, module.vocab_size, max_new_tokens, temperature, top_k)
     host = module._host()
+    # Context and sequence parallelism split the row, so its length must be a multiple of the ranks
     multiple = host.layout.sequence_multiple if host is not None else 1
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
@@ -38,27 +39,22 @@ def continue_prompt(
         for _ in range(max_new_tokens):
             window = last_window(tokens, module.seq_length, multiple, module.device)
             logits = module.run_forward("next_logits", prepare(window))
+            # Every rank has the same logits and its own generator with the same seed, so all sample the same token
             tokens.append(sample(logits[0], temperature, top_k, generator))
     whole: list[int] = module.trainer.strategy.broadcast(tokens)  # data-parallel copies may round differently
     return whole
 
 
 def sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """Draw a token.
+    """Sample a token id from logits, [vocab_size] in a floating-point type, on any device.
 
-    Args:
-        logits: [vocab_size] in a floating-point type, on any device.
-        temperature: Divides the logits; 0 takes the most probable token.
-        top_k: Draw among this many of the most probable tokens only; None for all.
-        generator: A generator on the CPU, so that equal seeds draw alike on every rank and device.
-
-    Returns:
-        The token's id.
+    The generator is on the CPU, so that the same seed samples the same token on every rank and device.
     """
     logits = logits.detach().cpu().double()
     if temperature == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < logits.numel():
+        # Equal logits at the limit all stay, so there may be more than top_k
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
     probabilities = torch.softmax(logits / temperature, dim=-1)
     return int(torch.multinomial(probabilities, 1, generator=generator))
@@ -67,11 +63,7 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, generator: tor
 def check_sampling(
     prompt: list[int], vocab_size: int, max_new_tokens: int, temperature: float, top_k: int | None
 ) -> None:
-    """Refuse invalid prompts and settings.
-
-    Raises:
-        ValueError: The prompt is empty or not of this vocabulary, or a number is out of its range.
-    """
+    """Raise ValueError if the prompt is empty or not of this vocabulary, or a setting is out of range."""
     if not prompt:
         raise ValueError("prompt is empty; give at least one token to continue")
     outside = [token for token in prompt if not 0 <= token < vocab_size]
@@ -88,8 +80,8 @@ def check_sampling(
 def last_window(tokens: list[int], seq_length: int, multiple: int, device: torch.device) -> dict[str, Tensor]:
     """Return the last ``seq_length`` tokens as a batch of one row, padded at its end to a multiple of ``multiple``.
 
-    Returns:
-        ``tokens`` [1, s] and ``last`` [1], both int64; ``last`` is the position of the last token that is not padding.
+    The batch is ``tokens`` [1, s] and ``last`` [1], both int64; ``last`` is the position of the last token before
+    padding.
     """
     window = tokens[-seq_length:]
     padded = window + [0] * (-len(window) % multiple)

@@ -8,8 +8,8 @@ in ``configure_model``, and call ``self.model(...)`` once in each step.
 
 A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted: the target at ``tokens[i]`` is
 ``labels[i]``; -100 for no target) and, optionally, ``loss_mask`` (1 where a token counts, 0 elsewhere) and
-``position_ids`` (for learned positions; rotary positions count from the start of the row). Rows may be packed
-(``data/packing/best_fit.py``): each sub-sequence then sees itself alone.
+``position_ids`` (for learned positions; rotary positions count from the start of the row). The row ``tokens`` 5 6 7 8
+has ``labels`` 6 7 8 -100. Rows may be packed (``data/packing/best_fit.py``): each sub-sequence then sees only itself.
 """
 
 import inspect
@@ -68,20 +68,20 @@ class MCoreGPT(SpeedLogs):
 
     Logs ``train_loss``, ``val_loss`` and ``test_loss`` (means over tokens), ``val_perplexity`` and ``val_accuracy`` (of
     the next token; also ``test_``), and at each optimizer step ``grad_norm`` (before clipping), ``tokens_per_second``
-    (of all ranks together, without known padding and validation time) and ``model_tflops`` (of one device, in TFLOP/s;
+    (of all ranks together, without known padding and validation time) and ``model_tflops`` (per device, in TFLOP/s;
     ``config/flops.py`` says what is counted). The strategy adds the losses of routers and of multi-token prediction
     (``strategy/logs/auxiliary.py``).
 
     Args:
         vocab_size: Number of existing tokens. The embedding is padded; see ``make_vocab_size_divisible_by``.
-        seq_length: Tokens of a sequence.
+        seq_length: Tokens per sequence.
         transformer: Fields of Megatron's ``TransformerConfig`` (``MLATransformerConfig`` with
             ``multi_latent_attention``); ``num_layers``, ``hidden_size`` and ``num_attention_heads`` at least. They are
             plain data: an activation such as ``"silu"``, a function as its import path. Defaults are Megatron's except
             ``hidden_dropout=0.0``, ``attention_dropout=0.0`` and ``calculate_per_token_loss=True``.
         recipe: Optimizer and learning rate; :class:`~lightning_mcore.Recipe` has the fields and their defaults.
         position_embedding_type: Rotary, rotary stretched as in YaRN, a learned embedding of each position, or none.
-        rotary_percent: Share of a head's channels that is rotated.
+        rotary_percent: Fraction of a head's channels that is rotated.
         rotary_base: Base of the rotary wavelengths.
         rope_scaling: Stretch long wavelengths as Llama 3 does, from 8192 positions.
         rope_scaling_factor: The factor of that stretch.
@@ -92,7 +92,7 @@ class MCoreGPT(SpeedLogs):
         make_vocab_size_divisible_by: The embedding has a multiple of this many rows, whatever the layout, so that the
             numbers are the same on all of them. ``tensor_model_parallel_size`` must divide the padded size.
         transformer_impl: The layers to use: ``"local"`` (plain PyTorch), ``"transformer_engine"``, or ``"auto"``, which
-            takes the second if it is installed and the device is a GPU. There, TransformerEngine's layers get the
+            takes the second if it is installed and the device is a GPU. On a GPU, TransformerEngine's layers get the
             fused kernels of ``config/field_homes.py`` unless ``transformer`` sets these fields.
         architecture: What the model has that Megatron's config has no field for, such as norms after attention and MLP
             or a factor of the embedding: the settings of ``config/architecture.py``, by name.
@@ -153,12 +153,14 @@ class MCoreGPT(SpeedLogs):
         self.transformer = check_transformer_fields(transformer)
         check_positions(self.hparams, self.transformer)
         self.architecture = Architecture.of(architecture)
+        # Rounded up: 50257 tokens with multiples of 128 make 50304 rows
         self.padded_vocab_size = -(-vocab_size // make_vocab_size_divisible_by) * make_vocab_size_divisible_by
         self.metrics = nn.ModuleDict()
         for stage in ("val", "test"):
             self.metrics[f"{stage}_perplexity"] = TokenPerplexity()
             self.metrics[f"{stage}_accuracy"] = TokenAccuracy(vocab_size)
         self._config: TransformerConfig | None = None
+        # What configure_model reads, once: the base's folder, adapters to merge into it, and an adapter to continue
         self._starts_from = None if self.lora is None else self.lora.base_model_name_or_path
         self._merged = [] if self.lora is None else list(self.lora.merged_adapters or [])
         self._adapter: str | None = None
@@ -188,8 +190,8 @@ class MCoreGPT(SpeedLogs):
         Args:
             path: Folder of the model, in safetensors, its name on the Hugging Face hub, or a checkpoint from
                 ``lightning-mcore import`` or from a run of this class. A checkpoint of adapters continues them.
-            seq_length: Tokens of a sequence; None for the longest that the model supports.
-            transformer: Fields of ``TransformerConfig`` that replace those from the model's config.
+            seq_length: Tokens per sequence; None for the longest that the model supports.
+            transformer: Fields of ``TransformerConfig`` that override the model's config.
             recipe: Optimizer and learning rate, as in the constructor.
             make_vocab_size_divisible_by: The embedding has a multiple of this many rows, whatever the layout.
             transformer_impl: ``"local"``, ``"transformer_engine"`` or ``"auto"``, as in the constructor.
@@ -259,7 +261,7 @@ class MCoreGPT(SpeedLogs):
 
     @classmethod
     def check_kind(cls, path: str, settings: dict[str, Any]) -> None:
-        """Refuse the settings of a Hugging Face model of another kind, and drop those that are not arguments here."""
+        """Raise ValueError for the settings of another kind of model, and drop settings that are not arguments here."""
         if "vision" in settings:
             raise ValueError(f"{path} also sees images, which {cls.__name__} does not; take MCoreVisionGPT")
 
@@ -271,7 +273,7 @@ class MCoreGPT(SpeedLogs):
         return self._config
 
     def check_settings(self) -> None:
-        """Refuse settings that Megatron or the machine does not support, without parameters and process groups.
+        """Check that Megatron and the machine support the settings, without parameters and process groups.
 
         Raises:
             ValueError: The model's fields and the strategy's contradict each other, or these layers or this device do
@@ -309,21 +311,25 @@ class MCoreGPT(SpeedLogs):
         if self._starts_from is not None:
             from lightning_mcore.hf.peft_folder import check_folders
 
+            # A resumed run takes its adapters from its checkpoint, so the folder may be gone
             given = [] if self._adapter is None or self._resumes else [self._adapter]
             check_folders(self._starts_from, [*self._merged, *given], self._given_family)
 
     def configure_model(self) -> None:
-        """Build the chunks that this rank owns."""
+        """Build this rank's chunks, then read weights, freeze them and add adapters, in this order."""
         if not hasattr(self, "model"):
             self._config = None  # left by a run that ended before a model was built
         self.model = self.pipeline(self.build_chunk)
         if self.hparams["hf"]:
             from lightning_mcore.hf.pretrained import keep_wide
 
+            # Before any weight is read: rounding to bf16 and back would lose the bits that the file has
             keep_wide(self, self.hf_names, self.hparams["hf"])
+        # Adapters' checkpoints lack the base's weights, so a resumed run with lora reads them again
         if self._starts_from is not None and (self.lora is not None or not self._resumes):
             self._start_from(self._starts_from)
             self._starts_from = None  # the next run keeps the trained weights
+        # fit and then validate: the chunks have been frozen, and have their adapters
         if hasattr(self.model.chunks[0], TRAINED_ONLY):
             return  # from an earlier run
         if self.train_only is not None:
@@ -348,13 +354,14 @@ class MCoreGPT(SpeedLogs):
                 load_adapter(self, self._adapter, self.lora)
 
     def _start_from(self, path: str) -> None:
-        """Read the weights of a model, merge adapters into them, and remember what identifies the base of new ones."""
+        """Read a model's weights, merge adapters into them, and remember what identifies the base of new adapters."""
         from lightning_mcore.hf.adapters import fingerprint
         from lightning_mcore.hf.peft_folder import merge_folders
         from lightning_mcore.hf.pretrained import load_pretrained
 
         load_pretrained(self, path, self._given_family)
         base = None if self.lora is None else fingerprint(self)
+        # Layouts round merged weights differently, so the base is identified by the unmerged weights and each adapter
         marks = merge_folders(self, self._merged)
         if base is not None:
             self._base = " ".join([base, *marks])
@@ -367,7 +374,7 @@ class MCoreGPT(SpeedLogs):
 
     @property
     def _resumes(self) -> bool:
-        """Whether the weights come from a checkpoint of a run."""
+        """Whether the weights come from a run's checkpoint."""
         return self._trainer is not None and self._trainer.ckpt_path is not None
 
     def save_hyperparameters(
@@ -381,22 +388,23 @@ class MCoreGPT(SpeedLogs):
 
         Args:
             args: Names of arguments, or values to save; without them, all arguments.
-            ignore: Names of arguments to leave out.
+            ignore: Names of arguments to skip.
             frame: Frame of the constructor; the caller's by default.
             logger: Whether to pass them to the logger.
         """
         current = inspect.currentframe()
+        # Lightning looks for arguments in its caller's frame, which would be this method
         frame = frame if frame is not None or current is None else current.f_back
         super().save_hyperparameters(*args, ignore=ignore, frame=frame, logger=logger)
         self.hparams.update(_with_plain_settings(self.hparams))
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """The saved arguments of the constructor for loggers, with recipes and LoRA settings as plain data."""
+        """The constructor's saved arguments for loggers, with recipes and LoRA settings as plain data."""
         return AttributeDict(_with_plain_settings(super().hparams_initial))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Record the base of adapters."""
+        """Record the adapters' base."""
         if self._base is not None:
             checkpoint[_BASE] = self._base
 
@@ -406,13 +414,14 @@ class MCoreGPT(SpeedLogs):
         self._check_base(checkpoint.get(_BASE), dict(recorded.get("lora") or {}))
         if self.lora is None:
             self._starts_from = None
+        # Checkpoints from before Recipe existed have learning_rate and the like among the hyper-parameters
         flat = {name: recorded[name] for name in self.recipe.plain() if name in recorded}
         if self._trainer is None and flat and "recipe" not in recorded and self.recipe == Recipe():
             self.recipe = Recipe(**flat)
             self.hparams["recipe"] = self.recipe.plain()
 
     def _check_base(self, base: str | None, recorded: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint of adapters in a model without them or of another base; ``recorded`` are its settings."""
+        """Reject a checkpoint of adapters in a model without any or on another base; ``recorded`` are its settings."""
         if base is None:
             return
         if self.lora is None:
@@ -435,14 +444,14 @@ class MCoreGPT(SpeedLogs):
 
     @classmethod
     def _check_given(cls, given: Mapping[str, Any]) -> None:
-        """Refuse fields of the recipe that are given one by one."""
+        """Raise ValueError for recipe fields that are given one by one."""
         own = inspect.signature(cls).parameters
         for name in Recipe().plain().keys() & given.keys() - own.keys():
             raise ValueError(f"{name} is a field of Recipe; give recipe=Recipe({name}={given[name]!r})")
 
     @classmethod
     def _check_recorded(cls, path: str, recorded: Mapping[str, Any]) -> None:
-        """Refuse recipe fields that were saved as separate hyper-parameters if the constructor would receive them."""
+        """Raise ValueError for recipe fields saved one by one if the constructor would receive them as ``**kwargs``."""
         own = inspect.signature(cls).parameters
         flat = [name for name in Recipe().plain() if name in recorded and name not in own]
         takes_any = any(given.kind is given.VAR_KEYWORD for given in own.values())
@@ -462,12 +471,14 @@ class MCoreGPT(SpeedLogs):
             max_sequence_length=self.seq_length,
             pre_process=pre_process,
             post_process=post_process,
+            # Each tensor-parallel rank keeps the logits of its part of the vocabulary; the loss works on these
             parallel_output=True,
             share_embeddings_and_output_weights=self.hparams["share_embeddings_and_output_weights"],
             mtp_block_spec=gpt_mtp_block_spec(self.config, impl, vp_stage),
             vp_stage=vp_stage,
             **gpt_arguments(self.hparams),
         )
+        # The loss excludes the padding rows of the output layer
         chunk.existing_tokens = self.vocab_size
         change_ends(chunk, self.architecture)
         return chunk
@@ -485,10 +496,11 @@ class MCoreGPT(SpeedLogs):
         return microbatch_shape(batch)
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Refuse tokens and labels outside the vocabulary, sequences beyond the positions, and images, on the host.
+        """Check on the host that tokens and labels are in the vocabulary and sequences fit the positions; no images.
 
         Raises:
-            ValueError: The batch has one; a label outside the vocabulary would silently have no loss. Ranks that read
+            ValueError: The batch has a fault; a label outside the vocabulary would silently have no loss. Ranks that
+                read
                 other data learn of the error when this rank ends.
         """
         images = [name for name in INPUTS if name in batch]
@@ -511,7 +523,8 @@ class MCoreGPT(SpeedLogs):
         """Return the token losses whose mean training and evaluation use; a subclass may change them.
 
         Args:
-            losses: The cross entropy of each token of this rank in fp32, without a sum or mean: [b, s / cp], or [1, b *
+            losses: The cross entropy of each of this rank's tokens in fp32, without a sum or mean: [b, s / cp], or [1,
+                b *
                 s / cp] for a packed batch.
 
         Returns:
@@ -536,14 +549,16 @@ class MCoreGPT(SpeedLogs):
         self._evaluate("test", batch)
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the most probable next token after each position, [b, s] in int64."""
+        """Return the most probable next token after each position, [b, s] int64."""
         logits, _ = self.token_logits(batch)  # [b, s / cp, v / tp]
         best = sampling.vocab_parallel_argmax(logits, self.vocab_size, process_group("tp"))
+        # Packed rows were joined into one; with cu_seqlens_padded, their
+        # context-parallel shares go back to their places
         best = best.view(len(batch["tokens"]), -1)
         return sampling.gather_sequence(best, process_group("cp"), batch.get("cu_seqlens_padded"))
 
     def next_logits(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the logits after the position ``batch["last"]`` of each sequence, [b, vocab_size] in fp32."""
+        """Return the logits after position ``batch["last"]`` of each sequence, [b, vocab_size] fp32."""
         logits, inputs = self.token_logits(batch)
         groups = process_group("tp"), process_group("cp")
         return sampling.logits_at(logits, inputs.position_ids, batch["last"], self.vocab_size, *groups)
@@ -561,8 +576,8 @@ class MCoreGPT(SpeedLogs):
             prompt: Tokens to continue, at least one.
             max_new_tokens: Tokens to add.
             temperature: Divides the logits; 0 takes the most probable token each time.
-            top_k: Draw among this many of the most probable tokens only.
-            seed: Seed of the draws.
+            top_k: Sample among this many of the most probable tokens only.
+            seed: Random seed for sampling.
 
         Returns:
             The prompt and the new tokens, the same on every rank.
@@ -583,7 +598,7 @@ class MCoreGPT(SpeedLogs):
         return self.recipe.build(trained or everything, self.trainer)  # a stage may train nothing
 
     def _log_loss(self, name: str, losses: Tensor, inputs: ModelInputs) -> Any:
-        """Return the loss of a step, and log it with its weight; without one, with the number of tokens."""
+        """Return a step's loss, and log it with its weight; without one, with the number of tokens."""
         assert inputs.loss_mask is not None
         loss = self.normalized_loss(losses, inputs, self.loss_normalization)
         mean, weight = (

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``MCorePreference``: an ``MCoreGPT`` that learns from preferences between answers, on every layout.
 
-The model, its layouts, checkpoints and adapters are those of ``MCoreGPT``; only the batch and the loss differ.
-``data/preference/pairs.py`` describes a batch: neighbouring sequences are the two answers of a pair. The losses of
-tokens, which the tensor-parallel ranks compute from their parts of the vocabulary, are added up for each answer
-(``layers/losses.py``), so a row of logits is never assembled or copied to fp32. The loss of a step
+The model, its layouts, checkpoints and adapters are ``MCoreGPT``'s; only the batch and the loss differ.
+``data/preference/pairs.py`` describes a batch: neighbouring sequences are the two answers of a pair. The
+tensor-parallel ranks compute token losses from their parts of the vocabulary, and the losses are summed per answer
+(``layers/losses.py``), so a row of logits is never assembled or copied to fp32. A step's loss
 (``preference_losses.py``) is the mean over the pairs of all microbatches and ranks.
 
-``reference.py`` computes the log-probabilities under the reference model before training.
+``reference.py`` computes the log-probabilities under the reference model before training. With LoRA, each step may
+instead run the model once more with its adapters switched off.
 """
 
 import contextlib
@@ -48,20 +49,15 @@ Values = dict[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class _Answers:
-    """The answers of a batch, two in a row; the same on every context-parallel rank.
+    """A batch's answers, two in a row; the same on every context-parallel rank.
 
-    Attributes:
-        logps: [n, 2] fp64, the log-probability of each answer, a sum over its tokens; -1 where there is none. The
-            scores of a reward model.
-        lengths: [n, 2] fp64, tokens of each answer, at least 1.
-        reference: [n, 2] fp64, the log-probabilities under the reference model; None without one.
-        there: [n] bool, False for empty places at the end of packed rows.
+    ``logps`` are sums over an answer's tokens, -1 where there is no answer; in a reward model, they are its scores.
     """
 
-    logps: Tensor
-    lengths: Tensor
-    reference: Tensor | None
-    there: Tensor
+    logps: Tensor  # [n, 2] fp64
+    lengths: Tensor  # [n, 2] fp64, tokens of each answer, at least 1
+    reference: Tensor | None  # [n, 2] fp64, log-probabilities under the reference model
+    there: Tensor  # [n] bool, False for empty places at the end of packed rows
 
     @property
     def means(self) -> Tensor:
@@ -70,6 +66,7 @@ class _Answers:
 
     def mean(self, values: Tensor, of: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the mean of [n] values over the pairs that are there (and ``of`` [n] bool), and their number."""
+        # An empty microbatch has the mean 0 and the weight 0, so it changes no sum over microbatches
         counted = self.there if of is None else self.there & of
         count = counted.sum()
         return torch.where(counted, values, 0.0).sum() / count.clamp(min=1), count
@@ -168,6 +165,7 @@ class MCorePreference(MCoreGPT):
         self.preference = setting
         if setting.gives_scores:
             self.hparams["share_embeddings_and_output_weights"] = False
+            # A reward model's output layer cannot be the embedding, whatever the language model had
             self._name_family()
         self.reference_mark: str | None = None  # tells the reference of this run from any other
         if self.preference.bco_weight:
@@ -229,13 +227,13 @@ class MCorePreference(MCoreGPT):
         return module
 
     def _name_family(self) -> None:
-        """Read the weights by the rules of a reward model; the config of a base names those of a language model."""
+        """Read the weights by a reward model's rules; a base's config names a language model's."""
         named = (self.hparams["hf"] or {}).get("family", ":")
         if self._given_family is None and ":" not in named:  # a path in a file is not imported
             self._given_family = named
 
     def check_settings(self) -> None:
-        """Refuse settings as ``MCoreGPT`` does, and those that contradict a loss over pairs.
+        """Check the settings as ``MCoreGPT`` does, and that they fit a loss over pairs.
 
         Raises:
             ValueError: Router losses would have wrong weights, or the model cannot become the reference.
@@ -244,7 +242,7 @@ class MCorePreference(MCoreGPT):
         raise_first(faults_with_model(self.preference, self.lora, self._build_config()))
 
     def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
-        """Build one chunk; that of a reward model with a score layer as its output layer."""
+        """Build one chunk; a reward model's has a score layer as its output layer."""
         chunk = super().build_chunk(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
         if self.preference.gives_scores and post_process:
             chunk.output_layer = ScoreLayer(self.config)
@@ -258,6 +256,7 @@ class MCorePreference(MCoreGPT):
         preference = self.preference
         if not preference.needs_reference or preference.precompute_reference is False:
             return False
+        # Another model as reference, or a fully trained model, is not available during a step
         return bool(preference.precompute_reference or preference.reference) or not self.adapters_can_be_off
 
     @property
@@ -295,11 +294,12 @@ class MCorePreference(MCoreGPT):
         self._add_reference(batch)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the values of KTO's two kinds of examples over the steps since the last ones that a logger got."""
+        """Log KTO's values for its two kinds of examples, over the steps since a logger last got them."""
         has_stepped = self.trainer.global_step != self._stepped
         super().on_train_batch_end(outputs, batch, batch_idx)
         if has_stepped and self.preference.loss == "kto":
             kinds = self._kinds("train")
+            # Sums over all ranks; their quotient is exact even if a batch had only one kind
             of_rewards, of_logps = kinds.means(
                 self.trainer.strategy.reduce(kinds.sums.clone(), reduce_op="sum")
             ).float()
@@ -308,6 +308,7 @@ class MCorePreference(MCoreGPT):
             self.log("rewards/margins", of_rewards[0] - of_rewards[1])
             every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
             if every and self.trainer.global_step % every == 0:
+                # Only when a logger has got the values: between its steps, the window grows
                 kinds.reset()
 
     def _kinds(self, stage: str) -> MeansOfKinds:
@@ -343,7 +344,7 @@ class MCorePreference(MCoreGPT):
             yield
 
     def answer_logps(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the log-probability of each answer, a sum over its tokens, fp64: [2n], packed [b, k]."""
+        """Return each answer's log-probability, a sum over its tokens, fp64: [2n], packed [b, k]."""
         losses, inputs = self.token_losses(batch)
         assert inputs.loss_mask is not None
         logps = -sample_sums(losses * inputs.loss_mask, inputs, self._cp_group)
@@ -362,7 +363,7 @@ class MCorePreference(MCoreGPT):
     # ---- steps
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Refuse, besides what ``MCoreGPT`` refuses, batches that do not hold pairs.
+        """Check a batch as ``MCoreGPT`` does, and that it holds pairs.
 
         Raises:
             ValueError: The sequences are not pairs, or lack what the loss reads.
@@ -372,14 +373,14 @@ class MCorePreference(MCoreGPT):
         return super().on_before_batch_transfer(batch, dataloader_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        """Return the mean loss over the pairs of a microbatch and its weight, their number."""
+        """Return the mean loss over a microbatch's pairs and its weight, their number."""
         return self._step(batch, "train_loss", "")
 
     def _evaluate(self, stage: str, batch: Batch) -> None:
         self._step(batch, f"{stage}_loss", f"{stage}_")
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return what ``MCoreGPT`` does; a reward model the score of each sequence, fp64: [2n], packed [b, k]."""
+        """Return what ``MCoreGPT`` does; a reward model returns each sequence's score, fp64: [2n], packed [b, k]."""
         if not self.preference.gives_scores:
             return super().predict_step(batch, batch_idx)
         scores, _ = self._scores(batch)
@@ -414,6 +415,7 @@ class MCorePreference(MCoreGPT):
             answers = self._answers(*self.token_losses(batch), batch)
             is_single = self.preference.kind.reads == "examples"
             each, values = self._kto(answers, batch["desirable"], prefix) if is_single else self._pairs(answers)
+        # Microbatches of 3 and 1 pairs with mean losses 0.6 and 0.2: weighed by their pairs, the step's loss is 0.5
         mean, count = answers.mean(each)
         for name, (value, weight) in {loss_name: (mean, count), **values}.items():
             self.log(
@@ -426,10 +428,12 @@ class MCorePreference(MCoreGPT):
         return {"loss": mean.float(), "num_tokens": count.int()} if weighs else mean.float()
 
     def _scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the score of each sequence, that of its last token, and the sequences' lengths, both [sequences]."""
+        """Return each sequence's score, that of its last token, and the sequences' lengths, both [sequences]."""
         scores, inputs = self.token_logits(batch)  # [b, s / cp, 1]
         lengths = batch["cu_seqlens"].diff(dim=1) if inputs.packed is not None else batch["lengths"]
         lengths = lengths.reshape(-1)
+        # Positions count from 0 in each sequence, so a sequence of 5 tokens ends at position 4. Only the rank that
+        # holds this token adds its score, and sample_sums sums over the context-parallel ranks.
         is_last = inputs.position_ids == lengths[inputs.samples] - 1
         return sample_sums(scores.squeeze(-1) * is_last, inputs, self._cp_group), lengths
 
@@ -439,7 +443,7 @@ class MCorePreference(MCoreGPT):
         return _Answers(scores.view(-1, 2), lengths.clamp(min=1), None, (lengths > 0).all(dim=1))
 
     def _rewards(self, answers: _Answers) -> tuple[Tensor, Values]:
-        """Return the loss of a reward model for each pair, [n], and the values to log with their weights."""
+        """Return a reward model's loss per pair, [n], and the values to log with their weights."""
         chosen, rejected = answers.logps.unbind(1)
         each = losses_of.reward_model_loss(chosen, rejected, self.preference.center_weight)
         return each, _reward_values(answers, answers.logps)
@@ -449,6 +453,7 @@ class MCorePreference(MCoreGPT):
         assert mask is not None
         lengths = sample_sums(mask, inputs, group)
         alpha = self.preference.ld_alpha
+        # LD-DPO: tokens beyond the shorter answer's length weigh alpha instead of 1
         weights = mask if alpha is None else mask * tail_weights(inputs, lengths, alpha, group)
         logps = -sample_sums(losses * weights, inputs, group)
         logps = torch.where(lengths > 0, logps, -1.0).view(-1, 2)
@@ -457,10 +462,11 @@ class MCorePreference(MCoreGPT):
         return _Answers(logps, lengths.clamp(min=1), reference, (lengths > 0).all(dim=1))
 
     def _pairs(self, answers: _Answers) -> tuple[Tensor, Values]:
-        """Return the loss of each pair, [n], and the values to log with their weights."""
+        """Return the loss per pair, [n], and the values to log with their weights."""
         setting, beta = self.preference, self.preference.beta
         is_mean = setting.kind.is_of_means
         scores = answers.means if is_mean else answers.logps
+        # Without a reference (ORPO, SimPO), a reward is beta times the log-probability itself
         ratios = scores
         if answers.reference is not None:
             ratios = scores - (answers.reference / answers.lengths if is_mean else answers.reference)
@@ -473,6 +479,7 @@ class MCorePreference(MCoreGPT):
         rewards = beta * ratios
         if setting.bco_weight:
             term = losses_of.bco_term(rewards[:, 0], rewards[:, 1], self._baseline(rewards.detach(), answers))
+            # A weighted mean of the two losses, with the weights 1 and bco_weight
             each = (each + setting.bco_weight * term) / (1 + setting.bco_weight)
         if setting.sft_weight:
             each = each - setting.sft_weight * answers.means[:, 0]
@@ -483,11 +490,9 @@ class MCorePreference(MCoreGPT):
         }
 
     def _baseline(self, rewards: Tensor, answers: _Answers) -> Tensor:
-        """Return the mean of all rewards so far; in training this microbatch's on all data-parallel ranks included.
+        """Return the mean of all rewards so far; in training including this microbatch's on all data-parallel ranks.
 
-        Args:
-            rewards: [n, 2].
-            answers: The answers that they belong to.
+        ``rewards`` are [n, 2].
         """
         if self.training:
             total = torch.where(answers.there[:, None], rewards, 0.0).sum()
@@ -496,9 +501,11 @@ class MCorePreference(MCoreGPT):
         return self.baseline.mean
 
     def _kto(self, answers: _Answers, desirable: Tensor, prefix: str) -> tuple[Tensor, Values]:
-        """Return the loss of each example, [n], and the values to log with their weights, besides those of a window."""
+        """Return the loss per example, [n], and the values to log with their weights, besides those of a window."""
         setting = self.preference
         assert answers.reference is not None
+        # An example is a pair in the batch: its answer, then an answer of another example,
+        # which estimates the divergence divergence
         is_good, there = desirable.view(-1, 2)[:, 0], answers.there
         ratios = answers.logps - answers.reference
         rewards, logps = setting.beta * ratios[:, 0], answers.logps[:, 0]
@@ -508,6 +515,7 @@ class MCorePreference(MCoreGPT):
         if isinstance(strategy, MCoreStrategy) and not strategy.logs.counts:
             sums = sums * 0  # examples that are repeated
         divergence, examples = strategy.reduce(sums, reduce_op="sum")
+        # The mean over all data-parallel ranks, without gradient, and never negative
         kl = (divergence / examples.clamp(min=1)).clamp(min=0)
         each = losses_of.kto_loss(
             ratios[:, 0], is_good, kl, setting.beta, setting.desirable_weight, setting.undesirable_weight
@@ -527,7 +535,7 @@ class MCorePreference(MCoreGPT):
 
 
 def _reward_values(answers: _Answers, rewards: Tensor) -> Values:
-    """Return what is logged of the rewards of pairs, [n, 2]."""
+    """Return what is logged about the rewards of pairs, [n, 2]."""
     margins = rewards[:, 0] - rewards[:, 1]
     return {
         "rewards/chosen": answers.mean(rewards[:, 0]),
@@ -540,14 +548,11 @@ def _reward_values(answers: _Answers, rewards: Tensor) -> Values:
 def arguments_of_base(setting: Preference, transformer: Mapping[str, Any], lora: Any, is_tied: bool) -> dict[str, Any]:
     """Return the arguments of ``MCoreGPT`` that training on preferences changes, by name.
 
-    Args:
-        setting: The loss.
-        transformer: Fields of ``TransformerConfig``.
-        lora: The adapters, as ``LoRA.of`` reads them; None for none.
-        is_tied: ``share_embeddings_and_output_weights``.
+    ``lora`` is what ``LoRA.of`` reads, or None; ``is_tied`` is ``share_embeddings_and_output_weights``.
     """
     is_reward = setting.gives_scores
     if lora is not None:
+        # Dropout in adapters would differ between the trained model and its reference
         lora = replace(LoRA.of(lora), lora_dropout=0.0)
         if is_reward and not lora.saves("score"):
             lora = replace(lora, modules_to_save=[*(lora.modules_to_save or ()), "score"])
@@ -559,11 +564,9 @@ def arguments_of_base(setting: Preference, transformer: Mapping[str, Any], lora:
 
 
 def scoring_family(path: str, family: str | None) -> str | None:
-    """Return the name of the family of a reward model that begins with the weights at ``path``.
+    """Return a reward model's family name, given the weights that it begins with: a folder, hub name or checkpoint.
 
-    Args:
-        path: Folder, name on the hub or checkpoint.
-        family: The family that is given; None for the one in the config.
+    ``family`` is the user's; None for the one in the config.
     """
     from lightning_mcore.hf.family import SCORING
     from lightning_mcore.hf.source import is_own_checkpoint, local_folder, read_config
@@ -575,7 +578,7 @@ def scoring_family(path: str, family: str | None) -> str | None:
 
 
 def _without_noise(transformer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a model without dropout and multi-token prediction.
+    """Return a model's fields without dropout and multi-token prediction.
 
     A loss of routers, which Megatron weighs by tokens, makes the loss a mean over microbatches.
     """

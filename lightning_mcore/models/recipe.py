@@ -3,7 +3,7 @@
 
 A :class:`Recipe` checks its values when it is created, before anything is allocated; :meth:`Recipe.build` makes
 optimizer and scheduler once the parameters exist. torch and transformers are imported only by the methods that need
-them.
+them, so the command line can read a recipe without them.
 
 The schedule is our own warm-up and cosine, or one of transformers' schedules by its name. Ours differs from
 transformers' ``"cosine"``, which starts at a learning rate of zero, so its first step changes nothing, and which needs
@@ -41,7 +41,7 @@ SchedulerName: TypeAlias = Literal[
     "warmup_stable_decay",
 ]
 
-LR_EMBEDDING = 1e-6  # of LoRA+, as in PEFT
+LR_EMBEDDING = 1e-6  # LoRA+'s default in PEFT
 _WITHOUT_WARMUP = "constant"
 _WITHOUT_END = (_WITHOUT_WARMUP, "constant_with_warmup", "inverse_sqrt")  # these do not need the number of steps
 
@@ -58,13 +58,13 @@ class Recipe:
         eps: AdamW's.
         optimizer: ``"adamw"`` or ``"sgd"``.
         sgd_momentum: Momentum of SGD.
-        warmup_steps: Optimizer steps over which the learning rate rises; a number below 1 is a share of all steps.
-        lr_scheduler_type: The name of a schedule of transformers, such as ``"linear"``; None for a linear warm-up,
-            whose first step already changes the weights, and a cosine.
+        warmup_steps: Optimizer steps over which the learning rate rises; a number below 1 is a fraction of all steps.
+        lr_scheduler_type: The name of a transformers schedule, such as ``"linear"``; None for a linear warm-up, whose
+            first step already changes the weights, and a cosine.
         lr_scheduler_kwargs: Other arguments of that schedule, such as ``min_lr``.
-        loraplus_lr_ratio: With adapters (LoRA+): the learning rate of B and of trained vectors is this many times that
-            of A; None for the same.
-        loraplus_lr_embedding: With LoRA+, the learning rate of adapters of the embedding.
+        loraplus_lr_ratio: With adapters (LoRA+): the learning rate of B and of trained vectors is this many times A's;
+            None for the same.
+        loraplus_lr_embedding: With LoRA+, the learning rate of the embedding's adapters.
 
     Raises:
         ValueError: A name does not exist, a number is out of range, or two settings contradict each other.
@@ -109,12 +109,9 @@ class Recipe:
     def of(cls, given: "Recipe | Mapping[str, Any]") -> "Recipe":
         """Return a recipe from a recipe or from a mapping of its fields, as in files and hyper-parameters.
 
-        Args:
-            given: A recipe or a mapping.
-
         Raises:
             TypeError: It is neither a recipe nor a mapping.
-            ValueError: A name is unknown, or a value is refused.
+            ValueError: A name is unknown, or a value is not allowed.
         """
         return from_fields(cls, "recipe", given)
 
@@ -123,11 +120,7 @@ class Recipe:
         return {**dataclasses.asdict(self), "betas": [*self.betas]}
 
     def check_unused(self) -> None:
-        """Refuse a changed recipe beside an ``optimizer:`` of a LightningCLI file, which replaces the recipe.
-
-        Raises:
-            ValueError: A field does not have its default.
-        """
+        """Raise ValueError for a changed recipe if a LightningCLI file has an ``optimizer:``, which would win."""
         for field in dataclasses.fields(self):
             if (given := getattr(self, field.name)) != field.default:
                 raise ValueError(
@@ -136,14 +129,7 @@ class Recipe:
                 )
 
     def check_adapters(self, has_adapters: bool) -> None:
-        """Refuse a rate of adapters where there are none.
-
-        Args:
-            has_adapters: Whether the model has some.
-
-        Raises:
-            ValueError: ``loraplus_lr_ratio`` would have no effect.
-        """
+        """Raise ValueError if ``loraplus_lr_ratio`` would have no effect, because the model has no adapters."""
         if self.loraplus_lr_ratio is not None and not has_adapters:
             raise ValueError(
                 f"loraplus_lr_ratio={self.loraplus_lr_ratio} is for adapters, and the model has none; give"
@@ -151,14 +137,7 @@ class Recipe:
             )
 
     def check_end(self, total: int | None) -> None:
-        """Refuse a schedule that needs the number of steps if that is unknown.
-
-        Args:
-            total: Optimizer steps of the run; None if unknown.
-
-        Raises:
-            ValueError: The schedule needs the number of steps, and it is unknown.
-        """
+        """Raise ValueError if the schedule needs the number of optimizer steps and ``total`` is None, for unknown."""
         if total is not None:
             return
         course, peak, least = self.lr_scheduler_type, self.learning_rate, self.min_learning_rate
@@ -186,28 +165,25 @@ class Recipe:
             trainer: The trainer, which knows the number of steps.
 
         Raises:
-            ValueError: The number of steps is unknown and the schedule needs it, or transformers refuses its arguments.
+            ValueError: The number of steps is unknown and the schedule needs it, or transformers rejects its arguments.
         """
         optimizer = self.build_optimizer(parameters)
         scheduler = self._build_scheduler(optimizer, trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def build_optimizer(self, parameters: "list[tuple[str, Parameter]]") -> "Optimizer":
-        """Return the optimizer, with weight decay on matrices only.
-
-        A pipeline stage may leave a group empty; both always exist, so that their order means the same on every rank.
-
-        Args:
-            parameters: The trained parameters, by name.
-        """
+        """Return the optimizer, with weight decay on matrices only; ``parameters`` are the trained ones, by name."""
         from torch.optim import SGD, AdamW
 
+        # By name, so that the order does not depend on how the model was built
         parameters = sorted(parameters, key=lambda pair: pair[0])
         if self.loraplus_lr_ratio is not None:
             rates = (self.learning_rate, self.loraplus_lr_ratio, self.weight_decay, self.loraplus_lr_embedding)
             groups = loraplus_groups(parameters, *rates)
         else:
             tensors = [parameter for _, parameter in parameters]
+            # A pipeline stage may leave a group empty. Both always exist, so that
+            # their order means the same on every rank.
             groups = [
                 {"params": [p for p in tensors if p.dim() > 1], "weight_decay": self.weight_decay},
                 {"params": [p for p in tensors if p.dim() <= 1], "weight_decay": 0.0},
@@ -217,11 +193,13 @@ class Recipe:
         return AdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps)
 
     def _build_scheduler(self, optimizer: "Optimizer", estimated: float) -> "LRScheduler":
+        # Lightning's estimate is -1 or infinite if the run has no end
         total = None if estimated < 0 or math.isinf(estimated) else int(estimated)
         self.check_end(total)
         warmup = int(self.warmup_steps)
         if 0 < self.warmup_steps < 1:
             assert total is not None, "check_end refuses a share of an unknown number"
+            # warmup_steps=0.03 of 1000 steps are 30
             warmup = math.ceil(total * self.warmup_steps)
         if self.lr_scheduler_type is None:
             from torch.optim.lr_scheduler import LambdaLR
@@ -247,6 +225,7 @@ class Recipe:
         betas = tuple(_number(f"betas[{i}]", beta) for i, beta in enumerate(self.betas))  # YAML has lists
         if len(betas) != 2:
             raise ValueError(f"betas={betas} are not two numbers; give two, such as (0.9, 0.95)")
+        # The dataclass is frozen; values from YAML or numpy become plain Python numbers here
         object.__setattr__(self, "betas", betas)
         rates = ("learning_rate", "min_learning_rate", "loraplus_lr_embedding")
         for name in (*rates, "weight_decay", "eps", "sgd_momentum"):
@@ -289,12 +268,11 @@ class Recipe:
 def _number(name: str, value: Any, advice: str = "one") -> float:
     """Return a Python number from a Python or numpy number, or from a tensor without dimensions; an int stays an int.
 
-    Raises:
-        TypeError: The value is not a number.
-        ValueError: It is infinite or NaN.
+    Raises TypeError if the value is not a number, ValueError if it is infinite or NaN.
     """
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
+    # bool is a Number to Python
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r} is not a number; give {advice}")
     if not math.isfinite(value):
@@ -303,15 +281,13 @@ def _number(name: str, value: Any, advice: str = "one") -> float:
 
 
 def warmup_cosine(step: int, warmup_steps: int, total_steps: float, least: float) -> float:
-    """Return the factor of the learning rate, which rises over the warm-up, then falls as a cosine to ``least``.
+    """Return the learning rate's factor, which rises over the warm-up, then falls as a cosine to ``least``.
 
-    Args:
-        step: Optimizer steps taken so far.
-        warmup_steps: Steps over which it rises; the first one already changes the weights.
-        total_steps: Steps of the whole run; infinity if unknown.
-        least: Factor at its end.
+    ``step`` is the number of optimizer steps taken so far; ``total_steps`` is infinite if unknown. With 2 warm-up steps
+    of 10 and ``least=0.1``, steps 0 to 3 have 0.333, 0.667, 1.0 and 0.966, and step 10 would have 0.1.
     """
     if step < warmup_steps:
+        # Not step / warmup_steps, which would make the first step's rate zero
         return (step + 1) / (warmup_steps + 1)
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     return least + (1 - least) * (1 + math.cos(math.pi * progress)) / 2
@@ -324,17 +300,17 @@ def loraplus_groups(
     weight_decay: float = 0.0,
     lr_embedding: float = LR_EMBEDDING,
 ) -> list[dict[str, Any]]:
-    """Return the groups of LoRA+ for an optimizer: B and trained vectors learn faster than A.
+    """Return LoRA+'s parameter groups for an optimizer: B and trained vectors learn faster than A.
 
     For your own ``configure_optimizers``; ``Recipe(loraplus_lr_ratio=...)`` does the same. All groups exist on every
-    rank, if empty, so that their order means the same.
+    rank, even if empty, so that their order means the same.
 
     Args:
-        parameters: Names and parameters, as ``named_parameters()`` gives them; frozen ones are left out.
+        parameters: Names and parameters, as ``named_parameters()`` returns them; frozen ones are skipped.
         lr: Learning rate of A and of other matrices.
-        ratio: How many times as large that of B and of vectors is.
+        ratio: How many times as large the learning rate of B and of vectors is.
         weight_decay: Of matrices; vectors have none.
-        lr_embedding: Learning rate of adapters of the embedding.
+        lr_embedding: Learning rate of the embedding's adapters.
     """
     groups: list[dict[str, Any]] = [
         {"params": [], "lr": lr, "weight_decay": weight_decay},
@@ -344,6 +320,8 @@ def loraplus_groups(
     ]
     for name, parameter in parameters:
         if parameter.requires_grad:
+            # lr=1e-4 and ratio=16: A and other matrices learn with 1e-4 (group 0), vectors (1) and B (2) with 1.6e-3,
+            # and the embedding's adapters with their own rate (3)
             group = 1 if parameter.dim() <= 1 else 2 if name.endswith("lora_B") else 0
             group = 3 if ".word_embeddings.lora." in name else group
             groups[group]["params"].append(parameter)

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute the log-probabilities of all answers under the reference model once, before training.
 
-A forward pass over the pairs, on the layout of the run, takes a third of the time of one epoch, and then no step of any
-epoch needs the reference. Its weights are those that the run begins with, or those of another model's folder, which
-take the place of the trained ones for the length of the pass; these wait on the host. So there is never a second model
-on a device.
+A forward pass over the pairs, on the run's layout, takes a third of the time of one epoch; after it, no step of any
+epoch needs the reference. The reference's weights are those that the run begins with, or those of another model's
+folder, which replace the trained ones during the pass; these wait on the host. So there is never a second model on a
+device.
 
-The results of each split, two numbers for each pair, are in a file beside the data. Its name is a digest of the
-reference's weights, of the pairs (``PairSource.key``: files, template, lengths) and of the number format. Rank 0
-appends to it during the pass, and an interrupted pass continues where the file ends, on any layout. A checkpoint
-records which reference its run has. A resumed run finds the file by that record, because its own weights have changed.
+Each split's results, two numbers per pair, are in a file next to the data. Its name is a digest of the reference's
+weights, of the pairs (``PairSource.key``: files, template, lengths) and of the number format. Rank 0 appends to it
+during the pass, and an interrupted pass continues where the file ends, on any layout. A checkpoint records which
+reference its run has. A resumed run finds the file by that record, because its own weights have changed.
+
+``MCorePreference`` calls :func:`compute_reference` when a fit, validation or test starts.
 """
 
 import contextlib
@@ -39,19 +41,16 @@ _Table = NDArray[np.float64]  # [pairs, 2]
 
 
 def compute_reference(module: "MCorePreference") -> None:
-    """Give every split of the data module its reference, from files or by a pass over its pairs; collective.
+    """Give each of the data module's splits its reference, from files or by a pass over its pairs; collective.
 
-    Args:
-        module: The module, in a run. Without ``pair_sources()`` in the data module of its trainer, nothing happens.
-
-    Raises:
-        ValueError: The weights of this run are no longer, or never were, those of the reference, and the files lack
-            some pairs; or a log-probability is not finite.
+    Without ``pair_sources()`` in the trainer's data module, nothing happens. Raises ValueError if the run's weights are
+    not those of the reference (any more) and the files lack some pairs, or if a log-probability is not finite.
     """
     offered: dict[str, PairSource] = getattr(getattr(module.trainer, "datamodule", None), "pair_sources", dict)()
     sources = {name: source for name, source in offered.items() if source.reference is None}
     if not sources:
         return
+    # A resumed run knows the reference's mark from its checkpoint, so complete files need no weights
     if module.reference_mark is not None and _read_all(module, sources):
         return
     with _weights_of_reference(module):
@@ -65,6 +64,7 @@ def compute_reference(module: "MCorePreference") -> None:
                     else f" {module.preference.reference} is another model than it began with; give that one"
                 )
             )
+        # Saved with the next checkpoint
         module.reference_mark = mark
         for name, source in sources.items():
             source.reference = _complete(module, name, source)
@@ -81,18 +81,21 @@ def _weights_of_reference(module: "MCorePreference") -> Iterator[None]:
         from lightning_mcore.hf.pretrained import absolute, fill_weights
 
         tensors = [*module.model.parameters()]
+        # To the host: a copy on the device would be a second model there
         kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
         try:
             fill_weights(module, absolute(path))
             yield
         finally:
             for tensor, values in zip(tensors, kept, strict=True):
+                # In place, so that buffers of gradients and optimizers still refer to the same memory
                 tensor.data.copy_(values)
 
 
 def _mark(module: "MCorePreference") -> str:
-    """Return what identifies the weights of the reference, the same on any layout; collective."""
+    """Return what identifies the reference's weights, the same on any layout; collective."""
     if module.adapters_can_be_off and module.preference.reference is None and module._base is not None:
+        # The frozen base has been identified already, and without adapters the model is the base
         return module._base
     from lightning_mcore.hf.adapters import fingerprint
 
@@ -124,13 +127,14 @@ def _stored(module: "MCorePreference", source: PairSource) -> _Table:
         if not os.path.exists(path):
             return np.zeros((0, 2))
         values = np.fromfile(path, "<f8")[: 2 * len(source)]
+        # A crash may have left half a row: 5 numbers are 2 rows
         return values[: len(values) // 2 * 2].reshape(-1, 2)
 
     return decide(read)
 
 
 def _complete(module: "MCorePreference", name: str, source: PairSource) -> _Table:
-    """Return the reference of a split, and write what its file lacks; collective."""
+    """Return a split's reference, and write what its file lacks; collective."""
     table = _stored(module, source)
     if len(table) == len(source):
         return table
@@ -151,8 +155,11 @@ def _complete(module: "MCorePreference", name: str, source: PairSource) -> _Tabl
             delay=_SILENT_SECONDS,
             leave=False,
         )
+        # 5 pairs on 2 data-parallel ranks with batches of 2: start 0 gives pairs 0 1 to rank 0 and 2 3 to rank 1. Start
+        # 4 gives pair 4 to both ranks, twice each; only the first of the four results counts.
         for start in shown:
-            # ranks that have no pair of the last batch repeat the last one, because others may share experts with them
+            # A rank without a pair in the last batch repeats the last pair, because
+            # other ranks may share experts with it
             own = [min(start + rank * source.batch_size + i, len(source) - 1) for i in range(source.batch_size)]
             pairs = source.take(own)
             longest = torch.tensor(max(sequence.length for pair in pairs for sequence in pair.sequences))
@@ -161,6 +168,7 @@ def _complete(module: "MCorePreference", name: str, source: PairSource) -> _Tabl
             batch = module.on_before_batch_transfer(batch, 0)
             logps = module.run_forward("answer_logps", move_data_to_device(batch, module.device))
             gathered: Any = trainer.strategy.all_gather(logps)
+            # all_gather returns the ranks in order, so row i is pair start + i
             rows = gathered.reshape(-1, 2)[: len(source) - start].cpu()
             if not torch.isfinite(rows).all():
                 bad = start + int((~torch.isfinite(rows)).any(dim=1).nonzero()[0])
@@ -177,13 +185,14 @@ def _complete(module: "MCorePreference", name: str, source: PairSource) -> _Tabl
 def _appending(path: str, rows: int, is_writer: bool) -> Iterator[Any]:
     """Yield a function that appends [n, 2] fp64 rows to a file that has ``rows`` of them; it writes on one rank only.
 
-    What a crash may have left behind the last whole row is cut off.
+    Whatever a crash left behind the last complete row is cut off.
     """
     if not is_writer:
         yield lambda _: None
         return
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "ab") as file:
+        # A row is two numbers of 8 bytes
         file.truncate(rows * 16)
 
         def append(values: _Table) -> None:

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """``MCoreVisionGPT``: a vision-language model, ready to train on every layout.
 
-It is an :class:`~lightning_mcore.MCoreGPT` behind the vision tower of transformers (``layers/vision.py``). A batch has
-the entries that ``MCoreGPT`` takes, and those that a Hugging Face processor returns for images and videos:
-``pixel_values`` and ``image_grid_thw``, ``pixel_values_videos`` and ``video_grid_thw`` (``data/multimodal.py``).
+It is an :class:`~lightning_mcore.MCoreGPT` behind transformers' vision tower (``layers/vision.py``). A batch has the
+entries that ``MCoreGPT`` takes, and those that a Hugging Face processor returns for images and videos: ``pixel_values``
+and ``image_grid_thw``, ``pixel_values_videos`` and ``video_grid_thw`` (``data/multimodal.py``). On its way to the
+device, :meth:`~MCoreVisionGPT.on_before_batch_transfer` turns these into patches, positions and the places of images.
+When a batch is split into microbatches or over context-parallel ranks, its tokens are cut by the base class, and each
+part gets its images back here.
 """
 
 import functools
@@ -148,9 +151,10 @@ class MCoreVisionGPT(MCoreGPT):
 
     @classmethod
     def check_kind(cls, path: str, settings: dict[str, Any]) -> None:
-        """Refuse the settings of a text-only model, and drop those that are not arguments here."""
+        """Raise ValueError for a text-only model's settings, and drop settings that are not arguments here."""
         if "vision" not in settings:
             raise ValueError(f"{path} is a text-only model; take MCoreGPT")
+        # A default may go, a setting that changes the model may not
         for name in settings.keys() - inspect.signature(cls).parameters.keys():
             value, usual = settings.pop(name), inspect.signature(MCoreGPT).parameters[name].default
             if value and value != usual:
@@ -159,7 +163,7 @@ class MCoreVisionGPT(MCoreGPT):
                 )
 
     def check_settings(self) -> None:
-        """Refuse settings that Megatron, the machine or the tower does not support.
+        """Check that Megatron, the machine and the tower support the settings.
 
         Raises:
             ValueError: As in :meth:`MCoreGPT.check_settings`; or the first stage has too few layers for the outputs
@@ -190,18 +194,21 @@ class MCoreVisionGPT(MCoreGPT):
                 the images or videos.
         """
         batch = with_vision(super().on_before_batch_transfer(batch, dataloader_idx), self.vision)
+        # Only the first stage has the tower, and patches are most of a batch's bytes
         if any(chunk.pre_process for chunk in self.model.chunks):
             return batch
         return _parts(batch)[0]
 
     def split_rows(self, batch: Batch, rows: int) -> Iterator[tuple[Batch, float]]:
         """Cut a batch into microbatches, each with the images of its rows."""
+        # Patches of all rows lie one after the other, without a row axis: with 4 rows of one image each, the second
+        # microbatch of 2 rows gets the patches of images 2 and 3
         of_tokens, seen = _parts(batch)
         for part, share in super().split_rows(of_tokens, rows):
             yield with_own_images(part, seen, self.vision) if seen else part, share
 
     def shard_context(self, batch: Batch) -> Batch:
-        """Return this context-parallel rank's share of the tokens of a batch, and all of its images."""
+        """Return this context-parallel rank's share of a batch's tokens, and all of its images."""
         of_tokens, seen = _parts(batch)
         return {**super().shard_context(of_tokens), **seen}
 
@@ -216,12 +223,14 @@ class MCoreVisionGPT(MCoreGPT):
         return VisionInputs.of_batch(super().model_inputs(batch), batch, rank, size)
 
     def image_tokens(self, batch: Batch) -> Tensor:
-        """Return the number of tokens of images and videos in a batch, a scalar ``[]``."""
+        """Return the number of image and video tokens in a batch, a scalar ``[]``."""
         return (batch["vision_rows"] >= 0).sum()
 
     def flops_per_token(self) -> float:
-        """Return the floating-point operations for one token of the last step, with those of the tower for images."""
+        """Return the floating-point operations per token of the last step, including the tower's for images."""
         counter = self._counter
+        # The tower works for image tokens only: a quarter of the step's tokens means
+        # a quarter of its operations per token
         share = counter.image_tokens / counter.tokens if counter is not None and counter.tokens else 0.0
         return super().flops_per_token() + share * self._tower_flops
 
@@ -230,7 +239,7 @@ class MCoreVisionGPT(MCoreGPT):
         return tower_flops_per_token(self.vision, PARTS if self.lora is not None else self.freeze_parts)
 
     def next_logits(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the logits of :meth:`MCoreGPT.next_logits`; tokens of images and videos are never generated."""
+        """Return the logits of :meth:`MCoreGPT.next_logits`; image and video tokens are never generated."""
         logits = super().next_logits(batch, batch_idx)
         logits[:, [self.vision.image_token_id, self.vision.video_token_id]] = float("-inf")
         return logits
@@ -281,15 +290,7 @@ class MCoreVisionGPT(MCoreGPT):
 
 
 def check_parts(freeze: Sequence[str], lora: Any) -> None:
-    """Refuse parts of models that do not exist, and adapters of a language model that is frozen.
-
-    Args:
-        freeze: Parts that are not trained.
-        lora: Settings of adapters; None for none.
-
-    Raises:
-        ValueError: A part is refused.
-    """
+    """Raise ValueError for parts that do not exist, and for adapters of a language model that is frozen."""
     for part in freeze:
         if part not in PARTS:
             raise ValueError(f"freeze has {part!r}; choose from {', '.join(PARTS)}")
