@@ -73,7 +73,7 @@ def both_counts() -> tuple[int, int]:
 
 def test_reads_of_the_device_do_not_grow_with_the_microbatches() -> None:
     few, many = run_ranks(1, both_counts, timeout=90)[0]
-    assert few == many == 4  # the number of tokens, the gradient norm twice, what was logged
+    assert few == many <= 4  # number of tokens, gradient norm (twice before megatron-core 0.19), logged value
 
 
 def buffers_after_a_run(folder: Path) -> tuple[int, bool]:
