@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``MCorePreferenceData``: preference data from jsonl or parquet files, for ``MCorePreference``.
 
-The files go through the pipeline of ``finetuning/datamodule.py``: they are tokenised once into a cache, read in an
-order that is the same on every layout, and a run resumes exactly. ``rows.py`` describes the rows, and ``pairs.py`` the
-batches. :meth:`PairLoading.pair_sources` offers the pairs of each split, so that the log-probabilities under the
-reference are computed before training, and kept in the cache.
+The files go through the pipeline of ``finetuning/datamodule.py``: tokenised once into a cache, read in the same order
+on every layout, and resumed exactly. ``rows.py`` describes the rows, ``pairs.py`` the batches.
+:meth:`PairLoading.pair_sources` offers each split's pairs, so that log-probabilities under the reference can be
+computed before training and kept in the cache.
 """
 
 import hashlib
@@ -39,25 +39,9 @@ from lightning_mcore.parallel.consensus import together
 class PairSamples(Dataset[Pair]):
     """The pairs of a split that are used; a ``PairSource``.
 
-    Args:
-        tokenized: A ``datasets.Dataset`` of a :class:`~lightning_mcore.data.preference.rows.PairReading`.
-        indices: [n] int64, which of its rows to use; they become the numbers of the pairs.
-        places: Places that a sequence may take, tokens.
-        scored: Whether sequences keep their last token, for a reward model.
-        folder: Folder for the reference's log-probabilities.
-        batch_size: Pairs in a batch of one data-parallel rank.
-        name: What to call the data in errors.
-
-    Attributes:
-        lengths: [pairs] int64, the places that each pair takes, without padding.
-        each: [pairs, 2] int64, the places that each sequence takes.
-        is_tagged: Whether the rows have the tags of KTO.
-        key: As in ``PairSource``, like ``folder``, ``batch_size`` and ``reference``.
-        statistics: Counts of rows; ``without_answer`` counts all that are left out.
-        left_out: [n] int64, why each row is left out, as in ``rows.LEFT_OUT``; 0 for those that are used.
-
-    Raises:
-        ValueError: A sequence is longer than ``places``, or no pair is left.
+    ``tokenized`` is a dataset of a :class:`~lightning_mcore.data.preference.rows.PairReading`, and ``indices`` [n]
+    selects its rows; row numbers become the pairs' numbers. A sequence may take ``places`` tokens; ``scored`` keeps the
+    last token, for a reward model. Raises ValueError if a sequence is longer, or no pair is left.
     """
 
     def __init__(
@@ -72,6 +56,7 @@ class PairSamples(Dataset[Pair]):
     ) -> None:
         self._tokenized = tokenized.with_format("numpy")
         self._scored = scored
+        # Fields of PairSource, like ``key`` below.
         self.folder, self.batch_size = folder, batch_size
         self.reference: NDArray[np.float64] | None = None
         length, second, desirable, self.left_out = (
@@ -79,12 +64,15 @@ class PairSamples(Dataset[Pair]):
             for column in ("length", "second", "desirable", "left_out")
         )
         used = self.left_out == 0
-        self.is_tagged = bool((desirable[used] >= 0).any())
+        self.is_tagged = bool((desirable[used] >= 0).any())  # the rows have KTO's tags
         self._indices = indices[used]
+        # "length" is the sum of both, in places. Tokens 1 2 3 4 5 and 1 2 3 9: second=5, length=4 + 3, so each =
+        # [4, 3], or [5, 4] if the last tokens are scored.
         first = second[used] - 1
-        self.each = np.stack([first, length[used] - first], 1) + scored
+        self.each = np.stack([first, length[used] - first], 1) + scored  # [pairs, 2], places of each sequence
         self.lengths: NDArray[np.int64] = self.each.sum(1)
         count = len(self._indices)
+        # ``without_answer`` counts all rows that are left out; ``counts`` tells the reasons apart.
         self.statistics = PackingStatistics(samples=len(indices), packed=count, without_answer=len(indices) - count)
         if not count:
             raise ValueError(f"{name} has no pair to learn from ({self.counts()}); give rows with two answers")
@@ -95,6 +83,8 @@ class PairSamples(Dataset[Pair]):
                 f" {places} tokens, the longest {self.each[number].max()} (row {self._indices[number]}); choose a"
                 " larger seq_length, or overlong='cut'"
             )
+        # The reference's log-probabilities are cached under this key: it changes with the data, the cut and the
+        # selection.
         digest = hashlib.sha256(json.dumps(sources_of(tokenized)).encode())
         digest.update(self._indices.astype("<i8").tobytes() + self.each.astype("<i8").tobytes())
         self.key = digest.hexdigest()
@@ -107,7 +97,7 @@ class PairSamples(Dataset[Pair]):
         return self.take([index])[0]
 
     def take(self, indices: Sequence[int] | NDArray[np.int64]) -> list[Pair]:
-        """Return several pairs, reading them at once; ``indices`` [n]."""
+        """Return the pairs at ``indices`` [n], in one read."""
         rows = self._indices[indices].tolist()
         read = self._tokenized[rows]
         pairs = []
@@ -132,18 +122,14 @@ class PairSamples(Dataset[Pair]):
 
 
 class PackedPairs(PackedDataset):
-    """Packed rows of pairs; which pairs share a row is decided once.
-
-    Args:
-        samples: The pairs to pack.
-        row_length: Places in a row, tokens.
-        multiple: Each sequence is padded to a multiple of this.
-    """
+    """Packed rows of pairs. Which pairs share a row is decided once, here."""
 
     def __init__(self, samples: PairSamples, row_length: int, multiple: int) -> None:
         self.samples = samples
         self._row_length = row_length
         self._multiple = multiple
+        # The two sequences are padded one by one but packed as one item, so that they stay together. Not via super(),
+        # which would pad the sum.
         padded = -(-samples.each // multiple) * multiple
         self._rows = pack_lengths(padded.sum(1), row_length, multiple)
         tokens = int(samples.lengths.sum())
@@ -169,8 +155,8 @@ class PairLoading(MCoreFinetuningData):
             stage: Lightning's stage: fit, validate, test or predict; None for all.
 
         Raises:
-            ValueError: As in ``MCoreFinetuningData``, or the module learns single answers, or its loss those of
-                another kind.
+            ValueError: As in ``MCoreFinetuningData``; or the module learns from single answers, or its loss from the
+                other kind of rows.
         """
         super().setup(stage)
         together(self._check_tags)
@@ -210,12 +196,14 @@ class PairLoading(MCoreFinetuningData):
         """Places that a sequence may take; two share a packed row."""
         if not self.packing:
             return self.seq_length
+        # seq_length=1000 with CP=4 (multiple 8): half is 500, rounded down to 496.
         multiple = self._multiples().sub_sequence
         return self.seq_length // 2 // multiple * multiple
 
     def _tokenized_files(self, files: list[str], name: str, reading: Reading) -> Any:
         assert isinstance(reading, PairReading)
         if self.overlong == "cut":
+            # A sequence of n places has n + 1 tokens, or n if the last token must be an input.
             reading = replace(reading, most=self._places + (0 if self._is_scored else 1))
         return super()._tokenized_files(files, name, reading)
 
@@ -250,19 +238,20 @@ class MCorePreferenceData(PairLoading):
 
     Args:
         train_files: As in :class:`~lightning_mcore.MCoreFinetuningData`, like all arguments that are not explained.
-        tokenizer: A folder or name of a tokenizer of ``transformers``, or the tokenizer itself.
-        seq_length: Places in a row, in tokens. A packed row has both answers of a pair, so each sequence may take half.
-        batch_size: Pairs in a batch of one data-parallel rank; rows if ``packing``.
+        tokenizer: Folder or name of a ``transformers`` tokenizer, or the tokenizer itself.
+        seq_length: Places in a row, in tokens. A packed row contains both answers of a pair, so each sequence may take
+            half.
+        batch_size: Pairs in a batch on one data-parallel rank; rows if ``packing``.
         validation_files: Files to validate on.
         test_files: Files to test on.
-        validation_share: Share or number of the training pairs to validate on.
-        template: How turns are written: the name of a template, or None for the tokenizer's own.
+        validation_share: Fraction or number of the training pairs to validate on.
+        template: How turns are written: name of a template, or None for the tokenizer's own.
         packing: Put several pairs into a row; otherwise each sequence has its own row.
-        overlong: For a pair that is too long: ``error`` refuses it, ``cut`` cuts the prompt and both answers as
+        overlong: For a pair that is too long: ``error`` raises, ``cut`` cuts the prompt and both answers as
             LLaMA-Factory does.
         shuffle: Draw a new order in each epoch.
         seed: Seed of the order and of ``validation_share``.
-        num_workers: Number of processes of each rank that load batches in advance.
+        num_workers: Number of processes per rank that load batches ahead.
         num_proc: Number of processes that tokenise.
         cache_dir: Folder for the cache of tokens and log-probabilities; None for that of ``datasets``.
         eval_batch_size: ``batch_size`` of validation and testing; None for ``batch_size``.

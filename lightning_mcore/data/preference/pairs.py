@@ -1,31 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pairs of answers to a prompt, and batches of them, padded or packed, for ``MCorePreference``.
 
-A batch of pairs is a batch as ``packing/rows.py`` describes it, in which sequences 2i and 2i + 1 are the two answers of
-a pair: the chosen one, then the rejected one. Each sequence is the prompt and the answer, and ``loss_mask`` is 1 where
-the *label* is a token of the answer. Both have the number of the pair as their ``sample_ids``.
+A batch of pairs is a batch as in ``packing/rows.py``, in which sequences 2i and 2i + 1 are the two answers of a pair:
+the chosen one, then the rejected one. Each sequence is the prompt and the answer, and ``loss_mask`` is 1 where the
+*label* is a token of the answer. Both have the number of the pair as their ``sample_ids``.
 
 * Padded: n pairs are 2n rows. ``tokens``, ``labels``, ``position_ids`` [2n, s] int64, ``loss_mask`` [2n, s] fp32,
   ``lengths`` [2n] int64, ``sample_ids`` [2n] int64. ``MCoreStrategy(micro_batch_size=...)`` counts rows and must be
   even.
-* Packed: a row holds both answers of a pair, as neighbouring sub-sequences, and several pairs. ``tokens``, ``labels``,
+* Packed: a row contains several pairs, the two answers of each as neighbouring sub-sequences. ``tokens``, ``labels``,
   ``position_ids`` and ``loss_mask`` [b, s], ``cu_seqlens`` and ``cu_seqlens_padded`` [b, k + 1] int32, ``sample_ids``
   [b, k] int64, with k even; rows with fewer pairs end in empty sub-sequences.
 
 Two entries may be added, [2n] for a padded batch and [b, k] for a packed one:
 
-* ``reference_logps``, fp64: the log-probability of each answer under the reference model, a sum over its tokens. It is
-  needed by losses with a reference, unless adapters of the model can be switched off.
-* ``desirable``, bool, for KTO. There, sequence 2i is the prompt and the answer of an example, and sequence 2i + 1 the
-  same prompt with the answer of another example, from which KTO estimates its KL term; both have the tag of the
-  example.
+* ``reference_logps``, fp64: log-probability of each answer under the reference model, summed over its tokens. Losses
+  with a reference need it, unless the model has adapters that can be switched off.
+* ``desirable``, bool, for KTO. There, sequence 2i is an example's prompt and answer, and sequence 2i + 1 the same
+  prompt with another example's answer, from which KTO estimates its KL term; both have the example's tag.
 
-A reward model scores the last token of a sequence, which an ordinary batch has only as a label. :func:`with_last_token`
-makes it a place of its own.
-
-:class:`PairSource` is what a data module offers for the reference to be computed before training: its method
-``pair_sources()`` returns one for each split that is set up, by name, as a dict. :class:`PairDataset` is one for pairs
-in memory.
+:class:`PairSource` is what a data module offers so that the reference can be computed before training: its method
+``pair_sources()`` returns a dict with one for each split that is set up. :class:`PairDataset` is one for pairs in
+memory.
 """
 
 import hashlib
@@ -50,9 +46,9 @@ class Pair:
 
     Args:
         chosen: The prompt with the better answer; its ``loss_mask`` marks the answer. For KTO, the example.
-        rejected: The prompt with the other answer. For KTO, the example's prompt with the answer of another example.
+        rejected: The prompt with the other answer. For KTO, the example's prompt with another example's answer.
         desirable: For KTO, whether the example is desirable; None for a pair.
-        reference: The log-probabilities of the two answers under the reference model; None if unknown.
+        reference: Log-probabilities of the two answers under the reference model; None if unknown.
 
     Raises:
         ValueError: An answer has no token, or the two have different numbers.
@@ -79,12 +75,12 @@ class Pair:
 
     @property
     def sequences(self) -> tuple[TokenSample, TokenSample]:
-        """The two sequences, in their order in a batch."""
+        """The two sequences, in batch order."""
         return self.chosen, self.rejected
 
     @property
     def length(self) -> int:
-        """Places that the pair takes in a row without padding, tokens."""
+        """Places that the pair takes in a row without padding, in tokens."""
         return self.chosen.length + self.rejected.length
 
 
@@ -95,8 +91,8 @@ class PairSource(Protocol):
         key: A digest of everything that decides the pairs and their order: files, template, lengths.
         folder: Folder for the reference's log-probabilities, such as the cache of the data.
         batch_size: Pairs in a batch of one data-parallel rank.
-        reference: [pairs, 2] fp64, which the pass assigns before the first batch is read, though perhaps after the
-            loaders are made; ``Pair.reference`` of pair i is then row i. None before.
+        reference: [pairs, 2] fp64, ``Pair.reference`` of each pair; None at first. The pass assigns it before the first
+            batch is read, though perhaps after the loaders are made.
     """
 
     key: str
@@ -119,7 +115,7 @@ class PairDataset(Dataset[Pair]):
     Args:
         pairs: The pairs.
         folder: Folder for the reference's log-probabilities.
-        batch_size: Pairs in a batch of one data-parallel rank while these are computed.
+        batch_size: Pairs in a batch on one data-parallel rank while these are computed.
 
     Attributes:
         key: A digest of all tokens, masks and tags.
@@ -129,6 +125,7 @@ class PairDataset(Dataset[Pair]):
         self.folder, self.batch_size = folder, batch_size
         self.reference: NDArray[np.float64] | None = None
         self._pairs = pairs
+        # Lengths separate the samples; little-endian int64 gives the same digest for every platform and token dtype.
         digest = hashlib.sha256()
         for pair in pairs:
             for sample in pair.sequences:
@@ -163,10 +160,10 @@ def collate_padded_pairs(
 
     Args:
         pairs: One or more pairs, all or none of them with a reference and a tag.
-        multiple: The length of the rows is a multiple of this.
-        row_length: Places in a row, tokens; None for as many as the longest sequence takes, rounded up.
-        vocab_size: Size of the vocabulary, to check tokens against; None for no check.
-        pad_token: The token in padding.
+        multiple: Row length is a multiple of this.
+        row_length: Places in a row, in tokens; None for the longest sequence, rounded up to ``multiple``.
+        vocab_size: Vocabulary size to check tokens against; None for no check.
+        pad_token: Token written into padding.
 
     Returns:
         The batch, as described above.
@@ -174,6 +171,10 @@ def collate_padded_pairs(
     Raises:
         ValueError: There are no pairs, one does not fit, or a token is outside the vocabulary.
     """
+    # A pair with the prompt 1 2 3 and the answers 4 5 and 9, not packed:
+    #
+    #   tokens     1 2 3 4      labels  0 0 4 5      loss_mask  0 0 1 1
+    #              1 2 3 0              0 0 9 0                 0 0 1 0
     sequences = [sequence for pair in pairs for sequence in pair.sequences]
     return collate_padded(sequences, multiple, row_length, vocab_size, pad_token) | _of_pairs(pairs)
 
@@ -189,10 +190,10 @@ def build_pair_row(
 
     Args:
         pairs: One or more pairs, all or none of them with a reference and a tag.
-        row_length: Places in the row, tokens.
+        row_length: Places in the row, in tokens.
         multiple: Each sequence is padded to a multiple of this.
-        vocab_size: Size of the vocabulary, to check tokens against; None for no check.
-        pad_token: The token in padding.
+        vocab_size: Vocabulary size to check tokens against; None for no check.
+        pad_token: Token written into padding.
 
     Returns:
         The row, with the dtypes above and without the batch axis.
@@ -200,6 +201,7 @@ def build_pair_row(
     Raises:
         ValueError: As ``packing.rows.build_row``.
     """
+    # The same pair in a row of 8: tokens 1 2 3 4 1 2 3 0, cu_seqlens 0 4 7, cu_seqlens_padded 0 4 8.
     sequences = [sequence for pair in pairs for sequence in pair.sequences]
     return build_row(sequences, row_length, multiple, vocab_size, pad_token) | _of_pairs(pairs)
 
@@ -220,18 +222,18 @@ def collate_pair_rows(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def check_pairs(batch: dict[str, Any], loss: str) -> None:
-    """Refuse a batch that does not hold pairs; only a batch on the host is checked.
+    """Raise unless a batch contains pairs that ``loss`` can learn from; only a batch on the host is checked.
 
     Args:
         batch: As described above.
-        loss: The loss that learns from it. For ``"kto"`` it must have tags, for ``"reward"`` the last tokens.
+        loss: Name of the loss. ``"kto"`` requires tags, ``"reward"`` the last tokens.
 
     Raises:
-        ValueError: The number of sequences is odd, neighbours do not belong together or nothing says that they do, or
-            tags are missing or superfluous, or last tokens missing.
+        ValueError: The number of sequences is odd, neighbours do not belong together or nothing shows that they do,
+            tags are missing or superfluous, or last tokens are missing.
     """
     tokens = batch.get("tokens") if isinstance(batch, dict) else None
-    if not isinstance(tokens, Tensor) or tokens.is_cuda:
+    if not isinstance(tokens, Tensor) or tokens.is_cuda:  # reading values on a GPU would stall it
         return
     packed = is_packed(batch)
     number = batch["cu_seqlens"].size(1) - 1 if packed else len(tokens)
@@ -262,7 +264,7 @@ def check_pairs(batch: dict[str, Any], loss: str) -> None:
 
 
 def _check_last_tokens(batch: dict[str, Any]) -> None:
-    """Refuse sequences whose last place still has a label to learn: their last token is a label only."""
+    """Raise ValueError if the last place of a sequence has a label to learn: its last token is then only a label."""
     if is_packed(batch):
         lengths = batch["cu_seqlens"].diff(dim=1)  # [b, k]
         places = batch["cu_seqlens_padded"][:, :-1] + lengths - 1
@@ -278,15 +280,16 @@ def _check_last_tokens(batch: dict[str, Any]) -> None:
 
 
 def with_last_token(pair: Pair) -> Pair:
-    """Return a pair whose sequences keep their last token in ``tokens`` of a batch, for a reward model.
+    """Return a pair whose last tokens are also inputs, for a reward model, which scores the last token of a sequence.
 
     Args:
-        pair: A pair.
+        pair: A pair as any other loss takes it.
 
     Returns:
         The same with one more token at the end of both, which is a label only and counts nowhere.
     """
 
+    # The chosen tokens 1 2 3 4 5 become 1 2 3 4 5 5. Inputs are then 1 2 3 4 5; the added label counts nowhere.
     def longer(sample: TokenSample) -> TokenSample:
         assert sample.loss_mask is not None
         tokens, mask = np.append(sample.tokens, sample.tokens[-1]), np.append(sample.loss_mask, False)
@@ -296,7 +299,7 @@ def with_last_token(pair: Pair) -> Pair:
 
 
 def _of_pairs(pairs: Sequence[Pair]) -> dict[str, Tensor]:
-    """Return the entries of a batch that belong to pairs: one value for each of their sequences."""
+    """Return the additional entries of a batch of pairs: one value for each of their sequences."""
     found: dict[str, Any] = {}
     if pairs[0].reference is not None:
         values = [value for pair in pairs for value in pair.reference or ()]

@@ -11,14 +11,8 @@ The columns tell the form of a row:
   ``history``, a list of pairs of texts: earlier prompts and their answers.
 * ``conversations`` or ``instruction``, ``input`` and ``output``, with ``kto_tag``: the same forms for KTO.
 
-A plain prompt is a user's turn, as in ``finetuning/conversations.py``. ``arguments/llamafactory`` reads forms
-whose columns a ``dataset_info.json`` names.
-
-KTO estimates its KL term from the prompt of each example with the answer of another one: of the row before it, and for
-the first row of each block of 1000 rows of the last one of the block, as in LLaMA-Factory.
-
-:class:`PairReading` tokenises rows in the pipeline of ``finetuning/tokenized.py``. Only the answers are learnt. If both
-sequences of a pair are too long, they are cut by one rule with the longer answer, so that they keep the same prompt.
+``arguments/llamafactory`` reads forms whose columns a ``dataset_info.json`` names. :class:`PairReading` tokenises rows
+in the pipeline of ``finetuning/tokenized.py``; only the answers are learnt.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +27,7 @@ from lightning_mcore.data.finetuning.conversations import ConversationReader, Me
 from lightning_mcore.data.finetuning.tokenized import Encoder, Reading, columns_of
 from lightning_mcore.data.packing.best_fit import TokenSample
 
+# Prefix of the columns that come from the row whose answer is the KL example.
 PARTNER = "partner of "
 """Before the name of a column: that column of the row whose answer is the KL example."""
 
@@ -45,38 +40,27 @@ LEFT_OUT = (
     "whose partner has no answer",
 )
 """Why a row is left out; its number is in the cache, 0 for rows that are used."""
+# Indices of LEFT_OUT.
 _BROKEN, _UNANSWERED, _EQUAL, _CUT, _ALONE = range(1, 6)
 
 
 class PreferenceRow(NamedTuple):
-    """A prompt with two answers.
+    """A prompt with two answers."""
 
-    Attributes:
-        prompt: Messages, the last one of the user; empty if the row is broken.
-        chosen: The better answer; for KTO, the answer of the example.
-        rejected: The other answer; for KTO, the answer of another example.
-        desirable: For KTO, whether the example is desirable; None for a pair.
-    """
-
-    prompt: list[Message]
-    chosen: str
-    rejected: str
-    desirable: bool | None = None
+    prompt: list[Message]  # the last message is the user's; empty if the row is broken
+    chosen: str  # the better answer; for KTO, the example's own
+    rejected: str  # the other answer; for KTO, another example's
+    desirable: bool | None = None  # for KTO; None for a pair
 
 
 def preference_row(
     chosen: Sequence[Message], rejected: Sequence[Message], desirable: bool | None = None
 ) -> PreferenceRow:
-    """Return the row of two conversations that differ in their last turn; for KTO, ``rejected`` is of another row.
-
-    Args:
-        chosen: Messages, the last one the better answer.
-        rejected: Messages, the last one the other answer.
-        desirable: For KTO, whether the example is desirable; None for a pair.
-    """
+    """Return the row of two conversations that differ in their last message; for KTO, ``rejected`` is another row's."""
     prompt = list(chosen[:-1])
     roles = [message["role"] for message in chosen]
     turns = roles[1:] if roles[:1] == ["system"] else roles
+    # For KTO the partner's prompt differs by design, so only the example's own turns are checked.
     broken = not turns or turns != ["user", "assistant"] * (len(turns) // 2)
     if desirable is None:
         broken |= list(rejected[:-1]) != prompt or [message["role"] for message in rejected] != roles
@@ -85,27 +69,21 @@ def preference_row(
 
 
 def partner_of(row: Row) -> dict[str, Any]:
-    """Return the row whose answer is the KL example of a row, by the names of its columns."""
+    """Return the row whose answer is the KL example of a row, by its own column names."""
     return {name.removeprefix(PARTNER): value for name, value in row.items() if name.startswith(PARTNER)}
 
 
 class PreferenceReader:
     """Turns rows of one form into prompts with two answers.
 
-    Args:
-        columns: Names of the columns of the data.
-
-    Attributes:
-        needed: The columns that each row must have.
-        tag: The column that tells desirable examples; None for pairs.
-
-    Raises:
-        ValueError: The columns fit none of the forms.
+    ``needed`` are the columns that each row must have; ``tag`` is the one that marks desirable examples, None for
+    pairs. Raises ValueError if the columns fit none of the forms.
     """
 
     def __init__(self, columns: Iterable[str]) -> None:
         present = list(columns)
         answers = ("chosen", "rejected")
+        # The first form that fits counts, so the more specific ones come first.
         forms: list[tuple[str, ...]] = [
             ("conversations", *answers),
             ("instruction", *answers),
@@ -124,19 +102,16 @@ class PreferenceReader:
         self.tag = next((name for name in ("label", "kto_tag") if name in self.needed), None)
         self._has_prompt = "prompt" in present
         kind: Any = {"conversations": "sharegpt", "instruction": "alpaca"}.get(self.needed[0], "messages")
+        # Each answer is read as the end of an ordinary conversation; the added names are columns that ``_answered``
+        # makes.
         self._single = ConversationReader([*present, "output", "messages"], kind)
         self._kind: str = kind
 
     def messages(self, row: Row, name: str) -> PreferenceRow:
         """Return the prompt and the answers of a row.
 
-        Args:
-            row: The columns of the row by name, those of its partner too if there is a :attr:`tag`.
-            name: What to call the row in an error.
-
-        Raises:
-            ValueError: A column is missing, a role is unknown, or a message calls tools.
-            TypeError: A value has another type than its form needs.
+        If there is a :attr:`tag`, ``row`` includes the partner's columns. Raises ValueError for a missing column, an
+        unknown role or a tool call, TypeError for a value of the wrong type.
         """
         if self.tag is None:
             return preference_row(self._answered(row, "chosen", name), self._answered(row, "rejected", name))
@@ -145,7 +120,7 @@ class PreferenceReader:
         return preference_row(self._answered(row, answer, name), partner, require_tag(row, self.tag, name))
 
     def _answered(self, row: Row, answer: str | None, name: str) -> list[Message]:
-        """Return the whole conversation with one of the answers."""
+        """Return the conversation that ends with one of the answers."""
         if self._kind == "alpaca":
             last = self._single.messages(row if answer is None else {**row, "output": row[answer]}, name)
             return [*_system(row, name), *earlier_exchanges(row.get("history"), "history", name), *last]
@@ -155,6 +130,7 @@ class PreferenceReader:
             turns = [*_turns(row, "conversations", "", name), *_turns(row, answer, "", name)]
             return self._single.messages({"conversations": turns}, name)
         if not self._has_prompt and isinstance(row["chosen"], str) and isinstance(row["rejected"], str):
+            # "Q: 2+2? A: 4" and "Q: 2+2? A: 5" share "Q: 2+2? A:", so the answers are " 4" and " 5".
             prompt = _shared_beginning(row["chosen"], row["rejected"])
             row = {"prompt": prompt, answer: row[answer][len(prompt) :]}
         turns = _turns(row, "prompt", "user", name) if "prompt" in row else []
@@ -162,7 +138,7 @@ class PreferenceReader:
 
 
 def _turns(row: Row, column: str, role: str, name: str) -> list[Any]:
-    """Return the messages of a column that holds a text, of ``role``, a message, or a list of messages."""
+    """Return the messages of a column with a text (as one message of ``role``), a message, or a list of messages."""
     value = row[column]
     if role and (value is None or isinstance(value, str)):
         return [{"role": role, "content": value or ""}]
@@ -182,7 +158,7 @@ def _system(row: Row, name: str) -> list[Message]:
 
 
 def _shared_beginning(first: str, second: str) -> str:
-    """Return the common beginning of two texts, without a space at its end."""
+    """Return the common beginning of two texts, without a final space: tokenizers join it to the next word."""
     length = next(
         (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
@@ -190,11 +166,7 @@ def _shared_beginning(first: str, second: str) -> str:
 
 
 def require_tag(row: Row, tag: str, name: str) -> bool:
-    """Return whether an example is desirable.
-
-    Raises:
-        TypeError: The value is not a bool.
-    """
+    """Return whether an example is desirable; raise TypeError unless the value is a bool."""
     value = row[tag]
     if not isinstance(value, bool):
         raise TypeError(f"{tag!r} of {name} is {value!r}; give true for a desirable answer, or false")
@@ -202,26 +174,18 @@ def require_tag(row: Row, tag: str, name: str) -> bool:
 
 
 class EncodedPair(NamedTuple):
-    """The two sequences of a row as tokens.
+    """The two sequences of a row as tokens."""
 
-    Attributes:
-        samples: The chosen one, then the rejected one; both empty if the row is left out.
-        desirable: For KTO, whether the example is desirable; None for a pair.
-        left_out: Why the row is left out, a place in :data:`LEFT_OUT`; 0 if it is used.
-    """
-
-    samples: tuple[TokenSample, TokenSample]
-    desirable: bool | None
-    left_out: int
+    samples: tuple[TokenSample, TokenSample]  # chosen, rejected; both empty if the row is left out
+    desirable: bool | None  # for KTO; None for a pair
+    left_out: int  # index in LEFT_OUT, 0 if the row is used
 
 
 class PairEncoder:
     """Tokenises a prompt with two answers.
 
-    Args:
-        encoder: Tokenises a conversation of which the last answer is learnt.
-        one_prompt: Take the tokens of the prompt from the chosen conversation for both.
-        most: The most tokens of a sequence; None for no limit.
+    ``one_prompt`` takes the prompt's tokens from the chosen conversation for both; ``most`` limits the tokens of a
+    sequence.
     """
 
     def __init__(self, encoder: Encoder, one_prompt: bool, most: int | None) -> None:
@@ -230,22 +194,14 @@ class PairEncoder:
         self._most = most
 
     def encode(self, row: PreferenceRow, sample_id: int, name: str) -> EncodedPair:
-        """Return the sequences of a row.
-
-        Args:
-            row: The prompt and the answers.
-            sample_id: Number of the row.
-            name: What to call it in an error.
-
-        Raises:
-            ValueError: The template refuses the conversation.
-        """
+        """Return the sequences of a row; raises ValueError if the template rejects it. Errors call it ``name``."""
         reason, parts = self._parts(row, sample_id, name)
         nothing = TokenSample(np.zeros(0, np.int32), np.zeros(0, np.bool_), sample_id)
         if reason:
             return EncodedPair((nothing, nothing), row.desirable, reason)
         samples = []
         for prompt, answer in parts:
+            # All tokens from the answer on; never the first token, which nothing predicts.
             learnt = np.arange(len(prompt) + len(answer)) >= max(len(prompt), 1)
             samples.append(TokenSample(np.concatenate([prompt, answer]), learnt, sample_id))
         return EncodedPair((samples[0], samples[1]), row.desirable, 0)
@@ -265,6 +221,8 @@ class PairEncoder:
         for answer in (row.chosen, row.rejected):
             sample = self._encoder.encode([*row.prompt, {"role": "assistant", "content": answer}], sample_id, name)
             assert sample.loss_mask is not None
+            # The mask marks the answer: what comes before it is the prompt, what follows (such as a line break) is
+            # dropped.
             learnt = np.flatnonzero(sample.loss_mask)
             if not learnt.size:
                 return _UNANSWERED, []
@@ -278,9 +236,12 @@ class PairEncoder:
         return (_EQUAL if is_pair and np.array_equal(parts[0][1], parts[1][1]) else 0), parts
 
     def _cut(self, parts: list[list[NDArray[np.int32]]], is_pair: bool) -> None:
-        """Cut both sequences to the most tokens that are allowed, a pair by its longer answer."""
+        """Cut both sequences to the most tokens allowed."""
         if self._most is None:
             return
+        # A pair is cut by its longer answer, so that both keep the same prompt. With most=512, a prompt of 600 tokens
+        # and answers of 400 and 50: kept_lengths(600, 400, 512) is (308, 204), so the prompt keeps 308 tokens and the
+        # answers 204 and 50.
         longest = max(len(answer) for _, answer in parts)
         for part in parts:
             prompt, answer = kept_lengths(len(part[0]), longest if is_pair else len(part[1]), self._most)
@@ -289,15 +250,10 @@ class PairEncoder:
 
 @dataclass(frozen=True)
 class PairReading(Reading):
-    """How rows become pairs of tokens; ``longest`` of :class:`Reading` has no use here.
+    """How rows become pairs of tokens; ``longest`` of :class:`Reading` has no use here."""
 
-    Args:
-        most: The most tokens of a sequence; longer ones are cut. None for no limit.
-        block: Rows of a block, in which KTO pairs prompts with the answers of other rows.
-    """
-
-    most: int | None = None
-    block: int = 1000
+    most: int | None = None  # tokens of a sequence, longer ones are cut; None for no limit
+    block: int = 1000  # rows within which KTO pairs prompts with other rows' answers
 
     def reader(self, columns: Iterable[str]) -> Any:
         """Return the reader of rows with these columns."""
@@ -313,6 +269,9 @@ class PairReading(Reading):
             return rows
         from datasets import concatenate_datasets
 
+        # KTO estimates its KL term from each prompt with another example's answer: the previous row's, and for the
+        # first row of each block the last one's, as in LLaMA-Factory. Five rows in blocks of 3 have the partners 2 0 1
+        # 4 3.
         order = np.arange(len(rows))
         starts = order // self.block * self.block
         ends = np.minimum(starts + self.block, len(rows))
@@ -321,9 +280,9 @@ class PairReading(Reading):
         return concatenate_datasets([rows, renamed], axis=1)
 
     def columns(self, sample: EncodedPair) -> dict[str, Any]:
-        """Return the columns of a pair: its sequences one after the other, and where the second one begins.
+        """Return the columns of a pair: its sequences end to end, and in ``second`` where the second one begins.
 
-        ``desirable`` is -1 without a tag, and ``left_out`` a place in :data:`LEFT_OUT`.
+        ``desirable`` is -1 without a tag, and ``left_out`` an index in :data:`LEFT_OUT`.
         """
         chosen, rejected = sample.samples
         both = TokenSample(
@@ -339,5 +298,5 @@ class PairReading(Reading):
         }
 
     def features(self) -> dict[str, str]:
-        """Return the types of the columns of a pair."""
+        """Return the types of a pair's additional columns."""
         return dict.fromkeys(("second", "desirable", "left_out"), "int64")

@@ -1,22 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """One split of a blend of indexed datasets, as Megatron's ``GPTDataset`` and ``BlendedDataset``.
 
-:func:`parse_paths` and :func:`parse_split` read what a user gives: which datasets, with which weights, and which share
-of their documents each split gets. :func:`build` makes the samples of a split.
-
-Megatron cuts documents into samples and shuffles them once, into index files that all ranks then map. Its
-``BlendedMegatronDatasetBuilder`` puts barriers between rank 0, which writes those files, and the others, which read
-them. When rank 0 fails, the others wait until the process group times out. The dataset classes themselves need no
-barriers. Here rank 0 builds, every rank learns whether that worked (``parallel/consensus.py``), and then all of them
-read. The samples equal those of Megatron's builder; a test compares both.
-
-Index files lie in ``CACHE_DIR/<digest>``. The folder appears when it is complete, and is built again when its files no
-longer match their checksums (``data/checked_files.py``). The digest covers the dataset's files as well. Megatron's own
-names do not, so a dataset that was rebuilt would be read with the index of the old one.
+Megatron cuts documents into samples and shuffles them once, into index files that all ranks map. Its
+``BlendedMegatronDatasetBuilder`` puts barriers between rank 0, which writes those files, and the other ranks: if rank 0
+fails, they wait until the process group times out. The dataset classes need no barriers. So in :func:`build` rank 0
+builds, every rank learns whether that worked (``parallel/consensus.py``), and then all read. The samples equal those of
+Megatron's builder; a test compares both.
 
 Megatron reads index files with ``numpy.load(allow_pickle=True)``, which runs whatever code the file contains. The two
-classes here write the files as Megatron does and read them without pickle. What is read of a .bin file that has
-checksums is compared with them, block by block.
+subclasses here write the same files and read them without pickle. What is read of a .bin file that has checksums is
+compared with them, block by block. ``datamodule.py`` is the only user.
 """
 
 import copy
@@ -52,22 +45,17 @@ SPLITS = ("train", "val", "test")  # in Megatron's order
 
 @dataclass(frozen=True)
 class Blend:
-    """Which datasets to read, and how much of each.
-
-    Attributes:
-        prefixes: Prefix of the files of each dataset.
-        weights: Positive weight of each dataset in the samples; None to read each dataset once.
-    """
+    """Which datasets to read, and how much of each."""
 
     prefixes: tuple[str, ...]
-    weights: tuple[float, ...] | None
+    weights: tuple[float, ...] | None  # positive, per dataset; None reads each dataset once
 
 
 def parse_split(split: str) -> list[tuple[float, float] | None]:
-    """Return where the documents of each split begin and end, as shares of all documents; None for an empty split.
+    """Return the fractions of all documents where each split begins and ends; None for an empty split.
 
-    Raises:
-        ValueError: ``split`` is not a list of at most three shares.
+    ``"969,30,1"`` becomes (0, 0.969), (0.969, 0.999), (0.999, 1). Raises ValueError unless ``split`` has one to three
+    numbers.
     """
     parts = split.split(",")
     if len(parts) > len(SPLITS) or not all(re.fullmatch(r"\s*\d+(\.\d*)?\s*", part) for part in parts):
@@ -85,15 +73,10 @@ def parse_split(split: str) -> list[tuple[float, float] | None]:
 
 
 def parse_paths(name: str, paths: object) -> Blend:
-    """Return the blend that an argument stands for.
+    """Return the blend that the argument ``name`` stands for.
 
-    Args:
-        name: Name of the argument, for errors.
-        paths: A prefix, a list of prefixes, or a dict of prefixes and weights.
-
-    Raises:
-        TypeError: ``paths`` is something else.
-        ValueError: ``paths`` is empty, names a dataset twice, or has a weight that is not positive.
+    ``paths`` is a prefix, a list of prefixes, or a dict of prefixes and weights. Raises TypeError for anything else;
+    ValueError if it is empty, names a dataset twice, or has a weight that is not positive.
     """
     if isinstance(paths, str):
         paths = [paths]
@@ -122,7 +105,7 @@ def _is_weight(weight: object) -> bool:
 
 
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
-_SHARED_DISK_SECONDS = 30.0  # that a network disk may take to show what another machine wrote
+_SHARED_DISK_SECONDS = 30.0  # how long a network disk may take to show what another machine wrote
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -130,39 +113,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SplitRequest:
-    """What decides the samples of a split and their order.
-
-    Attributes:
-        blend: The datasets.
-        split: 0 for training, 1 for validation, 2 for test.
-        share: Where the documents of the split begin and end in each dataset, as shares of all documents.
-        samples: Number of samples to draw; None takes each document once.
-        seq_length: Tokens of a sample.
-        seed: Seed of the order.
-        reset_position_ids: Positions start again after each end-of-document token.
-        eod_mask_loss: Targets after an end-of-document token do not count.
-        eod: The end-of-document token.
-    """
+    """Everything that decides the samples of a split and their order; its digest names the cache folder."""
 
     blend: Blend
-    split: int
-    share: tuple[float, float]
-    samples: int | None
+    split: int  # 0 training, 1 validation, 2 test
+    share: tuple[float, float]  # where the split begins and ends in each dataset, as fractions of all documents
+    samples: int | None  # number to draw; None takes each document once
     seq_length: int
     seed: int
-    reset_position_ids: bool
-    eod_mask_loss: bool
+    reset_position_ids: bool  # positions restart after each end-of-document token
+    eod_mask_loss: bool  # targets after an end-of-document token do not count
     eod: int | None
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
-    """The first samples of a split, as an MCoreModule takes them.
+    """The first samples of a split, in the form that MCoreModule takes. ``folder`` has its index files.
 
-    A copy in another process, such as a worker of a DataLoader, opens the files again.
-
-    Args:
-        request: What was built.
-        folder: Folder of its index files.
+    A copy in another process, such as a DataLoader worker, opens the files again.
     """
 
     def __init__(self, request: SplitRequest, folder: str) -> None:
@@ -176,10 +143,9 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         return self.samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return ``tokens``, ``labels``, ``position_ids``, [s] int64 each, and ``loss_mask``, [s] fp32.
+        """Return ``tokens``, ``labels``, ``position_ids`` [s] int64 and ``loss_mask`` [s] fp32.
 
-        Raises:
-            ValueError: The tokens have changed since they were written.
+        Raises ValueError if the tokens have changed since they were written.
         """
         row = self.dataset[index]
         return {key: row[key] for key in _KEYS}
@@ -190,21 +156,17 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 
 def available(index: Index, share: tuple[float, float], seq_length: int) -> int:
-    """Return the number of samples in a split of a dataset.
-
-    Source: ``_build_megatron_dataset_splits`` and ``_build_document_sample_shuffle_indices`` in megatron.core.datasets
-    (0.16.1).
-    """
+    """Return the number of samples that the documents of a split contain, drawing each once."""
+    # Source: ``_build_megatron_dataset_splits`` and ``_build_document_sample_shuffle_indices`` in
+    # megatron.core.datasets (0.16.1). For 1,000 documents of 100 tokens, seq_length=2048 and "969,30,1": training has
+    # documents 0 to 968, 96,900 tokens, 47 samples; validation documents 969 to 998, 1 sample; test one document, no
+    # sample. Samples share one token, hence the "- 1".
     first, last = (round(part * float(len(index.lengths))) for part in share)
     return max(0, (index.tokens(first, last) - 1) // seq_length)
 
 
 def require_samples(index: Index, request: SplitRequest) -> int:
-    """Return the number of samples in a split of a dataset.
-
-    Raises:
-        ValueError: The split has none; Megatron would loop forever over it.
-    """
+    """Return :func:`available` samples; raise ValueError if there are none, over which Megatron would loop forever."""
     samples = available(index, request.share, request.seq_length)
     if samples == 0:
         first, last = (round(part * float(len(index.lengths))) for part in request.share)
@@ -217,11 +179,7 @@ def require_samples(index: Index, request: SplitRequest) -> int:
 
 
 def require_helpers() -> None:
-    """Refuse a megatron-core without a compiled part for this Python.
-
-    Raises:
-        ModuleNotFoundError: The compiled part is missing.
-    """
+    """Raise ModuleNotFoundError if megatron-core lacks its compiled part for this Python."""
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
         raise ModuleNotFoundError(
             "megatron.core.datasets.helpers_cpp, the compiled part of megatron-core's datasets, is missing for this"
@@ -238,21 +196,16 @@ def at_first_rank(function: Callable[[], T]) -> T:
 def build(request: SplitRequest, cache_dir: str) -> Rows:
     """Return the samples of a split, in the order in which all ranks together read them; collective if connected.
 
-    Args:
-        request: What to build.
-        cache_dir: Folder for Megatron's index files, which every machine sees.
-
-    Raises:
-        FileNotFoundError: A dataset does not exist, or a machine does not see the folder.
-        ValueError: A dataset is damaged or too small.
-        OSError: The folder cannot be written.
+    ``cache_dir`` holds Megatron's index files and must be visible to every machine. Raises FileNotFoundError if a
+    dataset is missing or a machine does not see the folder, ValueError if a dataset is damaged or too small, OSError if
+    the folder cannot be written.
     """
     folder = at_first_rank(lambda: _prepare(request, os.path.abspath(cache_dir)))
     return together(lambda: _load(request, folder))
 
 
 def _prepare(request: SplitRequest, cache_dir: str) -> str:
-    """Write the index files, unless they exist, and return their folder."""
+    """Write the index files on rank 0, unless they exist, and return their folder."""
     require_helpers()
     for prefix in request.blend.prefixes:
         require_samples(read_index(prefix), request)
@@ -268,6 +221,7 @@ def _prepare(request: SplitRequest, cache_dir: str) -> str:
 
 
 def _load(request: SplitRequest, folder: str) -> Rows:
+    """Open the samples on this rank; wait for a network disk to show the folder."""
     deadline = time.monotonic() + _SHARED_DISK_SECONDS
     while not os.path.isdir(folder):
         if time.monotonic() > deadline:
@@ -287,6 +241,9 @@ def _load(request: SplitRequest, folder: str) -> Rows:
 
 
 def _digest(request: SplitRequest) -> str:
+    """Return the folder name for a request."""
+    # Sizes and times are part of it. Megatron's own names lack them, so it would read a rebuilt dataset with the index
+    # of the old one.
     files = []
     for prefix in request.blend.prefixes:
         for suffix in (".bin", ".idx"):
@@ -305,7 +262,7 @@ class _EndOfDocument:
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
-        """Return what becomes part of the names of Megatron's index files."""
+        """Return what becomes part of Megatron's index file names."""
         return {"eod": self.eod}
 
 
@@ -335,7 +292,8 @@ class _Blended(BlendedDataset):  # type: ignore[misc]
         return _stored(self, self.split.name, ("dataset_index", "dataset_sample_index"), self._blend)
 
     def _blend(self) -> tuple[NDArray[Any], ...]:
-        """Return the indices as Megatron makes them, without files: writing them, it would ask for its rank."""
+        """Return the indices as Megatron makes them, without files."""
+        # With a cache path, Megatron would ask for its rank, which needs a process group.
         config = self.config
         self.config = copy.copy(config)
         self.config.path_to_cache = None
@@ -357,15 +315,13 @@ def _is_not_about_files(record: logging.LogRecord) -> bool:
 def _stored(
     dataset: Any, split: str, names: tuple[str, ...], build: Callable[[], tuple[NDArray[Any], ...]]
 ) -> tuple[NDArray[Any], ...]:
-    """Return the arrays in the index files of a dataset; or build them, and write those that Megatron does not.
-
-    Source: ``_build_document_sample_shuffle_indices`` and ``_build_indices`` in megatron.core.datasets (0.16.1 and
-    0.19.2), which name the files.
-    """
+    """Return the arrays in a dataset's index files; or build them, and write those that Megatron does not."""
+    # Source: ``_build_document_sample_shuffle_indices`` and ``_build_indices`` in megatron.core.datasets (0.16.1 and
+    # 0.19.2), which name the files.
     folder = dataset.config.path_to_cache
     stem = f"{dataset.unique_description_hash}-{type(dataset).__name__}-{split}"
     paths = [os.path.join(folder, f"{stem}-{name}.npy") for name in names]
-    if is_cached(folder):
+    if is_cached(folder):  # finished, so rank 0 has checked it
         try:
             return tuple(np.load(path, mmap_mode="r", allow_pickle=False) for path in paths)
         except (ValueError, OSError) as error:
@@ -378,10 +334,8 @@ def _stored(
 
 
 def _dataset(request: SplitRequest, folder: str) -> Any:
-    """Return Megatron's dataset; on rank 0 it writes missing index files.
-
-    Source: ``BlendedMegatronDatasetBuilder._build_blended_dataset_splits`` (0.16.1 and 0.19.2), without its barriers.
-    """
+    """Return Megatron's dataset; on rank 0 it writes missing index files."""
+    # Source: ``BlendedMegatronDatasetBuilder._build_blended_dataset_splits`` (0.16.1 and 0.19.2), without its barriers.
     blend, split = request.blend, request.split
     config = _config(request, folder)
     sizes = [request.samples if number == split else 0 for number in range(len(SPLITS))]
@@ -394,12 +348,15 @@ def _dataset(request: SplitRequest, folder: str) -> Any:
 
     if len(blend.prefixes) == 1:
         return one(blend.prefixes[0], request.samples)
+    # Unweighted: each dataset once. The sizes of the parts serve as their weights.
     if blend.weights is None:
         parts = [one(prefix, None) for prefix in blend.prefixes]
         total = sum(len(part) for part in parts)
         size = None if request.samples is None else min(request.samples, total)
         return _Blended(parts, [len(part) for part in parts], size, config)
     assert request.samples is not None
+    # 1,000 samples with weights 3 and 1 are 750 and 250; Megatron draws half a percent more of each (its surplus),
+    # because the blend may take a little more of one than its share.
     shares = [weight / math.fsum(blend.weights) for weight in blend.weights]
     targets = [math.ceil(request.samples * share) for share in shares]
     surplus = 1 + config.mid_level_dataset_surplus

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``MCorePretrainingData``: a LightningDataModule on Megatron's indexed datasets, blends and splits.
 
-``lightning-mcore preprocess`` or Megatron-LM makes the files. Megatron's ``GPTDataset`` cuts their documents into rows
-of ``seq_length`` tokens and shuffles them; ``blend.py`` builds it. Its order does not depend on ranks, so the loaders
-of ``data/sampling.py`` read it unchanged: every step sees the same samples whatever the layout, and a resumed run
+``lightning-mcore preprocess`` or Megatron-LM makes the files. Megatron's ``GPTDataset``, built by ``blend.py``, cuts
+documents into rows of ``seq_length`` tokens and shuffles them. Its order does not depend on ranks, so the loaders of
+``data/sampling.py`` read it unchanged: every step sees the same samples whatever the layout, and a resumed run
 continues with the next ones.
 
-The order depends on the number of samples to draw, which follows from ``max_steps``: Megatron joins as many passes over
-the documents as it needs, and shuffles across all of them. A run resumed with another number would read other samples,
-some of them twice. So the checkpoint stores the number, and a resumed run keeps it as long as it is large enough.
+The order does depend on the number of samples to draw, which follows from ``max_steps``: Megatron joins as many passes
+over the documents as it needs and shuffles across all of them. A run resumed with another number would read other
+samples, some of them twice. So the checkpoint stores the number, and a resumed run keeps it if it is large enough.
 """
 
 import logging
@@ -44,28 +44,28 @@ class MCorePretrainingData(pl.LightningDataModule):
     """Rows of ``seq_length`` tokens from Megatron's indexed datasets.
 
     A batch is a dict of ``tokens``, ``labels``, ``loss_mask`` and ``position_ids``, each [b, s], as ``MCoreGPT`` takes
-    it. A single dataset, and datasets with weights, are repeated as often as training needs; several datasets without
+    it. A single dataset, or datasets with weights, are repeated as often as training needs; several datasets without
     weights are read once. Documents follow one another in a row, and attention sees the whole row.
 
     Args:
-        data_paths: The prefix of a dataset's .bin and .idx files; or a list of prefixes; or a dict of prefixes and
-            weights, which are shares of the samples and need not sum to 1.
+        data_paths: Prefix of a dataset's .bin and .idx files; or a list of prefixes; or a dict of prefixes and weights,
+            which are fractions of the samples and need not sum to 1.
         seq_length: Tokens in a row.
-        batch_size: Rows in a batch of one data-parallel rank.
-        split: Shares of the documents for training, validation and test; None for ``"969,30,1"``.
+        batch_size: Rows in a batch on one data-parallel rank.
+        split: Relative numbers of documents for training, validation and test; None for ``"969,30,1"``.
         train_paths: Datasets for training only, instead of ``data_paths`` and ``split``.
         val_paths: Datasets for validation only.
         test_paths: Datasets for testing only.
         train_samples: Rows to train on; None takes as many as ``max_steps`` needs, or without ``max_steps`` all rows,
-            in a new order in each epoch. Give a number if the run may be extended later.
+            in a new order in each epoch. Set it if the run may be extended later.
         val_samples: Rows to validate on; None for all.
         test_samples: Rows to test on; None for all.
         seed: Seed of the order.
         num_workers: Number of processes of each loader.
-        cache_dir: Folder for Megatron's index files, which all machines see; None for ``PREFIX.cache`` beside the first
-            dataset.
-        reset_position_ids: Let positions start again after each end-of-document token.
-        eod_mask_loss: Do not count the target that follows an end-of-document token.
+        cache_dir: Folder for Megatron's index files, visible to all machines; None for ``PREFIX.cache`` next to the
+            first dataset.
+        reset_position_ids: Restart positions after each end-of-document token.
+        eod_mask_loss: Ignore the target that follows an end-of-document token.
         eod_token_id: The end-of-document token; None reads it from the file that ``lightning-mcore preprocess`` wrote.
 
     Raises:
@@ -102,6 +102,7 @@ class MCorePretrainingData(pl.LightningDataModule):
             require_size(name, value, at_least=0)
         require_flag("reset_position_ids", reset_position_ids)
         require_flag("eod_mask_loss", eod_mask_loss)
+        # Lists by split: training, validation, test.
         self._blends, self._shares = _splits(data_paths, split, [train_paths, val_paths, test_paths])
         self.seq_length = seq_length
         self.batch_size = batch_size
@@ -112,12 +113,12 @@ class MCorePretrainingData(pl.LightningDataModule):
         self.eod_mask_loss = eod_mask_loss
         self.eod_token_id = eod_token_id
         self._samples = [train_samples, val_samples, test_samples]
-        self._rows: dict[tuple[int, int | None], Rows] = {}
+        self._rows: dict[tuple[int, int | None], Rows] = {}  # by split and number of samples
         self._eod: int | None = eod_token_id
-        self._held: dict[int, int] = {}
-        self._restored: dict[str, Any] | None = None
-        self._drawn: int | None = None
-        self._order: dict[str, Any] = {}
+        self._held: dict[int, int] = {}  # rows of one pass, by split, after setup
+        self._restored: dict[str, Any] | None = None  # from a checkpoint
+        self._drawn: int | None = None  # training samples; None shuffles anew in each epoch
+        self._order: dict[str, Any] = {}  # what else decides their order
 
     # ---- before training
 
@@ -148,7 +149,7 @@ class MCorePretrainingData(pl.LightningDataModule):
             _log.info("%s: %d rows of %d tokens", SPLITS[number], samples, self.seq_length)
 
     def _check(self, numbers: list[int], vocabulary: object) -> tuple[dict[int, int], int | None]:
-        """Return how many samples each split holds, and the end-of-document token."""
+        """Return how many samples each split holds, and the end-of-document token; runs on rank 0."""
         require_helpers()
         held: dict[int, int] = {}
         facts: list[tuple[str, dict[str, Any]]] = []
@@ -185,7 +186,7 @@ class MCorePretrainingData(pl.LightningDataModule):
     # ---- loaders
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of whole global batches in Megatron's order.
+        """Return the loader of full global batches in Megatron's order.
 
         Raises:
             ValueError: There are fewer rows than a global batch, or the checkpoint was taken with other data, or with
@@ -197,6 +198,7 @@ class MCorePretrainingData(pl.LightningDataModule):
         rows = self._built(0, self._drawn)
         if self._drawn is not None:
             _log.info("training draws %d rows, %.2f passes over the data", self._drawn, self._drawn / self._held[0])
+        # Megatron has shuffled all passes already; only single passes over all rows are shuffled here.
         return training_loader(
             self.trainer,
             rows,
@@ -224,6 +226,7 @@ class MCorePretrainingData(pl.LightningDataModule):
             raise ValueError(
                 f"{SPLITS[number]}_samples={wanted} is more than the {held} rows of the split; choose {held} or less"
             )
+        # A weighted blend has no end of its own: take as many rows as one pass has.
         if blend.weights is not None and wanted is None:
             wanted = held
         rows, pin_memory = self._built(number, wanted), is_on_cuda(self.trainer)
@@ -250,7 +253,7 @@ class MCorePretrainingData(pl.LightningDataModule):
     # ---- the number of training samples
 
     def _train_samples(self) -> int | None:
-        """Return how many samples training draws: the number given, that of the checkpoint, or what the steps need."""
+        """Return how many samples to draw: the number given, that of the checkpoint, or what the steps need."""
         needed, given = self._needed(), self._samples[0]
         blend = self._blends[0]
         assert blend is not None
@@ -265,10 +268,12 @@ class MCorePretrainingData(pl.LightningDataModule):
     def _needed(self) -> int | None:
         if self.trainer is None or self.trainer.max_steps < 0:
             return None
+        # 1,000 steps of accumulate_grad_batches=4, batch_size=2 on 8 ranks: 64,000 rows.
         _, ranks = data_parallel_place(self.trainer)
         return self.trainer.max_steps * self.trainer.accumulate_grad_batches * self.batch_size * ranks
 
     def _restored_samples(self, restored: dict[str, Any], needed: int | None, given: int | None) -> int | None:
+        # ``name in`` tells a missing entry from one that is None.
         then, now = restored["order"], self._order
         changed = [name for name in {**now, **then} if (name in then, then.get(name)) != (name in now, now.get(name))]
         if changed:
@@ -294,7 +299,7 @@ class MCorePretrainingData(pl.LightningDataModule):
         return saved
 
     def _order_now(self) -> dict[str, Any]:
-        """Return what else the order of the samples depends on; file names do not count, because files may move."""
+        """Return what else decides the sample order. File names do not count, because files may move."""
         blend, share = self._blends[0], self._shares[0]
         assert blend is not None
         assert share is not None
@@ -336,7 +341,7 @@ class MCorePretrainingData(pl.LightningDataModule):
 def _splits(
     data_paths: object, split: str | None, apart: list[Any]
 ) -> tuple[list[Blend | None], list[tuple[float, float] | None]]:
-    """Return the datasets for training, validation and test, and the shares of their documents."""
+    """Return the datasets for training, validation and test, and the fractions of documents that each reads."""
     names = ("train_paths", "val_paths", "test_paths")
     if data_paths is not None and any(paths is not None for paths in apart):
         name = next(name for name, paths in zip(names, apart, strict=True) if paths is not None)

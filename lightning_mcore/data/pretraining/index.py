@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of Megatron's indexed datasets: ``PREFIX.bin`` holds tokens, ``PREFIX.idx`` the offset of each document.
+"""Files of Megatron's indexed datasets: ``PREFIX.bin`` holds tokens, ``PREFIX.idx`` lengths and offsets of documents.
 
-``data/preprocess/run.py`` writes them, and ``datamodule.py`` checks them before it gives them to Megatron. Megatron's
-own ``IndexedDatasetBuilder`` keeps every document as several Python objects, 150 bytes each, and needs torch and four
+``data/preprocess/run.py`` writes them; ``datamodule.py`` checks them before it passes them to Megatron. Megatron's own
+``IndexedDatasetBuilder`` keeps every document as several Python objects (150 bytes each) and needs torch and four
 seconds to import. Here the same bytes come from whole arrays; a test compares both.
 
-Two more files are ours. ``PREFIX.preprocess.json`` has the tokenizer's vocabulary size and end-of-document token, which
-the others lack; only a data module that separates documents needs it. ``PREFIX.checksums`` has the checksums of the
-other three (``data/checked_files.py``). Index and facts are compared with them before a run reads them, and each block
-of tokens when it is first read. A dataset that Megatron made has no checksums. There, only contradictions are found:
-sizes, and the offsets of the sequences, which follow from their lengths.
-
-The index, little-endian: magic, version (u64), type of a token (u8), sequences (u64), documents + 1 (u64), then the
-length of each sequence (i32), its offset in the .bin in bytes (i64), and the sequence at which each document begins
-(i64), with the end. Here a document is one sequence.
+Two more files are ours. ``PREFIX.preprocess.json`` (the *facts*) has the tokenizer's vocabulary size and
+end-of-document token, which the others lack; only a data module that separates documents needs it. ``PREFIX.checksums``
+has the checksums of the other three (``data/checked_files.py``): index and facts are compared before a run reads them,
+and each token block when it is first read. A dataset that Megatron made has no checksums, so only contradictions are
+found: in sizes, and between lengths and offsets.
 
 Source: ``_IndexWriter`` and ``_IndexReader`` in megatron.core.datasets.indexed_dataset (0.16.1 and 0.19.2).
 """
@@ -32,17 +28,17 @@ from numpy.typing import NDArray
 from lightning_mcore.data.checked_files import Checksums, checksums_of, read_checksums, write_checksums
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
-_HEAD = struct.Struct("<9sQBQQ")
+_HEAD = struct.Struct("<9sQBQQ")  # magic, version, token type, sequences, documents + 1
 _TYPES: dict[int, type[np.generic]] = {
     1: np.uint8,
     2: np.int8,
     3: np.int16,
     4: np.int32,
     5: np.int64,
-    8: np.uint16,
+    8: np.uint16,  # Megatron's codes; those of floats are missing
 }
 _SMALL_VOCABULARY = 65500  # Source: DType.optimal_dtype
-_BLOCK = 1 << 20  # documents written at a time
+_BLOCK = 1 << 20  # documents written or checked at a time
 
 
 def token_type(vocab_size: int) -> type[np.generic]:
@@ -52,18 +48,11 @@ def token_type(vocab_size: int) -> type[np.generic]:
 
 @dataclass(frozen=True)
 class Index:
-    """The content of an .idx file.
-
-    Attributes:
-        prefix: Prefix of the dataset's files.
-        dtype: Type of a token.
-        lengths: [sequences] int32, the tokens of each sequence; read from the file when accessed.
-        documents: Number of documents.
-    """
+    """Content of an .idx file."""
 
     prefix: str
     dtype: type[np.generic]
-    lengths: NDArray[np.int32]
+    lengths: NDArray[np.int32]  # [sequences], tokens of each; memory-mapped
     documents: int
 
     def tokens(self, first: int = 0, last: int | None = None) -> int:
@@ -72,13 +61,10 @@ class Index:
 
 
 def write_index(path: str, lengths: NDArray[np.int32], dtype: type[np.generic]) -> None:
-    """Write an .idx file of documents of one sequence each, and flush it to the disk.
-
-    Args:
-        path: Path of the file.
-        lengths: [documents] int32, the tokens of each document.
-        dtype: Type of a token.
-    """
+    """Write an .idx file of single-sequence documents of ``lengths`` [documents] tokens, and flush it to disk."""
+    # Little-endian: head, the length of each sequence (i32), its offset in the .bin in bytes (i64), and the sequence at
+    # which each document begins (i64), with the end. Documents of 3, 2 and 4 uint16 tokens make an 18-byte .bin and
+    # this .idx of 102 bytes: 34 bytes of head, lengths 3 2 4, offsets 0 6 10, documents 0 1 2 3.
     code = next(code for code, known in _TYPES.items() if known is dtype)
     count, size = len(lengths), np.dtype(dtype).itemsize
     with open(path, "wb") as file:
@@ -99,12 +85,9 @@ def write_index(path: str, lengths: NDArray[np.int32], dtype: type[np.generic]) 
 def read_index(prefix: str) -> Index:
     """Read ``PREFIX.idx``, and check that ``PREFIX.bin`` has the right size.
 
-    Once in a process, and again when a file has changed, the whole index is checked: against its checksum, or for
-    contradictions if the dataset has no checksums.
-
-    Raises:
-        FileNotFoundError: One of the files does not exist.
-        ValueError: The prefix is the name of one of the files, or they are damaged or do not belong together.
+    Once per process, and again when a file has changed, the entire index is checked: against its checksum, or for
+    contradictions if there are no checksums. Raises FileNotFoundError if a file is missing, ValueError if the prefix
+    names one of the files, or if they are damaged or do not belong together.
     """
     if prefix.endswith((".bin", ".idx")):
         raise ValueError(f"{prefix} is a file; give the prefix of both files of the dataset, {prefix[:-4]}")
@@ -127,7 +110,7 @@ def _open_index(prefix: str) -> Index:
         raise ValueError(f"{prefix}.idx is not an index of Megatron; make the dataset with lightning-mcore preprocess")
     _, version, code, sequences, ends = _HEAD.unpack(head)
     wanted = _HEAD.size + 12 * sequences + 8 * ends
-    sizes = (wanted, wanted + sequences)  # the second: Megatron's multimodal datasets have a mode for each sequence
+    sizes = (wanted, wanted + sequences)  # the second: Megatron's multimodal datasets have a mode per sequence
     if version != _VERSION or code not in _TYPES or ends < 1 or size not in sizes:
         raise ValueError(f"{prefix}.idx is damaged or of an unknown version; make the dataset again")
     lengths = np.memmap(prefix + ".idx", np.int32, "r", _HEAD.size, (sequences,)) if sequences else np.zeros(0, "i4")
@@ -155,7 +138,7 @@ def _marks(prefix: str) -> tuple[tuple[int, ...] | None, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _check(prefix: str, marks: tuple[tuple[int, ...] | None, ...]) -> None:
-    """Check all files of a dataset but its tokens, which are checked when they are read."""
+    """Check all files of a dataset except its tokens, which are checked when read; once for these ``marks``."""
     checksums = dataset_checksums(prefix)
     if checksums is None:
         _check_structure(prefix)
@@ -175,9 +158,11 @@ def _check(prefix: str, marks: tuple[tuple[int, ...] | None, ...]) -> None:
 
 
 def _check_structure(prefix: str) -> None:
-    """Check that the offsets of the sequences follow from their lengths, and that the documents hold all of them."""
+    """Check that sequence offsets follow from the lengths, and that the documents cover all sequences in order."""
     index = _open_index(prefix)
     count, size, place = len(index.lengths), np.dtype(index.dtype).itemsize, 0
+    # The offsets follow the lengths, and the documents follow the offsets. Both are read in blocks: an index of a
+    # billion sequences has 20 GB.
     places = _HEAD.size + 4 * count
     with open(prefix + ".idx", "rb") as file:
         for start in range(0, count, _BLOCK):
@@ -195,6 +180,7 @@ def _check_structure(prefix: str) -> None:
         for start in range(0, index.documents + 1, _BLOCK):
             file.seek(places + 8 * (count + start))
             begins = np.frombuffer(file.read(8 * min(_BLOCK, index.documents + 1 - start)), "<i8")
+            # -1 fails the comparison with ``count`` below.
             if begins[0] < max(last, 0) or (np.diff(begins) < 0).any() or (start == 0 and begins[0] != 0):
                 last = -1
                 break
@@ -211,11 +197,7 @@ def checksums_path(prefix: str) -> str:
 
 
 def dataset_checksums(prefix: str) -> Checksums | None:
-    """Return the checksums of a dataset; None if it has none.
-
-    Raises:
-        ValueError: The checksums are damaged.
-    """
+    """Return a dataset's checksums; None if it has none. Raises ValueError if they are damaged."""
     path = checksums_path(prefix)
     if not os.path.lexists(path):
         return None
@@ -229,19 +211,12 @@ def dataset_checksums(prefix: str) -> Checksums | None:
 
 
 def write_dataset_checksums(path: str, tokens: tuple[int, NDArray[np.uint32]], index: str, facts: str) -> None:
-    """Write the checksums of a dataset and flush them to the disk.
-
-    Args:
-        path: Path of the checksum file.
-        tokens: The size of the .bin in bytes, and the CRC32 of each block.
-        index: Path of the index.
-        facts: Path of the file of facts.
-    """
+    """Write a dataset's checksums to ``path``; ``tokens`` are the size of the .bin and the CRC32 of each block."""
     write_checksums(path, {"bin": tokens, "idx": checksums_of(index), "facts": checksums_of(facts)})
 
 
 def facts_path(prefix: str) -> str:
-    """Return the path of the file of facts."""
+    """Return the path of the facts."""
     return f"{prefix}.preprocess.json"
 
 
