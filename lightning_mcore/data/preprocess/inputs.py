@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The input of ``lightning-mcore preprocess``: its files, and how they are cut into pieces for the workers.
+"""Input of ``lightning-mcore preprocess``: its files, and how they are cut into pieces for the workers.
 
-The cuts depend only on the files and one size. So they are the same for any number of workers and after an
-interruption, and the tokens of piece 17 always follow those of piece 16. Only what is needed to find the cuts is read
-here: a few bytes at each cut of a file of lines, the metadata of a parquet file.
+Cuts depend only on the files and one size. So they are the same for any number of workers and after an interruption,
+and the tokens of piece 17 always follow those of piece 16. Only what is needed to find the cuts is read here: a few
+bytes at each cut of a file of lines, the metadata of a parquet file. ``run.py`` calls both functions.
 
 =============  ===============================================================  ============================
 ``format``     a piece                                                          cut at
@@ -37,39 +37,27 @@ _BY_SUFFIX = {
     ".parquet": "parquet",
     ".pq": "parquet",
 }
-_NOT_IN_FOLDERS = {".json"}  # in folders it usually describes the data
-_PATHS_AT_ONCE = 16_000  # characters, because a piece must fit into a pipe
-_ROWS_AT_LEAST = 256
+_NOT_IN_FOLDERS = {".json"}  # in a folder it usually describes the data
+_PATHS_AT_ONCE = 16_000  # characters; a piece must fit into a pipe
+_ROWS_AT_LEAST = 256  # rows of a parquet piece, as the worker reads batches of this size
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file to read.
+    """A file to read."""
 
-    Attributes:
-        path: Path of the file, as given or found.
-        format: ``text``, ``jsonl`` or ``parquet``.
-        size: Size in bytes.
-        modified: Modification time in ns.
-    """
-
-    path: str
-    format: str
-    size: int
-    modified: int
+    path: str  # as given or found
+    format: str  # text, jsonl or parquet
+    size: int  # bytes
+    modified: int  # ns
 
 
 def find_inputs(inputs: Sequence[str], format: str = "auto") -> tuple[list[InputFile], int]:
-    """Return the input files in the order in which they are read, and how many files in folders are left out.
+    """Return the input files in reading order, and how many files in folders are left out.
 
-    Args:
-        inputs: Files, patterns for :func:`glob.glob`, and folders, which are searched recursively. The files of a
-            pattern or folder are sorted by name.
-        format: Format of all files, or ``"auto"`` to use the suffix of each.
-
-    Raises:
-        FileNotFoundError: A file does not exist, or a folder has none with a known suffix.
-        ValueError: A format is unknown or does not follow from the suffix, or a file is given twice.
+    ``inputs`` are files, glob patterns, and folders, which are searched recursively; the files of a pattern or folder
+    are sorted by name. ``format`` ``"auto"`` goes by suffix. Raises FileNotFoundError if an input has no files,
+    ValueError for an unknown format or a file that is given twice.
     """
     if format not in ("auto", *FORMATS):
         raise ValueError(f"format={format!r} is unknown; choose auto, {', '.join(FORMATS)}")
@@ -92,6 +80,7 @@ def find_inputs(inputs: Sequence[str], format: str = "auto") -> tuple[list[Input
         found += [_describe(path, format) for path in paths]
     seen: set[str] = set()
     for file in found:
+        # Through links too: the same documents would be learnt twice.
         if (place := os.path.realpath(file.path)) in seen:
             raise ValueError(f"{file.path} is given twice, so its documents would occur twice; give it once")
         seen.add(place)
@@ -102,6 +91,8 @@ def _in_folder(folder: str, format: str) -> tuple[list[str], int]:
     paths: list[str] = []
     left_out = 0
     for place, folders, names in os.walk(folder):
+        # In place, so that os.walk does not descend into the others. The dataset in the making may lie in the same
+        # folder.
         folders[:] = sorted(name for name in folders if not name.startswith(".") and not name.endswith(UNFINISHED))
         for name in names:
             suffix = os.path.splitext(name)[1].lower()
@@ -125,21 +116,19 @@ def _describe(path: str, format: str) -> InputFile:
 
 
 def cut(files: Iterable[InputFile], separator: str | None, column: str, size: int) -> Iterator[Piece]:
-    """Yield the pieces of all files, in order.
+    """Yield the pieces of all files, in order, of about ``size`` bytes each; a document or row may be larger.
 
     In each piece, ``input_bytes`` is its size, ``files_done`` the number of files that end with it (with empty ones
-    before it), and ``empty_files`` the number of empty files before a file that does not end with it.
-
-    Args:
-        files: The files that :func:`find_inputs` found.
-        separator: Text between the documents of a text file; None makes one document of each file.
-        column: Column that a parquet file must have.
-        size: Size of a piece in bytes, unless a document or row is larger.
-
-    Raises:
-        ValueError: A parquet file cannot be read or has no such column.
-        OSError: A file cannot be read.
+    before it), and ``empty_files`` the number of empty files before a file that does not end with it. ``separator``
+    None makes one document of each text file. Raises ValueError if a parquet file is damaged or lacks ``column``,
+    OSError if a file is unreadable.
     """
+    # Files of 65, 0 and 39 bytes, lines of 13 bytes, size=20. Each piece ends with the line that reaches 20 bytes:
+    #
+    #   bytes 0-26, 26-52          files_done 0, 0    empty_files 0, 0
+    #   bytes 52-65                files_done 1       empty_files 0
+    #   third file, bytes 0-26     files_done 0       empty_files 1
+    #   third file, bytes 26-39    files_done 2       empty_files 0
     waiting = 0  # files without a piece so far
     for group in _groups(files, separator, size):
         file, last = group[0], None
@@ -152,6 +141,7 @@ def cut(files: Iterable[InputFile], separator: str | None, column: str, size: in
         else:
             pieces = _ranges(file, "separated", (separator or "").encode(), size)
         for piece in pieces:
+            # One piece behind: only the next piece, or its absence, shows whether this one ends the file.
             if last is not None:
                 yield {**last, "files_done": 0, "empty_files": waiting}
             last = piece
@@ -189,6 +179,7 @@ def _whole(files: list[InputFile]) -> Piece:
 def _ranges(file: InputFile, format: str, separator: bytes, size: int) -> Iterator[Piece]:
     if file.size == 0:
         return
+    # Mapped, so that only the pages around each cut are read.
     with open(file.path, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
         start = 0
         while start < file.size:
@@ -198,11 +189,10 @@ def _ranges(file: InputFile, format: str, separator: bytes, size: int) -> Iterat
 
 
 def _cut_after(content: mmap.mmap, separator: bytes, start: int, least: int) -> int:
-    """Return the end of the first separator that ends at ``least`` or later.
-
-    Separators count from left to right from ``start``. One that can overlap with itself, as two empty lines do, is only
-    found by looking at all before it.
-    """
+    """Return the end of the first separator that ends at ``least`` or later."""
+    # Separators count from left to right from ``start``. In "a\n\n\nb\n\nc" with separator "\n\n" they end at 3 and 7.
+    # A search from byte 2 would also find one that ends at 4. So a separator that can overlap with itself is only found
+    # by looking at everything before it; any other one by looking back by its own length.
     overlaps = any(separator.endswith(separator[:length]) for length in range(1, len(separator)))
     place = start if overlaps else max(start, least - len(separator))
     while (found := content.find(separator, place)) >= 0:
@@ -215,9 +205,7 @@ def _cut_after(content: mmap.mmap, separator: bytes, start: int, least: int) -> 
 def check_parquet(file: InputFile, column: str) -> Any:
     """Return the metadata of a parquet file.
 
-    Raises:
-        ModuleNotFoundError: pyarrow is not installed.
-        ValueError: The file cannot be read, or has no such column of text.
+    Raises ModuleNotFoundError without pyarrow, ValueError if the file is damaged or has no such column of text.
     """
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
@@ -253,10 +241,12 @@ def _parquet_pieces(file: InputFile, column: str, size: int) -> Iterator[Piece]:
         if part.num_rows == 0:
             continue
         text_bytes = part.column(place).total_uncompressed_size
+        # A piece has about 4 x ``size`` bytes of text. Its worker reads the row group from the beginning to reach these
+        # rows.
         rows = max(_ROWS_AT_LEAST, -(-part.num_rows * 4 * size // max(text_bytes, 1)))
         for first in range(0, part.num_rows, rows):
             count = min(rows, part.num_rows - first)
-            share = file.size * count // metadata.num_rows
+            share = file.size * count // metadata.num_rows  # input_bytes of all pieces add up to about the file
             yield {
                 "format": "parquet",
                 "path": file.path,

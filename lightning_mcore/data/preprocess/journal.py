@@ -11,12 +11,9 @@ It grows in the folder ``PREFIX.unfinished``:
 ``lock``     locked by the process that writes; the lock ends with the process
 ===========  =========================================================================================
 
-The journal is replaced, never changed, and only after the other files are on the disk. When the command resumes, it
-cuts off what the journal does not cover, and compares the rest with its checksums; reading takes far less time than
-tokenising. The journal also records the end of the last complete input file: if a later file was fixed, the command
-resumes from there. At the end the files get their final names, the index last, because Megatron needs both.
-
-``run.py`` is the only user.
+The journal is replaced, never changed, and only after the other files are on disk. When the command resumes, it cuts
+off what the journal does not cover and compares the rest with its checksums; reading takes far less time than
+tokenising. ``run.py`` is the only user.
 """
 
 import contextlib
@@ -44,64 +41,43 @@ from lightning_mcore.data.pretraining.index import (
     write_index,
 )
 
-_SAVE_EVERY = 2.0  # seconds
-_FORMAT = 2
+_SAVE_EVERY = 2.0  # seconds between journals while tokens are added
+_FORMAT = 2  # of the files in the folder; work of another format is not resumed
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the command has come.
+    """How far the command has come."""
 
-    Attributes:
-        files: Input files that are done.
-        empty_files: Empty files between these and the current file.
-        pieces: Pieces of the current file that are done.
-        input_bytes: Bytes of the input that were read.
-        text_bytes: Bytes of the documents in UTF-8.
-        documents: Documents with tokens.
-        tokens: Tokens of these documents.
-        empty: Documents without tokens, which were left out.
-        last_block: CRC32 of the tokens behind the last whole block of checksums.
-        lengths_checksum: CRC32 of the lengths.
-        whole: Whether only the final file names are missing.
-    """
-
-    files: int = 0
-    empty_files: int = 0
-    pieces: int = 0
-    input_bytes: int = 0
-    text_bytes: int = 0
-    documents: int = 0
-    tokens: int = 0
-    empty: int = 0
-    last_block: int = 0
-    lengths_checksum: int = 0
-    whole: bool = False
+    files: int = 0  # input files that are done
+    empty_files: int = 0  # empty ones between these and the current file
+    pieces: int = 0  # of the current file
+    input_bytes: int = 0  # of the input files
+    text_bytes: int = 0  # of the documents in UTF-8
+    documents: int = 0  # those with tokens
+    tokens: int = 0  # of these documents
+    empty: int = 0  # documents without tokens, which are left out
+    last_block: int = 0  # CRC32 of the tokens behind the last full checksum block
+    lengths_checksum: int = 0  # CRC32 of the lengths
+    whole: bool = False  # only the final file names are missing
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """The content of a journal: the command, how far it has come, and how far it was after the last complete file."""
+    """Content of a journal."""
 
     command: dict[str, Any]
-    progress: Progress
-    after_file: Progress
+    progress: Progress  # at its last save
+    after_file: Progress  # at the end of the last complete input file: if a later file was fixed, work resumes here
 
 
 class Journal:
     """Writes the unfinished dataset of one prefix.
 
-    Args:
-        prefix: Prefix of the dataset's files.
-        command: Everything that decides the content, as plain data under the names that a user knows.
-        vocab_size: Vocabulary size of the tokenizer.
-        overwrite: Replace a finished dataset of that name, and unfinished work of another command.
-
-    Raises:
-        FileExistsError: The dataset already exists.
-        ValueError: The unfinished work belongs to another command, or is damaged.
-        RuntimeError: Another process is writing the dataset.
-        OSError: A file cannot be written.
+    ``command`` is everything that decides the content, under names that a user knows. ``overwrite`` replaces a finished
+    dataset of that name, and unfinished work of another command. Raises FileExistsError if the dataset exists,
+    ValueError if the unfinished work is damaged or belongs to another command, RuntimeError if another process writes
+    it, or OSError.
     """
 
     def __init__(self, prefix: str, command: dict[str, Any], vocab_size: int, overwrite: bool) -> None:
@@ -109,10 +85,12 @@ class Journal:
         self.folder = Path(prefix + UNFINISHED)
         self.progress = Progress()
         self._after_file = Progress()
+        # Through JSON, so that it compares equal to a stored one: tuples become lists.
         self._command = {**json.loads(json.dumps(command)), "format of the unfinished files": _FORMAT}
         self._dtype = token_type(vocab_size)
         self._saved = time.monotonic()
         begun = self._read(overwrite)
+        # A process that died between the final names has published some files already, and may go on.
         if begun is None or not begun.progress.whole:
             self._refuse_finished(overwrite)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -129,6 +107,7 @@ class Journal:
         if begun is not None:
             other = _difference(begun.command, self._command)
             kept, changed = _unchanged(begun, self._command["inputs"])
+            # Changed inputs matter only if none of the finished work comes from unchanged files.
             other = other or (changed if kept.documents == 0 else None)
             if other is None and overwrite and self._damage(kept) is not None:
                 begun = None
@@ -166,11 +145,7 @@ class Journal:
         return lock
 
     def _read(self, overwrite: bool) -> _Begun | None:
-        """Return the content of the journal; None if there is none to resume from.
-
-        Raises:
-            ValueError: The journal is damaged.
-        """
+        """Return the journal, or None if there is none to resume from; raise ValueError if it is damaged."""
         try:
             stored = json.loads((self.folder / "journal").read_text(encoding="utf-8"))
             checksum = stored.pop("checksum", None)
@@ -191,6 +166,7 @@ class Journal:
 
     def _sizes(self, progress: Progress) -> dict[str, int]:
         """Return how many bytes of each file the journal covers."""
+        # 50,000 uint16 tokens of 120 documents: 100,000 bytes, 480 bytes, and one full block of 65,536 bytes: 4 bytes.
         tokens = progress.tokens * np.dtype(self._dtype).itemsize
         return {"tokens": tokens, "lengths": progress.documents * 4, "blocks": tokens // BLOCK * 4}
 
@@ -223,6 +199,7 @@ class Journal:
 
     def _open(self, name: str, size: int) -> Any:
         path = self.folder / name
+        # Not "a": the file is cut to what the journal covers and continues there.
         file = path.open("r+b" if path.exists() else "w+b")
         file.truncate(size)
         file.seek(size)
@@ -234,6 +211,8 @@ class Journal:
         tokens.write(result.tokens)
         lengths.write(result.lengths)
         blocks.write(self._blocks.add(result.tokens))
+        # A piece that ends a file starts the count of pieces again; on resume, run.py skips that many of the current
+        # file.
         done, files = self.progress, piece["files_done"]
         self.progress = Progress(
             files=done.files + files,
@@ -253,7 +232,7 @@ class Journal:
             self.save()
 
     def save(self) -> None:
-        """Write everything that was added to the disk, and the journal after it."""
+        """Write everything that was added to disk, and then the journal."""
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
@@ -264,22 +243,21 @@ class Journal:
             json.dump({**whole, "checksum": _checksum(whole)}, file)
             file.flush()
             os.fsync(file.fileno())
+        # The old journal stays valid until this moment: it covers less of the same files.
         os.replace(partial, self.folder / "journal")
         sync_directory(str(self.folder))
         self._saved = time.monotonic()
 
     def publish(self, facts: dict[str, Any]) -> None:
-        """Give the files their final names, replacing existing ones.
-
-        Args:
-            facts: Content of the file of facts.
-        """
+        """Give the files their final names, replacing existing ones; ``facts`` become the content of the facts file."""
         if not self.progress.whole:
             write_index(str(self.folder / "index"), self._lengths(self.progress), self._dtype)
             self._write_facts(facts)
             self._write_checksums()
             self.progress = replace(self.progress, whole=True)
             self.save()
+        # The index comes last, because Megatron needs both: without it there is no dataset yet. If the process dies
+        # between two names, the next run finds ``whole`` and moves the rest.
         ready = {
             "facts": facts_path(self.prefix),
             "checksums": checksums_path(self.prefix),
@@ -307,7 +285,7 @@ class Journal:
         write_dataset_checksums(paths[0], (self._blocks.size, blocks), *paths[1:])
 
     def close(self) -> None:
-        """Close the files; remove the folder if nothing was done."""
+        """Close the files; remove the folder if it holds no work."""
         for file in self._files:
             with contextlib.suppress(OSError):  # a full disk has been reported already
                 file.close()
@@ -317,12 +295,12 @@ class Journal:
 
 
 def _checksum(stored: dict[str, Any]) -> int:
-    """Return the checksum of the content of a journal."""
+    """Return the checksum of a journal's content."""
     return crc32(json.dumps(stored, sort_keys=True).encode())
 
 
 def _difference(begun: dict[str, Any], command: dict[str, Any]) -> str | None:
-    """Return a phrase about the first difference other than the inputs; None if there is none."""
+    """Return a phrase about the first difference apart from the inputs; None if there is none."""
     for name in {**begun, **command}:
         before, now = begun.get(name), command.get(name)
         if before != now and name != "inputs":
@@ -342,5 +320,7 @@ def _unchanged(begun: _Begun, now: list[list[Any]]) -> tuple[Progress, str]:
         words = f"another content of {now[same][0]}"
     if begun.progress.whole or same < begun.after_file.files:
         return Progress(), words
+    # ``same`` is the first changed file. Files behind the current one have not been read, so nothing is lost. If the
+    # current one changed, work resumes at its beginning.
     in_work = begun.progress.files + begun.progress.empty_files
     return begun.progress if same > in_work else begun.after_file, words

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workers of ``lightning-mcore preprocess``, and their results in the order of the input.
+"""The workers of ``lightning-mcore preprocess``, and their results in input order.
 
-One thread sends pieces and receives tokens. A worker has one piece in work and one in its pipe, so that it need not
-wait. Early results wait for their turn. A limit on how far the fastest worker may run ahead also limits the memory.
+One thread sends pieces and receives tokens. A worker has one piece in progress and one in its pipe, so that it need not
+wait. Early results wait for their turn; a limit on how far the fastest worker may run ahead also limits memory.
 
 ``run.py`` owns the workers; ``worker.py`` is what they run.
 """
@@ -23,34 +23,22 @@ from lightning_mcore.data.preprocess import worker as preprocess_worker
 from lightning_mcore.data.preprocess.worker import Piece
 
 _IN_HAND = 2  # pieces of a worker: the current one and the next one
-_AHEAD = 8  # pieces per worker between the first missing one and the last one sent
+_AHEAD = 8  # pieces per worker, from the first missing one to the last one sent
 _STANDARD_ERROR = 2
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a piece.
+    """The tokens of a piece."""
 
-    Attributes:
-        tokens: The tokens of all documents, as in the .bin file.
-        lengths: The number of tokens of each document, i32.
-        empty: Documents without tokens, which are left out.
-        text_bytes: Bytes of the text in UTF-8.
-    """
-
-    tokens: bytes
-    lengths: bytes
-    empty: int
-    text_bytes: int
+    tokens: bytes  # of all documents, as in the .bin file
+    lengths: bytes  # tokens of each document, i32
+    empty: int  # documents without tokens, which are left out
+    text_bytes: int  # in UTF-8
 
 
 class Workers:
-    """Processes that tokenise; a context manager that starts and ends them.
-
-    Args:
-        count: Number of processes.
-        settings: Settings of ``worker.py``.
-    """
+    """Processes that tokenise; a context manager that starts and ends them. ``settings`` go to ``worker.py``."""
 
     def __init__(self, count: int, settings: dict[str, Any]) -> None:
         self._count = count
@@ -75,6 +63,8 @@ class Workers:
 
     def _start(self) -> None:
         ours, theirs = Pipe()
+        # -P keeps the worker's folder off sys.path, where its neighbours could hide packages of the same name. Threads
+        # inside a worker would compete with the other workers.
         command = [sys.executable, "-P", preprocess_worker.__file__, str(theirs.fileno())]
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         with theirs:
@@ -98,16 +88,18 @@ class Workers:
     def results(self, pieces: Iterator[Piece]) -> Iterator[tuple[Piece, Tokens]]:
         """Yield each piece with its tokens, in order.
 
-        Raises:
-            ValueError: A document cannot be read; the pieces before it have been yielded.
-            RuntimeError: A worker died or failed.
+        Raises ValueError if a document cannot be read, after the pieces before it, and RuntimeError if a worker died or
+        failed.
         """
+        # given and answers have pieces by number until their turn; in_hand has the numbers that each worker works on,
+        # oldest first. With two workers and answers in the order 1, 0, 2, piece 1 waits until 0 has been yielded.
         given: dict[int, Piece] = {}
         answers: dict[int, Any] = {}
         in_hand: dict[Connection, list[int]] = {pipe: [] for pipe in self._processes}
         source = enumerate(pieces)
         exhausted, turn = False, 0
         while True:
+            # First one piece for every worker, then the second: the last pieces are spread over all of them.
             for depth in range(_IN_HAND):
                 for pipe, numbers in in_hand.items():
                     if exhausted or len(numbers) > depth or len(given) >= _AHEAD * self._count:

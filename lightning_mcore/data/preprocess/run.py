@@ -2,8 +2,8 @@
 """``lightning-mcore preprocess``: Megatron's indexed datasets from text, jsonl and parquet files.
 
 The input is cut into pieces (``inputs.py``), other processes tokenise the pieces (``pool.py``), and the tokens are
-written in the order of the input (``journal.py``). So the dataset is the same, byte for byte, whatever the number of
-workers and however often the command was interrupted. After an interruption it resumes where it stopped.
+written in input order (``journal.py``). So the dataset is the same, byte for byte, whatever the number of workers and
+however often the command was interrupted. After an interruption it resumes where it stopped.
 
 :func:`preprocess` is the command as a function; ``cli/preprocess.py`` is its command line.
 ``data/pretraining/datamodule.py`` and Megatron-LM read what it makes.
@@ -33,42 +33,23 @@ TEXT_COLUMN = "text"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of the command.
+    """The options of the command, which ``cli/preprocess.py`` explains."""
 
-    Attributes:
-        inputs: Files, patterns and folders, in the order of their documents in the dataset.
-        output: Prefix of the dataset's files.
-        tokenizer: A ``tokenizer.json``, or a folder or name for AutoTokenizer.
-        text_column: Column with the text in jsonl and parquet files.
-        format: ``text``, ``jsonl``, ``parquet``, or ``auto`` to use the suffix of each file.
-        separator: Text between the documents of a text file; None makes one document of each file.
-        append_eod: End each document with the end-of-document token.
-        eod_token: The end-of-document token; None for the tokenizer's end of sequence.
-        add_special_tokens: Let the tokenizer add its special tokens to each document, such as one at the beginning.
-        workers: Number of processes that tokenise; None for as many as this process may use cores.
-        overwrite: Replace a dataset of that name, and the unfinished work of another command.
-        piece_bytes: Bytes of text that a worker takes at once; the result does not depend on it.
-    """
-
-    inputs: Sequence[str]
-    output: str
-    tokenizer: str
-    text_column: str = TEXT_COLUMN
-    format: str = "auto"
-    separator: str | None = None
-    append_eod: bool = True
-    eod_token: str | None = None
-    add_special_tokens: bool = False
-    workers: int | None = None
-    overwrite: bool = False
-    piece_bytes: int = PIECE_BYTES
+    inputs: Sequence[str]  # files, patterns and folders, in dataset order
+    output: str  # prefix of the dataset's files
+    tokenizer: str  # a tokenizer.json, or a folder or name for AutoTokenizer
+    text_column: str = TEXT_COLUMN  # of jsonl and parquet files
+    format: str = "auto"  # text, jsonl, parquet, or auto to go by suffix
+    separator: str | None = None  # between documents of a text file; None makes one document of each
+    append_eod: bool = True  # end each document with the end-of-document token
+    eod_token: str | None = None  # None for the tokenizer's end of sequence
+    add_special_tokens: bool = False  # let the tokenizer add its own, such as one at the beginning
+    workers: int | None = None  # None for one per core of this process
+    overwrite: bool = False  # a dataset of that name, and another command's unfinished work
+    piece_bytes: int = PIECE_BYTES  # that a worker takes at once; does not change the result
 
     def check(self) -> None:
-        """Check what can be checked without reading a file.
-
-        Raises:
-            ValueError: A value is wrong.
-        """
+        """Raise ValueError for what can be seen without reading a file."""
         output = self.output
         if output.endswith((".bin", ".idx")):
             raise ValueError(f"--output {output} is a file; give the prefix of both files, {output[:-4]}")
@@ -80,11 +61,7 @@ class Options:
             raise ValueError(f"--workers {self.workers} is not positive; choose 1 or more")
 
     def check_formats(self, formats: set[str]) -> None:
-        """Refuse an option that applies to none of the inputs.
-
-        Raises:
-            ValueError: There is such an option.
-        """
+        """Raise ValueError for an option that applies to none of the inputs."""
         if self.separator is not None and "text" not in formats:
             raise ValueError("--separator applies to text files, and none of the inputs is one; leave it out")
         if self.text_column != TEXT_COLUMN and formats == {"text"}:
@@ -120,31 +97,18 @@ class Options:
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of the command.
-
-    Attributes:
-        prefix: Prefix of the dataset's files.
-        documents: Documents with tokens.
-        tokens: Tokens of these documents, end-of-document tokens included.
-        empty: Documents without tokens, which were left out.
-        text_bytes: Bytes of the text in UTF-8.
-        left_out: Files in folders that were left out because of their suffix.
-        vocab_size: Vocabulary size of the tokenizer.
-        seconds: Duration of this run.
-        bytes_per_second: Bytes of text per second in this run.
-        resumed: Whether this run continued an interrupted one.
-    """
+    """The result of the command."""
 
     prefix: str
-    documents: int
-    tokens: int
-    empty: int
-    text_bytes: int
-    left_out: int
+    documents: int  # with tokens
+    tokens: int  # end-of-document tokens included
+    empty: int  # documents without tokens, left out
+    text_bytes: int  # in UTF-8
+    left_out: int  # files in folders, because of their suffix
     vocab_size: int
-    seconds: float
-    bytes_per_second: float
-    resumed: bool
+    seconds: float  # of this run
+    bytes_per_second: float  # of text, in this run
+    resumed: bool  # this run continued an interrupted one
 
     def __str__(self) -> str:
         """Return a summary for the terminal, with the next step."""
@@ -164,7 +128,7 @@ def preprocess(options: Options, on_progress: Callable[[Progress, int], None] | 
 
     Args:
         options: The options of the command.
-        on_progress: Called with the progress and the size of all input files in bytes.
+        on_progress: Called with the progress and the total size of the input files in bytes.
 
     Raises:
         FileNotFoundError: An input or the tokenizer does not exist.
@@ -177,6 +141,7 @@ def preprocess(options: Options, on_progress: Callable[[Progress, int], None] | 
     options.check()
     files, left_out = find_inputs(options.inputs, options.format)
     options.check_formats({file.format for file in files})
+    # All files are checked before the tokenizer loads and the first worker starts.
     for file in files:
         if file.format == "parquet":
             check_parquet(file, options.text_column)
@@ -185,6 +150,7 @@ def preprocess(options: Options, on_progress: Callable[[Progress, int], None] | 
     command = options.command(files, facts, eod)
     with closing(Journal(options.output, command, facts.vocab_size, options.overwrite)) as journal:
         begun, clock = journal.progress, time.monotonic()
+        # An earlier run may have died while it gave the files their final names; then only that is left.
         if not begun.whole:
             workers = Workers(options.workers or len(os.sched_getaffinity(0)), options.worker_settings(facts, eod))
             _tokenise(journal, workers, files, options, on_progress or _show_nothing)
@@ -239,6 +205,7 @@ def _tokenise(
 ) -> None:
     """Tokenise and write what is missing; on an error, what was written is kept."""
     total, begun = sum(file.size for file in files), journal.progress
+    # After 2 complete files and 3 pieces of the third: cut from file 2 on, and drop the first 3 of its pieces.
     pieces = cut(files[begun.files :], options.separator, options.text_column, options.piece_bytes)
     try:
         on_progress(journal.progress, total)
@@ -259,11 +226,7 @@ def _require_documents(journal: Journal, files: list[InputFile]) -> None:
 
 
 class ProgressLine:
-    """Shows the progress of the command: a bar on a terminal, otherwise a line every ten seconds.
-
-    Args:
-        output: Stream to write to.
-    """
+    """Shows the progress of the command: a bar on a terminal, otherwise a line every ten seconds."""
 
     EVERY = 10.0  # seconds
 
@@ -285,6 +248,7 @@ class ProgressLine:
             self._bar.set_postfix_str(f"{progress.tokens:,} tokens", refresh=False)
         elif now - self._last >= self.EVERY:
             self._last = now
+            # Since this run began: a resumed run has not tokenised what was there.
             speed = (progress.text_bytes - self._begun[1].text_bytes) / (now - self._begun[0])
             share = progress.input_bytes / max(total, 1)
             line = f"{share:4.0%}  {progress.documents:,} documents, {progress.tokens:,} tokens, {speed / 1e6:.1f} MB/s"

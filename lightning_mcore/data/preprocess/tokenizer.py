@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokenizer of ``lightning-mcore preprocess``, in the form that workers and dataset files need.
 
-A tokenizer of the ``tokenizers`` package is one text, its ``tokenizer.json``, and every fast tokenizer of
-``transformers`` wraps such a text. The workers get the text and need only ``tokenizers``, which gives the same ids as
-the wrapper. Only a tokenizer that ``transformers`` runs in Python is loaded again by each worker.
+A tokenizer of the ``tokenizers`` package is one text, its ``tokenizer.json``, and every fast ``transformers`` tokenizer
+wraps such a text. Workers get the text and need only ``tokenizers``, which gives the same ids as the wrapper. Only a
+tokenizer that ``transformers`` runs in Python is loaded again by each worker. The fine-tuning data modules load their
+tokenizers here too.
 """
 
 import hashlib
@@ -19,25 +20,17 @@ LARGEST_ID = 1 << 24  # for a larger table the tokenizers package may end the pr
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What the command needs to know about a tokenizer.
+    """What the command needs to know about a tokenizer."""
 
-    Attributes:
-        name: Name or path that the user gave.
-        json: Its ``tokenizer.json``; None for a tokenizer that transformers runs in Python.
-        vocab_size: One more than the largest id.
-        eod: Id of the end-of-document token; None if there is none.
-        digest: Digest of its content.
-    """
-
-    name: str
-    json: str | None
-    vocab_size: int
-    eod: int | None
-    digest: str
+    name: str  # name or path that the user gave
+    json: str | None  # its tokenizer.json; None if transformers runs it in Python
+    vocab_size: int  # largest id + 1
+    eod: int | None  # id of the end-of-document token
+    digest: str  # of its content
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Return a digest of the content of a tokenizer of transformers, without its location and its chat template."""
+    """Return a content digest of a transformers tokenizer, without its location and its chat template."""
     inside: Any = getattr(tokenizer, "backend_tokenizer", None)
     if hasattr(inside, "to_str"):
         whole = json.loads(inside.to_str())
@@ -46,6 +39,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
         parts = [json.dumps(tokenizer.get_vocab(), sort_keys=True)]
         files = (tokenizer.init_kwargs.get(name) for name in tokenizer.vocab_files_names)
         parts += [_digest(Path(file).read_bytes()) for file in files if isinstance(file, str) and os.path.isfile(file)]
+    # Only flags and ints: strings include the folder it was loaded from.
     settings = {name: value for name, value in tokenizer.init_kwargs.items() if isinstance(value, bool | int)}
     settings = {name: value for name, value in settings.items() if name not in ("is_local", "local_files_only")}
     parts += [type(tokenizer).__name__, json.dumps(settings, sort_keys=True), str(tokenizer.special_tokens_map)]
@@ -57,16 +51,10 @@ def _digest(content: bytes) -> str:
 
 
 def load_tokenizer(name: str, eod_token: str | None = None) -> TokenizerFacts:
-    """Load a tokenizer.
+    """Load a tokenizer from a ``tokenizer.json``, or from a folder or name for AutoTokenizer.
 
-    Args:
-        name: A ``tokenizer.json``, or a folder or name for AutoTokenizer.
-        eod_token: The end-of-document token; None for the tokenizer's end of sequence.
-
-    Raises:
-        FileNotFoundError: The tokenizer does not exist.
-        ValueError: The tokenizer cannot be read, or does not have ``eod_token``.
-        ModuleNotFoundError: The package that reads it is not installed.
+    ``eod_token`` None means the tokenizer's end of sequence. Raises FileNotFoundError if it does not exist, ValueError
+    if it is unreadable or lacks ``eod_token``, ModuleNotFoundError if the package that reads it is not installed.
     """
     if os.path.isfile(name):
         return _of_file(name, eod_token)
@@ -83,17 +71,14 @@ def load_tokenizer(name: str, eod_token: str | None = None) -> TokenizerFacts:
     vocabulary = loaded.get_vocab()
     eod = loaded.eos_token_id if eod_token is None else _known(eod_token, vocabulary, name)
     digest = tokenizer_digest(loaded) if text is None else _digest(text.encode())
+    # Not len(vocabulary): ids may have gaps, and the type of a token must hold the largest.
     return TokenizerFacts(name, text, 1 + max(vocabulary.values(), default=-1), eod, digest)
 
 
 def auto_tokenizer(name: str) -> Any:
-    """Return a tokenizer of transformers, without running code from its folder.
+    """Return a transformers tokenizer by folder or name, without running code from its folder.
 
-    Args:
-        name: Folder or name of the tokenizer.
-
-    Raises:
-        ValueError: It cannot be loaded; the message is the first line of the reason, to be put into a sentence.
+    Raises ValueError with the first line of the reason, which callers put into a sentence.
     """
     transformers: Any = importlib.import_module("transformers")
     try:
@@ -128,7 +113,7 @@ def _of_file(name: str, eod_token: str | None) -> TokenizerFacts:
 
 
 def _check_ids(path: Path) -> None:
-    """Refuse absurdly large token ids; a file that cannot be read is left to the tokenizers package."""
+    """Raise ValueError for absurdly large token ids; an unreadable file is left to the tokenizers package."""
     try:
         content = json.loads(path.read_bytes())
         entries = [*content["model"]["vocab"].items(), *((t["content"], t["id"]) for t in content["added_tokens"])]
@@ -148,7 +133,7 @@ def _known(token: str, vocabulary: dict[str, int], name: str) -> int:
 
 
 def _named_beside(name: str) -> str | None:
-    """Return the end-of-sequence token in the ``tokenizer_config.json`` beside a ``tokenizer.json``, if any."""
+    """Return the end-of-sequence token in the ``tokenizer_config.json`` next to a ``tokenizer.json``, if any."""
     try:
         config = json.loads(Path(name).with_name("tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

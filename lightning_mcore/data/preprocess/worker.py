@@ -12,8 +12,8 @@ from it    ``("done", tokens, lengths, empty, text bytes)``, or ``("refused", se
            ``("failed", traceback)``
 =========  ================================================================================================
 
-It tokenises in one thread: as many processes as cores are faster than one process with as many threads, because
-threads share the tokenizer's cache of words.
+It tokenises in one thread: as many processes as cores are faster than one process with as many threads, because threads
+share the tokenizer's cache of words.
 """
 
 import functools
@@ -60,15 +60,11 @@ Encoder = Callable[[list[str]], Iterator[list[int]]]
 
 
 def encoder(settings: dict[str, Any]) -> Encoder:
-    """Return a function that turns texts into token ids.
-
-    Args:
-        settings: ``tokenizer_json`` for the tokenizers package, otherwise ``tokenizer`` for AutoTokenizer; and
-            ``add_special_tokens``.
-    """
+    """Return a function that turns texts into token ids, from ``tokenizer_json`` or else by AutoTokenizer."""
     special = settings["add_special_tokens"]
     if settings["tokenizer_json"] is not None:
         tokenizer: Any = importlib.import_module("tokenizers").Tokenizer.from_str(settings["tokenizer_json"])
+        # A tokenizer.json may store the truncation and padding of its last use.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         batch = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)  # without offsets into the text
@@ -89,6 +85,8 @@ def tokenise(piece: Piece, settings: dict[str, Any], encode: Encoder) -> tuple[s
         else:
             empty += 1
     size = sum(_size(text, place) for text, place in zip(texts, places, strict=True))
+    # array codes: H is uint16, i is int32, as in the .bin file. Texts "a" and "" with ids [5] for "a" and eod 2: tokens
+    # [5, 2] (4 bytes as uint16), lengths [2], 1 empty, 1 text byte.
     code = "H" if settings["token_bytes"] == 2 else "i"
     parts, lengths = [], array("i")
     for ids in encode(texts) if texts else ():  # one at a time, because lists of ints are large
@@ -116,12 +114,13 @@ def _size(text: str, place: Callable[[], str]) -> int:
 
 
 def read_lines(piece: Piece, settings: dict[str, Any]) -> Iterator[Text]:
-    """Yield the column of each line of JSON."""
+    """Yield the text column of each JSON line."""
     path, start, column = piece["path"], piece["start"], settings["text_column"]
     lines = _decoded(piece).removesuffix("\n").split("\n")
     for number, line in enumerate(lines):
 
         def place(number: int = number) -> str:
+            # Called only for an error: counting the lines before a piece reads the file up to there.
             return f"{path}, line {_lines_before(path, start) + number + 1}"
 
         if not line or line.isspace():
@@ -157,7 +156,7 @@ def read_separated(piece: Piece, settings: dict[str, Any]) -> Iterator[Text]:
 
 
 def read_parquet(piece: Piece, settings: dict[str, Any]) -> Iterator[Text]:
-    """Yield the column of some rows of a row group."""
+    """Yield the text column of some rows of a row group."""
     path, column = piece["path"], settings["text_column"]
     parquet: Any = importlib.import_module("pyarrow.parquet")
     try:
@@ -176,7 +175,7 @@ READERS = {"jsonl": read_lines, "whole": read_whole, "separated": read_separated
 
 
 def _decoded(piece: Piece) -> str:
-    """Return a part of a file as text."""
+    """Return part of a file as text."""
     path, start, end = piece["path"], piece["start"], piece["end"]
     try:
         with open(path, "rb") as file:
@@ -187,6 +186,7 @@ def _decoded(piece: Piece) -> str:
     if end is not None and len(data) < end - start:
         raise RefusedError(f"{path} became shorter while it was read; do not change the inputs until the command ends")
     try:
+        # "-sig" drops a byte-order mark, which only the first piece of a file can have.
         return data.decode("utf-8-sig" if start == 0 else "utf-8")
     except UnicodeDecodeError as error:
         line = _lines_before(path, start) + data.count(b"\n", 0, error.start) + 1
