@@ -52,7 +52,7 @@ class Place:
         if runs and ended:
             ending = batches.completed == done and trainer.validating
             return cls(epochs.started - int(ending), False, ending, False, 0, 0, stepped)
-        if runs or (done > 0 and not ended):  # the second: stopped in mid-epoch, but counted as complete
+        if runs or (done > 0 and not ended):  # the second: stopped mid-epoch, but counted as complete
             epoch = epochs.processed if runs else epochs.processed - 1
             return cls(epoch, True, False, False, done - rest, rest, stepped)
         return cls(epochs.processed, False, False, epochs.completed < epochs.processed, 0, 0, stepped)

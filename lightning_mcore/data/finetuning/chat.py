@@ -1,29 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Conversations as tokens, with a mask of the tokens that are learnt: under the tokenizer's template or a named one.
+"""Conversations as tokens, with a mask of the tokens that are learnt: under the tokenizer's template or a named one.
 
-**The tokenizer's chat template.** It turns a conversation into text, which is tokenised as a whole, as the model will
-see it (:class:`ChatEncoder`). By default the assistant's turns are learnt: their text and the token that ends them, so
-that the model also learns to stop. The headers that the template writes before a turn are given at inference, so they
-are not learnt. There are two ways to find the turns in the text. A template may mark assistant turns with
-``{% generation %}``. Any other template is rendered up to each turn: the turn begins where the text of the messages
-before it, with the generation prompt, ends; and it ends where the text of the messages up to it ends. Both texts must
-be beginnings of the whole text. A template that writes earlier turns differently once more messages follow is refused.
-A token that overlaps the beginning of a turn is not learnt. Without a chat template only a single exchange can be
-written: the prompt, with the special tokens that the tokenizer puts before a text, the response, and the EOS token.
+:class:`ChatEncoder` uses the tokenizer's own chat template, which turns a conversation into one text.
+:class:`TemplateEncoder` uses a named template: LLaMA-Factory's templates for the text models that this package knows
+are here as data, under the same names, so that a conversation becomes the same tokens. :class:`DocumentEncoder` is for
+pretraining: a text, and the token that ends it. All three have the same interface; ``tokenized.py`` uses them.
 
-**A template by its name.** LLaMA-Factory uses its own templates, which a training file names: ``template: llama3``.
-Those for the text models of the families that this package knows are here as plain data, under the same names, so that
-a conversation becomes the same tokens (:class:`TemplateEncoder`). A :class:`ChatTemplate` says what is written before
-and after the text of each turn, in *pieces*. A piece is text, with ``{text}`` where the text of the turn goes, or
-:data:`BOS` or :data:`EOS`. Each piece is tokenised by itself, so tokens always end at the edges of a turn. A
-conversation is a system text, if there is one, and *exchanges*: a user's turn and an answer. Each exchange becomes two
-lists of tokens, the prompt and the answer, and the answer is learnt. What comes before the first turn belongs to the
-first prompt. With ``longest``, exchanges are cut as LLaMA-Factory cuts them, so that a long prompt does not push out
-its answer: a short answer stays whole and the prompt is cut; a short prompt stays whole and the answer is cut; if both
-are long, each keeps its share. Exchanges that do not fit any more are left out.
-
-:class:`DocumentEncoder` is the encoder for pretraining: a text, and the token that ends it. ``tokenized.py`` uses all
-three, which have the same interface.
+By default the assistant's turns are learnt: their text and the token that ends them, so that the model also learns to
+stop. Headers that a template writes before a turn are given at inference, so they are not learnt.
 """
 
 import re
@@ -44,17 +28,18 @@ Spans = list[tuple[int, int]]
 
 
 class ChatEncoder:
-    """Tokenises conversations with the tokenizer's chat template.
+    """Tokenises conversations with the tokenizer's chat template; ``loss_on`` says which turns are learnt.
 
-    Args:
-        tokenizer: A tokenizer of ``transformers``.
-        loss_on: What is learnt: the assistant's turns, the last of these, or every token.
+    There are two ways to find the turns in the text. A template may mark assistant turns with ``{% generation %}``. Any
+    other template is rendered up to each turn: the turn begins where the text of the messages before it, with the
+    generation prompt, ends; and it ends where the text of the messages up to it ends. Both must be beginnings of the
+    whole text, so a template that writes earlier turns differently once more messages follow raises. Without a chat
+    template only a single exchange can be written: the prompt, with the special tokens that the tokenizer puts before a
+    text, the response, and the EOS token.
 
-    Raises:
-        TypeError: The tokenizer is not one of ``transformers``.
-        ValueError: ``loss_on`` is unknown, the tokenizer has neither a chat template nor an EOS token, or it cannot
-            tell the offsets of its tokens in the text.
-        ModuleNotFoundError: The tokenizer has a chat template, and ``jinja2`` is not installed.
+    Raises TypeError unless the tokenizer is one of ``transformers``; ValueError if it has neither a chat template nor
+    an EOS token, or cannot return token offsets; ModuleNotFoundError if it has a chat template and ``jinja2`` is
+    missing.
     """
 
     def __init__(self, tokenizer: Any, loss_on: LossOn = "assistant") -> None:
@@ -83,13 +68,8 @@ class ChatEncoder:
     def encode(self, messages: Sequence[Message], sample_id: int, name: str) -> TokenSample:
         """Return the tokens of a conversation; an empty sample if it has no text to learn.
 
-        Args:
-            messages: Messages with ``role`` and ``content``.
-            sample_id: Number of the sample in its dataset.
-            name: What to call the conversation in an error, such as ``"row 3"``.
-
-        Raises:
-            ValueError: The template refuses the conversation, or does not show where turns begin and end.
+        Raises ValueError if the template rejects the conversation, which errors call ``name``, or does not show where
+        its turns begin and end.
         """
         spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         taught = range(len(messages)) if self.loss_on == "all" else spoken
@@ -99,7 +79,7 @@ class ChatEncoder:
             tokens, learnt = self._exchange(messages, name)
         else:
             tokens, learnt = self._conversation(messages, spoken, name)
-        learnt[:1] = False
+        learnt[:1] = False  # nothing predicts the first token
         return TokenSample(tokens, learnt, sample_id)
 
     def _conversation(
@@ -115,6 +95,8 @@ class ChatEncoder:
         tokens = self._tokenize(text, return_offsets_mapping=True)
         places = np.asarray(tokens["offset_mapping"], np.int64).reshape(-1, 2)
         ids, learnt = np.asarray(tokens["input_ids"], np.int32), np.zeros(len(places), np.bool_)
+        # A token that overlaps the beginning of a turn is not learnt: part of it is given. With tokens at (0, 4),
+        # (4, 9), (9, 12) and a turn at 5 to 12, only the last one is learnt.
         for start, stop in spans:
             where = np.flatnonzero((places[:, 0] >= start) & (places[:, 1] <= stop))
             learnt[where[: self._through_end(ids[where])]] = True
@@ -129,6 +111,8 @@ class ChatEncoder:
                     f"{name} begins with an assistant turn, and the chat template does not show where it starts; begin"
                     " with a system or user turn, or mark assistant turns in the template with {% generation %}"
                 )
+            # Messages user "Hi", assistant "Yo" under ChatML: ``before`` ends after "<|im_start|>assistant\n",
+            # ``after`` after "Yo<|im_end|>\n"; the turn is what lies between.
             before = self._render(messages[:turn], name, add_generation_prompt=True)
             after = text if turn + 1 == len(messages) else self._render(messages[: turn + 1], name)
             for part, count in ((before, turn), (after, turn + 1)):
@@ -148,6 +132,7 @@ class ChatEncoder:
         encoded = self._apply(messages, name, return_dict=True, return_assistant_tokens_mask=True)
         ids = np.asarray(encoded["input_ids"], np.int32)
         learnt = np.asarray(encoded["assistant_masks"], np.bool_)
+        # Beginning and end of each run: the mask 0 1 1 0 1 has the edges (1, 3) and (4, 5).
         edges = np.flatnonzero(np.diff(learnt, prepend=False, append=False)).reshape(-1, 2)
         if len(edges) != len(spoken):
             raise ValueError(
@@ -180,6 +165,7 @@ class ChatEncoder:
         prompt, response = (message["content"] for message in messages)
         end = self.tokenizer.eos_token_id
         first = self._tokenize(prompt, add_special_tokens=True)["input_ids"]
+        # Some tokenizers end every text with EOS.
         if first and first[-1] == end:
             first = first[:-1]
         second = [*self._tokenize(response)["input_ids"], end]
@@ -204,7 +190,7 @@ class ChatEncoder:
 
 
 def _template_error() -> type[Exception]:
-    """Return the exception that a template raises to refuse a conversation."""
+    """Return the exception that a template raises to reject a conversation."""
     try:
         from jinja2 import TemplateError
     except ModuleNotFoundError:
@@ -224,22 +210,25 @@ TEXT = "{text}"
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    r"""How a conversation is written; LLaMA-Factory's templates have the same values.
+    """How a conversation is written; LLaMA-Factory's templates have the same values.
+
+    *Pieces* are tokenised one by one, so tokens always end at the edges of a turn. A piece is text, with ``{text}``
+    where the text of the turn goes, or :data:`BOS` or :data:`EOS`.
 
     Args:
         name: Name of the template.
         user: Pieces of a user's turn, up to the beginning of the answer.
-        answer: Pieces of an answer; all of them are learnt, so that the model learns to end its turn.
-        system: Pieces of the system text.
+        answer: Pieces of an answer, all of them learnt, so that the model learns to end its turn.
+        system: Pieces of the system text. What comes before the first turn belongs to the first prompt.
         prefix: Pieces at the very beginning.
-        default_system: The system text of a conversation that has none; empty for none.
-        end_of_turn: The token that ends a turn, in place of the tokenizer's EOS; None keeps EOS.
-        end_of_text: The token that ends a document in pretraining; None for ``end_of_turn`` or EOS.
-        system_in_first_turn: Write the system text into the first user's turn, before the user's text.
+        default_system: System text of a conversation that has none; empty for none.
+        end_of_turn: Token that ends a turn, in place of the tokenizer's EOS; None keeps EOS.
+        end_of_text: Token that ends a document in pretraining; None for ``end_of_turn`` or EOS.
+        system_in_first_turn: Write the system text into the first user turn, before the user's text.
         one_eos: Answers have no end token; one EOS ends the whole conversation.
-        thoughts: Answers begin with a thought, ``<think>...</think>``; an answer without one gets an empty one.
-        thinking: With ``thoughts``: True lets empty thoughts be learnt as part of the answer, None puts them into the
-            prompt, and False also removes the thoughts from answers that have them.
+        thoughts: Answers begin with a thought, ``<think>...</think>``; an answer without one gets an empty thought.
+        thinking: With ``thoughts``: True learns empty thoughts as part of the answer, None puts them into the prompt,
+            and False also removes the thoughts from answers that have them.
         keeps_thoughts: With ``thoughts``, if only the last turn is learnt: earlier turns keep their thoughts.
     """
 
@@ -259,11 +248,7 @@ class ChatTemplate:
 
 
 def named_template(template: "str | ChatTemplate") -> ChatTemplate:
-    """Return a template by its name, or the template itself.
-
-    Raises:
-        ValueError: There is no template of this name.
-    """
+    """Return a template by name, or the template itself; raises ValueError for an unknown name."""
     if isinstance(template, ChatTemplate):
         return template
     if template not in TEMPLATES:
@@ -371,17 +356,14 @@ Exchange = tuple[list[int], list[int]]
 
 
 class TemplateEncoder:
-    """Tokenises conversations with a :class:`ChatTemplate`.
+    """Tokenises conversations with a :class:`ChatTemplate`; ``longest`` limits the tokens of a sample.
 
-    Args:
-        tokenizer: A tokenizer of ``transformers``.
-        template: How conversations are written.
-        loss_on: What is learnt: the answers, the last of these, or every token.
-        longest: The most tokens of a sample; None for no limit.
+    A conversation is a system text, if there is one, and *exchanges*: a user turn and an answer. Each exchange becomes
+    two lists of tokens, prompt and answer. With ``longest``, exchanges are cut as in LLaMA-Factory, so that a long
+    prompt does not push out its answer; exchanges that no longer fit are left out.
 
-    Raises:
-        TypeError: The tokenizer is not one of ``transformers``.
-        ValueError: ``loss_on`` is unknown, or the template needs a token that the tokenizer does not have.
+    Raises TypeError unless the tokenizer is one of ``transformers``, ValueError if it lacks a token that the template
+    needs.
     """
 
     def __init__(
@@ -403,14 +385,8 @@ class TemplateEncoder:
     def encode(self, messages: Sequence[Message], sample_id: int, name: str) -> TokenSample:
         """Return the tokens of a conversation; an empty sample if it has no text to learn.
 
-        Args:
-            messages: Messages with ``role`` and ``content``: optionally one of the system, then alternately one of the
-                user and one of the assistant.
-            sample_id: Number of the sample in its dataset.
-            name: What to call the conversation in an error, such as ``"row 3"``.
-
-        Raises:
-            ValueError: The turns have other roles, or the template cannot write as many.
+        After an optional system message, user and assistant must alternate; otherwise this raises ValueError, as it
+        does if the template cannot write several turns. Errors call the conversation ``name``.
         """
         system, prompts, answers = self._turns(messages, name)
         taught = answers[-1:] if self.loss_on == "last_assistant" else answers
@@ -422,11 +398,11 @@ class TemplateEncoder:
                 " give conversations of one exchange, or leave template out to use the tokenizer's own"
             )
         tokens, learnt = self._joined(self._exchanges(system, prompts, answers))
-        learnt[:1] = [False]
+        learnt[:1] = [False]  # nothing predicts the first token
         return TokenSample(np.asarray(tokens, np.int32), np.asarray(learnt, np.bool_), sample_id)
 
     def _turns(self, messages: Sequence[Message], name: str) -> tuple[str, list[str], list[str]]:
-        """Return the system text, the texts of the user's turns, and the texts of the answers."""
+        """Return the system text, the user's texts and the answers."""
         system = ""
         if messages and messages[0]["role"] == "system":
             system, messages = messages[0]["content"], messages[1:]
@@ -442,6 +418,7 @@ class TemplateEncoder:
     def _exchanges(self, system: str, prompts: list[str], answers: list[str]) -> list[Exchange]:
         """Return the tokens of all exchanges, with thoughts added or removed as the template says."""
         template, last = self.template, len(answers) - 1
+        # Earlier answers are then context only, which at inference has no thoughts.
         forgets = self.loss_on == "last_assistant" and not template.keeps_thoughts
         exchanges = []
         for turn, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
@@ -451,6 +428,7 @@ class TemplateEncoder:
             second = self._tokens(template.answer, answer)
             thinks = any(mark.strip() in answer for mark in _THOUGHT)
             if template.thoughts and not thinks and (turn == last or not forgets):
+                # The empty thought is learnt as part of the answer, or given as part of the prompt.
                 empty = self._tokens(("".join(_THOUGHT),))
                 first, second = (first, empty + second) if template.thinking else (first + empty, second)
             exchanges.append((first, second))
@@ -468,10 +446,13 @@ class TemplateEncoder:
 
     def _joined(self, exchanges: list[Exchange]) -> tuple[list[int], list[bool]]:
         """Return the exchanges as one list of tokens, cut to ``longest``, and the mask of what is learnt."""
+        # If only the last answer is learnt, room is given from the last exchange backwards. A letter per token,
+        # longest=6, and the exchanges "Hi" "Yo", "abc" "de": that gives H abc de, with de learnt. From the first on, it
+        # gives Hi Yo ab, with Yo learnt.
         last_alone = self.loss_on == "last_assistant"
         tokens: list[int] = []
         learnt: list[bool] = []
-        taken = 1 if self.template.one_eos else 0
+        taken = 1 if self.template.one_eos else 0  # room for the EOS
         for turn, (prompt, answer) in enumerate(reversed(exchanges) if last_alone else exchanges):
             if self.longest is not None:
                 if taken >= self.longest:
@@ -501,14 +482,8 @@ class TemplateEncoder:
 class DocumentEncoder:
     """Tokenises documents for pretraining; the text and the token that ends it are learnt.
 
-    Args:
-        tokenizer: A tokenizer of ``transformers``.
-        template: The template whose token ends a text; None for the tokenizer's EOS.
-        begins: Write BOS before each text, if the tokenizer writes one itself.
-
-    Raises:
-        TypeError: The tokenizer is not one of ``transformers``.
-        ValueError: The tokenizer does not have the token that ends a text.
+    The token is that of ``template``, or the tokenizer's EOS; ValueError if the tokenizer does not have it. ``begins``
+    writes BOS before each text, if the tokenizer writes one itself.
     """
 
     def __init__(self, tokenizer: Any, template: ChatTemplate | None = None, begins: bool = False) -> None:
@@ -520,13 +495,7 @@ class DocumentEncoder:
         self._end = end or tokenizer.eos_token
 
     def encode(self, messages: Sequence[Message], sample_id: int, name: str) -> TokenSample:
-        """Return the tokens of the text of the first message; an empty sample if it has none.
-
-        Args:
-            messages: One message with ``content``.
-            sample_id: Number of the document in its dataset.
-            name: What to call the document in an error.
-        """
+        """Return the tokens of the first message's text; an empty sample if it has none."""
         text = messages[0]["content"] if messages else ""
         ids = self.tokenizer(self._start + text + self._end, add_special_tokens=False)["input_ids"] if text else []
         learnt = np.ones(len(ids), np.bool_)
@@ -537,8 +506,7 @@ class DocumentEncoder:
 def end_of_turn(tokenizer: Any, template: ChatTemplate) -> int | None:
     """Return the id of the token that the template means by EOS; None if it needs none.
 
-    Raises:
-        ValueError: The template needs a token that the tokenizer does not have.
+    Raises ValueError if the template needs a token that the tokenizer does not have.
     """
     if template.end_of_turn is not None:
         ids = tokenizer(template.end_of_turn, add_special_tokens=False)["input_ids"]
@@ -561,21 +529,18 @@ def end_of_turn(tokenizer: Any, template: ChatTemplate) -> int | None:
 
 
 def _cut(prompt: list[int], answer: list[int], room: int) -> Exchange:
-    """Return an exchange that takes ``room`` tokens at most."""
+    """Return an exchange of at most ``room`` tokens."""
     first, second = kept_lengths(len(prompt), len(answer), room)
     return prompt[:first], answer[:second]
 
 
 def kept_lengths(prompt: int, answer: int, room: int) -> tuple[int, int]:
-    """Return how many of the first tokens of a prompt and of its answer are kept, at most ``room`` together.
+    """Return how many of the first tokens of a prompt and of its answer are kept, together at most ``room``.
 
     Source: ``infer_seqlen`` in LLaMA-Factory (src/llamafactory/data/processor/processor_utils.py) has the same rule.
-
-    Args:
-        prompt: Tokens of the prompt.
-        answer: Tokens of the answer.
-        room: The most tokens of both.
     """
+    # With room for 512: a short answer stays whole, (900, 100) becomes (412, 100); else a short prompt does, (100, 900)
+    # becomes (100, 412); else each keeps its share, (600, 400) becomes (308, 204).
     if 2 * answer < room:
         most = room
     elif 2 * prompt < room:

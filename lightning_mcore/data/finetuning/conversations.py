@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of a fine-tuning dataset as conversations: a list of messages, each with a role and a text.
 
-Datasets for fine-tuning come in four forms. Each form has its own columns, so the columns tell the form:
+Datasets come in four forms, which their columns tell:
 
 * ``prompt_response``: two columns of text, by default ``prompt`` and ``response``;
 * ``alpaca``: ``instruction``, ``output`` and, optionally, ``input``, which follows the instruction after a blank line;
 * ``sharegpt``: ``conversations``, a list of ``{"from": "human", "value": "..."}``;
 * ``messages``: ``messages``, a list of ``{"role": "user", "content": "..."}`` as the OpenAI API has them.
 
-A text that is null counts as empty, and a row without an answer is left out and counted. Other columns, and other
-fields of a message, are ignored. A message that calls tools is refused, because its text alone would teach something
-else. ``chat.py`` tokenises the messages.
+A null text counts as empty, and a row without an answer is left out and counted. Other columns, and other fields of a
+message, are ignored. A message that calls tools raises, because its text alone would teach something else. ``chat.py``
+tokenises the messages.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,19 +30,10 @@ _TOOL_CALLS = ("tool_calls", "function_call")
 
 
 class ConversationReader:
-    """Turns rows of one form into conversations.
+    """Turns rows of one form into conversations; ``needed`` are the columns that each row must have.
 
-    Args:
-        columns: Names of the columns of the data.
-        format: The form of the rows; ``"auto"`` finds it from the columns.
-        prompt_column: Column of the prompt, for ``prompt_response``.
-        response_column: Column of the response, for ``prompt_response``.
-
-    Attributes:
-        needed: The columns that each row must have.
-
-    Raises:
-        ValueError: ``format`` is unknown, a column that it needs is missing, or the columns fit none of the forms.
+    ``format`` ``"auto"`` goes by the columns. Raises ValueError for an unknown form, a missing column, or columns that
+    fit no form.
     """
 
     def __init__(
@@ -56,6 +47,7 @@ class ConversationReader:
         self.prompt_column = prompt_column
         self.response_column = response_column
         present = list(columns)
+        # In the order in which "auto" tries them.
         needed = {
             "prompt_response": (prompt_column, response_column),
             "messages": ("messages",),
@@ -86,18 +78,10 @@ class ConversationReader:
         self.needed = needed[format]
 
     def messages(self, row: Row, name: str) -> list[Message]:
-        """Return the conversation of a row.
+        """Return the messages of a row, each with ``role`` (system, user, assistant or tool) and ``content``.
 
-        Args:
-            row: The columns of the row by name.
-            name: What to call the row in an error, such as ``"row 3 of train.jsonl"``.
-
-        Returns:
-            Messages with ``role`` (system, user, assistant or tool) and ``content``.
-
-        Raises:
-            ValueError: A column is missing, a role is unknown, or a message calls tools.
-            TypeError: A value that should be text is something else.
+        Errors call the row ``name``. Raises ValueError for a missing column, an unknown role or a tool call, TypeError
+        for a value that should be text.
         """
         missing = [column for column in self.needed if column not in row]
         if missing:
@@ -109,6 +93,8 @@ class ConversationReader:
             return _exchange(prompt, response)
         if self.format == "alpaca":
             instruction, more, output = (_text(row.get(key), key, name) for key in ("instruction", "input", "output"))
+            # Instruction "Translate", input "Hallo", output "Hello": the user says "Translate\n\nHallo", the assistant
+            # "Hello".
             return _exchange(f"{instruction}\n\n{more}" if more else instruction, output)
         if self.format == "sharegpt":
             return _conversation(row["conversations"], "from", "value", _SHAREGPT_ROLES, name)
@@ -116,11 +102,10 @@ class ConversationReader:
 
 
 def require_tokenizer(tokenizer: Any) -> None:
-    """Refuse an object that is not a tokenizer of ``transformers``, or one whose settings make every text fail.
+    """Raise unless this is a ``transformers`` tokenizer, with settings that do not make every text fail.
 
-    Raises:
-        TypeError: It is something else, or its ``model_max_length`` is not a number.
-        ValueError: Its ``unk_token`` is not one of its tokens.
+    TypeError for another object or a ``model_max_length`` that is not a number, ValueError for an unknown
+    ``unk_token``.
     """
     if not hasattr(tokenizer, "apply_chat_template"):
         raise TypeError(
@@ -133,6 +118,7 @@ def require_tokenizer(tokenizer: Any) -> None:
             f"the tokenizer's model_max_length is of type {type(longest).__name__}; set a number in its"
             " tokenizer_config.json"
         )
+    # Looking up an unk_token that is not a token recurses without end.
     try:
         getattr(tokenizer, "all_special_ids", None)
     except RecursionError:
@@ -145,13 +131,7 @@ def require_tokenizer(tokenizer: Any) -> None:
 def earlier_exchanges(history: Any, column: str, name: str) -> list[Message]:
     """Return the messages of the exchanges before the last one, in Alpaca's form.
 
-    Args:
-        history: Pairs of texts, a prompt and its answer; None for none.
-        column: Its column.
-        name: What to call the row in an error.
-
-    Raises:
-        TypeError: It is not a list of pairs of texts.
+    ``history`` has pairs of texts, or is None. Raises TypeError for anything else in ``column``.
     """
     if history is not None and not isinstance(history, list):
         raise TypeError(f"{column!r} of {name} is of type {type(history).__name__}; give a list of pairs of texts")

@@ -4,19 +4,14 @@
 What happens to a file, and when:
 
 1. ``prepare_data``, in one process on each machine, reads the files with Hugging Face ``datasets``, makes a
-   conversation of each row (``conversations.py``) and tokenises it (``chat.py``). The tokens are
-   cached; the name of the cache depends on the files, the tokenizer and the settings, so the next run finds them.
-2. ``setup``, on every rank, opens the cache, leaves out samples without anything to learn, cuts or splits those that
-   are longer than a row, and decides which samples share a row (``data/packing/rows.py``). The log has one line of
-   counts. If something is wrong with the files or with a row, every rank raises the same error.
-3. The loaders read rows in an order that is the same on every layout (``data/sampling.py``).
+   conversation of each row (``conversations.py``) and tokenises it (``chat.py``) into a cache (``tokenized.py``).
+2. ``setup``, on every rank, opens the cache, leaves out samples without anything to learn, cuts or splits overlong
+   ones, and decides which samples share a row (``data/packing/rows.py``). The log has one line of counts. If a file or
+   a row is broken, every rank raises the same error.
+3. The loaders read rows in the same order on every layout (``data/sampling.py``).
 
-A checkpoint describes the sources of the training data. A run that resumes in the middle of an epoch needs the same
-sources; one that resumes from the end of an epoch warns if they have changed.
-
-With ``streaming`` nothing is prepared: training files are tokenised and packed while they are read
-(``stream.py``). ``data/packing/rows.py`` describes the batches, packed or dense, for
-``MCoreModule.forward_step``.
+With ``streaming``, training files are tokenised and packed while they are read (``stream.py``).
+``data/packing/rows.py`` describes the batches, packed or dense, for ``MCoreModule.forward_step``.
 """
 
 from collections.abc import Callable
@@ -63,43 +58,42 @@ _OF_STAGE = {"fit": ("train", "validation"), "validate": ("validation",), "test"
 
 
 class MCoreFinetuningData(pl.LightningDataModule):
-    """Prompts and responses, or conversations, from jsonl or parquet files, packed into rows or one in a row.
+    """Prompts and responses, or conversations, from jsonl or parquet files, packed into rows or one per row.
 
     Args:
-        train_files: A file, a folder (all data files in it), a pattern such as ``data/*.jsonl``, or a list of these;
+        train_files: A file, a folder (all data files in it), a pattern such as ``data/*.jsonl``, or a list of these.
             ``.jsonl``, ``.json`` and ``.parquet`` files are read.
-        tokenizer: A folder or name of a tokenizer of ``transformers``, or the tokenizer itself.
+        tokenizer: Folder or name of a ``transformers`` tokenizer, or the tokenizer itself.
         seq_length: Places in a row, in tokens.
-        batch_size: Rows in a batch of one data-parallel rank.
+        batch_size: Rows in a batch on one data-parallel rank.
         validation_files: Files to validate on, given like ``train_files``.
         test_files: Files to test on, given like ``train_files``.
-        validation_share: Instead of ``validation_files``, the share of the training samples to validate on, chosen by
+        validation_share: Instead of ``validation_files``, the fraction of training samples to validate on, chosen by
             ``seed``; a number above 1 is a number of samples.
-        format: The form of a row: ``prompt_response``, ``alpaca``, ``sharegpt`` or ``messages``; ``auto`` finds it from
-            the columns.
+        format: Form of a row: ``prompt_response``, ``alpaca``, ``sharegpt`` or ``messages``; ``auto`` goes by the
+            columns.
         prompt_column: Column of the prompt, for ``prompt_response``.
         response_column: Column of the response, for ``prompt_response``.
         loss_on: What is learnt: the turns of the ``assistant``, only the ``last_assistant`` turn, or ``all`` tokens.
-        template: How turns are written: the name of a LLaMA-Factory template, such as ``llama3``, or a
+        template: How turns are written: name of a LLaMA-Factory template, such as ``llama3``, or a
             :class:`~lightning_mcore.data.finetuning.chat.ChatTemplate`; None for the tokenizer's own.
-        packing: Put several samples into a row; otherwise each has its own row, padded to the longest of the batch.
-        overlong: For a sample longer than a row: ``error`` refuses it, ``cut`` keeps its beginning, ``split`` makes
-            pieces.
-        streaming: Read, tokenise and pack the training files while training, for data that is too large to prepare.
-            The order of the samples then depends on ``seed``, the number of data-parallel ranks and ``num_workers``,
-            and a resume in the middle of an epoch needs the same values.
-        shuffle_buffer: With ``streaming``, the number of samples to draw the next one from; 1 keeps the order of the
-            files. Without ``streaming``, all samples are shuffled.
+        packing: Put several samples into a row; otherwise each has its own row, padded to the longest in the batch.
+        overlong: For a sample longer than a row: ``error`` raises, ``cut`` keeps its beginning, ``split`` makes pieces.
+        streaming: Read, tokenise and pack the training files while training, for data that is too large to prepare. The
+            sample order then depends on ``seed``, the number of data-parallel ranks and ``num_workers``, and resuming
+            in the middle of an epoch requires the same values.
+        shuffle_buffer: With ``streaming``, the number of samples from which the next one is drawn; 1 keeps the order of
+            the files. Without ``streaming``, all samples are shuffled.
         shuffle: Draw a new order of the rows in each epoch; otherwise keep their order. Not for a stream.
         seed: Seed of the order and of ``validation_share``.
-        num_workers: Number of processes of each rank that load batches in advance.
+        num_workers: Number of processes per rank that load batches ahead.
         num_proc: Number of processes that tokenise in ``prepare_data``.
         cache_dir: Folder for the cache of tokens; None for that of ``datasets``.
-        eval_batch_size: Rows of one data-parallel rank in a batch of validation and testing; None for ``batch_size``.
+        eval_batch_size: Rows in a validation or test batch on one data-parallel rank; None for ``batch_size``.
         pad_to_seq_length: Without packing, pad every row to ``seq_length`` instead of to the longest of its batch.
 
     Attributes:
-        statistics: The counts of used, cut and dropped samples of each split, after ``setup``; not for a stream.
+        statistics: Counts of used, cut and dropped samples of each split, after ``setup``; not for a stream.
 
     Raises:
         ValueError: A setting is out of range, or two contradict each other.
@@ -161,11 +155,11 @@ class MCoreFinetuningData(pl.LightningDataModule):
         self.cache_dir = cache_dir
         self.statistics: dict[str, PackingStatistics] = {}
         self._given_tokenizer = tokenizer
-        self._data: dict[str, TokenizedSamples | PackedDataset] = {}
-        self._packed_for: PackingMultiples | None = None
+        self._data: dict[str, TokenizedSamples | PackedDataset] = {}  # by split, after setup
+        self._packed_for: PackingMultiples | None = None  # the layout that they were packed for
         self._stream: StreamSettings | None = None
-        self._failure: Exception | None = None
-        self._sources: dict[str, Any] = {}
+        self._failure: Exception | None = None  # of prepare_data, until setup raises it
+        self._sources: dict[str, Any] = {}  # of the training data, for checkpoints
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -182,7 +176,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens of the tokenizer, added ones included."""
+        """Number of tokens in the tokenizer, including added ones."""
         return len(self.tokenizer)
 
     # ---- what Lightning calls
@@ -190,12 +184,13 @@ class MCoreFinetuningData(pl.LightningDataModule):
     def prepare_data(self) -> None:
         """Read and tokenise the files into the cache, in one process on each machine.
 
-        A failure is raised in ``setup``, on every rank.
+        Failures are raised in ``setup``, on every rank.
         """
         try:
             for split in self._prepared_splits(None):
                 self._tokenized(split)
         except Exception as error:
+            # Raised here, it would end this process only, and the others would wait for it at Lightning's next barrier.
             self._failure = error
 
     def setup(self, stage: str | None = None) -> None:
@@ -205,10 +200,11 @@ class MCoreFinetuningData(pl.LightningDataModule):
             stage: Lightning's stage: fit, validate, test or predict; None for all.
 
         Raises:
-            ValueError: Something is wrong with the files, with a row, or with ``seq_length`` on this layout, or the
-                module learns from pairs; every rank raises the same error.
+            ValueError: A file or row is broken, ``seq_length`` does not fit the layout, or the module learns from
+                pairs; every rank raises the same error.
             ModuleNotFoundError: ``datasets`` is not installed.
         """
+        # Each ``together`` is collective: all ranks take the same steps, and if one fails, all raise its error.
         together(self._check_module)
         together(self._raise_failure)
         multiples = together(self._multiples)
@@ -265,6 +261,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
         Raises:
             ValueError: The checkpoint was taken in the middle of an epoch of other data.
         """
+        # A mid-epoch resume requires the same sources; at the end of an epoch, a change is only a warning.
         if state_dict and self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
             compare_sources(state_dict["sources"], self._sources, state_dict["in_epoch"])
 
@@ -281,6 +278,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
 
     @property
     def _collate(self) -> Callable[[list[Any]], Any]:
+        # Padded rows must divide as a whole. In packed rows, sub-sequences have been padded already.
         if self.packing:
             return collate_rows
         return partial(collate_padded, multiple=self._multiples().row, row_length=self._padded_to)
@@ -349,6 +347,8 @@ class MCoreFinetuningData(pl.LightningDataModule):
         tokenized = self._tokenized(split)
         if not self.validation_share or split == "test":
             return tokenized, np.arange(len(tokenized))
+        # The same on every rank. 1,000 rows with validation_share=0.1: the first 100 of the permutation validate, 900
+        # train.
         order = np.random.default_rng(self.seed).permutation(len(tokenized))
         share = self.validation_share
         count = round(len(tokenized) * share) if share < 1 else int(share)
@@ -366,11 +366,12 @@ class MCoreFinetuningData(pl.LightningDataModule):
         return self._tokenized_files(files, name, self.reading)
 
     def _tokenized_files(self, files: list[str], name: str, reading: Reading) -> Any:
+        # One process on each machine compares the cache with its checksums.
         checks = self.trainer is None or self.trainer.local_rank == 0
         return tokenize_files(files, name, self.tokenizer, reading, self.cache_dir, self.num_proc, checks)
 
     def _sources_of_stream(self, settings: StreamSettings) -> dict[str, Any]:
-        """Return the sources of a stream; rank 0 reads them."""
+        """Return the sources of a stream; only rank 0 reads the files for it."""
 
         def describe() -> dict[str, Any]:
             return describe_sources(settings.files, self.tokenizer, self.reading)

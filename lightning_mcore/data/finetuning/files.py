@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of fine-tuning data: find them, open them through Hugging Face ``datasets``, and say what is broken in them.
+"""Files of fine-tuning data: find them, open them with Hugging Face ``datasets``, and say what is broken in them.
 
 ``datasets`` reads jsonl and parquet fast, but its errors name neither the broken file nor the line. So after a failure
-the files are read once more, slowly, until the place is found (:func:`explained`). ``datamodule.py`` and ``stream.py``
-open files here.
+the files are read once more, slowly, until the place is found (:func:`explained`). ``datamodule.py``, ``tokenized.py``
+and ``stream.py`` open files here.
 """
 
 import contextlib
@@ -15,19 +15,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # suffix -> format of ``datasets``
 
 
 def find_files(given: str | Sequence[str], name: str) -> list[str]:
-    """Return the files that a setting stands for, sorted within each folder and pattern.
+    """Return the files that the setting ``name`` stands for, sorted within each folder and pattern.
 
-    Args:
-        given: A file, a folder (all data files in it), a pattern such as ``"data/*.jsonl"``, or a list of these.
-        name: The name of the setting, for errors.
-
-    Raises:
-        FileNotFoundError: A file does not exist, or a folder holds no data file.
-        ValueError: A file is neither jsonl nor parquet, files are of both kinds, or one is named twice.
+    ``given`` is a file, a folder (all data files in it), a pattern such as ``"data/*.jsonl"``, or a list of these.
+    Raises FileNotFoundError if one has no file, ValueError for another kind of file, both kinds at once, or a file
+    named twice.
     """
     found: list[str] = []
     for place in [given] if isinstance(given, str | os.PathLike) else given:
@@ -55,11 +51,7 @@ def find_files(given: str | Sequence[str], name: str) -> list[str]:
 
 
 def with_rows(files: Sequence[str]) -> list[str]:
-    """Return the files that are not empty; an empty one makes ``datasets`` fail on the next file.
-
-    Raises:
-        ValueError: All files are empty.
-    """
+    """Return the files that are not empty, or raise ValueError: an empty one makes ``datasets`` fail on the next."""
     found = [file for file in files if not _is_empty(file)]
     if not found:
         raise ValueError(f"{files[0]} is empty; leave it out")
@@ -67,16 +59,9 @@ def with_rows(files: Sequence[str]) -> list[str]:
 
 
 def load_rows(files: Sequence[str], cache_dir: str | None = None, streaming: bool = False) -> Any:
-    """Open files as a ``datasets.Dataset``, or an ``IterableDataset`` with ``streaming``.
+    """Open files as a ``datasets.Dataset``, or an ``IterableDataset`` with ``streaming``, which needs no cache.
 
-    Args:
-        files: What :func:`find_files` found.
-        cache_dir: Where ``datasets`` caches what it reads; None for its default folder.
-        streaming: Read while iterating, without a cache.
-
-    Raises:
-        ModuleNotFoundError: ``datasets`` is not installed.
-        ValueError: A file is broken.
+    Raises ModuleNotFoundError without ``datasets``, ValueError if a file is broken.
     """
     try:
         from datasets import load_dataset
@@ -92,17 +77,16 @@ def load_rows(files: Sequence[str], cache_dir: str | None = None, streaming: boo
 
 
 def file_marks(files: Sequence[str]) -> list[str]:
-    """Return the path, size and modification time of each file, by which a cache recognises it."""
+    """Return each file's path, size and modification time, by which a cache recognises it."""
     stats = [(os.path.abspath(file), os.stat(file)) for file in files]
     return [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
 
 
 @contextlib.contextmanager
 def explained(files: Sequence[str]) -> Iterator[None]:
-    """Turn a failure to read files inside the ``with`` block into an error that names the file and the line.
+    """Turn a failure to read files within the ``with`` block into a ValueError that names the file and the line.
 
-    Raises:
-        ValueError: A file could not be read. Other errors, such as a lack of memory, pass unchanged.
+    Other errors, such as a lack of memory, pass unchanged.
     """
     try:
         yield
@@ -117,12 +101,9 @@ def explained(files: Sequence[str]) -> Iterator[None]:
 
 
 def require_same_columns(files: Sequence[str]) -> None:
-    """Refuse files whose columns differ.
+    """Raise ValueError unless all files have the same columns.
 
-    Of a JSON file one row is read, and the others only if its columns differ from those of the first file.
-
-    Raises:
-        ValueError: The columns of two files differ.
+    Only the first row of a JSON file is read, and the others only if its columns differ from those of the first file.
     """
     reason = _different_columns(files)
     if reason is not None:
@@ -131,6 +112,7 @@ def require_same_columns(files: Sequence[str]) -> None:
 
 def name_of_row(files: Sequence[str], number: int) -> str:
     """Return a name for a row, with its file, for errors; ``number`` counts the rows of all files."""
+    # Files of 100 and 50 rows: row 120 is "row 20 of" the second.
     first = 0
     for file in files:
         rows = _count_rows(file)
@@ -163,6 +145,7 @@ def _what_is_wrong(file: str) -> str | None:
             return f"{file} is not a complete parquet file: {' '.join(str(error).split())}"
         return None
     with open(file, "rb") as lines:
+        # ``datasets`` also reads one JSON list of objects.
         if lines.read(1) == b"[":
             return _broken_list(file)
         lines.seek(0)
@@ -204,6 +187,7 @@ def _different_columns(files: Sequence[str]) -> str | None:
         if not columns:
             continue
         first = first or file
+        # A first row may lack columns that later rows have: all rows decide, but only if the first rows differ.
         if columns != _columns(first) and every(file) != every(first):
             return (
                 f"{file} has the columns {', '.join(every(file))} but {first} has {', '.join(every(first))}; give"
@@ -213,7 +197,7 @@ def _different_columns(files: Sequence[str]) -> str | None:
 
 
 def _columns(file: str) -> list[str]:
-    """Return the columns of a file, sorted; for JSON those of its first row."""
+    """Return the columns of a file, sorted; for JSON, of its first row."""
     if Path(file).suffix == ".parquet":
         from pyarrow.parquet import read_schema
 

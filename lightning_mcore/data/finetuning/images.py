@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """``MCoreVisionData``: conversations about images and videos, for ``MCoreVisionGPT``.
 
-The text is read, tokenised once into a cache, and packed, like all conversations (``datamodule.py``). Before that each
-``<image>`` is replaced by the tokens of the image. Their number follows from the image's size, which is in the header
-of its file. The images themselves are read and cut into patches when a batch is made, in the workers of the loader.
-``videos.py`` does the same for each ``<video>``.
+The text is read, tokenised once into a cache, and packed, like all conversations (``datamodule.py``). Before that, each
+``<image>`` is replaced by the image's tokens. Their number follows from the image's size, which is in the header of its
+file. Images are read and cut into patches when a batch is made, in the loader's workers. ``videos.py`` does the same
+for each ``<video>``.
 
-The cache has columns with the images and the videos of each row, each a path or the bytes of a file (``media.py``), and
-the number of its tokens. :class:`ImageRows` adds both to any data module of conversations.
+The cache has columns with each row's images and videos, each a path or the bytes of a file (``media.py``), and the
+number of its tokens. :class:`ImageRows` adds both to any data module of conversations.
 """
 
 import dataclasses
@@ -55,26 +55,15 @@ Broken = Literal["error", "drop"]
 
 @dataclass(frozen=True)
 class ImageReading(Reading):
-    """How rows with images and videos become tokens.
+    """How rows with images and videos become tokens."""
 
-    Args:
-        text: How the rest of the row is read and tokenised.
-        columns_seen: The columns of the images and of the videos; None if the rows have none.
-        media_dir: Folder of the images and videos.
-        tokens: Ids of the tokens that stand for a part of an image and of a video.
-        sizes: The settings of the image and the video processor, as text for the name of the cache.
-        broken: What happens to a row with an image or a video that does not exist or cannot be read: ``error`` or
-            ``drop``.
-        processor: The image processor, which decides how many tokens an image takes.
-        videos: The reader of videos, which decides how many tokens a video takes.
-    """
-
-    text: Reading = field(default_factory=Reading)
-    columns_seen: tuple[str | None, str | None] = ("images", "videos")
-    media_dir: str = ""
-    tokens: tuple[int, int] = (-1, -1)
-    sizes: str = ""
+    text: Reading = field(default_factory=Reading)  # reads and tokenises the rest of the row
+    columns_seen: tuple[str | None, str | None] = ("images", "videos")  # of images and videos; None if there are none
+    media_dir: str = ""  # folder that paths are relative to
+    tokens: tuple[int, int] = (-1, -1)  # ids that stand for a part of an image and of a video
+    sizes: str = ""  # settings of both processors, as text for the cache's name
     broken: Broken = "error"
+    # They decide how many tokens an image or a video takes. Not part of the cache's name: ``sizes`` is.
     processor: Any = field(default=None, repr=False, compare=False)
     videos: Any = field(default=None, repr=False, compare=False)
 
@@ -87,7 +76,7 @@ class ImageReading(Reading):
         return self.text.encoder(tokenizer)
 
     def chosen(self, rows: int) -> Sequence[int] | None:
-        """Return the numbers of the rows to read out of ``rows``; None for all of them."""
+        """Return the numbers of the rows to read out of ``rows``; None for all."""
         return self.text.chosen(rows)
 
     def with_partners(self, rows: Any) -> Any:
@@ -102,7 +91,7 @@ class ImageReading(Reading):
         return rows
 
     def features(self) -> dict[str, Any]:
-        """Return the types of the columns of images and videos, and of rows with one that cannot be read."""
+        """Return the types of the columns of images and videos, and of the mark for unusable ones."""
         from datasets import List, Value
 
         file, count = {"path": Value("string"), "bytes": Value("binary")}, {"tokens": Value("int64")}
@@ -113,7 +102,7 @@ class ImageReading(Reading):
     def encoded(self, reader: RowReader, encoder: Encoder, row: Row, index: int, name: str) -> dict[str, Any]:
         """Return the cache's columns of a row; tokens of images and videos never count in the loss.
 
-        A row of which an image or a video was cut, wholly or in part, has its images and videos but no tokens.
+        If an image or a video was cut, wholly or in part, the row keeps its images and videos but has no tokens.
         """
         row, given = _with_markers(row, self.columns_seen, name)
         messages = reader.messages(row, name)
@@ -126,6 +115,7 @@ class ImageReading(Reading):
                 raise
             unreadable, messages = True, []
         sample = encoder.encode(messages, index, name)
+        # A template with ``longest`` may have cut the text: all tokens of all images and videos must still be there.
         seen = np.isin(sample.tokens, self.tokens)
         if not len(sample.tokens):
             files = ([], [])
@@ -136,7 +126,7 @@ class ImageReading(Reading):
         return {**of_text, _IMAGES: files[0], _VIDEOS: files[1], _UNREADABLE: unreadable}
 
     def _insert_tokens(self, messages: list[Message], given: Files, name: str) -> Files:
-        """Replace the markers in messages by the tokens of images and videos, and return these with their tokens."""
+        """Replace the markers in messages by the tokens of images and videos; return these with their tokens."""
         texts = [message["content"] for message in messages]
         for (kind, marker), files in zip(MARKERS.items(), given, strict=True):
             count = sum(text.count(marker) for text in texts)
@@ -156,6 +146,8 @@ class ImageReading(Reading):
             if videos:
                 self.videos.patches(found[1], self.media_dir, name)
         of_images = iter([START + image["tokens"] * _IMAGE_PAD + END for image in images])
+        # An image of 448 x 448 pixels with patches of 14 is 32 x 32 patches; merged 2 x 2, it has 256 tokens. So
+        # "<image>" becomes START, 256 times <|image_pad|>, END.
         runs = {MARKERS["image"]: of_images, MARKERS["video"]: iter([text for _, text in videos])}
         for message, text in zip(messages, texts, strict=True):
             parts = re.split(f"({'|'.join(runs)})", text)
@@ -163,7 +155,7 @@ class ImageReading(Reading):
         return found
 
     def _with_tokens(self, file: Stored, name: str) -> Stored:
-        """Return an image with the number of its tokens."""
+        """Return an image with its number of tokens."""
         with opened_image(file, self.media_dir, name) as image:
             width, height = image.size
         try:
@@ -197,7 +189,7 @@ def _has_parts(message: Any) -> bool:
 
 
 def _joined(message: Any, files: dict[str, list[Any]], name: str) -> Any:
-    """Return a message whose parts are joined, and add its images and videos to lists."""
+    """Return a message whose parts are joined; add its images and videos to the lists in ``files``."""
     if not _has_parts(message):
         return message
     text = ""
@@ -215,19 +207,14 @@ def _joined(message: Any, files: dict[str, list[Any]], name: str) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeeingSample(TokenSample):
-    """A sample with images and videos.
-
-    Args:
-        images: Its images, in order.
-        videos: Its videos, in order.
-    """
+    """A sample with images and videos, in order."""
 
     images: tuple[Stored, ...] = ()
     videos: tuple[Stored, ...] = ()
 
 
 class _Samples(TokenizedSamples):
-    """Samples with their images and videos; one whose cut goes through one of these is left out and counted."""
+    """Samples with images and videos; one that would be cut inside one of these is left out and counted."""
 
     _or_overlong = " or overlong='cut'"
 
@@ -246,6 +233,8 @@ class _Samples(TokenizedSamples):
             self.statistics.samples += 1
             self.statistics.unreadable_image += 1
             return (np.zeros(0, np.int64),) * 3
+        # Called for samples that do not fit as they are. ``lost``: ``encoded`` dropped the tokens of a row with a cut
+        # image.
         inputs = sample.tokens[: self._row_length] if sample.length > self._row_length else sample.tokens
         lost = not len(inputs) and (seen[_IMAGES] or seen[_VIDEOS])
         if lost or None in self._whole(inputs, seen):
@@ -258,13 +247,15 @@ class _Samples(TokenizedSamples):
         """Return how many images and how many videos are in tokens; None if the last one is incomplete."""
         found: list[int | None] = []
         for column, token in zip((_IMAGES, _VIDEOS), self._tokens, strict=True):
+            # Images of 4 and 6 tokens end at 4 and 10 image tokens. 4 tokens are one image, 10 are two; with 7, the
+            # second is incomplete (None).
             ends = [0, *itertools.accumulate(file["tokens"] for file in seen[column])]
             count = int((tokens == token).sum())
             found.append(ends.index(count) if count in ends else None)
         return found
 
     def take(self, indices: Sequence[int] | NDArray[np.int64]) -> list[TokenSample]:
-        """Return the samples at ``indices``, [n], with the images and videos that are left after they were cut."""
+        """Return the samples at ``indices`` [n], with the images and videos that are left after they were cut."""
         rows = self._seen[self._source[indices].tolist()]
         seen = [{_IMAGES: images, _VIDEOS: videos} for images, videos in zip(rows[_IMAGES], rows[_VIDEOS], strict=True)]
         return [self._with_files(*both) for both in zip(super().take(indices), seen, strict=True)]
@@ -285,7 +276,7 @@ class _Packed(PackedDataset):
 
 
 class _Collate:
-    """Makes a batch of rows or samples and the patches in them; a class, so that it can be pickled."""
+    """Makes a batch of rows or samples and their patches; a class, so that it can be pickled for workers."""
 
     def __init__(
         self, base: Callable[[list[Any]], dict[str, Tensor]], processor: Any, videos: Videos, media_dir: str
@@ -296,6 +287,7 @@ class _Collate:
         self._media_dir = media_dir
 
     def __call__(self, items: list[Any]) -> dict[str, Tensor]:
+        # In order of appearance, row by row: ``multimodal.py`` assigns patches to tokens by this order.
         images, videos = (
             [file for item in items for file in (item[name] if isinstance(item, dict) else getattr(item, name))]
             for name in (_IMAGES, _VIDEOS)
@@ -311,22 +303,16 @@ class _Collate:
 
 
 class ImageRows(MCoreFinetuningData):
-    """Adds images and videos to a data module of conversations.
-
-    Attributes:
-        media_dir: The folder that paths of images and videos are relative to.
-        broken_images: What happens to a row with an image or a video that does not exist or cannot be read.
-        videos: The reader of videos.
-    """
+    """Adds images and videos to a data module of conversations; their paths are relative to ``media_dir``."""
 
     media_dir: str
-    broken_images: Broken = "error"
+    broken_images: Broken = "error"  # for rows with an unusable image or video
     videos: Videos
     _given_processor: Any  # or the folder or name of a model
 
     @cached_property
     def image_processor(self) -> Any:
-        """The image processor; loaded when it is first read."""
+        """The image processor, loaded at the first access."""
         return self._load_processor()
 
     def _load_processor(self) -> Any:
@@ -334,16 +320,12 @@ class ImageRows(MCoreFinetuningData):
 
     @property
     def image_token(self) -> int:
-        """Id of the token that stands for a part of an image.
-
-        Raises:
-            ValueError: The tokenizer has no such token.
-        """
+        """Id of the token that stands for part of an image; ValueError if the tokenizer has none."""
         return self._tokens[0]
 
     @cached_property
     def _tokens(self) -> tuple[int, int]:
-        """Ids of the tokens that stand for a part of an image and of a video."""
+        """Ids of the tokens that stand for part of an image and of a video."""
         vocabulary = self.tokenizer.get_vocab()
         missing = [token for token in (START, _IMAGE_PAD, VIDEO_PAD, END) if token not in vocabulary]
         if missing:
@@ -382,44 +364,43 @@ class ImageRows(MCoreFinetuningData):
 class MCoreVisionData(ImageRows):
     """Conversations about images and videos from jsonl or parquet files, for ``MCoreVisionGPT``.
 
-    A row has a conversation in one of the forms of :class:`~lightning_mcore.MCoreFinetuningData`, with ``<image>`` in
-    the text for each image, and the paths of the images in the column ``images``; and with ``<video>`` for each video,
-    and the videos in the column ``videos``: paths of files, or lists of paths of images. In the form ``messages``, the
-    content of a message may also be a list of ``{"type": "text", "text": ...}``,
-    ``{"type": "image", "image": path}`` and ``{"type": "video", "video": path}``. Videos need
-    ``lightning-mcore[video]``.
+    A row has a conversation in one of the forms of :class:`~lightning_mcore.MCoreFinetuningData`. Its text has
+    ``<image>`` for each image, whose paths are in the column ``images``, and ``<video>`` for each video, which are in
+    the column ``videos``: paths of files, or lists of image paths. In the form ``messages``, the content of a message
+    may also be a list of ``{"type": "text", "text": ...}``, ``{"type": "image", "image": path}`` and
+    ``{"type": "video", "video": path}``. Videos need ``lightning-mcore[video]``.
 
     Args:
         train_files: As in :class:`~lightning_mcore.MCoreFinetuningData`, which explains the other arguments further.
-        tokenizer: A folder or name of a model, or its tokenizer.
-        seq_length: Tokens of a row, including those of images and videos.
-        image_processor: A folder or name of a model, or its image processor; None for that of ``tokenizer``.
-        video_processor: A folder or name of a model, or its video processor; None for that of ``image_processor``, if
+        tokenizer: Folder or name of a model, or its tokenizer.
+        seq_length: Places in a row, in tokens, including those of images and videos.
+        image_processor: Folder or name of a model, or its image processor; None for that of ``tokenizer``.
+        video_processor: Folder or name of a model, or its video processor; None for that of ``image_processor``, if
             this is a folder or name.
-        media_dir: The folder that paths of images and videos are relative to.
-        broken_images: For a row with an image or a video that does not exist, cannot be read or cannot be used:
-            ``error`` refuses it; ``drop`` leaves it out and counts it. ``error`` reads headers when rows are tokenised,
-            and finds damage beyond them when a batch is made; ``drop`` decodes everything when rows are tokenised.
-        video_fps: Frames to take of each second of a video; a list of images is taken to have this many.
-        video_maxlen: The most frames to take of a video; None for the most that the video processor takes.
-        batch_size: Rows in a batch of one data-parallel rank.
+        media_dir: Folder that paths of images and videos are relative to.
+        broken_images: For a row with an image or a video that does not exist or cannot be read or used: ``error``
+            raises, ``drop`` leaves it out and counts it. ``error`` reads headers when rows are tokenised, and finds
+            damage beyond them when a batch is made; ``drop`` decodes everything when rows are tokenised.
+        video_fps: Frames sampled per second of video; a list of images is taken to have this rate.
+        video_maxlen: Most frames sampled per video; None for the video processor's own limit.
+        batch_size: Rows in a batch on one data-parallel rank.
         validation_files: Files to validate on.
         test_files: Files to test on.
-        validation_share: Instead of ``validation_files``, the share of the training samples to validate on.
-        format: The form of a row.
+        validation_share: Instead of ``validation_files``, the fraction of training samples to validate on.
+        format: Form of a row.
         prompt_column: Column of the prompt, for ``prompt_response``.
         response_column: Column of the response, for ``prompt_response``.
         loss_on: Which tokens count in the loss; those of images and videos never do.
         template: How turns are written; None for the tokenizer's own template.
         packing: Put several samples into a row.
-        overlong: For a sample longer than a row: ``error`` refuses it; ``cut`` keeps its beginning and the images
-            and videos in it, and leaves out and counts a sample that would be cut inside one of them.
+        overlong: For a sample longer than a row: ``error`` raises; ``cut`` keeps its beginning with the images and
+            videos in it, and leaves out and counts a sample that would be cut inside one of them.
         shuffle: Draw a new order of the rows in each epoch.
         seed: Seed of the order and of ``validation_share``.
-        num_workers: Number of processes of each rank that read images and videos and load batches in advance.
+        num_workers: Number of processes per rank that read images and videos and load batches ahead.
         num_proc: Number of processes that tokenise in ``prepare_data``.
         cache_dir: Folder for the cache of tokens.
-        eval_batch_size: Rows of one data-parallel rank in a batch of validation and testing.
+        eval_batch_size: Rows in a validation or test batch on one data-parallel rank.
         pad_to_seq_length: Without packing, pad every row to ``seq_length``.
 
     Raises:

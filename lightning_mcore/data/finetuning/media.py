@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of images and videos, as rows have them: paths within ``media_dir``, or the bytes of files.
+"""Image and video files as rows have them: paths within ``media_dir``, or the bytes of files.
 
-``images.py`` and ``videos.py`` open them: when rows are tokenised, to count tokens, and when batches are made.
+``images.py`` and ``videos.py`` open them twice: when rows are tokenised, to count tokens, and when batches are made. In
+errors, ``name`` is the row and ``kind`` is ``"an image"`` or ``"a video"``.
 """
 
 import os
@@ -14,24 +15,16 @@ Stored = dict[str, Any]
 
 
 class UnusableFileError(ValueError):
-    """An image or a video does not exist, or cannot be read or used."""
+    """An image or a video does not exist, or cannot be read or used; with ``broken="drop"`` its row is left out."""
 
 
 def stored(given: Any, kind: str, name: str) -> Stored:
-    """Return a file as its path or its bytes.
-
-    Args:
-        given: A path, bytes, or a mapping with ``path`` and ``bytes``.
-        kind: What it is, for errors: ``"an image"`` or ``"a video"``.
-        name: What to call the row in an error.
-
-    Raises:
-        TypeError: It is something else.
-    """
+    """Return a file as its path or its bytes, given one of these or a mapping of both; raise TypeError otherwise."""
     if isinstance(given, str) and given:
         return {"path": given, "bytes": None}
     if isinstance(given, bytes):
         return {"path": None, "bytes": given}
+    # As ``datasets`` stores images and videos. The bytes win; the path may then be only a name.
     if isinstance(given, Mapping):
         path, content = given.get("path"), given.get("bytes")
         if (isinstance(content, bytes) and content) or (content is None and isinstance(path, str) and path):
@@ -45,17 +38,7 @@ def called(file: Stored, media_dir: str) -> str:
 
 
 def source(file: Stored, media_dir: str, kind: str, name: str) -> str | BytesIO:
-    """Return the path of a file, or its bytes as a file.
-
-    Args:
-        file: Its path or its bytes.
-        media_dir: The folder that the path is relative to.
-        kind: What it is, for errors: ``"an image"`` or ``"a video"``.
-        name: What to call the row in an error.
-
-    Raises:
-        ValueError: There is no such file.
-    """
+    """Return the path of a file, or its bytes as a file object. Raises UnusableFileError if there is no such file."""
     if file["bytes"] is not None:
         return BytesIO(file["bytes"])
     path = os.path.join(media_dir, file["path"])
@@ -67,14 +50,7 @@ def source(file: Stored, media_dir: str, kind: str, name: str) -> str | BytesIO:
 def opened_image(file: Stored, media_dir: str, name: str) -> Any:
     """Open an image of a row; only its header is read.
 
-    Args:
-        file: Its path or its bytes.
-        media_dir: The folder that the path is relative to.
-        name: What to call the row in an error.
-
-    Raises:
-        ModuleNotFoundError: Pillow is not installed.
-        ValueError: The file does not exist, or is not an image.
+    Raises ModuleNotFoundError without Pillow, UnusableFileError if the file does not exist or is not an image.
     """
     try:
         from PIL import Image
@@ -84,7 +60,7 @@ def opened_image(file: Stored, media_dir: str, name: str) -> Any:
         ) from error
     try:
         return Image.open(source(file, media_dir, "an image", name))
-    except (OSError, Image.DecompressionBombError) as error:
+    except (OSError, Image.DecompressionBombError) as error:  # too many pixels to be safe
         raise UnusableFileError(
             f"{called(file, media_dir)}, an image of {name}, is not an image that can be read; give its path, relative"
             " to media_dir"
@@ -92,11 +68,7 @@ def opened_image(file: Stored, media_dir: str, name: str) -> Any:
 
 
 def loaded_image(file: Stored, media_dir: str, name: str) -> Any:
-    """Read an image of a row; the arguments and errors are those of :func:`opened_image`.
-
-    Raises:
-        ValueError: Also if the file is damaged beyond its header.
-    """
+    """Read an image of a row; raises like :func:`opened_image`, and also for damage beyond the header."""
     with opened_image(file, media_dir, name) as image:
         try:
             image.load()

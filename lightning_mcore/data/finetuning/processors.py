@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image and video processors of a model, classes of transformers."""
+"""The image and video processors of a model, transformers classes that ``images.py`` and ``videos.py`` load."""
 
 from typing import Any, Literal
 
@@ -7,15 +7,7 @@ Kind = Literal["image", "video"]
 
 
 def require_processor(kind: Kind, given: Any) -> None:
-    """Refuse an argument that cannot be a processor.
-
-    Args:
-        kind: What it processes.
-        given: The argument: a processor, the folder or name of a model, or None.
-
-    Raises:
-        TypeError: It is something else.
-    """
+    """Raise TypeError unless an argument can be a processor, the folder or name of a model, or None."""
     if not (given is None or isinstance(given, str) or hasattr(given, "to_json_string")):
         raise TypeError(
             f"{kind}_processor is of type {type(given).__name__}; give a folder or name of a model, or its {kind}"
@@ -26,21 +18,16 @@ def require_processor(kind: Kind, given: Any) -> None:
 def load_processor(given: Any, kind: Kind) -> Any:
     """Return a processor whose limits are checked; code in its folder is not run.
 
-    The image processor is always the one that uses Pillow, even if torchvision is installed.
-
-    Args:
-        given: The processor, or the folder or name of the model.
-        kind: What it processes.
-
-    Raises:
-        TypeError: It is something else, or made for another kind of model.
-        ValueError: It cannot be loaded, or its limits of pixels contradict each other.
+    Raises TypeError for another object or a processor of another kind of model, ValueError if it cannot be loaded or
+    its pixel limits contradict each other.
     """
     processor = given
     if isinstance(given, str):
         import transformers
 
         loader: Any = transformers.AutoImageProcessor if kind == "image" else transformers.AutoVideoProcessor
+        # Always the Pillow processor, even with torchvision installed, so that patches do not depend on what is
+        # installed.
         backend = {"backend": "pil"} if kind == "image" else {}
         try:
             processor = loader.from_pretrained(given, trust_remote_code=False, **backend)
@@ -50,11 +37,13 @@ def load_processor(given: Any, kind: Kind) -> Any:
                 f"the {kind} processor of {given!r} cannot be loaded: {lines[0][:300].rstrip('. ')}; give a folder or"
                 " name of a model that has one"
             ) from error
+    # Qwen-VL towers merge merge_size x merge_size patches into one token.
     if not hasattr(processor, "merge_size"):
         raise TypeError(
             f"{type(processor).__name__} is not the {kind} processor of a Qwen-VL model; give a folder or name of such"
             f" a model, or its {kind} processor"
         )
+    # Despite the names, these are the least and the most pixels of an image.
     least, most = (processor.size[name] for name in ("shortest_edge", "longest_edge"))
     if not 0 < least <= most:
         raise ValueError(

@@ -2,28 +2,14 @@
 """Batches of a stream for training: rows of files become batches, with one end for all ranks and exact resume.
 
 A stream is divided among *readers*: each worker of each data-parallel rank is one. All of them read all files in the
-same order, which depends on the seed and the epoch. Reader ``r`` of ``n`` takes the rows ``r``, ``r + n``, ``r + 2 n``
-and so on, and tokenises only these. So the readers get similar shares, however the rows are spread over files. A reader
+same order, which depends on the seed and the epoch. Reader ``r`` of ``n`` takes rows ``r``, ``r + n``, ``r + 2 n`` and
+so on, and tokenises only these, so the readers get similar shares however the rows are spread over files. A reader
 tokenises its rows, draws from a buffer in random order, packs online, and collates ``batch_size`` rows.
 
-From time to time an item carries a *state*: how far the files are read, the samples in the buffer, the open rows, the
-random numbers. It is plain data. A reader that starts from a state gives exactly the items that came after it.
-
 :class:`StreamLoader` runs the readers of a data-parallel rank, in its own process or one in each worker, and takes
-their batches in turns. It adds:
-
-* **One end for all ranks.** The ranks do not get exactly the same number of batches. Before a batch is handed out, the
-  ranks agree that each of them has one. When a rank has none, the epoch ends on all of them, and the log says how much
-  is left. If one rank fails, for example on a broken line, all of them fail with the same message. An epoch without any
-  batch also fails: nothing would be learnt, and a run that counts steps would never end.
-* **A state for checkpoints.** Lightning saves the state of a loader that has ``state_dict``, and
-  ``strategy/resume.py`` keeps one for each data-parallel rank. The state counts the batches of the epoch that were
-  trained on, not those handed out: Lightning reads one batch in advance, and a checkpoint between two optimizer steps
-  belongs to the first of them. Readers send their states only now and then, so the loader's state has a state of each
-  reader and the number of batches to make again from there without training on them.
-
-A state belongs to one data-parallel rank and one number of workers, so in the middle of an epoch a run can resume only
-with the same numbers of both. ``MCoreFinetuningData(streaming=True)`` makes this loader.
+their batches in turns. ``MCoreFinetuningData(streaming=True)`` makes this loader. It adds one end for all ranks, and a
+state for checkpoints. A state belongs to one data-parallel rank and one number of workers, so a mid-epoch resume
+requires the same numbers of both.
 """
 
 import functools
@@ -56,60 +42,37 @@ from lightning_mcore.parallel.consensus import all_true, gather, together
 
 Batch = dict[str, Tensor]
 State = dict[str, Any]
-BATCHES_BETWEEN_STATES = 16
-OPEN_ROWS = 64
+BATCHES_BETWEEN_STATES = 16  # at least, for each reader
+OPEN_ROWS = 64  # of each reader's packer
 
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """What a stream reads, and how it makes batches of it.
+    """What a stream reads, and how it makes batches of it."""
 
-    Attributes:
-        files: The files, in the order of the first epoch.
-        reader: Turns rows into conversations.
-        encoder: Tokenises conversations.
-        row_length: Places in a row, tokens.
-        multiple: Each sub-sequence is padded to a multiple of this; without packing, each batch.
-        batch_size: Rows in a batch.
-        packing: Whether rows hold several samples.
-        overlong: Whether a sample longer than a row is refused, cut or split.
-        shuffle_buffer: Number of samples to draw from; 1 keeps the order.
-        seed: Seed of the order.
-        vocab_size: Size of the vocabulary, to check tokens against; None for no check.
-        padded_to: Without packing, the places of each row; None for as many as the longest sample of a batch takes.
-    """
-
-    files: list[str]
+    files: list[str]  # in the order of the first epoch
     reader: RowReader
     encoder: Encoder
-    row_length: int
-    multiple: int
-    batch_size: int
+    row_length: int  # places in a row, in tokens
+    multiple: int  # of each sub-sequence's length; without packing, of the batch's
+    batch_size: int  # rows
     packing: bool
     overlong: Overlong
-    shuffle_buffer: int
+    shuffle_buffer: int  # samples to draw from; 1 keeps the order
     seed: int
-    vocab_size: int | None = None
-    padded_to: int | None = None
+    vocab_size: int | None = None  # to check tokens against; None for no check
+    padded_to: int | None = None  # places of a row without packing; None for the longest of the batch
 
 
 @dataclass(frozen=True)
 class Item:
-    """What a reader yields.
+    """What a reader yields."""
 
-    Attributes:
-        batch: A batch; None after the last one.
-        state: State to continue from after this batch; None if no state was taken.
-        failure: Why the reader cannot continue.
-        statistics: The counts of used, cut and dropped samples; complete at the end.
-        left_out: At the end, the number of rows that do not fill a batch.
-    """
-
-    batch: Batch | None = None
-    state: State | None = None
-    failure: Exception | None = None
-    statistics: PackingStatistics | None = None
-    left_out: int = 0
+    batch: Batch | None = None  # None after the last one
+    state: State | None = None  # to continue from after this batch; None if none was taken
+    failure: Exception | None = None  # why the reader cannot continue
+    statistics: PackingStatistics | None = None  # complete, at the end
+    left_out: int = 0  # at the end, rows that do not fill a batch
 
     def pin_memory(self) -> "Item":
         """Return a copy whose batch is in pinned memory; a DataLoader that pins calls it."""
@@ -119,30 +82,17 @@ class Item:
 
 @dataclass(frozen=True)
 class ReaderPlace:
-    """Where a reader begins.
+    """Where a reader begins."""
 
-    Attributes:
-        state: The state to begin from; None for the beginning of the epoch.
-        skip: Number of batches after this state to make and drop.
-    """
-
-    state: State | None = None
-    skip: int = 0
+    state: State | None = None  # None for the beginning of the epoch
+    skip: int = 0  # batches after this state to make and drop
 
 
 class ReaderStreams(IterableDataset[Item]):
-    """The readers of one data-parallel rank, one in each worker of a DataLoader.
+    """The readers of one data-parallel rank, one in each worker of a DataLoader; ``first`` is asked first.
 
     The items never end: after its last batch a reader keeps yielding items without one. So a DataLoader, which asks its
     workers in turns, keeps the same order whenever each of them comes to its end.
-
-    Args:
-        settings: What the stream reads.
-        epoch: Number of the epoch, for the order.
-        rank: This data-parallel rank.
-        ranks: Number of data-parallel ranks.
-        places: Where each reader of this rank begins.
-        first: The reader that is asked first.
     """
 
     def __init__(
@@ -157,6 +107,9 @@ class ReaderStreams(IterableDataset[Item]):
 
     def __iter__(self) -> Iterator[Item]:
         worker = get_worker_info()
+        # The DataLoader starts with worker 0, so worker 0 runs the reader that is asked first. Rank 1 of 2 with 3
+        # workers runs readers 3, 4 and 5 of 6; resumed with first=2, its workers run 5, 3 and 4. ``share`` is the
+        # number of this reader, and that of all readers.
         number = (self._first + (worker.id if worker is not None else 0)) % len(self._places)
         share = self._rank * len(self._places) + number, self._ranks * len(self._places)
         place = self._places[number]
@@ -167,6 +120,7 @@ class ReaderStreams(IterableDataset[Item]):
                     last = item
                 elif count >= place.skip:
                     yield item
+        # Passed on as an item: StreamLoader raises it on all ranks together.
         except Exception as error:
             last = Item(failure=error)
         while True:
@@ -174,7 +128,11 @@ class ReaderStreams(IterableDataset[Item]):
 
 
 class _Reader:
-    """One reader of a stream, as the module's docstring describes it."""
+    """One reader of a stream: reads, tokenises, shuffles, packs and collates its share of the rows.
+
+    From time to time an item carries a *state*: how far the files are read, the samples in the buffer, the open rows,
+    the random numbers. It is plain data. A reader that starts from a state yields exactly the items that came after it.
+    """
 
     def __init__(
         self, settings: StreamSettings, epoch: int, share: int, shares: int, state: Mapping[str, Any] | None
@@ -185,7 +143,7 @@ class _Reader:
         self._rng = np.random.default_rng([settings.seed, epoch, share])
         self._files = _in_order(settings, epoch)
         self._rows = load_rows(self._files, streaming=True)
-        self._passed = 0
+        self._passed = 0  # rows of all readers, in all files so far
         self._buffer: list[TokenSample] = []
         self._packer = _packer(settings)
         if state is not None:
@@ -205,6 +163,7 @@ class _Reader:
             while len(waiting) >= settings.batch_size:
                 rows, waiting = waiting[: settings.batch_size], waiting[settings.batch_size :]
                 since_state += 1
+                # Only when no finished row waits for its batch: a state has no place for it.
                 takes_state = not waiting and since_state >= BATCHES_BETWEEN_STATES
                 since_state = 0 if takes_state else since_state
                 yield Item(self._collate(rows), self._state() if takes_state else None)
@@ -215,8 +174,10 @@ class _Reader:
         yield Item(statistics=self._packer.statistics, left_out=len(waiting) - whole)
 
     def _drawn(self) -> Iterator[TokenSample]:
-        """Yield the samples in the order in which they are drawn; a state may be taken at each of them."""
+        """Yield the samples in drawing order; a state may be taken at each of them."""
         size, buffer = self._settings.shuffle_buffer, self._buffer
+        # With a buffer of 3 and samples a to f: a, b and c fill it, then d replaces one of them, which is yielded, and
+        # so on. The last three are drawn from what is left.
         for sample in self._samples():
             if size == 1:
                 yield sample
@@ -234,6 +195,8 @@ class _Reader:
     def _samples(self) -> Iterator[TokenSample]:
         """Yield the samples of this reader's share, in the order of the files."""
         settings = self._settings
+        # A turn has one row for each reader. With 4 readers, reader 1 takes row 1 of each turn, that is rows 1, 5, 9
+        # and so on.
         turns = self._rows.iter(batch_size=self._shares)
         while True:
             with explained(settings.files):
@@ -242,9 +205,9 @@ class _Reader:
                 return
             rows, number = len(next(iter(turn.values()))), self._passed + self._share
             self._passed += rows
-            if rows <= self._share:  # the last turn
+            if rows <= self._share:  # the last turn is short and has no row for this reader
                 continue
-            absent = dict.fromkeys(settings.reader.needed)  # these rows may lack them
+            absent = dict.fromkeys(settings.reader.needed)  # rows of JSON may lack a column
             sample = self._sample(absent | {name: values[self._share] for name, values in turn.items()}, number)
             if len(sample.tokens):
                 yield sample
@@ -256,7 +219,7 @@ class _Reader:
         try:
             return self._encode(row, number, f"row {number}")
         except (ValueError, TypeError):
-            return self._encode(row, number, name_of_row(self._files, number))  # fails again, and says where
+            return self._encode(row, number, name_of_row(self._files, number))  # fails again, and names the file
 
     def _encode(self, row: Row, number: int, name: str) -> TokenSample:
         settings = self._settings
@@ -328,7 +291,7 @@ def _packer(settings: StreamSettings) -> OnlinePacker | _OneInARow:
 
 
 def _in_order(settings: StreamSettings, epoch: int) -> list[str]:
-    """Return the files in the order of an epoch, the same for every reader."""
+    """Return the files in an epoch's order, the same for every reader."""
     if settings.shuffle_buffer == 1:
         return settings.files
     order = np.random.default_rng([settings.seed, epoch]).permutation(len(settings.files))
@@ -336,7 +299,7 @@ def _in_order(settings: StreamSettings, epoch: int) -> list[str]:
 
 
 def _plain(samples: Sequence[TokenSample]) -> State:
-    """Return samples as plain numbers and tensors: ``tokens`` [t] int32, ``learnt`` [t] bool."""
+    """Return samples as plain numbers and tensors: ``tokens`` [t] int32, ``learnt`` [t] bool, end to end."""
     tokens = [torch.as_tensor(sample.tokens.astype(np.int32)) for sample in samples]
     masks = [torch.as_tensor(sample.loss_mask) for sample in samples]
     return {
@@ -357,18 +320,19 @@ def _samples(state: Mapping[str, Any]) -> list[TokenSample]:
 
 
 T = TypeVar("T")
-_AHEAD = 2  # batches that Lightning may have read in advance: one, and one more to be safe
+_AHEAD = 2  # batches that Lightning may have read ahead: one, and one more to be safe
 
 
 class StreamLoader:
     """Iterates over one epoch of a stream at a time.
 
-    Args:
-        trainer: The trainer of the run; None outside a run.
-        settings: What the stream reads, and how it makes batches of it.
-        rank: This data-parallel rank.
-        ranks: Number of data-parallel ranks.
-        num_workers: Number of processes that read in advance; 0 reads in this process.
+    *One end for all ranks.* The ranks do not get exactly the same number of batches. Before a batch is handed out, they
+    agree that each of them has one. When a rank has none, the epoch ends on all of them, and the log says how much is
+    left. If one rank fails, for example on a broken line, all raise the same error. An epoch without any batch also
+    raises: nothing would be learnt, and a run that counts steps would never end.
+
+    *A state for checkpoints.* Lightning saves the state of a loader that has ``state_dict``, and ``strategy/resume.py``
+    keeps one for each data-parallel rank.
     """
 
     def __init__(
@@ -379,15 +343,14 @@ class StreamLoader:
         self._rank = rank
         self._ranks = ranks
         self._num_workers = num_workers
-        self._restored: dict[str, Any] | None = None
+        self._restored: dict[str, Any] | None = None  # until the next epoch begins
         self._running: _Epoch | None = None
-        self.sampler = EpochNumber()
+        self.sampler = EpochNumber()  # where Lightning looks for set_epoch
 
     def __iter__(self) -> Iterator[Batch]:
-        """Read an epoch, or the rest of one; nothing is read before the first batch is asked for.
+        """Read an epoch, or the rest of one; nothing is read before the first batch is requested.
 
-        Raises:
-            ValueError: The epoch has no batches, or a file or a row cannot be read.
+        Raises ValueError, on all ranks, if the epoch has no batches, or a file or a row cannot be read.
         """
         restored, self._restored = self._restored, None
         places, first, given = [ReaderPlace()] * max(1, self._num_workers), 0, 0
@@ -411,6 +374,7 @@ class StreamLoader:
         try:
             while True:
                 item = running.take(items)
+                # Collective, once per batch. The ranks that still have a batch drop it here.
                 if not _all(item is not None and item.failure is None):
                     together(partial(_raise_failure, item))
                     self._finish(running, items, item)
@@ -431,6 +395,8 @@ class StreamLoader:
             return self._restored
         running, trainer = self._running, self._trainer
         epoch, batches = self.sampler.epoch, running.batches if running is not None else 0
+        # Counts batches that were trained on, not those handed out: Lightning reads one batch ahead, and a checkpoint
+        # between two optimizer steps belongs to the first of them.
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             place = Place.of(trainer)
             epoch, batches = place.epoch, place.batches if place.in_epoch else 0
@@ -441,8 +407,7 @@ class StreamLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next epoch the rest of the one that the state was taken in.
 
-        Raises:
-            ValueError: The state is that of a stream with other settings, or of another rank.
+        Raises ValueError if the state is that of a stream with other settings, or of another rank.
         """
         self.sampler.set_epoch(state["epoch"])
         self._restored = None
@@ -485,6 +450,7 @@ class StreamLoader:
         while item is not None and item.failure is None:
             dropped += self._settings.batch_size
             item = running.take(items)
+        # Collective again: a rank may fail in the batches that are only counted.
         together(partial(_raise_failure, item))
         mine = (self._rank, running.statistics, running.left_out + dropped)
         found = {rank: (counts, rows) for rank, counts, rows in (gather(mine) if _many() else [mine])}
@@ -510,7 +476,7 @@ class StreamLoader:
 
 
 class EpochNumber:
-    """Receives the number of the epoch from Lightning, as a distributed sampler does.
+    """Receives the epoch number from Lightning, as a distributed sampler does.
 
     Source: ``_set_sampler_epoch`` in lightning/fabric/utilities/data.py (2.6).
     """
@@ -524,7 +490,11 @@ class EpochNumber:
 
 
 class _Epoch:
-    """One epoch while it is read: the batches that each reader gave, and the states of the readers."""
+    """One epoch while it is read: the batches that each reader gave, and the states of the readers.
+
+    Readers send their states only now and then, so :meth:`state` has a state of each reader and the number of batches
+    to make again from there without training on them.
+    """
 
     def __init__(self, epoch: int, places: list[ReaderPlace], first: int, given: int, window: int) -> None:
         self.epoch = epoch
@@ -535,9 +505,9 @@ class _Epoch:
         self._next = first
         self._ended: set[int] = set()
         self._counts = [place.skip for place in places]  # batches of each reader since the state it began with
-        self._states = [deque([(0, place.state)]) for place in places]
-        self._recent: deque[int] = deque(maxlen=window)
-        self._taken: tuple[int, Item] | None = None
+        self._states = [deque([(0, place.state)]) for place in places]  # per reader: (count, state), oldest first
+        self._recent: deque[int] = deque(maxlen=window)  # readers of the last batches handed out
+        self._taken: tuple[int, Item] | None = None  # not handed out yet
 
     def take(self, items: Iterator[Item]) -> Item | None:
         """Return the next batch, or a failure; None if every reader is at its end."""
@@ -564,14 +534,14 @@ class _Epoch:
         states = self._states[reader]
         if item.state is not None:
             states.append((self._counts[reader], item.state))
+            # A state is dropped once the next one is old enough for the oldest checkpoint that may come.
             while len(states) > 1 and states[1][0] <= self._counts[reader] - self._window:
                 states.popleft()
 
     def state(self, batches: int) -> dict[str, Any]:
         """Return the position after the first ``batches`` batches of the epoch.
 
-        Raises:
-            RuntimeError: More batches than were handed out, or so few that the reader states of then are gone.
+        Raises RuntimeError for more batches than were handed out, or so few that the reader states of then are gone.
         """
         back = self.batches - batches
         if not 0 <= back <= len(self._recent):
@@ -579,6 +549,8 @@ class _Epoch:
                 f"{self.batches} batches of the stream were handed out, but the checkpoint was asked for after"
                 f" {batches} of them; take it after at least {self.batches - len(self._recent)}"
             )
+        # Two readers and 5 batches, of readers 0 1 0 1 0, none with a state. After 5 the skips are 3 and 2 and reader 1
+        # is next. After 3, the batches of readers 1 and 0 are undone: skips 2 and 1, reader 1 next.
         undone = list(self._recent)[len(self._recent) - back :]
         readers = []
         for reader, states in enumerate(self._states):

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of conversations as a dataset of tokens, kept in a cache.
 
-Files are tokenised once. The name of the cache depends on everything that decides the tokens: the files with their
-sizes and modification times, the tokenizer with its chat template, and the settings of :class:`Reading`. The length of
-a row does not, so it can change without tokenising again. ``datamodule.py`` asks for the dataset on every rank, on one
-rank of each machine first. That rank compares the cache with its checksums, and makes it again if they differ
-(``data/checked_files.py``). The rows that Hugging Face ``datasets`` reads meanwhile are not kept, because nothing could
-tell whether they still match the files.
+Files are tokenised once. The cache's name depends on everything that decides the tokens: the files with their sizes and
+modification times, the tokenizer with its chat template, and the settings of :class:`Reading`. Row length is not part
+of it, so it can change without tokenising again. ``datamodule.py`` asks for the dataset on every rank, first on one
+rank of each machine. That rank compares the cache with its checksums, and makes it again if they differ
+(``data/checked_files.py``).
 
-The cache also describes its sources (:func:`sources_of`), so that a resumed run can compare its data with that of the
-checkpoint.
+The cache also describes its sources (:func:`sources_of`), so that a resumed run can compare its data with the
+checkpoint's.
 """
 
 import functools
@@ -39,8 +38,8 @@ from lightning_mcore.data.finetuning.files import explained, file_marks, load_ro
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.preprocess.tokenizer import tokenizer_digest
 
-_CACHE_VERSION = "2"
-_FILES = "the files"  # of each dataset, in its description
+_CACHE_VERSION = "2"  # part of the name; a change of format starts new caches
+_FILES = "the files"  # entry of each dataset's description
 _SOURCES = "sources.json"
 _TOKENS = "tokens"
 
@@ -63,12 +62,9 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class Reading:
-    """How rows become conversations and tokens; ``MCoreFinetuningData`` explains each field.
+    """How rows become conversations and tokens; ``MCoreFinetuningData`` explains the fields.
 
-    Subclasses read data of other forms. Everything that decides the tokens is a field, and so part of the cache's name.
-
-    Raises:
-        ValueError: ``format`` or ``loss_on`` is unknown.
+    Subclasses read other data. Everything that decides the tokens is a field, and so part of the cache's name.
     """
 
     format: Format = "auto"
@@ -76,7 +72,7 @@ class Reading:
     response_column: str = "response"
     loss_on: LossOn = "assistant"
     template: ChatTemplate | None = None
-    longest: int | None = None
+    longest: int | None = None  # tokens of a sample under a named template; None for no limit
 
     def __post_init__(self) -> None:
         require_choice("format", self.format, Format)
@@ -93,7 +89,7 @@ class Reading:
         return TemplateEncoder(tokenizer, self.template, self.loss_on, self.longest)
 
     def chosen(self, rows: int) -> Sequence[int] | None:
-        """Return the numbers of the rows to read out of ``rows``; None for all of them."""
+        """Return the numbers of the rows to read out of ``rows``; None for all."""
         return None
 
     def with_partners(self, rows: Any) -> Any:
@@ -109,15 +105,7 @@ class Reading:
         return {}
 
     def encoded(self, reader: RowReader, encoder: Encoder, row: Row, index: int, name: str) -> dict[str, Any]:
-        """Return the cache's columns of a row.
-
-        Args:
-            reader: Result of :meth:`reader`.
-            encoder: Result of :meth:`encoder`.
-            row: The values of the row by column.
-            index: The number of the row.
-            name: What to call the row in an error.
-        """
+        """Return the cache's columns of row number ``index``, which errors call ``name``."""
         return self.columns(encoder.encode(reader.messages(row, name), index, name))
 
 
@@ -130,31 +118,22 @@ def tokenize_files(
     num_proc: int = 1,
     check: bool = True,
 ) -> Any:
-    """Return a ``datasets.Dataset`` with the tokens of each row of the files, from the cache if it has them.
+    """Return a ``datasets.Dataset`` with the tokens of each row of the files, from the cache if possible.
 
     Its columns: ``tokens`` and ``learnt`` as in :class:`~lightning_mcore.data.packing.best_fit.TokenSample`, both empty
     if the row has nothing to learn; ``length``, the places that the sample takes in a row; ``num_targets``;
-    ``largest``, the largest token.
+    ``largest``, the largest token. ``check`` compares the cache with its checksums, which one process on each machine
+    should.
 
-    Args:
-        files: The files that ``find_files`` found.
-        name: What to call them in errors, such as ``"train_files"``.
-        tokenizer: A tokenizer of ``transformers``.
-        reading: How to read the files.
-        cache_dir: Folder for the cache; None for that of ``datasets``.
-        num_proc: Number of processes that tokenise.
-        check: Compare the cache with its checksums; one process on each machine should.
-
-    Raises:
-        ModuleNotFoundError: ``datasets`` is not installed.
-        ValueError: A file is broken, a column is missing, a row does not make a conversation, or the tokenizer cannot
-            write one.
-        TypeError: A value that should be text is something else.
+    Raises ValueError for a broken file, a missing column, or a row that makes no conversation or that the tokenizer
+    cannot write, TypeError for a value that should be text, ModuleNotFoundError without ``datasets``.
     """
     encoder = reading.encoder(tokenizer)
     key = _key(files, tokenizer, reading)
 
     def make(folder: str) -> None:
+        # The rows that ``datasets`` reads meanwhile are not kept, because nothing could tell whether they still match
+        # the files.
         rows_folder = os.path.join(folder, "rows")
         rows = load_rows(files, rows_folder)
         chosen = reading.chosen(len(rows))
@@ -168,7 +147,7 @@ def tokenize_files(
                 remove_columns=rows.column_names,
                 features=_features(reading),
                 num_proc=num_proc if num_proc > 1 else None,
-                cache_file_name=os.path.join(folder, f"{_TOKENS}.arrow"),
+                cache_file_name=os.path.join(folder, f"{_TOKENS}.arrow"),  # one file per process with num_proc
                 new_fingerprint=key,
                 desc=f"tokenising {name}",
             )
@@ -189,6 +168,7 @@ def describe_sources(files: Sequence[str], tokenizer: Any, reading: Reading) -> 
     """Return everything that decides the tokens, in a user's words; files count by content, not by location."""
     marks = [f"{os.path.basename(file)} ({mark})" for file, mark in zip(files, fingerprints(files), strict=True)]
     template = {} if reading.template is not None else {"the chat template": _short(str(tokenizer.chat_template))}
+    # File names within the settings lose their folder, so that data may move between runs.
     settings = functools.reduce(lambda text, file: text.replace(file, os.path.basename(file)), files, repr(reading))
     return {
         _FILES: marks,
@@ -199,7 +179,7 @@ def describe_sources(files: Sequence[str], tokenizer: Any, reading: Reading) -> 
 
 
 def sources_of(tokenized: Any) -> list[dict[str, Any]]:
-    """Return the results of :func:`describe_sources` that are stored with a dataset of :func:`tokenize_files`."""
+    """Return the descriptions (:func:`describe_sources`) stored with a dataset of :func:`tokenize_files`."""
     folders = dict.fromkeys(os.path.dirname(file["filename"]) for file in tokenized.cache_files)
     found = []
     for folder in folders:
@@ -209,19 +189,11 @@ def sources_of(tokenized: Any) -> list[dict[str, Any]]:
 
 
 def compare_sources(then: Mapping[str, Any], now: Mapping[str, Any], in_epoch: bool) -> None:
-    """Warn if the training data has changed since a checkpoint was taken.
-
-    Args:
-        then: Result of :func:`describe_sources` in the run that took the checkpoint.
-        now: Result of :func:`describe_sources` now.
-        in_epoch: Whether the checkpoint was taken in the middle of an epoch.
-
-    Raises:
-        ValueError: The data has changed in the middle of an epoch, which cannot continue with the rest of other rows.
-    """
+    """Warn if the training data has changed since a checkpoint was taken; raise ValueError if that was mid-epoch."""
     changed = _changed_source(then, now)
     if changed is None:
         return
+    # An epoch cannot continue with the rest of other rows.
     if in_epoch:
         raise ValueError(
             f"the checkpoint was taken in the middle of an epoch of other data: it differs in {changed}; resume with"
@@ -265,10 +237,9 @@ def _opened(files: Sequence[str], reading: Reading) -> Any:
 
 
 def columns_of_stream(rows: Any, files: Sequence[str]) -> list[str]:
-    """Return the columns of a ``datasets.IterableDataset``; if unknown, those of its first row.
+    """Return the columns of a ``datasets.IterableDataset``; if unknown, of its first row.
 
-    Raises:
-        ValueError: Its rows have no columns, or a file is broken.
+    Raises ValueError if its rows have no columns, or a file is broken.
     """
     with explained(files):
         columns = rows.column_names if rows.column_names is not None else list(next(iter(rows), {}))
@@ -296,6 +267,7 @@ class _Tokenize:
 
 def columns_of(sample: TokenSample) -> dict[str, Any]:
     """Return a sample as a row of the cache."""
+    # Tokens 5 6 7 8 with mask 0 0 1 1: length 3, num_targets 2, largest 8.
     return {
         "tokens": sample.tokens,
         "learnt": sample.loss_mask,

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The videos of conversations: which frames are taken, how many tokens they need, and their patches.
+"""The videos of conversations: which frames are sampled, how many tokens they need, and their patches.
 
-A video is a file, which PyAV decodes, or a list of image files: frames that were taken before. transformers' own video
-processor of the model chooses frames and their size, and makes the patches. When a row is tokenised, only the header
-of a file is read: the processor runs on frames without memory, and so says how many patches there will be. When a
-batch is made, frames are decoded, and their patches compared with that.
+A video is a file, which PyAV decodes, or a list of image files: frames that were sampled before. The model's own
+transformers video processor chooses frames and their size, and makes the patches. When a row is tokenised, only the
+header is read: the processor runs on frames without memory and so tells how many patches there will be. When a batch is
+made, frames are decoded, and their patches are compared with that number.
 
-In Qwen2-VL and Qwen2.5-VL a video is one run of tokens; Qwen2.5-VL's positions depend on the seconds between frames.
-In Qwen3-VL each step of time is a run of its own, after its time as text, as in transformers 4 and LLaMA-Factory;
-transformers 5 leaves a second pair of marks around them, which the models did not see when they were trained.
+In Qwen2-VL and Qwen2.5-VL a video is one run of tokens; Qwen2.5-VL's positions depend on the seconds between frames. In
+Qwen3-VL each time step is a run of its own, after its time as text, as in transformers 4 and LLaMA-Factory;
+transformers 5 leaves a second pair of marks around them, which the models did not see in training.
 """
 
 import itertools
@@ -43,51 +43,30 @@ START, VIDEO_PAD, END = "<|vision_start|>", "<|video_pad|>", "<|vision_end|>"
 
 @dataclass(frozen=True)
 class Header:
-    """What the header of a video says.
-
-    Args:
-        frames: Number of frames.
-        rate: Frames of a second.
-        width: In pixels.
-        height: In pixels.
-        seconds: How long the video is.
-        taken: Whether these are frames that were taken before, all of which are used.
-    """
+    """What the header of a video says."""
 
     frames: int
-    rate: float
-    width: int
+    rate: float  # frames per second
+    width: int  # pixels
     height: int
     seconds: float
-    taken: bool = False
+    taken: bool = False  # these frames were sampled before, and all are used
 
 
 @dataclass(frozen=True)
 class Taken:
-    """The frames that are taken of a video.
+    """The frames that are sampled from a video."""
 
-    Args:
-        frames: Their numbers.
-        times: The second of each.
-        rate: How many of them belong to a second.
-    """
-
-    frames: list[int]
-    times: list[float]
-    rate: float
+    frames: list[int]  # their numbers
+    times: list[float]  # seconds
+    rate: float  # sampled frames per second
 
 
 class Videos:
-    """Reads the videos of rows for a model.
+    """Reads the videos of rows for a model; ``arguments/llamafactory`` derives one that samples like LLaMA-Factory.
 
-    Args:
-        given: The video processor of the model, or its folder or name; None refuses videos.
-        fps: Frames to take of a second; also that of lists of frames.
-        maxlen: The most frames to take of a file; None for the video processor's own.
-
-    Raises:
-        ValueError: There would be no frames.
-        TypeError: ``fps`` is not a number, or ``maxlen`` not an int.
+    ``given`` is the model's video processor, or its folder or name; None rejects videos. ``fps`` and ``maxlen`` are
+    ``MCoreVisionData``'s ``video_fps`` and ``video_maxlen``; ValueError and TypeError reject unusable ones.
     """
 
     def __init__(self, given: Any, fps: float = 2.0, maxlen: int | None = None) -> None:
@@ -117,33 +96,25 @@ class Videos:
 
     @cached_property
     def processor(self) -> Any:
-        """The video processor; loaded when it is first used.
+        """The video processor, loaded at first use.
 
-        Raises:
-            ModuleNotFoundError: A package that decodes or resizes videos is not installed.
-            ValueError: None was given, or it cannot be loaded.
+        Raises ModuleNotFoundError without a package that decodes or resizes videos, ValueError if none was given or it
+        cannot be loaded.
         """
         _require_packages()
         if self._given is None:
             raise ValueError("video_processor is not given; give a folder or name of a model, or a video processor")
         processor = load_processor(self._given, "video")
         if self.maxlen is not None:
-            processor = copy(processor)
+            processor = copy(processor)  # the given object keeps its own limit
             processor.max_frames = self.maxlen
         return processor
 
     def planned(self, given: Any, media_dir: str, name: str) -> tuple[Stored, str]:
         """Return a video as the cache has it, and its text of tokens; only its header is read.
 
-        Args:
-            given: The video in the row: a path, bytes, or a list of images, each one of these.
-            media_dir: The folder that paths are relative to.
-            name: What to call the row in an error.
-
-        Raises:
-            ModuleNotFoundError: A package is not installed.
-            TypeError: It is something else.
-            ValueError: A file does not exist, or cannot be read or used.
+        ``given`` is what the row has: a path, bytes, or a list of images, each one of these. Raises UnusableFileError
+        if a file does not exist or cannot be read or used, TypeError for anything else.
         """
         if isinstance(given, list):
             if not given:
@@ -161,24 +132,18 @@ class Videos:
             raise UnusableFileError(
                 f"{_called(video, media_dir)}, a video of {name}, cannot be used: {error}; leave the row out"
             ) from error
+        # 10 s at 30 frames per second, fps=2: 20 frames, 10 steps of 2. With 32 x 32 patches each, the grid is
+        # [10, 32, 32]; merged 2 x 2, that is 10 * 16 * 16 = 2,560 tokens. Steps are 1.0 s apart (``seconds``).
         tokens = prod(grid) // int(self.processor.merge_size) ** 2
         planned = {**video, "taken": taken.frames, "grid": grid, "seconds": patch_time / taken.rate, "tokens": tokens}
         return planned, self._text(taken, grid, tokens)
 
     def patches(self, videos: list[Stored], media_dir: str, name: str) -> dict[str, Tensor]:
-        """Return the patches of videos, as their processor makes them.
+        """Return the patches of videos that :meth:`planned` returned, as their processor makes them.
 
-        Args:
-            videos: As :meth:`planned` returns them, at least one.
-            media_dir: The folder that paths are relative to.
-            name: What to call the row in an error.
-
-        Returns:
-            ``pixel_values_videos`` [patches, values of a patch], ``video_grid_thw`` [videos, 3] int64, and unless times
-            are written as text, ``second_per_grid_ts`` [videos] float32.
-
-        Raises:
-            ValueError: A file does not exist, is damaged, or is not what it was when the row was tokenised.
+        ``pixel_values_videos`` [patches, values of a patch], ``video_grid_thw`` [videos, 3] int64, and unless times are
+        written as text, ``second_per_grid_ts`` [videos] float32. Raises UnusableFileError if a file is damaged or has
+        changed.
         """
         made = self.processor(
             videos=[self._frames(video, media_dir, name) for video in videos],
@@ -186,6 +151,7 @@ class Videos:
             input_data_format="channels_last",
             return_tensors="pt",
         )
+        # The tokens in the cache follow the header; patches of another number would shift those of every later video.
         for video, grid in zip(videos, made["video_grid_thw"].tolist(), strict=True):
             if grid != video["grid"]:
                 raise UnusableFileError(
@@ -200,11 +166,7 @@ class Videos:
     # ---- what a subclass may decide otherwise
 
     def _taken(self, header: Header) -> Taken:
-        """Return the frames to take, as transformers draws them.
-
-        Raises:
-            ValueError: There are too few.
-        """
+        """Return the frames to sample, as transformers does; raise ValueError if there are too few."""
         least = int(self.processor.temporal_patch_size)
         if header.frames < least:
             raise ValueError(f"it has fewer frames than the {least} of a step in time")
@@ -242,12 +204,14 @@ class Videos:
 
         processor: Any = Qwen3VLProcessor
         times = processor._calculate_timestamps(None, [*taken.times], 1.0, int(self.processor.temporal_patch_size))
+        # Qwen3-VL, grid [2, 4, 4] with 8 tokens: "<0.2 seconds>" START, 4 tokens, END, "<1.2 seconds>" START, 4 tokens,
+        # END.
         step = START + tokens // grid[0] * VIDEO_PAD + END
         return "".join(f"<{time:.1f} seconds>{step}" for time in times)
 
     def _grid(self, frames: int, width: int, height: int) -> list[int]:
         """Return how many patches a video has in time, height and width."""
-        empty = torch.empty(frames, 3, height, width, dtype=torch.uint8, device="meta")
+        empty = torch.empty(frames, 3, height, width, dtype=torch.uint8, device="meta")  # shapes only
         made = self.processor(
             videos=[empty],
             do_sample_frames=False,
@@ -269,6 +233,8 @@ class Videos:
                     " another format, or leave the row out"
                 )
             seconds = float(stream.duration * stream.time_base) if stream.duration else 0.0
+            # Some headers have no frame count (.mkv, .webm), and some count frames that an edit list hides, as after a
+            # cut without re-encoding. Decoding the file counts them.
             frames = stream.frames
             if not frames or (seconds and abs(seconds * rate - frames) > 0.5):  # as where a list of edits cuts some off
                 frames = sum(1 for _ in container.decode(stream))
@@ -288,7 +254,7 @@ class Videos:
         return Header(len(frames), self.fps, width, height, len(frames) / self.fps, taken=True)
 
     def _frames(self, video: Stored, media_dir: str, name: str) -> Any:
-        """Return the frames that are taken of a video, [frames, height, width, 3] uint8."""
+        """Return the sampled frames of a video, [frames, height, width, 3] uint8."""
         if video["frames"]:
             images = [self._frame(loaded_image(frame, media_dir, name)) for frame in video["frames"]]
             found = dict(enumerate(images))
@@ -300,10 +266,12 @@ class Videos:
         return np.stack([np.asarray(found[number]) for number in video["taken"]])
 
     def _decoded(self, video: Stored, media_dir: str, name: str) -> dict[int, Any]:
-        """Return the frames that are taken of a file, by number."""
+        """Return the sampled frames of a file, by number."""
         wanted, number = set(video["taken"]), -1
         found = {}
         with _opened(video, media_dir, name) as (container, stream):
+            # In order up to the last one needed: seeking lands on key frames, which are not always the ones that are
+            # wanted.
             for number, frame in enumerate(itertools.islice(container.decode(stream), max(wanted) + 1)):
                 if number in wanted:
                     found[number] = self._frame(frame.to_image())
@@ -317,7 +285,7 @@ class Videos:
 
 @contextmanager
 def _opened(video: Stored, media_dir: str, name: str) -> Iterator[tuple[Any, Any]]:
-    """Open a file of a video, and yield it and its stream of frames."""
+    """Open a video file, and yield it and its stream of frames."""
     _require_packages()
     import av
 
@@ -344,11 +312,7 @@ def _without_frames(video: Stored, media_dir: str, name: str) -> UnusableFileErr
 
 
 def _require_packages() -> None:
-    """Refuse videos without the packages that decode and resize them.
-
-    Raises:
-        ModuleNotFoundError: One is not installed.
-    """
+    """Raise ModuleNotFoundError without the packages that decode and resize videos."""
     for package in ("av", "torchvision"):
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"videos need {package}, which is not installed; install lightning-mcore[video]")
