@@ -236,8 +236,7 @@ def cached_folder(folder: str, make: Callable[[str], None], what: str, check: bo
             ) from error
         try:
             make(partial)
-            # Checksums are those of the files as they are on disk now, and publish() renames the folder after they are
-            # written.
+            # The files as they are on disk now; publish() renames the folder after their checksums are written.
             names = sorted(os.listdir(partial))
             found = {name: checksums_of(os.path.join(partial, name)) for name in names}
             write_checksums(os.path.join(partial, _CHECKSUMS), found)

@@ -32,10 +32,10 @@ class ChatEncoder:
 
     There are two ways to find the turns in the text. A template may mark assistant turns with ``{% generation %}``. Any
     other template is rendered up to each turn: the turn begins where the text of the messages before it, with the
-    generation prompt, ends; and it ends where the text of the messages up to it ends. Both must be beginnings of the
-    whole text, so a template that writes earlier turns differently once more messages follow raises. Without a chat
-    template only a single exchange can be written: the prompt, with the special tokens that the tokenizer puts before a
-    text, the response, and the EOS token.
+    generation prompt, ends; and it ends where the text of the messages up to it ends. Both texts must be beginnings of
+    the full text. This raises ValueError for a template that writes earlier turns differently once more messages
+    follow. Without a chat template only a single exchange can be written: the prompt, with the special tokens that the
+    tokenizer puts before a text, the response, and the EOS token.
 
     Raises TypeError unless the tokenizer is one of ``transformers``; ValueError if it has neither a chat template nor
     an EOS token, or cannot return token offsets; ModuleNotFoundError if it has a chat template and ``jinja2`` is

@@ -224,7 +224,7 @@ class _Samples(TokenizedSamples):
         self._tokens = tokens
         self._seen = tokenized.select_columns([_IMAGES, _VIDEOS, _UNREADABLE])
         if compute.max(compute.list_value_length(tokenized.data.column(_VIDEOS))).as_py():
-            _ = videos.processor  # loaded once, before there are workers; refused if a package is not installed
+            _ = videos.processor  # loaded once, before there are workers; raises if a package is missing
         super().__init__(tokenized, *arguments)
 
     def _pieces(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

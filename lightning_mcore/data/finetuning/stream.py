@@ -50,7 +50,7 @@ OPEN_ROWS = 64  # of each reader's packer
 class StreamSettings:
     """What a stream reads, and how it makes batches of it."""
 
-    files: list[str]  # in the order of the first epoch
+    files: list[str]  # shuffled in each epoch, unless shuffle_buffer=1
     reader: RowReader
     encoder: Encoder
     row_length: int  # places in a row, in tokens
@@ -120,9 +120,8 @@ class ReaderStreams(IterableDataset[Item]):
                     last = item
                 elif count >= place.skip:
                     yield item
-        # Passed on as an item: StreamLoader raises it on all ranks together.
         except Exception as error:
-            last = Item(failure=error)
+            last = Item(failure=error)  # StreamLoader raises it on all ranks together
         while True:
             yield last
 

@@ -309,7 +309,7 @@ def fit_sample(
     """Cut, split or leave out a sample that does not fit into a row, and count it in ``statistics``.
 
     Returns what goes into rows, each part no longer than a row: the sample, its beginning, its pieces, or nothing.
-    ``overlong`` and ``empty`` are those of ``rows.pack``; pieces without a target are left out, and a sample that a cut
+    ``overlong`` and ``empty`` work as in ``rows.pack``; pieces without a target are left out, and a sample that a cut
     leaves without a target counts as empty. Raises ValueError if a sample is rejected or a choice is unknown.
     """
     require_choice("overlong", overlong, Overlong)

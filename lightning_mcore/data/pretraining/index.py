@@ -35,7 +35,7 @@ _TYPES: dict[int, type[np.generic]] = {
     3: np.int16,
     4: np.int32,
     5: np.int64,
-    8: np.uint16,  # Megatron's codes; those of floats are missing
+    8: np.uint16,  # Megatron's codes; the codes of floats are missing
 }
 _SMALL_VOCABULARY = 65500  # Source: DType.optimal_dtype
 _BLOCK = 1 << 20  # documents written or checked at a time
