@@ -51,7 +51,7 @@ _marks: dict[str, int] = {}  # descriptors of the marks this process holds, by t
 
 
 def unfinished(path: str) -> str:
-    """Return where the directory ``path`` is written until it is whole."""
+    """Return where the directory ``path`` is written until it is complete."""
     parent, name = os.path.split(os.path.abspath(path))
     return os.path.join(parent, UNFINISHED, name)
 
@@ -245,7 +245,7 @@ def _put_in_place(source: str, path: str) -> None:
 def _exchange(first: str, second: str) -> bool:
     """Exchange two names in one step; return False if the system cannot.
 
-    Source: renameat2(2), Linux 3.15 and glibc 2.28; NFS and some FUSE disks refuse it.
+    Source: renameat2(2), Linux 3.15 and glibc 2.28; NFS and some FUSE disks do not support it.
     """
     function = _renameat2()
     if function is None:

@@ -181,7 +181,7 @@ def recover_all(folder: str) -> bool:
 
 
 def is_checkpoint_directory(path: str) -> bool:
-    """Return whether ``path`` is a whole checkpoint directory of ours, after putting back one that was moved aside."""
+    """Return whether ``path`` is a complete checkpoint directory of ours, after recovering one that was moved aside."""
     fs, root = open_store(path)
     return bool(fs.isfile(_join(root, MANIFEST_FILE)))
 

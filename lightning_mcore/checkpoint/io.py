@@ -224,7 +224,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         super().teardown()
 
     def remove_checkpoint(self, path: _PATH) -> None:
-        """Delete a checkpoint once the saves in flight are whole and no link of this run leads to it; on rank 0.
+        """Delete a checkpoint once the saves in flight are complete and no link of this run leads to it; on rank 0.
 
         A path that is not a checkpoint, or that cannot be deleted, stays: a warning says so, and training continues.
         """
@@ -345,7 +345,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
     @staticmethod
     def is_directory(path: _PATH) -> bool:
         """Whether ``path`` is a directory, as sharded checkpoints are."""
-        if str(path).startswith("http"):  # fsspec would read the whole file to look for links
+        if str(path).startswith("http"):  # fsspec would read all of the file to look for links
             return False
         fs, root = checkpoint_files.open_store(str(path))
         return bool(fs.isdir(root))

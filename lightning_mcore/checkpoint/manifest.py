@@ -174,7 +174,7 @@ def is_megatron(names: Collection[str]) -> bool:
 
 
 def may_be_replaced(names: Collection[str]) -> bool:
-    """Return whether a directory with these files is empty or a checkpoint, whole or not, of any format."""
+    """Return whether a directory with these files is empty or a checkpoint, complete or not, of any format."""
     return not names or MANIFEST_FILE in names or METADATA_FILE in names or is_interrupted(names)
 
 

@@ -55,7 +55,7 @@ def build_from_checkpoint(
     hyper_parameters: Mapping[str, Any] | None = None,
     check: Callable[[str, Mapping[str, Any]], None] | None = None,
 ) -> _M:
-    """Build a module from a sharded checkpoint, with the whole model in this process.
+    """Build a module from a sharded checkpoint, with the complete model in this process.
 
     This is Lightning's ``load_from_checkpoint`` for a directory, with any module: the module is built from the
     hyper-parameters in the checkpoint, and its weights are read in place, whatever layout wrote them.
@@ -66,7 +66,7 @@ def build_from_checkpoint(
         strict: Whether names must agree; the module's ``strict_loading`` by default.
         weights_only: As for ``torch.load``; applies to Lightning's state.
         hyper_parameters: Values to use instead of those in the checkpoint.
-        check: Called with the path and the values in the checkpoint; may refuse them.
+        check: Called with the path and the values in the checkpoint; may raise.
 
     Raises:
         FileNotFoundError: There is nothing at ``path``.

@@ -51,7 +51,7 @@ class _Gradients:
 class MCoreOptimizer(Optimizer):
     """The user's optimizer with Megatron's step.
 
-    ``parameters`` are those of the user's groups, before Megatron put fp32 copies in their place. If ``rebuilt``,
+    ``parameters`` are the user's, before Megatron put fp32 copies into the groups. If ``rebuilt``,
     ``megatron`` has its own groups, which follow the user's. If ``inline``, ``zero_grad`` also zeroes the gradient
     buffers.
     """
@@ -66,7 +66,7 @@ class MCoreOptimizer(Optimizer):
         inline: bool,
         scaler: "AgreedGradScaler | None" = None,
     ) -> None:
-        # Optimizer.__init__ is not called: groups, defaults and hooks are those of the user's optimizer.
+        # Optimizer.__init__ is not called: groups, defaults and hooks belong to the user's optimizer.
         self.user = user
         self.megatron = megatron
         self.rebuilt = rebuilt

@@ -64,7 +64,7 @@ def _sum_over_ranks(numbers: list[float], device: torch.device) -> list[float]:
 
 
 def _rebuilt(rebuild: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    return rebuild(*arguments)  # pickle itself would compare the class with that of the object it saves
+    return rebuild(*arguments)  # pickle itself would compare this class with the saved object's
 
 
 def _stepping_on_mean(

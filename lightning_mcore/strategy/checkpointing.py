@@ -4,8 +4,8 @@
 ==========================================  ===================================================================
 a plain module, optimizer not sharded       one file, as Lightning writes it; ``"ddp"`` reads it, and vice versa,
                                             except for the fp32 copies of ``bf16-true`` and ``16-true``
-a plain module, distributed optimizer       a directory a model built with ``pipeline()``           a directory, also on
-one rank: any layout reads it
+a plain module, distributed optimizer       a directory
+a model built with ``pipeline()``           a directory, also on one rank: any layout reads it
 ==========================================  ===================================================================
 
 The strategy owns a :class:`Checkpoints`, which saves and loads for it. Lightning reads a checkpoint before the model

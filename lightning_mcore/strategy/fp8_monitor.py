@@ -41,7 +41,7 @@ class FP8Monitor(pl.Callback):
         self._step = -1
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse a run that casts nothing to FP8 on the CPU.
+        """Reject a run that casts nothing to FP8 on the CPU.
 
         Raises:
             ValueError: The run has no FP8 recipe, or is not on the CPU.

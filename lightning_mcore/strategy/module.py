@@ -3,9 +3,8 @@
 
 :class:`MCoreModule` adds to a LightningModule what a split model needs. Its core is :meth:`MCoreModule.pipeline`:
 ``configure_model`` passes it a factory, and it builds the chunks of the model that this rank owns. The result is called
-like the whole model. ``parallel/pipeline.py`` explains how an ordinary ``training_step`` becomes a pipeline stage.
-
-Under other strategies the whole model is built, and the class runs unchanged.
+like the complete model. ``parallel/pipeline.py`` explains how an ordinary ``training_step`` becomes a pipeline stage.
+Under other strategies the complete model is built, and the class runs unchanged.
 """
 
 import contextlib
@@ -64,7 +63,7 @@ class MCoreModule(pl.LightningModule):
             factory: Called as ``factory(pre_process=..., post_process=..., vp_stage=...)`` once for each chunk.
 
         Returns:
-            A module that is called like the whole model.
+            A module that is called like the complete model.
 
         Raises:
             RuntimeError: No trainer is attached, or the model was built for another layout.
@@ -72,6 +71,7 @@ class MCoreModule(pl.LightningModule):
         host = self._host()
         built: Pipeline | None = self.__dict__.get("_built_pipeline")
         layout = host.layout if host is not None else ParallelLayout()
+        # Under another strategy, or without a trainer: Megatron's layers still need process groups, of one rank.
         if host is None:
             self._open_session()
         if built is not None:
@@ -95,7 +95,7 @@ class MCoreModule(pl.LightningModule):
 
         Args:
             path: A directory that ``MCoreStrategy`` or Megatron-LM wrote, on any layout.
-            strict: Refuse missing and unexpected names instead of warning about them.
+            strict: Raise for missing and unexpected names instead of warning.
 
         Raises:
             FileNotFoundError: There is nothing at ``path``.
@@ -118,7 +118,7 @@ class MCoreModule(pl.LightningModule):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Build a module from a checkpoint of any layout, with the whole model in this process.
+        """Build a module from a checkpoint of any layout, with the complete model in this process.
 
         This extends Lightning's method to directories. To train on several ranks from its weights, use
         :meth:`load_weights`.
@@ -129,7 +129,7 @@ class MCoreModule(pl.LightningModule):
             hparams_file: For a file, as in Lightning.
             strict: Whether names must agree; the module's ``strict_loading`` by default.
             weights_only: As in ``torch.load``.
-            kwargs: Hyper-parameters to use instead of those in the checkpoint.
+            kwargs: Hyper-parameters to use instead of the recorded ones.
         """
         cls._check_given(kwargs)
         is_path = isinstance(checkpoint_path, str | Path)
@@ -139,6 +139,7 @@ class MCoreModule(pl.LightningModule):
         checked = checked_file(str(checkpoint_path)) if is_path else contextlib.nullcontext(checkpoint_path)
         with single_process(), checked as file:
             if is_path and Path(file).is_file():
+                # Before Lightning unpickles and instantiates anything: a file must not choose which code runs.
                 recorded = hyper_parameters_of(file, weights_only, kwargs)
                 refuse_code(checkpoint_path, recorded)
                 cls._check_recorded(str(checkpoint_path), recorded)
@@ -146,11 +147,11 @@ class MCoreModule(pl.LightningModule):
 
     @classmethod
     def _check_given(cls, given: Mapping[str, Any]) -> None:
-        """Refuse hyper-parameters for :meth:`load_from_checkpoint` that Lightning would drop silently."""
+        """Reject hyper-parameters for :meth:`load_from_checkpoint` that Lightning would drop silently."""
 
     @classmethod
     def _check_recorded(cls, path: str, recorded: Mapping[str, Any]) -> None:
-        """Refuse hyper-parameters in a checkpoint that the constructor does not take."""
+        """Reject hyper-parameters in a checkpoint that the constructor does not accept."""
 
     def megatron_fields(self) -> dict[str, Any]:
         """Return the ``TransformerConfig`` fields that belong to the strategy and the precision.
@@ -166,7 +167,7 @@ class MCoreModule(pl.LightningModule):
         return None
 
     def check_settings(self) -> None:
-        """Refuse settings of the model that contradict each other or the strategy; runs before process groups form."""
+        """Raise for model settings that contradict each other or the strategy; runs before process groups form."""
 
     def microbatch_shape(self, batch: Any) -> tuple[int, int] | None:
         """Return ``(sequence length, rows)`` of a microbatch; None lets pipeline stages exchange the shapes."""
@@ -175,8 +176,9 @@ class MCoreModule(pl.LightningModule):
     def split_rows(self, batch: Any, rows: int) -> Iterator[tuple[Any, float]]:
         """Cut a batch into microbatches, for ``MCoreStrategy(micro_batch_size=...)``.
 
-        Every tensor whose first dimension is that of the batch is cut along it. Override this method if a tensor of
-        your batch does not have the rows in dimension 0.
+        Every tensor whose first dimension is the batch size is cut along it: 5 rows with ``rows=2`` give parts of 2, 2
+        and 1 rows, with shares 0.4, 0.4 and 0.2. Override this method if a tensor of your batch does not have the rows
+        in dimension 0.
 
         Args:
             batch: A batch: any nesting of dicts, lists and tuples of tensors, [b, ...].
@@ -190,7 +192,7 @@ class MCoreModule(pl.LightningModule):
     def join_rows(self, outputs: Sequence[Any], rows: Sequence[int]) -> Any:
         """Join what an evaluation step returned for the parts of a batch, cut by :meth:`split_rows`, into one output.
 
-        Tensors are concatenated along dimension 0, fractions are averaged, whole numbers added, and dicts, tuples and
+        Tensors are concatenated along dimension 0, fractions are averaged, integers added, and dicts, tuples and
         lists joined entry by entry (``strategy/outputs.py`` has the rules). Override this method if a step returns
         something else.
 
@@ -199,7 +201,7 @@ class MCoreModule(pl.LightningModule):
             rows: The number of rows of each part.
 
         Returns:
-            What the step would have returned for the whole batch.
+            What the step would have returned for the complete batch.
 
         Raises:
             ValueError: The outputs have no common form.
@@ -209,9 +211,10 @@ class MCoreModule(pl.LightningModule):
     def shard_context(self, batch: Any) -> Any:
         """Return this context-parallel rank's share of a batch; called before the step when cp > 1.
 
-        Every tensor with at least two dimensions is cut along dimension 1 in the zigzag order of TransformerEngine. In
-        a packed batch, tensors with a value for each token are cut so within each sub-sequence. Override this method if
-        a tensor of your batch does not have the sequence in dimension 1.
+        Every tensor with at least two dimensions is cut along dimension 1 in TransformerEngine's zigzag order: of 8
+        tokens, rank 0 of 2 gets tokens 0, 1, 6 and 7, rank 1 gets tokens 2 to 5. In a packed batch, tensors with a
+        value for each token are cut this way within each sub-sequence. Override this method if a tensor of your batch
+        does not have the sequence in dimension 1.
 
         Args:
             batch: A batch: any nesting of dicts, lists and tuples of tensors, [b, s, ...].
@@ -301,6 +304,7 @@ class MCoreModule(pl.LightningModule):
         """
         pipeline = self._pipeline_of_step()
         chunk: Any = pipeline.chunks[pipeline.is_last.index(True)]
+        # Megatron's loss takes [s, b, v]. With b = 1, the transposed logits are contiguous, so this does not copy.
         turned = logits.transpose(0, 1).contiguous()
         if turned.data_ptr() == logits.data_ptr() and chunk.config.cross_entropy_loss_fusion:
             turned = turned.clone()  # TransformerEngine's fused loss writes gradients over it
@@ -339,7 +343,7 @@ class MCoreModule(pl.LightningModule):
     def masked_mean(self, losses: Tensor, loss_mask: Tensor) -> Tensor:
         """Return the mean of ``losses`` over the tokens where the mask is 1, exact under context parallelism.
 
-        The mean of the results over the context-parallel ranks is the mean over the whole sequence. A mean over each
+        The mean of the results over the context-parallel ranks is the mean over the complete sequence. A mean over each
         rank's share would give a rank with few tokens as much weight as one with many.
 
         Args:
@@ -349,6 +353,9 @@ class MCoreModule(pl.LightningModule):
         Returns:
             A scalar, ``[]``, in the dtype of ``losses``, that can be differentiated.
         """
+        # Two ranks with losses [1, 3] and [5, 9], masks [1, 1] and [1, 0]: totals 4 and 5, and 3 tokens in all. The
+        # ranks return 4 * 2 / 3 and 5 * 2 / 3, whose mean is 9 / 3 = 3.0. The mean of the ranks' own means, 2 and 5,
+        # would be 3.5.
         mask = loss_mask.to(losses.dtype)
         total = (losses * mask).sum()
         count = mask.sum()
@@ -403,6 +410,8 @@ class MCoreModule(pl.LightningModule):
         chunks, is_last = [], []
         for index in range(layout.num_chunks):
             vp_stage = None if layout.virtual_pipeline_model_parallel_size is None else index
+            # On 2 stages with 2 chunks each, stage 0 builds chunks 0 and 2 of the model, stage 1 chunks 1 and 3; only
+            # chunk 0 has the embedding, only chunk 3 the output layer.
             first, last = pipeline_stage(vp_stage)
             chunks.append(factory(pre_process=first, post_process=last, vp_stage=vp_stage))
             is_last.append(last)
@@ -439,11 +448,9 @@ def rows_of(batch: Any, total: int, start: int, stop: int) -> Any:
 
 
 def _device_of_layers() -> AbstractContextManager[Any]:
-    """Return the context in which a whole model is built on one device.
-
-    Megatron puts projections on the current CUDA device, and norms and routers on torch's default device; under a
-    Trainer, Lightning makes both the same.
-    """
+    """Return the context in which a complete model is built on one device."""
+    # Megatron puts projections on the current CUDA device, norms and routers on torch's default device. Under a
+    # Trainer, Lightning makes both the same.
     if torch.get_default_device().type != "cpu":
         return contextlib.nullcontext()  # Lightning or the user has chosen the device
     return torch.device(torch.cuda.current_device())

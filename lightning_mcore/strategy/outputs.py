@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Join what an evaluation step returns for the parts of a batch into what it would return for the whole batch.
+"""Join what an evaluation step returns for the parts of a batch into what it would return for the complete batch.
 
 ``MCoreStrategy(micro_batch_size=...)`` cuts evaluation batches, so that a step runs once for each part. Hooks and
-``trainer.predict`` get one output for the batch. :func:`join_outputs` has the rules; ``MCoreModule.join_rows`` replaces
-them for a step with outputs of another kind.
+``trainer.predict`` get one output per batch. ``schedule.py`` calls ``MCoreModule.join_rows``, which calls
+:func:`join_outputs` unless the module replaces it.
 
 For example, a batch of 5 rows in parts of 2, 2 and 1 rows: tensors of [2, s], [2, s] and [1, s] become [5, s], losses
 of 1.0, 2.0 and 4.0 become (2 * 1.0 + 2 * 2.0 + 1 * 4.0) / 5 = 2.0, and counts of 3, 1 and 1 become 5.
@@ -23,22 +23,15 @@ _WAY_OUT = "return tensors with a row for each row of the batch, or override joi
 
 
 def join_outputs(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
-    """Return the output for a whole batch.
+    """Return the output for a complete batch, from the outputs and row counts of its parts, in order.
 
-    * Tensors and arrays are concatenated along dimension 0. Of packed rows that the step returns joined, [1, tokens,
-      ...], along dimension 1.
-    * A scalar with a fraction is averaged, weighted by rows; beside ``num_tokens``, ``loss`` is weighted by tokens.
+    * Tensors and arrays are concatenated along dimension 0; packed rows that the step returns joined, [1, tokens, ...],
+      along dimension 1.
+    * A scalar with a fraction is averaged, weighted by rows; next to ``num_tokens``, ``loss`` is weighted by tokens.
     * Whole numbers are counts, and are added.
-    * Dicts, tuples and dataclasses are joined entry by entry. A list with an entry for each row is concatenated, and
-      so are lists of different lengths; other lists are joined entry by entry.
-    * Anything else must be equal for all parts.
-
-    Args:
-        outputs: What the step returned for each part, in the order of the rows.
-        rows: The number of rows of each part.
-
-    Raises:
-        ValueError: The outputs have no common form.
+    * Dicts, tuples and dataclasses are joined entry by entry. A list with an entry for each row is concatenated, and so
+      are lists of different lengths; other lists are joined entry by entry.
+    * Anything else must be equal for all parts. ``ValueError`` if the outputs have no common form.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -59,6 +52,7 @@ def join_outputs(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
         return dataclasses.replace(
             first, **{name: join_outputs([getattr(output, name) for output in outputs], rows) for name in names}
         )
+    # A bool is an Integral too, but a flag, not a count.
     if isinstance(first, bool) or not isinstance(first, numbers.Real):
         return _same(outputs)
     return sum(outputs) if isinstance(first, numbers.Integral) else _mean(outputs, rows)

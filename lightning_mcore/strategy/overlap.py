@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Overlap tensor-parallel communication with matrix products: the user buffers of TransformerEngine.
+"""Overlap tensor-parallel communication with matrix products: TransformerEngine's user buffers.
 
-With ``MCoreStrategy(tp_comm_overlap=True)`` TransformerEngine's layers send parts of a result while they compute the
+With ``MCoreStrategy(tp_comm_overlap=True)``, TransformerEngine's layers send parts of a result while they compute the
 next. They use buffers that all tensor-parallel ranks share. These must be created once, for one shape of the
 activations, before the first layer runs. Megatron-LM creates them at its start, because its arguments give the shape.
-Here the shape is that of the first microbatch, so the schedule creates the buffers with it
+Here it is the shape of the first microbatch, so ``schedule.py`` creates the buffers with it
 (:meth:`TensorParallelOverlap.open`), and the strategy frees them at teardown.
 
 The other ``tp_comm_*`` fields are set in the model's ``TransformerConfig``.
@@ -30,16 +30,8 @@ from lightning_mcore.config.value_checks import require_file, require_flag
 class TensorParallelOverlap:
     """Whether tensor-parallel communication overlaps, and the buffers that it needs.
 
-    Args:
-        enabled: Whether communication overlaps.
-        config_path: A YAML file that says how each buffer (``qkv_fprop``, ``fc1_fprop``, ...) is used; None for
-            TransformerEngine's defaults.
-        layout: The strategy's layout.
-
-    Raises:
-        TypeError: ``enabled`` is not a bool, or ``config_path`` not a path.
-        ValueError: It needs tensor and sequence parallelism, or the file is given without it.
-        FileNotFoundError: There is no such file.
+    ``config_path`` is a YAML file that says how each buffer (``qkv_fprop``, ``fc1_fprop``, ...) is used; None for
+    TransformerEngine's defaults. Wrong values raise ``TypeError``, ``ValueError`` or ``FileNotFoundError``.
     """
 
     def __init__(self, enabled: bool, config_path: str | None, layout: ParallelLayout) -> None:
@@ -52,12 +44,7 @@ class TensorParallelOverlap:
         self._shape: tuple[int, int] | None = None
 
     def check_device(self, device: torch.device) -> None:
-        """Refuse a machine that does not support it; called before process groups form.
-
-        Raises:
-            ValueError: The run is not on CUDA.
-            ModuleNotFoundError: TransformerEngine is missing.
-        """
+        """Raise ``ValueError`` without CUDA, ``ModuleNotFoundError`` without TransformerEngine; runs early."""
         raise_first(tensor_overlap_device_faults(self.enabled, device.type))
         if self.enabled and importlib.util.find_spec("transformer_engine") is None:
             raise ModuleNotFoundError(
@@ -66,15 +53,9 @@ class TensorParallelOverlap:
             )
 
     def open(self, shape: tuple[int, int] | None, config: TransformerConfig) -> None:
-        """Create the buffers at the first call; collective over the tensor-parallel ranks.
+        """Create the buffers at the first call, for ``shape`` (sequence length, rows); collective over the TP ranks.
 
-        Args:
-            shape: (sequence length, rows) of the microbatches; None if it is not the same for all.
-            config: The model's config.
-
-        Raises:
-            ValueError: The module does not say the shape of its microbatches.
-            RuntimeError: Microbatches changed their shape.
+        Raises ``ValueError`` if microbatches have no common shape, ``RuntimeError`` if they changed it.
         """
         if not self.enabled or (shape is not None and shape == self._shape):
             return
@@ -88,6 +69,7 @@ class TensorParallelOverlap:
                 f"tp_comm_overlap=True made buffers for microbatches of {self._shape} (sequence length, rows), and one"
                 f" of {shape} followed; keep one shape in training and validation, with drop_last where needed"
             )
+        # Here, because importing TransformerEngine takes seconds and most runs do not overlap.
         module = importlib.import_module("transformer_engine.pytorch.module.base")
         buffers = _read_yaml(self._config_path) if self._config_path is not None else {}
         version = Version(importlib.metadata.version("transformer_engine")).release
@@ -102,14 +84,10 @@ class TensorParallelOverlap:
 
 
 def queue_hint(layout: ParallelLayout, capability: tuple[int, int], connections: str | None) -> str | None:
-    """Return a sentence of advice if kernels may overtake the communication that should overlap; otherwise None.
+    """Return advice if kernels may overtake the communication that should overlap; otherwise None.
 
-    Args:
-        layout: The strategy's layout.
-        capability: Compute capability of the GPU.
-        connections: The environment variable CUDA_DEVICE_MAX_CONNECTIONS; None if it is not set.
-
-    Source: ``validate_args`` in megatron/training/arguments.py (0.16 to 0.19), which asserts it.
+    ``connections`` is the environment variable CUDA_DEVICE_MAX_CONNECTIONS. Source: ``validate_args`` in
+    megatron/training/arguments.py (0.16 to 0.19), which asserts it.
     """
     shares = layout.tensor_model_parallel_size > 1 or layout.context_parallel_size > 1
     if not shares or capability >= (10, 0) or connections == "1":
@@ -127,18 +105,13 @@ def user_buffer_arguments(
     version: tuple[int, ...],
     te_module: Any,
 ) -> dict[str, Any]:
-    """Return the arguments of TransformerEngine's ``initialize_ub``.
-
-    Args:
-        shape: (sequence length, rows) of a microbatch, before context parallelism cuts it.
-        config: The model's config.
-        buffers: The settings of the YAML file, by buffer.
-        version: TransformerEngine's version, such as ``(2, 7, 0)``.
-        te_module: ``transformer_engine.pytorch.module.base``, which has the modes from 2.7 on.
+    """Return the arguments of TransformerEngine's ``initialize_ub``; ``te_module`` has the modes from version 2.7 on.
 
     Source: ``_initialize_tp_communicators`` in megatron/training/initialize.py (0.16 to 0.19).
     """
     seq_length, rows = shape
+    # Rows of the activations: 4096 tokens x 2 rows on 2 context-parallel ranks make 4096 rows of hidden_size. Sequence
+    # parallelism cuts them further, which TransformerEngine does itself with tp_size.
     arguments = {
         "shape": [seq_length * rows // config.context_parallel_size, config.hidden_size],
         "tp_size": config.tensor_model_parallel_size,
@@ -151,6 +124,7 @@ def user_buffer_arguments(
     quantization = [modes.FP8 if config.fp8 else modes.NONE]
     ends = config.num_layers_at_start_in_bf16 > 0 or config.num_layers_at_end_in_bf16 > 0
     if config.fp8 is not None and config.first_last_layers_bf16 and ends:
+        # The layers in bf16 need buffers of their own.
         quantization.append(modes.NONE)
     return {**arguments, "quantization_modes": quantization}
 

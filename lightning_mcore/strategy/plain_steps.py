@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of a plain LightningModule, in Lightning's own loop.
 
-Lightning's accumulation is Megatron's schedule without pipelining, so each step is called directly.
-:class:`PlainSteps` keeps gradients on the rank while Lightning accumulates. After the last batch of a window it reduces
-them over the ranks and shows them to hooks.
+Lightning's accumulation is Megatron's schedule without pipelining, so each step is called directly. :class:`PlainSteps`
+keeps gradients on the rank while Lightning accumulates. After the last batch of a window it reduces them over the ranks
+and shows them to hooks. The strategy uses it where :class:`~.schedule.Schedule` does not apply.
 """
 
 import contextlib
@@ -30,12 +30,9 @@ if TYPE_CHECKING:
 
 
 class PlainSteps:
-    """Runs the steps of a module that did not use ``pipeline()``, and those of any module after a run.
+    """Runs the steps of a module that did not use ``pipeline()``, and those of any module after a run."""
 
-    Args:
-        strategy: The strategy that owns it.
-    """
-
+    # Lightning's own loop runs backward; Schedule has False.
     inline = True
 
     def __init__(self, strategy: "MCoreStrategy") -> None:
@@ -49,12 +46,7 @@ class PlainSteps:
         return self._strategy.root_device
 
     def wrap(self, module: pl.LightningModule, ddp_config: DistributedDataParallelConfig | None) -> ModelChunks:
-        """Wrap a module as one chunk.
-
-        Args:
-            module: The module, on its device.
-            ddp_config: Megatron's settings of gradients; None to wrap it only for evaluation.
-        """
+        """Wrap a module, on its device, as one chunk; without ``ddp_config`` only for evaluation."""
         strategy = self._strategy
         self._gradients_are_shown = False
         check_plain(strategy, module)
@@ -90,13 +82,18 @@ class PlainSteps:
 
     @contextlib.contextmanager
     def around_backward(self) -> Iterator[None]:
-        """Reduce the gradients after the last batch of a window, and show them to hooks if they are whole."""
+        """Reduce the gradients after the last batch of a window, and show them to hooks if they are complete."""
+        # With accumulate_grad_batches=4, three backward passes only add to the buffers, inside no_sync(); the fourth
+        # one's gradients are summed over the ranks, during it (overlap_grad_reduce) or in finalize_model_grads after
+        # it.
         gradients, chunks = self._strategy.gradients, self._strategy.chunks
         optimizers = self._strategy.megatron_optimizers
         if gradients.reduces_only_once:
             check_not_summed(optimizers)
-        # Sharded gradients are not whole on this rank.
+        # Sharded gradients are not complete on this rank.
         parameters = [] if gradients.distributed else parameters_with_visible_gradients(chunks)
+        # What hooks have changed in .grad goes back into the buffers. Then .grad is empty, or autograd would add to it
+        # too.
         take_gradients_back(parameters, self._gradients_are_shown)
         with contextlib.ExitStack() as stack:
             if self._sync_blocked:  # not earlier, because zeroing the buffers would undo it
@@ -109,6 +106,7 @@ class PlainSteps:
             finalize_model_grads(chunks.ddp, None)
         if gradients.check_nan:
             check_gradients(chunks)
+        # What on_after_backward, on_before_optimizer_step and gradient clipping of a LightningModule read.
         for parameter in parameters:
             parameter.grad = parameter.main_grad
         self._gradients_are_shown = True

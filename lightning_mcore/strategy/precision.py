@@ -15,24 +15,9 @@ bf16-true     bf16                bf16                    bf16                fp
 ============  ==================  ======================  ==================  =========================
 
 A LightningModule that was not built with ``pipeline()`` keeps Lightning's meaning of ``bf16-mixed`` and ``16-mixed``:
-fp32 parameters under autocast.
-
-With bf16, matrix products of TransformerEngine's layers may run in FP8: ``MCorePrecision("bf16-mixed",
-fp8_recipe="tensorwise")``. ``config/fp8.py`` has the recipes, their requirements, and the rules.
-
-The plugin also runs the steps that Lightning leaves to precision plugins: the backward pass, the optimizer step
-and clipping. If the schedule has already run backward inside ``training_step``, :meth:`MCorePrecision.backward` does
-nothing; otherwise it runs backward and lets the strategy reduce the gradients.
-
-On a CPU Lightning's Trainer turns the string ``"16-mixed"`` into ``"bf16-mixed"``, with a warning, before the strategy
-sees it; ``plugins=MCorePrecision("16-mixed")`` trains in fp16 there too.
-
-With fp16 the loss is scaled (``optimizer/loss_scale.py``). A step whose gradients overflow is skipped on every rank:
-weights, optimizer state and per-step learning-rate schedules do not change. Lightning counts it like any other step in
-``global_step`` and ``max_steps``. Each step logs ``loss_scale``, the scale of the next step, and ``skipped_steps``, the
-number of skipped steps so far; a callback finds ``loss_scale``, ``step_skipped`` and ``num_skipped_steps`` on the
-optimizer. The scale is saved in checkpoints under the plugin's name, as Lightning does. ``on_before_optimizer_step``
-sees unscaled gradients if parameters are fp32, and gradients of the scaled loss otherwise.
+fp32 parameters under autocast. With bf16, the matrix products of TransformerEngine's layers may run in FP8
+(``config/fp8.py`` has the recipes and their rules). The plugin also runs what Lightning leaves to precision plugins:
+backward, the optimizer step and clipping.
 """
 
 import contextlib
@@ -59,8 +44,14 @@ from lightning_mcore.optimizer.factory import OptimizerSetting
 from lightning_mcore.optimizer.loss_scale import LossScaler, skippable
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 
+# On a CPU, Lightning's Trainer turns the string "16-mixed" into "bf16-mixed", with a warning, before the strategy sees
+# it; plugins=MCorePrecision("16-mixed") trains in fp16 there too.
 PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
 
+# Bytes per parameter with Adam, unsharded: weight, gradient, fp32 copy, two moments.
+#   32-true      4 + 4 + 0 + 8 = 16
+#   bf16-mixed   2 + 4 + 4 + 8 = 18
+#   bf16-true    2 + 2 + 4 + 8 = 16
 _DTYPES = {
     "32-true": torch.float32,
     "bf16-mixed": torch.bfloat16,
@@ -201,9 +192,8 @@ class MCorePrecision(Precision):
     def from_lightning(cls, plugin: Precision) -> "MCorePrecision":
         """Translate the plugin that Lightning built from ``Trainer(precision=...)``.
 
-        Raises:
-            TypeError: The plugin is not one that Lightning builds from such a string.
-            ValueError: The plugin has a GradScaler with its own settings.
+        Raises ``TypeError`` for a plugin that Lightning does not build from such a string, and ``ValueError`` for a
+        GradScaler with its own settings.
         """
         if isinstance(plugin, cls):
             return plugin
@@ -219,7 +209,7 @@ class MCorePrecision(Precision):
                 "a GradScaler with its own settings is not available under MCoreStrategy; "
                 'use plugins=MCorePrecision("16-mixed", initial_loss_scale=..., loss_scale_window=...)'
             )
-        return cls(plugin.precision)  # type: ignore[arg-type]  # __init__ refuses the others
+        return cls(plugin.precision)  # type: ignore[arg-type]  # __init__ rejects all others
 
     @property
     def dtype(self) -> torch.dtype:
@@ -241,7 +231,7 @@ class MCorePrecision(Precision):
         return {**ddp_fields_of(self.precision), **self.fp8.ddp_fields()}
 
     def optimizer_fields(self, inline: bool) -> dict[str, Any]:
-        """Return the ``OptimizerConfig`` fields of this precision; under autocast parameters stay fp32."""
+        """Return the ``OptimizerConfig`` fields of this precision; under autocast, parameters stay fp32."""
         dtype = torch.float32 if inline and self.precision.endswith("-mixed") else self.dtype
         fields: dict[str, Any] = {"bf16": dtype == torch.bfloat16, "params_dtype": dtype}
         fields |= self.fp8.optimizer_fields()
@@ -256,14 +246,7 @@ class MCorePrecision(Precision):
         config: OptimizerConfig | None,
         inline: bool,
     ) -> OptimizerSetting:
-        """Return how Megatron runs the optimizers of a new run, with a new loss scale.
-
-        Args:
-            layout: The parallel layout.
-            ddp_config: Megatron's settings of gradients.
-            config: Megatron's config for its optimizers; None for its defaults.
-            inline: Whether Lightning's own loop runs backward.
-        """
+        """Return how Megatron runs the optimizers of a new run, with a new loss scale."""
         return OptimizerSetting(
             inline=inline,
             precision=self.optimizer_fields(inline),
@@ -328,9 +311,9 @@ class MCorePrecision(Precision):
         return self.tensor_init_context()
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Run backward from a loss, a float scalar ``[]``, and reduce the gradients of a plain module.
+        """Run backward from a loss, a float scalar ``[]``, and reduce a plain module's gradients.
 
-        A pipeline's schedule has already done both.
+        A pipeline's schedule has already done both, inside ``training_step``.
         """
         if self.runner is None:  # after a run, nothing is wrapped
             super().backward(tensor, model, optimizer, *args, **kwargs)
@@ -345,12 +328,17 @@ class MCorePrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Step; with fp16, show the gradients to hooks and log the loss scale."""
+        """Step; with fp16, unscale the gradients for hooks where parameters are fp32, and log the loss scale."""
+        # A step whose gradients overflow is skipped on every rank: weights, optimizer state and per-step schedules do
+        # not change. Lightning counts it like any other in global_step and max_steps. Each step logs loss_scale (of the
+        # next step) and skipped_steps (so far); callbacks find loss_scale, step_skipped and num_skipped_steps on the
+        # optimizer.
         if self.scaler is None or not isinstance(optimizer, MCoreOptimizer):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
 
         def unscaled() -> Any:
             result = closure()
+            # Only if the parameters are fp32; otherwise on_before_optimizer_step sees gradients of the scaled loss.
             optimizer.unscale()
             return result
 
@@ -366,7 +354,7 @@ class MCorePrecision(Precision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip now if the gradients are whole; otherwise pass the value to Megatron's step."""
+        """Clip now if the gradients are complete; otherwise pass the value to Megatron's step."""
         owner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if not isinstance(owner, MCoreOptimizer):
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)

@@ -7,13 +7,7 @@ the run. The same command with ``ckpt_path="last"`` continues from there.
 
 A signal may reach only one rank, and each rank may be at another line of its step. A save needs all ranks, so it cannot
 happen in the handler. The handler only records the signal, and after each optimizer step the ranks ask each other
-whether any has received one. Lightning's own handlers do more: the SIGTERM handler broadcasts, which collides with
-whatever the other ranks are communicating at that moment, and the handler of SLURM's requeue signal saves. Both are
-replaced during a fit, and their work is done between steps: Lightning still ends the run (``SIGTERMException`` on every
-rank) and requeues the job for ``SLURMEnvironment(auto_requeue=True)``.
-
-A rank that waits for a dead peer inside a collective runs no Python, so its handler cannot run either. It ends some
-seconds after the peer (``parallel/rank_watch.py``), with or without this callback.
+whether any has received one. The strategy calls :func:`prepare_signals` and :func:`end_on_sigterm` in every run.
 """
 
 import contextlib
@@ -41,6 +35,16 @@ _SHELL_CODE = 128  # plus the signal's number, the exit code of a process that i
 SignalName = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"]
 
 
+# Lightning's own handlers do more: the SIGTERM handler broadcasts, which collides with whatever the other ranks are
+# communicating at that moment, and the handler of SLURM's requeue signal saves. Both are replaced during a fit, and
+# their work is done between steps: Lightning still ends the run (SIGTERMException on every rank) and requeues the job
+# for SLURMEnvironment(auto_requeue=True).
+#
+# Example with 2 ranks and accumulate_grad_batches=4: rank 1 gets SIGTERM during batch 5. Both ranks finish batches 5, 6
+# and 7, which end an optimizer step, find that a signal has come, save last-preempted.ckpt, and stop.
+#
+# A rank that waits for a dead peer inside a collective runs no Python, so its handler cannot run either. It ends some
+# seconds after the peer (parallel/rank_watch.py), with or without this callback.
 class PreemptionCheckpoint(Checkpoint):
     """Save a checkpoint and end the run when any rank receives a signal.
 
@@ -49,7 +53,7 @@ class PreemptionCheckpoint(Checkpoint):
         callbacks = [ModelCheckpoint("runs/gpt", save_last=True), PreemptionCheckpoint(signals=["SIGTERM", "SIGUSR1"])]
         pl.Trainer(..., callbacks=callbacks).fit(model, data, ckpt_path="last")
 
-    The checkpoint is that of the optimizer step during which the signal came, never of half an accumulation window. If
+    The checkpoint belongs to the optimizer step during which the signal came, never to half an accumulation window. If
     a validation or the end of an epoch follows that step, the checkpoint is saved before it, and again after it. Then
     ``fit`` raises Lightning's ``SIGTERMException``, which ends a script with exit code 0.
 
@@ -61,7 +65,7 @@ class PreemptionCheckpoint(Checkpoint):
 
     Args:
         signals: The signals to handle. If the script has set its own handler for one of them, that is called too.
-        dirpath: The folder; by default that of the first ModelCheckpoint. ``ckpt_path="last"`` searches only the
+        dirpath: The folder; by default the first ModelCheckpoint's. ``ckpt_path="last"`` searches only the
             folders of ModelCheckpoints.
         filename: The name without ``.ckpt``; it must begin with ``last`` for ``ckpt_path="last"`` to find it. The next
             checkpoint of this name replaces it.
@@ -99,11 +103,7 @@ class PreemptionCheckpoint(Checkpoint):
         self._arrived: tuple[str, ...] = ()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Forget the signals of an earlier run, and move after the other callbacks.
-
-        Raises:
-            ValueError: There is no folder to save to.
-        """
+        """Forget the signals of an earlier run, and move after the other callbacks; ``ValueError`` without a folder."""
         if stage == TrainerFn.FITTING and self._needs_a_folder(trainer):
             raise ValueError(
                 f"{type(self).__name__} saves beside a ModelCheckpoint, and the trainer has none; add"
@@ -133,6 +133,7 @@ class PreemptionCheckpoint(Checkpoint):
             return
         epoch, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
         assert fetcher is not None
+        # All ranks must agree, because the answer decides how many checkpoints are saved.
         more_follows = self._any_rank(trainer, epoch._is_training_done or epoch._should_check_val_fx(fetcher))
         self._save(trainer, more_follows)
         if not more_follows:
@@ -156,7 +157,7 @@ class PreemptionCheckpoint(Checkpoint):
             self._stop(trainer)
 
     def _take_over(self, trainer: pl.Trainer) -> None:
-        """Replace Lightning's handlers; at the end of the run, Lightning restores those from before the run.
+        """Replace Lightning's handlers; at the end of the run, Lightning restores the earlier ones.
 
         Source: ``_SignalConnector.register_signal_handlers`` and ``teardown`` (Lightning 2.6.6).
         """
@@ -191,12 +192,9 @@ class PreemptionCheckpoint(Checkpoint):
         return trainer.strategy.reduce_boolean_decision(decision, all=False)
 
     def _save(self, trainer: pl.Trainer, more_follows: bool = False) -> None:
-        """Save what the received signals ask for; collective over the world.
-
-        Args:
-            trainer: The trainer.
-            more_follows: Whether :meth:`_stop`, which saves for a requeued job, has to wait.
-        """
+        """Save what the received signals ask for; collective over the world."""
+        # Only the requeue signal: no checkpoint of our own, because _stop lets Lightning save one. If more follows,
+        # _stop does not come yet, so its checkpoint is saved here already.
         paths = [self._path(trainer)] if set(self._arrived) - {self._requeue_signal} else []
         if more_follows and self._requeue_signal in self._arrived:
             paths += [trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)]
@@ -235,19 +233,13 @@ class _RequeueCheckpoint(PreemptionCheckpoint):
 
 
 def prepare_signals(trainer: pl.Trainer, restores: contextlib.ExitStack) -> None:
-    """Delay SLURM's requeue signal to the end of the step, even if the trainer has no PreemptionCheckpoint.
+    """Delay SLURM's requeue signal to the end of the step, even without PreemptionCheckpoint; ``restores`` undoes it.
 
     Lightning saves in the handler of that signal. If each rank has a part of the model, ranks that are interrupted at
-    different lines of a step would wait for each other for ever.
-
-    Also leave out Lightning's broadcast before each batch, for which the host waits until the GPU has done its work. It
-    tells all ranks that rank 0 has received SIGTERM; here only :class:`PreemptionCheckpoint` records that, on all
-    ranks. Strategies call this before a run.
-
-    Args:
-        trainer: The trainer of the run.
-        restores: Undoes both after the run.
+    different lines of a step would wait for each other forever.
     """
+    # Lightning broadcasts before each batch that rank 0 has received SIGTERM, and the host waits there until the GPU
+    # has finished. Here only PreemptionCheckpoint records that, on all ranks.
     loop: Any = trainer.fit_loop.epoch_loop
     loop._broadcast_sigterm_tensor = lambda: None
     restores.callback(delattr, loop, "_broadcast_sigterm_tensor")
@@ -265,8 +257,7 @@ def _remove(trainer: pl.Trainer, added: pl.Callback) -> None:
 def end_on_sigterm(trainer: pl.Trainer) -> None:
     """Let SIGTERM end the run on this rank if no PreemptionCheckpoint handles it; the other ranks then learn of it.
 
-    Lightning broadcasts in the handler, where ranks at other lines of their step never arrive. Strategies call this
-    when a run starts.
+    Lightning broadcasts in the handler, where ranks at other lines of their step never arrive.
     """
     present = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
     if any(getattr(handler, "__self__", None) is trainer._signal_connector for handler in present):
@@ -300,7 +291,7 @@ class _Note:
 
 @contextlib.contextmanager
 def saving_synchronously(trainer: pl.Trainer) -> Iterator[None]:
-    """Save synchronously, because the run ends here and a requeued job may not have time to finish the save later."""
+    """Save synchronously, because the run ends here, and a requeued job may not have time to finish the save later."""
     plugin = trainer.strategy.checkpoint_io
     if not isinstance(plugin, MCoreCheckpointIO) or not plugin.async_save:
         yield
@@ -337,7 +328,7 @@ def _requeue_signal(trainer: pl.Trainer) -> str | None:
 
 
 def _handlers_of_the_script(trainer: pl.Trainer, number: int) -> list[Callable[..., Any]]:
-    """Return the handlers of a signal except Lightning's own, which it combines with those that it found."""
+    """Return a signal's handlers except Lightning's own, which it combines with the handlers that it found."""
     present = signal.getsignal(number)
     handlers = getattr(present, "signal_handlers", [present])
     own = trainer._signal_connector

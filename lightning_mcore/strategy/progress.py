@@ -103,7 +103,7 @@ class MCoreProgressBar(RichProgressBar):
         self._clock.start()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave validation out of the measurement."""
+        """Do not measure validation."""
         self._clock.pause()
         super().on_validation_start(trainer, pl_module)
 
@@ -134,6 +134,8 @@ class MCoreProgressBar(RichProgressBar):
         return not super().is_enabled
 
     def _measure(self, trainer: pl.Trainer) -> None:
+        # This rank has read 2 x 8,192 tokens in 0.5 s: 32,768 tok/s. On 4 model copies, 131,072 tok/s. The ranks of one
+        # copy read the same tokens, so they do not count.
         rate = self._clock.step() * model_copies(trainer.strategy)
         self._shown = {}
         if self._losses:  # Lightning has divided these by the number of batches of a step
@@ -160,7 +162,7 @@ class MCoreProgressBar(RichProgressBar):
         self._lines.print(" | ".join(parts), markup=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the console, which holds locks."""
+        """Drop the console, which holds locks."""
         return {**super().__getstate__(), "_lines": None}
 
 
@@ -184,9 +186,6 @@ class StepClock:
 
     The owner calls :meth:`start` before each batch, :meth:`add` after it, :meth:`step` after each optimizer step and
     :meth:`pause` before validation.
-
-    Args:
-        now: Returns a time in seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -213,9 +212,9 @@ class StepClock:
     def step(self, over_copies: Callable[[Any], Any] = float) -> float:
         """Return the tokens per second since the last step, and start measuring the next one.
 
-        Args:
-            over_copies: Turns this rank's count of tokens into the count that is divided by the time.
+        ``over_copies`` turns this rank's count of tokens into the count that is divided by the time.
         """
+        # Before the clock is read, because a count on a GPU waits for the step's work.
         tokens = float(over_copies(self._tokens))
         self.pause()
         rate = tokens / max(self._elapsed, 1e-9)

@@ -68,7 +68,7 @@ _LAST_WORDS = 5.0  # seconds to wait for rank 0's output; a child that outlives 
 
 
 def prepare_trainer(trainer: pl.Trainer) -> pl.Trainer:
-    """Check a trainer in a worker of Ray; replaces Ray's function of the same name, which refuses ``MCoreStrategy``.
+    """Check a trainer in a Ray worker; replaces Ray's function of this name, which rejects ``MCoreStrategy``.
 
     Args:
         trainer: The trainer.
@@ -117,7 +117,7 @@ def prepare_trainer(trainer: pl.Trainer) -> pl.Trainer:
 
 
 def _check_device(strategy: MCoreStrategy) -> None:
-    """Refuse a device other than Ray's, and a process group that cannot serve it."""
+    """Reject a device other than Ray's, and a process group that cannot serve it."""
     device, chosen = strategy.root_device, ray.train.torch.get_device()
     if device.type != chosen.type or (device.type == "cuda" and device != chosen):
         raise ValueError(
@@ -134,7 +134,7 @@ def _check_device(strategy: MCoreStrategy) -> None:
 
 
 def _check_storage() -> None:
-    """Refuse a storage path that is not the one of the process that started the run."""
+    """Reject a storage path that is not the one of the process that started the run."""
     storage = ray.train.get_context().get_storage()
     if storage.storage_filesystem.get_file_info(f"{storage.experiment_fs_path}/{_MARK}").type == FileType.NotFound:
         raise _WorkerError(
@@ -150,11 +150,12 @@ def checkpoint_to_resume() -> str | None:
 
 
 def _url(filesystem: FileSystem, path: str) -> str:
-    """Return a path on a filesystem of pyarrow in the form that checkpoints take: a path, or a URL for fsspec."""
+    """Return a path on a pyarrow filesystem as checkpoints take it: a path, or a URL for fsspec."""
     if filesystem.type_name in ("local", "subtree"):
         return path
     if isinstance(filesystem, PyFileSystem):
         return str(filesystem.handler.fs.unstrip_protocol(path))
+    # "runs/gpt" on GcsFileSystem is "gs://runs/gpt".
     return f"{ {'gcs': 'gs'}.get(filesystem.type_name, filesystem.type_name) }://{path}"
 
 
@@ -162,7 +163,7 @@ class RayReport(pl.Callback):
     """Saves checkpoints where Ray keeps those of the run, and reports them with the metrics.
 
     All ranks write one checkpoint to one URL under ``RunConfig(storage_path=...)``, so nothing is copied and nothing
-    stays behind on a machine. A save that runs beside training (``async_save``) is reported once it is complete. Each
+    stays behind on a machine. An asynchronous save (``async_save``) is reported once it is complete. Each
     report has the logged metrics, ``epoch`` and ``step``. A run that Ray restarts continues from
     :func:`checkpoint_to_resume`.
 
@@ -184,9 +185,10 @@ class RayReport(pl.Callback):
             require_size("every_n_train_steps", every_n_train_steps)
         self.every_n_train_steps = every_n_train_steps
         self.watch_preemption = watch_preemption
+        # A restarted run resumes from a saved step, which is not saved again.
         self._saved_step = 0
-        self._waiting: list[tuple[str, dict[str, Any]]] = []  # URLs of saves, and what to report once they are whole
-        self._announced: Any = None
+        self._waiting: list[tuple[str, dict[str, Any]]] = []  # URLs of saves, and what to report once they are complete
+        self._announced: Any = None  # by Ray: the loss of a machine
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Move this callback behind the others, so that the checkpoint includes their changes."""
@@ -242,6 +244,7 @@ class RayReport(pl.Callback):
             "metrics": metrics | {"epoch": trainer.current_epoch, "step": step},
             "checkpoint": ray.train.Checkpoint(path, storage.storage_filesystem),
             "checkpoint_dir_name": folder,
+            # The ranks have written it to its place already.
             "checkpoint_upload_mode": CheckpointUploadMode.NO_UPLOAD,
         }
         self._saved_step = step
@@ -253,6 +256,7 @@ class RayReport(pl.Callback):
         plugin = trainer.strategy.checkpoint_io
         while self._waiting:
             url, report = self._waiting[0]
+            # Oldest first: Ray takes the last report for the newest checkpoint.
             if isinstance(plugin, MCoreCheckpointIO) and plugin.is_in_flight(url):
                 return
             self._waiting.pop(0)
@@ -314,8 +318,6 @@ class ElasticTorchTrainer(TorchTrainer):  # type: ignore[misc]  # Ray has no typ
 class _AdmissibleSizes(ElasticScalingPolicy):  # type: ignore[misc]
     """Ray's elastic policy with the admissible sizes only.
 
-    After a failure it waits until Ray has noticed a lost machine; a start that counts on it would wait for minutes.
-
     Source: ``ElasticScalingPolicy._count_possible_workers`` (Ray 2.60), which rounds down to whole slices for TPUs.
     """
 
@@ -325,6 +327,7 @@ class _AdmissibleSizes(ElasticScalingPolicy):  # type: ignore[misc]
         self._may_start = 0.0  # by time.monotonic()
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> Any:
+        # After a failure, wait until Ray has noticed a lost machine: a start that counts on it would wait for minutes.
         self._may_start = time.monotonic() + _LOSS_IS_KNOWN
         return super().make_decision_for_running_worker_group(worker_group_state, worker_group_status)
 
@@ -336,6 +339,7 @@ class _AdmissibleSizes(ElasticScalingPolicy):  # type: ignore[misc]
     def _count_possible_workers(self, reserved_resources: Any) -> int:
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         there = {node: each for node, each in reserved_resources.items() if node in alive}
+        # Room for 7 workers and sizes [2, 4, 8]: start 4.
         return largest_size(self._sizes, super()._count_possible_workers(there))
 
 
@@ -358,9 +362,7 @@ _worker: _Worker | None = None
 def worker_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``Trainer`` for a worker of :func:`launch`.
 
-    Args:
-        given: The arguments of the run. Those that depend on Ray's workers are replaced; ``plugins`` and ``callbacks``
-            are added to.
+    Arguments in ``given`` that depend on Ray's workers are replaced; ``plugins`` and ``callbacks`` are added to.
     """
     assert _worker is not None
     context, settings = ray.train.get_context(), _worker.settings
@@ -374,6 +376,8 @@ def worker_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         **given,
         "accelerator": ray.train.torch.get_device().type,
         "devices": here,
+        # 8 workers, 4 of them here: devices=4, num_nodes=2. Unequal numbers, such as 3 and 1, have no such product;
+        # planned_world_size() then asks the environment.
         "num_nodes": world // here if world % here == 0 else 1,
         "plugins": [*plugins, RayLightningEnvironment()],
         "callbacks": callbacks,
@@ -388,22 +392,15 @@ def launch(
     *arguments: Any,
     gpus: bool | None = None,
 ) -> Any:
-    """Call a function on each of Ray's workers, and return the result of rank 0.
+    """Call a function on each of Ray's workers, and return rank 0's result.
 
-    Joins the cluster that ``RAY_ADDRESS`` names or that runs on this machine; without one, starts Ray here for the
-    duration of the run, without a dashboard and with a small object store. What rank 0 prints is printed here.
+    Joins the cluster that ``RAY_ADDRESS`` names or that runs on this machine; without one, starts Ray here for the run,
+    without a dashboard and with a small object store. What rank 0 prints is printed here. ``sizes`` has the admissible
+    numbers of workers with ``accumulate_grad_batches`` for each, as from ``elastic_sizes``. Every machine must be able
+    to import the function. Without ``gpus``, each worker takes a GPU if the cluster has any.
 
-    Args:
-        settings: How Ray starts the run.
-        sizes: The admissible numbers of workers with ``accumulate_grad_batches`` for each, as from ``elastic_sizes``.
-        function: The function, which every machine must be able to import.
-        arguments: Its arguments.
-        gpus: Whether each worker takes a GPU; None for yes if the cluster has any.
-
-    Raises:
-        RuntimeError: This process was started by torchrun or srun.
-        ValueError: There are more workers than Ray has room for, or the machines do not share a folder.
-        ray.train.WorkerGroupError: The function failed on a worker, more often than ``max_failures``.
+    Raises ``RuntimeError`` under torchrun or srun, ``ValueError`` if Ray has too little room or the machines share no
+    folder, ``ray.train.WorkerGroupError`` if the function failed on a worker more often than ``max_failures``.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RuntimeError("this process is a rank of torchrun or srun, and Ray would start the ranks again; use one")
@@ -506,6 +503,7 @@ def _sent(queue: Queue) -> Iterator[None]:
 
     own, threads = {}, []
     for number in (1, 2):
+        # Descriptors, not sys.stdout: C++ code and child processes write there too. "own" keeps the originals.
         own[number] = os.dup(number)
         source, sink = os.pipe()
         os.dup2(sink, number)
@@ -555,7 +553,7 @@ def _machines() -> list[dict[str, float]]:
 
 @dataclass
 class _MeetingPlace(TorchConfig):  # type: ignore[misc]
-    """Ray's config of the process group, with the address and the port where the ranks meet."""
+    """Ray's config of the process group, with the address and port where the ranks meet."""
 
     addr: str | None = None
     port: int | None = None
@@ -590,7 +588,7 @@ class _BackendAtPlace(_TorchBackend):  # type: ignore[misc]
 
 
 def _check_place(addr: str | None, port: int | None) -> None:
-    """Refuse an address of another machine and a port that is taken, because the ranks would wait there."""
+    """Reject another machine's address and a port that is in use, because the ranks would wait there."""
     try:
         socket.create_server((addr or "", port or 0)).close()
     except OSError as error:

@@ -5,24 +5,6 @@ Every Lightning checkpoint has weights, optimizer and loops. :class:`ExactResume
 (``parallel/random_state.py``) and the place in the data (``data/position.py``, ``data/place.py``), as a dict for each
 rank (:meth:`~ExactResume.rank_state`). The strategy calls its other methods from the hooks of the same name.
 
-*The place* is an epoch and the number of its batches that are done. Lightning's own counters differ between the
-moments at which a checkpoint may be saved, so :meth:`~ExactResume.restore` writes one of two places into the loops'
-state before Lightning reads it:
-
-* **in the middle of an epoch**: the run continues with the next batch, as after a checkpoint of
-  ``on_train_batch_end``. This includes a run that ``max_steps`` or ``should_stop`` ended there, for which Lightning
-  would start another epoch;
-* **at its end**: the next epoch starts with all of its hooks and a new iterator. The work of an uninterrupted run
-  after ``on_train_batch_end`` of the last batch (a validation, ``on_train_epoch_end``) is not repeated, because its
-  metrics are gone. After a checkpoint of that validation, or of ``on_train_epoch_end``, the remaining work follows.
-
-A checkpoint that is saved while batches accumulate (by a timer or a signal) belongs to the last optimizer step: the
-batches since then are read again. Buffers that a plain module changes in its forward pass, as batch norm does, have
-already seen these batches.
-
-Random numbers drawn in validation do not affect training, so it makes no difference whether a validation follows a
-checkpoint.
-
 With another number of data-parallel ranks, no sample is lost or repeated if Lightning's distributed sampler distributes
 them. Two things cannot be continued exactly: the random numbers of dataloader workers in the middle of an epoch (their
 seeds are the same, also in later epochs), and a sampler or iterable dataset that draws from the global generators while
@@ -68,6 +50,19 @@ if TYPE_CHECKING:
     from lightning_mcore.strategy.strategy import MCoreStrategy
 
 
+# The place is an epoch and the number of its batches that are done. Lightning's own counters differ between the moments
+# at which a checkpoint may be saved, so restore() writes one of two places into the loops' state before Lightning reads
+# it:
+#   in an epoch    the run continues with the next batch, as after a checkpoint of on_train_batch_end. This includes a
+#                  run that max_steps or should_stop ended there, for which Lightning would start another epoch
+#   at its end     the next epoch starts with all of its hooks and a new iterator. What an uninterrupted run does after
+#                  on_train_batch_end of the last batch (a validation, on_train_epoch_end) is not repeated, because its
+#                  metrics are gone. After a checkpoint of that validation, or of on_train_epoch_end, the rest follows
+# A checkpoint that is saved while batches accumulate (by a timer or a signal) belongs to the last optimizer step, and
+# the batches since then are read again. With accumulate_grad_batches=4, one saved after 6 of 10 batches continues with
+# batch 4, and with the random state from before it. Buffers that a plain module changes in its forward pass (batch
+# norm) have already seen batches 4 and 5. Random numbers drawn in validation do not affect training, so it makes no
+# difference whether one follows.
 @dataclass(frozen=True)
 class _Restored:
     """The state from a checkpoint, kept until training starts."""
@@ -99,7 +94,7 @@ class _Restored:
         return not self.place.in_epoch and not self.place.ending
 
     def own_states(self, index: int) -> list[torch.Tensor]:
-        """Return the states of the generators that the loader with this index was given, uint8 tensors [n]."""
+        """Return the generator states that the loader with this index was given, uint8 tensors [n]."""
         return list(self.loaders[index].get("own", [])) if self.loaders and index < len(self.loaders) else []
 
     def position(self, index: int) -> Position | None:
@@ -111,17 +106,13 @@ class _Restored:
         position = Position(saved["batches"], saved["ranks"], saved["batch_size"], opened, started, saved["seed"])
         if not self.place.in_epoch:
             return replace(position, batches=0, opened=opened if self.makes_iterator else None, started=None)
+        # Skipping by reading reads every loader from its first batch, including one that could have skipped by index.
         reads_all = self.skips_by_reading and "stateful" not in self.kinds
         return replace(position, batches=0) if reads_all else position
 
 
 class ExactResume:
-    """Random states and the place in the data of one rank; see the module's docstring.
-
-    Args:
-        strategy: The strategy whose hooks call this.
-        layout: Its parallel layout.
-    """
+    """Random states and the place in the data of one rank."""
 
     def __init__(self, strategy: "MCoreStrategy", layout: ParallelLayout) -> None:
         self._strategy = strategy
@@ -134,12 +125,12 @@ class ExactResume:
         self._restored: _Restored | None = None
         self._loaders: dict[int, FollowedLoader] = {}
         self._num_loaders = 0
-        self._window: tuple[int, RandomState] | None = None
+        self._window: tuple[int, RandomState] | None = None  # first batch of the window, and the state before it
         self._before_validation: RandomState | None = None
         self._after_run: RandomState | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the state of this process."""
+        """Drop the state of this process."""
         return {"_strategy": self._strategy, "_layout": self._layout}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -149,11 +140,7 @@ class ExactResume:
     # ---- saving
 
     def rank_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a checkpoint, as numbers and tensors; an empty dict if there is nothing to resume.
-
-        Args:
-            checkpoint: Lightning's dict, on this rank.
-        """
+        """Return this rank's part of a checkpoint, in numbers and tensors; empty if there is nothing to resume."""
         module = self._strategy.lightning_module
         if module is None or module._trainer is None or "optimizer_states" not in checkpoint:
             return {}
@@ -173,7 +160,7 @@ class ExactResume:
         }
 
     def gather(self, checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the :meth:`rank_state` of every rank on rank 0, for a checkpoint in one file; collective."""
+        """Return every rank's :meth:`rank_state` on rank 0, for a single-file checkpoint; collective."""
         mine = self.rank_state(checkpoint)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return [mine]
@@ -234,14 +221,9 @@ class ExactResume:
     ) -> None:
         """Take a state of the ranks that saved, before Lightning reads the rest of the checkpoint; collective.
 
-        Args:
-            saved: The coordinates of one of these ranks; None leaves everything to Lightning.
-            read: Returns the :meth:`rank_state` of one of them, given its number.
-            checkpoint: The dict that Lightning will read; its loops and loaders are changed for this rank.
-
-        Raises:
-            ValueError: Loaders that keep their own state were in the middle of an epoch, on another number of
-                data-parallel ranks.
+        ``saved`` has the coordinates of one of them (None leaves everything to Lightning), ``read`` returns any rank's
+        :meth:`rank_state`. Loops and loaders in ``checkpoint`` are changed for this rank. Raises ``ValueError`` if
+        loaders with their own state were in the middle of an epoch on another number of data-parallel ranks.
         """
         module = self._strategy.lightning_module
         if saved is None or "loops" not in checkpoint:
@@ -254,6 +236,8 @@ class ExactResume:
         state = on_all(lambda: read(number))
         data = state if ranks == now else on_all(lambda: read(0))  # all ranks share the same order
         place, random = Place(**state["place"]), from_plain(state["random"])
+        # Another layout: states of the device and of Megatron's tracker belong to other parts of the model. Only those
+        # that the ranks of a model copy share are taken.
         if not is_own:
             random = replace(random, device=None, tracker=None)
         loops = checkpoint["loops"]["fit_loop"]
@@ -318,7 +302,7 @@ class ExactResume:
             loader.worker_init_fn = partial(pl_worker_init_function, rank=process_group("dp").rank())
 
     def batch_is_read(self, loader: Any) -> None:
-        """Note that another rank of the model copy reads the next batch of a loader, as the loader itself does here."""
+        """Note that another rank of the model copy reads a loader's next batch, as the loader itself does here."""
         if id(loader) in self._loaders and loader.num_workers == 0:
             self.batch_arrives()
 
@@ -354,6 +338,7 @@ class ExactResume:
                 load_loaders(fit)
             EndOfRestart.attach(fit.trainer)
             self._continue_epoch(fit, restored)
+            # Random states come last, because each step before this may draw numbers.
             put(restored.random, self._strategy.root_device)
             return
         fit._restarting = False  # otherwise Lightning would not step plateau schedulers at the end of this epoch
@@ -416,10 +401,10 @@ class ExactResume:
 
 
 def _check_kind(loader: object, index: int, restored: _Restored | None) -> None:
-    """Refuse a loader that would begin the epoch again, because it cannot use the place of the one that was saved."""
+    """Reject a loader that would begin the epoch again, because it cannot use the saved loader's place."""
     if restored is None or not restored.place.in_epoch:
         return
-    saved = restored.kinds[index] if index < len(restored.kinds) else "read"  # another number is refused later
+    saved = restored.kinds[index] if index < len(restored.kinds) else "read"  # another number raises later
     now = "stateful" if isinstance(loader, _Stateful) else "index" if isinstance(loader, DataLoader) else "read"
     if saved not in ("read", now):
         was = {"stateful": "a dataloader that keeps its own state", "index": "a DataLoader of torch"}[saved]

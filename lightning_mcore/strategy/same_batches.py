@@ -1,22 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks of one model copy train on the same batches: compared as they leave the loader.
 
-Tensor, context and pipeline parallel ranks hold parts of one model, so each of them must read the same batch (context
-parallelism splits it afterwards). Lightning's sampler and those of this package see to it. But a dataset may shard
-itself by the rank in the world, or draw a random number of its own, and the parts of the model would then be trained on
-different rows, in silence.
+Tensor-, context- and pipeline-parallel ranks hold parts of one model, so each must read the same batch (context
+parallelism splits it afterwards). Samplers see to it. But a dataset may shard itself by the rank in the world, or draw
+a random number of its own, and the parts of the model would silently train on different rows. So the ranks of a copy
+compare checksums of batches where Lightning's loops read them, and raise on all of these ranks if they differ;
+``parallel/rank_watch.py`` ends the others. User code that reads a loader, perhaps on one rank, compares nothing.
 
-So the ranks of a copy compare the checksums of the first ``FIRST_BATCHES`` batches of every pass over a loader, and of
-every ``EVERY_BATCHES``-th after them. They also compare the number of batches: once where the loader reads by index in
-batches of one size, otherwise before each batch, because a rank without a next batch would leave the others in a
-collective. A difference is an error on all of these ranks; ``parallel/rank_watch.py`` ends the others.
-
-The loaders are followed where Lightning's loops read them. Code of the user that reads a loader, on one rank perhaps,
-compares nothing. A model copy of one rank has nothing to compare either, and its loaders are left alone.
-
-**Sent instead.** With ``broadcast_batches=True`` the first rank of each copy reads and sends its batches to the others,
-with the random states that reading left. The first batch of a loader is still read and compared on every rank. A
-dataset that shards itself by the rank in the world would otherwise lose the shards of the ranks that only receive.
+With ``broadcast_batches=True``, the first rank of each copy reads and sends its batches to the others, with the random
+states that reading left. ``strategy.py`` passes every loader through :class:`SameBatches`.
 """
 
 import contextlib
@@ -42,6 +34,9 @@ from lightning_mcore.parallel.random_state import RandomState, put_common, take_
 if TYPE_CHECKING:
     from lightning_mcore.strategy.strategy import MCoreStrategy
 
+# Compared are the contents of batches 0, 1, 2, 100, 200 and so on of every pass, and the number of batches: once where
+# the loader reads by index in batches of one size, otherwise before each batch, because a rank without a next batch
+# would leave the others in a collective.
 FIRST_BATCHES = 3
 """Batches at the beginning of each pass over a loader whose contents are compared."""
 
@@ -53,12 +48,7 @@ _MARK = "_is_followed"  # of a class that is extended here
 
 
 class SameBatches:
-    """Follows the loaders of a run.
-
-    Args:
-        strategy: The strategy that owns it.
-        sends: Whether one rank of each model copy reads for the others.
-    """
+    """Follows the loaders of a run; with ``sends``, one rank of each model copy reads for the others."""
 
     def __init__(self, strategy: "MCoreStrategy", sends: bool = False) -> None:
         self._strategy = strategy
@@ -67,7 +57,7 @@ class SameBatches:
         self._restores = contextlib.ExitStack()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the loaders of this process."""
+        """Drop the loaders of this process."""
         return {"strategy": self._strategy, "sends": self._sends}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -77,12 +67,10 @@ class SameBatches:
     def follow(self, loader: Any) -> Any:
         """Let Lightning's loops compare what they read from a loader; collective over the model copy.
 
-        Returns:
-            The loader itself, where its class can be extended, otherwise an iterable in its place.
-
-        Raises:
-            ValueError: The ranks of a model copy have loaders of different lengths.
+        Returns the loader itself if its class can be extended, otherwise an iterable in its place. Raises
+        ``ValueError`` if the ranks of a copy have loaders of different lengths.
         """
+        # Nothing to compare with.
         if self._strategy.layout.model_copy_size == 1:
             return loader
         length = sized_len(loader)
@@ -107,17 +95,19 @@ class SameBatches:
         if not self._sends:
             return _Pass(self, loader, begin)
         if not any(other is loader for other in self._compared):
+            # The first batch is still read and compared on every rank: a dataset that shards itself by the rank in the
+            # world would otherwise lose the shards of the ranks that only receive.
             self._compared.append(loader)
             return _Sent(self, loader, _Pass(self, loader, begin))
         return _Sent(self, loader, None, begin() if self.reads else None)
 
     @property
     def reads(self) -> bool:
-        """Whether this rank reads for the others, where batches are sent."""
+        """Whether this rank reads for the others, if batches are sent."""
         return model_copy_group().rank() == 0
 
     def from_reader(self, value: Any) -> Any:
-        """Return what the rank that reads the batches has; collective over the model copy where batches are sent."""
+        """Return what the reading rank has; collective over the model copy if batches are sent."""
         if not self._sends or self._strategy.layout.model_copy_size == 1:
             return value
         box = [value]
@@ -127,8 +117,7 @@ class SameBatches:
     def send(self, loader: Any, read: Callable[[], Any]) -> Any:
         """Return the batch that the reading rank reads, or ``_END``; collective over the model copy.
 
-        Raises:
-            ValueError: The batch cannot be pickled; raised on all ranks of the copy.
+        Raises ``ValueError``, on all ranks of the copy, if the batch cannot be pickled.
         """
         message: tuple[str, Any, RandomState | None]
         if not self.reads:
@@ -166,14 +155,10 @@ class SameBatches:
         return f"{name} {index}" if len(all_of_it) > 1 else name
 
     def compare(self, moment: str, facts: list[Fact]) -> None:
-        """Compare what the ranks of a model copy have reached, and what they have read; collective over the copy.
+        """Compare what the ranks of a model copy have reached and read; ``ValueError`` on all of them if it differs.
 
-        Args:
-            moment: The loader and the number of the batch, such as ``train_dataloader gives batch 3``.
-            facts: The leaves of the batch; empty where they are not compared.
-
-        Raises:
-            ValueError: They differ; raised on all ranks of the copy.
+        ``moment`` names the loader and the batch, such as ``train_dataloader gives batch 3``; ``facts`` are the leaves
+        of the batch, or empty.
         """
         group = model_copy_group()
         # One reduction tells whether all numbers are equal: their least and their greatest. Of 5 and 7: (5, -7).
@@ -209,14 +194,14 @@ def _followed(kind: type, batches: SameBatches) -> Any:
 
 
 def _begin(loader: Any, begin: Callable[[], Iterator[Any]], batches: SameBatches) -> Iterator[Any]:
-    """Begin a pass over a loader; only where Lightning's loops do, because they do on all ranks."""
+    """Begin a pass over a loader, compared only in Lightning's loops, which run on all ranks."""
     # Frame 0 is this function, 1 is __iter__, and 2 called iter(loader).
     is_of_a_loop = sys._getframe(2).f_globals["__name__"] == CombinedLoader.__module__
     return batches.begin(loader, begin) if is_of_a_loop else begin()
 
 
 class _Wrapped:
-    """Stands for an iterable whose class cannot be extended."""
+    """Replaces an iterable whose class cannot be extended."""
 
     def __init__(self, loader: Iterable[Any], batches: SameBatches) -> None:
         self._loader = loader
@@ -232,13 +217,7 @@ class _Wrapped:
 
 
 class _Pass(Iterator[Any]):
-    """One pass over a loader.
-
-    Args:
-        batches: Compares what is read.
-        loader: The loader.
-        begin: Begins the pass.
-    """
+    """One pass over a loader, whose batches are compared."""
 
     def __init__(self, batches: SameBatches, loader: Any, begin: Callable[[], Iterator[Any]]) -> None:
         self._batches = batches
@@ -265,18 +244,14 @@ class _Pass(Iterator[Any]):
         return batch
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out everything: a pass belongs to its process, and a trainer that has one may be pickled."""
+        """Drop everything: a pass belongs to its process, and a trainer that has one may be pickled."""
         return {}
 
 
 class _Sent(Iterator[Any]):
     """One pass over a loader that one rank of each model copy reads for the others.
 
-    Args:
-        batches: Sends and receives.
-        loader: The loader.
-        compared: A pass on every rank, for its first batch; None for a loader of which every rank has read one.
-        inner: The pass of the rank that reads.
+    ``compared`` is a pass on every rank, for the loader's very first batch. ``inner`` reads on the reading rank.
     """
 
     def __init__(
@@ -303,12 +278,12 @@ class _Sent(Iterator[Any]):
         return batch
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out everything, as ``_Pass`` does."""
+        """Drop everything, as ``_Pass`` does."""
         return {}
 
 
 def ends_with_its_length(loader: Any) -> bool:
-    """Return whether a loader surely gives as many batches as its length says: it reads by index, in even batches."""
+    """Return whether a loader surely yields as many batches as its length says: it reads by index, in even batches."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     sampler: Any = loader.batch_sampler
@@ -318,7 +293,7 @@ def ends_with_its_length(loader: Any) -> bool:
 
 
 def _difference(first: tuple[str, list[Fact]], second: tuple[str, list[Fact]], rank: int, other: int) -> str:
-    """Return what differs between two ranks that compared different things."""
+    """Return what differs between two ranks, in words."""
     (moment, facts), (other_moment, other_facts) = first, second
     if moment != other_moment:
         return f"the {moment} on rank {rank}, and the {other_moment} on rank {other}"

@@ -3,15 +3,11 @@
 
 A DataLoader batch is one microbatch, and ``Trainer(accumulate_grad_batches=N)`` is Megatron's ``num_microbatches``: for
 the first N-1 batches ``training_step`` only keeps the batch, and at the N-th it runs Megatron's schedule over all of
-them. An evaluation batch runs alone, in the parts into which ``micro_batch_size`` cuts it; what the step returns for
-them is joined. Lightning's loops are unchanged, so ``global_step``, ``max_steps``, ``val_check_interval`` and the rest
-mean what they do in Lightning.
+them. Lightning's loops are unchanged, so ``global_step``, ``max_steps`` and the rest mean what they do in Lightning.
 
-:class:`Schedule` gathers the microbatches of one optimizer step (or takes one evaluation batch) and runs Megatron's
-schedule over them. The schedule asks for one microbatch and one chunk at a time; for each, this class activates the
-chunk in the user's pipeline and calls the user's step (``parallel/pipeline.py`` explains how the step becomes a stage).
-
-*What a loss is.* ``training_step`` returns one of two things:
+The schedule asks :class:`Schedule` for one microbatch and one chunk at a time; for each, it activates the chunk in the
+user's pipeline and calls the user's step (``parallel/pipeline.py`` explains how the step becomes a stage).
+``training_step`` returns one of two things:
 
 ==================================  =================================================  ============================
 returned                            loss of the optimizer step                         ``calculate_per_token_loss``
@@ -22,8 +18,6 @@ a scalar: mean over the microbatch  mean over microbatches, data and context ran
 
 The last column is a field of ``TransformerConfig``, which Megatron's wrappers and routers read when they are created.
 Two microbatches with means 2.0 and 4.0 over 100 and 300 tokens give 3.0 in the first way and 3.5 in the second.
-
-Only this rank's own part is differentiated; what is reduced for the logs is detached.
 """
 
 import contextlib
@@ -65,21 +59,13 @@ _ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, Callable[[Tensor], A
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One unit of the schedule.
+    """One unit of the schedule."""
 
-    Args:
-        batch: The step's batch, on the device.
-        arguments: The step's arguments after the batch.
-        shape: (sequence length, rows); None if the stages must exchange it.
-        weight: Its share of a DataLoader batch; 1 for a whole batch.
-        filler: Whether it only fills up an interleaved schedule, with weight zero.
-    """
-
-    batch: Any
-    arguments: tuple[Any, ...]
+    batch: Any  # on the device
+    arguments: tuple[Any, ...]  # of the step, after the batch
     shape: _Shape = None
-    weight: float = 1.0
-    filler: bool = False
+    weight: float = 1.0  # share of a DataLoader batch
+    filler: bool = False  # only fills up an interleaved schedule, with weight zero
 
 
 def wrap_pipeline(
@@ -88,16 +74,9 @@ def wrap_pipeline(
     pipeline: Pipeline,
     ddp_config: DistributedDataParallelConfig | None,
 ) -> ModelChunks:
-    """Wrap the chunks of a model that was built with ``pipeline()``.
+    """Wrap the chunks of a model that was built with ``pipeline()``; without ``ddp_config`` only for evaluation.
 
-    Args:
-        strategy: The strategy whose layout and precision go into the model's config.
-        module: The user's module, on its device.
-        pipeline: The result of its ``pipeline()``.
-        ddp_config: Megatron's settings of gradients; None to wrap the chunks only for evaluation.
-
-    Raises:
-        ValueError: The model does not fit the layout, or the module runs backward itself.
+    Raises ``ValueError`` if the model does not fit the layout, or the module runs backward itself.
     """
     if strategy._layer_sync is not None:
         raise ValueError(NO_SYNC_BATCHNORM)
@@ -112,16 +91,9 @@ def wrap_pipeline(
 
 
 class Schedule:
-    """Runs the module's steps over its chunks.
+    """Runs the module's steps over its chunks, from :func:`wrap_pipeline`.
 
-    Args:
-        strategy: The strategy that owns it.
-        module: The user's module.
-        chunks: Its chunks, from :func:`wrap_pipeline`.
-
-    Raises:
-        TypeError: A step draws its batches itself.
-        ValueError: No layer of the model could use FP8.
+    Raises ``TypeError`` if a step draws its batches itself, ``ValueError`` if no layer of the model could use FP8.
     """
 
     inline = False
@@ -157,12 +129,8 @@ class Schedule:
     def training_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep the batch until the window of ``accumulate_grad_batches`` is full, then run the step.
 
-        Args:
-            args: The step's arguments: a batch, on the device, and those after it.
-            kwargs: Not used: Lightning gives none to a step of ``(batch, batch_idx)``.
-
-        Returns:
-            The loss of this step, as from :meth:`train`; while the window fills, that of the previous step.
+        Returns the step's loss, as from :meth:`train`. While the window fills, this returns the previous step's loss.
+        Lightning gives no ``kwargs`` to a step of ``(batch, batch_idx)``.
         """
         strategy, trainer = self._strategy, self._module.trainer
         loop, num_batches = trainer.fit_loop, trainer.accumulate_grad_batches
@@ -170,6 +138,7 @@ class Schedule:
         if batch_idx % num_batches == 0:
             self._window = []
         self._window += self.split(args[0], args[1:], strategy.micro_batch_size)
+        # With accumulate_grad_batches=4, batches 0 to 2 end here. Batch 3 runs all four through the schedule.
         if loop._should_accumulate():
             return self._last_loss if self._last_loss is not None else torch.zeros((), device=self.root_device)
         # A window at the end of an epoch may include a short last batch; a resumed run may begin with that one.
@@ -199,16 +168,7 @@ class Schedule:
         return nullcontext()
 
     def split(self, batch: Any, arguments: tuple[Any, ...], micro_batch_size: int | None) -> list[Microbatch]:
-        """Cut a DataLoader batch into microbatches and take this context-parallel rank's share of each.
-
-        Args:
-            batch: A DataLoader batch, on the device.
-            arguments: The step's arguments after the batch.
-            micro_batch_size: Rows in a microbatch; None for the whole batch.
-
-        Returns:
-            One or more microbatches; the last may have fewer rows.
-        """
+        """Cut a DataLoader batch into microbatches and take this context-parallel rank's share of each."""
         if micro_batch_size is None:
             return [self._microbatch(batch, arguments)]
         module = self._module
@@ -218,14 +178,10 @@ class Schedule:
     def train(self, microbatches: Sequence[Microbatch], num_batches: int) -> Any:
         """Run forward and backward over the microbatches of an optimizer step; gradients are final afterwards.
 
-        Args:
-            microbatches: All microbatches of the step.
-            num_batches: The divisor of the sum of the losses: ``accumulate_grad_batches``, even in the shorter last
-                window of an epoch, as in Lightning.
-
-        Returns:
-            The loss of the step on every rank, detached, [] fp32: a mean over its microbatches, or over its tokens; on
-            the last stage also the other values that ``training_step`` returned for the last microbatch.
+        The sum of the losses is divided by ``num_batches``: ``accumulate_grad_batches``, even in the shorter last
+        window of an epoch, as in Lightning. Returns the loss of the step on every rank, detached, [] fp32: a mean over
+        microbatches or tokens; on the last stage also the other values that ``training_step`` returned for the last
+        microbatch.
         """
         config, divisor, changes = self._chunks.config, num_batches, {}
         here = round(sum(microbatch.weight for microbatch in microbatches))
@@ -246,16 +202,11 @@ class Schedule:
     # ---- evaluation
 
     def evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any], shares_output: bool) -> Any:
-        """Run a step forward only.
+        """Run a step forward only; return its output for the complete batch, on every rank of the pipeline.
 
-        Args:
-            step: Name of the module's method.
-            args: What it takes: a batch, on the device, and what follows it.
-            kwargs: Not used: Lightning gives none to a step of ``(batch, batch_idx)``.
-            shares_output: Whether any rank of the pipeline reads what the step returns; the same on all of them.
-
-        Returns:
-            The output of the step for the whole batch, on every rank of the pipeline; None if no rank reads it.
+        An evaluation batch runs alone, in the parts into which ``micro_batch_size`` cuts it; their outputs are joined.
+        Returns None unless ``shares_output``, which says that some rank of the pipeline reads the output; all its ranks
+        agree.
         """
         if self._pipeline.takes_whole_batches:
             return self._evaluate_everywhere(step, args)
@@ -268,15 +219,10 @@ class Schedule:
         return self._whole_output(step, parts, outputs[: len(parts)], size or 1) if shares_output else None
 
     def _part_size(self, args: tuple[Any, ...]) -> int | None:
-        """Return the rows of a part of an evaluation batch; None for the whole batch.
-
-        Some dispatchers need the same number of tokens on all ranks that share experts. Batches of 3 rows on one rank
-        and 2 on another, where the sampler's repeated sample is cut off, then run as 3 and 2 parts of one row, to
-        which the second rank adds a filler.
-
-        Args:
-            args: The arguments of the step: a batch, and what follows it.
-        """
+        """Return the rows of a part of an evaluation batch; None for the complete batch."""
+        # Some dispatchers need the same number of tokens on all ranks that share experts. Batches of 3 rows on one rank
+        # and 2 on another, where the sampler's repeated sample is cut off, then run as 3 and 2 parts of one row, to
+        # which the second rank adds a filler.
         size, config, group = self._strategy.micro_batch_size, self._chunks.config, process_group("experts")
         takes_any = config.moe_token_dispatcher_type != "allgather" and not config.moe_pad_expert_input_to_capacity
         if not config.num_moe_experts or takes_any or group.size() == 1:
@@ -290,14 +236,10 @@ class Schedule:
     def _num_parts(self, own: int, size: int | None, rows_of_others: int = 0) -> int:
         """Return the number of parts that an evaluation batch has on the rank where it has most.
 
-        Ranks that share experts need the same number. So do model copies if a step communicates with the others, and
-        then one with repeated samples has as many parts as the others.
-
-        Args:
-            own: Parts of the batch on this rank.
-            size: Rows of a part; None if the batch is one part.
-            rows_of_others: Rows of the batch where no samples are repeated; 0 if none are repeated here.
+        ``own`` is the number of parts here, ``rows_of_others`` the rows on ranks without repeated samples (0: none
+        here).
         """
+        # Ranks that share experts need the same number. So do model copies if a step communicates with the others.
         if size is None:
             return own
         # With size 2, a batch of 5 rows is three parts. If 3 of them are repeated here, 2 rows are left, one part; it
@@ -311,23 +253,17 @@ class Schedule:
         return int(most)
 
     def _whole_output(self, step: str, parts: Sequence[Microbatch], outputs: Sequence[Any], size: int) -> Any:
-        """Return on every stage what a step returned for a batch; ``outputs`` is empty on all stages but the last.
+        """Return a step's output for a batch on every stage; ``outputs`` is empty on all stages but the last.
 
-        Args:
-            step: Name of the module's method.
-            parts: The parts of the batch.
-            outputs: What the step returned for each.
-            size: Rows of a part; the last may have fewer.
-
-        Raises:
-            ValueError: The outputs for the parts cannot be joined; raised on every stage.
+        Raises ``ValueError``, on every stage, if the outputs for the parts cannot be joined.
         """
         output: Any = outputs[0] if outputs else None
         if len(outputs) > 1:
-            assert isinstance(self._module, MCoreModule)  # the steps of others see whole batches
+            assert isinstance(self._module, MCoreModule)  # other modules' steps see complete batches
             try:
                 output = self._module.join_rows(outputs, [round(size * p.weight / parts[0].weight) for p in parts])
             except ValueError as error:
+                # Sent like an output, so that the other stages do not wait for one.
                 output = ValueError(f"{step} returned, for the parts of micro_batch_size={size} rows, {error}")
         group = process_group("pp")
         if group.size() > 1:
@@ -339,7 +275,7 @@ class Schedule:
         return output
 
     def _evaluate_everywhere(self, step: str, args: tuple[Any, ...]) -> Any:
-        """Run a step on every stage, where each call of the model runs all stages and gives each of them the result."""
+        """Run a step on every stage; each call of the model in it runs all stages and gives each of them the result."""
         group, logs = process_group("pp"), self._logs.pipeline
         with logs.recording(), logs.microbatch(args[0], muted=group.rank() < group.size() - 1):
             output = getattr(self._module, step)(*args)
@@ -347,7 +283,7 @@ class Schedule:
         return output
 
     def _run_stages(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the whole model on the arguments of every chunk, outside a step; None on all stages but the last.
+        """Run the complete model on the arguments of every chunk, outside a step; None on all stages but the last.
 
         Without gradients if it has several stages.
         """
@@ -388,11 +324,12 @@ class Schedule:
     def _pass_through(
         self, forward_step: _ForwardStep, microbatches: Sequence[Any], shape: _Shape, forward_only: bool
     ) -> list[Any]:
-        """Run Megatron's schedule over microbatches; ``shape`` is None where their shapes differ or are not known."""
+        """Run Megatron's schedule over microbatches; ``shape`` is None if their shapes differ or are not known."""
         config, count, wrapped = self._chunks.config, len(microbatches), self._chunks.wrapped
         group = self._layout.microbatch_group_size(count, config.microbatch_group_size_per_vp_stage)
         config.variable_seq_lengths = shape is None  # set before each run, so it is not put back
         seq_length, micro_batch_size = shape or (1, 1)
+        # One iterator per chunk: the interleaved schedule reads every microbatch once for each.
         iterators = [iter(microbatches) for _ in wrapped]
         with _changed([config], microbatch_group_size_per_vp_stage=group):
             outputs: list[Any] = get_forward_backward_func()(
@@ -428,7 +365,7 @@ class Schedule:
         return outputs, self._logs.pipeline.finish(step, over_copies=not forward_only)
 
     def _fp8_of(self, shapes: Sequence[_Shape], forward_only: bool) -> AbstractContextManager[None]:
-        """Refuse microbatches that FP8 cannot divide into blocks; compute those at the end of an evaluation in bf16."""
+        """Reject training microbatches that FP8 cannot divide into blocks; compute such evaluation batches in bf16."""
         try:
             for shape in shapes:
                 check_microbatch(self._strategy.precision_plugin.fp8, shape, self._layout)
@@ -440,12 +377,12 @@ class Schedule:
         return nullcontext()
 
     def _fill_up(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """Repeat the last microbatch, with weight zero, until an interleaved schedule has whole groups.
+        """Repeat the last microbatch, with weight zero, until an interleaved schedule has complete groups.
 
-        Raises:
-            RuntimeError: The model has experts or multi-token prediction, whose losses a repeated microbatch would
-                change.
+        Raises ``RuntimeError`` in training with experts or multi-token prediction, whose losses a repeated microbatch
+        changes.
         """
+        # 6 microbatches on 4 pipeline stages: 2 fillers make 8.
         missing = -len(microbatches) % self._whole_groups
         config = self._chunks.config
         if missing and (config.num_moe_experts or config.mtp_num_layers) and torch.is_grad_enabled():
@@ -494,7 +431,7 @@ class Schedule:
         return torch.zeros((), device=self.root_device), lambda nothing: (nothing.clone(), output)
 
     def _call(self, step: str, microbatch: Microbatch, chunk: Any) -> Any:
-        """Call the module's step for one chunk and return what it returned; see StageOutput for the other stages."""
+        """Call the module's step for one chunk and return what it returned; other stages leave it by StageOutput."""
         is_last, before = self._is_last(chunk), self._pipeline.num_calls
         muted = microbatch.filler or not is_last
         self._chunks.wait_for_uncalled(chunk)
@@ -557,7 +494,7 @@ def _filler(microbatch: Microbatch) -> Microbatch:
 
 
 def _check_steps_take_batches(module: pl.LightningModule) -> None:
-    """Refuse ``dataloader_iter`` (TypeError): a step that draws its batches would draw another for every chunk."""
+    """Raise ``TypeError`` for ``dataloader_iter``: a step that draws its batches would draw another for every chunk."""
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
             raise TypeError(

@@ -4,10 +4,8 @@
 Each hook is a few lines that delegate: checks to ``checks.py``, process groups to ``parallel/groups.py``, steps of a
 model built with ``pipeline()`` to ``schedule.py`` and those of a plain module to ``plain_steps.py``, logging to
 ``logs/step.py``, the optimizer to ``optimizer/megatron.py``, number formats to ``precision.py``, checkpoints to
-``checkpointing.py``, exact resume to ``resume.py``.
-
-Everything that a run changes outside the strategy (metrics, callbacks, loaders, settings of torch and Megatron) is
-restored in ``teardown``, even if a part of it fails.
+``checkpointing.py``, exact resume to ``resume.py``. Everything that a run changes outside the strategy (metrics,
+callbacks, loaders, settings of torch and Megatron) is restored in ``teardown``, even if a part of it fails.
 """
 
 import contextlib
@@ -225,6 +223,7 @@ class MCoreStrategy(DDPStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Arguments that make ranks of one model copy read the same samples, and model copies read different ones."""
+        # 8 ranks with TP=2 and PP=2 are 2 model copies: num_replicas=2, and rank is 0 or 1.
         world_size = planned_world_size(self)
         rank = self.layout.coordinates(self.global_rank, world_size).data_parallel_rank
         return {"num_replicas": self.layout.data_parallel_size(world_size), "rank": rank}
@@ -265,6 +264,7 @@ class MCoreStrategy(DDPStrategy):
         """Let Lightning open the default group, then open Megatron's and make random states agree."""
         timeout = self._timeout or timedelta(minutes=30)
         assert self.cluster_environment is not None
+        # The ranks meet before torch's group opens, so that a rank that never comes is named in the error.
         store = None if dist.is_initialized() else meet(self.cluster_environment, timeout.total_seconds())
         super().setup_distributed()
         del store  # torch now has its own on the same server
@@ -273,6 +273,7 @@ class MCoreStrategy(DDPStrategy):
         seed = os.environ.get("PL_GLOBAL_SEED") or self.broadcast(new_seed())
         options: dict[str, Any] = {"num_distributed_optimizer_instances": self.gradients.num_instances}
         options |= self.communication.group_arguments()
+        # Lightning's group is the world; each axis of the layout gets its own.
         open_process_groups(self.layout, int(seed) % 2**31, timeout, options)
         align_random_state()
         rank_zero_info(f"MCoreStrategy: {self.layout.describe(dist.get_world_size())}")
@@ -287,12 +288,14 @@ class MCoreStrategy(DDPStrategy):
         return self.checkpoints.load(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights of a one-file checkpoint, or the state beside the shards of a split model."""
+        """Load the weights of a single-file checkpoint, or the state outside the shards of a split model."""
         self.checkpoints.load_model(checkpoint, strict)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Wrap the model, create the optimizers and read the waiting checkpoint."""
         assert self.accelerator is not None
+        # In this order: links and metrics, the wrapped model, optimizers over its parameters, then the shards that fill
+        # both.
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.checkpoints.prepare_links(trainer, self._restores)
@@ -353,7 +356,7 @@ class MCoreStrategy(DDPStrategy):
         self.resume.on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Finish a save once its files are written."""
+        """Put a save in place once its files are written."""
         self.checkpoints.poll()
 
     @refuse_to_stop_iterating
@@ -389,7 +392,7 @@ class MCoreStrategy(DDPStrategy):
 
     @refuse_to_stop_iterating
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step; make the parameters whole where something other than the next step may read them.
+        """Step; gather scattered parameters where something other than the next step may read them.
 
         That is at the end of an epoch or of the run, for hooks, and in manual optimization, where a training step may
         go on after this.
@@ -401,7 +404,7 @@ class MCoreStrategy(DDPStrategy):
         return result
 
     def on_train_end(self) -> None:
-        """Wait for saves in flight, and make the parameters whole, because a run may end in the middle of an epoch."""
+        """Wait for saves in flight, and gather parameters, because a run may end in the middle of an epoch."""
         self.resume.on_train_end()
         self.checkpoints.finish()
         self.complete_parameters()
@@ -419,7 +422,7 @@ class MCoreStrategy(DDPStrategy):
         self.logs.start_evaluation()
 
     def on_predict_start(self) -> None:
-        """Refuse a dataset that gives ranks with shared experts different numbers of batches, which would hang."""
+        """Reject a dataset that gives ranks with shared experts different numbers of batches, which would hang."""
         end_on_sigterm(self._module.trainer)
         check_batches_to_predict(self._module.trainer, self.layout.expert_model_parallel_size)
 
@@ -491,16 +494,16 @@ class MCoreStrategy(DDPStrategy):
     # ---- saving
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights for a one-file checkpoint, or the state beside the shards of a split model."""
+        """Return the weights for a single-file checkpoint; for a split model, only what is outside the shards."""
         settle_tokens_seen(self._module)
         return self.checkpoints.module_state(super().lightning_module_state_dict())
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state of the optimizer; beside shards, only the part that LR schedulers read back."""
+        """Return the optimizer's state; for a directory, only the part that LR schedulers read back."""
         return self.checkpoints.optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write one file, or a directory where the model is split; collective over the world.
+        """Write one file, or a directory if the model is split; collective over the world.
 
         Works during a run and after it, as ``trainer.save_checkpoint`` does.
         """
@@ -522,6 +525,7 @@ class MCoreStrategy(DDPStrategy):
         The weights are kept.
         """
         with contextlib.ExitStack() as stack:  # called in reverse order
+            # Read from the bottom up. The stack runs all of them even if one raises, and then raises the last error.
             stack.callback(rank_watch.cleared_up)
             stack.push(self._restore_signal_handlers)
             stack.callback(self._restores.close)
@@ -616,7 +620,7 @@ class MCoreStrategy(DDPStrategy):
     # ---- copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the state of this process: wrappers, groups and Megatron's optimizers."""
+        """Drop the state of this process: wrappers, groups and Megatron's optimizers."""
         own = ("logs", "_plain_steps", "_restores", "_chunks", "_finished_chunks", "_schedule")
         state = {name: value for name, value in super().__getstate__().items() if name not in own}
         return {**state, "_optimizers": [getattr(optimizer, "user", optimizer) for optimizer in state["_optimizers"]]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log the losses that Megatron's layers compute: those of expert routers and of multi-token prediction.
+"""Log the losses that Megatron's layers compute, for expert routers and multi-token prediction.
 
 They never pass through ``training_step``. Megatron's layers add them up, layer by layer, in trackers of the process,
 over the microbatches of a step. ``step.py`` empties the trackers before a training step and logs them after it, through
@@ -28,9 +28,8 @@ class AuxiliaryLogs:
     """Logs the losses of Megatron's layers, one training step at a time; nothing is recorded in evaluation.
 
     * ``load_balancing_loss``, ``seq_load_balancing_loss``, ``global_load_balancing_loss`` and ``z_loss``: the mean over
-      the
-      layers with experts, without the coefficients. With ``TransformerConfig(moe_per_layer_logging=True)`` also each
-      layer's value, as ``moe/z_loss_layer_0``, counted from 0 as Megatron does.
+      the layers with experts, without the coefficients. With ``TransformerConfig(moe_per_layer_logging=True)`` also
+      each layer's value, as ``moe/z_loss_layer_0``, counted from 0 as Megatron does.
     * ``mtp_loss_1``, ``mtp_loss_2``, ...: the loss of the first, second, ... token after the next one: the mean over
       microbatches of each one's mean over tokens. Under context parallelism, a plain ``GPTModel`` averages the ranks'
       means; ``multi_token.MultiTokenGPT`` weights them by their tokens.

@@ -69,7 +69,7 @@ def num_new_samples(dataloader: object, batch_idx: int) -> tuple[int, int] | Non
     if batch_size is None:
         if dataloader.batch_sampler is not None:  # the user's own, which may form batches in any way
             return None
-        batch_size = 1  # the sampler chooses whole batches
+        batch_size = 1  # the sampler chooses batches
     # 10 samples on 4 ranks: 3 places each, 12 in all, so the sampler repeats two samples. Rank r has the samples r,
     # 4 + r and 8 + r. With batch_size=2, batch 1 is sample 8 on rank 0, new: (1, 1); on rank 2 it would be sample 10,
     # which does not exist: (0, 1).

@@ -63,7 +63,7 @@ class _Entry:
 class PipelineLogs:
     """Records, merges, sends and replays the logged values of one kind of step.
 
-    With ``takes_whole_batches``, all context-parallel ranks log the same values; otherwise those of their own tokens.
+    With ``takes_whole_batches``, all context-parallel ranks log the same values; otherwise their own tokens'.
     """
 
     def __init__(self, module: pl.LightningModule, device: torch.device, takes_whole_batches: bool = False) -> None:
@@ -163,7 +163,7 @@ class PipelineLogs:
         num_known = len(self._known.get(place, []))
         packed = None
         for what, counted in self._counted.items() if over_copies else ():
-            share = counted / process_group("cp").size()  # every rank has counted whole sequences
+            share = counted / process_group("cp").size()  # every rank has counted complete sequences
             self._add(_Name(what, {"sync_dist": True}, "sum", torch.float64), share, 1.0)
         self._counted = {} if over_copies else self._counted
         if stages.rank() == stages.size() - 1:
