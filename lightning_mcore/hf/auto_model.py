@@ -103,6 +103,7 @@ def hf_model(
         builder = _Builder.from_pretrained(
             path,
             family=kind.family_of(path, family),
+            # training_step returns a mean, as with transformers, not a sum with its weight
             transformer={**_DEFAULTS, **(transformer or {}), "calculate_per_token_loss": False},
             transformer_impl=transformer_impl,
         )
@@ -164,6 +165,7 @@ class HFModel(nn.Module):
         """Return the name of the family whose rules read the weights at ``path``."""
         if not cls.suffix or is_own_checkpoint(path):
             return family
+        # For instance "llama+score" or "llama+hidden", whose rules skip the output layer
         name = family or str(read_config(local_folder(path, weights=False))["model_type"])
         return name if name.endswith(cls.suffix) else name + cls.suffix
 
@@ -179,6 +181,7 @@ class HFModel(nn.Module):
                 "hf_model() builds Megatron layers, which need process groups: call it in configure_model(), which the"
                 " Trainer runs, or work with the model in a block `with single_process():`"
             )
+        # The builder is a module of its own, without a Trainer: it borrows the user's to find strategy and device
         builder._trainer = trainer
         host = builder._host()
         if host is not None:
@@ -415,6 +418,7 @@ class HFClassifier(HFModel):
         given = builder.hparams["hf"]["config"]
         self.num_labels: int = num_labels or len(given.get("id2label") or ()) or 2
         builder.make_output = partial(ScoreLayer, num_scores=self.num_labels)
+        # A score layer cannot be the embedding, even if the config ties the output layer
         builder.hparams["share_embeddings_and_output_weights"] = False
 
     @cached_property
@@ -436,6 +440,7 @@ class HFClassifier(HFModel):
     def _output(self, call: _Call, compute: "_Compute") -> "HFOutput":
         from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
+        # Always computed, on all stages: transformers' loss needs them whole
         logits = compute(partial(self._of_last_tokens, call=call))
         loss = None
         if call.labels is not None:

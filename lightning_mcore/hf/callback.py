@@ -127,6 +127,7 @@ class SaveHFModel(Callback):
                 f"{type(self).__name__}(every_checkpoint=True) writes beside a ModelCheckpoint, and the trainer has"
                 " none; add ModelCheckpoint(dirpath) to its callbacks, or give folder"
             )
+        # Lightning runs hooks in list order; a checkpoint must be there before this callback looks for it
         others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [*others, self]  # type: ignore[attr-defined] # a new list, because Lightning is iterating
 
@@ -171,6 +172,7 @@ class SaveHFModel(Callback):
         """Write next to the checkpoints that were saved last, and into the folder."""
         self._follow(trainer, pl_module)
         if self.folder is not None and self._is_active(trainer):
+            # A second fit with the same callback may replace its own folder, but no other
             self._write(pl_module, self.folder, replace=self._wrote_folder)
             self._wrote_folder = True
 
@@ -208,6 +210,8 @@ class SaveHFModel(Callback):
         for path in {path for path in self._there if not os.path.lexists(path)}:
             beside = path + SUFFIX
             try:
+                # Delete only what looks like an export next to this run's checkpoints,
+                # never a user's folder of the same name
                 if _is_beside(beside, trainer):
                     atomic.remove(beside)
                 elif os.path.lexists(beside):

@@ -85,6 +85,7 @@ class Same:
     def read(self, config: Config) -> dict[str, Any]:
         """Return the field; an empty dict if the config has no value, so that the default applies."""
         self.check(config)
+        # The first of its names that has a value: older configs use other names, and null means the default
         value = next((config[key] for key in self.keys if config.get(key) is not None), None)
         return {} if value is None else {self.field: value}
 
@@ -134,6 +135,7 @@ class Constants(Preset):
 
     def write(self, fields: Fields) -> dict[str, Any]:
         """Raise ValueError for other values, because the config has no key for them."""
+        # A model that was changed through `transformer` fails here at export, not silently in transformers
         for name, value in self.fields.items():
             if fields[name] != value:
                 raise ValueError(
@@ -225,5 +227,6 @@ def shortened(value: Any) -> str:
 def refuse_unless(key: str, value: Any, allowed: tuple[Any, ...], why: str) -> None:
     """Raise ValueError unless the value is one of those allowed."""
     if value not in allowed:
+        # The message lists what is allowed, so that a user can fix the config without reading this file
         choices = " or ".join(map(repr, allowed))
         raise ValueError(f"{key}={shortened(value)} is not supported, because {why}; only {choices} is")

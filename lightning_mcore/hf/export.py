@@ -99,6 +99,7 @@ def export_checkpoint(
     stored = StoredTensors(path)
     if os.path.commonpath([os.path.realpath(path), os.path.realpath(out)]) == os.path.realpath(path):
         raise ValueError(f"{out} lies inside the checkpoint {path}; give a folder outside of it")
+    # A Megatron-LM checkpoint does not describe its model; `like` has to
     state = MCoreCheckpointIO().load_checkpoint(path) if stored.is_ours else {}
     settings = state.get(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) or {}
     if settings.get("lora"):
@@ -181,6 +182,7 @@ def export_model(
             for first in range(0, len(files), ranks):
                 of_round = files[first : first + ranks]
                 tensors = exchange(plan, model.pieces, of_round)
+                # A failed write is raised on all ranks here: in the next round, the others would wait for this rank
                 on_all(saving(out)(partial(_write_own, plan, folder, of_round, tensors)))
                 bar.update(sum(plan.size(tensor) for file in of_round for tensor in plan.files[file]))
             decide(saving(out)(partial(_finish, plan, model.description, folder)))
@@ -335,6 +337,7 @@ def new_folder(out: str) -> Iterator[str]:
 @contextlib.contextmanager
 def _shared_folder(out: str) -> Iterator[str]:
     """Yield one folder on all ranks, as :func:`new_folder`; a failure on one rank is raised on all."""
+    # Only rank 0 creates, publishes or removes the folder; the others just write into it
     folder = decide(saving(out)(partial(atomic.begin, out)))
     try:
         yield folder

@@ -101,6 +101,7 @@ def read_lora(path: str) -> LoRA:
     _refuse_variants(f"{folder}/{ADAPTER_CONFIG_FILE}", config)
     given = {key: value for key, value in config.items() if key in _SETTINGS and value not in (None, {}, [])}
     if "target_modules" not in given and "target_parameters" in given:
+        # PEFT allows adapters on parameters alone
         given["target_modules"] = []
     if given.get("init_lora_weights") != "gaussian":
         given.pop("init_lora_weights", None)  # its weights are read
@@ -268,6 +269,7 @@ def load_adapter(module: pl.LightningModule, path: str, lora: LoRA) -> None:
         load_weights(module, path)
         return
     folder = on_all(lambda: _folder_with_weights(path))
+    # The file's own layout counts, whatever the settings describe
     pieces = list(adapter_pieces(module, lora, on_all(lambda: _layout(_keys(folder)))))
     # Every rank holds parts of some tensors; the shapes of whole tensors need all ranks, and every rank compares them
     shapes = _shapes(pieces)
@@ -481,6 +483,7 @@ def _shapes(pieces: list[Piece]) -> dict[str, tuple[int, ...]]:
 
 def _owned(pieces: list[Piece]) -> list[Piece]:
     """Return the pieces that this rank sends: of ranks with the same piece, the first sends it."""
+    # q_proj's A is the same on all tensor-parallel ranks: equal key and start, so only the first of them sends it
     own = [(piece.key, piece.start) for piece in pieces]
     first: dict[Any, int] = {}
     for rank, known in enumerate(gather(own)):
@@ -493,6 +496,7 @@ def _batches(pieces: list[Piece]) -> list[list[Piece]]:
     """Return the pieces in batches of limited size, the same number of batches on every rank."""
     batches: list[list[Piece]] = [[]]
     size = 0
+    # A batch closes once it exceeds 64 MiB: three pieces of 40 MiB make batches of two and one
     for piece in pieces:
         if size > _BATCH:
             batches.append([])

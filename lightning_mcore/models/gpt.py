@@ -156,6 +156,7 @@ class MCoreGPT(SpeedLogs):
         # Rounded up: 50257 tokens with multiples of 128 make 50304 rows
         self.padded_vocab_size = -(-vocab_size // make_vocab_size_divisible_by) * make_vocab_size_divisible_by
         self.metrics = nn.ModuleDict()
+        # Metrics are submodules, so that Lightning moves them to the device and resets them
         for stage in ("val", "test"):
             self.metrics[f"{stage}_perplexity"] = TokenPerplexity()
             self.metrics[f"{stage}_accuracy"] = TokenAccuracy(vocab_size)
@@ -604,6 +605,8 @@ class MCoreGPT(SpeedLogs):
         mean, weight = (
             (loss["loss"], loss["num_tokens"]) if isinstance(loss, dict) else token_mean(losses, inputs.loss_mask)
         )
+        # Lightning's mean over batches is weighted by batch_size: a batch with 900
+        # tokens counts three times one with 300
         self.log(name, mean.detach(), batch_size=weight, sync_dist=True, prog_bar=True)  # type: ignore[arg-type]
         return loss
 
@@ -645,6 +648,7 @@ class MCoreGPT(SpeedLogs):
 
     def _impl(self, device_type: str) -> Literal["local", "transformer_engine"]:
         choice = self.hparams["transformer_impl"]
+        # "auto" avoids TransformerEngine for a model that its layers cannot compute; asking for it is an error
         if choice == "auto" and not self.architecture.fits_transformer_engine:
             return "local"
         return resolve_transformer_impl(choice, device_type)
@@ -652,4 +656,5 @@ class MCoreGPT(SpeedLogs):
     def _device_type(self) -> str:
         if self._trainer is not None:
             return str(self._trainer.strategy.root_device.type)
+        # Without a Trainer, as when a plan or an export builds the config
         return "cuda" if torch.cuda.is_available() else "cpu"

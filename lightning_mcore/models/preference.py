@@ -73,33 +73,33 @@ class _Answers:
 
 
 class MCorePreference(MCoreGPT):
-    """A GPT trained on preferences between answers: DPO and its kin, ORPO, SimPO, KTO, and reward models.
+    """A GPT trained on preferences between answers: DPO and its variants, ORPO, SimPO, KTO, and reward models.
 
-    Dropout and multi-token prediction are off, because they would add noise to the ratio of the trained model and its
-    reference, and have no part in it. The losses of routers are added as in ``MCoreGPT``.
+    Dropout and multi-token prediction are off: dropout would add noise to the ratio of the trained model and its
+    reference, and multi-token prediction has no part in it. The losses of routers are added as in ``MCoreGPT``.
 
-    Logs ``train_loss``, ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins`` (chosen less rejected),
-    ``rewards/accuracies`` (share of the pairs with a margin above 0), ``logps/chosen`` and ``logps/rejected`` (not
-    of reward models, which have scores); for ORPO also ``sft_loss`` and ``odds_ratio_loss``, for KTO ``kl``. In
-    validation and testing the names begin with ``val_`` and ``test_``. A reward is ``beta`` times the log ratio;
-    without a reference ``beta`` times the log-probability. For IPO, ORPO and SimPO, log-probabilities are means
-    over the tokens of an answer, otherwise sums. In training with KTO, the values of chosen and rejected examples
-    are about all steps since those that a logger got last, because a batch may have one kind only. ``grad_norm``
-    and the speed are logged as by ``MCoreGPT``.
+    Logs ``train_loss``, ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins`` (chosen minus rejected),
+    ``rewards/accuracies`` (fraction of pairs with a margin above 0), ``logps/chosen`` and ``logps/rejected`` (not for
+    reward models, which have scores); for ORPO also ``sft_loss`` and ``odds_ratio_loss``, for KTO ``kl``. In validation
+    and testing the names begin with ``val_`` and ``test_``. A reward is ``beta`` times the log ratio; without a
+    reference, ``beta`` times the log-probability. For IPO, ORPO and SimPO, log-probabilities are means over an answer's
+    tokens, otherwise sums. In KTO training, the values of chosen and rejected examples cover all steps since a logger
+    last got them, because a batch may have one kind only. ``grad_norm`` and the speed are logged as by ``MCoreGPT``.
 
-    With ``Preference("reward")`` the output layer gives each token one score, and a reward is the score of an answer's
-    last token; batches then hold that token too (``with_last_token``). :meth:`from_pretrained` takes transformers'
-    ``*ForSequenceClassification`` with one label, or a language model, whose score layer begins at random; exports are
-    ``*ForSequenceClassification``. :meth:`predict_step` returns the scores. With LoRA the score layer is trained whole.
+    With ``Preference("reward")``, the output layer gives each token one score, and a reward is the score of an answer's
+    last token; batches must include that token (``with_last_token``). :meth:`from_pretrained` takes transformers'
+    ``*ForSequenceClassification`` with one label, or a language model, whose score layer starts from random values;
+    exports are ``*ForSequenceClassification``. :meth:`predict_step` returns the scores. With LoRA, the score layer is
+    trained in full.
 
     Args:
-        vocab_size: As in :class:`~lightning_mcore.MCoreGPT`, like all arguments besides ``preference``.
-        seq_length: Tokens of a sequence.
+        vocab_size: As in :class:`~lightning_mcore.MCoreGPT`, like all arguments except ``preference``.
+        seq_length: Tokens per sequence.
         transformer: Fields of Megatron's ``TransformerConfig``.
         preference: The loss and its reference; :class:`~lightning_mcore.Preference` has the settings.
         recipe: Optimizer and learning rate.
         position_embedding_type: The kind of position embedding.
-        rotary_percent: Share of a head's channels that is rotated.
+        rotary_percent: Fraction of a head's channels that is rotated.
         rotary_base: Base of the rotary wavelengths.
         rope_scaling: Stretch long wavelengths as Llama 3 does.
         rope_scaling_factor: The factor of that stretch.
@@ -191,15 +191,15 @@ class MCorePreference(MCoreGPT):
         """Make a module from a Hugging Face model, and start from its weights on any layout.
 
         Args:
-            path: As in :meth:`MCoreGPT.from_pretrained`, like all arguments besides ``preference``.
-            seq_length: Tokens of a sequence; None for the longest that the model supports.
-            transformer: Fields of ``TransformerConfig`` that replace those from the model's config.
+            path: As in :meth:`MCoreGPT.from_pretrained`, like all arguments except ``preference``.
+            seq_length: Tokens per sequence; None for the longest that the model supports.
+            transformer: Fields of ``TransformerConfig`` that override the model's config.
             preference: The loss and its reference, as in the constructor.
             recipe: Optimizer and learning rate, as in the constructor.
             make_vocab_size_divisible_by: The embedding has a multiple of this many rows, whatever the layout.
             transformer_impl: ``"local"``, ``"transformer_engine"`` or ``"auto"``, as in the constructor.
             family: The kind of model; None for the family in its config.
-            lora: Train low-rank adapters and freeze the weights, or continue those in a PEFT folder.
+            lora: Train low-rank adapters and freeze the weights, or continue the adapters in a PEFT folder.
             adapters: PEFT adapters to merge into the weights first.
             train_only: Parts of the Hugging Face names of the weights that are trained, as in the constructor.
 

@@ -43,15 +43,15 @@ class MCoreVisionGPT(MCoreGPT):
     Args:
         vocab_size: As in :class:`~lightning_mcore.MCoreGPT`, like all arguments except ``vision``, ``freeze`` and
             ``lora``.
-        seq_length: Tokens of a sequence, including those of images.
+        seq_length: Tokens per sequence, including image tokens.
         transformer: Fields of Megatron's ``TransformerConfig`` for the language model.
-        vision: The settings of the tower, as plain data; filled in by :meth:`from_pretrained`.
+        vision: The tower's settings, as plain data; filled in by :meth:`from_pretrained`.
         recipe: Optimizer and learning rate.
         rotary_base: Base of the rotary wavelengths.
         share_embeddings_and_output_weights: Whether the output layer is the embedding's transpose.
         make_vocab_size_divisible_by: The embedding has a multiple of this many rows.
-        transformer_impl: The layers of the language model to use.
-        loss_normalization: The unit of the mean of the loss.
+        transformer_impl: The layers to use for the language model.
+        loss_normalization: Mean of the loss over ``"tokens"`` or ``"samples"``.
         freeze: Parts that are not trained: ``"vision_tower"``, ``"multi_modal_projector"``, ``"language_model"``.
         lora: Train low-rank adapters of the language model, and freeze everything else.
         hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.
@@ -120,15 +120,15 @@ class MCoreVisionGPT(MCoreGPT):
 
         Args:
             path: As in :meth:`MCoreGPT.from_pretrained`, like all arguments except ``freeze``.
-            seq_length: Tokens of a sequence, including those of images; None for the longest that the model supports.
-            transformer: Fields of ``TransformerConfig`` that replace those from the model's config.
+            seq_length: Tokens per sequence, including image tokens; None for the longest that the model supports.
+            transformer: Fields of ``TransformerConfig`` that override the model's config.
             recipe: Optimizer and learning rate, as in the constructor.
             make_vocab_size_divisible_by: The embedding has a multiple of this many rows, whatever the layout.
             transformer_impl: ``"local"``, ``"transformer_engine"`` or ``"auto"``, as in the constructor.
             loss_normalization: Mean of the loss over ``"tokens"`` or ``"samples"``, as in the constructor.
             family: The kind of model; None for the family in its config.
             freeze: Parts that are not trained, as in the constructor.
-            lora: As in :meth:`MCoreGPT.from_pretrained`; adapters are on the language model alone.
+            lora: As in :meth:`MCoreGPT.from_pretrained`; only the language model gets adapters.
             adapters: As in :meth:`MCoreGPT.from_pretrained`.
 
         Raises:
@@ -178,6 +178,7 @@ class MCoreVisionGPT(MCoreGPT):
         chunk = super().build_chunk(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
         for name, parameter in chunk.named_parameters():
             sees = name.startswith("vision.tower.")
+            # The tower has two parts, the tower proper and the projector; everything else is the language model
             part = self.vision.part_of(name.removeprefix("vision.tower.")) if sees else LANGUAGE_MODEL
             if part in self.freeze_parts:
                 parameter.requires_grad_(False)
@@ -236,6 +237,7 @@ class MCoreVisionGPT(MCoreGPT):
 
     @functools.cached_property
     def _tower_flops(self) -> int:
+        # Adapters are on the language model only, so with LoRA all of the tower is frozen
         return tower_flops_per_token(self.vision, PARTS if self.lora is not None else self.freeze_parts)
 
     def next_logits(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -256,11 +258,11 @@ class MCoreVisionGPT(MCoreGPT):
         """Continue a prompt of text, images and videos, as :meth:`MCoreGPT.generate` does.
 
         Args:
-            prompt: Tokens to continue, at least one, with those of images and videos.
+            prompt: Tokens to continue, at least one, including image and video tokens.
             max_new_tokens: Tokens to add.
             temperature: Divides the logits; 0 takes the most probable token each time.
-            top_k: Draw only among this many of the most probable tokens; None for all.
-            seed: Seed of the draws.
+            top_k: Sample only among this many of the most probable tokens; None for all.
+            seed: Random seed for sampling.
             images: What the model's processor returns for the images and videos of the prompt: ``pixel_values`` and
                 ``image_grid_thw``, ``pixel_values_videos``, ``video_grid_thw`` and ``second_per_grid_ts``; other
                 entries are not used.
@@ -269,10 +271,13 @@ class MCoreVisionGPT(MCoreGPT):
             The prompt and the new tokens, the same on every rank.
 
         Raises:
-            ValueError: As in :meth:`MCoreGPT.generate`; or the tokens of images do not match the images, or they would
-                not all fit into ``seq_length``.
+            ValueError: As in :meth:`MCoreGPT.generate`; or the image tokens do not match the images, or they would not
+                all
+                fit into ``seq_length``.
         """
         seen = {name: value for name, value in (images or {}).items() if name in INPUTS}
+        # The window of the last seq_length tokens must not move, because it would
+        # cut image tokens off from their images
         if seen and len(prompt) + max_new_tokens > self.seq_length:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens with images and {max_new_tokens} new tokens do not fit into"
