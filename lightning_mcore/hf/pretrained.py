@@ -224,7 +224,7 @@ def pieces_of_module(module: pl.LightningModule, of_adapters: bool = False) -> M
         )
     own, stored = on_all(lambda: _own_pieces(chunks, of_adapters))
     shapes: dict[str, Shape] = {}
-    # No rank has all tensors: pipeline stages hold different layers, expert ranks different experts
+    # A rank knows only the tensors of its own pipeline stages and experts
     for of_rank in gather(stored):
         for key, shape in of_rank.items():
             shapes |= {name: inner for name, (_, inner) in whole_names(key, shape).items()}
