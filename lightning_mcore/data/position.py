@@ -73,7 +73,7 @@ _OWN |= {"_seed", "_given_seed"}
 class FollowedLoader(BatchSampler):
     """Replaces a DataLoader's batch sampler, or its sampler if it has no batch sampler.
 
-    It takes that place when it is made and returns it in :meth:`leave`. It shows the attributes of the replaced
+    It takes that place when it is made and gives it back in :meth:`leave`. It shows the attributes of the replaced
     sampler. ``on_request`` is called before each batch of indices is made, if that happens in step with training (no
     workers). ``position`` says where to continue; None at the beginning of an epoch.
     """

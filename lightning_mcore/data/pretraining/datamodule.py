@@ -64,7 +64,7 @@ class MCorePretrainingData(pl.LightningDataModule):
         num_workers: Number of processes of each loader.
         cache_dir: Folder for Megatron's index files, visible to all machines; None for ``PREFIX.cache`` next to the
             first dataset.
-        reset_position_ids: Restart positions after each end-of-document token.
+        reset_position_ids: Let positions start again after each end-of-document token.
         eod_mask_loss: Ignore the target that follows an end-of-document token.
         eod_token_id: The end-of-document token; None reads it from the file that ``lightning-mcore preprocess`` wrote.
 
