@@ -60,9 +60,8 @@ def preference_row(
     prompt = list(chosen[:-1])
     roles = [message["role"] for message in chosen]
     turns = roles[1:] if roles[:1] == ["system"] else roles
-    # For KTO the partner's prompt differs by design, so only the example's own turns are checked.
     broken = not turns or turns != ["user", "assistant"] * (len(turns) // 2)
-    if desirable is None:
+    if desirable is None:  # for KTO the partner's prompt differs by design
         broken |= list(rejected[:-1]) != prompt or [message["role"] for message in rejected] != roles
     answers = [messages[-1]["content"] if messages else "" for messages in (chosen, rejected)]
     return PreferenceRow([] if broken else prompt, answers[0], answers[1], desirable)

@@ -63,9 +63,9 @@ class Workers:
 
     def _start(self) -> None:
         ours, theirs = Pipe()
-        # -P keeps the worker's folder off sys.path, where its neighbours could hide packages of the same name. Threads
-        # inside a worker would compete with the other workers.
+        # -P keeps the worker's folder off sys.path, where its neighbours could hide packages of the same name.
         command = [sys.executable, "-P", preprocess_worker.__file__, str(theirs.fileno())]
+        # Threads inside a worker would compete with the other workers.
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         with theirs:
             process = subprocess.Popen(
