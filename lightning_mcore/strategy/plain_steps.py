@@ -3,7 +3,7 @@
 
 Lightning's accumulation is Megatron's schedule without pipelining, so each step is called directly. :class:`PlainSteps`
 keeps gradients on the rank while Lightning accumulates. After the last batch of a window it reduces them over the ranks
-and shows them to hooks. The strategy uses it where :class:`~.schedule.Schedule` does not apply.
+and shows them to hooks. The strategy uses it where ``schedule.py`` does not apply.
 """
 
 import contextlib
