@@ -113,8 +113,7 @@ class SaveHFModel(Callback):
 
         Raises:
             ValueError: The trainer has no ModelCheckpoint to write next to, there are no adapters to write, or they
-                cannot be
-                written or merged.
+                cannot be written or merged.
         """
         lora = getattr(pl_module, "lora", None)
         if stage == "fit" and self._is_active(trainer):

@@ -80,8 +80,8 @@ def export_checkpoint(
         family: The kind of model to write: a ``model_type``, or ``"package.module:FAMILY"`` for your own family; None
             for the family in the checkpoint or in ``like``, or else the first that fits the model.
         dtype: ``"bfloat16"``, ``"float16"``, ``"float32"``, or ``"auto"`` for the type in the checkpoint. If the run
-            used
-            the type of most of the model's weights, ``"auto"`` gives each tensor the type that it had in the model.
+            used the type of most of the model's weights, ``"auto"`` gives each tensor the type that it had in the
+            model.
         max_shard_size: Size of a file in bytes, or as text, such as ``"5GB"``.
         adapter: Write only the LoRA adapters, as a PEFT folder.
         merge: Raise an error if the checkpoint has no LoRA adapters. Adapters are merged with or without it.

@@ -234,8 +234,7 @@ def _check_whole(weights: WeightMap, places: Mapping[str, Sequence[Place]]) -> N
     filled: dict[str, int] = {}
     wrong = []
     for name, blocks in weights.blocks.items():
-        # A tensor ends where its farthest place ends; places that overlap or leave a
-        # gap do not add up to its size to it.
+        # A tensor ends where its farthest place ends; places that overlap or leave a gap do not add up to its size
         axes = range(len(places[name][0].start))
         ends = tuple(max(place.start[axis] + place.shape[axis] for place in places[name]) for axis in axes)
         held, used = sum(prod(place.shape) for place in places[name]), sum(prod(block.shape) for block in blocks)

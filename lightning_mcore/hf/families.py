@@ -178,8 +178,7 @@ def _write_scalar(fields: Fields) -> dict[str, Any]:
     scale = fields["softmax_scale"]
     if scale is None:
         return {"query_pre_attn_scalar": fields["kv_channels"]}
-    # Write a whole number if it reads back as the same scale, because scale ** -2
-    # alone may be off by a rounding error same
+    # Write a whole number if it reads back as the same scale, because scale ** -2 alone may be off by a rounding error
     scalar = round(scale**-2)
     return {"query_pre_attn_scalar": scalar if float(scalar**-0.5) == scale else scale**-2}
 

@@ -67,8 +67,7 @@ class Family:
             ``mtp.layers.<n>.``, Hugging Face's after the prefix of a layer after the last.
         repeated: Tensors of such a layer that repeat a tensor of the model, mapped to the name of that tensor.
         unread: Suffixes of tensor names that are not weights, and prefixes (ending with a dot) of names that
-            transformers
-            does not read either.
+            transformers does not read either.
         layer_prefix: Prefix of Hugging Face's names of a layer's weights; ``{layer}`` is its number.
         optional: Tensors that a folder may lack; the model then keeps their initial values.
         more_config: Keys added to a written config, beyond those of the rules.
@@ -381,8 +380,7 @@ def find_family(name: str) -> Family:
 
     Args:
         name: Its ``model_type``, or the path of a :class:`Family`, such as ``"my_package.gemma:FAMILY"``. Either may
-            end
-            in ``"+score"`` for reward models and classifiers, or ``"+hidden"`` for models without a head.
+            end in ``"+score"`` for reward models and classifiers, or ``"+hidden"`` for models without a head.
 
     Raises:
         ValueError: There is no such family; the message lists those that exist.

@@ -292,9 +292,8 @@ class DeltaNetRows:
         megatron: Megatron's name.
         parts: What one key head has, in Megatron's order. Each part is the name of a Hugging Face tensor and what lies
             together there for each key head: ``"key"`` (the channels of a key), ``"value"`` (the channels of its
-            values)
-            and ``"head"`` (one row per value head). If several parts name the same tensor, each fills it for all heads
-            before the next part begins.
+            values) and ``"head"`` (one row per value head). If several parts name the same tensor, each fills it for
+            all heads before the next part begins.
     """
 
     megatron: str

@@ -501,8 +501,7 @@ class MCoreGPT(SpeedLogs):
 
         Raises:
             ValueError: The batch has a fault; a label outside the vocabulary would silently have no loss. Ranks that
-                read
-                other data learn of the error when this rank ends.
+                read other data learn of the error when this rank ends.
         """
         images = [name for name in INPUTS if name in batch]
         if images and not self.takes_images:
@@ -525,8 +524,7 @@ class MCoreGPT(SpeedLogs):
 
         Args:
             losses: The cross entropy of each of this rank's tokens in fp32, without a sum or mean: [b, s / cp], or [1,
-                b *
-                s / cp] for a packed batch.
+                b * s / cp] for a packed batch.
 
         Returns:
             Losses of the same shape and type.

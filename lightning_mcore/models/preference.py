@@ -504,8 +504,8 @@ class MCorePreference(MCoreGPT):
         """Return the loss per example, [n], and the values to log with their weights, besides those of a window."""
         setting = self.preference
         assert answers.reference is not None
-        # An example is a pair in the batch: its answer, then an answer of another example,
-        # which estimates the divergence divergence
+        # An example is a pair in the batch: its answer, then an answer of another
+        # example, which estimates the divergence
         is_good, there = desirable.view(-1, 2)[:, 0], answers.there
         ratios = answers.logps - answers.reference
         rewards, logps = setting.beta * ratios[:, 0], answers.logps[:, 0]

@@ -29,8 +29,7 @@ class SpeedLogs(MCoreModule):
         padded_vocab_size: Rows of the embedding.
         seq_length: Tokens per sequence.
         trained_products: With frozen weights, the multiplications per token with matrices that are trained
-            nevertheless,
-            and with adapters; None if all weights are trained.
+            nevertheless, and with adapters; None if all weights are trained.
     """
 
     transformer: dict[str, Any]

@@ -272,8 +272,7 @@ class MCoreVisionGPT(MCoreGPT):
 
         Raises:
             ValueError: As in :meth:`MCoreGPT.generate`; or the image tokens do not match the images, or they would not
-                all
-                fit into ``seq_length``.
+                all fit into ``seq_length``.
         """
         seen = {name: value for name, value in (images or {}).items() if name in INPUTS}
         # The window of the last seq_length tokens must not move, because it would
