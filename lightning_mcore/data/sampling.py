@@ -78,7 +78,6 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         return permutation[rank : self.epoch_size : ranks].tolist()
 
     def __iter__(self) -> Iterator[int]:
-        """Return the indices that this rank reads in this epoch."""
         return iter(self.order(self.rank, self.num_replicas))
 
 

@@ -402,7 +402,6 @@ class TemplateEncoder:
         return TokenSample(np.asarray(tokens, np.int32), np.asarray(learnt, np.bool_), sample_id)
 
     def _turns(self, messages: Sequence[Message], name: str) -> tuple[str, list[str], list[str]]:
-        """Return the system text, the user's texts and the answers."""
         system = ""
         if messages and messages[0]["role"] == "system":
             system, messages = messages[0]["content"], messages[1:]
@@ -529,7 +528,6 @@ def end_of_turn(tokenizer: Any, template: ChatTemplate) -> int | None:
 
 
 def _cut(prompt: list[int], answer: list[int], room: int) -> Exchange:
-    """Return an exchange of at most ``room`` tokens."""
     first, second = kept_lengths(len(prompt), len(answer), room)
     return prompt[:first], answer[:second]
 

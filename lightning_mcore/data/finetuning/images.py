@@ -155,7 +155,6 @@ class ImageReading(Reading):
         return found
 
     def _with_tokens(self, file: Stored, name: str) -> Stored:
-        """Return an image with its number of tokens."""
         with opened_image(file, self.media_dir, name) as image:
             width, height = image.size
         try:

@@ -227,7 +227,6 @@ def cache_folder(cache_dir: str | None) -> str:
 
 
 def _opened(files: Sequence[str], reading: Reading) -> Any:
-    """Return the tokens in arrow files as one dataset, empty without files."""
     from datasets import Dataset, concatenate_datasets
 
     if not files:
@@ -287,7 +286,6 @@ def _features(reading: Reading) -> Any:
 
 
 def _key(files: Sequence[str], tokenizer: Any, reading: Reading) -> str:
-    """Return the name of the cache."""
     parts = [
         *(_CACHE_VERSION, repr(reading), importlib.metadata.version("transformers")),
         *(tokenizer_digest(tokenizer), str(tokenizer.chat_template), *file_marks(files)),

@@ -319,7 +319,6 @@ def _require_packages() -> None:
 
 
 def _called(video: Stored, media_dir: str) -> str:
-    """Return a name for a video in errors."""
     if not video["frames"]:
         return called(video, media_dir)
     return f"the list of images from {called(video['frames'][0], media_dir)} on"

@@ -245,7 +245,6 @@ def _running_sum(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _extend(values: Tensor, length: int, value: int) -> Tensor:
-    """Return the vector with ``value`` appended up to ``length`` entries."""
     return torch.nn.functional.pad(values, (0, length - values.numel()), value=value)
 
 
@@ -336,7 +335,6 @@ class TokenizedSamples(Dataset[TokenSample]):
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> TokenSample:
-        """Return a sample."""
         return self.take([index])[0]
 
     def take(self, indices: Sequence[int] | NDArray[np.int64]) -> list[TokenSample]:
@@ -420,7 +418,6 @@ class TextBlocks(TokenizedSamples):
         self.statistics.add_rows(blocks, row_length, blocks * row_length, 0)
 
     def __getitem__(self, index: int) -> TokenSample:
-        """Return a block."""
         start = index * self._block
         # side="right" skips documents that end where the block begins, empty ones included. Block 1 of the example
         # reads documents 0 (its last token) to 2 (its first three).

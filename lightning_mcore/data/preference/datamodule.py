@@ -93,7 +93,6 @@ class PairSamples(Dataset[Pair]):
         return len(self._indices)
 
     def __getitem__(self, index: int) -> Pair:
-        """Return a pair."""
         return self.take([index])[0]
 
     def take(self, indices: Sequence[int] | NDArray[np.int64]) -> list[Pair]:

@@ -137,7 +137,6 @@ class PairDataset(Dataset[Pair]):
         return len(self._pairs)
 
     def __getitem__(self, index: int) -> Pair:
-        """Return a pair."""
         pair = self._pairs[index]
         if self.reference is None:
             return pair

@@ -235,7 +235,6 @@ class PairEncoder:
         return (_EQUAL if is_pair and np.array_equal(parts[0][1], parts[1][1]) else 0), parts
 
     def _cut(self, parts: list[list[NDArray[np.int32]]], is_pair: bool) -> None:
-        """Cut both sequences to the most tokens allowed."""
         if self._most is None:
             return
         # A pair is cut by its longer answer, so that both keep the same prompt. With most=512, a prompt of 600 tokens

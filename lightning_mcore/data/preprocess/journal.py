@@ -103,7 +103,6 @@ class Journal:
             raise
 
     def _begin(self, begun: _Begun | None, overwrite: bool) -> None:
-        """Resume unfinished work, or start again."""
         if begun is not None:
             other = _difference(begun.command, self._command)
             kept, changed = _unchanged(begun, self._command["inputs"])
@@ -295,7 +294,6 @@ class Journal:
 
 
 def _checksum(stored: dict[str, Any]) -> int:
-    """Return the checksum of a journal's content."""
     return crc32(json.dumps(stored, sort_keys=True).encode())
 
 

@@ -46,7 +46,6 @@ class Workers:
         self._processes: dict[Connection, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> "Workers":
-        """Start the processes."""
         try:
             for _ in range(self._count):
                 self._start()
@@ -58,7 +57,6 @@ class Workers:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End the processes, whatever they are doing."""
         self._end()
 
     def _start(self) -> None:

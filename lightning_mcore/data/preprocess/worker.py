@@ -175,7 +175,6 @@ READERS = {"jsonl": read_lines, "whole": read_whole, "separated": read_separated
 
 
 def _decoded(piece: Piece) -> str:
-    """Return part of a file as text."""
     path, start, end = piece["path"], piece["start"], piece["end"]
     try:
         with open(path, "rb") as file:
@@ -197,7 +196,6 @@ def _decoded(piece: Piece) -> str:
 
 
 def _lines_before(path: str, end: int) -> int:
-    """Return the number of lines in the first ``end`` bytes of a file."""
     count = 0
     with open(path, "rb") as file:
         while end > 0 and (block := file.read(min(end, 1 << 24))):

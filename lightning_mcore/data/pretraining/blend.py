@@ -139,7 +139,6 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         self.samples = len(self.dataset) if request.samples is None else request.samples
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return self.samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -241,7 +240,6 @@ def _load(request: SplitRequest, folder: str) -> Rows:
 
 
 def _digest(request: SplitRequest) -> str:
-    """Return the folder name for a request."""
     # Sizes and times are part of it. Megatron's own names lack them, so it would read a rebuilt dataset with the index
     # of the old one.
     files = []
