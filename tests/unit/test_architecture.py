@@ -104,7 +104,7 @@ def test_contributing_has_a_row_for_each_room() -> None:
 
 def test_contributing_names_files_that_are_there_and_counts_them() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    ways = text[text.index("## Three ways") : text.index("## The parity rule")]
+    ways = text[text.index("## Three code paths") : text.index("## The parity rule")]
     counted = re.findall(r"^\*\*A \w+\*\*.*: (\d+) files\.$\n\n((?:^\|.*$\n)+)", ways, re.MULTILINE)
     assert len(counted) == 3
     for count, table in counted:
