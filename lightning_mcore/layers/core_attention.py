@@ -3,7 +3,7 @@
 
 Megatron's own ``DotProductAttention`` holds the whole ``[s, s]`` scores and rejects context parallelism;
 TransformerEngine's needs CUDA. ``spec.gpt_block_spec`` puts :class:`TorchAttention` in their place. It translates
-Megatron's arguments into those of ``attention.py``.
+Megatron's arguments for ``attention.py``.
 
 Packed sequences come as one row, with ``PackedSeqParams`` that say where each one lies (``packed_sequences.py``). They
 are computed one by one, so memory does not grow with the square of the row, and no bit of one depends on another.

@@ -4,7 +4,7 @@
 :func:`adapt` gives a linear layer one adapter per Hugging Face projection that it holds (``linear_qkv`` has three), so
 every adapter that PEFT wrote can be continued. The layer keeps its class, its names and its weights; its adapters are a
 child, ``linear_qkv.lora.q_proj.lora_A``. The A of one layer run as one product, and so do the B. The adapter of an
-embedding looks up columns of A; that of the gate of shared experts is added to its weight.
+embedding looks up columns of A; the shared experts' gate adds its adapter to its weight.
 
 How an adapter is split follows the weight of its layer (s tokens, h inputs, r rank):
 
@@ -193,7 +193,7 @@ class Adapters(nn.ModuleDict):
         self._projections = {p.name.rpartition(".")[2]: p for p in projections}
         order = _order(adapters, rows)
         is_as_stacked = torch.equal(order, torch.arange(len(order)))
-        self.order: Tensor | None  # None where the stacked rows are those of the layer
+        self.order: Tensor | None  # None if the stacked rows are in the layer's order
         self.register_buffer("order", None if is_as_stacked else order.to(weight.device), persistent=False)
         self._mark_parameters(weight)
 
@@ -585,7 +585,7 @@ def merge(layer: Any) -> None:
 def adapters_off(module: nn.Module) -> Iterator[None]:
     """Run the model without its adapters inside the ``with`` block, for example as a reference model.
 
-    The results are those of the frozen weights, bit for bit. Modules that are trained in full stay as they are.
+    The results are the frozen weights' own, bit for bit. Modules that are trained in full stay as they are.
 
     Args:
         module: A module that holds adapters, wrapped or not.

@@ -202,7 +202,7 @@ def gpt_mtp_block_spec(
 
 
 def check_multi_token(config: TransformerConfig, tied: bool = False, learned_positions: bool = False) -> None:
-    """Raise ValueError for layouts on which Megatron's loss of multi-token prediction is not that of the whole batch.
+    """Raise ValueError for layouts on which Megatron's multi-token prediction loss is not the whole batch's.
 
     On these a rank would divide by its own number of tokens, which differs between ranks that share a sequence, or by
     zero; or another option does not work with these layers. ``tied`` says that the output layer is the embedding's

@@ -2,7 +2,7 @@
 """Rotary angles of tokens that have three positions: time, height and width, as in Qwen2-VL and Qwen3-VL.
 
 One of the three positions rotates each pair of a head's channels. For text the three are equal, and the angles are
-those of ordinary rotary embeddings. ``vision.py`` puts :class:`MultimodalRotary` into the model.
+the ordinary rotary ones. ``vision.py`` puts :class:`MultimodalRotary` into the model.
 
 Under context parallelism, positions are split together with the tokens before they get here. Megatron's own class takes
 the positions of all ranks and splits them itself, and does not support interleaved channels (0.16.1 and 0.19.2).

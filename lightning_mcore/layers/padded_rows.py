@@ -40,7 +40,7 @@ class PaddedRows:
 
         ``attention_mask`` is [b, s], 1 for a token and 0 for padding; ``position_ids`` [b, s] or [1, s].
         ``is_relative`` says that only differences of positions matter, so that a row may begin with any. Raises
-        ValueError if the mask or the positions are not those of padded rows.
+        ValueError if the mask or the positions do not describe padded rows.
         """
         if tokens.dim() != 2:
             raise ValueError(f"input_ids has the shape {list(tokens.shape)}; give [rows, tokens]")

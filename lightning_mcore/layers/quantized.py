@@ -78,12 +78,12 @@ class NF4Weight(nn.Module):
         for number, projection in enumerate(projections):
             first = projection.column // _BLOCK
             columns = slice(first, first + blocks)
-            # The mean and the blocks of 256 are those of the whole projection, so the ranks gather its lengths once.
+            # The mean and the blocks of 256 span the whole projection, so the ranks gather its lengths once.
             # The weights of all ranks together then equal a single rank's, bit for bit.
             whole = lengths.new_zeros(projection.out_features, projection.in_features // _BLOCK)
             for own in projection.rows:
                 whole[own.hf_start : own.hf_start + own.count, columns] = lengths[own.start : own.start + own.count]
-            if group is not None:  # of each place one rank has the value, the others zero
+            if group is not None:  # one rank has the value, the others zero
                 dist.all_reduce(whole, group=group)
             offset = whole.flatten().mean()
             centred = whole.flatten() - offset

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens and logits from logits that are distributed over ranks.
 
-A tensor-parallel rank holds the logits of a slice of the vocabulary, a context-parallel rank those of some positions.
+A tensor-parallel rank holds logits for a slice of the vocabulary, a context-parallel rank for some of the positions.
 To choose tokens, whole logits are gathered for at most one position; for all positions only the best value and its
 index are sent. :func:`whole_logits` gathers everything, for custom losses. The vocabulary is padded, and padding is
 never chosen. Metrics, generation and ``hf/auto_model.py`` call this file.
@@ -74,8 +74,8 @@ def gather_sequence(shares: Tensor, cp_group: dist.ProcessGroup, cu_seqlens_padd
 def whole_logits(logits: Tensor, vocab_size: int, tp_group: dist.ProcessGroup, cp_group: dist.ProcessGroup) -> Tensor:
     """Return all logits, [b, s, vocab_size] on every rank, from [b, s / cp, v / tp], with gradients; collective.
 
-    All ranks must compute the same loss from it; its gradient is then that of the loss's mean over the context-parallel
-    ranks.
+    All ranks must compute the same loss from it. Its gradient is then the gradient of the mean loss over the
+    context-parallel ranks.
     """
     sequence = whole_sequence(logits, cp_group)
     if tp_group.size() > 1:

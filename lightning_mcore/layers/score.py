@@ -37,7 +37,7 @@ class ScoreLayer(nn.Module):
         """
         assert weight is None
         if self.sequence_parallel:
-            # All ranks compute the same scores and the same gradients, so backward takes its part of them instead of
+            # All ranks compute the same scores and the same gradients, so backward takes its part instead of
             # summing.
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return functional.linear(hidden.float(), self.weight.float()), None

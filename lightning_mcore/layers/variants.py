@@ -223,7 +223,7 @@ class BiasedExpertOutput(RowParallelLinear):  # type: ignore[misc]  # megatron-c
 class StretchedRotation(RotaryEmbedding):  # type: ignore[misc]  # megatron-core has no type information
     """Megatron's rotary positions, stretched as ``Architecture.stretch`` says.
 
-    If the stretch depends on a length, it is the batch's, or that of the longest packed sequence in it. ``plain`` is
+    A stretch that depends on a length takes the batch's, or its longest packed sequence's. ``plain`` is
     the rotation without the stretch, ``base`` the base of its wavelengths.
     """
 

@@ -48,7 +48,7 @@ def tower_flops_per_token(vision: Vision, frozen: Collection[str] = (), recomput
         # A trained [1280, 1280] matrix with 4 patches per token: 13.1 million operations forward, and three times that
         # in all.
         forward = 2 * prod(shape) * (patches if part == TOWER else 1)
-        # No gradient of pixels; that of the projector's inputs also reaches its norms.
+        # Pixels need no gradient. The gradient of the projector's inputs also reaches its norms.
         has_input_gradient = (learns[TOWER] or learns[part]) and not name.startswith("patch_embed.")
         # PyTorch recomputes a block up to the inputs of its last matrix.
         again = recomputes and learns[part] and name.startswith("blocks.") and not name.endswith(_LAST)

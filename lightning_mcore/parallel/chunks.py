@@ -266,7 +266,7 @@ def _mark_shares_of_norm(modules: Sequence[nn.Module]) -> None:
 
     Source: ``TELinear`` (megatron.core.extensions.transformer_engine, 0.16.1 and 0.19.2), ``reset_parameters`` of
     TransformerEngine's ``Linear``, ``DotProductAttention`` of both, and ``param_is_not_tensor_parallel_duplicate``
-    (megatron.core.tensor_parallel, 0.16.1; that of 0.19 knows the ranks that share an expert).
+    (megatron.core.tensor_parallel, 0.16.1; in 0.19 it knows the ranks that share an expert).
     """
     # Megatron counts a parameter on every rank if its mark says that it is a slice, else on tensor-parallel rank 0.
     # Three marks are wrong. TransformerEngine marks the weights of all its linear layers as slices, but compressed

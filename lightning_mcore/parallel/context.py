@@ -104,7 +104,7 @@ def sequence_of_tokens(offsets: Tensor, length: int, size: int = 1) -> Tensor:
     tokens = torch.arange(length // size, device=offsets.device, dtype=offsets.dtype)
     ends = (offsets[..., 1:] // size).contiguous()
     found = torch.searchsorted(ends, tokens.expand(*ends.shape[:-1], -1).contiguous(), right=True)
-    return found.clamp(max=ends.size(-1) - 1)  # boundaries that end too early are refused later, when they are read
+    return found.clamp(max=ends.size(-1) - 1)  # boundaries that end too early raise later, when they are read
 
 
 def check_packed_offsets(offsets: Sequence[int], length: int, size: int) -> None:

@@ -208,8 +208,7 @@ def model_copy_group() -> dist.ProcessGroup:
 def collectives_issued() -> dict[str, int]:
     """Return how many collectives this rank has issued in each of its groups of several ranks, by group name.
 
-    Pipeline groups are left out, because their stages also send to each other. ``rank_watch.begin`` compares the
-    counts.
+    Pipeline groups are not counted, because their stages also send to each other. ``rank_watch`` compares the counts.
     """
     if not process_groups_are_open():
         return {}

@@ -111,7 +111,7 @@ def _seed_device_and_tracker(state: RandomState) -> None:
 
 
 def seed_of_stage(seed: int) -> int:
-    """Return the seed of this rank's pipeline stage, so that its layers begin unlike those of other stages.
+    """Return the seed of this rank's pipeline stage, so that its layers begin unlike other stages' layers.
 
     Example:
         With ``seed=7`` and four stages: 7, 107, 207 and 307.

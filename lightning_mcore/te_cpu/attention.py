@@ -251,7 +251,7 @@ def thd_out_correction(out: Tensor, of_step: Tensor, *args: Any) -> None:
     """Add a step's result to ``out`` [t, h, d] in place, weighted by its share of the sum of all denominators.
 
     ``of_step`` is [t, h, d], or [t / 2, h, d] for second halves only. ``args`` are the statistics [h, t] of all steps,
-    those of this step, the bounds, whether the step has only second halves, and whether the statistics are packed.
+    this step's, the bounds, whether the step has only second halves, and whether the statistics are packed.
     """
     # 2.20 also passes, first, the statistics by which `out` is weighted so far.
     before, (statistics, statistics_of_step, bounds, second, packed) = args[:-5], args[-5:]

@@ -20,7 +20,7 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 # The limits between neighbouring values, as bucketize() takes them.
 _BETWEEN = (E2M1[1:] + E2M1[:-1]) / 2
 _BETWEEN[1::2] = torch.nextafter(_BETWEEN[1::2], torch.zeros(()))  # a value halfway between two takes the even code
-LARGEST_NVFP4 = 6.0 * 448.0  # the largest value of FP4 times that of a scale in E4M3
+LARGEST_NVFP4 = 6.0 * 448.0  # the largest FP4 value times the largest scale in E4M3
 
 
 def fp8_format(dtype: Any) -> tuple[torch.dtype, float]:

@@ -83,7 +83,7 @@ def unpermute_with_mask_map(
 def unpermute_with_mask_map_bwd_with_merging_probs(
     grad: Tensor, row_map: Tensor, x: Tensor, merging_probs: Tensor, *sizes: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of rows [rows, h] and weights [tokens, experts] from that of the sums [tokens, h]."""
+    """Return the gradients of rows [rows, h] and weights [tokens, experts] from the sums' gradient [tokens, h]."""
     _, experts, rows, hidden = _without_padding(sizes, 4)
     token, expert, row = _pairs(row_map, experts)
     dx, dprobs = grad.new_zeros(rows, hidden), torch.zeros_like(merging_probs)
@@ -154,7 +154,7 @@ def cross_entropy_forward(
 
 
 def cross_entropy_backward(gradient: Tensor, grad: Tensor, is_captured: bool = False) -> Tensor:
-    """Multiply the gradient [b, s, v] that the forward pass returned by that of the losses, [b, s] or one number."""
+    """Multiply the gradient [b, s, v] from the forward pass by the losses' gradient, [b, s] or one number."""
     return gradient * (grad if grad.dim() == 0 else grad[..., None]).to(gradient.dtype)
 
 
@@ -180,4 +180,4 @@ TRITON: dict[str, dict[str, Callable[..., Any]]] = {
     "grouped_dbias_dscales": {},
     "mhc": {},
 }
-"""The kernels of each module of ``transformer_engine.pytorch.triton``; others are refused when they are called."""
+"""The kernels of each module of ``transformer_engine.pytorch.triton``; others raise when they are called."""

@@ -58,7 +58,7 @@ _ABSENT = {
 }
 
 ABSENT = frozenset(name for names in _ABSENT.values() for name in names.split())
-"""Names that are refused when they are called."""
+"""Names that raise when they are called."""
 
 
 def _versions() -> dict[str, Callable[[], int]]:

@@ -186,7 +186,7 @@ def lost(values: Tensor, output: Any) -> tuple[int, int]:
 
 
 def _fill_tensor(output: Any, values: Tensor, quantizer: Any, dtype: torch.dtype) -> None:
-    """Quantize with one scale: that of earlier steps (``delayed``), or that of these values (``tensorwise``)."""
+    """Quantize with one scale: from earlier steps (``delayed``), or from these values (``tensorwise``)."""
     amax = values.abs().max() if values.numel() else values.new_zeros(())
     # delayed only records the largest value here; fused_amax_and_scale_update_after_reduction() uses it after the step.
     if type(quantizer).__name__ == "Float8Quantizer":
@@ -393,7 +393,7 @@ def compute_amax(tensor: Tensor, amax: Tensor) -> None:
 def fused_amax_and_scale_update_after_reduction(
     reduced: Tensor, histories: Sequence[Tensor], scales: Sequence[Tensor], algorithm: str, dtype: Any, margin: float
 ) -> None:
-    """Update the scales of delayed scaling, in place, from the amax of this step and those of earlier steps.
+    """Update delayed scaling's scales, in place, from the amax of this step and of earlier steps.
 
     ``reduced`` [sum of tensors] is this step's amax over all ranks, module after module. ``histories`` are [length,
     tensors] for each module, ``scales`` [tensors]. ``algorithm`` is ``"max"`` or ``"most_recent"``; ``margin`` leaves
