@@ -161,10 +161,11 @@ def _tensors(layer: Any, number: int) -> dict[str, Tensor]:
         scaling = layer.fp8_meta.get(f"scaling_{direction}")
         if hasattr(scaling, "amax_history"):
             history = scaling.amax_history
-            # Cut as in Megatron's TEGroupedLinear._split_extra_state: 6 scales of 2 experts, [a, b, c, d, e, f], give
-            # [a, c, e] to expert 0 and [b, d, f] to expert 1; _write is the inverse.
-            tensors[f"scale_{direction}"] = scaling.scale.view(-1, count)[:, number]
-            tensors[f"{_HISTORY}_{direction}"] = history.view(len(history), -1, count)[..., number]
+            # TransformerEngine keeps each expert's kinds together: [in0, weight0, out0, in1, weight1, out1] are the six
+            # forward scales of two experts. Megatron's TEGroupedLinear._split_extra_state cuts them as if a kind's
+            # experts were together, and gives expert 0 [in0, out0, weight1].
+            tensors[f"scale_{direction}"] = scaling.scale.view(count, -1)[number]
+            tensors[f"{_HISTORY}_{direction}"] = history.view(len(history), count, -1)[:, number]
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
@@ -203,7 +204,7 @@ def _write(layer: Any, recipe: Any, parts: list[Mapping[str, Tensor]]) -> None:
 
     Source: ``TransformerEngineBaseModule.set_extra_state`` (TransformerEngine 2.11.0 and 2.20.2).
     """
-    whole = {name: torch.stack([part[name] for part in parts], -1).flatten(-2) for name in parts[0]}
+    whole = {name: torch.cat([part[name] for part in parts], -1) for name in parts[0]}
     layer.fp8_meta["recipe"] = recipe
     # Three forward kinds for each matrix product: input, weight, output.
     layer.fp8_meta["num_gemms"] = whole["scale_fwd"].numel() // 3

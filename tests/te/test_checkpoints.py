@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from megatron.core import parallel_state
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -126,6 +127,57 @@ def test_data_parallel_ranks_get_the_scales_back_that_they_keep_apart(tmp_path: 
         assert rest == (losses[2:], norms[2:])
     one = run_ranks(1, go_on, str(tmp_path), {}, {"apart": APART}, 1, timeout=120)[0]["apart"]
     assert one[0] == pytest.approx(ranks[0]["apart"][1][0], rel=0.1)  # it reads other rows
+
+
+class Scales(pl.Callback):
+    """Keeps the scales and histories of each expert's matrix products, by the places TransformerEngine reads."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, int, str], list[list[float]]] = {}
+
+    def keep(self, module: pl.LightningModule) -> None:
+        first = parallel_state.get_expert_model_parallel_rank()
+        for name, layer in module.model.named_modules():  # type: ignore[union-attr]
+            for number in range(layer.num_gemms if hasattr(layer, "fp8_meta") and hasattr(layer, "num_gemms") else 0):
+                expert = first * layer.num_gemms + number
+                for kind, direction in (("input", "fwd"), ("weight", "fwd"), ("grad_output", "bwd")):
+                    state = layer.fp8_meta[f"scaling_{direction}"]
+                    place = layer._offsets[kind] + number * layer._num_fp8_tensors_per_gemm[direction]
+                    numbers = [state.scale[place].reshape(1), state.amax_history[:, place]]
+                    self.found[name, expert, kind] = [values.tolist() for values in numbers]
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.global_step > 0:  # it has been loaded
+            self.keep(pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self.found:
+            self.keep(pl_module)
+
+
+def scales_of_experts(path: str, layout: dict[str, Any], ranks: int) -> dict[tuple[str, int, str], list[list[float]]]:
+    """Train for two steps and save, or load what is there, and return the scales at the end, or as loaded."""
+    is_there = Path(path).exists()
+    run = replace(RUNS["experts"], layout=layout, steps=3 if is_there else 2)
+    scales, saving = Scales(), ModelCheckpoint(Path(path).parent, "{step}", every_n_train_steps=2, save_top_k=-1)
+    fit(
+        run,
+        ranks,
+        scales,
+        *([] if is_there else [saving]),
+        path=path if is_there else None,
+        enable_checkpointing=not is_there,
+    )
+    return scales.found
+
+
+def test_each_expert_gets_its_own_scales_back_where_ranks_have_other_numbers_of_experts(tmp_path: Path) -> None:
+    path = str(tmp_path / "step=2.ckpt")
+    saved = run_ranks(2, scales_of_experts, path, {"expert_model_parallel_size": 2}, 2, timeout=120)
+    loaded = run_ranks(1, scales_of_experts, path, {}, 1, timeout=120)[0]
+    assert len(loaded) == 2 * 2 * 4 * 3  # layers, matrix products, experts, kinds
+    assert len({str(numbers) for numbers in loaded.values()}) > 12  # they differ, so a mix-up shows
+    assert loaded == saved[0] | saved[1]
 
 
 NOT_RESHARDED = ("local", "delayed-weights", "mxfp8-weights", "blockwise-weights-gathered-late")
