@@ -336,7 +336,7 @@ class HFModel(nn.Module):
         if turned.data_ptr() == logits.data_ptr():
             turned = turned.clone()  # Megatron's loss overwrites it
         chunk: Any = self.pipeline.chunks[-1]
-        # -100 is not a row of the logits: any token will do there, because torch.where drops its loss
+        # -100 is not a token: any token will do there, because torch.where drops its loss
         losses = chunk.compute_language_model_loss(own.masked_fill(~counts, 0), turned)
         total = sum_over(torch.where(counts, losses, 0.0).sum(), group)
         return total / ((targets != IGNORED_LABEL).sum() if call.num_items is None else call.num_items)

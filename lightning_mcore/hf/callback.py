@@ -209,8 +209,7 @@ class SaveHFModel(Callback):
         for path in {path for path in self._there if not os.path.lexists(path)}:
             beside = path + SUFFIX
             try:
-                # Delete only what looks like an export next to this run's checkpoints,
-                # never a user's folder of the same name
+                # Delete only what looks like an export next to this run's checkpoints
                 if _is_beside(beside, trainer):
                     atomic.remove(beside)
                 elif os.path.lexists(beside):

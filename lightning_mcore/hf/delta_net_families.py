@@ -115,9 +115,9 @@ QWEN3_NEXT = replace(
         DeltaNetRows(
             "self_attention.linear_in.weight",
             (
-                # Qwen3-Next stores these head by head already: query, key, values and gates of head 0, then
-                # those of head 1. With 2 key heads of 2 channels and 4 value heads of 3, a head has 2 + 2 + 6 +
-                # 6 = 16 rows, and 2 + 2 in the other.
+                # Qwen3-Next stores these head by head already: query, key, values and gates of head 0, then those of
+                # head 1. With 2 key heads of 2 channels and 4 value heads of 3, a head has 16 rows (2, 2, 6 and 6) in
+                # the first tensor, and 4 (2 and 2) in the second.
                 ("linear_attn.in_proj_qkvz.weight", ("key", "key", "value", "value")),
                 ("linear_attn.in_proj_ba.weight", ("head", "head")),
             ),

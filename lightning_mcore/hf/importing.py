@@ -104,7 +104,7 @@ def _import_adapter(
 ) -> None:
     *merged, last = adapters
     kind = MCoreVisionGPT if sees_images(path) else MCoreGPT
-    # Unlike a whole model, the base is built and filled, because adapters are merged into it
+    # The base needs memory and weights here, because adapters may be merged into it
     module = kind.from_pretrained(path, family=family, lora=last, adapters=merged)
     module.check_settings()
     with single_process():

@@ -164,8 +164,8 @@ class MCorePreference(MCoreGPT):
         )
         self.preference = setting
         if setting.gives_scores:
-            self.hparams["share_embeddings_and_output_weights"] = False
             # A reward model's output layer cannot be the embedding, whatever the language model had
+            self.hparams["share_embeddings_and_output_weights"] = False
             self._name_family()
         self.reference_mark: str | None = None  # tells the reference of this run from any other
         if self.preference.bco_weight:
