@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LightningCLI over lightning_mcore: the whole run in a YAML file, without other code.
+"""LightningCLI with lightning_mcore: a whole run described by one YAML file, with no other code.
 
-``python examples/cli.py fit --config examples/configs/pretrain_gpt.yaml`` trains. Options change the file, such as
-``--trainer.strategy.context_parallel_size=2 --trainer.devices=8``. ``python examples/cli.py fit --help`` explains every
-argument.
+``python examples/cli.py fit --config examples/configs/pretrain_gpt.yaml`` trains a model. Options
+such as ``--trainer.strategy.context_parallel_size=2 --trainer.devices=8`` override the file, and ``fit --help``
+explains every argument.
 """
 
 from lightning.pytorch.cli import LightningCLI
@@ -12,10 +12,10 @@ import quiet  # noqa: F401
 
 
 def make_cli(run: bool = True) -> LightningCLI:
-    """Build trainer, module and data from the command line, and run the sub-command it names.
+    """Build trainer, module and data from the command line, and run its subcommand.
 
     Args:
-        run: False only builds; the command line then names no sub-command.
+        run: Whether to run; if False, the command line has no subcommand.
     """
     return LightningCLI(run=run, save_config_kwargs={"overwrite": True})
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One module, two strategies, the same losses: ``python examples/ddp_and_mcore.py``.
 
-``TinyGPT`` is written once. Lightning's ``"ddp"`` runs a whole model on each of two ranks. ``MCoreStrategy`` runs it
-with Megatron's data parallelism, and shards the optimizer state over the ranks. Seed and batches are the same, so the
-losses must agree at every step; the script prints both, and ends with an error if they do not.
+``TinyGPT`` is written once. Lightning's ``"ddp"`` runs a full copy on each of two ranks. ``MCoreStrategy`` runs it with
+Megatron's data parallelism and shards the optimizer state across the ranks. Both use the same seed and batches, so
+their losses must agree at every step. The script prints both, and exits with an error if they differ.
 
 ``TinyGPT`` is also the shortest possible MCoreModule: ``configure_model`` builds the model with ``self.pipeline``, and
 the rest is plain Lightning. ``MCoreStrategy(pipeline_model_parallel_size=2)`` would split the same class into two
@@ -27,11 +27,11 @@ from lightning_mcore import MCoreModule, MCoreStrategy
 from lightning_mcore.layers.spec import gpt_block_spec
 from stdlib_text import StdlibText
 
-TOLERANCE = 1e-5  # fp32: both sum the same numbers, in a different order
+TOLERANCE = 1e-5  # in fp32; both add the same numbers in a different order
 
 
 class TinyGPT(MCoreModule):
-    """A GPT of two layers on bytes.
+    """A byte-level GPT with two layers.
 
     Args:
         seq_length: Tokens in a window.
@@ -47,7 +47,7 @@ class TinyGPT(MCoreModule):
         self.model = self.pipeline(self.build_chunk)
 
     def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> nn.Module:
-        """Make one stage of the pipeline; the strategy's fields say how the layers are split."""
+        """Build one pipeline stage; the fields from the strategy say how the layers are split."""
         config = TransformerConfig(
             num_layers=2,
             hidden_size=64,
@@ -69,7 +69,7 @@ class TinyGPT(MCoreModule):
         )
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss, a mean over the tokens of the batch; no code for stages or ranks."""
+        """Return the mean loss per token; nothing here depends on stages or ranks."""
         tokens, labels = batch["tokens"], batch["labels"]  # both [b, s]
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         loss = self.model(tokens, positions, attention_mask=None, labels=labels).mean()
@@ -77,18 +77,18 @@ class TinyGPT(MCoreModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """An ordinary torch optimizer; the strategy shards it."""
+        """Return an ordinary torch optimizer, which the strategy shards."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 class LossHistory(pl.Callback):
-    """Keeps the loss of every step, averaged over the ranks."""
+    """Records each step's loss, averaged over the ranks."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        """Read the value that ``self.log`` has logged."""
+        """Read the value logged by ``self.log``."""
         self.losses.append(float(trainer.callback_metrics["train_loss"]))
 
 
@@ -115,7 +115,7 @@ def losses_under(strategy: str | Strategy, options: argparse.Namespace) -> list[
 
 
 def main() -> None:
-    """Run both and compare."""
+    """Train under both strategies and compare the losses."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=2, help="ranks, one process each (2)")
     parser.add_argument("--max-steps", type=int, default=10)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Teach a tiny vision-language model to say which shapes it sees, on two CPU processes, and look at what it says.
+"""Teach a tiny vision-language model to name the shapes in an image, on two CPU processes.
 
-Run it with ``make demo-vl`` or ``python examples/describe_shapes.py``; ``--help`` lists what can be changed.
+Run it with ``make demo-vl`` or ``python examples/describe_shapes.py``; ``--help`` lists the options.
 
-1. Images of two coloured shapes are drawn, with a question and its answer each. Some pairs of shapes are kept back.
-2. A tiny Qwen2-VL begins with random weights, tower included, and learns from these conversations. All parts are
-   trained, and workers read the images.
-3. Before and after, the model is asked about the pairs that it has never seen together. A page, ``samples.html``, shows
-   the images and both answers.
+1. The script draws images of two coloured shapes, each with a question and its answer. Some pairs of shapes are held
+   out.
+2. A tiny Qwen2-VL with random weights, including its vision tower, learns from these conversations. All its parts are
+   trained, and DataLoader workers read the images.
+3. Before and after training, the model is asked about the held-out pairs. ``samples.html`` shows the images and both
+   answers.
 
-The files (images, metrics, the model in Hugging Face form, the page) go to ``outputs/describe_shapes``.
+All files (images, metrics, the model in Hugging Face format, the page) go to ``outputs/describe_shapes``.
 """
 
 import argparse
@@ -40,8 +41,8 @@ KINDS = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]
 PAIRS = list(itertools.product(KINDS, KINDS))
 KEPT_BACK = random.Random(0).sample(PAIRS, 16)
 QUESTION = "<image> what is left and right ?"
-WIDTH, HEIGHT, PATCH = 64, 32, 8  # in pixels; a token of the model is 2 x 2 patches
-LENGTH = 32  # tokens of a conversation, at most
+WIDTH, HEIGHT, PATCH = 64, 32, 8  # pixels; each image token covers 2 x 2 patches
+LENGTH = 32  # tokens per conversation, at most
 MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|user|>", "<|assistant|>", "<|end|>"]
 TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -65,12 +66,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def answer(left: str, right: str) -> str:
-    """Return what there is to say about an image."""
+    """Return the correct answer for an image."""
     return f"a {left} and a {right}"
 
 
 def draw(left: str, right: str, chance: random.Random) -> Image.Image:
-    """Return an image of two shapes, each of random size at a random place in its half."""
+    """Return an image of two shapes, each with a random size and position in its half."""
     image = Image.new("RGB", (WIDTH, HEIGHT), "white")
     pencil = ImageDraw.Draw(image)
     for start, kind in ((0, left), (WIDTH // 2, right)):
@@ -88,7 +89,7 @@ def draw(left: str, right: str, chance: random.Random) -> Image.Image:
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """Draw the images, write the conversations, and make a model with random weights."""
+    """Draw the images, and write the conversations and a model with random weights."""
     shutil.rmtree(options.output, ignore_errors=True)
     chance, folder = random.Random(1), options.output / "images"
     folder.mkdir(parents=True)
@@ -105,7 +106,7 @@ def prepare(options: argparse.Namespace) -> None:
 
 
 def _write_model(folder: Path) -> None:
-    """Write a tiny model of this family, with its tokenizer of words and its image processor."""
+    """Write a tiny Qwen2-VL with a word-level tokenizer and an image processor."""
     words = sorted({*QUESTION.split()[1:], *answer("", "").split(), *COLOURS, *SHAPES})
     vocabulary = {word: number for number, word in enumerate(["<unk>", *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -150,11 +151,11 @@ def build_data(options: argparse.Namespace) -> MCoreVisionData:
 
 
 class Describes(pl.Callback):
-    """Asks about the pairs of shapes that were kept back, before and after training.
+    """Asks about the held-out pairs of shapes before and after training.
 
     Args:
         data: The data module, which has the tokenizer and the image processor.
-        images: Their files.
+        images: The image files of these pairs.
 
     Attributes:
         answers: The answers before and after, in the order of the files.
@@ -186,7 +187,7 @@ class Describes(pl.Callback):
 
 
 def write_page(file: Path, images: list[Path], before: list[str], after: list[str]) -> int:
-    """Write the page of samples, and return how many answers are right."""
+    """Write the page of samples, and return the number of correct answers."""
     rows, right = [], 0
     for path, pair, first, last in zip(images, KEPT_BACK, before, after, strict=True):
         data = base64.b64encode(path.read_bytes()).decode()
@@ -230,7 +231,7 @@ def build_trainer(options: argparse.Namespace, *callbacks: pl.Callback) -> pl.Tr
 
 
 def main() -> None:
-    """Draw, learn, ask, and write the page."""
+    """Draw the images, train, ask, and write the page."""
     options = parse_arguments()
     pl.seed_everything(1, verbose=False)
     if "LOCAL_RANK" not in os.environ:  # the first process, which starts the others

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small GPT to answer questions, on packed rows, split over four CPU processes: tensor and context parallel.
+"""Train a small GPT to answer questions, with packed rows and tensor and context parallelism on four CPU processes.
 
-Run it with ``make demo-finetune`` or ``python examples/finetune_gpt.py``; ``--help`` lists what can be changed. The
-answers are docstrings of the standard library, from three words to several pages. With packing, several of them share a
-row, and each attends only to itself. With ``--no-packing``, each has its own row, padded to the longest of its batch,
-so that you can compare the speeds. ``examples/configs/finetune_gpt.yaml`` is this run for LightningCLI.
+Run it with ``make demo-finetune`` or ``python examples/finetune_gpt.py``; ``--help`` lists the options. The answers
+are docstrings from the standard library, three words to several pages long. With packing, several samples share a row,
+and each attends only to itself. For a speed comparison, ``--no-packing`` gives each sample its own row, padded to the
+longest in its batch. ``examples/configs/finetune_gpt.yaml`` is the same run for LightningCLI.
 
-The files of the run (metrics, loss curve, an answer) go to ``outputs/finetune_gpt``.
+The metrics, the loss curve and an answer go to ``outputs/finetune_gpt``.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from run_report import LayoutTable, LossCurve, StepBar, TextSample
 from stdlib_dialogues import StdlibDialogues
 
 QUESTION = "What does shutil.copytree(src, dst, symlinks=False) do?"
-WARM_UP = 3  # steps that are not measured
+WARM_UP = 3  # steps before the measurement starts
 
 
 class RealTokens(pl.Callback):
-    """Measures the share of tokens that are not padding, and how many of them are trained on in a second."""
+    """Measures the share of tokens that are not padding, and the number of such tokens trained per second."""
 
     def __init__(self) -> None:
         self.places = 0
@@ -88,7 +88,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def build_model(options: argparse.Namespace) -> MCoreGPT:
-    """Make the model: a Llama-like GPT with rotary positions, RMS norms and gated MLPs."""
+    """Build the model: a Llama-like GPT with rotary positions, RMS norms and gated MLPs."""
     return MCoreGPT(
         vocab_size=options.vocab_size,
         seq_length=options.seq_length,
@@ -107,7 +107,7 @@ def build_model(options: argparse.Namespace) -> MCoreGPT:
 
 
 def build_trainer(options: argparse.Namespace) -> pl.Trainer:
-    """Make the trainer; the strategy says how model and rows are split."""
+    """Build the trainer; the strategy says how model and rows are split."""
     strategy = MCoreStrategy(
         tensor_model_parallel_size=options.tp,
         pipeline_model_parallel_size=options.pp,
@@ -141,14 +141,14 @@ def build_trainer(options: argparse.Namespace) -> pl.Trainer:
 
 
 def build_data(options: argparse.Namespace) -> StdlibDialogues:
-    """Make the data module."""
+    """Build the data module."""
     return StdlibDialogues(
         options.seq_length, options.batch_size, options.vocab_size, not options.no_packing, options.max_bytes
     )
 
 
 def main() -> None:
-    """Train, validate, draw and answer."""
+    """Train and validate, plot the losses, and answer a question."""
     options = parse_arguments()
     pl.seed_everything(options.seed, verbose=False)
     build_trainer(options).fit(build_model(options), datamodule=build_data(options))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fine-tune a Hugging Face model on two CPU processes, tensor parallel, and write a Hugging Face model.
+"""Fine-tune a Hugging Face model with tensor parallelism on two CPU processes, and save a Hugging Face model.
 
-Run it with ``make demo-hf`` or ``python examples/finetune_hf.py``. ``--model`` names a folder, or a model on the hub,
-whose tokenizer has a chat template; without it, ``transformers`` makes a tiny random Llama. Each rank reads only its
-part of the weights. The data are the questions and answers of ``finetune_gpt.py``. At the end the two ranks write
-``model.safetensors``, config and tokenizer; ``transformers`` loads them and answers a question.
+Run it with ``make demo-hf`` or ``python examples/finetune_hf.py``. ``--model`` is a folder or a model on the hub, whose
+tokenizer has a chat template. Without it, the script creates a tiny random Llama. Each rank reads only its part of the
+weights. The data are the questions and answers of ``finetune_gpt.py``. At the end, the two ranks write
+``model.safetensors``, the config and the tokenizer, which ``transformers`` loads to answer a question.
 """
 
 import argparse
@@ -40,15 +40,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def prepare(options: argparse.Namespace, dialogues: StdlibDialogues) -> None:
-    """Write the exchanges and, if none is given, the model; in one process, before the others start."""
+    """Write the conversations and, if no model is given, a model; runs in one process before the others start."""
     dialogues.write()
     if options.model is None:
         make_model(options.output / "start", dialogues.tokenizer)
-        shutil.rmtree(options.output / "tuned", ignore_errors=True)  # of an earlier run; other models are not replaced
+        shutil.rmtree(options.output / "tuned", ignore_errors=True)  # of an earlier run; other models are kept
 
 
 def make_model(folder: Path, tokenizer: Any) -> None:
-    """Write a small Llama with random weights, by ``save_pretrained``."""
+    """Write a small Llama with random weights, using ``save_pretrained``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": len(tokenizer)}
@@ -59,7 +59,7 @@ def make_model(folder: Path, tokenizer: Any) -> None:
 
 
 def build_data(options: argparse.Namespace, dialogues: StdlibDialogues, tokenizer: str) -> MCoreFinetuningData:
-    """Make the data module, with the tokenizer of a model."""
+    """Build the data module with the tokenizer of a model."""
     return MCoreFinetuningData(
         train_files=dialogues.train_files,
         validation_files=dialogues.validation_files,
@@ -72,7 +72,7 @@ def build_data(options: argparse.Namespace, dialogues: StdlibDialogues, tokenize
 
 
 def build_trainer(options: argparse.Namespace, save: SaveHFModel) -> pl.Trainer:
-    """Make the trainer; ``save`` writes the model, or its adapters, at the end."""
+    """Build the trainer; ``save`` writes the model or its adapters at the end."""
     return pl.Trainer(
         accelerator="cpu",
         devices=options.devices,
@@ -105,7 +105,7 @@ def answer(folder: Path) -> str:
 
 
 def main() -> None:
-    """Make a model if none is given, train it, and let ``transformers`` answer with the result."""
+    """Create a model if none is given, train it, and answer with it in ``transformers``."""
     options = parse_arguments()
     pl.seed_everything(1, verbose=False)
     dialogues = StdlibDialogues(options.seq_length, max_bytes=options.max_bytes)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train LoRA adapters on two CPU processes, tensor parallel with sequence parallelism, and write a PEFT folder.
+"""Train LoRA adapters with tensor and sequence parallelism on two CPU processes, and write a PEFT folder.
 
-Run it with ``make demo-lora`` or ``python examples/finetune_lora.py``. ``--model`` names a folder, or a model on the
-hub, whose tokenizer has a chat template; without it, ``transformers`` makes a tiny random Llama, whose embedding and
-output layer are then trained too. The weights are frozen. The data are the questions and answers of
-``finetune_gpt.py``. At the end the two ranks write ``adapter_config.json`` and ``adapter_model.safetensors``, which
-``peft`` and vLLM load.
+Run it with ``make demo-lora`` or ``python examples/finetune_lora.py``. ``--model`` is a folder, or a model on the hub,
+whose tokenizer has a chat template; its weights are frozen. Without it, the script creates a tiny random Llama and
+trains its embedding and output layer as well. The data are the questions and answers of ``finetune_gpt.py``. At the
+end, the two ranks write ``adapter_config.json`` and ``adapter_model.safetensors``, which ``peft`` and vLLM can load.
 """
 
 import argparse
@@ -39,7 +38,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def prepare(options: argparse.Namespace, dialogues: StdlibDialogues) -> None:
-    """Write the exchanges and, if none is given, the model; in one process, before the others start."""
+    """Write the conversations and, if no model is given, a model; runs in one process before the others start."""
     dialogues.write()
     if options.model is None:
         make_model(options.output / "base", dialogues.tokenizer)
@@ -47,7 +46,7 @@ def prepare(options: argparse.Namespace, dialogues: StdlibDialogues) -> None:
 
 
 def next_steps(base: str, adapter: Path) -> str:
-    """Return what can be done with the adapter."""
+    """Return a text that says how to use the adapter."""
     return f"""
 adapter: {adapter} (adapter_config.json, adapter_model.safetensors)
 next, one of:
@@ -58,7 +57,7 @@ next, one of:
 
 
 def main() -> None:
-    """Make a model if none is given, train adapters on it, and write them."""
+    """Create a model if none is given, train adapters for it, and write them."""
     options = parse_arguments()
     pl.seed_everything(1, verbose=False)
     dialogues = StdlibDialogues(options.seq_length, max_bytes=options.max_bytes)

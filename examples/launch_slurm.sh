@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# A SLURM job: one task for each GPU, which finds its rank in SLURM's variables.
+# A SLURM job with one task per GPU; each task reads its rank from SLURM's variables.
 #
 #     cd examples && sbatch launch_slurm.sh configs/qwen3_30b_a3b.yaml
 #
 # A few minutes before the time limit, SLURM sends the signal below. The run finishes its step and saves
-# (PreemptionCheckpoint in the file), and Lightning requeues it. Every node must see the same files.
+# (PreemptionCheckpoint in the YAML file), and Lightning requeues the job. All nodes need a shared filesystem.
 #SBATCH --job-name=lightning-mcore
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -19,6 +19,6 @@ set -euo pipefail
 cd "$SLURM_SUBMIT_DIR" # SLURM runs a copy of this script in its own folder
 
 config=${1:?give the file of the run, such as configs/qwen3_30b_a3b.yaml}
-export CUDA_DEVICE_MAX_CONNECTIONS=1 # tensor-parallel communication is queued before the kernels behind it
+export CUDA_DEVICE_MAX_CONNECTIONS=1 # queues tensor-parallel communication before the kernels that follow it
 srun --kill-on-bad-exit=1 lightning-mcore fit --config "$config" \
     --trainer.num_nodes="$SLURM_NNODES" --trainer.devices="$SLURM_NTASKS_PER_NODE" "${@:2}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StableLM, a family that is not in the package: LayerNorm with biases, rotary positions in a part of each head."""
+"""StableLM, a family that the package lacks: LayerNorm with biases, and rotary positions on part of each head."""
 
 from lightning_mcore.hf import Constants, Family, Only, Rename, Same
 from lightning_mcore.hf.decoder_rules import ATTENTION, MLP, OUTSIDE, PARTIAL_ROPE, QKV_BIAS, SIZES

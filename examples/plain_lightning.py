@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a plain LightningModule with Megatron's data parallelism: ``python examples/plain_lightning.py``.
 
-``ByteModel`` could come from any project: plain torch layers and an ordinary ``training_step``. Under ``MCoreStrategy``
-with every size 1, each rank has a copy of it: Megatron's data parallelism reduces the gradients in
-buckets, and its distributed optimizer shards the optimizer state over the ranks. Only the Trainer's argument changes;
+``ByteModel`` could come from any project: it has plain torch layers and an ordinary ``training_step``. Under
+``MCoreStrategy`` with all sizes at 1, each rank has a copy of it. Megatron's data parallelism reduces the gradients in
+buckets, and its distributed optimizer shards the optimizer state across the ranks. Only the Trainer's argument changes;
 ``--strategy ddp`` runs the same module under Lightning's own strategy.
 """
 
@@ -23,7 +23,7 @@ class ByteModel(pl.LightningModule):
 
     Args:
         hidden_size: Width of the network.
-        learning_rate: Step size of AdamW.
+        learning_rate: Learning rate of AdamW.
     """
 
     def __init__(self, hidden_size: int = 128, learning_rate: float = 3e-3) -> None:
@@ -58,7 +58,7 @@ class ByteModel(pl.LightningModule):
 
 
 def main() -> None:
-    """Train, and validate at the end."""
+    """Train, then validate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", choices=["mcore", "ddp"], default="mcore")
     parser.add_argument("--devices", type=int, default=2, help="ranks, one process each (2)")

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Teach a tiny model to prefer one of two answers, by DPO on two CPU processes, and see it in what the model says.
+"""Teach a tiny model to prefer one of two answers, with DPO on two CPU processes.
 
-Run it with ``make demo-dpo`` or ``python examples/prefer_answers.py``; ``--help`` lists what can be changed.
+Run it with ``make demo-dpo`` or ``python examples/prefer_answers.py``; ``--help`` lists the options.
 
-1. A small GPT of bytes learns to greet people by name. Half of the answers are polite, half are rude.
-2. It is written as a Hugging Face model, and ``MCorePreference`` starts from that folder. The polite answer of each
-   pair is the chosen one. The log-probabilities of all answers under the model that DPO starts from are computed once,
-   before the first step, on both ranks.
-3. Before and after, the model greets people whom it has never met.
+1. A small byte-level GPT learns to greet people by name. Half of the answers are polite, half are rude.
+2. It is saved as a Hugging Face model, and ``MCorePreference`` starts from that folder. The polite answer of each pair
+   is the chosen one. Before the first step, both ranks compute the reference log-probabilities of all answers once.
+3. Before and after DPO, the model greets people it has never seen in training.
 
-The files (metrics, a picture of margins and losses, the answers) go to ``outputs/prefer_answers``.
+The metrics, a plot of margins and losses, and the answers go to ``outputs/prefer_answers``.
 """
 
 import argparse
@@ -42,7 +41,7 @@ _PEOPLE = (
 NAMES = _PEOPLE.split()
 STRANGERS = ("Bert", "Gina", "Ilan", "Mona", "Ravi", "Sofia")
 END = b"\n"
-LENGTH = 64  # bytes of a question with its answer, at most
+LENGTH = 64  # bytes of a question and its answer, at most
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -62,28 +61,28 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def question(name: str, place: str) -> bytes:
-    """Return what the model is asked."""
+    """Return the prompt."""
     return f"{name} is {place}: ".encode()
 
 
 def polite(name: str, place: str) -> bytes:
-    """Return the answer to prefer."""
+    """Return the chosen answer."""
     return f"good day, {name}!".encode() + END
 
 
 def rude(name: str, place: str) -> bytes:
-    """Return the other answer."""
+    """Return the rejected answer."""
     return f"WHAT NOW, {name.upper()}?".encode() + END
 
 
 def sample(prompt: bytes, answer: bytes, number: int) -> TokenSample:
-    """Return a question with an answer to learn."""
+    """Return a prompt with an answer to learn."""
     tokens = np.frombuffer(prompt + answer, np.uint8).astype(np.int64)
     return TokenSample(tokens, np.arange(len(tokens)) >= len(prompt), number)
 
 
 def make_pairs() -> list[Pair]:
-    """Return a pair for each person at each place."""
+    """Return one pair for each person at each place."""
     asked = [(name, place) for name in NAMES for place in PLACES]
     return [
         Pair(sample(question(*one), polite(*one), number), sample(question(*one), rude(*one), number))
@@ -95,9 +94,9 @@ class GreetingsData(pl.LightningDataModule):
     """Both answers as examples to imitate, or as pairs.
 
     Args:
-        folder: Where the reference's log-probabilities are kept.
-        batch_size: Pairs in a batch of one data-parallel rank.
-        as_pairs: Whether the answers are pairs.
+        folder: Folder for the reference log-probabilities.
+        batch_size: Pairs per batch on each data-parallel rank.
+        as_pairs: Whether to return pairs instead of single answers.
     """
 
     def __init__(self, folder: str, batch_size: int, as_pairs: bool) -> None:
@@ -106,11 +105,11 @@ class GreetingsData(pl.LightningDataModule):
         self.batch_size, self.as_pairs = batch_size, as_pairs
 
     def pair_sources(self) -> dict[str, PairDataset]:
-        """Return the pairs whose reference is to be computed."""
+        """Return the pairs that need reference log-probabilities."""
         return {"train": self.greetings}
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return the loader, shuffled, in the same order on every layout."""
+        """Return the loader, shuffled in the same order on every layout."""
         collate = collate_padded_pairs if self.as_pairs else collate_both
         return training_loader(self.trainer, self.greetings, self.batch_size, collate_fn=collate, of="pairs")
 
@@ -121,7 +120,7 @@ def collate_both(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 class Greets(pl.Callback):
-    """Lets the model greet strangers before and after training, and counts the polite answers.
+    """Has the model greet strangers before and after training, and counts the polite answers.
 
     Args:
         file: Where to write the answers.
@@ -155,14 +154,14 @@ class Greets(pl.Callback):
 
 
 def build_trainer(options: argparse.Namespace, max_steps: int, name: str, *callbacks: pl.Callback) -> pl.Trainer:
-    """Make the trainer of one of the two runs."""
+    """Build the trainer for one of the two runs."""
     return pl.Trainer(
         accelerator="cpu",
         devices=options.devices,
         strategy=MCoreStrategy(
             tensor_model_parallel_size=options.tp,
             pipeline_model_parallel_size=options.pp,
-            sequence_parallel=False,  # the lengths of questions divide by nothing
+            sequence_parallel=False,  # the lengths of prompts have no common divisor
         ),
         max_steps=max_steps,
         max_epochs=-1,
@@ -176,7 +175,7 @@ def build_trainer(options: argparse.Namespace, max_steps: int, name: str, *callb
 
 
 def build_model(options: argparse.Namespace) -> MCoreGPT:
-    """Make the model that learns to greet."""
+    """Build the model that learns to greet."""
     return MCoreGPT(
         vocab_size=256,
         seq_length=LENGTH,
@@ -195,7 +194,7 @@ def build_model(options: argparse.Namespace) -> MCoreGPT:
 
 
 def main() -> None:
-    """Learn to greet, then to prefer, and draw."""
+    """Train the model to greet, then with DPO, and plot the metrics."""
     options = parse_arguments()
     pl.seed_everything(1, verbose=False)
     if "LOCAL_RANK" not in os.environ:  # the first process, which starts the others

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small GPT on real text, split over four CPU processes: tensor, sequence and pipeline parallel.
+"""Train a small GPT on real text with tensor, sequence and pipeline parallelism on four CPU processes.
 
-Run it with ``make demo`` or ``python examples/pretrain_gpt.py``; ``--help`` lists what can be changed. Lightning starts
-one process for each rank. Everything is plain Lightning except two objects: ``MCoreGPT``, a LightningModule around
-Megatron's GPT, and ``MCoreStrategy``, which says how the model is split. On GPUs both run unchanged with
-``Trainer(accelerator="gpu")``. ``examples/configs/pretrain_gpt.yaml`` is this run for LightningCLI.
+Run it with ``make demo`` or ``python examples/pretrain_gpt.py``; ``--help`` lists the options. Lightning starts one
+process per rank. Everything is plain Lightning except two objects: ``MCoreGPT``, a LightningModule around Megatron's
+GPT, and ``MCoreStrategy``, which says how the model is split. Both run unchanged on GPUs with
+``Trainer(accelerator="gpu")``. ``examples/configs/pretrain_gpt.yaml`` is the same run for LightningCLI.
 
-The files of the run (metrics, loss curve, generated text) go to ``outputs/pretrain_gpt``. Its folder ``hf`` gets the
-model in Hugging Face form, with which ``transformers`` continues the same prompt at the end.
+The metrics, the loss curve and generated text go to ``outputs/pretrain_gpt``. The model is also saved in Hugging Face
+format in its subfolder ``hf``; at the end, ``transformers`` loads it and continues the same prompt.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def build_model(
     options: argparse.Namespace, transformer_impl: Literal["auto", "transformer_engine"] = "auto"
 ) -> MCoreGPT:
-    """Make the model: a Llama-like GPT with rotary positions, RMS norms and gated MLPs."""
+    """Build the model: a Llama-like GPT with rotary positions, RMS norms and gated MLPs."""
     return MCoreGPT(
         vocab_size=options.vocab_size,
         seq_length=options.seq_length,
@@ -77,7 +77,7 @@ def build_model(
 
 
 def build_trainer(options: argparse.Namespace) -> pl.Trainer:
-    """Make the trainer; the strategy says how the model is split."""
+    """Build the trainer; the strategy says how the model is split."""
     strategy = MCoreStrategy(
         tensor_model_parallel_size=options.tp,
         pipeline_model_parallel_size=options.pp,
@@ -112,12 +112,12 @@ def build_trainer(options: argparse.Namespace) -> pl.Trainer:
 
 
 def build_data(options: argparse.Namespace) -> StdlibText:
-    """Make the data module."""
+    """Build the data module."""
     return StdlibText(options.seq_length, options.batch_size, options.vocab_size, options.max_bytes)
 
 
 def main() -> None:
-    """Train, validate, draw and generate."""
+    """Train and validate, plot the losses, and generate text."""
     options = parse_arguments()
     pl.seed_everything(options.seed, verbose=False)
     build_trainer(options).fit(build_model(options), datamodule=build_data(options))

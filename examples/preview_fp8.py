@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""See what FP8 does to a model before renting a GPU: train it in bf16 and with each FP8 recipe, and draw the curves.
+"""Preview FP8 before renting a GPU: train a model in bf16 and with each FP8 recipe, and plot the curves.
 
 Run it with ``make demo-fp8``, or with ``python examples/preview_fp8.py`` where ``lightning-mcore[te-cpu]`` is
-installed; ``--help`` lists what can be changed. TransformerEngine's own Python code runs on the CPU: FP8 values and
-scales are those of a GPU, and sums are in fp32. Every run starts from the same weights and reads the same batches. For
+installed; ``--help`` lists the options. TransformerEngine's own Python code runs on the CPU: FP8 values and scales
+match those of a GPU, and sums are in fp32. Every run starts from the same weights and reads the same batches. For
 your own model, use ``plugins=MCorePrecision("bf16-mixed", fp8_recipe="blockwise")`` and ``callbacks=[FP8Monitor()]``.
 
-The files (metrics of each run, a picture of losses and gradient norms) go to ``outputs/preview_fp8``.
+The metrics of each run and a plot of losses and gradient norms go to ``outputs/preview_fp8``.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pretrain_gpt import build_data, build_model
 from run_report import Curve, StepBar, draw_side_by_side, read_curve
 
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
-LAST = 20  # steps whose mean is printed
+LAST = 20  # the mean over these last steps is printed
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -47,7 +47,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def train(options: argparse.Namespace, recipe: str | None) -> Path:
-    """Train once, in bf16 or with an FP8 recipe; return the file with its metrics."""
+    """Train once, in bf16 or with an FP8 recipe, and return the metrics file."""
     name = recipe or "bf16"
     print(f"\n{name}", flush=True)
     pl.seed_everything(options.seed, verbose=False)
@@ -78,7 +78,7 @@ def last(curve: Curve) -> float:
 
 
 def report(files: dict[str, Path]) -> None:
-    """Print a line for each run: its loss, its distance from bf16, and the values that FP8 lost."""
+    """Print a line for each run: its loss, the difference from bf16, and the share of values that FP8 lost."""
     losses = {name: read_curve(file, "train_loss") for name, file in files.items()}
     base = losses["bf16"]
     noise = mean(abs(after - before) for (_, before), (_, after) in pairwise(base[-LAST:]))

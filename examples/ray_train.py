@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small GPT on two workers that Ray starts, tensor parallel: ``python examples/ray_train.py``.
+"""Train a small GPT with tensor parallelism on two Ray workers: ``python examples/ray_train.py``.
 
-The function ``train`` runs on each worker. Every ten steps a checkpoint goes to ``outputs/ray_train``. If one dies, Ray
-starts both again, and they go on from there. It needs ``pip install "lightning-mcore[ray]"``.
+The function ``train`` runs on each worker. Every ten steps it saves a checkpoint in ``outputs/ray_train``. If a worker
+dies, Ray restarts both, and they resume from the last checkpoint. Requires ``pip install "lightning-mcore[ray]"``.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from lightning_mcore.strategy.ray import RayReport, checkpoint_to_resume, prepar
 
 
 def train(config: dict[str, Any]) -> None:
-    """Train in a worker."""
+    """Train on this worker."""
     options = pretrain_gpt.parse_arguments(["--num-layers=2", "--hidden-size=64", f"--max-steps={config['max_steps']}"])
     pl.seed_everything(options.seed, verbose=False)
     trainer = pl.Trainer(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run prints and draws: its layout at the start, its progress, and a picture and a sample of text at the end.
+"""What a run prints and plots: the layout at the start, the progress, and a loss curve and sample text at the end.
 
-Ordinary Lightning callbacks, used by the script and by the YAML alike. They hold no knowledge of the strategy
-except that a model may be split: what needs the whole model (generating text) is called on every rank, and only the
-first rank prints and writes.
+These are ordinary Lightning callbacks, used by the scripts and the YAML files alike. All they know about the strategy
+is that a model may be split: whatever needs the whole model (generating text) is called on every rank, and only rank 0
+prints and writes.
 """
 
 import csv
@@ -20,17 +20,17 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_mcore.hf.export import export_model
 
-matplotlib.use("Agg")  # draws into files; needs no display
+matplotlib.use("Agg")  # plots to files; needs no display
 from matplotlib import pyplot
 
 Curve = list[tuple[int, float]]
 
 
 class StepBar(TQDMProgressBar):
-    """Lightning's progress bar with the loss and the speed in numbers that are easy to read.
+    """Lightning's progress bar, with the loss and the speed in readable numbers.
 
     Args:
-        refresh_rate: Steps between two updates.
+        refresh_rate: Number of steps between updates.
     """
 
     def __init__(self, refresh_rate: int = 5) -> None:
@@ -46,10 +46,10 @@ class StepBar(TQDMProgressBar):
 
 
 class LayoutTable(pl.Callback):
-    """Prints the place of each rank on the parallel axes, and how much of the model it holds."""
+    """Prints each rank's parallel coordinates, and how much of the model it holds."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Collect a line from every rank and print them on the first."""
+        """Collect a line from every rank and print them on rank 0."""
         layout = getattr(trainer.strategy, "layout", None)
         place = str(layout.coordinates(trainer.global_rank, trainer.world_size)) if layout else "a whole replica"
         parameters = sum(parameter.numel() for parameter in pl_module.parameters())
@@ -61,17 +61,17 @@ class LayoutTable(pl.Callback):
 
 
 class LossCurve(pl.Callback):
-    """Draws training and validation loss over the optimizer steps, from the CSV file of ``CSVLogger``.
+    """Plots training and validation loss over the optimizer steps, from the file of ``CSVLogger``.
 
     Args:
-        file: Where to write the picture; its suffix chooses the format.
+        file: Image file to write; its suffix selects the format.
     """
 
     def __init__(self, file: str = "outputs/pretrain_gpt/loss.png") -> None:
         self.file = Path(file)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse a trainer without the logger whose file is drawn.
+        """Reject a trainer without the logger whose file is plotted.
 
         Raises:
             ValueError: There is no ``CSVLogger``.
@@ -80,7 +80,7 @@ class LossCurve(pl.Callback):
             raise ValueError("LossCurve reads what a CSVLogger writes; give the Trainer logger=CSVLogger(...)")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Draw the picture on the first rank."""
+        """Plot on rank 0."""
         if not trainer.is_global_zero:
             return
         logger = _csv_loggers(trainer)[0]
@@ -102,11 +102,11 @@ class TextSample(pl.Callback):
     """Lets the trained model continue a prompt; needs a data module with ``encode`` and ``decode``.
 
     Args:
-        file: Where to write prompt and continuation.
+        file: File to write the prompt and its continuation to.
         prompt: What the text starts with.
         max_new_tokens: Tokens to generate.
-        temperature: Below 1 the likely tokens become likelier.
-        top_k: Draw among the k likeliest tokens.
+        temperature: Below 1, likely tokens become even likelier.
+        top_k: Sample from the k likeliest tokens.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class TextSample(pl.Callback):
         self.top_k = top_k
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Generate on every rank, because each holds a part of the model; print and write on the first."""
+        """Generate on every rank, because each holds a part of the model; print and write on rank 0."""
         data: Any = trainer.datamodule
         _print(trainer, f"\ngenerating {self.max_new_tokens} tokens ...")
         tokens = pl_module.generate(
@@ -139,13 +139,13 @@ class TextSample(pl.Callback):
 
 
 class InTransformers(pl.Callback):
-    """Writes the trained model in Hugging Face form, and lets ``transformers`` continue a prompt with it.
+    """Writes the trained model in Hugging Face format, and continues a prompt with it in ``transformers``.
 
-    The printed text is sampled as in :class:`TextSample`. Then both models take the most probable tokens, which must be
-    the same. It needs a data module with ``encode``, ``decode`` and ``save_tokenizer``.
+    The printed text is sampled as in :class:`TextSample`. Both models then generate greedily, and must agree. Needs a
+    data module with ``encode``, ``decode`` and ``save_tokenizer``.
 
     Args:
-        folder: Where to write the model; that of an earlier run is replaced.
+        folder: Folder for the model; that of an earlier run is replaced.
         prompt: What the text starts with.
         max_new_tokens: Tokens to generate; fewer if the sequence would be too long.
     """
@@ -158,7 +158,7 @@ class InTransformers(pl.Callback):
         self.max_new_tokens = max_new_tokens
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Write and generate on every rank; load, print and compare on the first."""
+        """Write and generate on every rank; load, print and compare on rank 0."""
         data: Any = trainer.datamodule
         export_model(pl_module, str(self.folder), replace=True)
         prompt = data.encode(self.prompt)
@@ -199,7 +199,7 @@ def read_curve(metrics: Path, name: str) -> Curve:
 
 
 def draw_losses(file: Path, train: Curve, val: Curve, strategy: Any) -> None:
-    """Draw both curves into ``file``."""
+    """Plot both curves to ``file``."""
     figure, axes = pyplot.subplots(figsize=(8, 5), dpi=120)
     axes.plot(*zip(*train, strict=True), color="tab:blue", linewidth=1, label=f"training, last {train[-1][1]:.2f}")
     if val:
@@ -219,12 +219,12 @@ def draw_losses(file: Path, train: Curve, val: Curve, strategy: Any) -> None:
 
 
 def draw_side_by_side(file: Path, metrics: dict[str, Path], names: dict[str, str]) -> None:
-    """Draw metrics of several runs into one picture.
+    """Plot metrics of several runs in one image.
 
     Args:
-        file: The picture; its suffix chooses the format.
-        metrics: The CSV file of each run, by the name of the run.
-        names: The label of each metric, by its name; each has its own axes.
+        file: Image file to write; its suffix selects the format.
+        metrics: The CSV file of each run, by run name.
+        names: The label of each metric, by metric name; each has its own axes.
     """
     figure, all_axes = pyplot.subplots(1, len(names), figsize=(6 * len(names), 4.5), dpi=120, squeeze=False)
     for axes, (name, label) in zip(all_axes[0], names.items(), strict=True):

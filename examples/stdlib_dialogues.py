@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Questions and answers that every machine has, from the docstrings of the Python standard library.
 
-Each module, class and function with a docstring gives one exchange: its name and signature are the question, the
-docstring is the answer. Answers have from three words to several pages, so packing helps. :class:`StdlibDialogues`
-writes the exchanges as jsonl, and a tokenizer with a chat template beside them. From there on, ``MCoreFinetuningData``
-reads them like any other data for fine-tuning.
+Each module, class and function with a docstring gives one conversation: its name and signature are the question, and
+the docstring is the answer. Answers are three words to several pages long, so packing helps. :class:`StdlibDialogues`
+writes the conversations as jsonl, together with a tokenizer that has a chat template. ``MCoreFinetuningData`` then
+reads them like any other fine-tuning data.
 
 Every tenth module is held out for validation.
 """
@@ -40,11 +40,11 @@ class StdlibDialogues(MCoreFinetuningData):
 
     Args:
         seq_length: Tokens in a packed row; longer answers are split.
-        batch_size: Rows in a batch of one data-parallel rank.
-        vocab_size: Tokens of a byte-level BPE that is trained on the exchanges.
-        packing: Put several exchanges into a row; otherwise each has its own row.
+        batch_size: Rows per batch on each data-parallel rank.
+        vocab_size: Vocabulary size of the byte-level BPE trained on the conversations.
+        packing: Whether to put several conversations into a row; if not, each has its own row.
         max_bytes: Stop reading after this many bytes of source, in the order of the file names.
-        folder: Where the files are written.
+        folder: Folder for the files.
     """
 
     def __init__(
@@ -73,36 +73,36 @@ class StdlibDialogues(MCoreFinetuningData):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the tokenizer, also before it is trained."""
+        """Vocabulary size; also known before the tokenizer is trained."""
         return self._vocab_size
 
     def prepare_data(self) -> None:
-        """Write the exchanges and the tokenizer, unless they exist, and tokenise."""
+        """Write the conversations and the tokenizer unless they exist, and tokenise."""
         self.write()
         super().prepare_data()
 
     def write(self) -> None:
-        """Write the exchanges and the tokenizer, unless they exist."""
+        """Write the conversations and the tokenizer unless they exist."""
         if not self.prepared.exists():
             write_dialogues(self.prepared, self._vocab_size, self.max_bytes)
 
     def encode(self, question: str) -> list[int]:
-        """Return a question as the tokens after which an answer follows."""
+        """Return the tokens of a question, up to where the answer begins."""
         turn = [{"role": "user", "content": question}]
         return self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return question and answer, up to the end of the answer."""
+        """Return the question and the answer, without anything after it."""
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=False)
         question, _, answer = text.partition("<|assistant|>")
         return f"{question.removeprefix('<|user|>').removesuffix(END)}\n\n{answer.partition(END)[0]}"
 
 
 def write_dialogues(folder: Path, vocab_size: int, max_bytes: int) -> None:
-    """Write ``train.jsonl``, ``validation.jsonl`` and ``tokenizer``; readers see the whole folder or none.
+    """Write ``train.jsonl``, ``validation.jsonl`` and ``tokenizer``; other processes see the complete folder or none.
 
     Raises:
-        ValueError: ``max_bytes`` leaves a split without an exchange.
+        ValueError: ``max_bytes`` leaves a split without a conversation.
     """
     modules = list(read_sources(Path(stdlib_folder()), max_bytes).items())
     found = list(filter(None, (list(exchanges(name.removesuffix(".py"), source)) for name, source in modules)))
@@ -122,7 +122,7 @@ def write_dialogues(folder: Path, vocab_size: int, max_bytes: int) -> None:
     make_tokenizer(texts, vocab_size).save_pretrained(partial / "tokenizer")
     try:
         partial.rename(folder)
-    except OSError:  # another run was faster
+    except OSError:  # another run finished first
         shutil.rmtree(partial)
     rank_zero_info(f"data: {len(splits['train']):,} exchanges to train on, {len(splits['validation']):,} to validate")
 
@@ -138,7 +138,7 @@ def exchanges(module: str, source: str) -> Iterator[Exchange]:
     """Yield a question and its answer for everything in a module that has a docstring."""
     try:
         tree = ast.parse(source)
-    except SyntaxError:  # cut in the middle, at the end of what is read
+    except SyntaxError:  # the last file, cut off by max_bytes
         return
     if text := ast.get_docstring(tree):
         yield {"prompt": f"What is the module {module} for?", "response": text}
@@ -158,5 +158,5 @@ def documented(node: Any, prefix: str) -> Iterator[tuple[str, Documented]]:
 
 
 def signature(node: Documented) -> str:
-    """Return the arguments of a function; an empty text for a class."""
+    """Return the arguments of a function, or an empty string for a class."""
     return "" if isinstance(node, ast.ClassDef) else f"({inspect.cleandoc(ast.unparse(node.args))})"

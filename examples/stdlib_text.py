@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text that every machine has: the source of the Python standard library, as a LightningDataModule.
 
-The examples train on it, so that a first run downloads nothing. Each batch is an ordinary dictionary, without code for
-parallelism: as for any map-style dataset, the strategy gives the same windows to all ranks of a model copy, and
-different windows to different copies.
+The examples train on it, so a first run downloads nothing. Each batch is an ordinary dictionary, and nothing here
+depends on parallelism: as for any map-style dataset, the strategy gives the same windows to all ranks of a model copy,
+and different windows to different copies.
 
 How a run gets its tokens:
 
-1. ``prepare_data`` (one process of each machine) reads the modules, trains a byte-level BPE on the training files,
+1. ``prepare_data`` (one process per machine) reads the modules, trains a byte-level BPE on the training files,
    encodes both splits and writes tokens and tokenizer to one cache file. This takes a few seconds, once.
 2. ``setup`` (every rank) loads the file.
 3. The loaders split the stream into windows of ``seq_length`` tokens, with labels shifted by one.
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 NUM_BYTES = 256
-END_OF_FILE = "\0"  # between two files; Python source never contains it
+END_OF_FILE = "\0"  # separates files; Python source never contains it
 VAL_EVERY = 10
 
 
@@ -40,8 +40,8 @@ class StdlibText(pl.LightningDataModule):
 
     Args:
         seq_length: Tokens in a window.
-        batch_size: Windows in a batch of one data-parallel rank.
-        vocab_size: 256 reads plain bytes; more trains a byte-level BPE with ``vocab_size - 256`` merges.
+        batch_size: Windows per batch on each data-parallel rank.
+        vocab_size: 256 for plain bytes; a larger size trains a byte-level BPE with ``vocab_size - 256`` merges.
         max_bytes: Stop reading after this many bytes of source, in the order of the file names.
         max_val_windows: Validate on at most this many windows, spread evenly over the validation files; None: all.
         cache_dir: Folder for the tokens and the tokenizer.
@@ -81,7 +81,7 @@ class StdlibText(pl.LightningDataModule):
         self.val_windows: Windows | None = None
 
     def prepare_data(self) -> None:
-        """Write the cache file, unless one of the same text and settings is there."""
+        """Write the cache file, unless one for the same text and settings exists."""
         if self.cache_file.exists():
             return
         started = time.perf_counter()
@@ -97,7 +97,7 @@ class StdlibText(pl.LightningDataModule):
         self.cache_dir.mkdir(parents=True, exist_ok=True)
         partial = self.cache_file.with_suffix(f".{os.getpid()}")
         torch.save(content, partial)
-        os.replace(partial, self.cache_file)  # a reader sees the whole file or none
+        os.replace(partial, self.cache_file)  # other processes see the complete file or none
         rank_zero_info(
             f"data: {len(content['train']):,} training and {len(content['val']):,} validation tokens "
             f"of a vocabulary of {self.vocab_size:,} in {time.perf_counter() - started:.1f} s"
@@ -107,7 +107,7 @@ class StdlibText(pl.LightningDataModule):
         """Load the cache file and cut both splits into windows.
 
         Raises:
-            RuntimeError: The cache file is not there yet.
+            RuntimeError: The cache file does not exist yet.
         """
         if not self.cache_file.exists():
             raise RuntimeError(f"{self.cache_file} does not exist; call prepare_data() before setup()")
@@ -123,11 +123,11 @@ class StdlibText(pl.LightningDataModule):
                 )
 
     def train_dataloader(self) -> DataLoader:
-        """Windows of the training files, shuffled."""
+        """Return the windows of the training files, shuffled."""
         return DataLoader(self.train_windows, batch_size=self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader:
-        """Windows of the validation files, in order."""
+        """Return the windows of the validation files, in order."""
         return DataLoader(self.val_windows, batch_size=self.batch_size)
 
     def encode(self, text: str) -> list[int]:
@@ -169,7 +169,7 @@ class StdlibText(pl.LightningDataModule):
 
     @cached_property
     def cache_file(self) -> Path:
-        """The cache file, whose name has a hash of everything that determines its content."""
+        """The cache file; its name contains a hash of everything that determines its content."""
         digest = hashlib.sha256(f"1 {self.vocab_size}".encode())
         for name, text in self._files.items():
             digest.update(f"\0{name}\0{text}".encode())
@@ -192,7 +192,7 @@ class Windows(Dataset):
     def __init__(self, stream: Tensor, seq_length: int, at_most: int | None = None) -> None:
         self.stream = stream
         self.seq_length = seq_length
-        available = max(0, len(stream) - 1) // seq_length  # the last label needs one token more
+        available = max(0, len(stream) - 1) // seq_length  # the last label needs one more token
         kept = available if at_most is None else min(at_most, available)
         self.starts = [seq_length * (index * available // kept) for index in range(kept)]
 
@@ -206,12 +206,12 @@ class Windows(Dataset):
 
 
 def stdlib_folder() -> str:
-    """Return the folder of the standard library of this Python."""
+    """Return this Python's standard library folder."""
     return sysconfig.get_paths()["stdlib"]
 
 
 def read_sources(folder: Path, max_bytes: int) -> dict[str, str]:
-    """Read the modules of ``folder`` in the order of their names until ``max_bytes`` bytes; the last one may be cut."""
+    """Read the modules of ``folder`` in name order up to ``max_bytes`` bytes; the last one may be cut off."""
     files: dict[str, str] = {}
     left = max_bytes
     for path in sorted(folder.glob("*.py")):
@@ -224,12 +224,12 @@ def read_sources(folder: Path, max_bytes: int) -> dict[str, str]:
 
 
 def join_files(files: dict[str, str]) -> str:
-    """Join the texts into one stream, an end-of-file mark after each."""
+    """Join the texts into one stream, with an end-of-file mark after each."""
     return "".join(text + END_OF_FILE for text in files.values())
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE: every text can be encoded, and decoding gives it back unchanged."""
+    """Train a byte-level BPE, which can encode any text and decode it unchanged."""
     tokenizer = byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
@@ -239,15 +239,15 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Return a tokenizer whose tokens are the bytes themselves: a BPE that merges nothing."""
+    """Return a tokenizer whose tokens are single bytes: a BPE without merges."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [byte for byte in range(NUM_BYTES) if byte not in shown]  # ByteLevel has letters from 256 on for these
+    hidden = [byte for byte in range(NUM_BYTES) if byte not in shown]  # ByteLevel uses letters from 256 on for these
     letters = {chr(byte): byte for byte in shown} | {chr(NUM_BYTES + n): byte for n, byte in enumerate(hidden)}
     return byte_level(models.BPE(vocab=letters, merges=[]))
 
 
 def byte_level(model: models.Model) -> Tokenizer:
-    """Return a tokenizer that knows every byte."""
+    """Return a tokenizer that can encode any byte."""
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same LightningModule around a Hugging Face model: under DDP with transformers, and split over ranks.
 
-Run it with ``python examples/your_hf_module.py``, and once more with ``--ddp``: the losses are the same. ``--model``
-names a folder or a model on the hub; without it, ``transformers`` makes a tiny random Llama. The data are random tokens
-that repeat, in rows of different lengths. At the end the model continues one of them and is
-written as transformers writes it.
+Run ``python examples/your_hf_module.py``, and again with ``--ddp``: the losses are the same. ``--model`` is a folder or
+a model on the hub; without it, the script creates a tiny random Llama. The data are rows of different lengths, in which
+random tokens repeat. At the end, the model continues one of them and is saved in Hugging Face format.
 """
 
 import argparse
@@ -27,8 +26,8 @@ class FineTuning(pl.LightningModule):
     """Fine-tunes a language model.
 
     Args:
-        path: The model.
-        ddp: Whether to use the model of transformers.
+        path: Folder of the model, or its name on the hub.
+        ddp: Whether to use the transformers model, for DDP.
     """
 
     def __init__(self, path: str, ddp: bool) -> None:
@@ -52,14 +51,14 @@ class FineTuning(pl.LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log how often the most probable token is right, and continue the first row."""
+        """Log how often the most probable token is correct, and continue the first row."""
         right = self.model(**batch).logits[:, :-1].argmax(-1) == batch["labels"][:, 1:]
         counted = batch["labels"][:, 1:] >= 0
         self.log("val_right", right[counted].float().mean(), sync_dist=True)
         self.written = self.model.generate(batch["input_ids"][:1, :10], max_new_tokens=8)[0]
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Keep the loss."""
+        """Record the loss."""
         self.losses.append(float(self.trainer.callback_metrics["train_loss"]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -68,7 +67,7 @@ class FineTuning(pl.LightningModule):
 
 
 def make_rows(number: int) -> list[Tensor]:
-    """Return rows of different lengths; each repeats a few tokens."""
+    """Return rows of different lengths, each a few tokens repeated."""
     generator = torch.Generator().manual_seed(number)
     pieces = [torch.randint(1, 256, (6,), generator=generator) for _ in range(number)]
     return [piece.repeat(2 + index % 3) for index, piece in enumerate(pieces)]
@@ -92,7 +91,7 @@ def make_model(folder: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> FineTuning:
-    """Train, validate and write the model."""
+    """Train, validate and save the model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or name of the model to start from (default: a tiny random one)")
     parser.add_argument("--output", type=Path, default=Path("outputs/your_hf_module"), help="folder for the files")
