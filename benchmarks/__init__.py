@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements, each run by a target of the Makefile."""
+"""Benchmarks; each has a Makefile target."""
 
 import lightning_mcore  # noqa: F401  (before megatron-core, so that TransformerEngine works on the CPU)

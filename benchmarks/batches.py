@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs that the ranks of a model copy compare their batches, and what it would cost to send them instead.
+"""Cost of comparing batches between the ranks of a model copy, and of sending the batches instead.
 
-The ranks of one model copy stand where a training step leaves them: each has its batch in memory. In every round each
-of these is timed once, in turns, after all ranks have met, so they see the same moments of a shared machine:
+As at the end of a training step, each rank of the model copy has its batch in memory. Every round times each of the
+following once, after a barrier, so that all of them see the same load on a shared machine:
 
 * nothing: the next batch is taken from a list;
-* the number of the batch is compared, as for every batch of a stream;
-* contents are compared too, as for one batch in a hundred;
+* the batch number is compared, as for every batch of a stream;
+* the contents are compared too, as for one batch in a hundred;
 * the first rank sends the batch to the others, as with ``broadcast_batches=True``.
 
-The time of the slowest rank counts, less that of nothing, and of all rounds the median. A loader that reads by index
-compares contents every ``EVERY_BATCHES`` batches and nothing in between; a stream also compares every number. The mean
-over those batches is given as a share of a step of half a second that takes one batch.
+The result is the time of the slowest rank minus that of "nothing", as the median over all rounds. A loader that reads
+by index compares contents every ``EVERY_BATCHES`` batches and nothing in between; a stream also compares every batch
+number. The mean cost per batch is given as a share of a half-second step that takes one batch.
 
     python -m benchmarks.batches
 
@@ -39,7 +39,7 @@ from lightning_mcore.strategy.same_batches import EVERY_BATCHES, SameBatches
 from tests.ranks import run_ranks
 
 STEP = 0.5  # seconds
-WARM_UP = 5  # rounds that are not counted
+WARM_UP = 5  # warm-up rounds
 _BATCHES: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
     "tokens [8, 4096]": lambda: {
         "tokens": torch.randint(0, 50_000, (8, 4096)),
@@ -55,7 +55,7 @@ _BATCHES: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
 
 
 def measure(kind: str, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each round on this rank, by what was done."""
+    """Return the seconds of each round on this rank, by action."""
     torch.manual_seed(0)
     layout = ParallelLayout(tensor_model_parallel_size=dist.get_world_size())
     with cpu_runtime():
@@ -81,7 +81,7 @@ def measure(kind: str, rounds: int) -> dict[str, list[float]]:
 
 
 def summary(kind: str, ranks: list[dict[str, list[float]]]) -> dict[str, Any]:
-    """Return the medians, in seconds, and the shares of a step."""
+    """Return the medians in seconds, and their shares of a step."""
     slowest = {way: [max(times) for times in zip(*(rank[way] for rank in ranks), strict=True)] for way in ranks[0]}
     pairs = {
         way: statistics.median(time - nothing for time, nothing in zip(times, slowest["nothing"], strict=True))
@@ -121,7 +121,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure and write the results."""
+    """Run the benchmark and write the results."""
     parser = argparse.ArgumentParser(description="Time the comparison of batches.")
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])

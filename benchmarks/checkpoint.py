@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What checkpoints cost: save and load against plain copies, what an asynchronous save adds, what a reshard takes.
+"""Cost of checkpoints: saves and loads against plain copies, asynchronous saves, and resharding.
 
-* **Throughput.** In one run, in turns: a save, a plain copy of the files that it wrote (``shutil.copyfile`` and fsync,
-  by as many processes at once as there are ranks), a load into the running model and optimizer, and a plain read. All
-  of it lies on the same disk. Files are dropped from the page cache before a load, a read and the copy that loads are
-  compared with, as far as ``posix_fadvise`` does that; the copy that saves are compared with finds its source in the
-  cache, as a save finds its in memory.
-* **Stall.** Blocks of training steps, in turns: without a save, with a synchronous one, with an asynchronous one. What
-  a save adds to its block is its stall, whether in the call, in the steps after it, or in waiting for it at the end of
-  the block. CPU ranks compute on the cores that writers need, so it matters whether a
-  rank has a core to spare.
-* **Memory.** A checkpoint of one layout is loaded on another, each rank a fresh process: the peak that loading adds to
-  the resident memory, over the size of the rank's parameters and optimizer state.
+* **Throughput.** One run alternates between a save, a plain copy of the files that it wrote (``shutil.copyfile`` and
+  fsync, with one process per rank at the same time), a load into the running model and optimizer, and a plain read. All
+  files are on the same disk. Before a load, a read, and the copy that loads are compared with, files are dropped from
+  the page cache, as far as ``posix_fadvise`` does so. The copy that saves are compared with finds its source in the
+  cache, just as a save finds its state in memory.
+* **Stall.** Blocks of training steps alternate: without a save, with a synchronous save, and with an asynchronous one.
+  The stall is the time that a save adds to its block: in the call, in later steps, or in waiting for it at the end of
+  the block. CPU ranks compute on the same cores that the writers need, so it matters whether a rank has a spare core.
+* **Memory.** A checkpoint of one layout is loaded on another, with each rank in a fresh process. The figure is the peak
+  resident memory added by loading, relative to the size of the rank's parameters and optimizer state.
 
     python -m benchmarks.checkpoint
     python -m benchmarks.checkpoint --parts throughput --layouts tp2 --rounds 11
@@ -56,7 +55,7 @@ LEARNING_RATE = 1e-4
 def fit(
     options: argparse.Namespace, layout: str, steps: int, callback: pl.Callback, asynchronous: bool = False
 ) -> None:
-    """Train on this rank, with a callback that does the measuring."""
+    """Train on this rank with a callback that does the measuring."""
     warnings.filterwarnings("ignore")
     world_size, parallel = LAYOUTS[layout]
     trainer = pl.Trainer(
@@ -78,7 +77,7 @@ def fit(
 
 
 def timed(action: Callable[[], Any]) -> float:
-    """Return the seconds that all ranks together need for an action."""
+    """Return the seconds until all ranks have finished an action."""
     dist.barrier()
     began = time.perf_counter()
     action()
@@ -87,13 +86,13 @@ def timed(action: Callable[[], Any]) -> float:
 
 
 def share(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint that this rank copies: every rank as many bytes as possible."""
+    """Return the checkpoint files that this rank copies, balanced by bytes across ranks."""
     files = sorted((path for path in folder.iterdir()), key=lambda path: (-path.stat().st_size, path.name))
     return files[dist.get_rank() :: dist.get_world_size()]
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy this rank's share of the files, onto the disk."""
+    """Copy this rank's share of the files to disk."""
     for path in share(source):
         shutil.copyfile(path, target / path.name)
         with open(target / path.name, "rb+") as file:
@@ -118,11 +117,11 @@ def forget(folder: Path) -> None:
 
 
 class Throughput(pl.Callback):
-    """At the end of a run saves, copies, loads and reads in turns.
+    """At the end of a run, saves, copies, loads and reads in turn.
 
     Args:
-        folder: Where to.
-        rounds: How often; one more comes before and does not count.
+        folder: Folder to write to.
+        rounds: Number of rounds, after one warm-up round.
     """
 
     def __init__(self, folder: str, rounds: int) -> None:
@@ -138,7 +137,7 @@ class Throughput(pl.Callback):
                 self.seconds.append(row)
 
     def one_round(self, trainer: pl.Trainer, saved: Path, copied: Path) -> dict[str, float]:
-        """Return the seconds of everything, in an order that changes from round to round."""
+        """Return the seconds of each action; their order changes from round to round."""
         first = len(self.seconds) % 2 == 0
         row = {"save": timed(lambda: trainer.save_checkpoint(saved))}
         self.num_bytes = sum(path.stat().st_size for path in saved.iterdir())
@@ -160,7 +159,7 @@ class Throughput(pl.Callback):
 
     @staticmethod
     def timed_copy(saved: Path, copied: Path) -> float:
-        """Copy, measure, and delete the copy."""
+        """Copy the files, time it, and delete the copy."""
         copied.mkdir(exist_ok=True, parents=True)
         seconds = timed(lambda: copy(saved, copied))
         if dist.get_rank() == 0:
@@ -178,19 +177,19 @@ class Throughput(pl.Callback):
 
 
 def measure_throughput(options: argparse.Namespace, layout: str, folder: str) -> tuple[int, list[dict[str, float]]]:
-    """Rank function: bytes of a checkpoint, and the seconds of each round."""
+    """Rank function: return the size of a checkpoint in bytes, and the seconds of each round."""
     measured = Throughput(folder, options.rounds)
     fit(options, layout, 1, measured)
     return measured.num_bytes, measured.seconds
 
 
 class Stall(pl.Callback):
-    """Times blocks of steps: without a save, with a synchronous and with an asynchronous one.
+    """Times blocks of steps without a save, with a synchronous save and with an asynchronous save.
 
     Args:
-        folder: Where to save.
-        rounds: Blocks of each kind; one more of each comes before and does not count.
-        steps: Optimizer steps of a block.
+        folder: Folder for the checkpoints.
+        rounds: Blocks of each kind, after one warm-up block of each.
+        steps: Optimizer steps per block.
     """
 
     kinds = ("none", "sync", "async")
@@ -206,7 +205,7 @@ class Stall(pl.Callback):
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the run; the first warms up."""
+        """Optimizer steps of the run, including one for warm-up."""
         return 1 + len(self.plan) * self.steps
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -233,7 +232,7 @@ class Stall(pl.Callback):
 
 
 def measure_stall(options: argparse.Namespace, layout: str, folder: str) -> dict[str, Any]:
-    """Rank function: seconds of the blocks of each kind and of the calls that save."""
+    """Rank function: return the seconds of each kind of block and of the save calls."""
     measured = Stall(folder, options.blocks, options.block_steps)
     fit(options, layout, measured.total_steps, measured, asynchronous=True)
     counted = measured.blocks[len(measured.kinds) :]
@@ -254,12 +253,12 @@ class Saved(pl.Callback):
 
 
 def write_checkpoint(options: argparse.Namespace, layout: str, path: Path) -> None:
-    """Rank function: train one step and save."""
+    """Rank function: train for one step and save."""
     fit(options, layout, 1, Saved(path))
 
 
 def memory(field: str) -> int:
-    """Return a figure of this process's memory, in bytes: ``VmRSS`` now, or ``VmHWM`` at its peak."""
+    """Return this process's memory in bytes: ``VmRSS`` (current) or ``VmHWM`` (peak)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -267,7 +266,7 @@ def memory(field: str) -> int:
 
 
 class Peak(pl.Callback):
-    """Loads a checkpoint into a model that has trained a step, and takes the peak of this process's memory."""
+    """Loads a checkpoint into a model after one training step, and records this process's peak memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -287,14 +286,14 @@ class Peak(pl.Callback):
 
 
 def measure_memory(options: argparse.Namespace, layout: str, path: Path) -> tuple[int, int]:
-    """Rank function: bytes that loading adds at its peak, and bytes of this rank's parameters and optimizer state."""
+    """Rank function: return the bytes that loading adds at its peak, and those of the rank's parameters and optimizer."""
     measured = Peak(path)
     fit(options, layout, 1, measured)
     return measured.added, measured.state
 
 
 def throughput(options: argparse.Namespace, layout: str) -> dict[str, Any]:
-    """Measure saves, loads and copies on one layout."""
+    """Time saves, loads and copies on one layout."""
     with tempfile.TemporaryDirectory(dir=options.disk, prefix="checkpoint_") as folder:
         num_bytes, rows = run_ranks(LAYOUTS[layout][0], measure_throughput, options, layout, folder, timeout=1800)[0]
     speed = {name: num_bytes / statistics.median(row[name] for row in rows) / 1e9 for name in rows[0]}
@@ -304,7 +303,7 @@ def throughput(options: argparse.Namespace, layout: str) -> dict[str, Any]:
 
 
 def stall(options: argparse.Namespace, layout: str) -> dict[str, Any]:
-    """Measure what saves add to training on one layout."""
+    """Measure the time that saves add to training on one layout."""
     with tempfile.TemporaryDirectory(dir=options.disk, prefix="checkpoint_") as folder:
         result = run_ranks(LAYOUTS[layout][0], measure_stall, options, layout, folder, timeout=1800)[0]
     blocks = result["blocks"]
@@ -374,7 +373,7 @@ def tables(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def main() -> None:
-    """Run the chosen measurements and write the results."""
+    """Run the selected parts and write the results."""
     parser = argparse.ArgumentParser(description="Time saves and loads of checkpoints against plain copies.")
     parser.add_argument("--parts", nargs="+", choices=["throughput", "stall", "memory"], default=None)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["one", "tp2", "dp2-do"])

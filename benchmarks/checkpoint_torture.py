@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kill ranks at random moments of saves for as long as you like; the test of the same name does it twenty times.
+"""Kill ranks at random moments during saves, as often as you like; the test of the same name does it twenty times.
 
     python -m benchmarks.checkpoint_torture --kills 500
 
-Each run of 25 kills has a seed of its own and is of one kind: a layout, with ``last.ckpt`` replaced or a link, in a
-folder that may lie behind a link; four trials save synchronously, the next four asynchronously. A run that loses
-anything ends with the error, and ``--kills 25 --seed N`` repeats it, as far as a random moment can be repeated.
+Each run of 25 kills has its own seed and its own setup: a layout, a ``last.ckpt`` that is replaced or a link, and a
+folder that may be reached through a link. Four trials save synchronously, the next four asynchronously. A run that
+loses anything stops with an error; ``--kills 25 --seed N`` repeats it, as far as random moments can be repeated.
 ``tests/torture.py`` says what is checked. The results, with versions and commit, go to benchmarks/results/.
 """
 
@@ -22,7 +22,7 @@ KILLS_OF_A_RUN = 25
 
 
 def main() -> None:
-    """Kill as often as the command line says, and write the results."""
+    """Run the requested number of kills and write the results."""
     parser = argparse.ArgumentParser(description="Kill ranks at random moments of saves.")
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seed", type=int, default=100, help="of the first run; the others count on")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training script that writes when it got where; ``benchmarks/startup.py`` starts it.
+"""A training script that records when each phase ends; ``benchmarks/startup.py`` runs it.
 
     python benchmarks/first_step.py mcore|ddp FILE
 
-Rank 0 writes a JSON object into the file: seconds from the start of the first process to the end of each phase, in
-order. With ``"ddp"`` the model is one of torch in the same sizes.
+Rank 0 writes a JSON object to the file: for each phase, in order, the seconds from the start of the first process to
+the end of the phase. With ``"ddp"``, the model is a plain torch model of the same size.
 """
 
 import os
@@ -17,7 +17,7 @@ _REACHED: dict[str, float] = {}
 
 
 def reached(phase: str) -> None:
-    """Note that a phase has ended."""
+    """Record the end of a phase."""
     _REACHED.setdefault(phase, time.time() - _BEGAN)
 
 
@@ -34,7 +34,7 @@ VOCAB_SIZE, LENGTH, HIDDEN, RANKS = 512, 64, 64, 4
 
 
 class Marks(pl.Callback):
-    """Notes the phases of the first step."""
+    """Records the phases of the first step."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         reached("ranks and groups")
@@ -50,7 +50,7 @@ class Marks(pl.Callback):
 
 
 class Plain(pl.LightningModule):
-    """A Transformer of torch for ``"ddp"``."""
+    """A plain torch Transformer for ``"ddp"``."""
 
     def configure_model(self) -> None:
         layer = torch.nn.TransformerEncoderLayer(HIDDEN, 2, 4 * HIDDEN, batch_first=True)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens ``hf_model(...).generate`` writes in a second of one CPU core, beside transformers.
+"""Throughput of ``hf_model(...).generate`` on one CPU core, compared with transformers.
 
-A random Llama in fp32 continues the same prompts greedily, in turns in one process: transformers with its cache, ours
-with the cache, and ours without. All three must write the same tokens. Seconds are those
-of the process on its core, so that other programs on the machine count little.
+A random fp32 Llama continues the same prompts greedily, in one process that alternates between transformers with its
+cache, ours with the cache, and ours without. All three must generate the same tokens. Time is CPU time of the process,
+so that other programs on the machine have little effect.
 
     python -m benchmarks.generate
     python -m benchmarks.generate --hidden 1024 --layers 16 --rounds 5
@@ -49,7 +49,7 @@ def make_model(options: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
-    """Return the tokens in a second of the core, of each turn."""
+    """Return the tokens per CPU second of each turn."""
     other: Any = make_model(options)
     other.save_pretrained(folder)
     prompts = torch.randint(1, VOCAB_SIZE, (options.rows, options.prompt))
@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]
             for name, write in writers.items():
                 began = time.process_time()
                 written.append(write())
-                if number:  # the first warms up
+                if number:  # the first one is for warm-up
                     seconds = time.process_time() - began
                     speeds.setdefault(name, []).append(options.rows * options.new / seconds)
             if not all(torch.equal(tokens, written[0]) for tokens in written):
@@ -96,7 +96,7 @@ def table(options: argparse.Namespace, speeds: dict[str, list[float]]) -> str:
 
 
 def main() -> None:
-    """Measure and write the results."""
+    """Run the benchmark and write the results."""
     parser = argparse.ArgumentParser(description="Time generation beside transformers on one CPU rank.")
     parser.add_argument("--hidden", type=int, default=512, help="size of a token, a multiple of 128")
     parser.add_argument("--layers", type=int, default=8)

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the step on a GPU: against a bare Megatron loop, with each FP8 recipe, packed, recomputed, and in a save.
+"""Benchmark training steps on a GPU: against a bare Megatron loop, with FP8, packing, recomputation, and saves.
 
-All runs are on one device, in one process. Figures are medians over steps after warm-up; every step waits for the GPU.
+All runs use one device and one process. Figures are medians over steps after warm-up; every step waits for the GPU.
 
 =========  =============================================================================================================
-overhead   ours against a bare Megatron loop in the same process, in pairs: one of its steps after each of ours
-lightning  ours against Lightning's DDP and FSDP with the model of transformers, of the same sizes
-recipes    bf16 against each recipe of FP8 and FP4 of the device: step time, FLOP/s, peak memory, and what plan says
-packing    rows that hold several samples against a row for each: real tokens a second
-recompute  activations kept, and recomputed: step time, peak memory, and what plan says
-save       how long a synchronous and an asynchronous save hold up a step
+overhead   ours against a bare Megatron loop in the same process: each step of ours is followed by one of the bare loop
+lightning  ours against Lightning's DDP and FSDP with the transformers model of the same size
+recipes    bf16 against each FP8 and FP4 recipe of the device: step time, FLOP/s, peak memory, and plan's estimate
+packing    several samples per row against one per row: real tokens per second
+recompute  activations kept or recomputed: step time, peak memory, and plan's estimate
+save       how long a synchronous and an asynchronous save delay a step
 =========  =============================================================================================================
 
-    python -m benchmarks.gpu                              # all pieces; make gpu runs each one separately
+    python -m benchmarks.gpu                              # all parts; make gpu runs each one separately
     python -m benchmarks.gpu --pieces recipes --size 3b
-    python -m benchmarks.gpu --device cpu --tiny          # tries the code; writes nothing
+    python -m benchmarks.gpu --device cpu --tiny          # only exercises the code; writes nothing
 
 The results, with versions, commit and device, go to benchmarks/results/.
 """
@@ -67,7 +67,7 @@ EXPERTS = {"num_moe_experts": 16, "moe_router_topk": 2, "moe_token_dispatcher_ty
 
 
 def sized(layers: int, hidden: int, inner: int, heads: int, groups: int) -> dict[str, Any]:
-    """Return the fields of a model of these sizes."""
+    """Return the fields of a model of this size."""
     sizes = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": inner}
     return LLAMA | sizes | {"num_attention_heads": heads, "num_query_groups": groups}
 
@@ -84,7 +84,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 RECIPES = ("bf16", "delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
-WARM_UP = 5  # steps that are not counted; the last of them comes after everything is compiled
+WARM_UP = 5  # warm-up steps; everything is compiled before the last of them
 LEARNING_RATE = 1e-4
 MIB = 2**20
 
@@ -95,13 +95,13 @@ class Run:
 
     Args:
         device: ``"cuda"`` or ``"cpu"``.
-        transformer: The model's fields of ``TransformerConfig``.
-        seq_length: Tokens of a row.
-        rows: Rows of a microbatch.
-        microbatches: Microbatches of a step.
-        steps: Steps that are measured, after the warm-up.
+        transformer: The model's ``TransformerConfig`` fields.
+        seq_length: Tokens per row.
+        rows: Rows per microbatch.
+        microbatches: Microbatches per step.
+        steps: Measured steps, after the warm-up.
         recipe: One of ``RECIPES``.
-        data: What a loader reads; None for whole rows of random tokens.
+        data: Dataset to load; None for full rows of random tokens.
     """
 
     device: str
@@ -115,7 +115,7 @@ class Run:
 
     @property
     def impl(self) -> str:
-        """The layers: TransformerEngine's if it is installed, and the device is a GPU or the recipe needs it."""
+        """The layers: TransformerEngine's if it is installed and either the device is a GPU or the recipe needs it."""
         return "transformer_engine" if HAVE_TE and (self.device == "cuda" or self.recipe != "bf16") else "local"
 
     @property
@@ -127,12 +127,12 @@ class Run:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding."""
+        """Vocabulary size."""
         return 32_768 if self.device == "cuda" else 1024
 
     @property
     def samples(self) -> int:
-        """Number of samples: twice as many as the steps read."""
+        """Number of samples: twice as many as the run reads."""
         return 2 * (WARM_UP + self.steps + 1) * self.microbatches * self.rows
 
     def loader(self) -> DataLoader[Any]:
@@ -144,16 +144,16 @@ class Run:
 
 @dataclass
 class Figures:
-    """The measurements of a run.
+    """Measurements of a run.
 
     Args:
         seconds: Seconds of each step.
-        bare: Seconds of each step of the bare loop.
-        tokens: Real tokens of each step.
-        peak: The most memory that PyTorch allocated, in bytes; 0 on the CPU.
-        planned: The memory that ``plan`` computes, in bytes.
-        model_flops: Floating-point operations of the model for one token of a whole row.
-        attention: The kernels that TransformerEngine chose.
+        bare: Seconds of each bare-loop step.
+        tokens: Real tokens in each step.
+        peak: Peak memory allocated by PyTorch, in bytes; 0 on the CPU.
+        planned: Memory estimated by ``plan``, in bytes.
+        model_flops: Floating-point operations of the model per token of a full row.
+        attention: The attention kernels that TransformerEngine selected.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -165,7 +165,7 @@ class Figures:
     attention: str = ""
 
     def summary(self) -> dict[str, Any]:
-        """Return the medians, as JSON has them."""
+        """Return the medians as a JSON-compatible dict."""
         step = statistics.median(self.seconds)
         rate = statistics.median(n / s for n, s in zip(self.tokens, self.seconds, strict=True))
         found: dict[str, Any] = {
@@ -186,7 +186,7 @@ class Figures:
 
 
 def bare_loop(run: Run) -> BareLoop:
-    """Return a loop of bare Megatron with the model and data of a run."""
+    """Return a bare Megatron loop with the model and data of a run."""
     fused = fusion_defaults(run.transformer) if run.impl == "transformer_engine" and run.device == "cuda" else {}
     config = build_transformer_config({**fused, **run.transformer}, run.precision.megatron_fields())
     impl: Any = run.impl
@@ -211,7 +211,7 @@ def bare_loop(run: Run) -> BareLoop:
 
 
 class Steps(pl.Callback):
-    """Measures each optimizer step; after it, a step of the bare loop may run.
+    """Times each optimizer step, and can run a bare-loop step after it.
 
     Args:
         run: The run.
@@ -262,14 +262,14 @@ class Steps(pl.Callback):
 
 
 def now(device: str) -> float:
-    """Wait for the device to finish its work, and return the time in seconds."""
+    """Wait for the device to finish, and return the time in seconds."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def chosen_attention() -> str:
-    """Return the kernels that TransformerEngine chose last; ``"PyTorch"`` if it has not run."""
+    """Return the kernels that TransformerEngine selected last, or ``"PyTorch"`` if it has not run."""
     name = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
     module = sys.modules.get(name)
     chosen = getattr(module, "_attention_backends", {})
@@ -278,10 +278,10 @@ def chosen_attention() -> str:
 
 
 class OfTransformers(pl.LightningModule):
-    """The same model in its implementation by transformers, trained by Lightning alone.
+    """The same model as implemented in transformers, trained by Lightning alone.
 
     Args:
-        run: Whose sizes it has.
+        run: The run whose model size it uses.
     """
 
     def __init__(self, run: Run) -> None:
@@ -320,7 +320,7 @@ def fit(
         run: The run.
         with_bare: Whether the bare loop runs too.
         after_step: Called after each step.
-        peer: A strategy of Lightning, which trains the model of transformers instead of ours.
+        peer: A Lightning strategy that trains the transformers model instead of ours.
     """
     steps = Steps(run, with_bare, after_step)
     trainer = pl.Trainer(
@@ -359,16 +359,16 @@ def fit(
     return figures
 
 
-# ---- the pieces; each returns rows of a table
+# ---- the parts; each returns table rows
 
 
 def overhead(run: Run) -> list[dict[str, Any]]:
-    """Measure ours beside the bare loop."""
+    """Measure ours against the bare loop."""
     return [{"case": "ours beside the bare loop", **fit(run, with_bare=True).summary()}]
 
 
 def lightning(run: Run) -> list[dict[str, Any]]:
-    """Measure ours against Lightning's own strategies, which train the model of transformers."""
+    """Measure ours against Lightning's own strategies, which train the transformers model."""
     rows: list[dict[str, Any]] = [{"case": "MCoreStrategy", **fit(run).summary()}]
     for peer in ("ddp", "fsdp"):
         if run.device == "cpu" and peer == "fsdp":
@@ -381,7 +381,7 @@ def lightning(run: Run) -> list[dict[str, Any]]:
 
 
 def recipes(run: Run) -> list[dict[str, Any]]:
-    """Measure bf16 and the FP8 recipes; the row of a recipe that this device lacks gives the reason."""
+    """Measure bf16 and the FP8 recipes; if the device does not support a recipe, its row gives the reason."""
     rows: list[dict[str, Any]] = []
     for recipe in RECIPES:
         changed = with_changes(run, recipe=recipe)
@@ -396,7 +396,7 @@ def recipes(run: Run) -> list[dict[str, Any]]:
 
 
 def recompute(run: Run) -> list[dict[str, Any]]:
-    """Measure with activations kept and recomputed."""
+    """Measure with activations kept or recomputed."""
     return [
         {"case": name, **fit(with_changes(run, transformer=run.transformer | fields)).summary()}
         for name, fields in RECOMPUTE.items()
@@ -404,16 +404,16 @@ def recompute(run: Run) -> list[dict[str, Any]]:
 
 
 def with_changes(run: Run, **changes: Any) -> Run:
-    """Return the run with other values of some fields."""
+    """Return a copy of the run with some fields replaced."""
     return Run(**{**vars(run), **changes})
 
 
 class Samples(Dataset[list[TokenSample]]):
-    """Lists of samples of random lengths: as many as fill a row, or one sample each.
+    """Lists of samples of random lengths: either enough to fill a row, or one sample each.
 
     Args:
-        run: Has the length of a row, and the number of samples.
-        fills: Whether a list fills a row.
+        run: Gives the row length and the number of samples.
+        fills: Whether each list fills a row.
     """
 
     def __init__(self, run: Run, fills: bool) -> None:
@@ -429,7 +429,7 @@ class Samples(Dataset[list[TokenSample]]):
             length = int(min(left - 1, max(8, generator.lognormal(np.log(self.run.seq_length / 8), 1.0))))
             tokens = generator.integers(0, self.run.vocab_size, length + 1)
             samples.append(TokenSample(tokens, None, 100 * index + len(samples)))
-            left -= -(-length // 16) * 16  # as build_row pads each sample
+            left -= -(-length // 16) * 16  # build_row pads each sample like this
         return samples
 
 
@@ -443,7 +443,7 @@ def packed_data(run: Run) -> DataLoader[Any]:
 
 
 def padded_data(run: Run) -> DataLoader[Any]:
-    """Return a loader of rows of one sample each."""
+    """Return a loader of rows with one sample each."""
     return DataLoader(
         Samples(run, False),
         batch_size=run.rows,
@@ -458,7 +458,7 @@ def packing(run: Run) -> list[dict[str, Any]]:
 
 
 def save(run: Run) -> list[dict[str, Any]]:
-    """Measure how long a save holds up the trainer, and the steps while files are written."""
+    """Measure how long a save delays the trainer, and the steps during which files are written."""
     rows = []
     for name, is_asynchronous in (("synchronous", False), ("asynchronous", True)):
         stalls: list[float] = []
@@ -480,7 +480,7 @@ def save(run: Run) -> list[dict[str, Any]]:
                 stalls.append(time.perf_counter() - start)
 
             found = fit(run, after_step=save_now).summary()
-        later_stalls = stalls[1:] or stalls  # the first allocates the memory of the copy
+        later_stalls = stalls[1:] or stalls  # the first one allocates memory for the copy
         first = {"first_stall_seconds": stalls[0], "stall_seconds": statistics.median(later_stalls)}
         rows.append({"case": name, **first, **found})
     return rows
@@ -522,7 +522,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def highest_tflops(device: str) -> float:
-    """Return the highest speed of bf16 matrix products on the device, in TFLOP/s."""
+    """Return the peak speed of bf16 matrix products on the device, in TFLOP/s."""
     size = 8192 if device == "cuda" else 256
     left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
     seconds = []
@@ -534,7 +534,7 @@ def highest_tflops(device: str) -> float:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the installed packages that have kernels."""
+    """Return the versions of the installed packages that contain kernels."""
     found = {"CUDA": str(torch.version.cuda)}
     for package in ("transformer_engine", "flash_attn", "nvidia-cudnn-cu13", "triton"):
         try:
@@ -545,7 +545,7 @@ def versions() -> dict[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> dict[str, list[dict[str, Any]]]:
-    """Run the chosen measurements and, on a GPU, write the results."""
+    """Run the selected parts and, on a GPU, write the results."""
     parser = argparse.ArgumentParser(description="Measure our step on a GPU.")
     parser.add_argument("--pieces", nargs="+", choices=PIECES, default=list(PIECES))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -561,7 +561,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[dict[str, Any]]]:
         parser.error("this machine has no CUDA GPU; --device cpu --tiny tries the code")
     if options.device == "cpu":
         torch.set_num_threads(1)
-        os.environ["OMP_NUM_THREADS"] = "1"  # or Lightning would take all cores
+        os.environ["OMP_NUM_THREADS"] = "1"  # otherwise Lightning would use all cores
     if options.tiny:
         options.size, options.seq_length, options.microbatches, options.steps = "tiny", 128, 2, 5
     output = options.output

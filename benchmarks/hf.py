@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs to import and to export a Hugging Face model, against a plain copy of its files.
+"""Cost of importing and exporting a Hugging Face model, compared with a plain copy of its files.
 
-A Llama of a few GB of noise in bf16 is written in the format of Hugging Face. In turns, in one process, on the same
-disk:
+A bf16 Llama with a few GB of random weights is written in Hugging Face format. The following run in turn, in one
+process and on the same disk:
 
-* **Copy.** The files of the model, ``shutil.copyfile`` and fsync, one after the other.
-* **Import.** ``lightning-mcore import``: the model read, a sharded checkpoint written, with checksums and fsync.
-* **Export.** ``lightning-mcore export`` of that checkpoint: a Hugging Face folder again, with fsync.
-* **Load.** ``MCoreGPT.from_pretrained`` up to the filled model, in one process, against a plain read of the files.
+* **Copy.** The model's files are copied one after the other (``shutil.copyfile`` and fsync).
+* **Import.** ``lightning-mcore import`` reads the model and writes a sharded checkpoint, with checksums and fsync.
+* **Export.** ``lightning-mcore export`` turns that checkpoint into a Hugging Face folder again, with fsync.
+* **Load.** ``MCoreGPT.from_pretrained`` loads the model in one process, compared with a plain read of the files.
 
-Files are dropped from the page cache before they are read, as far as ``posix_fadvise`` does that. Starting Python and
-importing packages is not counted. Each turn is compared with the copy of the same turn. At the end every file of the
-export is compared with the model's, tensor by tensor.
+Files are dropped from the page cache before they are read, as far as ``posix_fadvise`` does so. The time to start
+Python and import packages is not counted. Each figure is compared with the copy in the same round. At the end, the
+exported files are compared with the model's, tensor by tensor.
 
-* **Memory.** Import and export once more, each in a fresh process: its peak memory, less that after all imports. Mapped
-  files do not count; the system takes those pages back when it needs them.
+* **Memory.** One more import and export, each in a fresh process: the peak memory minus the memory after all Python
+  imports. Mapped files do not count, because the system can reclaim their pages when it needs them.
 
     python -m benchmarks.hf
     python -m benchmarks.hf --gigabytes 4 --rounds 3 --disk /path/on/another/disk
@@ -50,7 +50,7 @@ TARGETS = {"import": 0.8, "export": 0.8}
 
 
 def sizes_of(gigabytes: float) -> LlamaSizes:
-    """Return sizes of a model with about this many GB of weights in bf16."""
+    """Return model sizes for about this many GB of bf16 weights."""
     of_layer = 2 * (2 * HIDDEN_SIZE**2 + HIDDEN_SIZE**2 + 9 * HIDDEN_SIZE**2)
     layers = max(1, round((gigabytes * 1e9 - 4 * VOCAB_SIZE * HIDDEN_SIZE) / of_layer))
     return LlamaSizes(HIDDEN_SIZE, layers, VOCAB_SIZE, heads=16, groups=8)
@@ -65,7 +65,7 @@ def forget(folder: Path) -> None:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy the files of a folder, onto the disk."""
+    """Copy the files of a folder to disk."""
     target.mkdir()
     for path in sorted(source.iterdir()):
         shutil.copyfile(path, target / path.name)
@@ -83,16 +83,16 @@ def read(source: Path) -> None:
 
 
 def load(source: Path) -> None:
-    """Fill a model in this process."""
+    """Load a model in this process."""
     with single_process():
         module = MCoreGPT.from_pretrained(str(source), transformer={"perform_initialization": False})
         module.configure_model()
 
 
 def timed(action: Callable[[], None], source: Path, target: Path | None = None) -> float:
-    """Return the seconds of an action on files that are not in memory; deletes what it wrote."""
+    """Return the seconds of an action on files that are not in memory, then delete what it wrote."""
     forget(source)
-    gc.collect()  # the model of an earlier turn, which would be looked for when the next one is built
+    gc.collect()  # free the model of an earlier turn before the next one is built
     began = time.perf_counter()
     action()
     seconds = time.perf_counter() - began
@@ -102,7 +102,7 @@ def timed(action: Callable[[], None], source: Path, target: Path | None = None) 
 
 
 def one_round(folder: Path, first: bool) -> dict[str, float]:
-    """Return the seconds of everything, in an order that changes from round to round."""
+    """Return the seconds of each action; their order changes from round to round."""
     model, imported, out = folder / "model", folder / "imported.ckpt", folder / "out"
     actions: dict[str, Callable[[], float]] = {
         "copy": lambda: timed(lambda: copy(model, out), model, out),
@@ -130,14 +130,14 @@ def differences(first: Path, second: Path) -> list[str]:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Measure all rounds."""
+    """Run all rounds."""
     model, imported = folder / "model", folder / "imported.ckpt"
     size = write_llama(model, sizes_of(options.gigabytes), options.shard_bytes)
     import_checkpoint(str(model), str(imported))
     rows = []
     for number in range(options.rounds + 1):
         row = one_round(folder, number % 2 == 0)
-        if number:  # the first warms up
+        if number:  # the first one is for warm-up
             rows.append(row)
             print({name: f"{size / seconds / 1e9:.2f} GB/s" for name, seconds in row.items()}, flush=True)
     jobs = {
@@ -189,7 +189,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure and write the results."""
+    """Run the benchmark and write the results."""
     parser = argparse.ArgumentParser(description="Time Hugging Face models in and out against a plain copy.")
     parser.add_argument("--gigabytes", type=float, default=2.0, help="of weights")
     parser.add_argument("--shard-bytes", type=int, default=250_000_000, help="of a file of the model at most")

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What adapters cost: the time of a step and the peak memory of a rank, beside two other ways to train.
+"""Cost of adapters: step time and per-rank peak memory, compared with two other ways to train.
 
-The same tiny Llama is trained on the same rows on two data-parallel CPU ranks, three ways: all weights under
+The same tiny Llama is trained on the same rows on two data-parallel CPU ranks in three ways: all weights under
 ``MCoreStrategy``, adapters on all linear layers under ``MCoreStrategy``, and the same adapters made by ``peft`` under
-Lightning's ``ddp``. The forms take turns, each in processes of its own, so that all see the same moments of a shared
-machine. A turn gives the median of its steps without the first ones. The figures are medians over turns, and ratios are
-medians over turns of the ratios within one turn. Memory is the highest resident size of a rank, less that of its
-process before the model is built.
+Lightning's ``ddp``. The three run in turn, each in its own processes, so that all of them see the same load on a shared
+machine. Each turn gives the median time of its steps after warm-up. The figures are medians over rounds, and ratios are
+medians of the ratios within each round. Memory is a rank's peak resident size minus its size before the model is built.
 
     python -m benchmarks.lora
     python -m benchmarks.lora --rounds 3 --hidden 256
@@ -37,7 +36,7 @@ from tests.ranks import run_ranks
 from tests.toy import make_trainer
 
 RANKS = 2
-WARM_UP = 3  # steps of a turn that are not counted
+WARM_UP = 3  # warm-up steps of a turn
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FULL, ADAPTERS, PEFT = "all weights", "adapters", "peft with ddp"
 FORMS = (FULL, ADAPTERS, PEFT)
@@ -55,17 +54,17 @@ class Clock(pl.Callback):
 
     @property
     def median(self) -> float:
-        """Seconds of a step, without those of the warm-up."""
+        """Median step time in seconds, without warm-up."""
         return median_step(self.ends)
 
 
 def median_step(ends: list[float]) -> float:
-    """Return the median of the seconds between these ends of all steps, without the first ``WARM_UP`` steps."""
+    """Return the median step time in seconds from the ends of all steps, without the first ``WARM_UP`` steps."""
     return statistics.median([b - a for a, b in pairwise(ends)][WARM_UP - 1 :])
 
 
 class PeftModule(pl.LightningModule):
-    """A Hugging Face model with adapters by PEFT."""
+    """A Hugging Face model with PEFT adapters."""
 
     def __init__(self, folder: str, rank: int) -> None:
         super().__init__()
@@ -87,7 +86,7 @@ class PeftModule(pl.LightningModule):
 
 
 def train(form: str, folder: str, options: dict[str, Any]) -> dict[str, float]:
-    """Train in one form on this rank; return the seconds of a step, and the peak memory in bytes."""
+    """Train in one way on this rank; return the step time in seconds and the peak memory in bytes."""
     torch.set_num_threads(1)
     before = _peak()
     text = torch.randint(VOCAB_SIZE, (64, options["length"] + 1), generator=torch.Generator().manual_seed(1))
@@ -116,7 +115,7 @@ def _batch(rows: list[tuple[Tensor]]) -> dict[str, Tensor]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Train in all forms in turns; the slowest rank and the rank with most memory count."""
+    """Train in all ways in turn; the slowest rank and the rank with the most memory count."""
     turns: list[dict[str, dict[str, float]]] = []
     with tempfile.TemporaryDirectory(prefix="lora_") as folder:
         sizes = {"hidden_size": options.hidden, "intermediate_size": 3 * options.hidden}
@@ -155,7 +154,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure and write the results."""
+    """Run the benchmark and write the results."""
     parser = argparse.ArgumentParser(description="Time adapters beside full training and beside peft.")
     parser.add_argument("--rounds", type=int, default=5, help="turns of all forms")
     parser.add_argument("--steps", type=int, default=12, help="steps of a turn that count")

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the strategy costs: our step against a bare Megatron loop, same model, same layout, same process.
+"""Overhead of the strategy: our step against a bare Megatron loop with the same model, layout and process.
 
-Time is measured in pairs. One ``Trainer.fit`` runs; after each of its optimizer steps a callback runs one step of a
-bare Megatron loop over a second copy of the model. The time of our step is everything from the end of one bare step to
-the beginning of the next: data loading, Lightning's loops and hooks, logging, Megatron's schedule, the optimizer. So
-both see the same moments of a shared machine, and the ratio of the two medians is what the strategy adds.
+Time is measured in pairs. During one ``Trainer.fit``, a callback runs one step of a bare Megatron loop, on a second
+copy of the model, after each optimizer step. Our step time covers everything from the end of one bare step to the
+beginning of the next: data loading, Lightning's loops and hooks, logging, Megatron's schedule and the optimizer. Both
+loops therefore see the same load on a shared machine, and the ratio of the two medians shows what the strategy adds.
 
-Memory is measured separately: each loop alone in fresh processes, the peak of the largest rank.
+Memory is measured separately, with each loop alone in fresh processes: the peak of the largest rank.
 
-The bare loop does without Lightning, whose loops, hooks and logging are most of the difference. So the same modules
-train in turns under Lightning's own ``"ddp"`` and under ``MCoreStrategy``: the smaller model, with the same logs, and a
-plain LightningModule of a few parameters, whose step is little but Lightning's loop.
+The bare loop does not use Lightning, whose loops, hooks and logging account for most of the difference. Two modules
+therefore also train in turn under Lightning's own ``"ddp"`` and under ``MCoreStrategy``: the smaller model, with the
+same logs, and a plain LightningModule with a few parameters, whose step is little more than Lightning's loop.
 
-A step of the larger model takes about half a second, one of the smaller about 20 ms, where what the strategy adds to
-each step shows.
+A step takes about half a second with the larger model and about 20 ms with the smaller one, where the fixed cost per
+step shows.
 
     python -m benchmarks.overhead                      # one rank, tp2 with sequence parallelism, pp2, dp2 sharded
     python -m benchmarks.overhead --layouts pp2 --models small
@@ -66,16 +66,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
     "dp2-do": (2, {"use_distributed_optimizer": True}),
 }
-MODELS: dict[str, dict[str, int]] = {  # and the pairs of steps that count
+MODELS: dict[str, dict[str, int]] = {  # and the measured pairs of steps
     "large": {"layers": 4, "hidden": 512, "seq_length": 128, "rows": 1, "microbatches": 4, "rounds": 80},
     "small": {"layers": 2, "hidden": 128, "seq_length": 64, "rows": 1, "microbatches": 2, "rounds": 200},
 }
 VOCAB_SIZE = 1024
 LEARNING_RATE = 1e-4
-WARM_UP = 3  # pairs that are not counted
+WARM_UP = 3  # warm-up pairs
 LOOPS = ("ddp", "MCoreStrategy")
-TURNS, LOOP_STEPS = 7, 150  # of each module, under each of them
-_FOLDERS = ("output", "disk")  # options that change no figure
+TURNS, LOOP_STEPS = 7, 150  # for each module and strategy
+_FOLDERS = ("output", "disk")  # options that affect no figure
 _LOAD = "load of the machine"
 
 
@@ -103,7 +103,7 @@ def data(options: argparse.Namespace) -> DataLoader[dict[str, torch.Tensor]]:
 
 
 def transformer_fields(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the model's own TransformerConfig fields, for both loops."""
+    """Return the model's own TransformerConfig fields for both loops."""
     return {
         "num_layers": options.layers,
         "hidden_size": options.hidden,
@@ -120,8 +120,8 @@ class BareLoop:
         model: The model in Megatron's DistributedDataParallel.
         optimizer: Megatron's optimizer.
         batches: The batches of all steps: ``tokens`` and ``labels``, [b, s] int64.
-        sizes: Has ``microbatches``, ``seq_length`` and ``rows``, those of a microbatch.
-        device: Where the model is.
+        sizes: Has ``microbatches``, ``seq_length`` and ``rows`` (per microbatch).
+        device: The device of the model.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class BareLoop:
 
 
 def bare_loop(options: argparse.Namespace, parallel: dict[str, Any]) -> BareLoop:
-    """Return the loop of a model as ours, on a layout."""
+    """Return a bare loop for the same model and layout as ours."""
     return megatron_loop(transformer_fields(options), VOCAB_SIZE, parallel, data(options), options)
 
 
@@ -176,14 +176,14 @@ def megatron_loop(
     batches: Iterable[dict[str, torch.Tensor]],
     sizes: Any,
 ) -> BareLoop:
-    """Return a bare loop on open process groups.
+    """Return a bare loop that uses the existing process groups.
 
     Args:
-        fields: The model's fields of ``TransformerConfig``.
-        vocab_size: Rows of the embedding.
-        parallel: The arguments of ``MCoreStrategy`` that the groups were opened with.
-        batches: As :class:`BareLoop` takes them.
-        sizes: As :class:`BareLoop` takes them.
+        fields: The model's ``TransformerConfig`` fields.
+        vocab_size: Vocabulary size.
+        parallel: The ``MCoreStrategy`` arguments that the groups were created with.
+        batches: See :class:`BareLoop`.
+        sizes: See :class:`BareLoop`.
     """
     sharded = parallel.get("use_distributed_optimizer", False)
     config = TransformerConfig(
@@ -217,7 +217,7 @@ def megatron_loop(
 
 
 class PairedSteps(pl.Callback):
-    """After each step of the trainer runs one step of the bare loop, and takes the time of both."""
+    """Runs one step of the bare loop after each trainer step, and times both."""
 
     def __init__(self, options: argparse.Namespace, bare: BareLoop | None) -> None:
         self.options = options
@@ -243,7 +243,7 @@ class PairedSteps(pl.Callback):
 
 
 def fit(options: argparse.Namespace, parallel: dict[str, Any], world_size: int, with_bare: bool) -> PairedSteps:
-    """Run the trainer on this rank, with or without the bare loop beside it."""
+    """Run the trainer on this rank, with or without the bare loop."""
     strategy = MCoreStrategy(**parallel)
     with cpu_runtime():
         bare = None
@@ -276,14 +276,14 @@ def gpt(options: argparse.Namespace) -> MCoreGPT:
 
 
 def measure_time(options: argparse.Namespace, parallel: dict[str, Any], world_size: int) -> dict[str, list[float]]:
-    """Rank function: seconds of our steps and of the bare ones, in pairs."""
+    """Rank function: return the seconds of our steps and of the bare steps, in pairs."""
     warnings.filterwarnings("ignore")
     pairs = fit(options, parallel, world_size, with_bare=True)
     return {"ours": pairs.ours_seconds[WARM_UP:], "bare": pairs.bare_seconds[WARM_UP:]}
 
 
 def measure_memory(options: argparse.Namespace, parallel: dict[str, Any], world_size: int, ours: bool) -> int:
-    """Rank function: peak resident memory of this process in KiB, of one of the loops."""
+    """Rank function: run one of the loops, and return the peak resident memory of this process in KiB."""
     warnings.filterwarnings("ignore")
     if ours:
         fit(options, parallel, world_size, with_bare=False)
@@ -323,7 +323,7 @@ def measure(name: str, model: str) -> dict[str, Any]:
 
 
 def measure_loops() -> list[dict[str, Any]]:
-    """Rank function: seconds of a step of each module under each strategy."""
+    """Rank function: return the step time in seconds of each module under each strategy."""
     warnings.filterwarnings("ignore")
     options = argparse.Namespace(**{**MODELS["small"], "rounds": LOOP_STEPS})
     modules: dict[str, tuple[int, Callable[[], tuple[Any, Any]]]] = {
@@ -345,7 +345,7 @@ def measure_loops() -> list[dict[str, Any]]:
                     callbacks=[steps],
                 )
                 trainer.fit(*make())
-                if turn:  # the first warms up
+                if turn:  # the first one is for warm-up
                     seconds[name].append(statistics.median(steps.ours_seconds[WARM_UP:]))
         medians = {name: statistics.median(values) for name, values in seconds.items()}
         rows.append({"module": module, "ranks": dist.get_world_size(), "median_seconds": medians, "seconds": seconds})
@@ -353,7 +353,7 @@ def measure_loops() -> list[dict[str, Any]]:
 
 
 def commit() -> str:
-    """Return the commit of the repository, "unknown" without its history or without git."""
+    """Return the commit of the repository, or "unknown" without its history or git."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
         described = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
@@ -363,7 +363,7 @@ def commit() -> str:
 
 
 def circumstances(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what the figures depend on; call it before the measurement."""
+    """Return the conditions that affect the figures; call it before the benchmark."""
     return {
         "date": date.today().isoformat(),
         "commit": commit(),
@@ -400,16 +400,16 @@ def table(rows: list[dict[str, Any]], loops: Sequence[dict[str, Any]] = ()) -> s
 def write_results(
     output: Path, name: str, title: str, facts: dict[str, Any], results: Any, text: str, device: str = "cpu"
 ) -> None:
-    """Write what was measured as JSON and to read, and show it.
+    """Write the results as JSON and as Markdown, and print them.
 
     Args:
-        output: The folder.
-        name: What was measured; the date follows it in the names of the files.
-        title: Of the text.
-        facts: The :func:`circumstances`; the load of the machine at the end is added.
-        results: What was measured, as JSON can hold it.
-        text: The same to read.
-        device: The kind of device that it was measured on.
+        output: The folder to write to.
+        name: Start of the file names, before the date.
+        title: Title of the Markdown file.
+        facts: Output of :func:`circumstances`; the load of the machine at the end is added.
+        results: The results, JSON-compatible.
+        text: The results as Markdown.
+        device: The kind of device used.
     """
     facts = {**facts, _LOAD: f"{facts[_LOAD]}, {os.getloadavg()[0]:.1f} at the end (averages of a minute)"}
     output.mkdir(parents=True, exist_ok=True)
@@ -421,7 +421,7 @@ def write_results(
 
 
 def main() -> None:
-    """Measure the chosen layouts and write the results."""
+    """Run the selected layouts and write the results."""
     parser = argparse.ArgumentParser(description="Time our step against a bare Megatron loop.")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))

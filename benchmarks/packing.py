@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What packing gives: how full rows are, how fast samples are packed, and what training gains by it.
+"""Benefits of packing: how full rows are, how fast samples are packed, and how much faster training is.
 
-* **Fill.** The share of places that hold a token, for three distributions of lengths: best-fit decreasing over all
-  samples, the packer of streams with a bounded number of open rows, and for comparison first-fit and next-fit in the
-  order of the samples, and padded batches.
-* **Packing speed.** Samples a second on one core: deciding which sample goes where (``pack_lengths``), and making
-  tensors of the rows (``build_row``, ``OnlinePacker``).
-* **Training speed.** Real tokens a second of one CPU rank under ``MCoreStrategy``. One ``Trainer.fit`` trains on one
-  group of samples after another, each group in every form: packed, padded to the longest of a batch, padded to the
-  length of a row. A batch of each comes in turn, with equally many optimizer steps. So all forms see the same samples
-  at the same moments of a shared machine. The time of a batch is everything: collating it, Lightning's loops, the
-  optimizer. If a place of a row cost the same in every form, packing would be faster by the inverse of the share of
-  places that hold a token in the padded form. The *efficiency* is the measured speed-up divided by that.
+* **Fill.** The share of row positions that hold a token, for three length distributions. Compared are best-fit
+  decreasing over all samples, the stream packer with a bounded number of open rows, first-fit and next-fit in sample
+  order, and padded batches.
+* **Packing speed.** Samples per second on one core: assigning samples to rows (``pack_lengths``), and building row
+  tensors (``build_row``, ``OnlinePacker``).
+* **Training speed.** Real tokens per second on one CPU rank under ``MCoreStrategy``. One ``Trainer.fit`` trains on one
+  group of samples after another, each group in three forms: packed, padded to the longest sample of a batch, and padded
+  to the row length. Batches of the three forms alternate, with equally many optimizer steps, so all forms see the same
+  samples under the same load on a shared machine. The time of a batch covers everything: collation, Lightning's loops
+  and the optimizer. If a row position cost the same in every form, the speed-up from packing would be the inverse of
+  the fill of the padded form. *Efficiency* is the measured speed-up divided by this ideal.
 
     python -m benchmarks.packing
     python -m benchmarks.packing --parts training --rounds 5
@@ -44,13 +44,13 @@ from tests.ranks import run_ranks
 
 PARTS = ("fill", "speed", "training")
 VOCAB_SIZE = 1024
-ROW_LENGTH = 8192  # of the first two parts
-WARM_UP = 1  # rounds that are not counted
+ROW_LENGTH = 8192  # for the first two parts
+WARM_UP = 1  # warm-up rounds
 TRAINING_FORMS = ("packed", "padded to the longest of a batch", "padded to the row")
 
 
 def distributions(count: int) -> dict[str, np.ndarray]:
-    """Return lengths of samples in tokens: documents, anything up to a row, and short questions with long answers."""
+    """Return sample lengths in tokens: documents, uniform up to a row, and short questions with long answers."""
     generator = np.random.default_rng(1)
     bimodal = np.where(
         generator.random(count) < 0.7, generator.normal(250, 80, count), generator.normal(2500, 600, count)
@@ -66,7 +66,7 @@ def distributions(count: int) -> dict[str, np.ndarray]:
 
 
 def measure_fill(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the fill of each distribution under each way to make rows."""
+    """Return the fill for each distribution and each way to build rows."""
     results = []
     for name, lengths in distributions(options.fill_samples).items():
         places = {
@@ -87,16 +87,16 @@ def fills(lengths: np.ndarray, places: dict[str, int]) -> dict[str, float]:
 
 
 def online_rows(lengths: np.ndarray, open_rows: int) -> int:
-    """Return how many rows the packer of streams makes, without making them."""
+    """Return how many rows the stream packer would produce, without building them."""
     packer = OnlinePacker(ROW_LENGTH, open_rows=open_rows)
-    packer._close = lambda row: {}  # type: ignore[method-assign]  # no tensors are made
+    packer._close = lambda row: {}  # type: ignore[method-assign]  # builds no tensors
     tokens = np.zeros(ROW_LENGTH + 1, np.int64)
     made = sum(len(packer.add(TokenSample(tokens[: length + 1]))) for length in lengths.tolist())
     return made + len(packer.flush())
 
 
 def first_fit_rows(lengths: np.ndarray) -> int:
-    """Return the number of rows if each sample goes into the first row with room; uses a tree of the largest room."""
+    """Return the number of rows if each sample goes into the first row with room; searches a tree of free space."""
     leaves = 1 << int(len(lengths) - 1).bit_length()
     most = [ROW_LENGTH] * (2 * leaves)
     opened = 0
@@ -121,7 +121,7 @@ def padded_places(lengths: np.ndarray, batch_size: int) -> int:
 
 
 def median_rate(amount: float, action: Callable[[], Any], rounds: int) -> float:
-    """Return the amount that an action processes in a second; the median of some rounds."""
+    """Return the amount that an action processes per second, as the median of some rounds."""
     seconds = []
     for _ in range(rounds):
         since = time.perf_counter()
@@ -131,7 +131,7 @@ def median_rate(amount: float, action: Callable[[], Any], rounds: int) -> float:
 
 
 def measure_speed(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return samples and tokens a second on one core."""
+    """Return samples and tokens per second on one core."""
     torch.set_num_threads(1)
     results: list[dict[str, Any]] = []
     count = options.speed_samples
@@ -167,14 +167,14 @@ def as_samples(lengths: np.ndarray, seed: int = 1) -> list[TokenSample]:
     ]
 
 
-# ---- what training gains
+# ---- how much faster training is
 
 
 class Forms(IterableDataset[dict[str, torch.Tensor]]):
-    """Groups of samples, each in every form, a batch of each form in turn; ``plan`` says what each batch is.
+    """Groups of samples in every form, alternating between batches of each form; ``plan`` describes each batch.
 
     Args:
-        options: How many samples of which lengths.
+        options: The number and lengths of the samples.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -182,7 +182,7 @@ class Forms(IterableDataset[dict[str, torch.Tensor]]):
         self.plan: list[tuple[int, str]] = []
         self.tokens: Counter[tuple[int, str]] = Counter()
         self.places: Counter[tuple[int, str]] = Counter()
-        self.seconds: Counter[tuple[int, str]] = Counter()  # of making batches
+        self.seconds: Counter[tuple[int, str]] = Counter()  # for building batches
         self.all_seconds = 0.0
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -220,7 +220,7 @@ class Forms(IterableDataset[dict[str, torch.Tensor]]):
                 yield {**batch, "real": batch["lengths"].sum()}
             return
         rows = list(pack_lengths([sample.length for sample in samples], row_length))
-        for step in range(steps):  # as many optimizer steps as the other forms have
+        for step in range(steps):  # as many optimizer steps as in the other forms
             part = rows[step * len(rows) // steps : (step + 1) * len(rows) // steps]
             if part:
                 batch = collate_rows([build_row([samples[index] for index in row], row_length) for row in part])
@@ -228,10 +228,10 @@ class Forms(IterableDataset[dict[str, torch.Tensor]]):
 
 
 class BatchTimes(pl.Callback):
-    """Takes the time of each batch, from the end of the one before; Lightning fetches ahead, so without making batches.
+    """Times each batch from the end of the previous one; building it is timed apart, because Lightning prefetches.
 
     Args:
-        forms: Knows how long making batches takes.
+        forms: Records how long building batches takes.
     """
 
     def __init__(self, forms: Forms) -> None:
@@ -252,7 +252,7 @@ class BatchTimes(pl.Callback):
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
-    """Rank function: seconds, tokens and places of each form in each round."""
+    """Rank function: return the seconds, tokens and row positions of each form in each round."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     forms = Forms(options)
@@ -283,7 +283,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_training(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the speed of each form, and the speed-up by packing."""
+    """Return the speed of each form and the speed-up from packing."""
     found = run_ranks(1, train, options, timeout=3600)[0]
     rounds = range(WARM_UP, WARM_UP + options.rounds)
     results = []
@@ -344,7 +344,7 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def main() -> None:
-    """Measure the chosen parts and write the results."""
+    """Run the selected parts and write the results."""
     parser = argparse.ArgumentParser(description="Measure packing: fill of the rows, speed, gain in training.")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--fill-samples", type=int, default=200_000)

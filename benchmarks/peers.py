@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same model trained by what else there is: Lightning's DDP and FSDP2, transformers' Trainer, bare Megatron, ours.
+"""The same model in other trainers and ours: Lightning's DDP and FSDP2, transformers' Trainer and bare Megatron.
 
-A small Llama is trained in fp32 on the same rows of random tokens on two CPU ranks. Every form sees the same number of
-tokens in a step and steps AdamW with the gradients clipped to a norm of 1; each reads the same Hugging Face folder.
+A small Llama is trained in fp32 on the same rows of random tokens on two CPU ranks. Every trainer processes the same
+number of tokens per step, uses AdamW with gradients clipped to a norm of 1, and reads the same Hugging Face folder.
 
 ==============  =====================================================================================================
 ddp             Lightning's ``"ddp"`` with transformers' model
 fsdp2           Lightning's ``ModelParallelStrategy`` with ``fully_shard`` over each layer of transformers' model
 transformers    transformers' ``Trainer`` with its default optimizer
-megatron        a bare Megatron loop, data parallelism of 2, the layers of ``MCoreGPT``
-ours ...        ``MCoreStrategy``: data parallelism of 2, the same with the distributed optimizer, tensor parallelism of
-                2 with sequence parallelism, a pipeline of 2
+megatron        a bare Megatron loop with DP=2 and the layers of ``MCoreGPT``
+ours ...        ``MCoreStrategy``: DP=2, DP=2 with the distributed optimizer, TP=2 with sequence parallelism, and PP=2
 ==============  =====================================================================================================
 
-The forms take turns, each in processes of its own, so that all see the same moments of a shared machine. A turn gives
-the median of its steps without the first ones. The figures are medians over turns, and ratios are medians over turns of
-the ratios within one turn. Memory is the highest resident size of a rank, less that of its process before the model is
-built. The pipeline cuts the rows of a step into four microbatches; all others take them at once.
+The trainers run in turn, each in its own processes, so that all of them see the same load on a shared machine. Each
+turn gives the median time of its steps after warm-up. The figures are medians over rounds, and ratios are medians of
+the ratios within each round. Memory is a rank's peak resident size minus its size before the model is built. PP=2
+splits the rows of a step into four microbatches; the others process them at once.
 
     python -m benchmarks.peers
     python -m benchmarks.peers --sizes 20m --rounds 3 --forms ddp "ours dp2"
@@ -56,8 +55,8 @@ from tests.ranks import run_ranks
 from tests.toy import make_trainer
 
 RANKS = 2
-LENGTH = 128  # tokens of a row
-ROWS = 8  # of a step on all ranks together
+LENGTH = 128  # tokens per row
+ROWS = 8  # rows per step, over all ranks
 SIZES: dict[str, dict[str, int]] = {
     "20m": {"num_hidden_layers": 8, "hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6}
     | {"num_key_value_heads": 6, "vocab_size": 8192},
@@ -76,7 +75,7 @@ LEARNING_RATE = 1e-4
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Rows of random tokens, the same in every process; ``labels`` are the tokens, as transformers wants them."""
+    """Rows of random tokens, the same in every process; ``labels`` are the tokens, as transformers expects."""
 
     def __init__(self, count: int, vocab_size: int) -> None:
         drawn = torch.Generator().manual_seed(1)
@@ -91,17 +90,17 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 def shifted(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return rows as Megatron wants them: ``tokens`` and ``labels``, [b, s] int64."""
+    """Return rows as Megatron expects them: ``tokens`` and ``labels``, [b, s] int64."""
     tokens = torch.stack([row["input_ids"] for row in rows])
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
 class HuggingFaceModule(pl.LightningModule):
-    """A model of transformers as its tutorials wrap it.
+    """A transformers model in a LightningModule, as tutorials write it.
 
     Args:
-        folder: Of the model.
-        shard: Whether to shard each layer, and the rest, over all ranks.
+        folder: Folder of the model.
+        shard: Whether to shard each layer, and the rest of the model, across all ranks.
     """
 
     def __init__(self, folder: str, shard: bool) -> None:
@@ -135,7 +134,7 @@ def _transformers_model(folder: str) -> Any:
 
 
 def train(form: str, folder: str, size: str, steps: int) -> dict[str, float]:
-    """Train in one form on this rank; return the seconds of a step, and the peak memory in bytes."""
+    """Train in one way on this rank; return the step time in seconds and the peak memory in bytes."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     transformers_logging.set_verbosity_error()
@@ -150,7 +149,7 @@ def _with_lightning(form: str, folder: str, rows: Rows, steps: int) -> float:
     clock = Clock()
     layout = OURS.get(form)
     microbatches = 4 if form == "ours pp2" else 1
-    ranks = RANKS if layout is None or "dp2" in form else 1  # that read different rows
+    ranks = RANKS if layout is None or "dp2" in form else 1  # ranks that read different rows
     data: DataLoader[Any]
     module: pl.LightningModule
     if layout is None:
@@ -224,7 +223,7 @@ def _bare_megatron(form: str, folder: str, rows: Rows, steps: int) -> float:
 
 
 def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Train a model of one size in all forms in turns; the slowest rank and the rank with most memory count."""
+    """Train one model size in all ways in turn; the slowest rank and the rank with the most memory count."""
     turns: list[dict[str, dict[str, float]]] = []
     with tempfile.TemporaryDirectory(prefix="peers_") as folder:
         save_tiny("llama", folder, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, **SIZES[size])
@@ -263,7 +262,7 @@ def table(size: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure and write the results."""
+    """Run the benchmark and write the results."""
     parser = argparse.ArgumentParser(description="Train one model by all that users would pick instead.")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))

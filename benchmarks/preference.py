@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step of DPO costs: its time beside ``trl``, and its peak memory beside the same step with whole logits.
+"""Cost of a DPO step: its time compared with ``trl``, and its peak memory compared with full logits.
 
-The same tiny Llama with a large vocabulary learns from the same pairs on one CPU rank, three ways: ``MCorePreference``;
-the same with the logits of all tokens put together in fp32 and a log-softmax over them, as trainers on transformers do
-it; and ``trl.DPOTrainer``, if ``trl`` is installed. The reference's log-probabilities are computed before. The forms
-take turns, each in a process of its own. A turn gives the median of its steps without the first ones; the figures are
-medians over turns, ratios are medians of the ratios within a turn. Memory is what the highest resident size of the rank
-is above that of its process before the model is built.
+The same tiny Llama with a large vocabulary learns from the same pairs on one CPU rank in three ways:
+``MCorePreference``; the same with full fp32 logits of all tokens and a log-softmax over them, as in trainers built on
+transformers; and ``trl.DPOTrainer``, if ``trl`` is installed. Reference log-probabilities are computed beforehand. The
+three run in turn, each in its own process. Each turn gives the median time of its steps after warm-up. The figures are
+medians over rounds, and ratios are medians of the ratios within each round. Memory is the rank's peak resident size
+minus its size before the model is built.
 
     python -m benchmarks.preference
     python -m benchmarks.preference --rounds 3 --vocab 64000
@@ -44,7 +44,7 @@ FORMS = (OURS, WHOLE, *((TRL,) if importlib.util.find_spec("trl") else ()))
 
 
 class WithWholeLogits(MCorePreference):
-    """Puts the logits of all tokens together in fp32, as trainers on transformers do."""
+    """Builds the full fp32 logits of all tokens, as trainers built on transformers do."""
 
     def token_losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, ModelInputs]:
         logits, inputs = self.token_logits(batch)
@@ -54,15 +54,15 @@ class WithWholeLogits(MCorePreference):
 
 
 def words(options: dict[str, Any]) -> list[tuple[list[int], list[int], list[int]]]:
-    """Return prompts with two answers each, as numbers of words; all are of one length."""
+    """Return prompts with two answers each, as word numbers; all have the same length."""
     random = np.random.default_rng(1)
     half = options["length"] // 2
-    numbers = random.integers(30, 100, (options["pairs"], 3, half))  # the tokenizer knows w1 and w2 also within a word
+    numbers = random.integers(30, 100, (options["pairs"], 3, half))  # the tokenizer finds w1 and w2 even inside a word
     return [(prompt.tolist(), chosen.tolist(), rejected.tolist()) for prompt, chosen, rejected in numbers]
 
 
 def train(form: str, folder: str, options: dict[str, Any]) -> dict[str, float]:
-    """Train in one form; return seconds of a step, and bytes that it took at most."""
+    """Train in one way; return the step time in seconds and the peak memory in bytes."""
     torch.set_num_threads(1)
     if form == TRL:
         from trl import DPOTrainer  # noqa: F401  # what it imports is not memory of a step
@@ -98,7 +98,7 @@ def _train_with_trl(folder: str, given: list[tuple[list[int], list[int], list[in
     def text(numbers: list[int]) -> str:
         return "".join(f" w{number}" for number in numbers)
 
-    rows = [  # trl adds an EOS to each answer
+    rows = [  # trl adds an EOS token to each answer
         {"prompt": text(prompt), "chosen": text(chosen[:-1]), "rejected": text(rejected[:-1])}
         for prompt, chosen, rejected in given
     ]
@@ -126,7 +126,7 @@ def _train_with_trl(folder: str, given: list[tuple[list[int], list[int], list[in
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Train in all forms in turns."""
+    """Train in all ways in turn."""
     turns: list[dict[str, dict[str, float]]] = []
     with tempfile.TemporaryDirectory(prefix="preference_") as folder:
         sizes = {"hidden_size": options.hidden, "intermediate_size": 3 * options.hidden, "vocab_size": options.vocab}
@@ -168,7 +168,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure and write the results."""
+    """Run the benchmark and write the results."""
     parser = argparse.ArgumentParser(description="Time a step of DPO beside trl, and its memory beside whole logits.")
     parser.add_argument("--rounds", type=int, default=5, help="turns of all forms")
     parser.add_argument("--steps", type=int, default=6, help="steps of a turn that count")

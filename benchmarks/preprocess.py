@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``lightning-mcore preprocess`` costs beyond its tokenizer.
+"""Cost of ``lightning-mcore preprocess`` compared with the tokenizer alone.
 
-The text is the source of the Python standard library, over and over, as one jsonl file with a document for each module;
-the tokenizer is a byte-level BPE of 32,000 tokens that is trained on it. In turns, on the same text:
+The text is the source of the Python standard library, repeated, as one jsonl file with one document per module. The
+tokenizer is a byte-level BPE with 32,000 tokens that is trained on it. The following run in turn on the same text:
 
-* **The tokenizer alone.** As many processes as the command has workers. Each holds its share of the documents as
-  strings, in memory, and calls ``encode_batch_fast`` of the tokenizers package on about 1 MiB of them at a time, in one
-  thread. What comes back is dropped. Nothing is read, no list of ids is made, nothing is written; starting the
-  processes and loading tokenizer and text are not counted. The slowest process counts.
-* **One process.** The same in one process, with as many threads of the package's own. For comparison.
-* **The command.** ``python -m lightning_mcore.cli preprocess``, from its start to its end: importing the package,
-  reading and parsing the file, tokenising, making arrays, writing, fsync and the index. And *tokenising*: the same
-  without the start of Python, as the command itself measures it.
-* **Side by side.** The tokenizer alone, in one process, and a command of one worker at the same time, so that both see
-  the same moments of a shared machine; without the start of Python.
+* **The tokenizer alone.** As many processes as the command has workers. Each has its share of the documents in memory
+  as strings, and calls ``encode_batch_fast`` of the tokenizers package on about 1 MiB at a time, in one thread. The
+  output is dropped: nothing is read or written, and no list of ids is built. Starting the processes and loading the
+  tokenizer and the text are not counted. The slowest process counts.
+* **One process.** For comparison, the same in one process, with as many threads of the tokenizers package.
+* **The command.** ``python -m lightning_mcore.cli preprocess`` from start to end: importing the package, reading and
+  parsing the file, tokenising, building arrays, writing, fsync and the index. *Tokenising* is the same without starting
+  Python, as the command itself measures it.
+* **Side by side.** The tokenizer alone in one process, and at the same time a command with one worker, so that both see
+  the same load on a shared machine; without starting Python.
 
     python -m benchmarks.preprocess
     python -m benchmarks.preprocess --megabytes 500 --rounds 5 --workers 2
@@ -75,7 +75,7 @@ print(time.perf_counter() - begin, time.process_time() - processor, done, flush=
 
 
 def write_text(path: Path, size: int) -> int:
-    """Write the library's modules as lines of JSON, over and over; return the bytes of text."""
+    """Write the library's modules as lines of JSON, repeatedly, and return the bytes of text."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     modules = [file for file in sorted(folder.rglob("*.py")) if not {"site-packages", "dist-packages"} & {*file.parts}]
     sources = [text for text in (file.read_bytes().decode("utf-8", "ignore") for file in modules) if text]
@@ -108,7 +108,7 @@ def write_tokenizer(path: Path, text: Path, vocab_size: int) -> None:
 
 
 def tokenizer_alone(tokenizer: Path, text: Path, processes: int, threads: int) -> tuple[float, float]:
-    """Return the seconds of the slowest of some processes that only tokenise, and processor seconds of all of them."""
+    """Run processes that only tokenise; return the seconds of the slowest one and the CPU seconds of all."""
     environment = {
         **os.environ,
         "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false",
@@ -139,7 +139,7 @@ def tokenizer_alone(tokenizer: Path, text: Path, processes: int, threads: int) -
 
 
 def whole_command(tokenizer: Path, text: Path, output: Path, workers: int) -> tuple[float, float, float]:
-    """Return the seconds of the command, its processor seconds, and the MB/s that it reports."""
+    """Return the seconds of the command, its CPU seconds, and the MB/s that it reports."""
     command = [sys.executable, "-m", "lightning_mcore.cli", "preprocess", str(text), "--output", str(output)]
     options = ["--tokenizer", str(tokenizer), "--eod-token", EOD, "--workers", str(workers), "--overwrite"]
     begin, before = time.perf_counter(), os.times()
@@ -151,7 +151,7 @@ def whole_command(tokenizer: Path, text: Path, output: Path, workers: int) -> tu
 
 
 def side_by_side(tokenizer: Path, text: Path, folder: Path) -> float:
-    """Return the speed of a command of one worker over that of the tokenizer alone, which runs as long as it."""
+    """Return the speed of a command with one worker relative to the tokenizer alone, running at the same time."""
     stop, output = folder / "stop", folder / "beside"
     stop.unlink(missing_ok=True)
     alone = subprocess.Popen(
@@ -177,7 +177,7 @@ def side_by_side(tokenizer: Path, text: Path, folder: Path) -> float:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Measure all of it in turns."""
+    """Run everything in turn."""
     text, tokenizer = folder / "text.jsonl", folder / "tokenizer.json"
     size = write_text(text, int(options.megabytes * 1e6)) / 1e6
     write_tokenizer(tokenizer, text, options.vocab_size)
@@ -234,7 +234,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure and write the results."""
+    """Run the benchmark and write the results."""
     parser = argparse.ArgumentParser(description="Time lightning-mcore preprocess against its tokenizer alone.")
     parser.add_argument("--megabytes", type=float, default=60.0, help="of text")
     parser.add_argument("--rounds", type=int, default=7, help="turns of both")

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What grows with the number of ranks: collectives and file operations of start, step, save and load, by counting.
+"""What grows with the number of ranks: counts of collectives and file operations in start, step, save and load.
 
-Time on two cores says nothing about a thousand machines, but counts do. A tiny model is trained, saved and resumed on
-2, 4, 8 and 16 data-parallel CPU ranks with the distributed optimizer, and each rank counts
+Timings on two cores say nothing about a thousand machines, but counts do. A tiny model is trained, saved and resumed on
+2, 4, 8 and 16 data-parallel CPU ranks with the distributed optimizer. Each rank counts
 
-* the collectives that it takes part in, and the bytes that it hands over and receives;
-* the files that it opens, and its other calls to the file system, below the folder of the checkpoint.
+* the collectives that it takes part in, and the bytes that it sends and receives;
+* the files that it opens, and its other file-system calls, in the checkpoint folder.
 
-``largest`` is the count of the rank with most; ``all`` is the sum over the ranks, which is what a file system sees.
-``grows as`` says whether a count stays, grows with the ranks, or with their square: the simplest of the three that
-meets the counts of all runs but the smallest within 0.1 %. It is read off at 1,024 and 16,384 ranks.
+``largest`` is the highest count of any rank; ``all`` is the sum over the ranks, which is the load on the file system.
+``grows as`` says whether a count is constant, linear or quadratic in the number of ranks: the simplest of the three
+that fits the counts of all runs except the smallest within 0.1 %. It is extrapolated to 1,024 and 16,384 ranks.
 
     python -m benchmarks.scale
     python -m benchmarks.scale --worlds 2 4
@@ -54,21 +54,21 @@ PHASES = ("start", "step", "first save", "later save", "load")
 WHAT = ("collectives", "groups", "bytes", "opened", "file calls")
 EXTRAPOLATED = (1024, 16_384)
 GROWTHS = ("1", "N", "N²")
-TOLERANCE = 0.001  # growth shows late beside a large fixed part
+TOLERANCE = 0.001  # a large constant part hides the growth at first
 
 
 class Counter:
     """Counts the collectives and the file operations of this process, phase by phase.
 
     Args:
-        folder: File operations count only below it.
+        folder: Only file operations below this folder count.
     """
 
     def __init__(self, folder: str) -> None:
         self.counts: dict[str, collections.Counter[str]] = {phase: collections.Counter() for phase in PHASES}
         self.phase: str | None = None
         self._folder = folder
-        self._inside = False  # a collective that calls another counts once
+        self._inside = False  # a collective that calls another one counts once
         for name in COLLECTIVES:
             setattr(dist, name, self._counted(getattr(dist, name)))
         for name in FILE_CALLS:
@@ -121,7 +121,7 @@ class Counter:
 
 
 def _bytes(values: list[Any]) -> int:
-    """Return the bytes of all tensors among the arguments of a collective, and of other objects as they are sent."""
+    """Return the bytes of a collective's arguments: of tensors, and of other objects as they are sent."""
     total = 0
     for value in values:
         if isinstance(value, Tensor):
@@ -133,11 +133,11 @@ def _bytes(values: list[Any]) -> int:
 
 
 class Steps(pl.Callback):
-    """Switches the counter from the start of a run to its steps; the first steps do not count.
+    """Switches the counter from the start phase to the steps; the first steps do not count.
 
     Args:
         counter: The counter of this rank.
-        counted: Number of steps that count, at the end.
+        counted: Number of steps that count, at the end of the run.
     """
 
     def __init__(self, counter: Counter, counted: int) -> None:
@@ -171,14 +171,14 @@ def count(folder: str) -> dict[str, dict[str, int]]:
         with counter.during(phase):
             trainer.fit(MCoreGPT(1024, 16, fields), data, ckpt_path=ckpt_path)
         if phase == "start":
-            for phase_of_save in ("first save", "later save"):  # ranks agree once on who writes what
+            for phase_of_save in ("first save", "later save"):  # ranks agree only once on who writes what
                 with counter.during(phase_of_save):
                     trainer.save_checkpoint(f"{folder}/run.ckpt")
     return {phase: dict(counts) for phase, counts in counter.counts.items()}
 
 
 def measure(worlds: list[int]) -> list[dict[str, Any]]:
-    """Count on each number of ranks; return rows with the counts and what they grow to."""
+    """Run on each number of ranks; return rows with the counts and their extrapolation."""
     counted: dict[int, list[dict[str, dict[str, int]]]] = {}
     for world in worlds:
         with tempfile.TemporaryDirectory(prefix="scale_") as folder:
@@ -197,19 +197,19 @@ def measure(worlds: list[int]) -> list[dict[str, Any]]:
 def growth(counts: dict[int, int]) -> dict[str, Any]:
     """Return how counts grow with the number of ranks.
 
-    A count is a sum of a fixed part, a part for each other rank, and a part for each pair of ranks; none is negative.
+    A count is modelled as a constant, a part per other rank, and a part per pair of ranks; none is negative.
 
     Args:
         counts: The count for each number of ranks, two or more.
 
     Returns:
-        ``grows as``: ``"1"``, ``"N"`` or ``"N²"``, the first that meets the counts within 0.1 %, without that of
-        the smallest number of ranks if there are others; the nearest if none does. ``grows to``: the counts on far more
+        ``grows as``: ``"1"``, ``"N"`` or ``"N²"``: the first that fits the counts within 0.1 %, or else the closest.
+        With more than two counts, that of the smallest number of ranks is ignored. ``grows to``: the counts on far more
         ranks.
     """
     worlds = sorted(counts)[-max(2, len(counts) - 1) :]
     found = []
-    weights = numpy.array([1 / max(1, counts[n]) for n in worlds])  # errors are relative
+    weights = numpy.array([1 / max(1, counts[n]) for n in worlds])  # use relative errors
     wanted = weights * [counts[n] for n in worlds]
     for terms in ([0], [1], [0, 1], [2], [0, 2], [1, 2], [0, 1, 2]):
         if terms[-1] < len(worlds):
@@ -224,7 +224,7 @@ def growth(counts: dict[int, int]) -> dict[str, Any]:
 
 
 def _curves(worlds: Sequence[int]) -> Any:
-    """Return a row for each number of ranks: one, the number of other ranks, and that of pairs."""
+    """Return a row for each number of ranks: 1, the number of other ranks, and the number of pairs."""
     return numpy.array([[1, n - 1, n * (n - 1)] for n in worlds])
 
 
@@ -243,7 +243,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Count and write the results."""
+    """Run the benchmark and write the results."""
     parser = argparse.ArgumentParser(description="Count collectives and file operations over the number of ranks.")
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4, 8, 16], help="numbers of ranks, two or more")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a user waits before anything happens: for the import, for ``--help``, for a plan.
+"""How long a user waits for the import, for ``--help``, for a plan and for the first step.
 
-Each figure is a process of its own, from its start to its end, in turns, so that a busy moment of the machine falls on
-all of them; one turn before them is not counted, so files are in memory ("warm").
+Each figure is the time of a whole process. The processes run in turn, so that a busy moment of the machine affects all
+of them. There is one warm-up turn, so files are in memory ("warm").
 
-* **import**: ``lightning.pytorch`` and ``megatron.core``, and in the same turn both and every public name of
-  ``lightning_mcore``; the difference of the two is what the package adds.
+* **import**: ``lightning.pytorch`` and ``megatron.core``, and in the same turn both with every public name of
+  ``lightning_mcore``; the difference is what the package adds.
 * **help**: ``lightning-mcore --help``.
-* **plan**: ``lightning-mcore plan`` on a LightningCLI file, on arguments in the style of Hugging Face and on a
-  LLaMA-Factory file, of a Llama of 8B sizes, for several numbers of devices.
-* **first step**: a training of a tiny model on four ranks from ``python train.py`` to the end of the first step, by
-  phases, with ``MCoreStrategy`` at tp2 pp2 and with Lightning's ``"ddp"``. Lightning's launcher starts the other ranks
-  once the first has finished its imports, so the imports stand there twice.
+* **plan**: ``lightning-mcore plan`` for an 8B Llama on several numbers of devices, from a LightningCLI file, from
+  Hugging Face-style arguments and from a LLaMA-Factory file.
+* **first step**: training a tiny model on four ranks, from ``python train.py`` to the end of the first step, by phase,
+  with ``MCoreStrategy`` (TP=2, PP=2) and with Lightning's ``"ddp"``. Imports appear twice, because Lightning's launcher
+  starts the other ranks only after rank 0 has finished importing.
 
     python -m benchmarks.startup
     python -m benchmarks.startup --rounds 9
@@ -64,7 +64,7 @@ MEGATRON = {
 
 
 def write_files(folder: Path) -> dict[str, list[str]]:
-    """Write a run in each file format that is read; return the arguments of ``lightning-mcore plan`` for each."""
+    """Write a run in each supported file format, and return the arguments of ``lightning-mcore plan`` for each."""
     model = folder / "llama"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(LLAMA))
@@ -78,7 +78,7 @@ def write_files(folder: Path) -> dict[str, list[str]]:
     }
     (folder / "rows.json").write_text(json.dumps([{"instruction": "count", "output": "one"}]))
     (folder / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "rows.json"}}))
-    (folder / "factory.yaml").write_text(json.dumps(factory))  # JSON is YAML
+    (folder / "factory.yaml").write_text(json.dumps(factory))  # JSON is also valid YAML
     style = [str(folder / "arguments.json"), "--model", str(model), "--seq-length", "4096"]
     return {
         "LightningCLI file": [str(REPOSITORY / "examples" / "configs" / "llama3_8b_bf16.yaml")],
@@ -88,7 +88,7 @@ def write_files(folder: Path) -> dict[str, list[str]]:
 
 
 def seconds(command: list[str]) -> float:
-    """Return how long a process takes, which must end well."""
+    """Return how long a process takes; it must succeed."""
     begin = time.perf_counter()
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     taken = time.perf_counter() - begin
@@ -98,7 +98,7 @@ def seconds(command: list[str]) -> float:
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
-    """Return what is timed, by name."""
+    """Return the commands to time, by name."""
     program = str(Path(sys.executable).parent / "lightning-mcore")
     found = {
         "lightning.pytorch and megatron.core": [sys.executable, "-W", "ignore", "-c", BOTH],
@@ -120,7 +120,7 @@ def first_step(strategy: str, file: Path) -> dict[str, float]:
 
 
 def measure(rounds: int, folder: Path) -> dict[str, Any]:
-    """Time all commands in turns; the first turn is not counted."""
+    """Time all commands in turn; the first turn is for warm-up."""
     timed = commands(folder)
     found: dict[str, list[float]] = {name: [] for name in timed}
     phases: dict[str, list[dict[str, float]]] = {name: [] for name in STRATEGIES}
@@ -161,7 +161,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure and write the results."""
+    """Run the benchmark and write the results."""
     parser = argparse.ArgumentParser(description="Time the import, --help and plan.")
     parser.add_argument("--rounds", type=int, default=5, help="turns that count")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a pipeline validates: whole batches against batches that ``micro_batch_size`` cuts.
+"""Validation speed of a pipeline: whole batches against batches split by ``micro_batch_size``.
 
-A whole batch is one microbatch, so all stages but one wait. The two ways take turns in the same processes on the same
-weights; the time is that of the validation loop, without the setup of the run. The ratio of the medians is the gain.
+A whole batch is one microbatch, so all stages but one are idle. Both run in turn, in the same processes and with the
+same weights. Only the validation loop is timed, not the setup of the run. The speed-up is the ratio of the medians.
 
     python -m benchmarks.validation --stages 2 --rows 16 --micro-batch-size 2
 """
@@ -22,7 +22,7 @@ from tests.toy import make_trainer
 
 
 class Loop(pl.Callback):
-    """Measures the validation loop in seconds."""
+    """Times the validation loop in seconds."""
 
     def on_validation_epoch_start(self, *_: Any) -> None:
         self._start = time.perf_counter()
@@ -32,7 +32,7 @@ class Loop(pl.Callback):
 
 
 def measure(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Validate in turns on this rank; return the seconds of each way."""
+    """Validate both ways in turn on this rank; return the seconds of each."""
     torch.set_num_threads(1)
     rows = torch.randint(0, 1024, (options.batches * options.rows, options.seq_length + 1))
     data = DataLoader([{"tokens": row[:-1], "labels": row[1:]} for row in rows], batch_size=options.rows)
@@ -45,7 +45,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
             strategy |= {"micro_batch_size": options.micro_batch_size} if way == "cut" else {}
             loop = Loop()
             make_trainer(strategy, callbacks=[loop]).validate(modules[way], data, verbose=False)
-            if turn:  # the first warms up
+            if turn:  # the first one is for warm-up
                 seconds[way].append(loop.seconds)
     return seconds
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a vision tower costs: memory where it is trained and where it is frozen, and time with images shared out or not.
+"""Cost of a vision tower: memory when trained or frozen, and time with images sharded or replicated.
 
-A small random Qwen2-VL learns from images of several sizes. On one CPU rank it is trained whole, with its tower
-frozen, with tower and projector frozen, and with everything recomputed. On two ranks with sequence parallelism, the
-images of a microbatch are shared out over the ranks, or every rank computes all of them. The tower's time counts its
-forward and backward pass, including the exchange of its outputs and their gradients; where it is frozen, only forward.
-The forms take turns, each in processes of its own. A turn gives medians of its steps without the first ones; the
-figures are medians over turns, ratios are medians of the ratios within a turn. Memory is what the highest resident
-size of the rank is above that of its process before the model is built. The slower rank counts.
+A small random Qwen2-VL learns from images of several sizes. On one CPU rank, it is trained in full, with its tower
+frozen, with tower and projector frozen, and with full recomputation. On two ranks with sequence parallelism, the images
+of a microbatch are sharded across the ranks, or every rank computes all of them. The tower time covers the forward and
+backward pass, including the exchange of outputs and gradients; for a frozen tower, only the forward pass. The variants
+run in turn, each in its own processes. Each turn gives the median over its steps after warm-up. The figures are medians
+over rounds, and ratios are medians of the ratios within each round. Memory is the rank's peak resident size minus its
+size before the model is built. The slower rank counts.
 
     python -m benchmarks.vision
     python -m benchmarks.vision --rounds 3 --depth 12
@@ -43,7 +43,7 @@ IMAGES = [(1, 24, 24), (1, 16, 16), (1, 12, 20), (1, 8, 8)]
 
 @dataclass(frozen=True)
 class Form:
-    """A way to train the model."""
+    """One variant of the training."""
 
     name: str
     ranks: int = 1
@@ -71,7 +71,7 @@ class Timed(MCoreVisionGPT):
     """Records the seconds of each forward and backward pass of the tower."""
 
     def configure_model(self) -> None:
-        """Build the model, and watch its tower."""
+        """Build the model, and time its tower."""
         super().configure_model()
         self.forward_seconds: list[float] = []
         self.backward_seconds: list[float] = []
@@ -96,13 +96,13 @@ class Timed(MCoreVisionGPT):
 
     @property
     def tower_seconds(self) -> float:
-        """Seconds of a step in the tower, without those of the warm-up."""
+        """Seconds per step in the tower, without warm-up."""
         parts = (self.forward_seconds, self.backward_seconds)
         return sum(statistics.median(part[WARM_UP:]) for part in parts if part)
 
 
 def train(form: Form, folder: str, options: dict[str, Any]) -> dict[str, float]:
-    """Train in one form; return seconds of a step and of the tower in it, and bytes that it took at most."""
+    """Train one variant; return the seconds per step and in the tower, and the peak memory in bytes."""
     torch.set_num_threads(1)
     if not form.shares_out:
         VisionTower.forward = VisionTower._see  # type: ignore[method-assign, assignment]
@@ -117,7 +117,7 @@ def train(form: Form, folder: str, options: dict[str, Any]) -> dict[str, float]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Train in all forms in turns."""
+    """Train all variants in turn."""
     turns: list[dict[str, dict[str, float]]] = []
     with tempfile.TemporaryDirectory(prefix="vision_") as name:
         folder = save_model(Path(name) / "model", options)
@@ -149,7 +149,7 @@ def _ratio(turns: list[dict[str, dict[str, float]]], form: Form, other: Form, fi
 
 
 def save_model(folder: Path, options: argparse.Namespace) -> Path:
-    """Write the model as transformers would."""
+    """Write the model in Hugging Face format."""
     config, width = CONFIGS[FAMILY], options.hidden
     text = {
         **config["text_config"],
@@ -190,7 +190,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure and write the results."""
+    """Run the benchmark and write the results."""
     parser = argparse.ArgumentParser(description="Memory and time of a vision tower: trained, frozen, shared out.")
     parser.add_argument("--rounds", type=int, default=5, help="turns of all forms")
     parser.add_argument("--steps", type=int, default=6, help="steps of a turn that count")
