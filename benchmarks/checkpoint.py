@@ -286,7 +286,7 @@ class Peak(pl.Callback):
 
 
 def measure_memory(options: argparse.Namespace, layout: str, path: Path) -> tuple[int, int]:
-    """Rank function: return the bytes that loading adds at its peak, and those of the rank's parameters and optimizer."""
+    """Rank function: return the peak bytes that loading adds, and the bytes of the rank's parameters and optimizer."""
     measured = Peak(path)
     fit(options, layout, 1, measured)
     return measured.added, measured.state
