@@ -44,7 +44,8 @@ def as_given(values: dict[str, Any], parsed: Any) -> dict[str, Any]:
 def test_every_field_is_in_a_table() -> None:
     refused = {name for name, _ in REFUSED_OURS}
     assert not OURS - SHOWN - refused
-    assert {"deepspeed"} == HONOURED - SHOWN  # of which nothing but the distributed optimizer is left
+    # Of deepspeed nothing but the distributed optimizer is left; other fields may be newer than this transformers.
+    assert {"deepspeed"} == (HONOURED - SHOWN) & set(FIELDS)
     foreign = set(FIELDS) - OURS
     assert not foreign - HONOURED - set(REFUSED) - set(AS_IT_IS)
 
