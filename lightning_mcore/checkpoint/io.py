@@ -19,6 +19,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
@@ -51,7 +52,7 @@ from lightning_mcore.checkpoint.save import (
 )
 from lightning_mcore.checkpoint.writer import Staging
 from lightning_mcore.config.value_checks import require_flag, require_size
-from lightning_mcore.parallel.consensus import all_arrive, all_true, decide, on_all
+from lightning_mcore.parallel.consensus import all_true, control_group, run_on_all_ranks, run_on_rank0
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.rank_watch import can_meet
 
@@ -169,7 +170,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
     def is_in_flight(self, path: _PATH) -> bool:
         """Return whether ``path`` is being written, whatever path leads to its folder; collective over the world."""
         target = _absolute(path)
-        return bool(self._saves) and decide(lambda: _place(target) in [_place(save.path) for save in self._saves])
+        return bool(self._saves) and run_on_rank0(lambda: _place(target) in [_place(save.path) for save in self._saves])
 
     def poll(self) -> None:
         """Put the oldest save in place if all ranks have written it; collective over the world, called between steps.
@@ -257,7 +258,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         if save is not None:
             save.links.append(name)
             return
-        decide(lambda: checkpoint_files.link(name, target))
+        run_on_rank0(lambda: checkpoint_files.link(name, target))
         self._remove_unneeded()
 
     def load_checkpoint(
@@ -323,8 +324,8 @@ class MCoreCheckpointIO(TorchCheckpointIO):
 
         # Rank 0 reads and sends the bytes: with 1,000 ranks, each looking up the sizes of 1,000 files, a shared disk
         # would get a million look-ups.
-        manifest, contents = decide(read)
-        return on_all(unpack)
+        manifest, contents = run_on_rank0(read)
+        return run_on_all_ranks(unpack)
 
     def load_rank_state(
         self, path: _PATH, contents: Contents, rank: int, weights_only: bool | None = None
@@ -372,8 +373,8 @@ class MCoreCheckpointIO(TorchCheckpointIO):
 
         Only rank 0 looks at all files. Each rank reads ``.metadata`` itself.
         """
-        manifest = decide(lambda: _manifest_of(str(path))) if manifest is None else manifest
-        return on_all(lambda: self.read_contents(path, manifest))
+        manifest = run_on_rank0(lambda: _manifest_of(str(path))) if manifest is None else manifest
+        return run_on_all_ranks(lambda: self.read_contents(path, manifest))
 
     def load_shards(
         self,
@@ -390,7 +391,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         """
         where, metadata = str(path), (contents or self.contents_for_all(path)).metadata
         with contextlib.ExitStack() as stack, _without_advice_for_megatron():
-            locate = on_all(lambda: _locator(where, stack))
+            locate = run_on_all_ranks(lambda: _locator(where, stack))
             safe = True if weights_only is None else weights_only
             reader = ShardReader(where, metadata, locate, self.verify == "checksums", safe)
             return load_shards(reader, sharded_state, process_group("dp_cp"))
@@ -485,7 +486,14 @@ def _finish_at_exit() -> None:
 
 
 def _all_come(timeout: float) -> bool:
-    return dist.is_initialized() and can_meet() and all_arrive(timeout)
+    """Wait for all ranks up to ``timeout`` seconds, if this rank may use collectives; return whether they came."""
+    if not (dist.is_initialized() and can_meet()):
+        return False
+    try:
+        dist.monitored_barrier(control_group(), timeout=timedelta(seconds=timeout))
+    except RuntimeError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

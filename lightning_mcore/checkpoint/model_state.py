@@ -38,7 +38,7 @@ from lightning_mcore.checkpoint.optimizer_state import (
 )
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from lightning_mcore.parallel.chunks import ModelChunks
-from lightning_mcore.parallel.consensus import merge, on_all
+from lightning_mcore.parallel.consensus import all_reduce_object, run_on_all_ranks
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.pipeline import Pipeline
 
@@ -101,7 +101,7 @@ class StoredState:
 
 def collect(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> CollectedState:
     """Return the sharded state of a model and of the optimizers to save (may be none); collective over the world."""
-    model_state, shares = on_all(lambda: _shares(chunks, optimizers))
+    model_state, shares = run_on_all_ranks(lambda: _shares(chunks, optimizers))
     for key, chunk in zip(_keys(chunks), chunks.bare, strict=True):
         extra_state.as_tensors(chunk, chunks.config, model_state[key])
     state = dict(model_state)
@@ -172,14 +172,14 @@ def _untrained(shares: Sequence[Share], model_state: dict[str, Any]) -> list[Sha
 def _merged(own: Sequence[dict[str, dict[str, torch.dtype]]]) -> dict[str, dict[str, torch.dtype]]:
     """Merge which states, in which dtypes, the ranks have for each parameter; collective over the world."""
 
-    def together(of_ranks: list[Sequence[dict[str, dict[str, torch.dtype]]]]) -> dict[str, dict[str, torch.dtype]]:
+    def combine(of_ranks: list[Sequence[dict[str, dict[str, torch.dtype]]]]) -> dict[str, dict[str, torch.dtype]]:
         known: dict[str, dict[str, torch.dtype]] = {}
         for one in (dictionary for rank in of_ranks for dictionary in rank):
             for key, names in one.items():
                 known.setdefault(key, {}).update(names)
         return known
 
-    return merge(own, together)
+    return all_reduce_object(lambda: own, combine)
 
 
 def _count_parameters(model_state: dict[str, Any]) -> int:
@@ -195,7 +195,9 @@ def _count_parameters(model_state: dict[str, Any]) -> int:
 def _over_all_ranks(own: dict[str, _T]) -> dict[str, _T]:
     """Return the entries of all ranks, which agree between copies of the model; collective over the world."""
     spoken = own if _speaks_for_copies() else {}
-    return merge(spoken, lambda of_ranks: {key: value for found in of_ranks for key, value in found.items()})
+    return all_reduce_object(
+        lambda: spoken, lambda of_ranks: {key: value for found in of_ranks for key, value in found.items()}
+    )
 
 
 def _speaks_for_copies() -> bool:
@@ -289,7 +291,7 @@ def load(
     allow them. Raises ``ValueError``, the same on every rank, if the checkpoint is of another model or lacks optimizer
     state.
     """
-    model_state, _ = on_all(lambda: _shares(chunks, []))
+    model_state, _ = run_on_all_ranks(lambda: _shares(chunks, []))
     differences = compare(stored, model_state)
     differences.check(stored.path, strict, advice)
     wanted = {key: _without(state, differences, stored) for key, state in model_state.items()}
@@ -303,7 +305,7 @@ def load(
     if not optimizers:
         return
     # Build the state again: loading has replaced the tensors of the first one by the parameters.
-    model_state, shares = on_all(lambda: _shares(chunks, optimizers))
+    model_state, shares = run_on_all_ranks(lambda: _shares(chunks, optimizers))
     for index, own in enumerate(shares):
         _load_optimizer(stored, index, own, model_state)
 

@@ -25,7 +25,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from torch import Tensor
 
 from lightning_mcore.optimizer.megatron import MCoreOptimizer, optimizer_parts
-from lightning_mcore.parallel.consensus import merge
+from lightning_mcore.parallel.consensus import all_reduce_object
 
 # Megatron's optimizers hold the state in three ways:
 #   FP32Optimizer                       steps the parameters themselves
@@ -308,13 +308,13 @@ def gather_numbers(numbers: Mapping[str, Numbers | None]) -> dict[str, Any]:
     {"step": 100}}}``.
     """
 
-    def together(of_ranks: list[tuple[list[str], dict[str, Any]]]) -> dict[str, Any]:
+    def combine(of_ranks: list[tuple[list[str], dict[str, Any]]]) -> dict[str, Any]:
         merged: dict[str, Numbers | None] = {}
         for names, split in of_ranks:
             merged |= {**dict.fromkeys(names, split["common"]), **split["own"]}
         return _split(merged)
 
-    return merge((list(numbers), _split(numbers)), together)
+    return all_reduce_object(lambda: (list(numbers), _split(numbers)), combine)
 
 
 def _split(numbers: Mapping[str, Numbers | None]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ from lightning_mcore.checkpoint.files import has_checksums, open_store
 from lightning_mcore.checkpoint.manifest import METADATA_FILE, damaged, some_of
 from lightning_mcore.checkpoint.stored_dtypes import StoredDtypes, require_kept
 from lightning_mcore.checkpoint.writer import tensor_pickle
-from lightning_mcore.parallel.consensus import collect, on_all
+from lightning_mcore.parallel.consensus import all_reduce_object, run_on_all_ranks
 
 OF_AN_OPTIMIZER = ("optimizer.", "chained_", "optimizer_")
 """How names of an optimizer's state begin."""
@@ -208,7 +208,7 @@ class ShardLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
 
     def load(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Any, *_: Any) -> dict[Any, Any]:
         """Read this rank's part; collective over the world."""
-        return on_all(lambda: self._load(sharded_state_dict))
+        return run_on_all_ranks(lambda: self._load(sharded_state_dict))
 
     def _load(self, sharded_state: dict[Any, Any]) -> dict[Any, Any]:
         """Read this rank's part without communication.
@@ -247,10 +247,10 @@ def load_shards(reader: ShardReader, sharded_state: dict[str, Any], copies: dist
         wanted, local, factories = load_preprocess(sharded_state)
         return extract_sharded_base(wanted)[0], local, factories
 
-    wanted, result, factories = on_all(prepare)
+    wanted, result, factories = run_on_all_ranks(prepare)
     # All ranks send their mismatches to rank 0, so the error names what any of them misses, before anything is read.
-    collect(lambda: _mismatches(reader.metadata, wanted), lambda found: _refuse(reader, found))
-    collect(lambda: [piece.without_data() for piece in nested_values(wanted)], validate_sharding_integrity)
+    all_reduce_object(lambda: _mismatches(reader.metadata, wanted), lambda found: _refuse(reader, found))
+    all_reduce_object(lambda: [piece.without_data() for piece in nested_values(wanted)], validate_sharding_integrity)
     strategy = FullyParallelLoadStrategyWrapper(ShardLoadStrategy(reader), copies)
     merge(result, strategy.load(wanted, reader.path))
     merged: dict[str, Any] = apply_factory_merges(result, factories)

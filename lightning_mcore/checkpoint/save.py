@@ -55,7 +55,7 @@ from lightning_mcore.checkpoint.manifest import (
     tensors_of,
 )
 from lightning_mcore.checkpoint.writer import Piece, Places, Staging, write_metadata, write_pieces
-from lightning_mcore.parallel.consensus import all_true, collect, decide, on_all
+from lightning_mcore.parallel.consensus import all_reduce_object, all_true, run_on_all_ranks, run_on_rank0
 
 SHARDED_STATE = "lightning_mcore/sharded_state"
 MANIFEST = "lightning_mcore/manifest"
@@ -159,7 +159,7 @@ class ShardPlanner:
         copies of each other's tensors and divide the writing. Source: megatron-core 0.16.1 to 0.19.2,
         ``dist_checkpointing.save`` through ``FullyParallelSaveStrategyWrapper`` and ``TorchDistSaveShardedStrategy``.
         """
-        own, described = on_all(lambda: _describe(sharded_state))
+        own, described = run_on_all_ranks(lambda: _describe(sharded_state))
         held: list[Any] = list(nested_values(own))  # before the calls below change which copy is the main one
         groups, kept = (dist.group.WORLD, copies), self._kept
         # For a new plan, all ranks exchange descriptions of all their pieces, which takes longer than copying the
@@ -168,7 +168,7 @@ class ShardPlanner:
             kept = _Outline(groups, described, *_agree(own, held, described, copies))
         assert kept is not None
         outline = kept
-        pieces = on_all(
+        pieces = run_on_all_ranks(
             lambda: [Piece(index, _content([held[place] for place in places])) for index, places in outline.written]
         )
         self._kept = outline
@@ -184,7 +184,7 @@ def _agree(
     own: dict[str, Any], held: list[Any], described: list[Any], copies: dist.ProcessGroup
 ) -> tuple[list[tuple[MetadataIndex, list[int]]], Metadata | None]:
     """Return the pieces that this rank writes, and on rank 0 the metadata of all pieces; collective over the world."""
-    collect(lambda: described, _validate)
+    all_reduce_object(lambda: described, _validate)
     # Each of two data-parallel ranks with the same four 1 GB tensors becomes the main copy of two of them, and writes
     # those.
     shares = determine_main_replica_uniform_distribution(own, copies)
@@ -213,15 +213,16 @@ def _agree(
             del places_of_name[:count]
         return plan
 
-    def plan_all(plans: list[SavePlan]) -> Metadata:
+    metadata: list[Metadata] = []  # stays on rank 0, because it grows with the number of ranks
+
+    def plan_all(plans: list[SavePlan]) -> None:
         try:
-            metadata: Metadata = planner.create_global_plan(plans)[1]
+            metadata.append(planner.create_global_plan(plans)[1])
         except (ValueError, AssertionError) as error:
             raise _not_whole(error) from error
-        return metadata
 
-    metadata = collect(plan_own, plan_all)
-    return written, metadata
+    all_reduce_object(plan_own, plan_all)
+    return written, metadata[0] if metadata else None
 
 
 def _content(pieces: Sequence[Any]) -> Tensor | bytes:
@@ -281,10 +282,10 @@ class CheckpointSave:
         """
         directory = _begin(path)
         try:
-            files = on_all(lambda: _common_files(checkpoint) if dist.get_rank() == 0 else {})
+            files = run_on_all_ranks(lambda: _common_files(checkpoint) if dist.get_rank() == 0 else {})
             plan = planner.plan(_pieces(checkpoint), copies)
             save = cls(path, directory, dict(checkpoint.get(MANIFEST) or {}), plan.metadata)
-            pieces = on_all(lambda: plan.pieces if staging is None else staging.copy(plan.pieces))
+            pieces = run_on_all_ranks(lambda: plan.pieces if staging is None else staging.copy(plan.pieces))
         except BaseException:
             _abandon(path, directory)
             raise
@@ -317,20 +318,22 @@ class CheckpointSave:
             # and the second one finishes them: io.py calls again once is_done is true on all ranks.
             if self._uploading is None:
                 assert self._writing is not None
-                collect(
+                all_reduce_object(
                     partial(self._unless_deleted, self._writing.wait),
                     lambda written: self._unless_deleted(partial(self._complete, written)),
                 )
                 if checkpoint_files.writes_directly(self.path):
                     return True
-                decide(lambda: checkpoint_files.begin_upload(self.path))
+                run_on_rank0(lambda: checkpoint_files.begin_upload(self.path))
                 path, directory = self.path, self._directory
                 self._uploading = BackgroundTask(
                     f"uploader of {path}", lambda: checkpoint_files.upload_files(directory, path)
                 )
                 return False
-            on_all(self._uploading.wait)
-            decide(lambda: checkpoint_files.finish_upload(self._directory, self.path, self._manifest, self._records))
+            run_on_all_ranks(self._uploading.wait)
+            run_on_rank0(
+                lambda: checkpoint_files.finish_upload(self._directory, self.path, self._manifest, self._records)
+            )
             shutil.rmtree(self._directory, ignore_errors=True)
             return True
         except BaseException:
@@ -394,8 +397,8 @@ def save_file(content: Any, path: str) -> None:
 
 def _begin(path: str) -> str:
     if checkpoint_files.writes_directly(path):
-        return decide(lambda: checkpoint_files.begin(path))
-    return on_all(lambda: tempfile.mkdtemp(prefix="checkpoint_"))
+        return run_on_rank0(lambda: checkpoint_files.begin(path))
+    return run_on_all_ranks(lambda: tempfile.mkdtemp(prefix="checkpoint_"))
 
 
 def _abandon(path: str, directory: str) -> None:

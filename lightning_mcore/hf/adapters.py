@@ -32,7 +32,7 @@ from lightning_mcore.layers.lora import ADAPTABLE, ADAPTERS, LINEAR, Projection,
 from lightning_mcore.layers.quantized import quantize
 from lightning_mcore.layers.score import ScoreLayer
 from lightning_mcore.parallel.chunks import ModelChunks
-from lightning_mcore.parallel.consensus import gather
+from lightning_mcore.parallel.consensus import all_gather_object
 
 _DIGESTED = 1 << 17  # values digested at once, few enough for a processor's cache
 # In the names of tensors that belong to one expert each
@@ -131,7 +131,7 @@ def fingerprint(module: pl.LightningModule, of_adapters: bool = False) -> str:
     for piece in pieces.own:
         if piece.is_main and not (scores and piece.name == "output_layer.weight"):
             own[piece.name] = own.get(piece.name, 0) + _weighted_sum(piece, pieces.shapes[piece.name])
-    of_ranks = gather(own)
+    of_ranks = all_gather_object(own)
     sums = {name: sum(of_rank.get(name, 0) for of_rank in of_ranks) % 2**64 for name in pieces.shapes}
     whole = [(name, shape, sums[name]) for name, shape in sorted(pieces.shapes.items())]
     return hashlib.sha256(repr(whole).encode()).hexdigest()

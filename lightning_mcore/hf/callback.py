@@ -23,7 +23,7 @@ from lightning_mcore.hf.export_plan import MAX_SHARD_SIZE, parse_dtype, parse_si
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, CONFIG_FILE
 from lightning_mcore.hf.peft_folder import check_adapter_export, save_adapter
 from lightning_mcore.hf.peft_tensors import ExpertLayout
-from lightning_mcore.parallel.consensus import decide
+from lightning_mcore.parallel.consensus import run_on_rank0
 
 SUFFIX = "-hf"
 
@@ -141,7 +141,7 @@ class SaveHFModel(Callback):
         folder, replace = self.folder, self._wrote_folder
         if folder is not None:
             # Rank 0 looks, so that ranks with different views of the disk agree
-            decide(lambda: require_free(folder, replace))
+            run_on_rank0(lambda: require_free(folder, replace))
         for checkpoint in _model_checkpoints(trainer) if self.every_checkpoint else []:
             if not checkpoint_files.writes_directly(str(checkpoint.dirpath)):
                 raise ValueError(
@@ -189,7 +189,7 @@ class SaveHFModel(Callback):
         if not saved:
             return
         # Links are a matter of the disk: rank 0 looks for all
-        for path in decide(lambda: [found for found in saved if not os.path.islink(found)]):
+        for path in run_on_rank0(lambda: [found for found in saved if not os.path.islink(found)]):
             self._write(module, path + SUFFIX, replace=True)
             self._beside.add(path)
         self._delete_stale(trainer)

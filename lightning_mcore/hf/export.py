@@ -46,7 +46,7 @@ from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.layers.session import single_process
 from lightning_mcore.parallel.chunks import built_chunks
-from lightning_mcore.parallel.consensus import decide, on_all
+from lightning_mcore.parallel.consensus import run_on_all_ranks, run_on_rank0
 from lightning_mcore.strategy import MCoreStrategy
 
 _SILENT_SECONDS = 2.0  # shorter exports show no progress
@@ -170,11 +170,11 @@ def export_model(
         Exception: An error of :func:`export_checkpoint`; the same on every rank.
     """
     _require_groups()
-    out = decide(partial(require_free, out, replace))
+    out = run_on_rank0(partial(require_free, out, replace))
     with _ready(module):
         model = _LiveModel.prepare(module, like, family, dtype, max_shard_size)
         plan = model.plan
-        decide(lambda: warn_of_losses(model.description, dict(module.hparams), like))
+        run_on_rank0(lambda: warn_of_losses(model.description, dict(module.hparams), like))
         with _shared_folder(out) as folder, _progress(plan, out) as bar:
             # Rounds of one file per rank: with 5 files and 4 ranks, ranks 0-3 write
             # files 0-3, then rank 0 writes file 4
@@ -183,9 +183,9 @@ def export_model(
                 of_round = files[first : first + ranks]
                 tensors = exchange(plan, model.pieces, of_round)
                 # A failed write is raised on all ranks here: in the next round, the others would wait for this rank
-                on_all(saving(out)(partial(_write_own, plan, folder, of_round, tensors)))
+                run_on_all_ranks(saving(out)(partial(_write_own, plan, folder, of_round, tensors)))
                 bar.update(sum(plan.size(tensor) for file in of_round for tensor in plan.files[file]))
-            decide(saving(out)(partial(_finish, plan, model.description, folder)))
+            run_on_rank0(saving(out)(partial(_finish, plan, model.description, folder)))
 
 
 def check_export(
@@ -215,14 +215,14 @@ class _LiveModel:
         cls, module: pl.LightningModule, like: str | None, family: str | None, dtype: str, max_shard_size: str | int
     ) -> "_LiveModel":
         """Plan an export; collective over the world."""
-        options = on_all(lambda: (parse_dtype(dtype), parse_size(max_shard_size)))
+        options = run_on_all_ranks(lambda: (parse_dtype(dtype), parse_size(max_shard_size)))
         pieces = pieces_of_module(module)
         places = places_of_all(pieces)
         settings, name = dict(module.hparams), type(module).__name__
         # Rank 0 reads `like` and the hub's cache, then every rank plans from the same description
-        description = decide(lambda: describe(name, settings, pieces.shapes, like, family))
+        description = run_on_rank0(lambda: describe(name, settings, pieces.shapes, like, family))
         runs_in = built_chunks(module).config.params_dtype
-        plan = on_all(lambda: _plan(description, family, pieces.shapes, places, *options, runs_in))
+        plan = run_on_all_ranks(lambda: _plan(description, family, pieces.shapes, places, *options, runs_in))
         return cls(pieces, description, plan)
 
 
@@ -338,10 +338,10 @@ def new_folder(out: str) -> Iterator[str]:
 def _shared_folder(out: str) -> Iterator[str]:
     """Yield one folder on all ranks, as :func:`new_folder`; a failure on one rank is raised on all."""
     # Only rank 0 creates, publishes or removes the folder; the others just write into it
-    folder = decide(saving(out)(partial(atomic.begin, out)))
+    folder = run_on_rank0(saving(out)(partial(atomic.begin, out)))
     try:
         yield folder
-        decide(saving(out)(partial(atomic.publish, out)))
+        run_on_rank0(saving(out)(partial(atomic.publish, out)))
     except BaseException:
         if dist.get_rank() == 0:
             atomic.abandon(out)

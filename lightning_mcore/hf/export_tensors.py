@@ -35,7 +35,7 @@ from lightning_mcore.hf.export_plan import ExportPlan, Part, Place
 from lightning_mcore.hf.pretrained import ModelPieces
 from lightning_mcore.hf.weight_map import whole_names
 from lightning_mcore.hf.weight_rules import Shape
-from lightning_mcore.parallel.consensus import control_group, gather, on_all
+from lightning_mcore.parallel.consensus import all_gather_object, control_group, run_on_all_ranks
 from lightning_mcore.strategy.precision import dtype_of
 
 _ON_THEIR_WAY = 256 << 20  # bytes that a rank sends at once, unless one rectangle is larger
@@ -60,7 +60,7 @@ def places_of_all(pieces: ModelPieces) -> dict[str, list[Place]]:
         if piece.is_main
     ]
     places: dict[str, list[Place]] = {}
-    for rank, found in enumerate(gather(own)):
+    for rank, found in enumerate(all_gather_object(own)):
         for name, start, shape, dtype, number in found:
             places.setdefault(name, []).append(Place(start, shape, dtype, (rank, number)))
     return places
@@ -76,7 +76,7 @@ def exchange(plan: ExportPlan, pieces: ModelPieces, files: Sequence[str]) -> dic
     # Every rank lists all transfers of the round in the same order, and picks its own
     transfers = list(_transfers(plan, files))
     leaving = [transfer for transfer in transfers if transfer.owner == rank != transfer.writer]
-    filled, arriving, waiting_room = on_all(lambda: _memory(plan, files, transfers, leaving))
+    filled, arriving, waiting_room = run_on_all_ranks(lambda: _memory(plan, files, transfers, leaving))
     # Post all receives before the first send, so that no send waits for a receive that comes later
     received = [_started(dist.irecv(arrival.buffer, arrival.owner, group=control_group())) for arrival in arriving]
     failures: list[Exception] = []
@@ -98,7 +98,7 @@ def exchange(plan: ExportPlan, pieces: ModelPieces, files: Sequence[str]) -> dic
         for arrival in arriving:
             arrival.put()
 
-    on_all(finish)
+    run_on_all_ranks(finish)
     return filled
 
 

@@ -54,7 +54,7 @@ from lightning_mcore.hf.safetensors import write_safetensors
 from lightning_mcore.hf.source import HFSource, is_own_checkpoint, local_folder
 from lightning_mcore.layers.lora import Adapter
 from lightning_mcore.parallel.chunks import built_chunks
-from lightning_mcore.parallel.consensus import collect, control_group, decide, gather, on_all
+from lightning_mcore.parallel.consensus import all_gather_object, control_group, run_on_all_ranks, run_on_rank0
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
@@ -268,15 +268,15 @@ def load_adapter(module: pl.LightningModule, path: str, lora: LoRA) -> None:
         module.on_load_checkpoint(MCoreCheckpointIO().load_directory(path))  # compares the bases
         load_weights(module, path)
         return
-    folder = on_all(lambda: _folder_with_weights(path))
+    folder = run_on_all_ranks(lambda: _folder_with_weights(path))
     # The file's own layout counts, whatever the settings describe
-    pieces = list(adapter_pieces(module, lora, on_all(lambda: _layout(_keys(folder)))))
+    pieces = list(adapter_pieces(module, lora, run_on_all_ranks(lambda: _layout(_keys(folder)))))
     # Every rank holds parts of some tensors; the shapes of whole tensors need all ranks, and every rank compares them
     shapes = _shapes(pieces)
     names: Any = module
     family = names.hf_names()[0]
-    on_all(lambda: _fill(folder, family, lora, pieces, shapes))
-    on_all(lambda: _compare_copies(folder, family, list(copied_pieces(module))))
+    run_on_all_ranks(lambda: _fill(folder, family, lora, pieces, shapes))
+    run_on_all_ranks(lambda: _compare_copies(folder, family, list(copied_pieces(module))))
 
 
 def merge_folders(module: pl.LightningModule, paths: Sequence[str]) -> list[str]:
@@ -293,7 +293,7 @@ def merge_folders(module: pl.LightningModule, paths: Sequence[str]) -> list[str]
         marks.append(f"{fingerprint(module, of_adapters=True)} {lora.r} {lora.lora_alpha}")
 
     for path in paths:
-        lora = on_all(partial(read_lora, path))
+        lora = run_on_all_ranks(partial(read_lora, path))
         family, fields = names.hf_names()
         lora.check_vocabulary(projection_names(family, fields), fields)
         check_held(family, fields, lora)
@@ -442,7 +442,7 @@ def save_adapter(
     """
     names: Any = module
     lora = check_adapter_export(module, experts)
-    out = decide(partial(require_free, out, replace))
+    out = run_on_rank0(partial(require_free, out, replace))
     pieces = list(adapter_pieces(module, lora, experts))
     shapes = _shapes(pieces)
     tensors: dict[str, Tensor] = {}
@@ -452,7 +452,7 @@ def save_adapter(
     projections = projection_names(family, fields)
     # A pipeline stage knows the adapters of its own layers only
     own = [child.projection.name for child in module.modules() if isinstance(child, Adapter)]
-    adapted = dict.fromkeys(name for of_rank in gather(own) for name in of_rank)
+    adapted = dict.fromkeys(name for of_rank in all_gather_object(own) for name in of_rank)
     config = _config(lora, tensors)
     config |= described_targets(lora, list(adapted), projections, experts, is_translated(family))
     if _has_tower(family):
@@ -462,8 +462,7 @@ def save_adapter(
     if embedding is not None and fields.get("share_embeddings_and_output_weights"):
         tensors[_TIED] = tensors[embedding]  # PEFT writes both names
     base = (names.hparams.get("hf") or {}).get("path")
-    # Rank 0 has all tensors and writes; collect() raises its error on every rank
-    collect(lambda: None, lambda _: _write(out, tensors, config, base))
+    run_on_rank0(lambda: _write(out, tensors, config, base))  # which has all tensors
 
 
 def _has_tower(family: Family) -> bool:
@@ -474,7 +473,7 @@ def _has_tower(family: Family) -> bool:
 def _shapes(pieces: list[Piece]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors of the file; collective over the world."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for of_rank in gather([(piece.key, piece.shape) for piece in pieces]):
+    for of_rank in all_gather_object([(piece.key, piece.shape) for piece in pieces]):
         for key, whole in of_rank:
             # A piece of a weight trained whole only knows where it ends; the farthest end is the shape
             shapes[key] = tuple(map(max, shapes.get(key, whole), whole))
@@ -486,7 +485,7 @@ def _owned(pieces: list[Piece]) -> list[Piece]:
     # q_proj's A is the same on all tensor-parallel ranks: equal key and start, so only the first of them sends it
     own = [(piece.key, piece.start) for piece in pieces]
     first: dict[Any, int] = {}
-    for rank, known in enumerate(gather(own)):
+    for rank, known in enumerate(all_gather_object(own)):
         for place in known:
             first.setdefault(place, rank)
     return [piece for piece in pieces if first[piece.key, piece.start] == dist.get_rank()]
@@ -504,7 +503,7 @@ def _batches(pieces: list[Piece]) -> list[list[Piece]]:
         batches[-1].append(piece)
         size += piece.data.numel() * piece.data.element_size()
     # Gathering is collective: ranks with fewer batches take part with empty ones
-    return batches + [[]] * (max(gather(len(batches))) - len(batches))
+    return batches + [[]] * (max(all_gather_object(len(batches))) - len(batches))
 
 
 def _collect(batch: list[Piece], tensors: dict[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -40,7 +40,7 @@ from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.hf.weights import HFWeights
 from lightning_mcore.layers.lora import ADAPTERS, adapted_weight, merging
 from lightning_mcore.parallel.chunks import TAKES_FP32, ModelChunks, built_chunks, filled_as_plain, find_pipeline
-from lightning_mcore.parallel.consensus import collect, gather, on_all
+from lightning_mcore.parallel.consensus import all_gather_object, all_reduce_object, run_on_all_ranks
 
 __all__ = ["absolute", "load_pretrained", "pretrained_settings", "running_fields"]
 
@@ -112,7 +112,7 @@ def fill_weights(module: pl.LightningModule, path: str, family: str | None = Non
     if is_own_checkpoint(path):
         load_weights(module, path)
     else:
-        source = on_all(lambda: HFSource.open(path, family))
+        source = run_on_all_ranks(lambda: HFSource.open(path, family))
         with filled_as_plain([module]):
             _fill_from(source, module)
 
@@ -120,11 +120,13 @@ def fill_weights(module: pl.LightningModule, path: str, family: str | None = Non
 def _fill_from(source: HFSource, module: pl.LightningModule) -> None:
     pieces = pieces_of_module(module)
     fields, multi_token = running_fields(source, module), source.fields.get("mtp_num_layers") or 0
-    weights = on_all(lambda: HFWeights(source.open_tensors(), source.family, fields, pieces.shapes, multi_token))
+    weights = run_on_all_ranks(
+        lambda: HFWeights(source.open_tensors(), source.family, fields, pieces.shapes, multi_token)
+    )
     # Check the files before reading them: the checksum pass also brings them into the page cache
     read = {file for piece in pieces.own for file in weights.files(piece.name, piece.start, piece.shape)}
     check_downloads(source.folder, read)
-    on_all(lambda: _fill(source.folder, weights, pieces))
+    run_on_all_ranks(lambda: _fill(source.folder, weights, pieces))
 
 
 def keep_wide(
@@ -177,7 +179,9 @@ def check_downloads(folder: str, files: Collection[str]) -> None:
     the weights are read. Raises ValueError, the same on every rank, if a checksum differs.
     """
     host = socket.gethostname()
-    readers = [(rank, read) for rank, (name, read) in enumerate(gather((host, sorted(files)))) if name == host]
+    readers = [
+        (rank, read) for rank, (name, read) in enumerate(all_gather_object((host, sorted(files)))) if name == host
+    ]
     shared = sorted({file for _, read in readers for file in read})
     # With 7 files and ranks 4, 5 and 6 on this machine, rank 5 is second of 3 and checks files 1 and 4
     mine = shared[[rank for rank, _ in readers].index(dist.get_rank()) :: len(readers)]
@@ -193,7 +197,7 @@ def check_downloads(folder: str, files: Collection[str]) -> None:
                 " them is noticed only if a weight becomes infinite or NaN"
             )
 
-    collect(unchecked, tell)
+    all_reduce_object(unchecked, tell)
 
 
 def _fill(folder: str, weights: HFWeights, pieces: ModelPieces) -> None:
@@ -222,10 +226,10 @@ def pieces_of_module(module: pl.LightningModule, of_adapters: bool = False) -> M
             f"{type(module).__name__} has no model that is built with pipeline(), so it cannot exchange weights with"
             " Hugging Face models; build the model in configure_model()"
         )
-    own, stored = on_all(lambda: _own_pieces(chunks, of_adapters))
+    own, stored = run_on_all_ranks(lambda: _own_pieces(chunks, of_adapters))
     shapes: dict[str, Shape] = {}
     # A rank knows only the tensors of its own pipeline stages and experts
-    for of_rank in gather(stored):
+    for of_rank in all_gather_object(stored):
         for key, shape in of_rank.items():
             shapes |= {name: inner for name, (_, inner) in whole_names(key, shape).items()}
     return ModelPieces(own, shapes)

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.layers.lora import LINEAR, Adapters, Projection, Rows, adapt, freeze, group_of
-from lightning_mcore.parallel.consensus import gather
+from lightning_mcore.parallel.consensus import all_gather_object
 
 
 def add_lora(model: nn.Module, lora: LoRA) -> None:
@@ -34,7 +34,7 @@ def add_lora(model: nn.Module, lora: LoRA) -> None:
     own = {
         n: isinstance(child, LINEAR) for n, child in named if next(child.parameters(recurse=False), None) is not None
     }
-    is_linear = {name: kind for of_rank in gather(own) for name, kind in of_rank.items()}
+    is_linear = {name: kind for of_rank in all_gather_object(own) for name, kind in of_rank.items()}
     names = sorted(is_linear)
     lora.check_targets(names)
     for name in names if not isinstance(lora.target_modules, str) else ():  # a pattern may match what it likes

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from lightning_mcore.data.packing.rows import packing_multiples
 from lightning_mcore.data.preference.pairs import PairSource, collate_padded_pairs
 from lightning_mcore.data.sampling import data_parallel_place
-from lightning_mcore.parallel.consensus import decide
+from lightning_mcore.parallel.consensus import run_on_rank0
 
 if TYPE_CHECKING:
     from lightning_mcore.models.preference import MCorePreference
@@ -130,7 +130,7 @@ def _stored(module: "MCorePreference", source: PairSource) -> _Table:
         # A crash may have left half a row: 5 numbers are 2 rows
         return values[: len(values) // 2 * 2].reshape(-1, 2)
 
-    return decide(read)
+    return run_on_rank0(read)
 
 
 def _complete(module: "MCorePreference", name: str, source: PairSource) -> _Table:

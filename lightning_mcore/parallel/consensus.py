@@ -3,10 +3,11 @@
 
 Saving a checkpoint has several stages, in which each rank does something and rank 0 combines the results. If a rank
 left such a stage by an exception, the others would wait for it for half an hour. So each stage goes through
-:func:`collect`, which tells every rank about failures on any of them.
+:func:`all_reduce_object`, which tells every rank about failures on any of them.
 
 Only small objects are sent, over a CPU process group (:func:`control_group`). It neither waits for queued GPU work nor
-shares a communicator with training. Checkpoints and data modules use it.
+shares a communicator with training. Without process groups, this process is the only rank. Checkpoints, data
+modules and Hugging Face export use it.
 """
 
 import datetime
@@ -50,85 +51,71 @@ def default_timeout() -> datetime.timedelta:
     return timeout
 
 
-def collect(mine: Callable[[], T], together: Callable[[list[T]], R]) -> R | None:
-    """Run ``mine`` on every rank, and ``together`` on rank 0 with all results in rank order; collective over the world.
+def all_reduce_object(function: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
+    """Run ``function`` on every rank; return on every rank what ``combine`` makes of all results on rank 0; collective.
 
-    Returns the result of ``together`` on rank 0, and None elsewhere. The first failure of any rank is raised on all of
-    them: with the same class if it is in ``_KNOWN``, otherwise as a RuntimeError.
+    The results come in rank order. The first failure of any rank is raised on all of them: with the same class if it is
+    in ``_KNOWN``, otherwise as a RuntimeError.
     """
-    # Four ranks, and `mine` fails on ranks 2 and 3: rank 0 receives (result, None) twice and (None, description) twice,
-    # skips `together`, and broadcasts (2, description). All four raise rank 2's error.
+    if not dist.is_initialized():
+        return combine([function()])
+    # Four ranks, and `function` fails on ranks 2 and 3: rank 0 receives (result, None) twice and (None, description)
+    # twice, skips `combine`, and broadcasts (2, description). All four raise rank 2's error.
     group, rank = control_group(), dist.get_rank()
-    own, failure = _attempt(mine)
+    own, failure = _attempt(function)
     parts: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
     dist.gather_object((own, _describe(failure)), parts, dst=0, group=group)
-    result: R | None = None
+    result: Any = None
     first: tuple[int, Any] | None = None
     if parts is not None:
         first = next(((index, error) for index, (_, error) in enumerate(parts) if error is not None), None)
         if first is None:
-            result, failure = _attempt(lambda: together([part for part, _ in parts]))
+            result, failure = _attempt(lambda: combine([part for part, _ in parts]))
             first = (0, _describe(failure)) if failure is not None else None
-    # None if nothing failed. Ranks wait here for rank 0 even if they have failed themselves.
-    verdict = [first]
-    dist.broadcast_object_list(verdict, src=0, group=group)
-    if verdict[0] is not None:
-        index, description = verdict[0]
+    # Ranks wait here for rank 0 even if they have failed themselves.
+    answer: list[Any] = [(first, result)]
+    dist.broadcast_object_list(answer, src=0, group=group)
+    first, result = answer[0]
+    if first is not None:
+        index, description = first
         if index == rank and failure is not None and not isinstance(failure, _KNOWN):
             raise failure  # callers on this rank may know its class
         raise _rebuild(description) from (failure if index == rank else None)
-    return result
+    reduced: R = result
+    return reduced
 
 
-def decide(at_first: Callable[[], T]) -> T:
-    """Return on every rank the result of ``at_first`` on rank 0; collective, raises as :func:`collect` does."""
-    return merge(None, lambda _: at_first())
+def run_on_rank0(function: Callable[[], T]) -> T:
+    """Return on every rank what rank 0's ``function()`` returns; collective, raises as :func:`all_reduce_object`."""
+    return all_reduce_object(lambda: None, lambda _: function())
 
 
-def merge(own: T, together: Callable[[list[T]], R]) -> R:
-    """Return on every rank what rank 0 makes of all ranks' objects; collective, raises as :func:`collect` does.
-
-    Each object travels once, and the result once to each rank. With :func:`gather` every object goes to every rank.
-    """
-    answer: list[Any] = [collect(lambda: own, together)]
-    dist.broadcast_object_list(answer, src=0, group=control_group())
-    found: R = answer[0]
-    return found
-
-
-def on_all(mine: Callable[[], T]) -> T:
-    """Return the result of ``mine`` on this rank if no rank fails; collective, raises as :func:`collect` does."""
+def run_on_all_ranks(function: Callable[[], T]) -> T:
+    """Return ``function()`` of this rank if no rank fails; collective, raises as :func:`all_reduce_object`."""
     kept: list[T] = []
-    collect(lambda: kept.append(mine()), lambda _: None)
+    all_reduce_object(lambda: kept.append(function()), lambda _: None)
     return kept[0]
 
 
-def together(mine: Callable[[], T]) -> T:
-    """Call :func:`on_all` if several ranks are connected; otherwise just call ``mine``."""
-    return on_all(mine) if dist.is_initialized() and dist.get_world_size() > 1 else mine()
+def all_gather_object(own: T) -> list[T]:
+    """Return the objects of all ranks, in rank order, on every rank; collective.
 
-
-def gather(own: T) -> list[T]:
-    """Return the objects of all ranks, in rank order, on every rank; collective over the world."""
+    With :func:`all_reduce_object` each object travels only to rank 0.
+    """
+    if not dist.is_initialized():
+        return [own]
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own, group=control_group())
     return found
 
 
-def all_true(mine: bool) -> bool:
-    """Return whether ``mine`` is true on every rank; collective over the world, and cheap."""
-    flag = torch.tensor([int(mine)], dtype=torch.int32)
+def all_true(own: bool) -> bool:
+    """Return whether ``own`` is true on every rank; collective, and cheap."""
+    if not dist.is_initialized():
+        return own
+    flag = torch.tensor([int(own)], dtype=torch.int32)
     dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=control_group())
     return bool(flag.item())
-
-
-def all_arrive(timeout: float) -> bool:
-    """Wait until all ranks have called this, up to ``timeout`` seconds; return whether they have."""
-    try:
-        dist.monitored_barrier(control_group(), timeout=datetime.timedelta(seconds=timeout))
-    except RuntimeError:
-        return False
-    return True
 
 
 def _attempt(function: Callable[[], T]) -> tuple[Any, Exception | None]:

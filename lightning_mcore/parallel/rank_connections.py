@@ -69,7 +69,7 @@ def connect(introduction: T) -> tuple[Connections, list[T]] | None:
         return server[0].getsockname()[1], secrets.token_hex(16), socket.gethostname()
 
     # Rank 0 picks a free port, and the process groups tell the other ranks. The token keeps strangers out.
-    port, token, name = consensus.decide(listen)
+    port, token, name = consensus.run_on_rank0(listen)
     own: socket.socket | None = None
     of_first: dict[int, socket.socket] = {}
     if rank == 0:
@@ -80,7 +80,7 @@ def connect(introduction: T) -> tuple[Connections, list[T]] | None:
         own = _reach((os.environ.get("MASTER_ADDR", ""), name), port, f"{token} {rank}\n")
     lost = size - len(of_first) if rank == 0 else int(own is None)
     # All ranks use the connections, or none does: a rank without one would not learn about failures.
-    answers = consensus.gather((lost, introduction))
+    answers = consensus.all_gather_object((lost, introduction))
     _open.update(filter(None, [own, *of_first.values()]))
     _close_in_forks()
     if own is not None and not any(lost for lost, _ in answers):

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -41,7 +40,7 @@ from lightning_mcore.checkpoint.save import BackgroundTask
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from lightning_mcore.parallel import rank_watch
 from lightning_mcore.parallel.chunks import ModelChunks, filled_as_plain, find_pipeline, synchronize_parameters
-from lightning_mcore.parallel.consensus import all_true, decide, merge, on_all
+from lightning_mcore.parallel.consensus import all_reduce_object, all_true, run_on_all_ranks, run_on_rank0
 from lightning_mcore.parallel.groups import collectives_issued
 from lightning_mcore.strategy.module import MCoreModule
 
@@ -171,7 +170,7 @@ class Checkpoints:
 
         # Ranks that have issued different collectives would pair the next one with an old one: rank 0's 41st all-reduce
         # with rank 1's 40th.
-        if (said := merge(collectives_issued(), have_all_issued_the_same)) is not None:
+        if (said := all_reduce_object(collectives_issued, have_all_issued_the_same)) is not None:
             return said
         # A kernel of NCCL whose peers never came stays at the head of its queue, and copies would wait behind it.
         if device.type == "cuda" and not all_true(_finishes(partial(torch.cuda.synchronize, device))):
@@ -185,10 +184,7 @@ class Checkpoints:
             if strategy.is_global_zero:
                 strategy.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            on_all(write)  # rank 0 writes, and the others wait for it
-        else:
-            write()
+        run_on_all_ranks(write)  # rank 0 writes, and the others wait for it
 
     def remove(self, filepath: str | Path) -> None:
         """Delete a checkpoint of this run (rank 0); others stay, with a warning."""
@@ -218,7 +214,7 @@ class Checkpoints:
             folder = getattr(callback, "dirpath", None)
             if not isinstance(callback, ModelCheckpoint) or not checkpoint_files.writes_directly(str(folder or "")):
                 continue
-            links = decide(partial(_last_links, callback, trainer, begins_anew))
+            links = run_on_rank0(partial(_last_links, callback, trainer, begins_anew))
             io = self._strategy.checkpoint_io
             if callback.save_last == "link" and isinstance(io, MCoreCheckpointIO):
                 io.watch_links(links)
@@ -266,10 +262,10 @@ class Checkpoints:
         self.finish()
         path: str = strategy.broadcast(str(checkpoint_path))  # not a Path, which breaks "http://"
         io = strategy.checkpoint_io
-        if isinstance(io, MCoreCheckpointIO) and decide(lambda: io.is_directory(path)):
+        if isinstance(io, MCoreCheckpointIO) and run_on_rank0(lambda: io.is_directory(path)):
             state = io.load_directory(path, weights_only)
         else:
-            state = on_all(lambda: self._read_file(path, weights_only))
+            state = run_on_all_ranks(lambda: self._read_file(path, weights_only))
         # Ours go out of the dict before Lightning sees it.
         states, saved, manifest = (state.pop(key, None) for key in (RANK_STATE, _COORDINATES, MANIFEST))
         read: Any = None

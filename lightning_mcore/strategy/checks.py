@@ -22,7 +22,7 @@ from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.strategy import expert_faults, precision_faults, schedule_faults
 from lightning_mcore.config.value_checks import require_flag, require_size
 from lightning_mcore.optimizer.rules import check_optimizer_device
-from lightning_mcore.parallel.consensus import gather
+from lightning_mcore.parallel.consensus import all_gather_object
 from lightning_mcore.strategy.fp8_checks import FP8Machine, check_fp8
 from lightning_mcore.strategy.gradient_settings import GradientSettings
 from lightning_mcore.strategy.module import MCoreModule
@@ -203,7 +203,7 @@ def check_batches_to_predict(trainer: pl.Trainer, expert_parallel_size: int) -> 
     """Raise ``RuntimeError`` on all ranks if ranks that share experts have unequal numbers of batches (a hang)."""
     if expert_parallel_size == 1:
         return
-    counts = gather(trainer.predict_loop.max_batches)
+    counts = all_gather_object(trainer.predict_loop.max_batches)
     if any(count != counts[0] for count in counts):
         raise RuntimeError(
             f"the data-parallel ranks have {sorted(map(str, counts))} batches to predict, and with"

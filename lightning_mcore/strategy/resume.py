@@ -42,7 +42,7 @@ from lightning_mcore.data.place import (
     step_plateaus,
 )
 from lightning_mcore.data.position import FollowedLoader, Moment, Position, batches_in_pass
-from lightning_mcore.parallel.consensus import control_group, on_all
+from lightning_mcore.parallel.consensus import control_group, run_on_all_ranks
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.random_state import RandomState, draw_other_numbers, from_plain, pick, put, take, to_plain
 
@@ -233,8 +233,8 @@ class ExactResume:
         mine = self._coordinates()
         ranks, now = saved["data_parallel_size"], mine["data_parallel_size"]
         number, is_own = pick(saved, mine, self._strategy.global_rank)
-        state = on_all(lambda: read(number))
-        data = state if ranks == now else on_all(lambda: read(0))  # all ranks share the same order
+        state = run_on_all_ranks(lambda: read(number))
+        data = state if ranks == now else run_on_all_ranks(lambda: read(0))  # all ranks share the same order
         place, random = Place(**state["place"]), from_plain(state["random"])
         # Another layout: states of the device and of Megatron's tracker belong to other parts of the model. Only those
         # that the ranks of a model copy share are taken.

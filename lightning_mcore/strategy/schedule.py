@@ -43,7 +43,7 @@ from lightning_mcore.config.rules.strategy import NO_SYNC_BATCHNORM
 from lightning_mcore.layers.multi_token import check_multi_token
 from lightning_mcore.layers.spec import choose_attention
 from lightning_mcore.parallel.chunks import ModelChunks, check_gradients, pipeline_config, wrap_chunks
-from lightning_mcore.parallel.consensus import on_all
+from lightning_mcore.parallel.consensus import run_on_all_ranks
 from lightning_mcore.parallel.groups import from_last_stage, process_group, random_state_of_stage
 from lightning_mcore.parallel.pipeline import Pipeline, StageOutput
 from lightning_mcore.strategy.checks import check_backward_is_free
@@ -86,7 +86,7 @@ def wrap_pipeline(
     strategy.layout.validate_model(ModelShape.from_config(config))
     if config.mtp_num_layers and strategy.layout.pipeline_model_parallel_size > 1:  # only some stages have the table
         embeddings = [module for module in pipeline.modules() if getattr(module, "add_position_embedding", False)]
-        on_all(lambda: check_multi_token(config, learned_positions=bool(embeddings)))
+        run_on_all_ranks(lambda: check_multi_token(config, learned_positions=bool(embeddings)))
     return wrap_chunks(list(pipeline.chunks), config, pipeline, ddp_config, strategy.gradients.align_grad_reduce)
 
 

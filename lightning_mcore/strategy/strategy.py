@@ -43,7 +43,7 @@ from lightning_mcore.optimizer.plateau import agree_on_plateaus
 from lightning_mcore.optimizer.rules import check_number, check_optimizer_config
 from lightning_mcore.parallel import rank_watch
 from lightning_mcore.parallel.chunks import ModelChunks, find_pipeline, synchronize_parameters, unwrap_chunks
-from lightning_mcore.parallel.consensus import all_true, on_all
+from lightning_mcore.parallel.consensus import all_true, run_on_all_ranks
 from lightning_mcore.parallel.cpu_runtime import absent_names_bound, cpu_runtime
 from lightning_mcore.parallel.groups import (
     align_random_state,
@@ -328,7 +328,7 @@ class MCoreStrategy(DDPStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Put Megatron's step behind the optimizers of ``configure_optimizers``."""
         self._reset_optimizers_and_schedulers()
-        optimizers, self.lr_scheduler_configs = on_all(lambda: configure_optimizers(self._module))
+        optimizers, self.lr_scheduler_configs = run_on_all_ranks(lambda: configure_optimizers(self._module))
         agree_on_plateaus(self.lr_scheduler_configs, self.root_device)
         resolved = self.gradients.resolve()
         check_number(optimizers, self.inline, resolved.use_distributed_optimizer, resolved.overlap_grad_reduce)
@@ -483,8 +483,6 @@ class MCoreStrategy(DDPStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return a decision of the whole world: True if all ranks say so, or with ``all=False``, if any does."""
-        if not dist.is_initialized():
-            return decision
         return all_true(decision) if all else not all_true(not decision)  # without waiting for a GPU
 
     @staticmethod

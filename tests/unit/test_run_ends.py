@@ -23,8 +23,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_mcore import MCoreCheckpointIO, MCoreGPT, MCoreStrategy
-from lightning_mcore.parallel import consensus as agreement
-from lightning_mcore.parallel import rank_watch
+from lightning_mcore.parallel import consensus, rank_watch
 from lightning_mcore.parallel.groups import open_single_process
 from lightning_mcore.parallel.rank_connections import Lines
 from lightning_mcore.strategy import checkpointing
@@ -174,11 +173,11 @@ def test_sigterm_ends_a_run_with_the_exit_code_of_shells() -> None:
 def test_the_group_of_a_world_that_is_closed_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_single_process()
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    group = agreement.control_group()
-    assert group is agreement.control_group()
-    assert len(agreement._groups) == 1
+    group = consensus.control_group()
+    assert group is consensus.control_group()
+    assert len(consensus._groups) == 1
     dist.destroy_process_group()
-    assert len(agreement._groups) == 0
+    assert len(consensus._groups) == 0
 
 
 def test_an_error_is_told_in_one_line_even_if_it_cannot_be_printed() -> None:

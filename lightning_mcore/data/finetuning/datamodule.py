@@ -20,7 +20,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
@@ -51,7 +50,7 @@ from lightning_mcore.data.packing.rows import (
 from lightning_mcore.data.place import Place
 from lightning_mcore.data.preprocess.tokenizer import auto_tokenizer
 from lightning_mcore.data.sampling import data_parallel_place, evaluation_loader, is_on_cuda, training_loader
-from lightning_mcore.parallel.consensus import decide, together
+from lightning_mcore.parallel.consensus import run_on_all_ranks, run_on_rank0
 
 _SPLITS = {"train": "train_files", "validation": "validation_files", "test": "test_files"}
 _OF_STAGE = {"fit": ("train", "validation"), "validate": ("validation",), "test": ("test",), "predict": ()}
@@ -205,15 +204,15 @@ class MCoreFinetuningData(pl.LightningDataModule):
             ModuleNotFoundError: ``datasets`` is not installed.
         """
         # Each ``together`` is collective: all ranks take the same steps, and if one fails, all raise its error.
-        together(self._check_module)
-        together(self._raise_failure)
-        multiples = together(self._multiples)
+        run_on_all_ranks(self._check_module)
+        run_on_all_ranks(self._raise_failure)
+        multiples = run_on_all_ranks(self._multiples)
         if multiples != self._packed_for:  # another trainer, with another layout
             self._data, self._packed_for = {}, multiples
         splits = [name for name in self._prepared_splits(stage) if name not in self._data]
-        together(lambda: self._open(splits, multiples))
+        run_on_all_ranks(lambda: self._open(splits, multiples))
         if self.streaming and stage in ("fit", None):
-            self._stream = settings = together(self._stream_settings)
+            self._stream = settings = run_on_all_ranks(self._stream_settings)
             self._sources = self._sources_of_stream(settings)
         if self.reading.template is None and self.tokenizer.chat_template is None:
             rank_zero_info("the tokenizer has no chat template: a row is its prompt, its response and the EOS token")
@@ -376,7 +375,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
         def describe() -> dict[str, Any]:
             return describe_sources(settings.files, self.tokenizer, self.reading)
 
-        return decide(describe) if dist.is_initialized() else describe()
+        return run_on_rank0(describe)
 
     def _check_vocabulary(self, tokenized: Any, split: str) -> None:
         vocab_size = self._model_vocab_size()

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -38,7 +37,7 @@ from lightning_mcore.data.packing.online import OnlinePacker
 from lightning_mcore.data.packing.rows import collate_padded, collate_rows
 from lightning_mcore.data.place import Place
 from lightning_mcore.data.sampling import is_on_cuda
-from lightning_mcore.parallel.consensus import all_true, gather, together
+from lightning_mcore.parallel.consensus import all_gather_object, all_true, run_on_all_ranks
 
 Batch = dict[str, Tensor]
 State = dict[str, Any]
@@ -374,8 +373,8 @@ class StreamLoader:
             while True:
                 item = running.take(items)
                 # Collective, once per batch. The ranks that still have a batch drop it here.
-                if not _all(item is not None and item.failure is None):
-                    together(partial(_raise_failure, item))
+                if not all_true(item is not None and item.failure is None):
+                    run_on_all_ranks(partial(_raise_failure, item))
                     self._finish(running, items, item)
                     return
                 assert item is not None
@@ -450,9 +449,9 @@ class StreamLoader:
             dropped += self._settings.batch_size
             item = running.take(items)
         # Collective again: a rank may fail in the batches that are only counted.
-        together(partial(_raise_failure, item))
+        run_on_all_ranks(partial(_raise_failure, item))
         mine = (self._rank, running.statistics, running.left_out + dropped)
-        found = {rank: (counts, rows) for rank, counts, rows in (gather(mine) if _many() else [mine])}
+        found = {rank: (counts, rows) for rank, counts, rows in all_gather_object(mine)}
         statistics = sum((counts for counts, _ in found.values()), PackingStatistics())
         rows = sum(rows for _, rows in found.values())
         if not running.batches:
@@ -566,11 +565,3 @@ def _as_it_is(item: Any) -> Any:
 def _raise_failure(item: Item | None) -> None:
     if item is not None and item.failure is not None:
         raise item.failure
-
-
-def _many() -> bool:
-    return dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _all(mine: bool) -> bool:
-    return all_true(mine) if _many() else mine

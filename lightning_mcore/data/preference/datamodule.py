@@ -33,7 +33,7 @@ from lightning_mcore.data.preference.pairs import (
     with_last_token,
 )
 from lightning_mcore.data.preference.rows import LEFT_OUT, PairReading
-from lightning_mcore.parallel.consensus import together
+from lightning_mcore.parallel.consensus import run_on_all_ranks
 
 
 class PairSamples(Dataset[Pair]):
@@ -158,7 +158,7 @@ class PairLoading(MCoreFinetuningData):
                 other kind of rows.
         """
         super().setup(stage)
-        together(self._check_tags)
+        run_on_all_ranks(self._check_tags)
 
     def _check_module(self) -> None:
         module = self.trainer and self.trainer.lightning_module

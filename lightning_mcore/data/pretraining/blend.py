@@ -28,7 +28,6 @@ from typing import Any, TypeVar
 import megatron.core
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import convert_split_vector_to_split_matrix
@@ -38,7 +37,7 @@ from torch.utils.data import Dataset
 
 from lightning_mcore.data.checked_files import CheckedBlocks, cached_folder, is_cached
 from lightning_mcore.data.pretraining.index import Index, checksums_path, read_index
-from lightning_mcore.parallel.consensus import decide, together
+from lightning_mcore.parallel.consensus import run_on_all_ranks, run_on_rank0
 
 SPLITS = ("train", "val", "test")  # in Megatron's order
 
@@ -187,11 +186,6 @@ def require_helpers() -> None:
         )
 
 
-def at_first_rank(function: Callable[[], T]) -> T:
-    """Return or raise on every rank what ``function`` does on rank 0; collective if ranks are connected."""
-    return decide(function) if dist.is_initialized() else function()
-
-
 def build(request: SplitRequest, cache_dir: str) -> Rows:
     """Return the samples of a split, in the order in which all ranks together read them; collective if connected.
 
@@ -199,8 +193,8 @@ def build(request: SplitRequest, cache_dir: str) -> Rows:
     dataset is missing or a machine does not see the folder, ValueError if a dataset is damaged or too small, OSError if
     the folder cannot be written.
     """
-    folder = at_first_rank(lambda: _prepare(request, os.path.abspath(cache_dir)))
-    return together(lambda: _load(request, folder))
+    folder = run_on_rank0(lambda: _prepare(request, os.path.abspath(cache_dir)))
+    return run_on_all_ranks(lambda: _load(request, folder))
 
 
 def _prepare(request: SplitRequest, cache_dir: str) -> str:

@@ -24,7 +24,6 @@ from lightning_mcore.data.pretraining.blend import (
     Blend,
     Rows,
     SplitRequest,
-    at_first_rank,
     build,
     parse_paths,
     parse_split,
@@ -33,6 +32,7 @@ from lightning_mcore.data.pretraining.blend import (
 )
 from lightning_mcore.data.pretraining.index import read_facts, read_index
 from lightning_mcore.data.sampling import data_parallel_place, evaluation_loader, is_on_cuda, training_loader
+from lightning_mcore.parallel.consensus import run_on_rank0
 
 DEFAULT_SPLIT = "969,30,1"
 
@@ -143,7 +143,7 @@ class MCorePretrainingData(pl.LightningDataModule):
                 f"seq_length={self.seq_length} of the data is more than the model's seq_length={longest}; choose"
                 f" {longest} or less, or a model with a larger seq_length"
             )
-        held, self._eod = at_first_rank(lambda: self._check(numbers, vocabulary))
+        held, self._eod = run_on_rank0(lambda: self._check(numbers, vocabulary))
         self._held.update(held)
         for number, samples in held.items():
             _log.info("%s: %d rows of %d tokens", SPLITS[number], samples, self.seq_length)
@@ -303,10 +303,8 @@ class MCorePretrainingData(pl.LightningDataModule):
         blend, share = self._blends[0], self._shares[0]
         assert blend is not None
         assert share is not None
-        indexes = at_first_rank(
-            lambda: [(index.documents, index.tokens()) for index in map(read_index, blend.prefixes)]
-        )
-        contents = at_first_rank(lambda: fingerprints([f"{prefix}.bin" for prefix in blend.prefixes]))
+        indexes = run_on_rank0(lambda: [(index.documents, index.tokens()) for index in map(read_index, blend.prefixes)])
+        contents = run_on_rank0(lambda: fingerprints([f"{prefix}.bin" for prefix in blend.prefixes]))
         return {
             "seq_length": self.seq_length,
             "seed": self.seed,
