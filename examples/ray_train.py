@@ -17,7 +17,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 import pretrain_gpt
 from lightning_mcore import MCoreStrategy
-from lightning_mcore.strategy.ray import RayReport, checkpoint_to_resume, prepare_trainer
+from lightning_mcore.ray import RayReport, checkpoint_to_resume, prepare_trainer
 
 
 def train(config: dict[str, Any]) -> None:

@@ -176,7 +176,7 @@ def make_trainer(arguments: Any, settings: RunSettings, overrides: Mapping[str, 
     _check_names("argument of Trainer", overrides, pl.Trainer)
     # In a Ray worker, devices and ranks come from Ray.
     if ON_RAY in os.environ:
-        from lightning_mcore.strategy.ray import worker_arguments
+        from lightning_mcore.ray.launch import worker_arguments
 
         overrides = worker_arguments(overrides)
     # Before the strategy and the model draw anything.

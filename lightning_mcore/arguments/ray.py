@@ -12,7 +12,7 @@
     ray.launch(args, train, sys.argv[1:])
 
 Ray starts the workers if ``ray_num_workers`` is above 1 or the environment has ``USE_RAY=1``. In a worker,
-``TrainingArguments.trainer`` takes devices and ranks from Ray. ``strategy/ray.py`` launches.
+``TrainingArguments.trainer`` takes devices and ranks from Ray. ``ray/launch.py`` launches.
 """
 
 import dataclasses
@@ -115,7 +115,7 @@ class RayArguments:
         """The checkpoint to resume from, in a worker that Ray has restarted; None anywhere else."""
         if ON_RAY not in os.environ:
             return None
-        from lightning_mcore.strategy.ray import checkpoint_to_resume
+        from lightning_mcore.ray import checkpoint_to_resume
 
         return checkpoint_to_resume()
 
@@ -158,7 +158,7 @@ class RayArguments:
         # Allowed numbers of workers, each with the accumulation that keeps the global batch: with 2 to 4 workers, no
         # model parallelism and an accumulation of 4, these are {2: 8, 4: 4}.
         sizes = elastic_sizes(layout, settings.least, settings.most, arguments.gradient_accumulation_steps)
-        from lightning_mcore.strategy.ray import launch
+        from lightning_mcore.ray.launch import launch
 
         settings = settings.beside(str(arguments.output_dir))
         return launch(settings, sizes, function, *given, gpus=False if arguments.use_cpu else None)

@@ -189,7 +189,8 @@ class CommandCLI(TrainingCLI):
         """Create the trainer; in a Ray worker, with Ray's ranks."""
         if ON_RAY not in os.environ:
             return super().instantiate_trainer(**kwargs)
-        from lightning_mcore.strategy.ray import prepare_trainer, worker_arguments
+        from lightning_mcore.ray import prepare_trainer
+        from lightning_mcore.ray.launch import worker_arguments
 
         given = {**self._get(self.config_init, "trainer"), **kwargs}
         return prepare_trainer(super().instantiate_trainer(**worker_arguments(given)))
@@ -198,7 +199,7 @@ class CommandCLI(TrainingCLI):
         """Return the arguments of the trainer's function; a run that Ray has restarted resumes from its checkpoint."""
         arguments: dict[str, Any] = super()._prepare_subcommand_kwargs(subcommand)
         if ON_RAY in os.environ and subcommand == "fit":
-            from lightning_mcore.strategy.ray import checkpoint_to_resume
+            from lightning_mcore.ray import checkpoint_to_resume
 
             arguments["ckpt_path"] = checkpoint_to_resume() or arguments.get("ckpt_path")
         return arguments

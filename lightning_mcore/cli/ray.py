@@ -29,9 +29,9 @@ def run(
     try:
         _check_devices(settings, trainer)
         sizes = elastic_sizes(layout, settings.least, settings.most, trainer["accumulate_grad_batches"])
-        from lightning_mcore.strategy import ray
+        from lightning_mcore.ray.launch import launch
 
-        code = ray.launch(settings, sizes, _work, module, list(words), gpus=_GPUS.get(trainer["accelerator"]))
+        code = launch(settings, sizes, _work, module, list(words), gpus=_GPUS.get(trainer["accelerator"]))
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A launch on Ray as plain data, and the numbers of workers that a layout allows.
 
-Ray starts, restarts and resizes the workers (``strategy/ray.py``). This file computes what is known before: which
+Ray starts, restarts and resizes the workers (``ray/launch.py``). This file computes what is known before: which
 numbers of workers a run can have, and how many batches each number accumulates, so that a step always learns from the
 same number of samples.
 """

@@ -110,8 +110,7 @@ class PreemptionCheckpoint(Checkpoint):
                 " ModelCheckpoint(dirpath) to its callbacks, or give dirpath here"
             )
         self._watches, self._received, self._arrived = False, set(), ()
-        others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
-        trainer.callbacks = [*others, self]  # type: ignore[attr-defined] # a new list: Lightning is going through it
+        run_last(trainer, self)
 
     def _needs_a_folder(self, trainer: pl.Trainer) -> bool:
         is_real = not trainer.fast_dev_run  # type: ignore[attr-defined]
@@ -246,12 +245,19 @@ def prepare_signals(trainer: pl.Trainer, restores: contextlib.ExitStack) -> None
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     if _requeue_signal(trainer) and not any(isinstance(callback, PreemptionCheckpoint) for callback in callbacks):
         added = _RequeueCheckpoint()
-        trainer.callbacks = [*callbacks, added]  # type: ignore[attr-defined]
+        run_last(trainer, added)
         restores.callback(_remove, trainer, added)
 
 
-def _remove(trainer: pl.Trainer, added: pl.Callback) -> None:
-    trainer.callbacks = [callback for callback in trainer.callbacks if callback is not added]  # type: ignore[attr-defined]
+def run_last(trainer: pl.Trainer, callback: pl.Callback) -> None:
+    """Put a callback behind all others, so that what it saves includes their changes."""
+    _remove(trainer, callback)
+    trainer.callbacks = [*trainer.callbacks, callback]  # type: ignore[attr-defined]
+
+
+def _remove(trainer: pl.Trainer, callback: pl.Callback) -> None:
+    # A new list: Lightning may be going through this one.
+    trainer.callbacks = [other for other in trainer.callbacks if other is not callback]  # type: ignore[attr-defined]
 
 
 def end_on_sigterm(trainer: pl.Trainer) -> None:

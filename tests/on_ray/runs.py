@@ -117,7 +117,7 @@ def train(config: dict[str, Any]) -> float:
     import ray.train
     from ray.train.lightning import RayLightningEnvironment
 
-    from lightning_mcore.strategy.ray import RayReport, checkpoint_to_resume, prepare_trainer
+    from lightning_mcore.ray import RayReport, checkpoint_to_resume, prepare_trainer
 
     course, context = Course(**config), ray.train.get_context()
     return fit(

@@ -22,7 +22,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from lightning_mcore.cli import main
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.ray import elastic_sizes
-from lightning_mcore.strategy.ray import CHECKPOINT, ElasticTorchTrainer
+from lightning_mcore.ray import CHECKPOINT, ElasticTorchTrainer
 from tests.factory_files import QWEN3_LORA, write_run
 from tests.on_ray.runs import PARITY, Course, train
 

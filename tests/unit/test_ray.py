@@ -40,14 +40,14 @@ TP, PP, VP, CP, EP = (
 with_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 
 
-def test_ray_is_imported_in_one_file() -> None:
+def test_ray_is_imported_in_one_room() -> None:
     importing = set()
     for path in (ROOT / "lightning_mcore").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            importing |= {path.name for name in names if name.partition(".")[0] == "ray"}
-    assert importing == {"ray.py"}
+            importing |= {path.parent for name in names if name.partition(".")[0] == "ray"}
+    assert importing == {ROOT / "lightning_mcore" / "ray"}
     assert "ray" not in (ROOT / "lightning_mcore" / "cli" / "ray.py").read_text().split("import ")[1].split()
 
 
@@ -306,7 +306,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of megatron-core and Lightning, as in a rank's own process
 def test_a_checkpoint_is_reported_when_it_is_whole(fake: FakeRay) -> None:
-    from lightning_mcore.strategy.ray import RayReport
+    from lightning_mcore.ray import RayReport
 
     class Announcement(pl.Callback):
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -332,7 +332,7 @@ def test_a_checkpoint_is_reported_when_it_is_whole(fake: FakeRay) -> None:
 def test_a_trainer_that_does_not_fit_the_workers_is_refused(fake: FakeRay) -> None:
     from ray.train.lightning import RayLightningEnvironment
 
-    from lightning_mcore.strategy.ray import prepare_trainer
+    from lightning_mcore.ray import prepare_trainer
 
     def trainer(strategy: Any = None, **arguments: Any) -> pl.Trainer:
         plugins = arguments.pop("plugins", [RayLightningEnvironment()])
@@ -361,7 +361,7 @@ def test_a_path_of_pyarrow_is_one_that_fsspec_opens() -> None:
     import fsspec
     from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem
 
-    from lightning_mcore.strategy.ray import _url
+    from lightning_mcore.ray.report import _url
 
     assert _url(LocalFileSystem(), "/runs/a") == "/runs/a"
     assert _url(PyFileSystem(FSSpecHandler(fsspec.filesystem("memory"))), "/runs/a") == "memory:///runs/a"
@@ -371,7 +371,7 @@ def test_a_path_of_pyarrow_is_one_that_fsspec_opens() -> None:
 
 @with_ray
 def test_ranks_meet_where_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_mcore.strategy import ray as on_ray
+    from lightning_mcore.ray import launch
 
     class Group:
         def execute_single(self, rank: int, function: Any, *arguments: Any) -> Any:
@@ -382,27 +382,27 @@ def test_ranks_meet_where_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None
     def meet(self: Any, group: Any, config: Any) -> None:
         met.append(group.execute_single(0, lambda: ("10.0.0.7", 4242)))
 
-    monkeypatch.setattr(on_ray._TorchBackend, "on_start", meet)
+    monkeypatch.setattr(launch._TorchBackend, "on_start", meet)
     with socket.create_server(("", 0)) as server:
         free = server.getsockname()[1]
     for addr, port in ((None, None), ("127.0.0.1", None), (None, free), ("127.0.0.1", free)):
-        on_ray._BackendAtPlace().on_start(Group(), on_ray._MeetingPlace("gloo", addr=addr, port=port))
+        launch._RendezvousBackend().on_start(Group(), launch._RendezvousConfig("gloo", addr=addr, port=port))
         assert met[-1] == (addr or "10.0.0.7", port or 4242)
-    foreign = on_ray._MeetingPlace("gloo", addr="203.0.113.9")
+    foreign = launch._RendezvousConfig("gloo", addr="203.0.113.9")
     with pytest.raises(ValueError, match=r"^master_addr=203\.0\.113\.9 with master_port=None cannot be used on"):
-        on_ray._BackendAtPlace().on_start(Group(), foreign)
+        launch._RendezvousBackend().on_start(Group(), foreign)
 
 
 @with_ray
 def test_what_rank_0_prints_is_sent(capfd: pytest.CaptureFixture[str]) -> None:
-    from lightning_mcore.strategy.ray import _sent
+    from lightning_mcore.ray.output import sent
 
-    sent: list[tuple[int, bytes]] = []
-    with _sent(SimpleNamespace(put=sent.append)):
+    seen: list[tuple[int, bytes]] = []
+    with sent(SimpleNamespace(put=seen.append)):
         os.write(1, "größe\n".encode())
         os.write(2, b"a warning\n")
     os.write(1, b"later\n")
-    assert sorted(sent) == [(1, "größe\n".encode()), (2, b"a warning\n")]
+    assert sorted(seen) == [(1, "größe\n".encode()), (2, b"a warning\n")]
     assert capfd.readouterr().out == "later\n"
 
 
@@ -410,14 +410,14 @@ def test_what_rank_0_prints_is_sent(capfd: pytest.CaptureFixture[str]) -> None:
 def test_an_elastic_run_waits_until_a_loss_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray.train import ScalingConfig
 
-    from lightning_mcore.strategy import ray as on_ray
+    from lightning_mcore.ray import elastic
 
-    policy = on_ray._AdmissibleSizes(ScalingConfig(num_workers=(2, 8)), (2, 4, 8))
+    policy = elastic._AdmissibleSizes(ScalingConfig(num_workers=(2, 8)), (2, 4, 8))
     nodes = [{"NodeID": "a", "Alive": True}, {"NodeID": "b", "Alive": False}]
-    monkeypatch.setattr(on_ray.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(elastic.ray, "nodes", lambda: nodes)
     reserved = {"a": {"CPU": 7.0}, "b": {"CPU": 4.0}}
     assert policy._count_possible_workers(reserved) == 4
     nodes[1]["Alive"] = True
     assert policy._count_possible_workers(reserved) == 8
     policy._may_start = time.monotonic() + 5
-    assert isinstance(policy.make_decision_for_non_running_worker_group(), on_ray.NoopDecision)
+    assert isinstance(policy.make_decision_for_non_running_worker_group(), elastic.NoopDecision)
