@@ -1,20 +1,20 @@
-# The commands of this project. Each installs what it needs into .venv first; that is quick the second time.
+# The commands of this project. Each first installs what it needs into .venv; that takes time only once.
 #
 # Variables:
-#   PYTHON        the Python 3.11, 3.12 or 3.13 that .venv is made from
-#   TORCH         what pip installs first; "torch==2.13.0+cu130" and the like for a certain GPU build
-#   TORCHVISION   the release of torchvision that is made for it
-#   TESTED        the versions that pip installs, of Python 3.11, 3.12 or 3.13; empty for the newest that pyproject.toml
-#                 allows, and for another release in TORCH
-#   WORKERS       test processes of pytest-xdist, each of which may start up to 8 ranks; three keep two cores busy
-#   PYTEST_ARGS   more arguments for pytest, as in: make test PYTEST_ARGS="-k layout"
-#   MCORE_LATEST  the release of megatron-core that "make test-latest" runs the tests on
-#   TE_RELEASE    the release of TransformerEngine that "make test-te" runs its tests on
-#   LIGHTNING     a checkout of Lightning's repository, whose own tests "make test-lightning" runs
-#   SOURCE        a checkout of TransformerEngine, whose own tests "make test-te-suite" runs
-#   MIN_TESTS     fewer tests than this are a failure; not applied to a part chosen by PYTEST_ARGS
+#   PYTHON        the Python 3.11, 3.12 or 3.13 that creates .venv
+#   TORCH         the torch that pip installs first; for a GPU build, for example "torch==2.13.0+cu130"
+#   TORCHVISION   the torchvision release that matches TORCH
+#   TESTED        the file of pinned versions for the Python in .venv; set it to nothing for the newest versions that
+#                 pyproject.toml allows, or if you change TORCH
+#   WORKERS       number of pytest-xdist processes, each of which may start up to 8 ranks; three keep two cores busy
+#   PYTEST_ARGS   extra arguments for pytest, as in: make test PYTEST_ARGS="-k layout"
+#   MCORE_LATEST  the megatron-core release that "make test-latest" uses
+#   TE_RELEASE    the TransformerEngine release that "make test-te" uses
+#   LIGHTNING     a checkout of Lightning's repository; "make test-lightning" runs Lightning's own tests
+#   SOURCE        a checkout of TransformerEngine; "make test-te-suite" runs TransformerEngine's own tests
+#   MIN_TESTS     a run of fewer tests fails; not checked if PYTEST_ARGS is set
 #                 (MIN_TE_TESTS, MIN_THOROUGH_TESTS and MIN_THOROUGH_TE_TESTS likewise for the other sets)
-#   ARGS          arguments of the demo, the benchmark, Lightning's tests or the walk over random settings
+#   ARGS          arguments for a demo, a benchmark, Lightning's tests or the tests with random settings
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -44,12 +44,12 @@ SOURCE ?=
 	bench-generate bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-scale bench-startup bench-vision gpu torture faults mutate house clean
 
 help:  ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-install: $(INSTALLED)  ## make .venv and install the package and its tools into it
+install: $(INSTALLED)  ## create .venv, and install the package and its tools
 
-# torch comes first: left to choose, pip may take a build of several gigabytes for another CUDA.
-# The stamp is written last, so an installation that failed is tried again.
+# torch comes first: left to itself, pip may choose a build of several gigabytes for another CUDA version.
+# The stamp is written last, so a failed installation is tried again.
 PIP := -m pip install --quiet $(if $(TESTED),--constraint "$(TESTED)")
 
 $(INSTALLED): pyproject.toml Makefile $(wildcard requirements/tested-*.txt)
@@ -63,12 +63,12 @@ $(INSTALLED): pyproject.toml Makefile $(wildcard requirements/tested-*.txt)
 	$(RUN) -m tests.torchvision_on_cpu
 	@touch $@
 
-# uv resolves for a Python that is not here. What the CUDA builds of torch bring is left out: a build asks for its own.
+# uv can resolve for a Python that is not installed. CUDA packages are removed: each torch build requires its own.
 LOCK := $(VENV)/lock
 RESOLVE = $(LOCK)/bin/uv pip compile --quiet --upgrade --no-annotate --custom-compile-command "make lock" \
 	--python-platform linux --extra dev pyproject.toml $(LOCK)/packages.txt
 
-lock: $(INSTALLED)  ## write the versions that "make install" and "make test-oldest" install
+lock: $(INSTALLED)  ## update the pinned versions that "make install" and "make test-oldest" install
 	$(RUN) -m venv --clear $(LOCK)
 	$(LOCK)/bin/python -m pip install --quiet "uv>=0.13,<0.14"
 	printf '%s\n' "$(TORCH)" "$(TORCHVISION)" hatchling editables > $(LOCK)/packages.txt
@@ -78,37 +78,37 @@ lock: $(INSTALLED)  ## write the versions that "make install" and "make test-old
 	$(RESOLVE) --resolution lowest-direct --python-version 3.11 --output-file requirements/oldest-3.11.txt
 	sed -i -E '/^(nvidia|cuda)-/d' requirements/*.txt
 
-check: $(INSTALLED) docs  ## lint, formatting, types, wording and documentation
+check: $(INSTALLED) docs  ## check lint, formatting, types, import order, wording and documentation
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports --no-logo --cache-dir build/import-linter
 	$(RUN) -m tests.wording
 
-docs: $(INSTALLED)  ## build the documentation into build/site; a broken link is an error
+docs: $(INSTALLED)  ## build the documentation into build/site; broken links are errors
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict
 
-format: $(INSTALLED)  ## fix what the linter can fix, and format
+format: $(INSTALLED)  ## fix what the linter can fix, and format the code
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-test: $(INSTALLED)  ## run the tests: each claim of the project, once
+test: $(INSTALLED)  ## run the tests: every claim of the project, once
 	MIN_TESTS=$(MIN_TESTS) $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup -m "$(MARK)" $(PYTEST_ARGS)
 	$(if $(PYTEST_ARGS),,@$(MAKE) --no-print-directory test-te MARK="$(MARK)" MIN_TE_TESTS=$(MIN_TE_TESTS))
 
-test-thorough:  ## run the tests that make test leaves out: the same claims on more layouts, models and settings
+test-thorough:  ## run the tests that make test skips: the same claims on more layouts, models and settings
 	@$(MAKE) --no-print-directory test MARK=thorough MIN_TESTS=$(MIN_THOROUGH_TESTS) MIN_TE_TESTS=$(MIN_THOROUGH_TE_TESTS)
 
-test-fast: $(INSTALLED)  ## run the quick tests of one process, before each commit
+test-fast: $(INSTALLED)  ## run the quick single-process tests, before each commit
 	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup \
 		-m "not slow and not distributed and not thorough" $(PYTEST_ARGS) tests/unit
 
-# The oldest releases that pyproject.toml allows, torch among them: on most machines a CUDA build of some gigabytes.
+# The oldest releases that pyproject.toml allows, including torch: on most machines, a CUDA build of several gigabytes.
 OLDEST := .venv-oldest
 
 $(OLDEST)/.installed: pyproject.toml requirements/oldest-3.11.txt
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
-		echo "PYTHON='$(PYTHON)' is not Python 3.11, for which requirements/oldest-3.11.txt is made;" \
+		echo "PYTHON='$(PYTHON)' is not Python 3.11, which requirements/oldest-3.11.txt needs;" \
 			"name one: make test-oldest PYTHON=/path/to/python3.11" >&2; exit 1; }
 	"$(PYTHON)" -m venv --clear $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --requirement requirements/oldest-3.11.txt
@@ -119,8 +119,8 @@ $(OLDEST)/.installed: pyproject.toml requirements/oldest-3.11.txt
 test-oldest: $(OLDEST)/.installed  ## run all tests on the oldest packages that pyproject.toml allows
 	MIN_TESTS=$(MIN_TESTS) $(OLDEST)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
-# Python 3.11 installs megatron-core 0.16.1; later releases ask for 3.12, yet all that is used of them runs on 3.11.
-# So their wheel is unpacked beside .venv and comes first on the path, and its one compiled file is made for this Python.
+# Python 3.11 installs megatron-core 0.16.1; later releases require 3.12, but everything used here runs on 3.11. So their
+# wheel is unpacked next to .venv and comes first on the path, and its only compiled file is built for this Python.
 LATEST := .mcore-$(MCORE_LATEST)
 
 define BUILD_HELPERS
@@ -141,10 +141,11 @@ $(LATEST)/.unpacked: $(INSTALLED)
 	$(RUN) -c '$(BUILD_HELPERS)' $(LATEST)/site/megatron/core/datasets/helpers
 	@touch $@
 
-# Whatever was released since "make lock"; torch stays, unless TORCH=torch asks for the newest, which may be a CUDA build.
+# Everything released since "make lock". torch stays the same unless you set TORCH=torch for the newest, which may be a
+# CUDA build.
 NEWEST := .venv-latest
 
-test-latest: $(LATEST)/.unpacked  ## run all tests on the newest packages that pyproject.toml allows, megatron-core too
+test-latest: $(LATEST)/.unpacked  ## run all tests on the newest packages that pyproject.toml allows, including megatron-core
 	@$(NEWEST)/bin/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --quiet "$(TORCH)"
 	$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager "$(TORCH)" --editable ".[dev]"
@@ -153,8 +154,8 @@ test-latest: $(LATEST)/.unpacked  ## run all tests on the newest packages that p
 	PYTHONPATH=$(CURDIR)/$(LATEST)/site MEGATRON_CORE_VERSION=$(MCORE_LATEST) MIN_TESTS=$(MIN_TESTS) \
 		$(NEWEST)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
-# TransformerEngine's Python code alone, without the CUDA library, is not installed into .venv but unpacked beside it: all
-# other tests run without it.
+# Only TransformerEngine's Python code, without the CUDA library. It is unpacked next to .venv instead of installed into
+# it, because all other tests run without it.
 TE := .te-$(TE_RELEASE)
 
 $(TE)/.unpacked: $(INSTALLED)
@@ -164,11 +165,11 @@ $(TE)/.unpacked: $(INSTALLED)
 	rm -r $(TE)/wheels
 	@touch $@
 
-test-te: $(TE)/.unpacked  ## run the tests of TransformerEngine on the CPU
+test-te: $(TE)/.unpacked  ## run our tests of TransformerEngine on the CPU
 	PYTHONPATH=$(CURDIR)/$(TE)/site MIN_TESTS=$(MIN_TE_TESTS) \
 		$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup -m "$(MARK)" $(PYTEST_ARGS) tests/te
 
-test-te-suite: $(TE)/.unpacked  ## run TransformerEngine's own tests as they are, on the CPU
+test-te-suite: $(TE)/.unpacked  ## run TransformerEngine's own tests, unchanged, on the CPU
 	@test -d "$(SOURCE)/tests/pytorch" || { \
 		echo "SOURCE='$(SOURCE)' is not a checkout of TransformerEngine; get one with: git clone --depth 1 --branch v2.11" \
 			"https://github.com/NVIDIA/TransformerEngine, and name it: make test-te-suite SOURCE=/path/to/TransformerEngine" \
@@ -178,8 +179,8 @@ test-te-suite: $(TE)/.unpacked  ## run TransformerEngine's own tests as they are
 test-ray: $(INSTALLED)  ## run the tests that start Ray, about 7 minutes
 	TEST_RAY=1 $(RUN) -m pytest $(PYTEST_ARGS) tests/on_ray
 
-# Lightning's tests import packages of their own. They go into an environment that borrows all the rest from .venv, so
-# that our own tests run without them.
+# Lightning's tests import packages of their own. These go into an environment that borrows everything else from .venv,
+# so that our own tests run without them.
 SUITE := $(VENV)/lightning-suite
 BORROWED := import sysconfig; print(sysconfig.get_paths()["purelib"])
 
@@ -189,89 +190,89 @@ $(SUITE)/.installed: $(INSTALLED) tests/lightning_suite/requirements.txt
 	$(SUITE)/bin/python $(PIP) --requirement tests/lightning_suite/requirements.txt
 	@touch $@
 
-test-lightning:  ## run Lightning's own tests as they are, with ddp and with this strategy, and compare
+test-lightning:  ## run Lightning's own tests, unchanged, with ddp and with this strategy, and compare
 	@test -d "$(LIGHTNING)/tests/tests_pytorch" || { \
-		echo "LIGHTNING='$(LIGHTNING)' is no checkout of Lightning with its tests; get one with: git clone --depth 1" \
+		echo "LIGHTNING='$(LIGHTNING)' is not a checkout of Lightning with its tests; get one with: git clone --depth 1" \
 			"--branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning, and name it:" \
 			"make test-lightning LIGHTNING=/path/to/pytorch-lightning" >&2; exit 1; }
 	@$(MAKE) --no-print-directory $(SUITE)/.installed
 	$(SUITE)/bin/python -m tests.lightning_suite --source "$(LIGHTNING)" $(ARGS)
 
-fuzz: $(INSTALLED)  ## validate thousands of random settings; train, interrupt and resume a sample of them
+fuzz: $(INSTALLED)  ## check thousands of random settings; train, interrupt and resume some of them
 	$(RUN) -m tests.fuzz $(ARGS)
 
-demo: $(INSTALLED)  ## train a small GPT on four CPU ranks, tensor and pipeline parallel
+demo: $(INSTALLED)  ## train a small GPT on four CPU ranks, with tensor and pipeline parallelism
 	$(RUN) examples/pretrain_gpt.py $(ARGS)
 
-demo-finetune: $(INSTALLED)  ## fine-tune a small GPT on packed conversations, tensor and context parallel
+demo-finetune: $(INSTALLED)  ## fine-tune a small GPT on packed conversations, with tensor and context parallelism
 	$(RUN) examples/finetune_gpt.py $(ARGS)
 
-demo-hf: $(INSTALLED)  ## fine-tune a Hugging Face model, tensor parallel, and hand back a Hugging Face model
+demo-hf: $(INSTALLED)  ## fine-tune a Hugging Face model with tensor parallelism, and export it for Hugging Face
 	$(RUN) examples/finetune_hf.py $(ARGS)
 
-demo-lora: $(INSTALLED)  ## train LoRA adapters on a frozen model, tensor parallel, and write a PEFT folder
+demo-lora: $(INSTALLED)  ## train LoRA adapters on a frozen model with tensor parallelism, and write a PEFT folder
 	$(RUN) examples/finetune_lora.py $(ARGS)
 
-demo-dpo: $(INSTALLED)  ## let a tiny model learn to prefer one of two answers by DPO, tensor parallel
+demo-dpo: $(INSTALLED)  ## train a tiny model with DPO and tensor parallelism to prefer one of two answers
 	$(RUN) examples/prefer_answers.py $(ARGS)
 
-demo-vl: $(INSTALLED)  ## let a tiny vision-language model learn to say which shapes it sees, tensor parallel
+demo-vl: $(INSTALLED)  ## train a tiny vision-language model with tensor parallelism to name the shapes it sees
 	$(RUN) examples/describe_shapes.py $(ARGS)
 
 demo-fp8: $(TE)/.unpacked  ## train a small GPT in bf16 and with each FP8 recipe, and compare
 	PYTHONPATH=$(CURDIR)/$(TE)/site $(RUN) examples/preview_fp8.py $(ARGS)
 
-bench: $(INSTALLED)  ## time our step against a bare Megatron loop
+bench: $(INSTALLED)  ## compare our step time with a bare Megatron loop
 	$(RUN) -m benchmarks.overhead $(ARGS)
 
-bench-checkpoint: $(INSTALLED)  ## time saves and loads against plain copies
+bench-checkpoint: $(INSTALLED)  ## compare the time of saves and loads with plain copies
 	$(RUN) -m benchmarks.checkpoint $(ARGS)
 
-bench-packing: $(INSTALLED)  ## fill rows, pack a million samples, train packed against padded
+bench-packing: $(INSTALLED)  ## measure packing: fill rows, pack a million samples, compare training on packed and padded rows
 	$(RUN) -m benchmarks.packing $(ARGS)
 
-bench-preprocess: $(INSTALLED)  ## time `lightning-mcore preprocess` against the tokenizer alone
+bench-preprocess: $(INSTALLED)  ## compare the time of `lightning-mcore preprocess` with the tokenizer alone
 	$(RUN) -m benchmarks.preprocess $(ARGS)
 
-bench-generate: $(INSTALLED)  ## time generation with and without a cache beside transformers
+bench-generate: $(INSTALLED)  ## compare generation, with and without a cache, with transformers
 	$(RUN) -m benchmarks.generate $(ARGS)
 
-bench-hf: $(INSTALLED)  ## time Hugging Face models in and out against a copy
+bench-hf: $(INSTALLED)  ## compare the time of Hugging Face import and export with a plain copy
 	$(RUN) -m benchmarks.hf $(ARGS)
 
-bench-lora: $(INSTALLED)  ## time adapters beside full training and beside peft
+bench-lora: $(INSTALLED)  ## compare adapter training with full training and with PEFT
 	$(RUN) -m benchmarks.lora $(ARGS)
 
-bench-peers: $(INSTALLED)  ## time a step beside Lightning's DDP and FSDP2, transformers' Trainer and bare Megatron
+bench-peers: $(INSTALLED)  ## compare a step with Lightning's DDP and FSDP2, transformers' Trainer and bare Megatron
 	$(RUN) -m benchmarks.peers $(ARGS)
 
-bench-preference: $(INSTALLED)  ## time a step of DPO beside trl (if installed), and its memory beside whole logits
+bench-preference: $(INSTALLED)  ## compare a DPO step with TRL (if installed), and its memory with gathered logits
 	$(RUN) -m benchmarks.preference $(ARGS)
 
-bench-scale: $(INSTALLED)  ## count what grows with the number of ranks: collectives, files, bytes
+bench-scale: $(INSTALLED)  ## count what grows with the number of ranks: collectives, files and bytes
 	$(RUN) -m benchmarks.scale $(ARGS)
 
-bench-startup: $(INSTALLED)  ## time the import, `lightning-mcore --help` and `plan`
+bench-startup: $(INSTALLED)  ## measure the time of the import, `lightning-mcore --help` and `plan`
 	$(RUN) -m benchmarks.startup $(ARGS)
 
-bench-vision: $(INSTALLED)  ## time and memory of a vision tower: trained, frozen, images shared out
+bench-vision: $(INSTALLED)  ## measure a vision tower's time and memory: trained, frozen, and with images distributed
 	$(RUN) -m benchmarks.vision $(ARGS)
 
-gpu: $(INSTALLED)  ## run everything that needs a GPU, tests and measurements, in pieces that are not run twice
+gpu: $(INSTALLED)  ## run all tests and benchmarks that need a GPU; if interrupted, run it again to continue
 	$(RUN) -m tests.gpu $(ARGS)
 
-torture: $(INSTALLED)  ## kill ranks at random moments of saves, 500 times
+torture: $(INSTALLED)  ## kill ranks at random moments during saves, 500 times
 	$(RUN) -m benchmarks.checkpoint_torture $(ARGS)
 
-mutate: $(INSTALLED)  ## damage the files that a run reads, 500 times each
+mutate: $(INSTALLED)  ## damage each kind of file that a run reads, 500 times
 	$(RUN) -m tests.mutations $(ARGS)
 
-faults: $(INSTALLED)  ## let a hundred trainings fail, each in its way, and see that all ranks end
+faults: $(INSTALLED)  ## make a hundred training runs fail, each in a different way, and check that all ranks exit
 	$(RUN) -m tests.faults $(ARGS)
 
-house: $(INSTALLED)  ## report lines by room, density of comments and docstrings, the longest files and functions
+house: $(INSTALLED)  ## report lines per folder, comment and docstring density, longest files and functions
 	$(RUN) -m tests.house
 
-clean:  ## remove caches, build products and what runs wrote; environments stay
+clean:  ## remove caches, build products and the output of runs; keep the environments
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache lightning_logs checkpoints outputs
 	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the code is like to read: lines by room, density of comments, docstrings and comprehensions, what is longest.
+"""What the code is like to read: lines by folder, density of comments, docstrings and comprehensions, what is longest.
 
 A report and no test: a file may be as long as its subject needs.
 
@@ -83,7 +83,7 @@ def table(files: list[File]) -> str:
     for file in files:
         folders = file.name.split("/")[:-1]
         rooms.setdefault("/".join(folders[:2]), []).append(file)
-    rows = [("room", "files", "lines", "comments", "docstrings", "comprehensions", "late imports")]
+    rows = [("folder", "files", "lines", "comments", "docstrings", "comprehensions", "late imports")]
     rows.append(("", "", "", "% of lines", "% of lines", "in 1,000 lines", ""))
     for room, held in [*rooms.items(), ("all", files)]:
         sums: Counter[str] = Counter()
