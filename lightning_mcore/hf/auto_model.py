@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from lightning_mcore.config.architecture import architecture_of
 from lightning_mcore.hf.family import HIDDEN, SCORING
 from lightning_mcore.hf.source import is_own_checkpoint, local_folder, read_config
+from lightning_mcore.layers.autograd import sum_for_one_loss
 from lightning_mcore.layers.inputs import IGNORED_LABEL, ModelInputs, check_vocabulary
-from lightning_mcore.layers.losses import sum_over
 from lightning_mcore.layers.padded_rows import PaddedRows
 from lightning_mcore.layers.sampling import whole_logits, whole_sequence
 from lightning_mcore.layers.score import HiddenStates, ScoreLayer
@@ -328,7 +328,7 @@ class HFModel(nn.Module):
 
     def _mean_loss(self, logits: Tensor, call: _Call, targets: Tensor) -> Tensor:
         group = process_group("cp")
-        # CP=2 with rows of 8: each rank has 4 tokens per row and sums their losses; sum_over adds up the two sums
+        # CP=2 with rows of 8: each rank has 4 tokens per row and sums their losses; sum_for_one_loss adds them up
         own = call.rows.share(targets, IGNORED_LABEL, group.rank(), group.size())
         counts = own != IGNORED_LABEL
         # Megatron's loss wants [s, b, v]
@@ -338,7 +338,7 @@ class HFModel(nn.Module):
         chunk: Any = self.pipeline.chunks[-1]
         # -100 is not a token: any token will do there, because torch.where drops its loss
         losses = chunk.compute_language_model_loss(own.masked_fill(~counts, 0), turned)
-        total = sum_over(torch.where(counts, losses, 0.0).sum(), group)
+        total = sum_for_one_loss(torch.where(counts, losses, 0.0).sum(), group)
         return total / ((targets != IGNORED_LABEL).sum() if call.num_items is None else call.num_items)
 
     def _whole_logits(self, logits: Tensor, rows: PaddedRows) -> Tensor:

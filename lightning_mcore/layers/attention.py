@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
+from lightning_mcore.layers.autograd import made_again
 from lightning_mcore.parallel.context import slices_of_rank
 
 _LARGEST_BLOCK = 1024  # queries per mask: larger blocks read fewer keys twice, smaller blocks have smaller masks
@@ -356,20 +356,10 @@ def _attend_with_first_key(query: Tensor, key: Tensor, value: Tensor, softmax: S
     if isinstance(mask, CausalBias):
         return attend_once(query, key, value, plain, causal_lower_right(mask.seq_len_q, mask.seq_len_kv + 1))
     # Masks are views of one mask that all blocks and layers share. With a column for the new key it becomes a copy,
-    # which autograd would keep for every block. The hooks below keep the view, and make the copy again in backward.
+    # which autograd would keep for every block. Instead the copy is made again in backward.
     widened = functools.partial(functional.pad, mask, (1, 0), value=mask.dtype == torch.bool)
     whole = widened()
-    address = whole.untyped_storage().data_ptr()
-
-    def pack(tensor: Tensor) -> Any:
-        if tensor.untyped_storage().data_ptr() != address:
-            return tensor
-        return tensor.size(), tensor.stride(), tensor.storage_offset()
-
-    def unpack(kept: Any) -> Tensor:
-        return kept if isinstance(kept, Tensor) else widened().as_strided(*kept)
-
-    with saved_tensors_hooks(pack, unpack):
+    with made_again(whole, widened):
         return attend_once(query, key, value, plain, whole)
 
 

@@ -19,8 +19,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from lightning_mcore.config.architecture import architecture_of
@@ -48,6 +46,7 @@ from lightning_mcore.layers.attention import (
     visible,
     with_sinks,
 )
+from lightning_mcore.layers.autograd import made_again
 from lightning_mcore.layers.norms import RotatedHeadNorm
 from lightning_mcore.layers.packed_sequences import Boundaries, boundaries_of
 from lightning_mcore.parallel.context import check_packed_offsets, packed_order, packed_positions
@@ -195,12 +194,12 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         back, ahead = (None if side < 0 else side for side in self.window_size)
         return Reach(back, 0 if mask_type in _CAUSAL else ahead)
 
-    def _dropout_state(self, dropout: float) -> AbstractContextManager[None]:
+    def _dropout_state(self, dropout: float) -> contextlib.AbstractContextManager[None]:
         """Return a context in which each tensor-parallel rank draws other dropout: they hold different heads."""
         # With sequence parallelism the whole block already runs in that random stream.
         if dropout == 0.0 or self.config.sequence_parallel:
             return contextlib.nullcontext()
-        fork: AbstractContextManager[None] = tensor_parallel.get_cuda_rng_tracker().fork()
+        fork: contextlib.AbstractContextManager[None] = tensor_parallel.get_cuda_rng_tracker().fork()
         return fork
 
     def _check_call(
@@ -381,23 +380,15 @@ def over_whole_sequences(
     width = key.size(-1)
     whole = _Whole(group, *token_orders(offsets, group.size(), share.device), 2 * width)
     gathered: Tensor = _Gather.apply(share, whole)  # type: ignore[no-untyped-call]
-    with whole.only_views_kept(gathered):
+    with made_again(gathered, whole.gathered_again) if gathered.requires_grad else contextlib.nullcontext():
         context = attend(query, gathered[..., :width], gathered[..., width:])
     if gathered.requires_grad:
         context = _GatherAgain.apply(context, gathered, share, whole)  # type: ignore[no-untyped-call]
     return context[..., : value.size(-1)]
 
 
-class _Place(NamedTuple):
-    """Where a view lies in the gathered tensor."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
 class _Whole:
-    """Gathers shares, and replaces views of the gathered tensor between forward and backward.
+    """Gathers shares, in forward and again in backward.
 
     ``order`` and ``positions`` come from :func:`token_orders`. ``width`` is the gathered tensor's number of columns;
     columns that the shares lack are zero.
@@ -416,24 +407,10 @@ class _Whole:
             missing = self._width - share.size(-1)
             return functional.pad(whole, (0, missing)) if missing > 0 else whole
 
-    def only_views_kept(self, gathered: Tensor) -> AbstractContextManager[None]:
-        """Return a context in which autograd keeps only the places of views of the gathered tensor."""
-        if not gathered.requires_grad:
-            return nullcontext()
-        address = gathered.untyped_storage().data_ptr()
-
-        def pack(tensor: Tensor) -> Tensor | _Place:
-            if tensor.untyped_storage().data_ptr() != address:
-                return tensor
-            return _Place(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-
-        return saved_tensors_hooks(pack, self._unpack)
-
-    def _unpack(self, kept: Tensor | _Place) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
+    def gathered_again(self) -> Tensor:
+        """Return what backward has gathered."""
         assert self.again is not None
-        return self.again.as_strided(*kept)
+        return self.again
 
 
 class _Gather(torch.autograd.Function):

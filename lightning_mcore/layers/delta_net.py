@@ -34,9 +34,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mcore.config.architecture import architecture_of
+from lightning_mcore.layers.autograd import scale_gradient
 from lightning_mcore.layers.core_attention import token_orders
 from lightning_mcore.layers.packed_sequences import boundaries_of
-from lightning_mcore.layers.router import scale_gradient
 from lightning_mcore.parallel.groups import generator_of
 
 _CHUNK = 64  # tokens

@@ -7,12 +7,11 @@ from :func:`sample_sums` follows the same rule, with all samples as the weight o
 models' training steps call these functions.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mcore.layers.autograd import sum_for_one_loss
 from lightning_mcore.layers.inputs import ModelInputs
 
 
@@ -57,30 +56,7 @@ def sample_sums(values: Tensor, inputs: ModelInputs, cp_group: dist.ProcessGroup
     """
     zeros = torch.zeros(inputs.num_samples, dtype=torch.float64, device=values.device)
     sums = zeros.index_add(0, inputs.samples.reshape(-1), values.double().reshape(-1))
-    return sums if cp_group is None else sum_over(sums, cp_group)
-
-
-def sum_over(total: Tensor, cp_group: dist.ProcessGroup) -> Tensor:
-    """Return a tensor's sum over ranks that then all compute the same loss; gradients as in :func:`sample_sums`."""
-    if cp_group.size() == 1:
-        return total
-    whole: Tensor = _SumOverRanks.apply(total, cp_group)  # type: ignore[no-untyped-call]
-    return whole
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """Adds up a tensor over ranks which then all compute the same loss; so backward needs no communication."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.size = group.size()
-        total = tensor.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] * ctx.size, None
+    return sums if cp_group is None else sum_for_one_loss(sums, cp_group)
 
 
 def tail_weights(inputs: ModelInputs, lengths: Tensor, alpha: float, cp_group: dist.ProcessGroup | None) -> Tensor:

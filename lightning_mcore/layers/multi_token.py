@@ -28,8 +28,8 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from lightning_mcore.layers.autograd import scale_gradient
 from lightning_mcore.layers.packed_sequences import all_real
-from lightning_mcore.layers.router import scale_gradient
 from lightning_mcore.layers.score import HiddenStates
 from lightning_mcore.layers.spec import TorchNorm, last_layer_spec
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_mcore.config.architecture import architecture_of
-from lightning_mcore.layers.router import scale_gradient
+from lightning_mcore.layers.autograd import scale_gradient
 
 _KINDS = ("LayerNorm", "RMSNorm")
 

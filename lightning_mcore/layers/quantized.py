@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_mcore.layers.autograd import made_again
 from lightning_mcore.layers.lora import Projection, group_of
 
 # A 4096 x 4096 weight: 8 MiB of codes, and 262,144 lengths, 1 MiB in fp32. Double quantization keeps the lengths as
@@ -144,12 +145,10 @@ class _Quantized:
 
     def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer with a weight that lives for this call only."""
-        # Autograd would keep the dense weight of every layer until backward. The hooks keep the 4 bits in its place.
-        made, stored, dtype = self.quantized.dense(inputs.dtype), self.quantized, inputs.dtype
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda kept: stored if kept.data_ptr() == made.data_ptr() and kept.shape == made.shape else kept,
-            lambda kept: stored.dense(dtype) if kept is stored else kept,
-        ):
+        # Autograd would keep the dense weight of every layer until backward; so it is made again there.
+        stored, dtype = self.quantized, inputs.dtype
+        made = stored.dense(dtype)
+        with made_again(made, lambda: stored.dense(dtype)):
             object.__setattr__(self, "made", made)  # without nn.Module's bookkeeping
             try:
                 return super().forward(inputs, *args, **kwargs)  # type: ignore[misc]

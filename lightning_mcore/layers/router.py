@@ -23,6 +23,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from lightning_mcore.config.architecture import architecture_of
+from lightning_mcore.layers.autograd import attach, scale_gradient
 
 _FEW = 1e-9  # a count too small to change any other, whose square is not zero in fp32
 # Buffers that a cast of the model would make bf16, in which a count stops at 256.
@@ -134,12 +135,11 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
         if isinstance(self.z_scale, int) and self.z_scale == 1:
             attached: Tensor = super().apply_z_loss(logits, padding_mask=padding_mask)
             return attached
-        # The z-loss acts on the gradient of a copy of the logits, which scale_gradient() multiplies. _Join gives this
-        # copy no other gradient, so the loss is scaled and the logits' own gradient is not.
+        # The z-loss acts on the gradient of a copy of the logits, which scale_gradient() multiplies. attach() gives
+        # this copy no other gradient, so the loss is scaled and the logits' own gradient is not.
         with _recorded_as("z_loss", self.z_share):
             aside = super().apply_z_loss(scale_gradient(logits, self.z_scale), padding_mask=padding_mask)
-        joined: Tensor = _Join.apply(logits, aside)  # type: ignore[no-untyped-call]
-        return joined
+        return attach(logits, aside)
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count the tokens of each expert for its bias; ``routing_map`` is [tokens, experts] bool.
@@ -205,34 +205,3 @@ def _recorded_as(name: str, share: Tensor | int) -> Iterator[None]:
             values += recorded_values(before)
     elif before is not None:
         tracker[name] = before
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """Returns a tensor unchanged and scales its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: Tensor | float) -> Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] * ctx.factor, None
-
-
-class _Join(torch.autograd.Function):
-    """Returns the first tensor; the second gets a zero gradient, so that losses attached to it still act."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, aside: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        return gradients[0], torch.zeros_like(gradients[0])
-
-
-def scale_gradient(tensor: Tensor, factor: Tensor | float) -> Tensor:
-    """Return ``tensor`` unchanged; its gradient is multiplied by ``factor``."""
-    scaled: Tensor = _ScaleGradient.apply(tensor, factor)  # type: ignore[no-untyped-call]
-    return scaled

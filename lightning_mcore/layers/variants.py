@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes
@@ -25,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_mcore.config.architecture import STRETCHES, Architecture, architecture_of
+from lightning_mcore.layers.autograd import scale_gradient, sum_over_ranks
 from lightning_mcore.layers.norms import TorchNorm
-from lightning_mcore.layers.router import scale_gradient
 
 
 class NormAndAdd(MegatronModule):  # type: ignore[misc]  # megatron-core has no type information
@@ -61,23 +60,6 @@ class NormAndAdd(MegatronModule):  # type: ignore[misc]  # megatron-core has no 
         return residual + functional.dropout(output, dropout, training)
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """A sum over a group's ranks. Each rank uses the whole sum, so gradients are summed over the ranks too."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        whole = part.clone()
-        dist.all_reduce(whole, group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        whole = gradients[0].clone()
-        dist.all_reduce(whole, group=ctx.group)
-        return whole, None
-
-
 class _NormOfAllHeads(nn.Module):
     """RMSNorm over all heads together; each tensor-parallel rank has some of them, and its part of the weight."""
 
@@ -107,7 +89,7 @@ class _NormOfAllHeads(nn.Module):
         # Each copy of a head adds its squares to the sum over ranks.
         squares = values.square().sum(dim=(-2, -1), keepdim=True) / self.copies
         if self.group.size() > 1:
-            squares = _SumOverRanks.apply(squares, self.group)  # type: ignore[no-untyped-call]
+            squares = sum_over_ranks(squares, self.group)
         normalised = (values * torch.rsqrt(squares / self.width + self.eps)).to(heads.dtype)
         return normalised * self._weight_of_own_heads().view(heads.shape[-2:]).to(heads.dtype)
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.layers import attention, core_attention
+from lightning_mcore.layers import attention, autograd
 from lightning_mcore.layers.attention import Reach, Softmax, attend, packed_runs
 from lightning_mcore.layers.packed_sequences import packed_sequences, split_packed_rows
 from lightning_mcore.layers.spec import gpt_block_spec
@@ -120,12 +120,12 @@ def saved_bytes(size: int, groups: int) -> int:
         mine = split_packed_rows(tokens, PADDED, parallel_state.get_context_parallel_rank(), size)
         params = packed_sequences(REAL, PADDED, ROW_LENGTH, size)
         count = SavedBytes(model)
-        original, core_attention.saved_tensors_hooks = core_attention.saved_tensors_hooks, count.within
+        original, autograd.saved_tensors_hooks = autograd.saved_tensors_hooks, count.within
         try:
             with saved_tensors_hooks(count, lambda tensor: tensor):
                 losses = model(mine, mine, None, labels=mine, packed_seq_params=params)
         finally:
-            core_attention.saved_tensors_hooks = original
+            autograd.saved_tensors_hooks = original
         losses.sum().backward()
         return count.total()
 
