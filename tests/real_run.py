@@ -88,7 +88,7 @@ def _check_module(module: Any, strategy: Any, device_type: str) -> None:
     from lightning_mcore.layers.multi_token import check_multi_token
     from lightning_mcore.layers.spec import resolve_transformer_impl
     from lightning_mcore.layers.transformer_config import build_transformer_config
-    from lightning_mcore.parallel.pipeline import check_uniform_recompute
+    from lightning_mcore.parallel.stage_layers import check_uniform_recompute
 
     owned = strategy.megatron_fields()
     if module.transformer.get("multi_latent_attention"):

@@ -19,11 +19,12 @@ from lightning.pytorch.core.saving import _load_state
 from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 
 from lightning_mcore.checkpoint import manifest, model_state
+from lightning_mcore.checkpoint.fp8_weights import fp8_weights_as_plain
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.checkpoint.model_state import StoredState
 from lightning_mcore.layers.session import single_process
 from lightning_mcore.layers.transformer_config import refuse_recorded_code
-from lightning_mcore.parallel.chunks import built_chunks, filled_as_plain
+from lightning_mcore.parallel.chunks import built_chunks
 
 _INSTANTIATORS = (None, "lightning.pytorch.cli.instantiate_module", "pytorch_lightning.cli.instantiate_module")
 
@@ -43,7 +44,7 @@ def load_weights(module: pl.LightningModule, path: str | Path, strict: bool = Tr
             f"{where} is not a checkpoint directory of MCoreStrategy or Megatron-LM; load a file of another strategy"
             " with load_from_checkpoint"
         )
-    with filled_as_plain([module]):
+    with fp8_weights_as_plain([module]):
         _load(module, where, io, strict)
 
 

@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor
 from tqdm import tqdm
 
+from lightning_mcore.checkpoint.fp8_weights import fp8_weights_as_plain
 from lightning_mcore.checkpoint.manifest import some_of
 from lightning_mcore.checkpoint.model_state import sharded_chunk
 from lightning_mcore.checkpoint.optimizer_state import pieces_of
@@ -39,7 +40,7 @@ from lightning_mcore.hf.weight_map import WeightMap, held_rectangle, whole_names
 from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.hf.weights import HFWeights
 from lightning_mcore.layers.lora import ADAPTERS, adapted_weight, merging
-from lightning_mcore.parallel.chunks import TAKES_FP32, ModelChunks, built_chunks, filled_as_plain, find_pipeline
+from lightning_mcore.parallel.chunks import TAKES_FP32, ModelChunks, built_chunks, find_pipeline
 from lightning_mcore.parallel.consensus import all_gather_object, all_reduce_object, run_on_all_ranks
 
 __all__ = ["absolute", "load_pretrained", "pretrained_settings", "running_fields"]
@@ -113,7 +114,7 @@ def fill_weights(module: pl.LightningModule, path: str, family: str | None = Non
         load_weights(module, path)
     else:
         source = run_on_all_ranks(lambda: HFSource.open(path, family))
-        with filled_as_plain([module]):
+        with fp8_weights_as_plain([module]):
             _fill_from(source, module)
 
 

@@ -44,7 +44,7 @@ from lightning_mcore.layers.delta_net import GatedDeltaNet
 from lightning_mcore.layers.norms import LatentNorm, LatentQueryNorm, TorchNorm, check_norm
 from lightning_mcore.layers.router import ChoiceBiasRouter, ExactRouter
 from lightning_mcore.layers.variants import BiasedExpertOutput, NormAndAdd, VariantAttention, with_bias
-from lightning_mcore.parallel.pipeline import check_uniform_recompute
+from lightning_mcore.parallel.stage_layers import check_uniform_recompute
 from lightning_mcore.te_cpu.load import ONLY_ON_THE_CPU, is_prepared, untested_on_the_cpu
 
 __all__ = ["TorchAttention", "TorchNorm", "TransformerImpl", "gpt_block_spec", "resolve_transformer_impl"]

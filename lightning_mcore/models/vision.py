@@ -29,7 +29,7 @@ from lightning_mcore.models import generation
 from lightning_mcore.models.gpt import Batch, MCoreGPT
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.parallel.groups import process_group
-from lightning_mcore.parallel.pipeline import layers_of_first_chunk
+from lightning_mcore.parallel.stage_layers import layers_of_first_chunk
 
 _OF_THE_TOWER = ("patches", "vision_grids")  # entries of a batch that do not belong to tokens
 

@@ -5,12 +5,11 @@ A chunk is one virtual pipeline stage. For training it is wrapped in ``Float16Mo
 in Megatron's ``DistributedDataParallel``, in the order of Megatron-LM's ``get_model``; for evaluation there is no
 second wrapper. A LightningModule without ``pipeline()`` is one chunk, and keeps its own dtypes.
 
-The strategy calls :func:`wrap_chunks` in ``setup`` and :func:`unwrap_chunks` in ``teardown``; in between the schedule
-uses the chunks. :func:`filled_as_plain` lets weights that are kept in FP8 take values from a file.
+The strategy calls :func:`wrap_chunks` in ``setup`` and :func:`unwrap_chunks` in ``teardown``; in between, steps
+use the chunks.
 """
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -32,7 +31,8 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mcore.config.fp8 import TRANSFORMER_FIELDS as FP8_FIELDS
 from lightning_mcore.config.rules.model import check_average_in_collective, check_fields
 from lightning_mcore.parallel.groups import process_group
-from lightning_mcore.parallel.pipeline import Pipeline, check_uniform_recompute
+from lightning_mcore.parallel.pipeline import Pipeline
+from lightning_mcore.parallel.stage_layers import check_uniform_recompute
 
 TAKES_FP32 = "takes_fp32"
 """An attribute of a layer that computes the same way if its own tensors are fp32 and its inputs are not."""
@@ -57,6 +57,14 @@ _OWNED_FIELDS_BETWEEN_STAGES = (
     "overlap_p2p_comm_warmup_flush",
     "deallocate_pipeline_outputs",
     "microbatch_group_size_per_vp_stage",
+)
+# Functions that Megatron's schedule reads from the config; set for one run.
+_SCHEDULE_FUNCTIONS = (
+    "finalize_model_grads_func",
+    "no_sync_func",
+    "grad_sync_func",
+    "param_sync_func",
+    "grad_scale_func",
 )
 
 
@@ -84,6 +92,10 @@ class ModelChunks:
         """Wait for a wrapped chunk's parameters for which no hook waits; call it before a forward pass."""
         if chunk in self.uncalled:
             self.uncalled[chunk].wait()
+
+    def scale_losses(self, scale: Callable[[Tensor], Tensor]) -> None:
+        """Let Megatron's schedule scale each microbatch's loss; :func:`unwrap_chunks` undoes it."""
+        self.config.grad_scale_func = scale
 
     @property
     def is_last(self) -> list[bool]:
@@ -232,9 +244,7 @@ def wrap_chunks(
     ]
     for chunk in ddp:
         chunk.broadcast_params()
-    _connect(config, ddp, ddp_config)
-    if align_grad_reduce:
-        config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in ddp])
+    _set_schedule_functions(config, ddp, ddp_config, align_grad_reduce)
     uncalled = {chunk: UncalledModules(chunk) for chunk in ddp if chunk.use_forward_hook}
     return ModelChunks(config, list(ddp), pipeline, uncalled)
 
@@ -324,8 +334,7 @@ def unwrap_chunks(chunks: ModelChunks) -> ModelChunks:
             parameter.grad = None
             if hasattr(parameter, "main_grad"):
                 del parameter.main_grad
-    functions = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func", "grad_scale_func")
-    for name in functions:
+    for name in _SCHEDULE_FUNCTIONS:
         setattr(chunks.config, name, None)
     return ModelChunks(chunks.config, chunks.bare, chunks.pipeline)
 
@@ -340,25 +349,6 @@ def synchronize_parameters(chunks: ModelChunks) -> None:
                 if quantized := [weight for weight in chunk.parameters() if is_float8tensor(weight)]:
                     post_all_gather_processing(quantized)  # Megatron does this only if the forward pass gathers them
             chunk.enable_forward_pre_hook()
-
-
-def parameters_with_visible_gradients(chunks: ModelChunks) -> list[Any]:
-    """Return the parameters whose gradient buffer can serve as ``grad``, because it has their dtype."""
-    parameters = [p for chunk in chunks.ddp for p in chunk.parameters() if hasattr(p, "main_grad")]
-    return [p for p in parameters if p.main_grad.dtype == p.dtype]
-
-
-def take_gradients_back(parameters: Sequence[Any], were_shown: bool) -> None:
-    """Copy a user's changes of visible gradients into the gradient buffers, before autograd adds to these.
-
-    ``were_shown`` says whether the buffers were visible as ``grad`` before. Called before each backward.
-    """
-    for parameter in parameters:
-        if parameter.grad is None and were_shown:
-            parameter.main_grad.zero_()  # module.zero_grad() does not reach the buffer
-        elif parameter.grad is not None and parameter.grad is not parameter.main_grad:
-            parameter.main_grad.copy_(parameter.grad)  # a hook has replaced it
-        parameter.grad = None  # autograd would add to it
 
 
 def check_gradients(chunks: ModelChunks) -> None:
@@ -390,12 +380,17 @@ def _remove_forward_hooks(chunk: DistributedDataParallel) -> None:
     chunk.remove_forward_pre_hook_handles.clear()
 
 
-def _connect(
-    config: TransformerConfig, ddp: list[DistributedDataParallel], ddp_config: DistributedDataParallelConfig
+def _set_schedule_functions(
+    config: TransformerConfig,
+    ddp: list[DistributedDataParallel],
+    ddp_config: DistributedDataParallelConfig,
+    align_grad_reduce: bool,
 ) -> None:
     config.finalize_model_grads_func = finalize_model_grads
     if ddp_config.overlap_grad_reduce:
         config.no_sync_func = _one_or_all([chunk.no_sync for chunk in ddp])
+    if align_grad_reduce:
+        config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in ddp])
     if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
         config.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in ddp])
 
@@ -422,42 +417,3 @@ def _broadcast_buffers(module: nn.Module) -> None:
         value = buffer.detach().contiguous()
         dist.broadcast(value, src=dist.get_global_rank(group, 0), group=group)
         buffer.data.copy_(value)
-
-
-_KEPT_IN_FULL = "_high_precision_init_val"  # TransformerEngine's name, also of the methods that Megatron calls
-
-
-@contextlib.contextmanager
-def filled_as_plain(modules: Iterable[nn.Module]) -> Iterator[dict[Tensor, Tensor]]:
-    """Let FP8 weights be plain parameters inside the block, and quantize what was written into them at its end.
-
-    Yields a dict that has, after the block, each FP8 weight and the values written into it.
-    """
-    # A part of an FP8 weight cannot be written, because a block of values shares a scale. Moreover, Megatron's
-    # optimizer makes its fp32 copies from the values that TransformerEngine keeps of the initialisation, so these are
-    # replaced too.
-    written: dict[Tensor, Tensor] = {}
-    plain: dict[nn.Parameter, nn.Parameter] = {}
-    places = [
-        (owner, name, parameter)
-        for module in modules
-        for owner in module.modules()
-        for name, parameter in owner._parameters.items()
-        if parameter is not None and is_float8tensor(parameter)
-    ]
-    try:
-        for owner, name, parameter in places:
-            if parameter not in plain:
-                values = parameter.dequantize().detach()
-                plain[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-            owner._parameters[name] = plain[parameter]
-        yield written
-    finally:
-        for owner, name, parameter in places:
-            owner._parameters[name] = parameter
-    with torch.no_grad():
-        for parameter, values in plain.items():
-            parameter.copy_(values)
-            written[parameter] = values.detach()
-            if hasattr(parameter, _KEPT_IN_FULL):  # no optimizer has been made yet
-                setattr(parameter, _KEPT_IN_FULL, values.detach().cpu())

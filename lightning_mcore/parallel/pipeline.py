@@ -18,10 +18,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Protocol, runtime_checkable
 
-from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from lightning_mcore.config.layout import ParallelLayout
@@ -69,8 +66,8 @@ class Pipeline(nn.Module):
     # Whether the pipeline's caller splits batches for context-parallel ranks, so that steps see whole batches. Such a
     # model may be called anywhere, and several times in a step, except in training as a pipeline.
     takes_whole_batches = False
-    # Runs all stages outside a schedule, during a run of a model that takes whole batches. Returns the output on the
-    # last stage, and None on the others.
+    # Runs all stages outside a schedule, for a model that takes whole batches. Set in each run by pipeline_runner.py, and
+    # kept after it. Returns the output on the last stage, and None on the others.
     run_stages: Callable[..., Any] | None = None
 
     def __init__(
@@ -181,40 +178,3 @@ class Pipeline(nn.Module):
             "self.model(...) was called outside a step, but this rank holds only a part of the model; "
             "run it with self.run_forward('method', batch)"
         )
-
-
-def check_uniform_recompute(config: TransformerConfig) -> None:
-    """Raise ValueError if ``recompute_num_layers`` does not divide the layers of each chunk."""
-    if config.recompute_granularity != "full" or config.recompute_method != "uniform":
-        return
-    # Groups are counted within a chunk: 12 layers on 4 stages are chunks of 3, so groups of 2 are rejected.
-    group = config.recompute_num_layers
-    uneven = sorted(layers for layers in _layers_of_chunks(config) if layers % group)
-    if uneven:
-        raise ValueError(
-            f"recompute_num_layers={group} with recompute_method='uniform' does not divide the {uneven[0]} layers of a "
-            "pipeline stage's chunk; choose a divisor, or recompute_method='block'"
-        )
-
-
-def layers_of_first_chunk(config: TransformerConfig) -> int:
-    """Return the number of layers in the chunk with the embedding."""
-    layout = config.pipeline_model_parallel_layout
-    if layout is not None:
-        return int(layout.layout[0][0].count(LayerType.decoder))
-    interleaved = config.virtual_pipeline_model_parallel_size is not None
-    return int(get_num_layers_to_build(config, vp_stage=0 if interleaved else None, pp_rank=0))
-
-
-def _layers_of_chunks(config: TransformerConfig) -> set[int]:
-    """Return the different layer counts of the chunks on all stages."""
-    layout = config.pipeline_model_parallel_layout
-    if layout is not None:
-        return {chunk.count(LayerType.decoder) for stage in layout.layout for chunk in stage}
-    chunks = range(config.virtual_pipeline_model_parallel_size or 1)
-    interleaved = config.virtual_pipeline_model_parallel_size is not None
-    return {
-        get_num_layers_to_build(config, vp_stage=chunk if interleaved else None, pp_rank=rank)
-        for rank in range(config.pipeline_model_parallel_size)
-        for chunk in chunks
-    }

@@ -55,7 +55,7 @@ from lightning_mcore.optimizer.rules import (
     refused_of_optimizer,
     refused_on_device,
 )
-from lightning_mcore.parallel.pipeline import check_uniform_recompute
+from lightning_mcore.parallel.stage_layers import check_uniform_recompute
 from lightning_mcore.planning.adapters import check_adapters, with_adapters
 from lightning_mcore.planning.arguments import arguments_of_gpt
 from lightning_mcore.planning.grid import GlobalBatch, global_batch

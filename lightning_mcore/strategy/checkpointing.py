@@ -33,13 +33,14 @@ from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint import manifest as checkpoint_manifest
 from lightning_mcore.checkpoint import model_state as sharded_state
 from lightning_mcore.checkpoint.extra_state import checked_extra_state
+from lightning_mcore.checkpoint.fp8_weights import fp8_weights_as_plain
 from lightning_mcore.checkpoint.io import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
 from lightning_mcore.checkpoint.model_state import StoredState
 from lightning_mcore.checkpoint.optimizer_state import load_whole_state, reload_weights
 from lightning_mcore.checkpoint.save import BackgroundTask
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from lightning_mcore.parallel import rank_watch
-from lightning_mcore.parallel.chunks import ModelChunks, filled_as_plain, find_pipeline, synchronize_parameters
+from lightning_mcore.parallel.chunks import ModelChunks, find_pipeline, synchronize_parameters
 from lightning_mcore.parallel.consensus import all_reduce_object, all_true, run_on_all_ranks, run_on_rank0
 from lightning_mcore.parallel.groups import collectives_issued
 from lightning_mcore.strategy.module import MCoreModule
@@ -53,7 +54,9 @@ _NUMBERS = "lightning_mcore/optimizer_numbers"
 _COORDINATES = "lightning_mcore/coordinates"  # of rank 0
 # Megatron-LM's way of saying that every layout can read the optimizer's state.
 _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-_EXCEPTION_TIMEOUT = 30.0  # seconds for all ranks to arrive, after all have raised an exception
+EXCEPTION_TIMEOUT = 30.0
+"""Seconds for all ranks to arrive, after all have raised an exception."""
+
 _DEVICE_TIMEOUT = 10.0  # seconds for the work that was queued on the device before the exception
 
 
@@ -234,10 +237,6 @@ class Checkpoints:
             with self._strategy.runtime():
                 self._own_io.drain(timeout)
 
-    def finish_after_exception(self) -> None:
-        """Finish the saves in flight if the other ranks arrive here too; one of them may have died."""
-        self.finish(_EXCEPTION_TIMEOUT)
-
     def _describe(self, chunks: ModelChunks, optimizers: list[MCoreOptimizer]) -> dict[str, Any]:
         strategy = self._strategy
         return checkpoint_manifest.describe(
@@ -351,7 +350,7 @@ class Checkpoints:
             return
         # Only weights: the optimizers' fp32 copies must follow them. FP8 weights are rounded, so their copies are made
         # from the values before rounding.
-        with filled_as_plain(chunks.bare) as written:
+        with fp8_weights_as_plain(chunks.bare) as written:
             sharded_state.load(stored, chunks, [], strict)
         for optimizer in optimizers:
             reload_weights(optimizer, written)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reject settings, modules, machines and callbacks that do not fit the strategy, before anything is allocated.
 
-The constructor calls :func:`check_schedule` and :func:`checked_micro_batch_size`; :func:`check_meeting` has the checks
-that the strategy makes when it gets the module. The rules themselves are in ``config/rules``, as plain data.
+The constructor calls :func:`check_schedule`; :func:`validate_module` has the checks that the strategy makes when it
+gets the module. The rules themselves are in ``config/rules``, as plain data.
 """
 
 import functools
@@ -63,13 +63,6 @@ def check_backend(name: str | None) -> None:
             raise ValueError(f"process_group_backend={name!r} names {backend!r}; choose from {', '.join(known)}")
 
 
-def checked_micro_batch_size(micro_batch_size: int | None) -> int | None:
-    """Return ``micro_batch_size``, a size or None."""
-    if micro_batch_size is not None:
-        require_size("micro_batch_size", micro_batch_size)
-    return micro_batch_size
-
-
 def planned_world_size(strategy: "MCoreStrategy") -> int:
     """Return a run's number of ranks before its process group is open."""
     environment = strategy.cluster_environment
@@ -79,10 +72,10 @@ def planned_world_size(strategy: "MCoreStrategy") -> int:
     return max(strategy.num_nodes * strategy.num_processes, environment.world_size() if started and environment else 1)
 
 
-# ---- the strategy meets the module
+# ---- the strategy gets the module
 
 
-def check_meeting(strategy: "MCoreStrategy", module: pl.LightningModule) -> None:
+def validate_module(strategy: "MCoreStrategy", module: pl.LightningModule) -> None:
     """Check the module's shape and settings against layout, world and machine, before process groups form.
 
     Raises ``ModuleNotFoundError`` if a package is missing, ``TypeError`` for a module that cannot be split,

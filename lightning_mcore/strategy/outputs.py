@@ -2,7 +2,7 @@
 """Join what an evaluation step returns for the parts of a batch into what it would return for the complete batch.
 
 ``MCoreStrategy(micro_batch_size=...)`` cuts evaluation batches, so that a step runs once for each part. Hooks and
-``trainer.predict`` get one output per batch. ``schedule.py`` calls ``MCoreModule.join_rows``, which calls
+``trainer.predict`` get one output per batch. ``pipeline_runner.py`` calls ``MCoreModule.join_rows``, which calls
 :func:`join_outputs` unless the module replaces it.
 
 For example, a batch of 5 rows in parts of 2, 2 and 1 rows: tensors of [2, s], [2, s] and [1, s] become [5, s], losses

@@ -4,7 +4,7 @@
 With ``MCoreStrategy(tp_comm_overlap=True)``, TransformerEngine's layers send parts of a result while they compute the
 next. They use buffers that all tensor-parallel ranks share. These must be created once, for one shape of the
 activations, before the first layer runs. Megatron-LM creates them at its start, because its arguments give the shape.
-Here it is the shape of the first microbatch, so ``schedule.py`` creates the buffers with it
+Here it is the shape of the first microbatch, so ``pipeline_runner.py`` creates the buffers with it
 (:meth:`TensorParallelOverlap.open`), and the strategy frees them at teardown.
 
 The other ``tp_comm_*`` fields are set in the model's ``TransformerConfig``.

@@ -23,7 +23,7 @@ backward, the optimizer step and clipping.
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -43,6 +43,8 @@ from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.optimizer.factory import OptimizerSetting
 from lightning_mcore.optimizer.loss_scale import LossScaler, skippable
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
+from lightning_mcore.strategy.module import MCoreModule
+from lightning_mcore.strategy.step_runner import StepRunner
 
 # On a CPU, Lightning's Trainer turns the string "16-mixed" into "bf16-mixed", with a warning, before the strategy sees
 # it; plugins=MCorePrecision("16-mixed") trains in fp16 there too.
@@ -70,24 +72,6 @@ def dtype_of(precision: str) -> torch.dtype | None:
 
 
 _HOOKS_THAT_STEP = ("optimizer_step", "training_step")  # training_step in manual optimization
-
-
-class BackwardRunner(Protocol):
-    """The strategy's work around backward."""
-
-    @property
-    def inline(self) -> bool:
-        """Whether Lightning's own loop runs backward."""
-        ...
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device that the module runs on."""
-        ...
-
-    def around_backward(self) -> AbstractContextManager[None]:
-        """Prepare the parameters for gradients, and reduce them after the last batch of a step."""
-        ...
 
 
 class MCorePrecision(Precision):
@@ -159,8 +143,8 @@ class MCorePrecision(Precision):
                 f"precision={precision!r} is not available under MCoreStrategy; choose one of {allowed}{hint}"
             )
         self.precision = precision
-        self.runner: BackwardRunner | None = None
-        self.builds_plain_module = False  # set by the strategy when it gets the module
+        self._runner: StepRunner | None = None  # during a run
+        self._builds_plain_module = False
         self.scaler: LossScaler | None = None
         scaling = LossScaling(loss_scale, initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis)
         scaling.check_precision(precision)
@@ -263,6 +247,18 @@ class MCorePrecision(Precision):
         self.scaler = LossScaler(self._scaling) if self._scaling is not None else None
         return self.scaler
 
+    def expect(self, module: pl.LightningModule) -> None:
+        """Get ready for a module to build its parameters."""
+        self._builds_plain_module = not isinstance(module, MCoreModule)
+
+    def attach(self, runner: StepRunner) -> None:
+        """Let backward and forward of the module go through ``runner``, until :meth:`detach`."""
+        self._runner = runner
+
+    def detach(self) -> None:
+        """End a run."""
+        self._runner = None
+
     def connect(
         self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[Module, list[Optimizer], list[Any]]:
@@ -294,15 +290,15 @@ class MCorePrecision(Precision):
         """Run a plain module's steps under autocast for ``bf16-mixed`` and ``16-mixed``."""
         if self._is_inline and self.precision.endswith("-mixed"):
             # Without the cache of cast weights, as in Lightning, because manual optimization steps change the weights.
-            assert self.runner is not None
-            return torch.autocast(self.runner.root_device.type, dtype=self.dtype, cache_enabled=False)
+            assert self._runner is not None
+            return torch.autocast(self._runner.root_device.type, dtype=self.dtype, cache_enabled=False)
         if self._is_inline and self._half is not None:
             return self._half.forward_context()
         return contextlib.nullcontext()
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         """Create a plain module's tensors in the dtype of ``bf16-true`` or ``16-true``; Megatron's have a config."""
-        if self.builds_plain_module and self._half is not None:
+        if self._builds_plain_module and self._half is not None:
             return self._half.tensor_init_context()
         return super().tensor_init_context()
 
@@ -315,14 +311,14 @@ class MCorePrecision(Precision):
 
         A pipeline's schedule has already done both, inside ``training_step``.
         """
-        if self.runner is None:  # after a run, nothing is wrapped
+        if self._runner is None:  # after a run, nothing is wrapped
             super().backward(tensor, model, optimizer, *args, **kwargs)
             return
-        if not self.runner.inline:
+        if not self._runner.inline:
             return
         if self.scaler is not None:
             tensor = tensor * self.scaler.scale.reshape(())
-        with self.runner.around_backward():
+        with self._runner.backward_context():
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def optimizer_step(  # type: ignore[override]
@@ -370,4 +366,4 @@ class MCorePrecision(Precision):
 
     @property
     def _is_inline(self) -> bool:
-        return self.runner is not None and self.runner.inline
+        return self._runner is not None and self._runner.inline

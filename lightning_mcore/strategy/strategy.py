@@ -2,9 +2,9 @@
 """``MCoreStrategy``: Lightning's hooks on megatron-core, in the order in which the trainer calls them.
 
 Each hook is a few lines that delegate: checks to ``checks.py``, process groups to ``parallel/groups.py``, steps of a
-model built with ``pipeline()`` to ``schedule.py`` and those of a plain module to ``plain_steps.py``, logging to
-``logs/step.py``, the optimizer to ``optimizer/megatron.py``, number formats to ``precision.py``, checkpoints to
-``checkpointing.py``, exact resume to ``resume.py``. Everything that a run changes outside the strategy (metrics,
+model built with ``pipeline()`` to ``pipeline_runner.py`` and those of a plain module to ``plain_module_runner.py``,
+logging to ``logs/step.py``, the optimizer to ``optimizer/megatron.py``, number formats to ``precision.py``, checkpoints
+to ``checkpointing.py``, exact resume to ``resume.py``. Everything that a run changes outside the strategy (metrics,
 callbacks, loaders, settings of torch and Megatron) is restored in ``teardown``, even if a part of it fails.
 """
 
@@ -33,7 +33,7 @@ from torch import Tensor
 from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.rules import raise_first
-from lightning_mcore.config.value_checks import require_instance
+from lightning_mcore.config.value_checks import require_instance, require_size
 from lightning_mcore.layers.metrics import settle_tokens_seen
 from lightning_mcore.layers.packed_sequences import keep_numbers
 from lightning_mcore.layers.spec import choice_of_attention_restored
@@ -54,28 +54,27 @@ from lightning_mcore.parallel.groups import (
 )
 from lightning_mcore.parallel.random_state import new_seed
 from lightning_mcore.parallel.rank_connections import meet
-from lightning_mcore.strategy.checkpointing import Checkpoints
+from lightning_mcore.strategy.checkpointing import EXCEPTION_TIMEOUT, Checkpoints
 from lightning_mcore.strategy.checks import (
     check_backend,
     check_batches_to_predict,
-    check_meeting,
     check_schedule,
-    checked_micro_batch_size,
     planned_world_size,
     refuse_to_stop_iterating,
+    validate_module,
 )
 from lightning_mcore.strategy.gradient_settings import GradientSettings, reduce_scatter_restored
 from lightning_mcore.strategy.logs.evaluation import ends_the_epoch
 from lightning_mcore.strategy.logs.pipeline import ALREADY_MERGED
 from lightning_mcore.strategy.logs.step import StepLogger
-from lightning_mcore.strategy.module import MCoreModule
 from lightning_mcore.strategy.overlap import TensorParallelOverlap
-from lightning_mcore.strategy.plain_steps import PlainSteps
+from lightning_mcore.strategy.pipeline_runner import PipelineRunner, wrap_pipeline
+from lightning_mcore.strategy.plain_module_runner import PlainModuleRunner
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.strategy.preemption import end_on_sigterm, prepare_signals
 from lightning_mcore.strategy.resume import ExactResume
 from lightning_mcore.strategy.same_batches import SameBatches
-from lightning_mcore.strategy.schedule import Schedule, wrap_pipeline
+from lightning_mcore.strategy.step_runner import StepRunner
 
 
 class MCoreStrategy(DDPStrategy):
@@ -125,7 +124,6 @@ class MCoreStrategy(DDPStrategy):
 
     _chunks: ModelChunks | None = None
     _finished_chunks: ModelChunks | None = None  # after a run
-    _schedule: Schedule | None = None  # while a model built with pipeline() runs
 
     def __init__(
         self,
@@ -189,12 +187,14 @@ class MCoreStrategy(DDPStrategy):
         num_instances = self.gradients.num_instances
         raise_first(self.communication.layout_faults(self.layout, self.overlap_p2p_comm, num_instances))
         self.tensor_overlap = TensorParallelOverlap(tp_comm_overlap, tp_comm_overlap_cfg, self.layout)
-        self.micro_batch_size = checked_micro_batch_size(micro_batch_size)
+        if micro_batch_size is not None:
+            require_size("micro_batch_size", micro_batch_size)
+        self.micro_batch_size = micro_batch_size
         self.checkpoints = Checkpoints(self)
         self.resume = ExactResume(self, self.layout)
         self.batches = SameBatches(self, broadcast_batches)
         self.logs = StepLogger(self)
-        self._plain_steps = PlainSteps(self)
+        self._runner: StepRunner = PlainModuleRunner(self)
         self._restores = contextlib.ExitStack()
         super().__init__(
             cluster_environment=cluster_environment,
@@ -247,8 +247,8 @@ class MCoreStrategy(DDPStrategy):
 
     def connect(self, model: pl.LightningModule) -> None:
         """Attach the model and check it against the settings, before process groups form."""
-        check_meeting(self, model)
-        self.precision_plugin.builds_plain_module = not isinstance(model, MCoreModule)
+        validate_module(self, model)
+        self.precision_plugin.expect(model)
         super().connect(model)
 
     def setup_environment(self) -> None:
@@ -315,15 +315,16 @@ class MCoreStrategy(DDPStrategy):
 
     def _setup_chunks(self, module: pl.LightningModule, fitting: bool) -> None:
         module.to(self.root_device)
-        self._schedule = None
         ddp_config = self.gradients.resolve(self.precision_plugin.ddp_fields()) if fitting else None
         pipeline = find_pipeline(module)
-        self.precision_plugin.runner = self._plain_steps
+        self._runner = plain = PlainModuleRunner(self)
+        self.precision_plugin.attach(plain)
         if pipeline is None:
-            self._chunks = self._plain_steps.wrap(module, ddp_config)
+            self._chunks = plain.wrap(module, ddp_config)
         else:
             self._chunks = wrap_pipeline(self, module, pipeline, ddp_config)
-            self._schedule = self.precision_plugin.runner = Schedule(self, module, self._chunks)
+            self._runner = PipelineRunner(self, module, self._chunks)
+            self.precision_plugin.attach(self._runner)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Put Megatron's step behind the optimizers of ``configure_optimizers``."""
@@ -335,7 +336,7 @@ class MCoreStrategy(DDPStrategy):
         setting = self.precision_plugin.optimizer_setting(self.layout, resolved, self.optimizer_config, self.inline)
         self.optimizers = [make_optimizer(optimizer, self.chunks.ddp, setting) for optimizer in optimizers]
         if setting.scaler is not None and not self.inline:
-            self.chunks.config.grad_scale_func = self.megatron_optimizers[0].megatron.scale_loss
+            self.chunks.scale_losses(self.megatron_optimizers[0].megatron.scale_loss)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' state; state in shards is already loaded."""
@@ -351,8 +352,6 @@ class MCoreStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         """Continue from the checkpoint."""
         end_on_sigterm(self._module.trainer)
-        if self._schedule is not None:
-            self._schedule.start()
         self.resume.on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -381,11 +380,11 @@ class MCoreStrategy(DDPStrategy):
     @refuse_to_stop_iterating
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step; with a pipeline, keep the batch until the window of ``accumulate_grad_batches`` is full."""
-        return self._steps.training_step(args, kwargs)
+        return self._runner.training_step(args, kwargs)
 
     def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         """Keep gradients on this rank while Lightning accumulates."""
-        return self._steps.block_backward_sync()
+        return self._runner.block_backward_sync()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Do nothing with the loss, a scalar ``[]``: there is no torch DDP to prepare."""
@@ -446,7 +445,7 @@ class MCoreStrategy(DDPStrategy):
     @refuse_to_stop_iterating
     def _evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any], shares_output: bool) -> Any:
         with self.logs.evaluation_step():
-            return self._steps.evaluate(step, args, kwargs, shares_output)
+            return self._runner.evaluate(step, args, kwargs, shares_output)
 
     def on_validation_end(self) -> None:
         """Log later steps normally again."""
@@ -515,7 +514,7 @@ class MCoreStrategy(DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Finish the saves in flight if the other ranks arrive here too; one of them may have died."""
-        self.checkpoints.finish_after_exception()
+        self.checkpoints.finish(EXCEPTION_TIMEOUT)
 
     def teardown(self) -> None:
         """Remove the wrappers and restore everything that the run has changed, even if a part of it fails.
@@ -535,7 +534,7 @@ class MCoreStrategy(DDPStrategy):
             stack.callback(self.precision_plugin.teardown)
             assert self.cluster_environment is not None
             stack.callback(self.cluster_environment.teardown)
-            stack.callback(setattr, self.precision_plugin, "runner", None)
+            stack.callback(self.precision_plugin.detach)
             stack.callback(self.tensor_overlap.close)
             if self._chunks is not None and self._layer_sync is not None and self.lightning_module is not None:
                 stack.callback(self._layer_sync.revert, self.lightning_module)
@@ -549,7 +548,7 @@ class MCoreStrategy(DDPStrategy):
             self.lightning_module.trainer._signal_connector.teardown()
 
     def _take_chunks_off(self) -> None:
-        chunks, self._chunks, self._schedule = self._chunks, None, None
+        chunks, self._chunks, self._runner = self._chunks, None, PlainModuleRunner(self)
         if chunks is None:
             return
         self._finished_chunks = chunks
@@ -562,11 +561,7 @@ class MCoreStrategy(DDPStrategy):
     @property
     def inline(self) -> bool:
         """Whether steps run in Lightning's own loop instead of Megatron's schedule."""
-        return self._schedule is None
-
-    @property
-    def _steps(self) -> Schedule | PlainSteps:
-        return self._plain_steps if self._schedule is None else self._schedule
+        return self._runner.inline
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -619,13 +614,13 @@ class MCoreStrategy(DDPStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the state of this process: wrappers, groups and Megatron's optimizers."""
-        own = ("logs", "_plain_steps", "_restores", "_chunks", "_finished_chunks", "_schedule")
+        own = ("logs", "_runner", "_restores", "_chunks", "_finished_chunks")
         state = {name: value for name, value in super().__getstate__().items() if name not in own}
         return {**state, "_optimizers": [getattr(optimizer, "user", optimizer) for optimizer in state["_optimizers"]]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start without the state of the other process."""
-        own = {"logs": StepLogger(self), "_plain_steps": PlainSteps(self), "_restores": contextlib.ExitStack()}
+        own = {"logs": StepLogger(self), "_runner": PlainModuleRunner(self), "_restores": contextlib.ExitStack()}
         super().__setstate__({**state, **own})
 
     @classmethod

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_mcore import MCoreGPT
-from lightning_mcore.strategy.schedule import Schedule
+from lightning_mcore.strategy.pipeline_runner import PipelineRunner
 from tests.parity.global_tensors import fill_weights
 from tests.ranks import RanksFailedError, run_ranks
 from tests.toy import Batch, StagedNet, loader, make_trainer
@@ -121,17 +121,17 @@ def passes(strategy: dict[str, Any]) -> list[int]:
     """Return the number of microbatches of each run of the schedule."""
     module, seen = StagedNet(), list[int]()
     trainer = make_trainer(strategy)
-    run = Schedule._pass_through
+    run = PipelineRunner._pass_through
 
     def counting(self: Any, forward_step: Any, microbatches: Any, *rest: Any, **others: Any) -> Any:
         seen.append(len(microbatches))
         return run(self, forward_step, microbatches, *rest, **others)
 
-    Schedule._pass_through = counting  # type: ignore[method-assign]
+    PipelineRunner._pass_through = counting  # type: ignore[method-assign]
     try:
         trainer.validate(module, loader(9, 8), verbose=False)
     finally:
-        Schedule._pass_through = run  # type: ignore[method-assign]
+        PipelineRunner._pass_through = run  # type: ignore[method-assign]
     return seen
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT
-from lightning_mcore.parallel.chunks import filled_as_plain
+from lightning_mcore.checkpoint.fp8_weights import fp8_weights_as_plain
 from tests.parity.global_tensors import fill_weights
 from tests.ranks import run_ranks
 from tests.te.runs import Counting, Numbers, Run, make_model, make_trainer, train
@@ -60,7 +60,7 @@ class Filled(MCoreGPT):
 
     def configure_model(self) -> None:
         super().configure_model()
-        with filled_as_plain([self]), torch.no_grad():
+        with fp8_weights_as_plain([self]), torch.no_grad():
             fill_weights(self.model.chunks)
             for parameter in self.parameters():
                 parameter.mul_(0.2 if parameter.dim() > 1 else 1.0)

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import Metric
 
 from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.strategy.logs.override import log_replaced_by
 from lightning_mcore.strategy.module import rows_of
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
@@ -160,12 +161,10 @@ def without_weight(module: pl.LightningModule, is_only_batch: bool) -> Iterator[
     The names are still logged, because a rank with only repeated samples must take part when the ranks reduce. On the
     only batch of a rank, values that are not reduced over ranks keep their weight: a mean needs at least one.
     """
-    object.__setattr__(module, "log", functools.partial(_log_without_weight, module, is_only_batch))
-    try:
-        with metrics_unchanged([child for child in module.modules() if isinstance(child, Metric)]):
-            yield
-    finally:
-        object.__delattr__(module, "log")
+    metrics = [child for child in module.modules() if isinstance(child, Metric)]
+    function = functools.partial(_log_without_weight, module, is_only_batch)
+    with log_replaced_by(function, module), metrics_unchanged(metrics):
+        yield
 
 
 def _log_without_weight(

@@ -5,7 +5,7 @@ Under a schedule, the part of ``training_step`` that logs runs only on the last 
 microbatch. Calling Lightning's ``log`` there would leave rank 0 without values, and ``sync_dist`` would hang. So while
 the schedule runs, ``log`` is a recorder, and afterwards every rank replays the merged values through Lightning's own
 ``log``. A value logged in a step then describes the complete step, whatever the layout: the mean (or sum, minimum,
-maximum) over its microbatches. ``schedule.py`` drives it.
+maximum) over its microbatches. ``pipeline_runner.py`` drives it.
 
 torchmetrics objects are updated on the last stage; the state of those that a step changed is sent to the other stages.
 """
@@ -27,6 +27,7 @@ from torchmetrics import Metric
 
 from lightning_mcore.parallel.groups import from_last_stage, process_group
 from lightning_mcore.strategy.logs.evaluation import metrics_unchanged, reduction_name
+from lightning_mcore.strategy.logs.override import log_replaced_by
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 _LOSS = "loss that the step returns"
@@ -105,14 +106,8 @@ class PipelineLogs:
         """Replace ``module.log`` by the recorder inside the ``with`` block."""
         self._entries, self._error = {}, None
         self._changed = set()
-        outer = vars(self._module).get("log")
-        object.__setattr__(self._module, "log", self._record)
-        try:
+        with log_replaced_by(self._record, self._module):
             yield
-        finally:
-            object.__delattr__(self._module, "log")
-            if outer is not None:
-                object.__setattr__(self._module, "log", outer)
 
     @contextlib.contextmanager
     def microbatch(self, batch: Any, muted: bool) -> Iterator[None]:

@@ -5,8 +5,8 @@ A DataLoader batch is one microbatch, and ``Trainer(accumulate_grad_batches=N)``
 the first N-1 batches ``training_step`` only keeps the batch, and at the N-th it runs Megatron's schedule over all of
 them. Lightning's loops are unchanged, so ``global_step``, ``max_steps`` and the rest mean what they do in Lightning.
 
-The schedule asks :class:`Schedule` for one microbatch and one chunk at a time; for each, it activates the chunk in the
-user's pipeline and calls the user's step (``parallel/pipeline.py`` explains how the step becomes a stage).
+The schedule asks :class:`PipelineRunner` for one microbatch and one chunk at a time; for each, it activates the chunk
+in the user's pipeline and calls the user's step (``parallel/pipeline.py`` explains how the step becomes a stage).
 ``training_step`` returns one of two things:
 
 ==================================  =================================================  ============================
@@ -65,7 +65,7 @@ class Microbatch:
     arguments: tuple[Any, ...]  # of the step, after the batch
     shape: _Shape = None
     weight: float = 1.0  # share of a DataLoader batch
-    filler: bool = False  # only fills up an interleaved schedule, with weight zero
+    is_padding: bool = False  # only completes a group of the interleaved schedule, with weight zero
 
 
 def wrap_pipeline(
@@ -90,7 +90,7 @@ def wrap_pipeline(
     return wrap_chunks(list(pipeline.chunks), config, pipeline, ddp_config, strategy.gradients.align_grad_reduce)
 
 
-class Schedule:
+class PipelineRunner:
     """Runs the module's steps over its chunks, from :func:`wrap_pipeline`.
 
     Raises ``TypeError`` if a step draws its batches itself, ``ValueError`` if no layer of the model could use FP8.
@@ -121,10 +121,6 @@ class Schedule:
         self._seen_full_window = False
 
     # ---- training
-
-    def start(self) -> None:
-        """Forget batches kept by an interrupted run."""
-        self._window, self._last_loss = [], None
 
     def training_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep the batch until the window of ``accumulate_grad_batches`` is full, then run the step.
@@ -163,7 +159,7 @@ class Schedule:
         """Do nothing: the schedule reduces gradients itself."""
         return nullcontext()
 
-    def around_backward(self) -> AbstractContextManager[None]:
+    def backward_context(self) -> AbstractContextManager[None]:
         """Do nothing: the schedule has run backward."""
         return nullcontext()
 
@@ -171,9 +167,12 @@ class Schedule:
         """Cut a DataLoader batch into microbatches and take this context-parallel rank's share of each."""
         if micro_batch_size is None:
             return [self._microbatch(batch, arguments)]
+        return [self._microbatch(part, arguments, share) for part, share in self._split_rows(batch, micro_batch_size)]
+
+    def _split_rows(self, batch: Any, rows: int) -> Iterator[tuple[Any, float]]:
+        """Cut a batch into parts with their shares of it, before context parallelism."""
         module = self._module
-        split = module.split_rows if isinstance(module, MCoreModule) else split_rows
-        return [self._microbatch(part, arguments, share) for part, share in split(batch, micro_batch_size)]
+        return module.split_rows(batch, rows) if isinstance(module, MCoreModule) else split_rows(batch, rows)
 
     def train(self, microbatches: Sequence[Microbatch], num_batches: int) -> Any:
         """Run forward and backward over the microbatches of an optimizer step; gradients are final afterwards.
@@ -214,20 +213,20 @@ class Schedule:
         parts = self.split(args[0], args[1:], size)
         is_counted = step in ("validation_step", "test_step")
         num_parts = self._num_parts(len(parts), size, self._logs.rows_of_others if is_counted else 0)
-        filled = [*parts, *[_filler(parts[-1])] * (num_parts - len(parts))]
-        outputs, _ = self._run(step, filled, forward_only=True, num_batches=1)
+        padded = [*parts, *[_padding(parts[-1])] * (num_parts - len(parts))]
+        outputs, _ = self._run(step, padded, forward_only=True, num_batches=1)
         return self._whole_output(step, parts, outputs[: len(parts)], size or 1) if shares_output else None
 
     def _part_size(self, args: tuple[Any, ...]) -> int | None:
         """Return the rows of a part of an evaluation batch; None for the complete batch."""
         # Some dispatchers need the same number of tokens on all ranks that share experts. Batches of 3 rows on one rank
         # and 2 on another, where the sampler's repeated sample is cut off, then run as 3 and 2 parts of one row, to
-        # which the second rank adds a filler.
+        # which the second rank adds one that only pads.
         size, config, group = self._strategy.micro_batch_size, self._chunks.config, process_group("experts")
         takes_any = config.moe_token_dispatcher_type != "allgather" and not config.moe_pad_expert_input_to_capacity
         if not config.num_moe_experts or takes_any or group.size() == 1:
             return size
-        rows = len(self.split(args[0], args[1:], 1))
+        rows = sum(1 for _ in self._split_rows(args[0], 1))
         extremes = torch.tensor([rows, -rows], device=self.root_device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
         most, least = extremes.tolist()
@@ -308,14 +307,14 @@ class Schedule:
         def forward_step(iterator: Iterator[Any], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any] | None]:
             args, kwargs = next(iterator)
             output = chunk(*args, **kwargs)
-            return self._handed_on(output) if self._is_last(chunk) else (_to_send(output, requires_grad=False), None)
+            return self._to_caller(output) if self._is_last(chunk) else (_to_send(output, requires_grad=False), None)
 
-        missing = -len(calls) % self._whole_groups
+        missing = -len(calls) % self._microbatch_multiple
         with torch.no_grad():
             return self._pass_through(forward_step, [*calls, *calls[-1:] * missing], None, forward_only=True)
 
     @property
-    def _whole_groups(self) -> int:
+    def _microbatch_multiple(self) -> int:
         """The number of which the schedule needs a multiple of microbatches."""
         return self._layout.pipeline_model_parallel_size if self._is_interleaved else 1
 
@@ -355,13 +354,13 @@ class Schedule:
         self, step: str, microbatches: Sequence[Microbatch], forward_only: bool, num_batches: int
     ) -> tuple[list[Any], Tensor | None]:
         """Run a step of the module over microbatches; return its outputs on the last stage, and the loss."""
-        filled = self._fill_up(microbatches)
-        shapes = list(dict.fromkeys(microbatch.shape for microbatch in filled))
+        padded = self._pad_microbatches(microbatches)
+        shapes = list(dict.fromkeys(microbatch.shape for microbatch in padded))
         shape = shapes[0] if len(shapes) == 1 else None
         self._strategy.tensor_overlap.open(shape, self._chunks.config)
         with self._fp8_of(shapes, forward_only), self._logs.pipeline.recording(), random_state_of_stage():
-            forward_step = self._forward_step(step, len(filled), forward_only, num_batches)
-            outputs = self._pass_through(forward_step, filled, shape, forward_only)
+            forward_step = self._forward_step(step, len(padded), forward_only, num_batches)
+            outputs = self._pass_through(forward_step, padded, shape, forward_only)
         return outputs, self._logs.pipeline.finish(step, over_copies=not forward_only)
 
     def _fp8_of(self, shapes: Sequence[_Shape], forward_only: bool) -> AbstractContextManager[None]:
@@ -376,14 +375,14 @@ class Schedule:
             return _changed(configs, fp8=None, fp4=None)
         return nullcontext()
 
-    def _fill_up(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+    def _pad_microbatches(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """Repeat the last microbatch, with weight zero, until an interleaved schedule has complete groups.
 
         Raises ``RuntimeError`` in training with experts or multi-token prediction, whose losses a repeated microbatch
         changes.
         """
-        # 6 microbatches on 4 pipeline stages: 2 fillers make 8.
-        missing = -len(microbatches) % self._whole_groups
+        # 6 microbatches on 4 pipeline stages: 2 that pad make 8.
+        missing = -len(microbatches) % self._microbatch_multiple
         config = self._chunks.config
         if missing and (config.num_moe_experts or config.mtp_num_layers) and torch.is_grad_enabled():
             raise RuntimeError(
@@ -392,7 +391,7 @@ class Schedule:
                 "experts or multi-token prediction; set limit_train_batches or drop_last so that "
                 "accumulate_grad_batches divides the epoch"
             )
-        return [*microbatches, *[_filler(microbatches[-1])] * missing]
+        return [*microbatches, *[_padding(microbatches[-1])] * missing]
 
     def _forward_step(self, step: str, num_microbatches: int, forward_only: bool, num_batches: int) -> _ForwardStep:
         """Return Megatron's ``forward_step_func`` for one run of the schedule."""
@@ -407,9 +406,9 @@ class Schedule:
             except StageOutput as stage:
                 return _to_send(stage.value, stage.value.requires_grad), None
             if forward_only:
-                return self._handed_on(output)
+                return self._to_caller(output)
             loss, num_tokens = self._read_loss(output)
-            if not microbatch.filler:
+            if not microbatch.is_padding:
                 self._logs.pipeline.add_loss(loss, microbatch.weight if num_tokens is None else num_tokens)
                 if isinstance(output, dict):
                     self._last_output = apply_to_collection(output, Tensor, Tensor.detach)
@@ -418,7 +417,7 @@ class Schedule:
             if num_tokens is None:
                 weight = microbatch.weight * factor
                 return loss, lambda loss: (loss * weight, None)
-            counted = num_tokens * 0 if microbatch.filler else num_tokens
+            counted = num_tokens * 0 if microbatch.is_padding else num_tokens
             return loss, lambda loss: (loss * counted, counted, None)
 
         return forward_step
@@ -426,14 +425,14 @@ class Schedule:
     def _is_last(self, chunk: Any) -> bool:
         return self._chunks.is_last[self._chunks.wrapped.index(chunk)]
 
-    def _handed_on(self, output: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    def _to_caller(self, output: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         """Return what makes Megatron hand ``output`` on to the caller of a schedule that runs only forward."""
         return torch.zeros((), device=self.root_device), lambda nothing: (nothing.clone(), output)
 
     def _call(self, step: str, microbatch: Microbatch, chunk: Any) -> Any:
         """Call the module's step for one chunk and return what it returned; other stages leave it by StageOutput."""
         is_last, before = self._is_last(chunk), self._pipeline.num_calls
-        muted = microbatch.filler or not is_last
+        muted = microbatch.is_padding or not is_last
         self._chunks.wait_for_uncalled(chunk)
         with self._logs.pipeline.microbatch(microbatch.batch, muted), self._pipeline.activate(chunk, is_last):
             batch = copy.copy(microbatch.batch)  # a step may take entries out of it, and runs for every chunk
@@ -488,9 +487,9 @@ def _to_send(output: Tensor, requires_grad: bool) -> Tensor:
     return viewless
 
 
-def _filler(microbatch: Microbatch) -> Microbatch:
+def _padding(microbatch: Microbatch) -> Microbatch:
     """Return a microbatch that runs only because the schedule or other ranks need one more."""
-    return replace(microbatch, weight=0.0, filler=True)
+    return replace(microbatch, weight=0.0, is_padding=True)
 
 
 def _check_steps_take_batches(module: pl.LightningModule) -> None:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of a plain LightningModule, in Lightning's own loop.
 
-Lightning's accumulation is Megatron's schedule without pipelining, so each step is called directly. :class:`PlainSteps`
-keeps gradients on the rank while Lightning accumulates. After the last batch of a window it reduces them over the ranks
-and shows them to hooks. The strategy uses it where ``schedule.py`` does not apply.
+Lightning's accumulation is Megatron's schedule without pipelining, so each step is called directly.
+:class:`PlainModuleRunner` keeps gradients on the rank while Lightning accumulates. After the last batch of a window it
+reduces them over the ranks and shows them to hooks. The strategy uses it where ``pipeline_runner.py`` does not apply.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -18,9 +18,7 @@ from lightning_mcore.optimizer.rules import check_not_summed
 from lightning_mcore.parallel.chunks import (
     ModelChunks,
     check_gradients,
-    parameters_with_visible_gradients,
     plain_config,
-    take_gradients_back,
     wrap_chunks,
 )
 from lightning_mcore.strategy.checks import check_plain
@@ -29,10 +27,9 @@ if TYPE_CHECKING:
     from lightning_mcore.strategy.strategy import MCoreStrategy
 
 
-class PlainSteps:
+class PlainModuleRunner:
     """Runs the steps of a module that did not use ``pipeline()``, and those of any module after a run."""
 
-    # Lightning's own loop runs backward; Schedule has False.
     inline = True
 
     def __init__(self, strategy: "MCoreStrategy") -> None:
@@ -81,7 +78,7 @@ class PlainSteps:
             self._sync_blocked = False
 
     @contextlib.contextmanager
-    def around_backward(self) -> Iterator[None]:
+    def backward_context(self) -> Iterator[None]:
         """Reduce the gradients after the last batch of a window, and show them to hooks if they are complete."""
         # With accumulate_grad_batches=4, three backward passes only add to the buffers, inside no_sync(); the fourth
         # one's gradients are summed over the ranks, during it (overlap_grad_reduce) or in finalize_model_grads after
@@ -91,10 +88,10 @@ class PlainSteps:
         if gradients.reduces_only_once:
             check_not_summed(optimizers)
         # Sharded gradients are not complete on this rank.
-        parameters = [] if gradients.distributed else parameters_with_visible_gradients(chunks)
+        parameters = [] if gradients.distributed else _parameters_with_visible_gradients(chunks)
         # What hooks have changed in .grad goes back into the buffers. Then .grad is empty, or autograd would add to it
         # too.
-        take_gradients_back(parameters, self._gradients_are_shown)
+        _copy_user_grads_to_main_grad(parameters, self._gradients_are_shown)
         with contextlib.ExitStack() as stack:
             if self._sync_blocked:  # not earlier, because zeroing the buffers would undo it
                 for chunk in chunks.ddp:
@@ -110,3 +107,22 @@ class PlainSteps:
         for parameter in parameters:
             parameter.grad = parameter.main_grad
         self._gradients_are_shown = True
+
+
+def _parameters_with_visible_gradients(chunks: ModelChunks) -> list[Any]:
+    """Return the parameters whose gradient buffer can serve as ``grad``, because it has their dtype."""
+    parameters = [p for chunk in chunks.ddp for p in chunk.parameters() if hasattr(p, "main_grad")]
+    return [p for p in parameters if p.main_grad.dtype == p.dtype]
+
+
+def _copy_user_grads_to_main_grad(parameters: Sequence[Any], were_shown: bool) -> None:
+    """Copy a user's changes of visible gradients into the gradient buffers, before autograd adds to these.
+
+    ``were_shown`` says whether the buffers were visible as ``grad`` before. Called before each backward.
+    """
+    for parameter in parameters:
+        if parameter.grad is None and were_shown:
+            parameter.main_grad.zero_()  # module.zero_grad() does not reach the buffer
+        elif parameter.grad is not None and parameter.grad is not parameter.main_grad:
+            parameter.main_grad.copy_(parameter.grad)  # a hook has replaced it
+        parameter.grad = None  # autograd would add to it

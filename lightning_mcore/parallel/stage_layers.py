@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many layers each chunk of a pipeline holds, and a check that needs these numbers."""
+
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def check_uniform_recompute(config: TransformerConfig) -> None:
+    """Raise ValueError if ``recompute_num_layers`` does not divide the layers of each chunk."""
+    if config.recompute_granularity != "full" or config.recompute_method != "uniform":
+        return
+    # Groups are counted within a chunk: 12 layers on 4 stages are chunks of 3, so groups of 2 are rejected.
+    group = config.recompute_num_layers
+    uneven = sorted(layers for layers in _layers_of_chunks(config) if layers % group)
+    if uneven:
+        raise ValueError(
+            f"recompute_num_layers={group} with recompute_method='uniform' does not divide the {uneven[0]} layers of a "
+            "pipeline stage's chunk; choose a divisor, or recompute_method='block'"
+        )
+
+
+def layers_of_first_chunk(config: TransformerConfig) -> int:
+    """Return the number of layers in the chunk with the embedding."""
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        return int(layout.layout[0][0].count(LayerType.decoder))
+    interleaved = config.virtual_pipeline_model_parallel_size is not None
+    return int(get_num_layers_to_build(config, vp_stage=0 if interleaved else None, pp_rank=0))
+
+
+def _layers_of_chunks(config: TransformerConfig) -> set[int]:
+    """Return the different layer counts of the chunks on all stages."""
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        return {chunk.count(LayerType.decoder) for stage in layout.layout for chunk in stage}
+    chunks = range(config.virtual_pipeline_model_parallel_size or 1)
+    interleaved = config.virtual_pipeline_model_parallel_size is not None
+    return {
+        get_num_layers_to_build(config, vp_stage=chunk if interleaved else None, pp_rank=rank)
+        for rank in range(config.pipeline_model_parallel_size)
+        for chunk in chunks
+    }
