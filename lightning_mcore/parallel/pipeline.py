@@ -66,8 +66,8 @@ class Pipeline(nn.Module):
     # Whether the pipeline's caller splits batches for context-parallel ranks, so that steps see whole batches. Such a
     # model may be called anywhere, and several times in a step, except in training as a pipeline.
     takes_whole_batches = False
-    # Runs all stages outside a schedule, for a model that takes whole batches. Set in each run by pipeline_runner.py, and
-    # kept after it. Returns the output on the last stage, and None on the others.
+    # Runs all stages outside a schedule, for a model that takes whole batches. Set by pipeline_runner.py in a run and
+    # kept after it. Returns the output on the last stage, None on the others.
     run_stages: Callable[..., Any] | None = None
 
     def __init__(
