@@ -54,7 +54,7 @@ from lightning_mcore.checkpoint.writer import Staging
 from lightning_mcore.config.value_checks import require_flag, require_size
 from lightning_mcore.parallel.consensus import all_true, control_group, run_on_all_ranks, run_on_rank0
 from lightning_mcore.parallel.groups import process_group
-from lightning_mcore.parallel.rank_watch import can_meet
+from lightning_mcore.parallel.rank_watch import collectives_usable
 
 __all__ = ["CONTENT_METADATA", "MANIFEST", "RANK_STATE", "SHARDED_STATE", "MCoreCheckpointIO"]
 
@@ -487,7 +487,7 @@ def _finish_at_exit() -> None:
 
 def _all_come(timeout: float) -> bool:
     """Wait for all ranks up to ``timeout`` seconds, if this rank may use collectives; return whether they came."""
-    if not (dist.is_initialized() and can_meet()):
+    if not (dist.is_initialized() and collectives_usable()):
         return False
     try:
         dist.monitored_barrier(control_group(), timeout=timedelta(seconds=timeout))

@@ -3,7 +3,8 @@
 
 When a process ends, for whatever reason, the kernel closes its connection; nothing has to be sent. The kernel's probes
 notice a machine that disappears. A message is a list, written as one line of JSON, so nothing that arrives can run
-code. ``rank_watch.py`` listens on these connections; the strategy calls :func:`meet` before the process groups exist.
+code. ``rank_watch.py`` listens on these connections; the strategy calls :func:`rendezvous` before it opens process
+groups.
 """
 
 import contextlib
@@ -98,7 +99,7 @@ def connect(introduction: T) -> tuple[Connections, list[T]] | None:
     return None
 
 
-def meet(place: ClusterEnvironment, timeout: float) -> Store | None:
+def rendezvous(place: ClusterEnvironment, timeout: float) -> Store | None:
     """Wait up to ``timeout`` seconds until all ranks have reached rank 0's address, and name any that have not.
 
     Returns the store in which ranks have signed in; the caller keeps it until the process group is open. None for a

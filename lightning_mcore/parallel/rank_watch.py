@@ -26,7 +26,8 @@ Before all ranks are connected, the ranks that another rank has started end with
 started must be ended by the scheduler (``srun --kill-on-bad-exit``; torchrun always does it).
 
 The strategy launches runs with :class:`Launcher`, calls :func:`begin` with the process groups, and calls
-:func:`cleared_up` at the end of its teardown. Before a save, :func:`can_meet` tells whether collectives still work.
+:func:`mark_cleanup_done` at the end of its teardown. Before a save, :func:`collectives_usable` tells whether
+collectives still work.
 """
 
 import atexit
@@ -73,7 +74,7 @@ LAUNCHED_BY = "LIGHTNING_MCORE_LAUNCHED_BY"
 
 
 @dataclasses.dataclass
-class _Here:
+class _ProcessState:
     """The state of this process."""
 
     runs: int = 0  # that it has begun; the same number on every rank
@@ -88,7 +89,7 @@ class _Here:
     world: Callable[[], Any] = lambda: None  # returns the group that `watch` was made for, while it exists
 
 
-_here = _Here()
+_process_state = _ProcessState()
 
 
 @contextlib.contextmanager
@@ -97,27 +98,27 @@ def run(children: Callable[[], Sequence[subprocess.Popen[bytes]]]) -> Iterator[N
 
     ``children`` returns the ranks that this process has started.
     """
-    if _here.is_running:  # a run inside a run
+    if _process_state.is_running:  # a run inside a run
         yield
         return
-    _here.runs += 1
-    _here.is_running, _here.failure, _here.connected = True, None, threading.Event()
-    _watch_the_start(children, _here.connected)
+    _process_state.runs += 1
+    _process_state.is_running, _process_state.failure, _process_state.connected = True, None, threading.Event()
+    _watch_the_start(children, _process_state.connected)
     try:
         yield
     except BaseException as error:
-        if _here.watch is not None:
-            _here.watch.fail(error)
-        _here.failure = id(error)
-        _here.children = () if _here.connected.is_set() else children()
+        if _process_state.watch is not None:
+            _process_state.watch.fail(error)
+        _process_state.failure = id(error)
+        _process_state.children = () if _process_state.connected.is_set() else children()
         _end_soon_at_exit()
         raise
     else:
-        if _here.watch is not None:
-            _here.watch.leave()
+        if _process_state.watch is not None:
+            _process_state.watch.leave()
     finally:
-        _here.is_running = False
-        _here.connected.set()
+        _process_state.is_running = False
+        _process_state.connected.set()
 
 
 class Launcher(_SubprocessScriptLauncher):
@@ -142,38 +143,38 @@ def begin(positions: Mapping[str, int], timeout: float) -> None:
     ``positions`` counts the collectives that this rank has issued in each group. Raises RuntimeError if a rank cannot
     reach this run, or a failed run left ranks with different counts.
     """
-    if not _here.is_running or dist.get_world_size() == 1:
+    if not _process_state.is_running or dist.get_world_size() == 1:
         return
     # One watch for each default group: the ranks may be connected in another way the next time.
     world: Any = dist.group.WORLD
-    if _here.world() is not world:
-        if _here.watch is not None:
-            _here.watch.close()
-        _here.watch, _here.world = _open_watch(), weakref.ref(world)
-        if _here.watch is not None:
-            weakref.finalize(world, _here.watch.close).atexit = False
-    _here.connected.set()
-    if _here.watch is not None:
-        _here.watch.enter(positions, timeout)
+    if _process_state.world() is not world:
+        if _process_state.watch is not None:
+            _process_state.watch.close()
+        _process_state.watch, _process_state.world = _open_watch(), weakref.ref(world)
+        if _process_state.watch is not None:
+            weakref.finalize(world, _process_state.watch.close).atexit = False
+    _process_state.connected.set()
+    if _process_state.watch is not None:
+        _process_state.watch.enter(positions, timeout)
 
 
-def cleared_up() -> None:
+def mark_cleanup_done() -> None:
     """Tell the watch that this rank, if it has failed, has finished clearing up."""
-    if _here.watch is not None:
-        _here.watch.cleared_up()
+    if _process_state.watch is not None:
+        _process_state.watch.mark_cleanup_done()
 
 
-def can_meet() -> bool:
+def collectives_usable() -> bool:
     """Return whether this rank may still use collectives: after an exception, only if all ranks have raised one.
 
     This cannot be found out with a collective, because ranks without an exception are waiting in a different one.
     """
-    return not has_failed() or (_here.watch is not None and _here.watch.all_failed(_MEETING))
+    return not has_failed() or (_process_state.watch is not None and _process_state.watch.all_failed(_MEETING))
 
 
 def has_failed() -> bool:
     """Return whether this rank has raised an exception in this run and is clearing up."""
-    return _here.watch is not None and _here.watch.has_failed
+    return _process_state.watch is not None and _process_state.watch.has_failed
 
 
 # ---- one rank
@@ -210,7 +211,7 @@ class _Watch:
         """Begin a run when all ranks do."""
         with self._changed:
             self._start(is_in=True)
-            self._tell("enter", self._run, dict(positions))
+            self._send("enter", self._run, dict(positions))
             refusal: str | None = f"not all ranks have reached this run in {timeout:g} s"
             if self._changed.wait_for(lambda: self._is_answered or self._cause or self._absent is not None, timeout):
                 refusal = self._answer[1] if self._is_answered else self._cause
@@ -226,14 +227,14 @@ class _Watch:
     def leave(self) -> None:
         """End a run."""
         with self._changed:
-            if self._is_in and self._run == _here.runs:
+            if self._is_in and self._run == _process_state.runs:
                 self._is_in, self._deadline = False, None
-                self._tell("left", self._run)
+                self._send("left", self._run)
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank has failed, and add to the error what is known about the cause."""
         with self._changed:
-            if self._run != _here.runs:  # it failed before all ranks reached the run
+            if self._run != _process_state.runs:  # it failed before all ranks reached the run
                 self._start(is_in=True)
             # Such an error often follows another rank's: give rank 0 a moment to pass on the first one.
             if _is_of_a_connection(error):
@@ -242,7 +243,7 @@ class _Watch:
             error.add_note(f"(on {self._me})" if is_first else f"(on {self._me}, after {self._cause})")
             self._error = error
             self._deadline = time.monotonic() + _LAST_GRACE
-            self._tell("failed", self._run, describe(error))
+            self._send("failed", self._run, describe(error))
             self.end_stopped_neighbour()
             self._wait_for_cause()  # rank 0 passes on the first failure: this one, or an earlier one
         if is_first and not isinstance(error, Exception):  # such an error prints no traceback
@@ -251,7 +252,7 @@ class _Watch:
     def _wait_for_cause(self) -> None:
         self._changed.wait_for(lambda: self._cause is not None or self._absent is not None, _CAUSE_TIMEOUT)
 
-    def cleared_up(self) -> None:
+    def mark_cleanup_done(self) -> None:
         """End the run of a rank that has failed."""
         with self._changed:
             if self._error is not None:
@@ -271,11 +272,11 @@ class _Watch:
         self._connections.close()
 
     def _start(self, is_in: bool) -> None:
-        self._run, self._is_in = _here.runs, is_in
+        self._run, self._is_in = _process_state.runs, is_in
         self._error = self._cause = self._verdict = self._deadline = None
         self._first_has_left = False
 
-    def _tell(self, name: str, *arguments: Any) -> None:
+    def _send(self, name: str, *arguments: Any) -> None:
         send(self._connections.own, name, *arguments)
 
     # ---- the thread
@@ -286,11 +287,11 @@ class _Watch:
         while True:
             received = receive(self._connections.own)
             with self._changed:
-                # Rank 0 sends answer, cause, verdict, absent and first_has_left: each has its _hear_ method below.
+                # Rank 0 sends answer, cause, verdict, absent and first_has_left: each has its _on_ method below.
                 for name, *arguments in lines.split(received or b""):
-                    getattr(self, f"_hear_{name}")(*arguments)
+                    getattr(self, f"_on_{name}")(*arguments)
                 if received == b"":
-                    self._hear_end()
+                    self._on_end()
                 self._look_after_neighbour()
                 self._changed.notify_all()
             if received == b"":
@@ -301,36 +302,36 @@ class _Watch:
             time.sleep(_TICK)
             self._end_in_time()
 
-    def _hear_answer(self, run: int, refusal: str | None) -> None:
+    def _on_answer(self, run: int, refusal: str | None) -> None:
         self._answer = (run, refusal)
 
-    def _hear_cause(self, run: int, cause: str) -> None:
-        if run != _here.runs or self._cause is not None:
+    def _on_cause(self, run: int, cause: str) -> None:
+        if run != _process_state.runs or self._cause is not None:
             return
         self._cause = cause
         # A rank with an error of its own is clearing up already, under another deadline.
         if self._is_in and self._error is None:
             self._deadline = time.monotonic() + _GRACE
 
-    def _hear_verdict(self, run: int, all_failed: bool) -> None:
+    def _on_verdict(self, run: int, all_failed: bool) -> None:
         if run == self._run:
             self._verdict = all_failed
             if all_failed and self._absent is None:
                 self._deadline = None
 
-    def _hear_absent(self, rank: int) -> None:
+    def _on_absent(self, rank: int) -> None:
         self._absent = rank
         if self._error is not None and self._deadline is None:
             self._deadline = time.monotonic() + _LAST_GRACE
 
-    def _hear_first_has_left(self) -> None:
+    def _on_first_has_left(self) -> None:
         self._first_has_left = True
 
-    def _hear_end(self) -> None:
+    def _on_end(self) -> None:
         """Note that rank 0 has ended."""
-        self._hear_absent(0)
+        self._on_absent(0)
         if self._is_in and not self._first_has_left:
-            self._hear_cause(self._run, _without_a_word(0))
+            self._on_cause(self._run, _without_a_word(0))
 
     def _look_after_neighbour(self) -> None:
         """End a rank that is stopped too long. Time is counted in ticks of this rank, so it stops if this rank does."""
@@ -339,9 +340,9 @@ class _Watch:
             assert self._neighbour is not None
             rank = self._neighbour[0]
             cause = f"rank {rank} was stopped (SIGSTOP) for {_STOPPED} s while others were not, and was killed"
-            self._tell("stopped", self._run, cause)
+            self._send("stopped", self._run, cause)
             if rank == 0:  # rank 0 does not receive this
-                self._hear_cause(self._run, cause)
+                self._on_cause(self._run, cause)
             self.end_stopped_neighbour()
 
     def _neighbour_is_stopped(self) -> bool:
@@ -353,9 +354,8 @@ class _Watch:
         """End a rank that is stopped: it would not learn that the run is over, and would stay for ever."""
         if self._neighbour is not None and self._neighbour_is_stopped():
             with contextlib.suppress(psutil.Error):
-                self._neighbour[
-                    1
-                ].kill()  # psutil compares start times, so it never kills another process with the same number
+                # psutil compares start times, so it never kills another process with the same number.
+                self._neighbour[1].kill()
 
     def _end_in_time(self) -> None:
         with self._changed:
@@ -392,60 +392,60 @@ class _Hub:
                     rank = key.data
                     received = receive(self._connections[rank]) or b""
                     for name, *arguments in buffers[rank].split(received):
-                        getattr(self, f"_hear_{name}")(rank, *arguments)
+                        getattr(self, f"_on_{name}")(rank, *arguments)
                     if not received:
                         selector.unregister(key.fileobj)
-                        self._hear_end(rank)
+                        self._on_end(rank)
 
-    def _tell(self, name: str, *arguments: Any) -> None:
+    def _send(self, name: str, *arguments: Any) -> None:
         for rank in self._present:
             send(self._connections[rank], name, *arguments)
 
-    def _hear_enter(self, rank: int, run: int, positions: dict[str, int]) -> None:
+    def _on_enter(self, rank: int, run: int, positions: dict[str, int]) -> None:
         self._states[rank], self._runs[rank], self._positions[rank] = "in", run, positions
         # After a failed run, ranks may have issued different numbers of collectives, so only the next run is checked
         # for that.
         if all(state == "in" for state in self._states.values()) and set(self._runs.values()) == {run}:
-            self._tell("answer", run, out_of_step(self._positions) if self._told == run - 1 else None)
+            self._send("answer", run, out_of_step(self._positions) if self._told == run - 1 else None)
 
-    def _hear_left(self, rank: int, run: int) -> None:
+    def _on_left(self, rank: int, run: int) -> None:
         self._states[rank] = "out"
         if rank == 0:
-            self._tell("first_has_left")
+            self._send("first_has_left")
         self._judge(run)
 
-    def _hear_failed(self, rank: int, run: int, error: str) -> None:
+    def _on_failed(self, rank: int, run: int, error: str) -> None:
         self._states[rank], self._runs[rank] = "failed", run
         # Rank 2 of 4 fails: all hear the cause and have 10 seconds. If the other three raise too, the verdict is that
         # all have failed, and no rank is ended.
-        self._tell_cause(run, f"rank {rank} failed: {error}")
+        self._send_cause(run, f"rank {rank} failed: {error}")
         self._judge(run)
 
-    def _hear_stopped(self, rank: int, run: int, cause: str) -> None:
-        self._tell_cause(run, cause)
+    def _on_stopped(self, rank: int, run: int, cause: str) -> None:
+        self._send_cause(run, cause)
 
-    def _hear_end(self, rank: int) -> None:
+    def _on_end(self, rank: int) -> None:
         self._present.discard(rank)
         self._connections[rank].close()
-        self._tell("absent", rank)
+        self._send("absent", rank)
         if self._states[rank] == "in":
             if self._told != self._runs[rank] and self._states[0] == "in":
                 say(f"{_without_a_word(rank)}; the run ends on all ranks")  # at once: a launcher may end this one too
-            self._tell_cause(self._runs[rank], _without_a_word(rank))
+            self._send_cause(self._runs[rank], _without_a_word(rank))
         self._judge(self._runs[rank])
 
-    def _tell_cause(self, run: int, cause: str) -> None:
+    def _send_cause(self, run: int, cause: str) -> None:
         """Tell the first failure of a run."""
         if self._told != run:
             self._told = run
-            self._tell("cause", run, cause)
+            self._send("cause", run, cause)
 
     def _judge(self, run: int) -> None:
         """Say whether all ranks have failed, when no rank is in the run any more."""
         open_ranks = [rank for rank in self._present if self._states[rank] == "in" or self._runs[rank] < run]
         if not open_ranks:
             failed = all(state == "failed" for state in self._states.values())
-            self._tell("verdict", run, failed and len(self._present) == len(self._states))
+            self._send("verdict", run, failed and len(self._present) == len(self._states))
 
 
 def out_of_step(positions: Mapping[int, Mapping[str, int]]) -> str | None:
@@ -525,15 +525,14 @@ def _end_soon_at_exit() -> None:
         _end(f"this process is ended: its run failed, and it has not ended by itself in {_GRACE:g} s")
 
     def at_exit() -> None:
-        if _here.failure is None:
+        if _process_state.failure is None:
             return
         _start_thread("rank watch ends", end_soon)
-        if _here.watch is not None:
-            _here.watch.end_stopped_neighbour()
-        if (
-            id(getattr(sys, "last_value", None)) == _here.failure
-        ):  # this error ends the process, and the children have not been told
-            for child in _here.children:
+        if _process_state.watch is not None:
+            _process_state.watch.end_stopped_neighbour()
+        # This error ends the process, and the children have not been told.
+        if id(getattr(sys, "last_value", None)) == _process_state.failure:
+            for child in _process_state.children:
                 child.kill()
 
     atexit.register(at_exit)
@@ -576,9 +575,8 @@ def _watch_the_start(children: Callable[[], Sequence[subprocess.Popen[bytes]]], 
     """Notice ranks that end before all are connected, if one has started the others."""
     launcher = int(os.environ.pop(LAUNCHED_BY, "0"))  # programs that this rank starts must not see it
     if os.getppid() == launcher and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(
-            _SET_PARENT_DEATH_SIGNAL, signal.SIGCONT
-        )  # so that a stopped rank wakes up when its launcher ends
+        # So that a stopped rank wakes up when its launcher ends.
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)
 
     def watch() -> None:
         while not connected.wait(_TICK / 4):

@@ -164,7 +164,7 @@ class Checkpoints:
         """Return why a save after an exception would not end; None if all ranks can save together."""
         if not rank_watch.has_failed():
             return None
-        if not rank_watch.can_meet():
+        if not rank_watch.collectives_usable():
             return "an exception was raised on some ranks, and others are in their step"
         device = self._strategy.root_device
 

@@ -53,7 +53,7 @@ from lightning_mcore.parallel.groups import (
     process_groups_are_open,
 )
 from lightning_mcore.parallel.random_state import new_seed
-from lightning_mcore.parallel.rank_connections import meet
+from lightning_mcore.parallel.rank_connections import rendezvous
 from lightning_mcore.strategy.checkpointing import EXCEPTION_TIMEOUT, Checkpoints
 from lightning_mcore.strategy.checks import (
     check_backend,
@@ -265,7 +265,7 @@ class MCoreStrategy(DDPStrategy):
         timeout = self._timeout or timedelta(minutes=30)
         assert self.cluster_environment is not None
         # The ranks meet before torch's group opens, so that a rank that never comes is named in the error.
-        store = None if dist.is_initialized() else meet(self.cluster_environment, timeout.total_seconds())
+        store = None if dist.is_initialized() else rendezvous(self.cluster_environment, timeout.total_seconds())
         super().setup_distributed()
         del store  # torch now has its own on the same server
         rank_watch.begin(collectives_issued(), timeout.total_seconds())
@@ -523,7 +523,7 @@ class MCoreStrategy(DDPStrategy):
         """
         with contextlib.ExitStack() as stack:  # called in reverse order
             # Read from the bottom up. The stack runs all of them even if one raises, and then raises the last error.
-            stack.callback(rank_watch.cleared_up)
+            stack.callback(rank_watch.mark_cleanup_done)
             stack.push(self._restore_signal_handlers)
             stack.callback(self._restores.close)
             stack.callback(self.resume.teardown)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from lightning_mcore.parallel import rank_connections
-from lightning_mcore.parallel.rank_connections import meet
+from lightning_mcore.parallel.rank_connections import rendezvous
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -30,7 +30,7 @@ def _meet(timeout: float, absent: int = -1, late: float = 0.0) -> tuple[str, lis
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     rank_connections._log.addHandler(handler)
     try:
-        store = meet(TorchElasticEnvironment(), timeout)
+        store = rendezvous(TorchElasticEnvironment(), timeout)
     except (TimeoutError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}", said
     dist.init_process_group("gloo")
