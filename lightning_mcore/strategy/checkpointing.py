@@ -31,7 +31,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint import manifest as checkpoint_manifest
-from lightning_mcore.checkpoint import model_state as sharded_state
+from lightning_mcore.checkpoint import model_state
 from lightning_mcore.checkpoint.extra_state import checked_extra_state
 from lightning_mcore.checkpoint.fp8_weights import fp8_weights_as_plain
 from lightning_mcore.checkpoint.io import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
@@ -113,7 +113,7 @@ class Checkpoints:
 
     def module_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return ``state`` for a single-file checkpoint; for a split model, only what is outside the shards."""
-        return state if self.saves_one_file else sharded_state.state_outside_chunks(self._module, state)
+        return state if self.saves_one_file else model_state.state_outside_chunks(self._module, state)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the optimizer's state; for a directory, only the part that LR schedulers read back."""
@@ -146,7 +146,7 @@ class Checkpoints:
         io = self._shard_io
         optimizers = strategy.megatron_optimizers if "optimizer_states" in checkpoint else []
         with strategy.runtime():
-            state = sharded_state.collect(chunks, optimizers)
+            state = model_state.collect(chunks, optimizers)
             own: dict[str, Any] = {
                 SHARDED_STATE: state.tensors,
                 MANIFEST: {**self._describe(chunks, optimizers), "parameters": state.num_parameters},
@@ -296,7 +296,7 @@ class Checkpoints:
             with checked_extra_state(saved):
                 module.load_state_dict(saved, strict=strict)
             return
-        sharded_state.load_outside_chunks(module, saved, self._pending.path, strict)
+        model_state.load_outside_chunks(module, saved, self._pending.path, strict)
         if self._strategy.is_set_up:  # during a run, such as after a search for a learning rate
             self.load_pending(module.trainer.state.fn == TrainerFn.FITTING)
 
@@ -346,12 +346,12 @@ class Checkpoints:
             checkpoint_manifest.check_optimizer(path, manifest, [optimizer.user for optimizer in resumed])
         strict = self._module.strict_loading
         if resumed:
-            sharded_state.load(stored, chunks, resumed, strict)
+            model_state.load(stored, chunks, resumed, strict)
             return
         # Only weights: the optimizers' fp32 copies must follow them. FP8 weights are rounded, so their copies are made
         # from the values before rounding.
         with fp8_weights_as_plain(chunks.bare) as written:
-            sharded_state.load(stored, chunks, [], strict)
+            model_state.load(stored, chunks, [], strict)
         for optimizer in optimizers:
             reload_weights(optimizer, written)
 

@@ -143,6 +143,8 @@ class MCorePrecision(Precision):
                 f"precision={precision!r} is not available under MCoreStrategy; choose one of {allowed}{hint}"
             )
         self.precision = precision
+        # Lightning's plugin for a plain module with bf16 or fp16 parameters.
+        self._half = HalfPrecision(precision) if precision == "bf16-true" or precision == "16-true" else None
         self._runner: StepRunner | None = None  # during a run
         self._builds_plain_module = False
         self.scaler: LossScaler | None = None
@@ -356,13 +358,6 @@ class MCorePrecision(Precision):
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
             return
         owner.clip(float(clip_val or 0.0), by_value=gradient_clip_algorithm == GradClipAlgorithmType.VALUE)
-
-    @property
-    def _half(self) -> HalfPrecision | None:
-        """Lightning's plugin for a plain module with bf16 or fp16 parameters."""
-        if self.precision == "bf16-true" or self.precision == "16-true":
-            return HalfPrecision(self.precision)
-        return None
 
     @property
     def _is_inline(self) -> bool:
