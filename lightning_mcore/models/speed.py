@@ -97,7 +97,7 @@ class SpeedLogs(MCoreModule):
     def _counter(self) -> PipelineLogs | None:
         """What sums a step's tokens over the model copies, with its logs; None without MCoreStrategy."""
         strategy = self.trainer.strategy
-        return strategy.logs.counter if isinstance(strategy, MCoreStrategy) else None
+        return strategy.logs.pipeline if isinstance(strategy, MCoreStrategy) else None
 
     def _over_copies(self, tokens: Any) -> Tensor:
         """Return the tokens of all model copies, which may differ between copies, a scalar ``[]``; collective."""

@@ -112,7 +112,7 @@ class PipelineRunner:
         self._is_interleaved = self._layout.virtual_pipeline_model_parallel_size is not None
         self.root_device = strategy.root_device
         self._logs = strategy.logs
-        self._logs.setup_pipeline(chunks.config, chunks.pipeline.takes_whole_batches)
+        self._recorder = self._logs.setup_pipeline(chunks.config, chunks.pipeline.takes_whole_batches)
         if self._pipeline.takes_whole_batches:
             self._pipeline.run_stages = self._run_stages
         self._last_output: dict[str, Any] = {}  # of training_step, for the last microbatch on the last stage
@@ -275,7 +275,7 @@ class PipelineRunner:
 
     def _evaluate_everywhere(self, step: str, args: tuple[Any, ...]) -> Any:
         """Run a step on every stage; each call of the model in it runs all stages and gives each of them the result."""
-        group, logs = process_group("pp"), self._logs.pipeline
+        group, logs = process_group("pp"), self._recorder
         with logs.recording(), logs.microbatch(args[0], muted=group.rank() < group.size() - 1):
             output = getattr(self._module, step)(*args)
         logs.finish(step, over_copies=False)
@@ -358,10 +358,10 @@ class PipelineRunner:
         shapes = list(dict.fromkeys(microbatch.shape for microbatch in padded))
         shape = shapes[0] if len(shapes) == 1 else None
         self._strategy.tensor_overlap.open(shape, self._chunks.config)
-        with self._fp8_of(shapes, forward_only), self._logs.pipeline.recording(), random_state_of_stage():
+        with self._fp8_of(shapes, forward_only), self._recorder.recording(), random_state_of_stage():
             forward_step = self._forward_step(step, len(padded), forward_only, num_batches)
             outputs = self._pass_through(forward_step, padded, shape, forward_only)
-        return outputs, self._logs.pipeline.finish(step, over_copies=not forward_only)
+        return outputs, self._recorder.finish(step, over_copies=not forward_only)
 
     def _fp8_of(self, shapes: Sequence[_Shape], forward_only: bool) -> AbstractContextManager[None]:
         """Reject training microbatches that FP8 cannot divide into blocks; compute such evaluation batches in bf16."""
@@ -409,7 +409,7 @@ class PipelineRunner:
                 return self._to_caller(output)
             loss, num_tokens = self._read_loss(output)
             if not microbatch.is_padding:
-                self._logs.pipeline.add_loss(loss, microbatch.weight if num_tokens is None else num_tokens)
+                self._recorder.add_loss(loss, microbatch.weight if num_tokens is None else num_tokens)
                 if isinstance(output, dict):
                     self._last_output = apply_to_collection(output, Tensor, Tensor.detach)
             # The product is a new tensor, because Megatron scales it in place. Megatron keeps the last value until the
@@ -434,7 +434,7 @@ class PipelineRunner:
         is_last, before = self._is_last(chunk), self._pipeline.num_calls
         muted = microbatch.is_padding or not is_last
         self._chunks.wait_for_uncalled(chunk)
-        with self._logs.pipeline.microbatch(microbatch.batch, muted), self._pipeline.activate(chunk, is_last):
+        with self._recorder.microbatch(microbatch.batch, muted), self._pipeline.activate(chunk, is_last):
             batch = copy.copy(microbatch.batch)  # a step may take entries out of it, and runs for every chunk
             output = getattr(self._module, step)(batch, *microbatch.arguments)
         calls = self._pipeline.num_calls - before

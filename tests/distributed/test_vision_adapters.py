@@ -132,7 +132,7 @@ class Counts(pl.Callback):
         self.found: list[tuple[float, float, float]] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        counter = trainer.strategy.logs.counter
+        counter = trainer.strategy.logs.pipeline
         self.found.append((counter.tokens, counter.image_tokens, module.flops_per_token()))
 
 

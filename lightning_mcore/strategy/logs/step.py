@@ -72,25 +72,20 @@ class StepLogger:
                     restores.callback(_give_back, metric, metric.process_group, partial(gather_over_data, axis=axis))
                     metric.process_group = group
 
-    def setup_pipeline(self, config: TransformerConfig, takes_whole_batches: bool) -> None:
-        """Prepare to log for a model built with ``pipeline()``."""
+    def setup_pipeline(self, config: TransformerConfig, takes_whole_batches: bool) -> PipelineLogs:
+        """Prepare to log for a model built with ``pipeline()``; return the recorder of its steps."""
         module, device = self._module, self._strategy.root_device
-        self._pipeline = PipelineLogs(module, device, takes_whole_batches)
         self._auxiliary = AuxiliaryLogs(module, config, device)
+        self._pipeline = recorder = PipelineLogs(module, device, takes_whole_batches)
+        return recorder
 
     def teardown(self) -> None:
         """Drop what refers to the module and its metrics."""
         self._pipeline = self._auxiliary = None
 
     @property
-    def pipeline(self) -> PipelineLogs:
-        """The recorder of steps that the schedule runs."""
-        assert self._pipeline is not None
-        return self._pipeline
-
-    @property
-    def counter(self) -> PipelineLogs | None:
-        """The recorder, which also counts the tokens of a step; None for a plain module."""
+    def pipeline(self) -> PipelineLogs | None:
+        """The recorder of steps that the schedule runs, which also counts their tokens; None for a plain module."""
         return self._pipeline
 
     @property
