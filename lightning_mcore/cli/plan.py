@@ -7,6 +7,7 @@
     lightning-mcore plan run.yaml --trainer.strategy.pipeline_model_parallel_size=4 --picture
     lightning-mcore plan run.yaml --devices 64 --suggest --memory 80GB
     lightning-mcore plan llama.yaml cutoff_len=8192 --devices 8 --json
+    lightning-mcore plan --model_name_or_path models/qwen3 --stage sft --dataset identity ... --devices 8
 
 The command builds no model and opens no process group. It lists every error that this package finds, and the first one
 that Megatron's config finds; the exit code is then 2. For a file that cannot be parsed, it shows only the first fault.
@@ -20,7 +21,8 @@ LLaMA-Factory          ``stage`` with ``dataset``, ``cutoff_len`` or ``finetunin
 Hugging Face style     the names of ``lightning_mcore.arguments`` (JSON or YAML)
 =====================  ====================================================================
 
-Words after the file (``key=value``, ``--key value``) change it, as they do when it runs.
+Words after the file (``key=value``, ``--key value``) change it, as they do when it runs. A line of flags without a file
+is read as ``lightning-mcore llamafactory`` reads it.
 """
 
 import json
@@ -44,7 +46,6 @@ from lightning_mcore.planning.plan import make_plan
 from lightning_mcore.planning.report import report
 from lightning_mcore.planning.suggest import Kind, suggest, suggestion_text
 
-_OF_LAYOUT = {field.name for field in fields(ParallelLayout)}
 _BACKENDS = {"local": "local", "te": "transformer_engine"}
 _DEVICES_OF_A_NODE = 8
 
@@ -53,20 +54,20 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command on the words after ``lightning-mcore plan``, and return the exit code."""
     find_modules_here()
     parser = _parser()
-    known, overrides = _split(parser, arguments)
-    options = parser.read(known)
-    return run_command(lambda: _plan(options, overrides))
+    own, words = parser.split(arguments)
+    options = parser.read(own)
+    return run_command(lambda: _plan(options, words))
 
 
 def _parser() -> CommandParser:
     parser = CommandParser(
         "plan",
         "Show what a run will be: ranks, batch, layers and memory of each stage, communication, FLOPs, warnings and "
-        "errors. key=value or --key value after FILE changes the file. --config config.json gives the config of a "
-        "model if the file has only its name on a hub.",
+        "errors. key=value or --key value after FILE changes the file; without FILE, --key value are the keys of a "
+        "LLaMA-Factory file. --config config.json gives the config of a model that is only a name on a hub.",
     )
     add = parser.add_argument
-    add("files", nargs="+", metavar="FILE", help="LightningCLI YAML, Hugging Face style arguments, or LLaMA-Factory's")
+    add("files", nargs="*", metavar="FILE", help="LightningCLI YAML, Hugging Face style arguments, or LLaMA-Factory's")
     add("--devices", type=int, metavar="N", help="devices of the whole run (default: those of the file)")
     add("--nodes", type=int, metavar="M", help="number of nodes (default: the file's, or one per 8 devices)")
     add("--model", metavar="PATH_OR_NAME", help="a Hugging Face model to plan for, instead of the file's")
@@ -81,40 +82,62 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _split(parser: CommandParser, arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Separate the command's options and files from changes to a file: ``key=value``, ``--key value``, ``--key``."""
-    takes = {name: action.nargs != 0 for name, action in parser._option_string_actions.items()}
-    known: list[str] = []
-    files: list[str] = []  # after all options, where argparse finds them
-    overrides: list[tuple[str, str]] = []
-    words = list(arguments)
-    while words:
-        word = words.pop(0)
+def _with_bare_files(words: Sequence[str]) -> list[str]:
+    """Return the words with ``--config FILE`` written as ``FILE``; ValueError if the file is missing."""
+    bare, rest = [], list(words)
+    while rest:
+        word = rest.pop(0)
         name, equals, value = word.partition("=")
-        if name in takes:
-            # An option of the command; the next word is its value, unless it stands after "=".
-            known.append(word)
-            known += [words.pop(0)] if takes[name] and not equals and words else []
-        elif name in ("--config", "-c"):
-            if not equals and not words:
-                parser.error(f"{word} needs a file")
-            files.append(value if equals else words.pop(0))
-        elif name.startswith("--"):
+        if name not in ("--config", "-c"):
+            bare.append(word)
+        elif equals:
+            bare.append(value)
+        elif rest:
+            bare.append(rest.pop(0))
+        else:
+            raise ValueError(f"{word} needs a file; give --config FILE")
+    return bare
+
+
+def _files_and_changes(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Return the files, and the changes to them: ``key=value``, ``--key value`` or ``--key``."""
+    files: list[str] = []
+    changes: list[tuple[str, str]] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
             if not equals:
-                value = words.pop(0) if words and not words[0].startswith("--") else "true"
-            overrides.append((name[2:], value))
+                value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+            changes.append((name[2:], value))
         elif equals and not os.path.isfile(word):
-            overrides.append((name, value))
+            changes.append((name, value))
         else:
             files.append(word)
-    return known + files, overrides
+    return files, changes
 
 
-def _plan(options: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> int:
-    files, folder = model_of_files(options["files"])
+def _plan(options: dict[str, Any], words: Sequence[str]) -> int:
+    words = _with_bare_files(words)
+    named, changes = _files_and_changes(words)
+    files, folder = model_of_files(named)
     if folder is not None and options["model"] is not None:
         raise ValueError(f"--model {options['model']} and the config.json in {folder} are two models; give one of them")
-    settings = settings_of_files(files, overrides, folder or options["model"], options["seq_length"])
+    if not files and not changes:
+        raise ValueError(
+            f"{named[0]} describes a model but no run; give the file of the run too"
+            if named
+            else "no FILE is given; give the file of a run, or the keys of LLaMA-Factory as flags: --key value"
+        )
+    model = folder or options["model"]
+    if files:
+        kind = kind_of(read_document(files[0]), files[0])
+        settings = settings_of_files(files, changes, model, options["seq_length"])
+    else:
+        kind = "llamafactory"
+        flags = [word for word in words if word not in named]
+        settings = settings_of_flags(flags, model, options["seq_length"])
     devices, per_node = device_numbers(settings, options["devices"], options["nodes"])
     settings = replace(settings, image_tokens=options["image_tokens"])
     settings, elastic_fault = _with_sizes(settings)
@@ -125,7 +148,6 @@ def _plan(options: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> int:
         assert machine is not None
         found = suggest(settings, devices, per_node, machine, memory, backend)
         shown = [layout.to_dict() for layout in found]
-        kind = kind_of(read_document(files[0]), files[0])
         text = (
             json.dumps(shown, indent=2) if options["json"] else suggestion_text(found, machine, memory, devices, kind)
         )
@@ -145,7 +167,9 @@ def _with_sizes(settings: RunSettings) -> tuple[RunSettings, list[str]]:
     ray = settings.ray
     if ray is None:
         return settings, []
-    layout = {key: value for key, value in settings.strategy.items() if key in _OF_LAYOUT}
+    layout = {
+        field.name: settings.strategy[field.name] for field in fields(ParallelLayout) if field.name in settings.strategy
+    }
     accumulated = settings.trainer.get("accumulate_grad_batches") or 1
     try:
         sizes = elastic_sizes(ParallelLayout(**layout), ray.least, ray.most, accumulated)
@@ -212,10 +236,6 @@ def _machine(options: dict[str, Any], settings: RunSettings) -> tuple[Machine | 
 # Two of these keys mark a LLaMA-Factory file that does not name its stage.
 _OF_LLAMAFACTORY = {"stage", "dataset", "cutoff_len", "finetuning_type", "template", "dataset_dir", "neat_packing"}
 _BESIDE_ARGUMENTS = ("model_name_or_path", "seq_length", "cutoff_len")
-_OPTIONS = (
-    *("devices", "nodes", "model", "seq-length", "image-tokens", "backend", "device", "memory"),
-    *("json", "picture", "suggest"),
-)
 
 
 def settings_of_files(
@@ -233,27 +253,46 @@ def settings_of_files(
         raise ValueError(f"{' and '.join(paths)} are files of different kinds; give files of one kind")
     kind = kinds.pop()
     if kind == "lightning":
+        own = [option.removeprefix("--") for option in _parser().options]
         for key, _ in overrides:
-            refuse_unknown_option(key, _OPTIONS)
+            refuse_unknown_option(key, own)
         settings = settings_of_lightning(documents, paths, overrides, model)
     elif len(paths) > 1:
         raise ValueError(f"{' and '.join(paths)} are several files, and only LightningCLI files are merged; give one")
     elif kind == "llamafactory":
-        from lightning_mcore.arguments.llamafactory.run import read_run
-
-        texts = [f"{key}={value}" for key, value in overrides]
-        # Last, so that it replaces the file's and the command line's.
-        texts += [f"model_name_or_path={model}"] if model is not None else []
-        run = read_run(paths[0], texts)
-        if model is None:  # --config may give a lone config.json, which comes without a tokenizer
-            run.check_tokenizer()
-        settings = run.settings()
+        settings = _factory_settings(paths[0], [f"{key}={value}" for key, value in overrides], model)
     else:
         settings = _arguments(documents[0], overrides, model)
+    return _with_length(settings, seq_length)
+
+
+def settings_of_flags(words: Sequence[str], model: str | None = None, seq_length: int | None = None) -> RunSettings:
+    """Return the run that ``lightning-mcore llamafactory`` trains with these flags; errors as for a file.
+
+    ``model`` and ``seq_length`` replace those of the flags.
+    """
+    from lightning_mcore.arguments.llamafactory.flags import read_words
+
+    file, changes = read_words(words, _parser().options)
+    return _with_length(_factory_settings(file, changes, model), seq_length)
+
+
+def _factory_settings(path: str | None, changes: list[str], model: str | None) -> RunSettings:
+    """Return the run of a LLaMA-Factory file and its changes (``key=value``), or of the changes alone."""
+    from lightning_mcore.arguments.llamafactory.run import read_run
+
+    # Last, so that it replaces the file's and the command line's.
+    run = read_run(path, [*changes, *([] if model is None else [f"model_name_or_path={model}"])])
+    if model is None:  # --config may give a lone config.json, which comes without a tokenizer
+        run.check_tokenizer()
+    return run.settings()
+
+
+def _with_length(settings: RunSettings, seq_length: int | None) -> RunSettings:
     if seq_length is None:
         return settings
-    changed = {**settings.model, "seq_length": seq_length}
-    return replace(settings, model=changed, data={**settings.data, "seq_length": seq_length})
+    model, data = ({**given, "seq_length": seq_length} for given in (settings.model, settings.data))
+    return replace(settings, model=model, data=data)
 
 
 def model_of_files(paths: Sequence[str]) -> tuple[list[str], str | None]:
@@ -267,10 +306,7 @@ def model_of_files(paths: Sequence[str]) -> tuple[list[str], str | None]:
         return list(paths), None
     if len(configs) > 1 or Path(configs[0]).name != "config.json":
         raise ValueError(f"{' and '.join(configs)} should be one config.json of a Hugging Face model; give that one")
-    runs = [path for path in paths if path not in configs]
-    if not runs:
-        raise ValueError(f"{configs[0]} describes a model but no run; give the file of the run too")
-    return runs, str(Path(configs[0]).parent)
+    return [path for path in paths if path not in configs], str(Path(configs[0]).parent)
 
 
 def read_document(path: str) -> dict[str, Any]:

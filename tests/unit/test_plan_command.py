@@ -338,6 +338,24 @@ def test_sizes_of_memory() -> None:
     assert parse_memory("1.5 GiB") == 1.5 * 2**30
 
 
+def test_a_line_of_flags_is_planned_like_the_file_with_these_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_run(tmp_path, LLAMA3, "llama")
+    keys = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    flags = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in keys.items()]
+    spoken = ["--do-train" if flag == "--do_train=true" else flag for flag in flags]  # read by LLaMA-Factory's rules
+    plans = []
+    for words in ([file], flags, spoken):
+        assert run([*words, "--devices", "2", "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    assert plans[0] == plans[1] == plans[2]
+    assert run([*flags, "--cutof_len=8", "--devices", "2"]) == 2
+    assert "unknown option '--cutof_len'; did you mean '--cutoff_len'?" in capsys.readouterr().err
+    assert run(["--devices", "2"]) == 2
+    assert "error: no FILE is given; give the file of a run, or the keys of LLaMA" in capsys.readouterr().err
+
+
 def test_a_model_of_the_hub_is_planned_with_its_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
