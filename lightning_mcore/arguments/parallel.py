@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 
 from lightning_mcore.arguments.fields import check_types, flag, option
 from lightning_mcore.arguments.megatron_rules import check_distribution, interleaving_of
-from lightning_mcore.config.text import unknown_name
+from lightning_mcore.config.text import split_names, unknown_name
 
 _KEEPS = "Default: the checkpoint's (mcore_adapter overwrites it with False)."
 
@@ -75,12 +75,9 @@ class DistributingParallelArguments:
         " mcore_adapter offers 'recompute', which Megatron refuses."
     )
     # HfArgumentParser looks only at the first two of these types, so None must come second.
-    recompute_modules: str | None | list[str] = dataclasses.field(  # noqa: RUF036
-        default=None,
-        metadata={
-            "help": "With 'selective': parts, separated by commas or as a list, of core_attn, moe_act, layernorm,"
-            " mla_up_proj, mlp, moe, shared_experts. Default: core_attn."
-        },
+    recompute_modules: str | None | list[str] = option(  # noqa: RUF036
+        "With 'selective': parts, separated by commas or as a list, of core_attn, moe_act, layernorm, mla_up_proj,"
+        " mlp, moe, shared_experts. Default: core_attn."
     )
     recompute_num_layers: int | None = option("With 'full': layers of a group ('uniform'), or of a stage ('block').")
     # Kernels
@@ -144,7 +141,8 @@ class DistributingParallelArguments:
         if len(rest) < len(extra):
             self._check_types()
         self.additional_configs = extra
-        self.recompute_modules = _names(self.recompute_modules)
+        if self.recompute_modules is not None:
+            self.recompute_modules = split_names(self.recompute_modules)
         check_distribution(self, rest)
         # Last, because it needs a layout without faults.
         self.virtual_pipeline_model_parallel_size = interleaving_of(self)
@@ -273,14 +271,10 @@ def fill_from_additional(arguments: Any, extra: Mapping[str, Any]) -> dict[str, 
 def _take(arguments: Any, name: str, value: Any) -> None:
     """Set an argument that is None; ValueError if it already has another value."""
     own = getattr(arguments, name)
-    if name == "recompute_modules":
-        own, value = _names(own), _names(value)
     if own is None:
         setattr(arguments, name, value)
-    elif own != value:
+        return
+    if name == "recompute_modules":
+        own, value = split_names(own), split_names(value) if isinstance(value, str) else value
+    if own != value:
         raise ValueError(f"{name}={own!r} contradicts {name}={value!r} in additional_configs; set it in one place")
-
-
-def _names(given: str | list[str] | None) -> list[str] | None:
-    """Return comma-separated names as a list."""
-    return [name.strip() for name in given.split(",")] if isinstance(given, str) else given

@@ -41,9 +41,7 @@ class RayArguments:
     """
 
     ray_num_workers: int = option("Workers that Ray starts, each a rank; 1 for a launch without Ray.", default=1)
-    ray_init_kwargs: dict[str, Any] | str | None = dataclasses.field(
-        default=None, metadata={"help": "Arguments of ray.init: a JSON object."}
-    )
+    ray_init_kwargs: dict[str, Any] | str | None = option("Arguments of ray.init: a JSON object.")
     master_addr: str | None = option("Address at which the ranks meet, on the machine of rank 0.")
     master_port: str | None = option("Port at which the ranks meet.")
     ray_min_workers: int | None = option("Smallest number of workers of an elastic run. Default: ray_num_workers.")
@@ -51,12 +49,10 @@ class RayArguments:
     ray_save_steps: int | None = option("Steps between checkpoints for restarts. Default: one for each epoch.")
     ray_run_name: str | None = option("Name of the run; a run of the same name continues.")
     ray_storage_path: str | None = option("Shared folder or URL of Ray's files. Default: ray in the output folder.")
-    resources_per_worker: dict[str, Any] | str | None = dataclasses.field(
-        default=None, metadata={"help": "Resources of each worker: a JSON object. Default: a GPU and a CPU."}
+    resources_per_worker: dict[str, Any] | str | None = option(
+        "Resources of each worker: a JSON object. Default: a GPU and a CPU."
     )
-    placement_strategy: Placement = dataclasses.field(
-        default="PACK", metadata={"help": "How Ray places workers on machines."}
-    )
+    placement_strategy: Placement = option("How Ray places workers on machines.", default="PACK")
 
     def __post_init__(self) -> None:
         """Check the values."""

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_mcore.arguments.deepspeed import name_of, note_of_deepspeed, zero_stage
+from lightning_mcore.arguments.fields import option
 from lightning_mcore.arguments.llamafactory.preference import PREFERENCE_STAGES, PreferenceKeys, notes_of_preferences
 from lightning_mcore.arguments.llamafactory.vision import VisionKeys
+from lightning_mcore.config.text import split_names
 
 Stage = Literal["pt", "sft", "rm", "ppo", "dpo", "kto"]
 FinetuningType = Literal["lora", "oft", "freeze", "full"]
@@ -29,146 +31,115 @@ FP8Backend = Literal["auto", "te", "torchao", "msamp"]
 
 @dataclass(frozen=True)
 class FactoryKeys(VisionKeys, PreferenceKeys):
-    """The supported keys that are not training or Megatron arguments; the defaults are LLaMA-Factory's.
+    """The supported keys that are not training or Megatron arguments; the defaults are LLaMA-Factory's."""
 
-    Args:
-        model_name_or_path: A Hugging Face folder or name, or a checkpoint of this package.
-        trust_remote_code: Has no effect: code that comes with a model is never run.
-        stage: ``pt`` trains on text, ``sft`` on conversations, ``dpo`` on pairs of answers, ``kto`` on tagged answers;
-            ``rm`` trains a reward model; ``ppo`` is not supported.
-        finetuning_type: ``full``, ``freeze`` or ``lora``; ``oft`` is not supported.
-        freeze_trainable_layers: With ``freeze``: how many of the last layers are trained, or of the first if negative.
-        freeze_trainable_modules: With ``freeze``: ``all``, or modules of those layers, separated by commas.
-        freeze_extra_modules: With ``freeze``: modules outside the layers that are also trained.
-        lora_rank: Rank of the adapters.
-        lora_alpha: The scale of the adapters is this divided by the rank; None for twice the rank.
-        lora_dropout: Dropout probability before the adapters.
-        lora_target: ``all``, or endings of projection names, separated by commas.
-        use_rslora: Divide ``lora_alpha`` by the square root of the rank instead of the rank.
-        use_dora: Also train the length of each row of a weight (DoRA).
-        quantization_bit: 4 keeps the frozen weights in 4 bits; None leaves them unchanged.
-        quantization_type: ``nf4``; other types are not supported.
-        double_quantization: Whether the scales of the 4-bit blocks are also quantized.
-        additional_target: Endings of names of modules that are trained in full, separated by commas.
-        adapter_name_or_path: PEFT folders, separated by commas or as a list. Training continues the last one with its
-            own settings; earlier ones are merged into the model.
-        adapter_folder: The folder inside each of them that contains the adapter.
-        create_new_adapter: Merge all adapters of ``adapter_name_or_path``, and train a new one.
-        loraplus_lr_ratio: The learning rate of B is this many times that of A (LoRA+).
-        loraplus_lr_embedding: With ``loraplus_lr_ratio``: the learning rate of the embedding's adapters.
-        dataset: Names in ``dataset_info.json``, separated by commas.
-        eval_dataset: Likewise, for evaluation.
-        dataset_dir: The folder with ``dataset_info.json`` and the files.
-        template: The name of a chat template; None for the tokenizer's own, or plain text.
-        cutoff_len: Tokens per row, and the largest number of tokens in a sample.
-        train_on_prompt: Train on every token.
-        mask_history: Train only on the last answer.
-        packing: Put several samples into a row. In stage ``pt`` a text sees the texts before it; in ``sft`` samples do
-            not see each other. None means only in stage ``pt``.
-        neat_packing: The same as ``packing``, for stage ``sft``, whose samples never see each other here.
-        sequence_packing: The same as ``packing``.
-        use_packed_sequences: The same as ``packing``.
-        streaming: Tokenise while training.
-        buffer_size: With ``streaming``, the number of samples from which the next one is drawn.
-        max_samples: Read only this many rows of each dataset, from the start.
-        val_size: Evaluate on this share of the training samples; above 1, on this number of samples.
-        preprocessing_num_workers: Number of processes that tokenise.
-        preprocessing_batch_size: In stage ``kto``, rows of a block in which examples are paired for the KL term; in
-            other stages it has no effect, because each row is tokenised separately.
-        data_shared_file_system: Has no effect: one process on each machine tokenises, and the cache uses locks.
-        default_system: The system message of rows that have none.
-        enable_thinking: With a template that has thoughts: where empty ones are written; see ``ChatTemplate``.
-        preserve_thinking: With a template that has thoughts: keep the thoughts of earlier turns.
-        cache_dir: Where ``datasets`` keeps rows and tokens.
-        overwrite_cache: Has no effect: the cache depends on files, tokenizer and settings, so it is never stale.
-        disable_shuffling: Keep the order of the files.
-        warmup_ratio: The same as ``warmup_steps`` below 1; the name in transformers before version 5.
-        early_stopping_steps: Number of evaluations without a better ``metric_for_best_model`` that ends the run.
-        plot_loss: Save a plot of the losses in ``output_dir``.
-        overwrite_output_dir: Start a new run in a folder that is not empty.
-        moe_aux_loss_coef: The same as ``moe_aux_loss_coeff``.
-        disable_gradient_checkpointing: Contradicts ``recompute_granularity``, and otherwise has no effect, because
-            nothing is recomputed by default.
-        fp8_backend: ``auto`` or ``te``, which both mean TransformerEngine; the others are not supported.
-        mixed_precision: ``bf16_mixed`` is ``bf16: true``, ``fp16_mixed`` is ``fp16: true``; None leaves the choice to
-            those two keys.
-        export_hf_on_finish: Write the model in Hugging Face form at the end.
-        masked_softmax_fusion: A field of ``TransformerConfig``; None keeps its default.
-        deepspeed: DeepSpeed's config, as a file or a dict; see :func:`translated`.
-        pure_bf16: The same as ``bf16``.
-        flash_attn: Has no effect: Megatron's attention is used.
-        enable_liger_kernel: Has no effect: Megatron's layers are used.
-        use_v1_kernels: Has no effect: Megatron's layers are used.
-        use_dft_loss: Use the loss of Dynamic Fine-Tuning (``dft_loss.py``).
-        use_mca: Has no effect: every run here uses Megatron.
-        use_megatron_bridge: Turn on Megatron-Bridge's defaults that differ: ``use_distributed_optimizer``,
-            ``overlap_grad_reduce`` and ``overlap_param_gather``.
-    """
-
-    model_name_or_path: str | None = None
-    trust_remote_code: bool = False
-    stage: Stage = "sft"
-    finetuning_type: FinetuningType = "lora"
-    freeze_trainable_layers: int = 2
-    freeze_trainable_modules: str = "all"
-    freeze_extra_modules: str | None = None
-    lora_rank: int = 8
-    lora_alpha: int | None = None
-    lora_dropout: float = 0.0
-    lora_target: str = "all"
-    use_rslora: bool = False
-    use_dora: bool = False
-    quantization_bit: int | None = None
-    quantization_type: str = "nf4"
-    double_quantization: bool = True
-    additional_target: str | None = None
-    adapter_name_or_path: str | list[str] | None = None
-    adapter_folder: str | None = None
-    create_new_adapter: bool = False
-    loraplus_lr_ratio: float | None = None
-    loraplus_lr_embedding: float = 1e-6
-    dataset: str | list[str] | None = None
-    eval_dataset: str | list[str] | None = None
-    dataset_dir: str = "data"
-    template: str | None = None
-    cutoff_len: int = 2048
-    train_on_prompt: bool = False
-    mask_history: bool = False
-    packing: bool | None = None
-    neat_packing: bool = False
-    sequence_packing: bool = False
-    use_packed_sequences: bool = False
-    streaming: bool = False
-    buffer_size: int = 16384
-    max_samples: int | None = None
-    val_size: float = 0.0
-    preprocessing_num_workers: int | None = None
-    preprocessing_batch_size: int = 1000
-    data_shared_file_system: bool = False
-    default_system: str | None = None
-    enable_thinking: bool | None = True
-    preserve_thinking: bool = False
-    cache_dir: str | None = None
-    overwrite_cache: bool = False
-    disable_shuffling: bool = False
-    warmup_ratio: float = 0.0
-    early_stopping_steps: int | None = None
-    plot_loss: bool = False
-    overwrite_output_dir: bool = False
-    moe_aux_loss_coef: float | None = None
-    disable_gradient_checkpointing: bool = False
-    fp8_backend: FP8Backend = "auto"
-    mixed_precision: str | None = None
-    export_hf_on_finish: bool = True
-    masked_softmax_fusion: bool | None = None
-    deepspeed: str | dict[str, Any] | None = None
-    pure_bf16: bool = False
-    flash_attn: Attention = "auto"
-    enable_liger_kernel: bool = False
-    use_v1_kernels: bool = False
-    use_dft_loss: bool = False
-    use_mca: bool = False
-    use_megatron_bridge: bool = False
+    model_name_or_path: str | None = option("A Hugging Face folder or name, or a checkpoint of this package.")
+    trust_remote_code: bool = option("Has no effect: code that comes with a model is never run.", False)
+    stage: Stage = option(
+        "``pt`` trains on text, ``sft`` on conversations, ``dpo`` on pairs of answers, ``kto`` on tagged answers; "
+        "``rm`` trains a reward model; ``ppo`` is not supported.",
+        "sft",
+    )
+    finetuning_type: FinetuningType = option("``full``, ``freeze`` or ``lora``; ``oft`` is not supported.", "lora")
+    freeze_trainable_layers: int = option(
+        "With ``freeze``: how many of the last layers are trained, or of the first if negative.", 2
+    )
+    freeze_trainable_modules: str = option(
+        "With ``freeze``: ``all``, or modules of those layers, separated by commas.", "all"
+    )
+    freeze_extra_modules: str | None = option("With ``freeze``: modules outside the layers that are also trained.")
+    lora_rank: int = option("Rank of the adapters.", 8)
+    lora_alpha: int | None = option("The scale of the adapters is this divided by the rank; None for twice the rank.")
+    lora_dropout: float = option("Dropout probability before the adapters.", 0.0)
+    lora_target: str = option("``all``, or endings of projection names, separated by commas.", "all")
+    use_rslora: bool = option("Divide ``lora_alpha`` by the square root of the rank instead of the rank.", False)
+    use_dora: bool = option("Also train the length of each row of a weight (DoRA).", False)
+    quantization_bit: int | None = option("4 keeps the frozen weights in 4 bits; None leaves them unchanged.")
+    quantization_type: str = option("``nf4``; other types are not supported.", "nf4")
+    double_quantization: bool = option("Whether the scales of the 4-bit blocks are also quantized.", True)
+    additional_target: str | None = option("Endings of names of modules that are trained in full, separated by commas.")
+    adapter_name_or_path: str | list[str] | None = option(
+        "PEFT folders, separated by commas or as a list. Training continues the last one with its own settings; "
+        "earlier ones are merged into the model."
+    )
+    adapter_folder: str | None = option("The folder inside each of them that contains the adapter.")
+    create_new_adapter: bool = option("Merge all adapters of ``adapter_name_or_path``, and train a new one.", False)
+    loraplus_lr_ratio: float | None = option("The learning rate of B is this many times that of A (LoRA+).")
+    loraplus_lr_embedding: float = option(
+        "With ``loraplus_lr_ratio``: the learning rate of the embedding's adapters.", 1e-6
+    )
+    dataset: str | list[str] | None = option("Names in ``dataset_info.json``, separated by commas.")
+    eval_dataset: str | list[str] | None = option("Likewise, for evaluation.")
+    dataset_dir: str = option("The folder with ``dataset_info.json`` and the files.", "data")
+    template: str | None = option("The name of a chat template; None for the tokenizer's own, or plain text.")
+    cutoff_len: int = option("Tokens per row, and the largest number of tokens in a sample.", 2048)
+    train_on_prompt: bool = option("Train on every token.", False)
+    mask_history: bool = option("Train only on the last answer.", False)
+    packing: bool | None = option(
+        "Put several samples into a row. In stage ``pt`` a text sees the texts before it; in ``sft`` samples do not "
+        "see each other. None means only in stage ``pt``."
+    )
+    neat_packing: bool = option(
+        "The same as ``packing``, for stage ``sft``, whose samples never see each other here.", False
+    )
+    sequence_packing: bool = option("The same as ``packing``.", False)
+    use_packed_sequences: bool = option("The same as ``packing``.", False)
+    streaming: bool = option("Tokenise while training.", False)
+    buffer_size: int = option("With ``streaming``, the number of samples from which the next one is drawn.", 16384)
+    max_samples: int | None = option("Read only this many rows of each dataset, from the start.")
+    val_size: float = option("Evaluate on this share of the training samples; above 1, on this number of samples.", 0.0)
+    preprocessing_num_workers: int | None = option("Number of processes that tokenise.")
+    preprocessing_batch_size: int = option(
+        "In stage ``kto``, rows of a block in which examples are paired for the KL term; in other stages it has no "
+        "effect, because each row is tokenised separately.",
+        1000,
+    )
+    data_shared_file_system: bool = option(
+        "Has no effect: one process on each machine tokenises, and the cache uses locks.", False
+    )
+    default_system: str | None = option("The system message of rows that have none.")
+    enable_thinking: bool | None = option(
+        "With a template that has thoughts: where empty ones are written; see ``ChatTemplate``.", True
+    )
+    preserve_thinking: bool = option("With a template that has thoughts: keep the thoughts of earlier turns.", False)
+    cache_dir: str | None = option("Where ``datasets`` keeps rows and tokens.")
+    overwrite_cache: bool = option(
+        "Has no effect: the cache depends on files, tokenizer and settings, so it is never stale.", False
+    )
+    disable_shuffling: bool = option("Keep the order of the files.", False)
+    warmup_ratio: float = option(
+        "The same as ``warmup_steps`` below 1; the name in transformers before version 5.", 0.0
+    )
+    early_stopping_steps: int | None = option(
+        "Number of evaluations without a better ``metric_for_best_model`` that ends the run."
+    )
+    plot_loss: bool = option("Save a plot of the losses in ``output_dir``.", False)
+    overwrite_output_dir: bool = option("Start a new run in a folder that is not empty.", False)
+    moe_aux_loss_coef: float | None = option("The same as ``moe_aux_loss_coeff``.")
+    disable_gradient_checkpointing: bool = option(
+        "Contradicts ``recompute_granularity``, and otherwise has no effect, because nothing is recomputed by default.",
+        False,
+    )
+    fp8_backend: FP8Backend = option(
+        "``auto`` or ``te``, which both mean TransformerEngine; the others are not supported.", "auto"
+    )
+    mixed_precision: str | None = option(
+        "``bf16_mixed`` is ``bf16: true``, ``fp16_mixed`` is ``fp16: true``; None leaves the choice to those two keys."
+    )
+    export_hf_on_finish: bool = option("Write the model in Hugging Face form at the end.", True)
+    masked_softmax_fusion: bool | None = option("A field of ``TransformerConfig``; None keeps its default.")
+    deepspeed: str | dict[str, Any] | None = option("DeepSpeed's config, as a file or a dict; see :func:`translated`.")
+    pure_bf16: bool = option("The same as ``bf16``.", False)
+    flash_attn: Attention = option("Has no effect: Megatron's attention is used.", "auto")
+    enable_liger_kernel: bool = option("Has no effect: Megatron's layers are used.", False)
+    use_v1_kernels: bool = option("Has no effect: Megatron's layers are used.", False)
+    use_dft_loss: bool = option("Use the loss of Dynamic Fine-Tuning (``dft_loss.py``).", False)
+    use_mca: bool = option("Has no effect: every run here uses Megatron.", False)
+    use_megatron_bridge: bool = option(
+        "Turn on Megatron-Bridge's defaults that differ: ``use_distributed_optimizer``, ``overlap_grad_reduce`` and "
+        "``overlap_param_gather``.",
+        False,
+    )
 
     @property
     def lora(self) -> dict[str, Any] | str | None:
@@ -185,8 +156,8 @@ class FactoryKeys(VisionKeys, PreferenceKeys):
             "r": self.lora_rank,
             "lora_alpha": 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha,
             "lora_dropout": self.lora_dropout,
-            "target_modules": "all-linear" if self.lora_target == "all" else _names(self.lora_target),
-            "modules_to_save": None if more is None else _names(more),
+            "target_modules": "all-linear" if self.lora_target == "all" else split_names(self.lora_target),
+            "modules_to_save": None if more is None else split_names(more),
             "use_rslora": self.use_rslora,
             "use_dora": self.use_dora,
             "quantization": None if self.quantization_bit is None else self.quantization_type,
@@ -196,10 +167,8 @@ class FactoryKeys(VisionKeys, PreferenceKeys):
     @property
     def adapters(self) -> list[str]:
         """Folders of the adapters that the file names."""
-        given = self.adapter_name_or_path or []
-        folder = self.adapter_folder
-        names = _names(given) if isinstance(given, str) else given
-        return [name if folder is None else os.path.join(name, folder) for name in names]
+        folder, names = self.adapter_folder, split_names(self.adapter_name_or_path or [])
+        return names if folder is None else [os.path.join(name, folder) for name in names]
 
     @property
     def merged_adapters(self) -> list[str]:
@@ -217,10 +186,6 @@ class FactoryKeys(VisionKeys, PreferenceKeys):
         if self.neat_packing or self.sequence_packing or self.use_packed_sequences:
             return True
         return self.stage == "pt" if self.packing is None else self.packing
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",")]
 
 
 OF_NEW_ADAPTERS = [

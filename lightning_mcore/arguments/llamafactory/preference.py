@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from lightning_mcore.arguments.fields import option
 from lightning_mcore.config.preference import Preference, used_by
 from lightning_mcore.config.value_checks import choices
 
@@ -40,31 +41,22 @@ _LARGEST = {"dpo_label_smoothing": 0.5, "ld_alpha": 1.0}
 
 @dataclass(frozen=True)
 class PreferenceKeys:
-    """The keys for learning from preferences; the defaults are LLaMA-Factory's.
+    """The keys for learning from preferences; the defaults are LLaMA-Factory's."""
 
-    Args:
-        pref_beta: How strongly the loss keeps the model close to the reference.
-        pref_ftx: Weight of the chosen answer's cross entropy, which is added to the loss.
-        pref_bco_weight: Weight of BCO's term.
-        pref_loss: The loss of ``stage: dpo``; ``kto_pair`` is not supported.
-        dpo_label_smoothing: Probability that a pair has the wrong order, 0 to 0.5.
-        kto_chosen_weight: Weight of a desirable answer.
-        kto_rejected_weight: Weight of an undesirable answer.
-        simpo_gamma: The margin between the two rewards that SimPO aims for.
-        ld_alpha: Weight of the longer answer's tokens beyond the length of the shorter one; None for 1.
-        ref_model: Folder or name of the reference model; None for the model as it is when training begins.
-    """
-
-    pref_beta: float = 0.1
-    pref_ftx: float = 0.0
-    pref_bco_weight: float = 0.0
-    pref_loss: PreferenceLossKey = "sigmoid"
-    dpo_label_smoothing: float = 0.0
-    kto_chosen_weight: float = 1.0
-    kto_rejected_weight: float = 1.0
-    simpo_gamma: float = 0.5
-    ld_alpha: float | None = None
-    ref_model: str | None = None
+    pref_beta: float = option("How strongly the loss keeps the model close to the reference.", 0.1)
+    pref_ftx: float = option("Weight of the chosen answer's cross entropy, which is added to the loss.", 0.0)
+    pref_bco_weight: float = option("Weight of BCO's term.", 0.0)
+    pref_loss: PreferenceLossKey = option("The loss of ``stage: dpo``; ``kto_pair`` is not supported.", "sigmoid")
+    dpo_label_smoothing: float = option("Probability that a pair has the wrong order, 0 to 0.5.", 0.0)
+    kto_chosen_weight: float = option("Weight of a desirable answer.", 1.0)
+    kto_rejected_weight: float = option("Weight of an undesirable answer.", 1.0)
+    simpo_gamma: float = option("The margin between the two rewards that SimPO aims for.", 0.5)
+    ld_alpha: float | None = option(
+        "Weight of the longer answer's tokens beyond the length of the shorter one; None for 1."
+    )
+    ref_model: str | None = option(
+        "Folder or name of the reference model; None for the model as it is when training begins."
+    )
 
 
 def check_preferences(keys: PreferenceKeys, stage: str) -> None:

@@ -8,36 +8,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from lightning_mcore.arguments.fields import option
 from lightning_mcore.config.vision import LANGUAGE_MODEL, PROJECTOR, TOWER
 
 
 @dataclass(frozen=True)
 class VisionKeys:
-    """The keys for vision-language models; the defaults are LLaMA-Factory's.
+    """The keys for vision-language models; the defaults are LLaMA-Factory's."""
 
-    Args:
-        media_dir: The folder of the images and videos; None for ``dataset_dir``.
-        image_max_pixels: A larger image is shrunk to this many pixels.
-        image_min_pixels: A smaller image is enlarged to this many pixels.
-        video_max_pixels: Larger video frames are shrunk to this many pixels.
-        video_min_pixels: Smaller video frames are enlarged to this many pixels.
-        video_fps: Frames to take from each second of a video.
-        video_maxlen: The largest number of frames to take from a video.
-        freeze_vision_tower: Do not train the vision tower; with adapters, put none on it.
-        freeze_multi_modal_projector: Do not train the projector behind the tower.
-        freeze_language_model: Do not train the language model.
-    """
-
-    media_dir: str | None = None
-    image_max_pixels: int = 768 * 768
-    image_min_pixels: int = 32 * 32
-    video_max_pixels: int = 256 * 256
-    video_min_pixels: int = 16 * 16
-    video_fps: float = 2.0
-    video_maxlen: int = 128
-    freeze_vision_tower: bool = True
-    freeze_multi_modal_projector: bool = True
-    freeze_language_model: bool = False
+    media_dir: str | None = option("The folder of the images and videos; None for ``dataset_dir``.")
+    image_max_pixels: int = option("A larger image is shrunk to this many pixels.", 768 * 768)
+    image_min_pixels: int = option("A smaller image is enlarged to this many pixels.", 32 * 32)
+    video_max_pixels: int = option("Larger video frames are shrunk to this many pixels.", 256 * 256)
+    video_min_pixels: int = option("Smaller video frames are enlarged to this many pixels.", 16 * 16)
+    video_fps: float = option("Frames to take from each second of a video.", 2.0)
+    video_maxlen: int = option("The largest number of frames to take from a video.", 128)
+    freeze_vision_tower: bool = option("Do not train the vision tower; with adapters, put none on it.", True)
+    freeze_multi_modal_projector: bool = option("Do not train the projector behind the tower.", True)
+    freeze_language_model: bool = option("Do not train the language model.", False)
 
     @property
     def frozen_parts(self) -> list[str]:
