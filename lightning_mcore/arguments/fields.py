@@ -9,10 +9,11 @@ comes from. The error names the field, the value and what is allowed. Nothing is
 import dataclasses
 import enum
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightning_mcore.arguments.documents import read_yaml
+from lightning_mcore.config.value_checks import accepts, choices_of
 
 
 def option(help: str, default: Any = None) -> Any:
@@ -55,7 +56,8 @@ def shown(name: str, value: Any) -> str:
 
 def check_type(name: str, value: Any, hint: Any) -> None:
     """Check one value against a type from ``typing.get_type_hints``; the errors of :func:`check_types`."""
-    if _fits(value, hint):
+    hint = _with_values(hint)
+    if accepts(hint, value):
         return
     # ``Literal["a"] | None`` has the choices "a" and None; ``int | None`` has only None, so its error is about the
     # type.
@@ -64,7 +66,7 @@ def check_type(name: str, value: Any, hint: Any) -> None:
         written = " (YAML reads an unquoted no as False)" if value is False and "no" in choices else ""
         raise ValueError(f"{name}={shown(name, value)}{written} is not available; choose {_listed(choices)}")
     raise TypeError(
-        f"{name}={shown(name, value)} is of type {type(value).__name__}{_at_yaml(value, hint)}; give {_described(hint)}"
+        f"{name}={shown(name, value)} is of type {type(value).__name__}{_at_yaml(value, hint)}; give {choices_of(hint)}"
     )
 
 
@@ -78,7 +80,7 @@ def take_words(name: str, words: list[str], hint: Any) -> Any:
     YAML, so ``1e-5`` is a number and ``{"a": 1}`` a dict. Raises ValueError if a value is missing or is not YAML.
     """
     try:
-        return _taken(words, hint)
+        return _taken(words, _with_values(hint))
     except ValueError as error:
         raise ValueError(f"--{name}: {error}; give --{name} VALUE") from error
 
@@ -88,9 +90,9 @@ def _taken(words: list[str], hint: Any) -> Any:
     # A value ends at the next option. For ``list[str]``, ["a", "b", "--seed", "1"] gives ["a", "b"] and leaves the last
     # two.
     end = next((number for number, word in enumerate(words) if word.startswith("--")), len(words))
-    is_flag, is_list = _fits(True, hint), hint is not Any and _fits([""], hint)
+    is_flag, is_list = accepts(hint, True), hint is not Any and accepts(hint, [""])
     count = end if is_list else min(end, 1)
-    if is_flag and count == 1 and hint is not Any and not (_means(words[0]) or _fits("", hint) or _choices(hint)):
+    if is_flag and count == 1 and hint is not Any and not (_means(words[0]) or accepts(hint, "") or _choices(hint)):
         count = 0  # the word is another argument
     if not count:
         if is_flag:
@@ -110,79 +112,50 @@ def _value_of(word: str, hint: Any) -> Any:
     # Choices come before yes and no: "no" is a choice of ``save_strategy``, and not False.
     if word in _choices(hint):
         return word
-    if _fits(True, hint) and _means(word):
+    if accepts(hint, True) and _means(word):
         return word.lower() in _YES
-    is_dict = word.startswith("{") and _fits({}, hint)
-    return word if _fits("", hint) and not is_dict else read_yaml(word, word)
+    is_dict = word.startswith("{") and accepts(hint, {})
+    return word if accepts(hint, "") and not is_dict else read_yaml(word, word)
 
 
 def _at_yaml(value: Any, hint: Any) -> str:
     """Return the end of an error that says why YAML read a number as text; empty if the value is not a number."""
-    if not (isinstance(value, str) and _fits(0.5, hint) and _is_number(value)):
+    if not (isinstance(value, str) and accepts(hint, 0.5) and _is_number(value)):
         return ""
     if "e" in value.lower():
         return f", because YAML reads numbers such as 1e-5 as text; write {float(value):.1e}, with a point"
     return "; write it without quotes"
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, argument) for argument in _alternatives(hint))
-    if origin is Literal:
-        # Python has ``1 == True``, so equal values must also have equal types.
-        return any(value is choice or (value == choice and type(value) is type(choice)) for choice in arguments)
-    if hint is Any:
-        return True
-    if hint is None or hint is type(None):
-        return value is None
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return isinstance(value, hint) or value in [member.value for member in hint]
-    if origin is list:
-        return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
-    if origin is dict or hint is dict:
-        return isinstance(value, Mapping)
-    if hint in (int, float):
-        # An int is a float, as in type checkers; a bool is not a number.
-        return isinstance(value, int | float if hint is float else int) and not isinstance(value, bool)
-    return not isinstance(hint, type) or isinstance(value, hint)
+def _with_values(hint: Any) -> Any:
+    """Return a type with the values of an enumeration in its place, because files and words have the values."""
+    if get_origin(hint) in (Union, types.UnionType):
+        kinds = list(get_args(hint))
+        # transformers' ``IntervalStrategy | str`` means a member or its value, not any text.
+        if any(map(_is_enum, kinds)):
+            kinds = [kind for kind in kinds if kind is not str]
+        return Union[tuple(map(_with_values, kinds))]  # noqa: UP007 - its types are known only here
+    if get_origin(hint) is list:
+        return types.GenericAlias(list, (_with_values(get_args(hint)[0]),))
+    return Literal[tuple(member.value for member in hint)] if _is_enum(hint) else hint
 
 
-def _alternatives(union: Any) -> list[Any]:
-    """Return the types of a union, without the ``str`` of transformers' ``Enum | str`` ("a member or its name")."""
-    found = list(get_args(union))
-    has_choices = any(isinstance(item, type) and issubclass(item, enum.Enum) for item in found)
-    return [item for item in found if not (has_choices and item is str)]
+def _is_enum(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, enum.Enum)
 
 
 def _choices(hint: Any) -> list[Any]:
-    """Return the choices of a ``Literal`` or an enumeration; an empty list for other types."""
+    """Return the choices of a ``Literal``; an empty list for other types."""
     if get_origin(hint) in (Union, types.UnionType):
-        return [choice for argument in _alternatives(hint) for choice in _choices(argument)]
+        return [choice for argument in get_args(hint) for choice in _choices(argument)]
     if get_origin(hint) is Literal:
         return list(get_args(hint))
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return [member.value for member in hint]
     return [None] if hint is type(None) else []
 
 
 def _listed(choices: list[Any]) -> str:
     *others, last = [repr(choice) for choice in choices]
     return f"{', '.join(others)} or {last}" if others else last
-
-
-def _described(hint: Any) -> str:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_described(argument) for argument in _alternatives(hint)))
-    if origin is Literal:
-        return " or ".join(map(repr, arguments))
-    names = {bool: "True or False", int: "a whole number", float: "a number", str: "text", type(None): "None"}
-    if hint in names:
-        return names[hint]
-    if origin in (list, dict) or hint in (list, dict):
-        return f"a {(origin or hint).__name__}"
-    return getattr(hint, "__name__", str(hint))
 
 
 def _is_number(text: str) -> bool:

@@ -58,10 +58,11 @@ def require_file(name: str, value: object, what: str = "one in YAML") -> None:
         raise FileNotFoundError(f"{name}={value!r} is not a file; give the path of {what}")
 
 
-def require_choice(name: str, value: object, kind: Any) -> None:
-    """Raise ValueError for a value that is not one of the choices of ``kind``, a ``Literal``."""
-    if value not in typing.get_args(kind):
-        raise ValueError(f"{name}={value!r} is unknown; choose {choices(map(repr, typing.get_args(kind)))}")
+def require_choice(name: str, value: object, kind: Any, or_none: bool = False) -> None:
+    """Raise ValueError for a value that is not one of the choices of ``kind``, a ``Literal`` (or None)."""
+    allowed = (*typing.get_args(kind), None) if or_none else typing.get_args(kind)
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is unknown; choose {choices(map(repr, allowed))}")
 
 
 def from_fields(kind: type[T], name: str, given: T | Mapping[str, Any]) -> T:
@@ -120,7 +121,7 @@ def accepts(hint: Any, value: Any) -> bool:
         return value is None
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return value in hint.__members__
-    if origin is dict:
+    if dict in (hint, origin):
         return isinstance(value, Mapping)
     if origin in (list, tuple):
         return isinstance(value, list | tuple) and _accepts_items(origin, arguments, value)
@@ -136,11 +137,14 @@ def _accepts_items(origin: Any, arguments: tuple[Any, ...], items: list[Any] | t
     return all(any(accepts(argument, item) for argument in arguments if argument is not ...) for item in items)
 
 
+_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a dict"}
+
+
 def choices_of(hint: Any) -> str:
     """Return the values of a type as text for errors."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(choices_of(argument) for argument in arguments)
+        return " or ".join(dict.fromkeys(map(choices_of, arguments)))
     if origin is Literal:
         return " or ".join(map(repr, arguments))
     if is_callable(hint):
@@ -149,7 +153,10 @@ def choices_of(hint: Any) -> str:
         return "None"
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return " or ".join(map(repr, hint.__members__))
-    return f"a value of type {hint.__name__ if isinstance(hint, type) and not arguments else hint}"
+    if origin is list:
+        return f"a {hint}"  # such as list[int]
+    kind = dict if origin is dict else hint
+    return _WORDS.get(kind) or f"a value of type {hint.__name__ if isinstance(hint, type) and not arguments else hint}"
 
 
 def is_callable(hint: Any) -> bool:

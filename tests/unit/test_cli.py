@@ -123,7 +123,7 @@ FAULTS: dict[str, tuple[list[str], str]] = {
         ["--seed_ever=3", "--print_config"],
         "unknown option '--seed_ever'; did you mean '--seed_everything'?",
     ),
-    "type": (["--trainer.max_steps=abc"], "trainer.max_steps='abc' does not fit; choose a value of type int"),
+    "type": (["--trainer.max_steps=abc"], "trainer.max_steps='abc' does not fit; choose a whole number"),
     "argument of the strategy": (
         ["--trainer.strategy.tensor_model_parallel_sizes=2"],
         "unknown key of trainer.strategy 'tensor_model_parallel_sizes'; did you mean 'tensor_model_parallel_size'?",
@@ -253,7 +253,7 @@ FILES: dict[str, tuple[str, str]] = {
     "no model": (_in_file(lambda all: all.pop("model")), "model is not given; give its class"),
     "a value": (
         _in_file(lambda all: all["trainer"].update(max_epochs="many")),
-        "trainer.max_epochs='many' does not fit; choose a value of type int or None",
+        "trainer.max_epochs='many' does not fit; choose a whole number or None",
     ),
     "no keys": ("just text", "does not hold keys; give a YAML file with trainer:, model: and data:"),
     "no YAML": ("a: [1", "is not YAML: "),

@@ -190,7 +190,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "trainer as a number": ({"trainer": 3}, "trainer=3 is not a mapping; give its arguments by name"),
     "trainer as a list": ({"trainer": [1]}, "trainer=[1] is not a mapping; give its arguments by name"),
     "no trainer": ({"trainer": None}, "trainer=None is not a mapping; give its arguments by name"),
-    "seed": ({"seed_everything": "x"}, "seed_everything='x' does not fit; choose a value of type bool"),
+    "seed": ({"seed_everything": "x"}, "seed_everything='x' does not fit; choose True or False"),
     "no recipe": ({MODEL + "recipe": None}, "recipe=None"),
     "two recipes": (
         {"optimizer": {"class_path": "torch.optim.AdamW"}, MODEL + "recipe": {"learning_rate": 0.5}},

@@ -66,10 +66,10 @@ def test_required_fields_are_named(missing: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "choice"),
     [
-        ("num_layers", "2", "a value of type int"),
-        ("num_layers", True, "a value of type int"),
-        ("add_bias_linear", 1, "a value of type bool"),
-        ("hidden_dropout", "0.1", "a value of type float"),
+        ("num_layers", "2", "a whole number"),
+        ("num_layers", True, "a whole number"),
+        ("add_bias_linear", 1, "True or False"),
+        ("hidden_dropout", "0.1", "a number"),
         ("normalization", "rmsnorm", "'LayerNorm' or 'RMSNorm'"),
         ("attention_backend", "fast", "'flash' or 'fused' or 'unfused' or 'local' or 'auto'"),
         ("window_size", 128, "None"),
