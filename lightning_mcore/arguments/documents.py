@@ -36,7 +36,7 @@ def overridden(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, An
         key, equals, value = override.partition("=")
         if not equals or not key:
             raise ValueError(f"{override!r} is not key=value; write for example learning_rate=1e-5")
-        _put(values, key.split("."), read_yaml(value, override))
+        put_at(values, key, read_yaml(value, override))
     return values
 
 
@@ -52,7 +52,9 @@ def _read_keys(path: str, what: str) -> dict[str, Any]:
     return values
 
 
-def _put(values: dict[str, Any], keys: list[str], value: Any) -> None:
+def put_at(values: dict[str, Any], place: str, value: Any) -> None:
+    """Set a value at a dotted place: ``"strategy.timeout"`` sets ``values["strategy"]["timeout"]``."""
+    keys = place.split(".")
     for key in keys[:-1]:
         inner = values.get(key)
         # Copy each dict on the way, so that the given one stays unchanged; a value that is not a dict is replaced.

@@ -10,8 +10,9 @@ from typing import Any
 from lightning_mcore.arguments.fields import check_types
 from lightning_mcore.arguments.llamafactory.rules import in_words_of_the_file
 from lightning_mcore.config.lora import LoRA
+from lightning_mcore.config.text import split_names
 
-_OF_PATTERNS = "*$|("  # a target that contains one of these is a regular expression
+_PATTERN_CHARACTERS = "*$|("  # a target that contains one of these is a regular expression
 
 
 @dataclasses.dataclass
@@ -64,18 +65,14 @@ class LoraArguments:
         # "q_proj,v_proj" becomes a list of endings; ".*layers\\.0\\..*" stays text, which LoRA reads as a pattern.
         if target in ("all", "all-linear"):
             target = "all-linear"
-        elif not any(character in target for character in _OF_PATTERNS):
-            target = _names(target)
+        elif not any(character in target for character in _PATTERN_CHARACTERS):
+            target = split_names(target)
         return {
             "lora": LoRA(
                 r=self.lora_rank,
                 lora_alpha=2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha,
                 lora_dropout=self.lora_dropout,
                 target_modules=target,
-                modules_to_save=None if self.additional_target is None else _names(self.additional_target),
+                modules_to_save=None if self.additional_target is None else split_names(self.additional_target),
             )
         }
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",")]

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_mcore.arguments.documents import put_at
 from lightning_mcore.arguments.megatron_rules import check_variable_lengths, fp8_settings
 from lightning_mcore.arguments.on_cpu import without_gpu_switches
 from lightning_mcore.arguments.training_rules import METRICS, checkpoints_activations, text_of
@@ -101,7 +102,9 @@ def run_settings(
         check_variable_lengths(arguments, _has_experts(model_path), f"{model_path} is one")
     parts: dict[str, dict[str, Any]] = {part: {} for part in ("strategy", "precision", "model", "trainer", "data")}
     for name, place in LANDINGS.items():
-        _put(parts, place, getattr(arguments, name))
+        value = getattr(arguments, name)
+        if value is not None:
+            put_at(parts, place, value)
     # Now the fields that change their value or depend on others; each function adds to what LANDINGS has put.
     parts["strategy"] |= _strategy(arguments, parts["strategy"].pop("ddp_config", {}))
     parts["precision"] |= _precision(arguments)
@@ -118,17 +121,6 @@ def run_settings(
     settings = RunSettings(parts["strategy"], parts["precision"], parts["model"], parts["trainer"], parts["data"])
     # Last, because it must see every switch.
     return without_gpu_switches(settings) if (arguments.use_cpu if on_cpu is None else on_cpu) else settings
-
-
-def _put(parts: dict[str, dict[str, Any]], place: str, value: Any) -> None:
-    """Set a value at a dotted place: "strategy.timeout" sets ``parts["strategy"]["timeout"]``."""
-    if value is None:
-        return
-    part, *path = place.split(".")
-    target = parts[part]
-    for name in path[:-1]:
-        target = target.setdefault(name, {})
-    target[path[-1]] = value
 
 
 def _strategy(arguments: Any, ddp_config: dict[str, Any]) -> dict[str, Any]:

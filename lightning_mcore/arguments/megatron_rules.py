@@ -6,6 +6,7 @@
 corrected silently: a contradiction raises an error that names both sides.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,19 +17,6 @@ from lightning_mcore.config.rules.model import NOT_CARRIED_OUT
 from lightning_mcore.config.rules.strategy import OF_GRADIENTS, gradient_faults, schedule_faults
 from lightning_mcore.config.text import unknown_name
 
-_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-)
-_OF_LAYOUT = (
-    *_SIZES,
-    "virtual_pipeline_model_parallel_size",
-    "pipeline_model_parallel_layout",
-    "expert_tensor_parallel_size",
-    "sequence_parallel",
-)
 # The modules of megatron-core 0.16.1 and 0.19.2; an older one raises for those that it lacks, when it builds the model.
 _RECOMPUTED = (
     *("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"),
@@ -44,7 +32,8 @@ _NOT_YET = {
 
 def given_layout(arguments: Any) -> dict[str, Any]:
     """Return the arguments of ``ParallelLayout`` that are not None."""
-    return {name: value for name in _OF_LAYOUT if (value := getattr(arguments, name)) is not None}
+    names = (field.name for field in dataclasses.fields(ParallelLayout))
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
 def interleaving_of(arguments: Any) -> int | None:
@@ -195,7 +184,7 @@ def check_megatron(arguments: Any) -> None:
 def _check_offload(arguments: Any) -> None:
     fraction = arguments.optimizer_offload_fraction
     if not 0 <= fraction <= 1:
-        raise ValueError(f"optimizer_offload_fraction={fraction} is not a fraction; choose a number above 0, at most 1")
+        raise ValueError(f"optimizer_offload_fraction={fraction} is not a share of the state; choose 0 to 1")
     if not arguments.optimizer_cpu_offload:
         # 1.0 is the default, and 0.0 is mcore_adapter's default: both may stand in a file without offload.
         if 0 < fraction < 1:

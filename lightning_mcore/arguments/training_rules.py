@@ -199,7 +199,8 @@ def _check_logging(arguments: Any) -> None:
             "logging_strategy='epoch' is not available: losses are logged by steps; choose 'steps' with logging_steps,"
             " or 'no'"
         )
-    check_steps(arguments, "logging_steps", strategy == "steps")
+    if strategy == "steps":
+        _check_steps(arguments, "logging_steps")
     if arguments.logging_first_step and arguments.logging_steps != 1:
         raise ValueError(
             f"logging_first_step=True with logging_steps={arguments.logging_steps} is not available: Lightning logs"
@@ -218,9 +219,9 @@ def _check_evaluation(arguments: Any) -> None:
     strategy = text_of(arguments.eval_strategy)
     if strategy == "steps" and not arguments.eval_steps:
         # transformers' default for eval_steps is logging_steps.
-        check_steps(arguments, "logging_steps", True)
+        _check_steps(arguments, "logging_steps")
     elif strategy == "steps":
-        check_steps(arguments, "eval_steps", True)
+        _check_steps(arguments, "eval_steps")
     elif arguments.eval_steps is not None:
         raise ValueError(
             f"eval_steps={arguments.eval_steps} contradicts eval_strategy={strategy!r}; set eval_strategy='steps', or"
@@ -242,7 +243,8 @@ def check_validation(arguments: Any, data: Mapping[str, Any]) -> None:
 
 def _check_saving(arguments: Any) -> None:
     strategy, metric = text_of(arguments.save_strategy), arguments.metric_for_best_model
-    check_steps(arguments, "save_steps", strategy == "steps")
+    if strategy == "steps":
+        _check_steps(arguments, "save_steps")
     if arguments.save_total_limit is not None and arguments.save_total_limit < 1:
         raise ValueError(
             f"save_total_limit={arguments.save_total_limit} is too small; choose 1 or more, or save_strategy='no'"
@@ -282,12 +284,10 @@ def _require_metric(metric: str | None, known: Iterable[str]) -> None:
         raise ValueError(f"metric_for_best_model={metric!r} is not logged; choose {', '.join(map(repr, known))}")
 
 
-def check_steps(arguments: Any, name: str, used: bool) -> None:
+def _check_steps(arguments: Any, name: str) -> None:
     """Raise ValueError for a value that is not a number of steps, or is a share of an unknown number of steps."""
     # With max_steps=1000, 50 and 0.05 are both 50 steps; 0.05 without max_steps has no meaning before the data is read.
     steps = getattr(arguments, name)
-    if not used:
-        return
     if steps <= 0 or (steps >= 1 and steps != int(steps)):
         raise ValueError(
             f"{name}={steps} is not a number of steps; choose a whole number from 1, or a share of max_steps below 1"

@@ -263,7 +263,7 @@ def _of_environment(name: str) -> int | None:
 
 def smallest_world(asked: "FactoryRun") -> int:
     """Return the smallest number of ranks that fits a file's layout."""
-    layout = asked.arguments.strategy().layout
+    layout = ParallelLayout(**given_layout(asked.arguments))
     dense = layout.tensor_model_parallel_size * layout.context_parallel_size
     experts = layout.expert_tensor_size * layout.expert_model_parallel_size
     # TP=2 and CP=1 with ETP=1 and EP=4 need lcm(2, 4) = 4 ranks for each pipeline stage.

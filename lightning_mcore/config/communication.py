@@ -10,10 +10,10 @@ raise when the trainer gets the model, before a group is opened.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.config.value_checks import require_file, require_flag
+from lightning_mcore.config.value_checks import require_choice, require_file, require_flag
 
 if TYPE_CHECKING:
     import torch
@@ -74,16 +74,9 @@ class CommunicationOptions:
     def __post_init__(self) -> None:
         """Check the values that depend on neither layout nor device."""
         self._check_flags()
-        backends = get_args(PipelineBackend)
-        if self.pipeline_model_parallel_comm_backend not in (None, *backends):
-            raise ValueError(
-                f"pipeline_model_parallel_comm_backend={self.pipeline_model_parallel_comm_backend!r} is not one of"
-                f" {backends}; leave it None for the backend of the other groups"
-            )
-        if self.sharp_enabled_group not in (None, *get_args(SharpGroup)):
-            raise ValueError(
-                f"sharp_enabled_group={self.sharp_enabled_group!r} is not one of {get_args(SharpGroup)}; choose one"
-            )
+        backend = self.pipeline_model_parallel_comm_backend
+        require_choice("pipeline_model_parallel_comm_backend", backend, PipelineBackend, or_none=True)
+        require_choice("sharp_enabled_group", self.sharp_enabled_group, SharpGroup, or_none=True)
         if self.sharp_enabled_group is not None and not self.use_sharp:
             raise ValueError(f"sharp_enabled_group={self.sharp_enabled_group!r} needs use_sharp=True; set both")
         groups = self.high_priority_stream_groups or []

@@ -38,41 +38,23 @@ SHORT_NAMES = {
     "squared_relu": "megatron.core.activations.squared_relu",
 }
 
-_OF_THE_STRATEGY = {field.name for field in dataclass_fields(ParallelLayout)} | {
-    "overlap_p2p_comm",
-    "overlap_p2p_comm_warmup_flush",
-    "deallocate_pipeline_outputs",
+_STRATEGY_FIELDS = {
+    *(field.name for field in dataclass_fields(ParallelLayout)),
+    *("overlap_p2p_comm", "overlap_p2p_comm_warmup_flush", "deallocate_pipeline_outputs", "tp_comm_overlap"),
     "microbatch_group_size_per_vp_stage",
-    "tp_comm_overlap",
 }
-_OF_THE_PRECISION = {"fp16", "bf16", "params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype"} | {
-    *FP8_FIELDS,
-    "fp4",
-    "fp4_recipe",
-    "fp4_param",
+_PRECISION_FIELDS = {
+    *("fp16", "bf16", "params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype"),
+    *(*FP8_FIELDS, "fp4", "fp4_recipe", "fp4_param"),
 }
-_OF_THE_SCHEDULE = {"batch_p2p_comm", "variable_seq_lengths", "timers", "finalize_model_grads_func"} | {
-    "grad_scale_func",
-    "no_sync_func",
-    "grad_sync_func",
-    "param_sync_func",
+_SCHEDULE_FIELDS = {
+    *("batch_p2p_comm", "variable_seq_lengths", "timers", "finalize_model_grads_func"),
+    *("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
 }
-OF_THE_MODULE = {
-    "transformer_impl",
-    "rotary_base",
-    "rotary_percent",
-    "position_embedding_type",
-    "vocab_size",
-    "yarn",
-    "architecture",
-} | {
-    "rope_scaling",
-    "rope_scaling_factor",
-    "seq_len_interpolation_factor",
-    "seq_length",
-    "share_embeddings_and_output_weights",
-    "make_vocab_size_divisible_by",
-    "vision",
+MODULE_FIELDS = {
+    *("transformer_impl", "architecture", "vision", "vocab_size", "make_vocab_size_divisible_by", "seq_length"),
+    *("rotary_base", "rotary_percent", "position_embedding_type", "yarn", "seq_len_interpolation_factor"),
+    *("rope_scaling", "rope_scaling_factor", "share_embeddings_and_output_weights"),
 }
 
 OF_TORCH_OPTIMIZER = "the torch optimizer that configure_optimizers returns"
@@ -109,14 +91,9 @@ OF_OFFLOAD = (
 
 FSDP = "it belongs to Megatron FSDP, which MCoreStrategy does not run yet"
 DDP_NOT_AVAILABLE = {
-    "use_megatron_fsdp": FSDP,
-    "use_custom_fsdp": FSDP,
-    "data_parallel_sharding_strategy": FSDP,
-    "outer_dp_sharding_strategy": FSDP,
-    "suggested_communication_unit_size": FSDP,
-    "preserve_fp32_weights": FSDP,
-    "keep_fp8_transpose_cache": FSDP,
-    "gradient_reduce_div_fusion": FSDP,
+    **dict.fromkeys(("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy"), FSDP),
+    **dict.fromkeys(("outer_dp_sharding_strategy", "suggested_communication_unit_size"), FSDP),
+    **dict.fromkeys(("preserve_fp32_weights", "keep_fp8_transpose_cache", "gradient_reduce_div_fusion"), FSDP),
     "check_for_large_grads": "Megatron's rerun machine judges them, and it cannot run steps of Lightning again",
     "delay_wgrad_compute": "it needs a schedule that computes weight gradients separately, which is missing here",
 }
@@ -142,13 +119,13 @@ def check_owned_by_precision(given: Mapping[str, Any], owned: Mapping[str, Any])
 
 def check_home(name: str) -> None:
     """Raise ValueError for a field of ``TransformerConfig`` that the module, strategy, precision or schedule sets."""
-    if name in OF_THE_MODULE:
+    if name in MODULE_FIELDS:
         raise ValueError(f"{name} is an argument of the module, not a field of transformer; move it one level up")
-    if name in _OF_THE_STRATEGY:
+    if name in _STRATEGY_FIELDS:
         raise ValueError(f"{name} belongs to the strategy, not to the model; set it in MCoreStrategy({name}=...)")
-    if name in _OF_THE_PRECISION:
+    if name in _PRECISION_FIELDS:
         raise ValueError(f"{name} belongs to the precision, not to the model; set it through Trainer(precision=...)")
-    if name in _OF_THE_SCHEDULE or name.startswith("_"):
+    if name in _SCHEDULE_FIELDS or name.startswith("_"):
         raise ValueError(f"{name} is filled in by the strategy while it runs the model; remove it from transformer")
 
 

@@ -4,9 +4,10 @@
 ``optimizer/loss_scale.py`` uses them; ``lightning-mcore plan`` makes the same checks.
 """
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any
+
+from lightning_mcore.config.value_checks import require_number, require_size
 
 
 @dataclass(frozen=True)
@@ -28,18 +29,10 @@ class LossScaling:
         """Check the values."""
         for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
             value = getattr(self, name)
-            if value is None and name == "loss_scale":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"{name}={value!r} is not a number; give one")
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name}={value} is not a scale; give a number above 0")
+            if value is not None or name != "loss_scale":
+                require_number(name, value)
         for name in ("loss_scale_window", "hysteresis"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}={value!r} is not an int; give a number of steps")
-            if value < 1:
-                raise ValueError(f"{name}={value} is too small; give 1 step or more")
+            require_size(name, getattr(self, name))
         if self.min_loss_scale > self.initial_loss_scale:
             raise ValueError(
                 f"min_loss_scale={self.min_loss_scale} is above initial_loss_scale={self.initial_loss_scale}; "

@@ -26,7 +26,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, get_args
 
 from lightning_mcore.config.layout import ModelShape, ParallelLayout
-from lightning_mcore.config.value_checks import require_flag, require_size
+from lightning_mcore.config.value_checks import require_choice, require_flag, require_size
 
 FP8Format: TypeAlias = Literal["e4m3", "hybrid"]
 FP8Recipe: TypeAlias = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
@@ -123,9 +123,7 @@ class FP8Settings:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in choices:
-                allowed = get_args(choices[field.name])
-                if value not in allowed and not (value is None and field.default is None):
-                    raise ValueError(f"{field.name}={value!r} is unknown; choose one of {allowed}")
+                require_choice(field.name, value, choices[field.name], or_none=field.default is None)
             elif field.name in _COUNTS:
                 require_size(field.name, value, at_least=1 if field.name == "fp8_amax_history_len" else 0)
             else:

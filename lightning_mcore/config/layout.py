@@ -98,9 +98,6 @@ class ModelShape:
         return self.num_moe_experts is None or (every > 1 if isinstance(every, int) else 0 in every)
 
 
-__all__ = ["Coordinates", "ModelShape", "ParallelLayout"]
-
-
 @dataclass(frozen=True)
 class Coordinates:
     """The place of one rank on every axis, with the names of ``parallel_state``; prints as ``tp1.pp0.cp0.dp1``."""
@@ -185,7 +182,7 @@ class ParallelLayout:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model: tensor times pipeline times context."""
+        """Ranks that share one copy of the model and read the same batches: tensor times pipeline times context."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
@@ -212,11 +209,6 @@ class ParallelLayout:
         """The stages in ``pipeline_model_parallel_layout``, in layer order; empty if it is None."""
         layout = self.pipeline_model_parallel_layout
         return [] if layout is None else parse_stages(layout)
-
-    @property
-    def model_copy_size(self) -> int:
-        """The number of ranks that hold parts of one model copy and read the same batches."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the number of replicas that see different batches; expert parallelism does not lower it.

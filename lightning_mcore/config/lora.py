@@ -11,10 +11,10 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lightning_mcore.config.value_checks import require_flag
+from lightning_mcore.config.value_checks import from_fields, require_flag, require_size
 
 ALL_LINEAR = "all-linear"
 EXPERTS = ".experts."  # part of the name of each projection of a routed expert
@@ -98,10 +98,7 @@ class LoRA:
         for flag in ("use_rslora", "use_dora", "double_quantization"):
             require_flag(flag, getattr(self, flag))
         for name, rank in {"r": self.r, **_entries("rank_pattern", self.rank_pattern)}.items():
-            if isinstance(rank, bool) or not isinstance(rank, int):
-                raise TypeError(f"{name}={rank!r} is not a rank; give a whole number of 1 or more")
-            if rank < 1:
-                raise ValueError(f"{name}={rank} is too small; choose 1 or more")
+            require_size(name, rank)
         for name, alpha in {"lora_alpha": self.lora_alpha, **_entries("alpha_pattern", self.alpha_pattern)}.items():
             if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
                 raise TypeError(f"{name}={alpha!r} is not a number; give one")
@@ -155,16 +152,7 @@ class LoRA:
             ValueError: The mapping has an unknown key, or a value is not allowed.
             TypeError: ``given`` is neither, or a value has the wrong type.
         """
-        if isinstance(given, LoRA):
-            return given
-        if not isinstance(given, Mapping):
-            raise TypeError(f"lora={given!r} is not a LoRA; give lightning_mcore.LoRA(r=8, ...)")
-        known = [item.name for item in fields(cls)]
-        for key in given:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, 3) or known
-                raise ValueError(f"{key!r} is not a setting of LoRA; did you mean {', '.join(near)}?")
-        return cls(**given)
+        return from_fields(cls, "lora", given)
 
     def plain(self) -> dict[str, Any]:
         """Return the settings as plain data."""

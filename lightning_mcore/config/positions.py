@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lightning_mcore.config.architecture import Architecture
-from lightning_mcore.config.value_checks import require_flag, require_instance, require_number
+from lightning_mcore.config.value_checks import require_choice, require_flag, require_instance, require_number
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -39,8 +39,7 @@ def check_positions(settings: Mapping[str, Any], transformer: Mapping[str, Any])
     ignore.
     """
     kind = settings["position_embedding_type"]
-    if kind not in ("rope", "yarn", "learned_absolute", "none"):
-        raise ValueError(f"position_embedding_type={kind!r}; choose 'rope', 'yarn', 'learned_absolute' or 'none'")
+    require_choice("position_embedding_type", kind, PositionEmbedding)
     _check_values(settings)
     latent = transformer.get("multi_latent_attention", False)
     if latent and kind == "yarn":

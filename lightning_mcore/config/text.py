@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text for messages: the nearest known name for an unknown one, and short numbers."""
+"""Text: lists of names, and for messages the nearest known name for an unknown one, and short numbers."""
 
 import difflib
 from collections.abc import Iterable
 
 _PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+
+
+def split_names(given: str | Iterable[str]) -> list[str]:
+    """Return names from a list or from comma-separated text: ``"q_proj, v_proj"`` gives ``["q_proj", "v_proj"]``."""
+    return [name.strip() for name in (given.split(",") if isinstance(given, str) else given)]
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:

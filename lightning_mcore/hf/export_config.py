@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_mcore.checkpoint.stored_dtypes import StoredDtypes
-from lightning_mcore.config.field_homes import OF_THE_MODULE
+from lightning_mcore.config.field_homes import MODULE_FIELDS
 from lightning_mcore.hf.family import (
     SCORING,
     Family,
@@ -163,7 +163,7 @@ def warn_of_losses(description: Description, settings: Mapping[str, Any], like: 
 
 
 def _fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    of_the_module = OF_THE_MODULE - _NOT_OF_THE_MODEL
+    of_the_module = MODULE_FIELDS - _NOT_OF_THE_MODEL
     return {**{name: settings[name] for name in of_the_module if name in settings}, **settings["transformer"]}
 
 

@@ -26,7 +26,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from lightning_mcore.config.architecture import ARCHITECTURE_DEFAULTS
-from lightning_mcore.config.field_homes import DEFAULTS, OF_THE_MODULE
+from lightning_mcore.config.field_homes import DEFAULTS, MODULE_FIELDS
 from lightning_mcore.config.positions import YARN_DEFAULTS
 from lightning_mcore.hf.config_rules import ConfigRule, Same, shortened
 from lightning_mcore.hf.weight_rules import Experts, Rename, Rows, Stack, Vocabulary, WeightRule
@@ -361,7 +361,7 @@ MODULE_DEFAULTS: dict[str, Any] = {
 
 def split_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split fields into the settings of the module and the fields of its ``transformer``."""
-    module = {name: value for name, value in fields.items() if name in OF_THE_MODULE}
+    module = {name: value for name, value in fields.items() if name in MODULE_FIELDS}
     architecture = {name: value for name, value in fields.items() if name in ARCHITECTURE_DEFAULTS}
     transformer = {name: value for name, value in fields.items() if name not in module.keys() | architecture.keys()}
     return {**module, **({"architecture": architecture} if architecture else {})}, transformer

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from lightning_mcore.checkpoint import files as checkpoint_files
-from lightning_mcore.config.field_homes import OF_THE_MODULE
+from lightning_mcore.config.field_homes import MODULE_FIELDS
 from lightning_mcore.hf.config_rules import LONGEST_SEQUENCE, refuse_outside, refuse_unless
 from lightning_mcore.hf.family import (
     SCORE,
@@ -48,7 +48,7 @@ _DOWNLOADED = (*_DESCRIPTIONS, "*.safetensors", "*.model", "*.jinja", "*.txt", "
 _PICKLED = ("pytorch_model*.bin",)  # where there are no safetensors
 _NOT_DOWNLOADED = ("*/*", "consolidated*")  # patterns match in subfolders too, which hold the weights once more
 
-_KEPT = sorted(OF_THE_MODULE - {"make_vocab_size_divisible_by", "transformer_impl"})  # of the model, not of its runs
+_KEPT = sorted(MODULE_FIELDS - {"make_vocab_size_divisible_by", "transformer_impl"})  # of the model, not of its runs
 
 _BASE = "model."  # how names of weights begin, but not in what AutoModel of transformers writes
 

@@ -23,10 +23,10 @@ from typing import Any
 from megatron.core import __version__
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from lightning_mcore.config.field_homes import DEFAULTS, OF_THE_MODULE, REQUIRED, SHORT_NAMES, check_home, check_lengths
+from lightning_mcore.config.field_homes import DEFAULTS, MODULE_FIELDS, REQUIRED, SHORT_NAMES, check_home, check_lengths
 from lightning_mcore.config.value_checks import accepts, choices_of, is_callable
 
-__all__ = ["DEFAULTS", "OF_THE_MODULE", "build_transformer_config", "check_transformer_fields"]
+__all__ = ["DEFAULTS", "MODULE_FIELDS", "build_transformer_config", "check_transformer_fields"]
 
 _MEGATRON = __version__.partition("+")[0]  # 0.19 adds the commit of the folder that it runs in
 

@@ -184,7 +184,7 @@ def process_group(axis: Axis) -> dist.ProcessGroup:
 def _open_copy_group(layout: ParallelLayout, timeout: timedelta) -> dist.ProcessGroup | None:
     """Return a gloo group of this model copy's ranks; None if the copy is one rank, or the whole world."""
     world_size = dist.get_world_size()
-    if layout.model_copy_size in (1, world_size):
+    if layout.model_parallel_size in (1, world_size):
         return None
     places = [layout.coordinates(rank, world_size).data_parallel_rank for rank in range(world_size)]
     mine = None

@@ -71,7 +71,7 @@ class SameBatches:
         ``ValueError`` if the ranks of a copy have loaders of different lengths.
         """
         # Nothing to compare with.
-        if self._strategy.layout.model_copy_size == 1:
+        if self._strategy.layout.model_parallel_size == 1:
             return loader
         length = sized_len(loader)
         self.compare(f"{self.name_of(loader)} has {'no known number of' if length is None else length} batches", [])
@@ -108,7 +108,7 @@ class SameBatches:
 
     def from_reader(self, value: Any) -> Any:
         """Return what the reading rank has; collective over the model copy if batches are sent."""
-        if not self._sends or self._strategy.layout.model_copy_size == 1:
+        if not self._sends or self._strategy.layout.model_parallel_size == 1:
             return value
         box = [value]
         dist.broadcast_object_list(box, group=model_copy_group(), group_src=0)

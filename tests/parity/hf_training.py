@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT, MCoreStrategy
-from lightning_mcore.config.field_homes import OF_THE_MODULE
+from lightning_mcore.config.field_homes import MODULE_FIELDS
 from lightning_mcore.hf import find_family
 from lightning_mcore.hf.family import complete_fields
 from lightning_mcore.hf.pretrained import pieces_of_module
@@ -260,7 +260,7 @@ def finished_gradients(module: MCoreGPT) -> list[Part]:
     for data in parameters:
         data.copy_(gradients[data.data_ptr()])
     pieces = pieces_of_module(module)
-    settings = {name: value for name, value in module.hparams.items() if name in OF_THE_MODULE}
+    settings = {name: value for name, value in module.hparams.items() if name in MODULE_FIELDS}
     fields = complete_fields({**module.transformer, **settings})
     weights = WeightMap(find_family(module.hparams["hf"]["family"]), fields, pieces.shapes)
     parts = []

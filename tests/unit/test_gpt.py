@@ -56,7 +56,7 @@ ONE_RANK = cast(dist.ProcessGroup, OneRank())
         ({"seq_length": 0}, "seq_length=0 is too small"),
         ({"make_vocab_size_divisible_by": 0}, "make_vocab_size_divisible_by=0 is too small"),
         ({"recipe": {"lerning_rate": 1.0}}, "unknown field of Recipe 'lerning_rate'; did you mean 'learning_rate'?"),
-        ({"position_embedding_type": "alibi"}, "position_embedding_type='alibi'; choose 'rope'"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type='alibi' is unknown; choose 'rope'"),
         ({"transformer": {**TRANSFORMER, "num_heads": 4}}, "has no field num_heads"),
         ({"transformer": {**TRANSFORMER, "sequence_parallel": True}}, "set it in MCoreStrategy"),
     ],

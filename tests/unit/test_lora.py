@@ -30,7 +30,7 @@ FIELDS = {"num_layers": 2, "num_attention_heads": 4, "num_query_groups": 2, "kv_
     ("settings", "error", "sentence"),
     [
         ({"r": 0}, ValueError, r"r=0 is too small; choose 1 or more"),
-        ({"r": 2.5}, TypeError, r"r=2.5 is not a rank; give a whole number of 1 or more"),
+        ({"r": 2.5}, TypeError, r"r=2.5 is not an int; give an int of 1 or more"),
         ({"rank_pattern": {"q_proj": 0}}, ValueError, r"rank_pattern\['q_proj'\]=0 is too small"),
         ({"rank_pattern": ["q_proj"]}, TypeError, r"rank_pattern=\['q_proj'\] is not a mapping"),
         ({"lora_alpha": "16"}, TypeError, r"lora_alpha='16' is not a number; give one"),
@@ -52,7 +52,7 @@ FIELDS = {"num_layers": 2, "num_attention_heads": 4, "num_query_groups": 2, "kv_
             ValueError,
             r"use_dora=True is not supported with quantization='nf4'; leave one of them out",
         ),
-        ({"rank": 4}, ValueError, r"'rank' is not a setting of LoRA; did you mean .*rank_pattern"),
+        ({"rank": 4}, ValueError, r"unknown field of LoRA 'rank'; choose from alpha_pattern"),
     ],
 )
 def test_a_setting_that_cannot_be_is_a_sentence(

@@ -25,14 +25,14 @@ from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"loss_scale": 0.0}, ValueError, r"loss_scale=0\.0 is not a scale; give a number above 0"),
+        ({"loss_scale": 0.0}, ValueError, r"loss_scale=0\.0 is not a finite number above 0; choose one"),
         ({"loss_scale": "big"}, TypeError, "loss_scale='big' is not a number"),
         ({"loss_scale": True}, TypeError, "loss_scale=True is not a number"),
-        ({"initial_loss_scale": float("inf")}, ValueError, "initial_loss_scale=inf is not a scale"),
+        ({"initial_loss_scale": float("inf")}, ValueError, "initial_loss_scale=inf is not a finite number above 0"),
         ({"initial_loss_scale": None}, TypeError, "initial_loss_scale=None is not a number"),
-        ({"min_loss_scale": -1.0}, ValueError, r"min_loss_scale=-1\.0 is not a scale"),
+        ({"min_loss_scale": -1.0}, ValueError, r"min_loss_scale=-1\.0 is not a finite number above 0"),
         ({"min_loss_scale": 8.0, "initial_loss_scale": 4.0}, ValueError, "start at or above the minimum"),
-        ({"loss_scale_window": 0}, ValueError, "loss_scale_window=0 is too small; give 1 step or more"),
+        ({"loss_scale_window": 0}, ValueError, "loss_scale_window=0 is too small; choose 1 or more"),
         ({"loss_scale_window": 2.0}, TypeError, r"loss_scale_window=2\.0 is not an int"),
         ({"hysteresis": 0}, ValueError, "hysteresis=0 is too small"),
         ({"loss_scale": 8.0, "hysteresis": 3}, ValueError, r"hysteresis is for a dynamic scale, and loss_scale=8\.0"),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mcore.arguments.documents import read_json, read_text
-from lightning_mcore.config.text import unknown_name
+from lightning_mcore.config.text import split_names, unknown_name
 from lightning_mcore.data.finetuning.files import find_files
 
 INFO = "dataset_info.json"
@@ -89,8 +89,7 @@ def read_datasets(names: str | Sequence[str], dataset_dir: str, sees: bool | Non
     if not path.is_file():
         raise FileNotFoundError(f"dataset_dir={dataset_dir!r} has no {INFO}; give the folder that contains it")
     info = read_json(read_text(path), str(path))
-    wanted = [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
-    return [_entry(name, info, path, sees) for name in wanted]
+    return [_entry(name, info, path, sees) for name in split_names(names)]
 
 
 def _entry(name: str, info: Any, path: Path, sees: bool | None) -> DatasetEntry:

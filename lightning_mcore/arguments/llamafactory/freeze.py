@@ -7,6 +7,7 @@ the norms inside the layers.
 """
 
 from lightning_mcore.arguments.llamafactory.keys import FactoryKeys
+from lightning_mcore.config.text import split_names
 from lightning_mcore.hf.adapters import tensor_names
 from lightning_mcore.hf.family import family_and_fields
 from lightning_mcore.hf.source import planned_settings
@@ -39,7 +40,7 @@ def trained_parts(keys: FactoryKeys) -> list[str]:
 
 
 def _chosen(key: str, given: str | None, known: set[str]) -> list[str]:
-    names = [] if given is None else [name.strip() for name in given.split(",")]
+    names = [] if given is None else split_names(given)
     for name in names:
         if name not in known:
             raise ValueError(f"{key}: {given} has {name!r}, which the model lacks; choose {', '.join(sorted(known))}")

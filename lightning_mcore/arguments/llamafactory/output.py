@@ -90,11 +90,7 @@ class LossRecord(Callback):
         if loss is None:
             return
         self.evaluation.append((trainer.global_step, float(loss)))
-        self._write(
-            trainer,
-            {"eval_loss": float(loss)},
-            _of_preferences(trainer, "val_", "eval_"),
-        )
+        self._write(trainer, {"eval_loss": float(loss)}, _of_preferences(trainer, "val_", "eval_"))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Plot the losses."""

@@ -54,41 +54,37 @@ class FactoryRun:
 
     def settings(self, on_cpu: bool | None = None) -> RunSettings:
         """Return the run as plain data; ``on_cpu=None`` means ``use_cpu``. ValueError if the model is not supported."""
-        length = self.keys.cutoff_len
-        settings = self.arguments.settings(self.model_path, seq_length=length, on_cpu=on_cpu)
-        model, lora, merged = settings.model, self.keys.lora, self.keys.merged_adapters
-        if lora is not None:
-            model = {**model, "lora": lora, **({"adapters": merged} if merged else {})}
-        if self.keys.finetuning_type == "freeze":
-            model = {**model, "train_only": trained_parts(self.keys)}
-        ratio = self.keys.loraplus_lr_ratio
-        if ratio is not None:
-            rates = {"loraplus_lr_ratio": ratio, "loraplus_lr_embedding": self.keys.loraplus_lr_embedding}
-            model = {**model, "recipe": {**model.get("recipe", {}), **rates}}
+        keys = self.keys
+        settings = self.arguments.settings(self.model_path, seq_length=keys.cutoff_len, on_cpu=on_cpu)
+        model, notes = dict(settings.model), [*self.notes, *settings.notes]
+        if keys.lora is not None:
+            model["lora"] = keys.lora
+            if keys.merged_adapters:
+                model["adapters"] = keys.merged_adapters
+        if keys.finetuning_type == "freeze":
+            model["train_only"] = trained_parts(keys)
+        if keys.loraplus_lr_ratio is not None:
+            names = ("loraplus_lr_ratio", "loraplus_lr_embedding")
+            model["recipe"] = {**model["recipe"], **{name: getattr(keys, name) for name in names}}
         data = {**settings.data, **self.data_settings()}
-        if self.keys.learns_preferences:
-            model = {**model, "preference": preference_of(self.keys, self.keys.stage)}
+        if keys.learns_preferences:
+            model["preference"] = preference_of(keys, keys.stage)
             # A pair takes two rows, so the batch size doubles.
             data = rows_of_pairs(model, data)
-        ray = self.ray.ray_settings() if self.ray.use_ray else None
-        notes = (*self.notes, *settings.notes)
         if sees_images(self.model_path):
-            model, more = self._seeing(model)
-            notes += more
-        return dataclasses.replace(settings, model=model, data=data, notes=notes, ray=ray)
+            if keys.lora is None:
+                model["freeze"] = keys.frozen_parts
+            if model["transformer"].get("apply_rope_fusion") and self._has_joined_rows():
+                # The fused kernel cannot give each row positions of its own, which images need.
+                model["transformer"] = {**model["transformer"], "apply_rope_fusion": False}
+                notes.append("apply_rope_fusion: True is for batches of one row that is not packed, so it is left out")
+        ray = self.ray.ray_settings() if self.ray.use_ray else None
+        return dataclasses.replace(settings, model=model, data=data, notes=tuple(notes), ray=ray)
 
-    def _seeing(self, model: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-        """Return the settings of a vision-language model, and notes about what differs from the file."""
-        keys, arguments = self.keys, self.arguments
-        if keys.lora is None:
-            model = {**model, "freeze": keys.frozen_parts}
-        rows = max(arguments.per_device_train_batch_size, arguments.per_device_eval_batch_size)
-        # The fused kernel cannot give each row positions of its own, which images need.
-        if not model["transformer"].get("apply_rope_fusion") or (rows == 1 and not keys.packs):
-            return model, ()
-        without = {**model["transformer"], "apply_rope_fusion": False}
-        note = "apply_rope_fusion: True is for batches of one row that is not packed, so it is left out"
-        return {**model, "transformer": without}, (note,)
+    def _has_joined_rows(self) -> bool:
+        """Return whether a batch has several rows, or a row several samples."""
+        arguments = self.arguments
+        return self.keys.packs or max(arguments.per_device_train_batch_size, arguments.per_device_eval_batch_size) > 1
 
     def model(self) -> "MCoreGPT":
         """Build the model, with the loss that the file asks for.
