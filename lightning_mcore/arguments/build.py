@@ -97,7 +97,7 @@ _CONFIGS = {
 }
 _OWN_CALLBACKS = {kind.__name__: kind for kind in (StepCheckpoint, StepEvaluation, SaveHFModel, PreemptionCheckpoint)}
 _LOGGERS = {"tensorboard": "TensorBoardLogger", "csv": "CSVLogger", "mlflow": "MLFlowLogger", "wandb": "WandbLogger"}
-_SPEAKERS = ("lightning_mcore", "lightning.pytorch", "transformers")
+_LOGGING_PACKAGES = ("lightning_mcore", "lightning.pytorch", "transformers")
 
 
 def make_strategy(settings: Mapping[str, Any]) -> MCoreStrategy:
@@ -236,7 +236,7 @@ def _set_process(arguments: Any) -> None:
     if arguments.tf32 is not None:
         torch.set_float32_matmul_precision("high" if arguments.tf32 else "highest")
     if arguments.log_level != "passive":
-        for name in _SPEAKERS:
+        for name in _LOGGING_PACKAGES:
             logging.getLogger(name).setLevel(arguments.log_level.upper())
 
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-_SAME = {  # keys of DeepSpeed's config that may repeat a training argument, with that argument's name and default
+_SHARED = {  # keys of DeepSpeed's config that may repeat a training argument, with that argument's name and default
     "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", 8),
     "gradient_accumulation_steps": ("gradient_accumulation_steps", 1),
     "gradient_clipping": ("max_grad_norm", 1.0),
@@ -65,7 +65,7 @@ def _stage_of(config: Mapping[str, Any], name: str) -> int:
     return int(stage)
 
 
-def note_of_deepspeed(given: str | dict[str, Any]) -> str:
+def deepspeed_note(given: str | dict[str, Any]) -> str:
     """Return a line that says what a config becomes."""
     stage = _stage_of(_read(given), name_of(given))
     return f"deepspeed: {name_of(given)} (ZeRO stage {stage}) becomes {_STAGES[stage]}"
@@ -101,7 +101,7 @@ def zero_stage(given: str | dict[str, Any], values: Mapping[str, Any]) -> int:
             )
     # Each key maps to the value in DeepSpeed's config and the value in the training file; "auto" takes the latter.
     said: dict[str, tuple[Any, Any]] = {
-        key: (config.get(key), values.get(own, default)) for key, (own, default) in _SAME.items()
+        key: (config.get(key), values.get(own, default)) for key, (own, default) in _SHARED.items()
     }
     said |= {kind: (_part(config, kind).get("enabled"), bool(values.get(kind))) for kind in ("bf16", "fp16")}
     for key, (there, here) in said.items():

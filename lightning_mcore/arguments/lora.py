@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 from lightning_mcore.arguments.fields import check_types
-from lightning_mcore.arguments.llamafactory.rules import in_words_of_the_file
+from lightning_mcore.arguments.llamafactory.rules import errors_in_file_keys
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.text import split_names
 
@@ -52,7 +52,7 @@ class LoraArguments:
                 " whose adapter_config.json has the settings; leave one of them out"
             )
         # LoRA checks the other values; its errors then name lora_rank instead of r.
-        with in_words_of_the_file():
+        with errors_in_file_keys():
             self.model_settings()
 
     def model_settings(self) -> dict[str, Any]:

@@ -83,8 +83,8 @@ LANDINGS: Mapping[str, str] = {
 _NEVER = 10**9  # epochs
 # Fields of additional_configs that do not go to TransformerConfig: arguments of MCoreStrategy, and fields of
 # CommunicationOptions.
-_EXTRA_OF_STRATEGY = ("microbatch_group_size_per_vp_stage", "tp_comm_overlap")
-_EXTRA_OF_COMMUNICATION = ("batch_p2p_comm", "overlap_p2p_comm_warmup_flush", "deallocate_pipeline_outputs")
+_STRATEGY_EXTRAS = ("microbatch_group_size_per_vp_stage", "tp_comm_overlap")
+_COMMUNICATION_EXTRAS = ("batch_p2p_comm", "overlap_p2p_comm_warmup_flush", "deallocate_pipeline_outputs")
 _EXPERTS_IN_CONFIGS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in Hugging Face configs
 
 
@@ -125,7 +125,7 @@ def run_settings(
 
 def _strategy(arguments: Any, ddp_config: dict[str, Any]) -> dict[str, Any]:
     extra = arguments.extra_fields
-    values: dict[str, Any] = {name: extra[name] for name in _EXTRA_OF_STRATEGY if name in extra}
+    values: dict[str, Any] = {name: extra[name] for name in _STRATEGY_EXTRAS if name in extra}
     stages = (arguments.pipeline_model_parallel_size or 1) > 1
     if arguments.overlap_grad_reduce and stages:
         values["align_grad_reduce"] = arguments.delay_grad_reduce
@@ -142,7 +142,7 @@ def _strategy(arguments: Any, ddp_config: dict[str, Any]) -> dict[str, Any]:
             "use_precision_aware_optimizer": True,  # Megatron's offload uses its code; this needs the next option
             "use_distributed_optimizer": True,
         }
-    communication = {name: extra[name] for name in _EXTRA_OF_COMMUNICATION if name in extra}
+    communication = {name: extra[name] for name in _COMMUNICATION_EXTRAS if name in extra}
     if communication:
         values["communication"] = communication
     if arguments.ckpt_d2h_non_blocking:
@@ -160,7 +160,7 @@ def _precision(arguments: Any) -> dict[str, Any]:
 
 
 def _transformer(arguments: Any) -> dict[str, Any]:
-    elsewhere = {*_EXTRA_OF_STRATEGY, *_EXTRA_OF_COMMUNICATION, *FP8Settings.__dataclass_fields__}
+    elsewhere = {*_STRATEGY_EXTRAS, *_COMMUNICATION_EXTRAS, *FP8Settings.__dataclass_fields__}
     values = {name: value for name, value in arguments.extra_fields.items() if name not in elsewhere}
     values |= _recompute(arguments)
     if arguments.mtp_num_layers is not None:

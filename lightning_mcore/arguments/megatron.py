@@ -67,13 +67,13 @@ class MegatronArguments(DistributingParallelArguments):
         "Share of the state that optimizer_cpu_offload moves (mcore_adapter: 0.0, which moves nothing).", default=1.0
     )
     # Checkpoints
-    save_hf_model: bool = flag("Write the model in Hugging Face form beside every checkpoint.", default=False)
+    save_hf_model: bool = flag("Also write the model in Hugging Face form with every checkpoint.", default=False)
     save_merged_model: bool = flag(
         "Save LoRA merged into the weights. Not available; `lightning-mcore export --merge` does it.", default=False
     )
     ckpt_format: Literal["torch_dist", "legacy"] = option(
-        "Format of checkpoints: torch_dist, which every layout can load. 'legacy', mcore_adapter's default, is"
-        " refused.",
+        "Checkpoint format: torch_dist, which every layout can load. 'legacy', mcore_adapter's default, is not"
+        " available.",
         default="torch_dist",
     )
     ckpt_d2h_non_blocking: bool = flag(

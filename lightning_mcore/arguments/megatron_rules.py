@@ -13,8 +13,8 @@ from typing import Any
 from lightning_mcore.config.fp8 import FP8Settings
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.rules import raise_first
-from lightning_mcore.config.rules.model import NOT_CARRIED_OUT
-from lightning_mcore.config.rules.strategy import OF_GRADIENTS, gradient_faults, schedule_faults
+from lightning_mcore.config.rules.model import NOT_AVAILABLE
+from lightning_mcore.config.rules.strategy import GRADIENT_SETTINGS, gradient_faults, schedule_faults
 from lightning_mcore.config.text import unknown_name
 
 # The modules of megatron-core 0.16.1 and 0.19.2; an older one raises for those that it lacks, when it builds the model.
@@ -23,7 +23,7 @@ _RECOMPUTED = (
     "gdn_norm_out",
 )
 _NOT_YET = {
-    "cuda_graph_impl": NOT_CARRIED_OUT["cuda_graph_impl"],
+    "cuda_graph_impl": NOT_AVAILABLE["cuda_graph_impl"],
     "moe_enable_routing_replay": "nothing records and replays the routers' choices here",
     "save_merged_model": "adapters are saved apart; `lightning-mcore export --merge` merges them",
     "compile_warmup": "it warms up torch.compile for reinforcement learning, and nothing here is compiled",
@@ -158,7 +158,7 @@ def _check_recompute(arguments: Any) -> None:
 
 def check_megatron(arguments: Any) -> None:
     """Raise ValueError for contradictions in ``MegatronArguments``."""
-    raise_first(gradient_faults({name: getattr(arguments, name) for name in OF_GRADIENTS}, {}))
+    raise_first(gradient_faults({name: getattr(arguments, name) for name in GRADIENT_SETTINGS}, {}))
     if arguments.ckpt_format == "legacy":
         raise ValueError(
             "ckpt_format='legacy' loads only on the layout that saved it, and is no longer written; choose"

@@ -72,7 +72,7 @@ class DistributingParallelArguments:
     )
     recompute_method: Literal["uniform", "block"] | None = option(
         "With 'full': groups of layers over all of them ('uniform'), or the first of each stage ('block');"
-        " mcore_adapter offers 'recompute', which Megatron refuses."
+        " mcore_adapter offers 'recompute', which Megatron rejects."
     )
     # HfArgumentParser looks only at the first two of these types, so None must come second.
     recompute_modules: str | None | list[str] = option(  # noqa: RUF036
@@ -90,8 +90,8 @@ class DistributingParallelArguments:
     )
     # Experts
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] | None = option(
-        "How tokens travel to experts; 'flex' (DeepEP) is refused. Default: the checkpoint's, or else allgather"
-        " (mcore_adapter overwrites it with allgather and does not offer flex)."
+        "How tokens travel to experts; 'flex' (DeepEP) is not available. Default: the checkpoint's, or else"
+        " allgather (mcore_adapter overwrites it with allgather and does not offer flex)."
     )
     moe_aux_loss_coeff: float | None = option("Weight of the loss that balances experts.")
     moe_grouped_gemm: bool | None = flag("Use one kernel for all experts of a rank; needs TransformerEngine.")
@@ -199,7 +199,7 @@ _ELSEWHERE = {
     **dict.fromkeys(
         ("params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype"), "it follows from bf16 and fp16"
     ),
-    **dict.fromkeys(("bf16", "fp16"), "it is a separate argument beside additional_configs"),
+    **dict.fromkeys(("bf16", "fp16"), "it is an argument of its own, outside additional_configs"),
     **dict.fromkeys(
         ("fp4", "fp4_recipe", "fp4_param"),
         "FP4 is chosen by trainer(plugins=MCorePrecision('bf16-mixed', fp4_recipe='nvfp4'))",
@@ -209,7 +209,7 @@ _ELSEWHERE = {
         "the strategy fills it in while it runs the model",
     ),
     **dict.fromkeys(
-        ("rotary_base", "rotary_percent", "rotary_scaling_factor"), "positions are those of the checkpoint's own config"
+        ("rotary_base", "rotary_percent", "rotary_scaling_factor"), "positions come from the checkpoint's config"
     ),
 }
 

@@ -153,10 +153,10 @@ class RayArguments:
         settings, layout = self.ray_settings(), ParallelLayout(**given_layout(arguments))
         # Allowed numbers of workers, each with the accumulation that keeps the global batch: with 2 to 4 workers, no
         # model parallelism and an accumulation of 4, these are {2: 8, 4: 4}.
-        sizes = elastic_sizes(layout, settings.least, settings.most, arguments.gradient_accumulation_steps)
+        sizes = elastic_sizes(layout, settings.min_workers, settings.max_workers, arguments.gradient_accumulation_steps)
         from lightning_mcore.ray.launch import launch
 
-        settings = settings.beside(str(arguments.output_dir))
+        settings = settings.with_storage_in(str(arguments.output_dir))
         return launch(settings, sizes, function, *given, gpus=False if arguments.use_cpu else None)
 
     def environment(self) -> dict[str, str]:

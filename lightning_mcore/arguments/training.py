@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import Seq2SeqTrainingArguments as HFSeq2SeqTrainingArguments
 from transformers import TrainingArguments as HFTrainingArguments
 
-from lightning_mcore.arguments.deepspeed import note_of_deepspeed, zero_stage
+from lightning_mcore.arguments.deepspeed import deepspeed_note, zero_stage
 from lightning_mcore.arguments.fields import check_types
 from lightning_mcore.arguments.mapping import newest_checkpoint, run_settings
 from lightning_mcore.arguments.megatron import MegatronArguments
@@ -78,7 +78,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
             return
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         self.use_distributed_optimizer |= zero_stage(self.deepspeed, values) > 0
-        self._notes = (note_of_deepspeed(self.deepspeed),)
+        self._notes = (deepspeed_note(self.deepspeed),)
         self.deepspeed = None  # otherwise transformers would start DeepSpeed
 
     def _check_types(self) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules of transformers' training arguments, checked when ``TrainingArguments`` is created.
 
-transformers' ``TrainingArguments`` has more than a hundred fields, all for its own Trainer. Fields in :data:`HONOURED`
+transformers' ``TrainingArguments`` has more than a hundred fields, all for its own Trainer. Fields in :data:`SUPPORTED`
 are supported (``mapping.py`` says where each goes). Fields in :data:`REFUSED` raise with the reason, unless they have
-their default. Fields in :data:`AS_IT_IS` are ignored, because they ask for what happens anyway, or because their value
+their default. Fields in :data:`IGNORED` are ignored, because they ask for what happens anyway, or because their value
 cannot be told apart from the default. A field of a newer transformers that is in none of these tables raises as
 unknown.
 """
@@ -111,7 +111,7 @@ def _check_formats(arguments: Any) -> None:
     given = fp8_settings(arguments, arguments.extra_fields)
     if given and not arguments.bf16:
         name = next(iter(given))
-        raise ValueError(f"{name}={given[name]!r} needs bf16=True, because FP8 is used beside bf16; set both")
+        raise ValueError(f"{name}={given[name]!r} needs bf16=True, because FP8 is used together with bf16; set both")
     if given.get("fp8_param") and not arguments.use_distributed_optimizer:
         raise ValueError("fp8_param=True needs use_distributed_optimizer=True, which gathers the weights; set both")
 
@@ -341,7 +341,7 @@ REFUSED: Mapping[str, str] = {
     "log_level_replica": "other ranks log everything that does not go through Lightning's rank_zero functions",
     "eval_delay": "Lightning starts validating with the first epoch or step",
     "load_best_model_at_end": (
-        "weights stay those of the last step; set save_strategy='best', and give the checkpoint to"
+        "the weights of the last step stay; set save_strategy='best', and give the checkpoint to"
         " trainer.test(ckpt_path='best')"
     ),
     "save_on_each_node": "a checkpoint is one folder that all machines write to together",
@@ -351,7 +351,7 @@ REFUSED: Mapping[str, str] = {
 }
 """The unsupported fields, each with the reason as the end of a sentence."""
 
-HONOURED = frozenset(
+SUPPORTED = frozenset(
     {
         *("output_dir", "run_name", "seed", "data_seed", "full_determinism", "use_cpu", "tf32", "bf16", "fp16"),
         *("bf16_full_eval", "fp16_full_eval", "log_level", "disable_tqdm", "report_to"),
@@ -370,7 +370,7 @@ HONOURED = frozenset(
 )
 """The supported fields."""
 
-AS_IT_IS: Mapping[str, str] = {
+IGNORED: Mapping[str, str] = {
     "log_on_each_node": "only rank 0 of the run logs",
     "logging_nan_inf_filter": "a loss that is NaN or infinite is logged unchanged",
     "dataloader_pin_memory": "batches are in pinned memory where the device is CUDA",
@@ -386,7 +386,7 @@ _OFF: tuple[Any, ...] = (None, False, "", "no", [], {})
 def check_foreign(arguments: Any, of: type) -> None:
     """Raise ValueError for a field of transformers' class ``of`` that is not supported and is not at its default."""
     for field in dataclasses.fields(of):
-        if not field.init or field.name in HONOURED or field.name in AS_IT_IS:
+        if not field.init or field.name in SUPPORTED or field.name in IGNORED:
             continue
         value = getattr(arguments, field.name)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

@@ -23,7 +23,7 @@ from lightning_mcore.config.text import unknown_name
 from lightning_mcore.config.value_checks import accepts, choices_of
 
 _CONFIG = ("-c", "--config")
-_OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")
+_CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 _CLASSES = ("model", "data", "optimizer", "lr_scheduler")  # top-level keys whose value is a class
 
 
@@ -74,7 +74,7 @@ def _dropped(settings: Mapping[str, Any], parsed: Mapping[str, Any], what: str) 
     known = {**parsed, **arguments} if isinstance(arguments, Mapping) else parsed
     for name, value in settings.items():
         # jsonargparse removes an unknown key silently only if its value holds nothing.
-        if name not in known and name not in _OF_A_CLASS and _holds_nothing(value):
+        if name not in known and name not in _CLASS_KEYS and _holds_nothing(value):
             return unknown_name(what, name, known)
         inner = known.get(name)
         if isinstance(value, Mapping) and isinstance(inner, Mapping):
@@ -168,7 +168,7 @@ def _put(settings: dict[str, Any], path: list[str], value: Any) -> None:
         if isinstance(place.get(name), str):
             place[name] = {"class_path": place[name]}
         place = place.setdefault(name, {}) if isinstance(place.get(name, {}), dict) else {}
-        if "class_path" in place and "init_args" not in path and path[-1] not in _OF_A_CLASS:
+        if "class_path" in place and "init_args" not in path and path[-1] not in _CLASS_KEYS:
             place = place.setdefault("init_args", {})
     place[path[-1]] = value
 
@@ -253,8 +253,8 @@ def fp8_as_precision(precision: Any) -> str | None:
 
 def _fault_in_class(path: str, value: Mapping[str, Any]) -> str | None:
     for name in value:
-        if name not in _OF_A_CLASS:
-            return unknown_name(f"key of {path} beside class_path", name, _OF_A_CLASS)
+        if name not in _CLASS_KEYS:
+            return unknown_name(f"key of {path} next to class_path", name, _CLASS_KEYS)
     found = _find(path, str(value["class_path"]))
     if isinstance(found, str):
         return found

@@ -231,7 +231,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         return guarded(lambda beginning: train(arguments, beginning))
     except _OnRay as asked:
-        settings = asked.settings.beside(str(asked.trainer["default_root_dir"] or ""))
+        settings = asked.settings.with_storage_in(str(asked.trainer["default_root_dir"] or ""))
         return on_ray.run(__name__, arguments, settings, _layout(asked.trainer["strategy"]), asked.trainer)
 
 

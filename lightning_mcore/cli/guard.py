@@ -24,11 +24,11 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from lightning_mcore.cli.command import DONE, EXPECTED, INTERRUPTED, WRONG, refused, sentence
 
 # Folders of this package, of Python's library and of installed packages
-_NOT_THE_USERS = [
+_LIBRARY_FOLDERS = [
     str(Path(__file__).resolve().parents[1]),
     *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
 ]
-_OF_PACKAGES = (
+_IGNORED_WARNINGS = (
     ".*cuda_graph_scope.*",  # megatron-core warns of its own default
     ".*grad attribute of a Tensor that is not a leaf.*",  # the fp32 shards of megatron-core's optimizer are views
     ".*torch.distributed.*is deprecated.*",  # megatron-core 0.16 under a torch that renames collectives
@@ -37,7 +37,7 @@ _OF_PACKAGES = (
     ".*Total length of `list` across ranks is zero.*",  # there are no validation files
 )
 """Warnings that every rank would print, and that a command's user cannot do anything about."""
-_OF_PACKAGES_ON_A_CPU = (".*CUDA_DEVICE_MAX_CONNECTIONS.*",)
+_IGNORED_ON_A_CPU = (".*CUDA_DEVICE_MAX_CONNECTIONS.*",)
 _OTHER_RANKS_WAIT = 5.0  # seconds; rank 0 reports the same error and ends them first, unless it has none
 
 
@@ -70,7 +70,7 @@ def guarded(run: Callable[[Beginning], object]) -> int:
     ``run`` passes its argument, a callback, to the trainer.
     """
     beginning = Beginning()
-    for message in (*_OF_PACKAGES, *(() if torch.cuda.is_available() else _OF_PACKAGES_ON_A_CPU)):
+    for message in (*_IGNORED_WARNINGS, *(() if torch.cuda.is_available() else _IGNORED_ON_A_CPU)):
         warnings.filterwarnings("ignore", message=message, append=True)  # after the user's own filters
     try:
         run(beginning)
@@ -97,4 +97,4 @@ def guarded(run: Callable[[Beginning], object]) -> int:
 
 def _is_in_code_of_the_user(error: Exception) -> bool:
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    return any(not file.startswith(("<", *_NOT_THE_USERS)) for file in files)
+    return any(not file.startswith(("<", *_LIBRARY_FOLDERS)) for file in files)

@@ -55,7 +55,7 @@ def _export_parser() -> CommandParser:
         metavar="HF",
         help="folder of a Hugging Face model whose config and tokenizer to use (default: the checkpoint's)",
     )
-    parser.add_argument("--family", help='model_type, or "package.module:FAMILY" (default: that of the checkpoint)')
+    parser.add_argument("--family", help="model_type, or 'package.module:FAMILY' (default: the checkpoint's)")
     parser.add_argument(
         "--dtype", choices=_DTYPES, default="auto", help="dtype of the weights (default: the checkpoint's)"
     )

@@ -25,9 +25,9 @@ from lightning_mcore.planning.signatures import Arguments, fields_of, of_model, 
 COMMANDS = ("fit", "validate", "test", "predict")
 TOP_KEYS = ("trainer", "model", "data", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path", "verbose", "ray")
 # Keys of a file that only another command than fit has
-_OF_OTHER_COMMANDS = {"verbose": "validate", "return_predictions": "predict"}
-_NOT_OF_THE_RUN = ("strategy", "precision", "plugins", "callbacks", "logger", "profiler")
-_OF_DATA = ("batch_size", "seq_length", "packing")
+_COMMAND_OF_KEY = {"verbose": "validate", "return_predictions": "predict"}
+_NOT_IN_SETTINGS = ("strategy", "precision", "plugins", "callbacks", "logger", "profiler")
+_DATA_SIZES = ("batch_size", "seq_length", "packing")
 _LIGHTNING_PRECISIONS = ("MixedPrecision", "HalfPrecision")
 _SHORT_PRECISIONS = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
@@ -36,7 +36,7 @@ class _Reader(CommandCLI):
     """LightningCLI that only parses; the later steps do nothing."""
 
     def __init__(self, documents: Sequence[Mapping[str, Any]], words: list[str]) -> None:
-        self._command = next((_OF_OTHER_COMMANDS[key] for key in _OF_OTHER_COMMANDS if key in documents[-1]), "fit")
+        self._command = next((_COMMAND_OF_KEY[key] for key in _COMMAND_OF_KEY if key in documents[-1]), "fit")
         self._documents, self._words = documents, words
         # Files were already read, so jsonargparse gets them as JSON text.
         given = [*(f"--config={json.dumps(document)}" for document in documents), *words]
@@ -104,7 +104,7 @@ def settings_of_lightning(
         strategy=strategy,
         precision=_precision(trainer, plugin),
         model=of_model,
-        trainer={name: value for name, value in trainer.items() if name not in _NOT_OF_THE_RUN},
+        trainer={name: value for name, value in trainer.items() if name not in _NOT_IN_SETTINGS},
         data=rows_of_pairs(of_model, _data(values.get("data")) | elsewhere),
         ray=None if values.get("ray") is None else RaySettings(**values["ray"]),
     )
@@ -118,7 +118,7 @@ def _take_data_of_elsewhere(documents: Sequence[dict[str, Any]]) -> dict[str, An
         path = data.get("class_path") if isinstance(data, Mapping) else None
         if isinstance(path, str) and "." in path and not _can_be_found(path.rpartition(".")[0]):
             arguments = document.pop("data").get("init_args") or {}
-            sizes |= {name: arguments[name] for name in _OF_DATA if name in arguments}
+            sizes |= {name: arguments[name] for name in _DATA_SIZES if name in arguments}
     return sizes
 
 
@@ -230,7 +230,7 @@ def _with_optimizer(model: dict[str, Any], values: Mapping[str, Any]) -> dict[st
 
 def _data(given: Any) -> dict[str, Any]:
     _, arguments = class_and_arguments(given if given is not None else {})
-    return {name: arguments[name] for name in _OF_DATA if arguments.get(name) is not None}
+    return {name: arguments[name] for name in _DATA_SIZES if arguments.get(name) is not None}
 
 
 def refuse_unknown_option(key: str, others: Sequence[str]) -> None:

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from lightning_mcore.arguments.llamafactory.run import FactoryRun
     from lightning_mcore.cli.guard import Beginning
 
-_OF_RAY = ("ray_min_workers", "ray_max_failures", "ray_save_steps")  # no release of LLaMA-Factory has these as keys
-_NOT_HERE = ("api", "chat", "env", "eval", "help", "version", "webchat", "webui")  # commands of llamafactory-cli
+# No release of LLaMA-Factory has these as keys.
+_RAY_OPTIONS = ("ray_min_workers", "ray_max_failures", "ray_save_steps")
+_OTHER_COMMANDS = ("api", "chat", "env", "eval", "help", "version", "webchat", "webui")  # commands of llamafactory-cli
 _MOVE_SECONDS = 120.0  # time to rename and delete files
 
 
@@ -54,10 +55,10 @@ def run(arguments: Sequence[str]) -> int:
         return run_command(asked.write)
     if asked.ray.use_ray and ON_RAY not in os.environ:
         return _on_ray(asked, options, arguments)
-    from lightning_mcore.arguments.llamafactory.rules import in_words_of_the_file
+    from lightning_mcore.arguments.llamafactory.rules import errors_in_file_keys
     from lightning_mcore.cli.guard import guarded
 
-    return guarded(in_words_of_the_file()(lambda beginning: _train(asked, options, beginning)))
+    return guarded(errors_in_file_keys()(lambda beginning: _train(asked, options, beginning)))
 
 
 def _on_ray(asked: "FactoryRun", options: dict[str, Any], words: Sequence[str]) -> int:
@@ -71,7 +72,7 @@ def _on_ray(asked: "FactoryRun", options: dict[str, Any], words: Sequence[str]) 
         "num_nodes": options["nodes"],
         "accumulate_grad_batches": arguments.gradient_accumulation_steps,
     }
-    settings = asked.ray.ray_settings().beside(str(arguments.output_dir))
+    settings = asked.ray.ray_settings().with_storage_in(str(arguments.output_dir))
     return on_ray.run(__name__, words, settings, ParallelLayout(**given_layout(arguments)), trainer)
 
 
@@ -86,7 +87,7 @@ def _parser() -> CommandParser:
         "changes",
         nargs="*",
         metavar="key=value",
-        help="keys that replace those of the file; values are YAML, and null takes a key back; or --key value",
+        help="keys that replace the file's; values are YAML, and null removes a key; or --key value",
     )
     parser.add_argument(
         "--devices",
@@ -95,7 +96,7 @@ def _parser() -> CommandParser:
         " needs",
     )
     parser.add_argument("--nodes", type=int, help="machines; default: torchrun's, NNODES, or 1")
-    for name in _OF_RAY:
+    for name in _RAY_OPTIONS:
         option = next(field for field in dataclasses.fields(RayArguments) if field.name == name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=option.metadata["help"])
     parser.add_argument(
@@ -107,7 +108,7 @@ def _parser() -> CommandParser:
 def _read(options: dict[str, Any], words: list[str], parser: CommandParser) -> "FactoryRun | FactoryExport":
     from lightning_mcore.arguments.llamafactory.export import read_export
     from lightning_mcore.arguments.llamafactory.flags import read_words
-    from lightning_mcore.arguments.llamafactory.rules import in_words_of_the_file
+    from lightning_mcore.arguments.llamafactory.rules import errors_in_file_keys
     from lightning_mcore.arguments.llamafactory.run import FactoryRun, read_run
 
     file, changes = read_words(_without_command(words), parser.options)
@@ -115,12 +116,12 @@ def _read(options: dict[str, Any], words: list[str], parser: CommandParser) -> "
         raise ValueError("no FILE is given; give a training file of LLaMA-Factory, or its keys as flags: --key value")
     if options["accelerator"] == "cpu":
         changes.append("use_cpu=true")
-    with in_words_of_the_file():
+    with errors_in_file_keys():
         read = read_export(file, changes) or read_run(file, changes)
     # Now, in the process that the user started; ranks would all report the same error.
     if isinstance(read, FactoryRun):
         read.check_tokenizer()
-    of_ray = {name: options[name] for name in _OF_RAY if options[name] is not None}
+    of_ray = {name: options[name] for name in _RAY_OPTIONS if options[name] is not None}
     if not of_ray:
         return read
     if not isinstance(read, FactoryRun):
@@ -134,7 +135,7 @@ def _without_command(words: list[str]) -> list[str]:
     # A file may be called train.
     if not words or os.path.isfile(words[0]):
         return words
-    if words[0] in _NOT_HERE:
+    if words[0] in _OTHER_COMMANDS:
         raise ValueError(
             f"llamafactory-cli {words[0]} is not available here; choose train, or export to merge adapters into a model"
         )

@@ -68,14 +68,14 @@ def _parser() -> CommandParser:
     )
     add = parser.add_argument
     add("files", nargs="*", metavar="FILE", help="LightningCLI YAML, Hugging Face style arguments, or LLaMA-Factory's")
-    add("--devices", type=int, metavar="N", help="devices of the whole run (default: those of the file)")
+    add("--devices", type=int, metavar="N", help="devices of the whole run (default: the file's)")
     add("--nodes", type=int, metavar="M", help="number of nodes (default: the file's, or one per 8 devices)")
     add("--model", metavar="PATH_OR_NAME", help="a Hugging Face model to plan for, instead of the file's")
     add("--seq-length", type=int, metavar="N", help="tokens of a row, instead of the file's")
     add("--image-tokens", type=int, metavar="N", help="tokens of images in a row, to count the vision tower for them")
-    add("--backend", choices=sorted(_BACKENDS), help="layers to plan for (default: those of the file, te on GPUs)")
+    add("--backend", choices=sorted(_BACKENDS), help="layers to plan for (default: the file's, te on GPUs)")
     add("--device", choices=sorted(MACHINES), help="device for times and memory (default: h100 if the run is on GPUs)")
-    add("--memory", metavar="80GB", help="memory of a device, instead of that of --device")
+    add("--memory", metavar="80GB", help="memory of a device (default: as --device has)")
     add("--json", action="store_true", help="print everything as JSON")
     add("--picture", action="store_true", help="draw the pipeline schedule")
     add("--suggest", action="store_true", help="list the layouts that fit, best first")
@@ -172,7 +172,7 @@ def _with_sizes(settings: RunSettings) -> tuple[RunSettings, list[str]]:
     }
     accumulated = settings.trainer.get("accumulate_grad_batches") or 1
     try:
-        sizes = elastic_sizes(ParallelLayout(**layout), ray.least, ray.most, accumulated)
+        sizes = elastic_sizes(ParallelLayout(**layout), ray.min_workers, ray.max_workers, accumulated)
     except (TypeError, ValueError) as error:
         return settings, [str(error)]
     shown = ", ".join(f"{size} (accumulate_grad_batches={batches})" for size, batches in sizes.items())
@@ -203,7 +203,7 @@ def device_numbers(settings: RunSettings, devices: int | None, nodes: int | None
     of_file = of_file if isinstance(of_file, int) and of_file > 0 else 1
     of_node = number_of_devices(given)
     if devices is None and settings.ray is not None:
-        devices = settings.ray.most
+        devices = settings.ray.max_workers
     if devices is None:
         if of_node is None or of_node < 1:
             raise ValueError(
@@ -234,8 +234,8 @@ def _machine(options: dict[str, Any], settings: RunSettings) -> tuple[Machine | 
 
 
 # Two of these keys mark a LLaMA-Factory file that does not name its stage.
-_OF_LLAMAFACTORY = {"stage", "dataset", "cutoff_len", "finetuning_type", "template", "dataset_dir", "neat_packing"}
-_BESIDE_ARGUMENTS = ("model_name_or_path", "seq_length", "cutoff_len")
+_LLAMAFACTORY_KEYS = {"stage", "dataset", "cutoff_len", "finetuning_type", "template", "dataset_dir", "neat_packing"}
+_EXTRA_KEYS = ("model_name_or_path", "seq_length", "cutoff_len")
 
 
 def settings_of_files(
@@ -269,7 +269,7 @@ def settings_of_files(
 def settings_of_flags(words: Sequence[str], model: str | None = None, seq_length: int | None = None) -> RunSettings:
     """Return the run that ``lightning-mcore llamafactory`` trains with these flags; errors as for a file.
 
-    ``model`` and ``seq_length`` replace those of the flags.
+    ``model`` and ``seq_length`` replace the flags' own.
     """
     from lightning_mcore.arguments.llamafactory.flags import read_words
 
@@ -329,7 +329,7 @@ def kind_of(document: Mapping[str, Any], path: str) -> Kind:
     keys = {str(key) for key in document}
     if {"trainer", "model", "data", *COMMANDS} & keys:
         return "lightning"
-    if "stage" in keys or len(_OF_LLAMAFACTORY & keys) >= 2:
+    if "stage" in keys or len(_LLAMAFACTORY_KEYS & keys) >= 2:
         return "llamafactory"
     if "actor_train" in keys:
         raise ValueError(
@@ -356,10 +356,10 @@ def _arguments(document: Mapping[str, Any], overrides: Sequence[tuple[str, str]]
     from lightning_mcore.arguments import RayArguments, Seq2SeqTrainingArguments, parse_arguments
 
     values = {**document, **{key.replace("-", "_"): read_yaml(text, f"{key}={text}") for key, text in overrides}}
-    beside = {name: values.pop(name) for name in _BESIDE_ARGUMENTS if name in values}
+    extra = {name: values.pop(name) for name in _EXTRA_KEYS if name in values}
     # Required when the run starts, but plan writes nothing there.
     values.setdefault("output_dir", "outputs")
     arguments, ray = parse_arguments(values, Seq2SeqTrainingArguments, RayArguments)
-    name = model if model is not None else beside.get("model_name_or_path")
-    settings: RunSettings = arguments.settings(name, seq_length=beside.get("seq_length", beside.get("cutoff_len")))
+    name = model if model is not None else extra.get("model_name_or_path")
+    settings: RunSettings = arguments.settings(name, seq_length=extra.get("seq_length", extra.get("cutoff_len")))
     return replace(settings, ray=ray.ray_settings() if ray.use_ray else None)

@@ -28,7 +28,7 @@ def run(
     """
     try:
         _check_devices(settings, trainer)
-        sizes = elastic_sizes(layout, settings.least, settings.most, trainer["accumulate_grad_batches"])
+        sizes = elastic_sizes(layout, settings.min_workers, settings.max_workers, trainer["accumulate_grad_batches"])
         from lightning_mcore.ray.launch import launch
 
         code = launch(settings, sizes, _work, module, list(words), gpus=_GPUS.get(trainer["accelerator"]))
@@ -48,10 +48,10 @@ def _check_devices(settings: RaySettings, trainer: Mapping[str, Any]) -> None:
     """Reject numbers of devices and nodes that do not make the number of Ray's workers."""
     devices, nodes = number_of_devices(trainer["devices"]), trainer["num_nodes"] or 1
     # 8 devices on 2 nodes are 16 workers.
-    if devices is not None and devices * nodes != settings.most:
+    if devices is not None and devices * nodes != settings.max_workers:
         raise ValueError(
-            f"devices={trainer['devices']} times num_nodes={nodes} is not num_workers={settings.most}, the ranks that"
-            " Ray starts; leave devices and num_nodes out"
+            f"devices={trainer['devices']} times num_nodes={nodes} is not num_workers={settings.max_workers}, the ranks"
+            " that Ray starts; leave devices and num_nodes out"
         )
 
 

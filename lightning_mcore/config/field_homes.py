@@ -24,7 +24,7 @@ DEFAULTS: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "ca
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 # Fields that may be a list with one entry per layer
-OF_EACH_LAYER = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq")
+PER_LAYER_FIELDS = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq")
 
 # Activation functions that files may name without a path
 SHORT_NAMES = {
@@ -57,17 +57,17 @@ MODULE_FIELDS = {
     *("rope_scaling", "rope_scaling_factor", "share_embeddings_and_output_weights"),
 }
 
-OF_TORCH_OPTIMIZER = "the torch optimizer that configure_optimizers returns"
-_OF_PRECISION = "Trainer(precision=...) or plugins=MCorePrecision(...)"
+TORCH_OPTIMIZER = "the torch optimizer that configure_optimizers returns"
+_PRECISION = "Trainer(precision=...) or plugins=MCorePrecision(...)"
 # Fields of OptimizerConfig that are set elsewhere
 OPTIMIZER_HOMES: dict[str, str] = {
-    **dict.fromkeys(("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"), f"{OF_TORCH_OPTIMIZER} and its LR scheduler"),
-    **dict.fromkeys(("weight_decay", "decoupled_weight_decay", "optimizer"), OF_TORCH_OPTIMIZER),
-    "apply_wd_to_qk_layernorm": OF_TORCH_OPTIMIZER,
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"), OF_TORCH_OPTIMIZER),
-    **dict.fromkeys(("fp16", "bf16", "params_dtype", "fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"), _OF_PRECISION),
-    **dict.fromkeys(("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window"), _OF_PRECISION),
-    "hysteresis": _OF_PRECISION,
+    **dict.fromkeys(("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"), f"{TORCH_OPTIMIZER} and its LR scheduler"),
+    **dict.fromkeys(("weight_decay", "decoupled_weight_decay", "optimizer"), TORCH_OPTIMIZER),
+    "apply_wd_to_qk_layernorm": TORCH_OPTIMIZER,
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"), TORCH_OPTIMIZER),
+    **dict.fromkeys(("fp16", "bf16", "params_dtype", "fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"), _PRECISION),
+    **dict.fromkeys(("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window"), _PRECISION),
+    "hysteresis": _PRECISION,
     "clip_grad": "Trainer(gradient_clip_val=...)",
     "overlap_param_gather": "MCoreStrategy(overlap_param_gather=...)",
     "timers": "Lightning's profilers, Trainer(profiler=...)",
@@ -80,8 +80,8 @@ OPTIMIZER_NOT_AVAILABLE: dict[str, str] = {
     "grad_norm_skip_threshold": "stages without parameters would not see that the step was skipped",
     "optimizer_cuda_graph": "Lightning's hooks run inside the step",
 }
-OF_OTHER_OPTIMIZERS = ("muon_", "lion_", "soap_", "adaptive_muon_")
-OF_OFFLOAD = (
+OTHER_OPTIMIZER_PREFIXES = ("muon_", "lion_", "soap_", "adaptive_muon_")
+OFFLOAD_FIELDS = (
     "optimizer_offload_fraction",
     "use_torch_optimizer_for_cpu_offload",
     "overlap_cpu_optimizer_d2h_h2d",
@@ -131,7 +131,7 @@ def check_home(name: str) -> None:
 
 def check_lengths(fields: Mapping[str, Any]) -> None:
     """Raise ValueError for per-layer lists of the wrong length, which Megatron notices late or not at all."""
-    for name in OF_EACH_LAYER:
+    for name in PER_LAYER_FIELDS:
         given = fields.get(name)
         if isinstance(given, list | tuple) and len(given) != fields["num_layers"]:
             raise ValueError(

@@ -23,7 +23,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 EMBEDDING, OUTPUT = "embed_tokens", "lm_head"  # last parts of the names of these modules
 ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of routers' names, and of shared experts' gates
 # What "all-linear" does not mean
-_OUTSIDE_OF_ALL = (OUTPUT, EMBEDDING, *ROUTERS, "layer", "conv1d", "output_layer")
+_NOT_ALL_LINEAR = (OUTPUT, EMBEDDING, *ROUTERS, "layer", "conv1d", "output_layer")
 _EXPERT = re.compile(r"(.*\.)?\w+\.experts\.\d+\.(\w+)")
 _HEADS = ["classifier", "score"]  # PEFT adds both to modules_to_save for every classifier, which has only one
 _INSIDE_EXPERTS = re.compile(r"(?<=\.experts)\.\d+\..*")  # cuts a name after "experts"
@@ -181,7 +181,7 @@ class LoRA:
                 return False
         if targets == ALL_LINEAR:
             last = name.rpartition(".")[2]
-            return last not in _OUTSIDE_OF_ALL and not last.endswith("norm")
+            return last not in _NOT_ALL_LINEAR and not last.endswith("norm")
         return _matches(targets, name)
 
     def targets_parameter(self, name: str) -> bool:
@@ -291,7 +291,7 @@ class LoRA:
             return
         if entry == OUTPUT and embeddings:
             raise ValueError(
-                f"{field} has {OUTPUT!r}, and the model has none beside its embedding; train the embedding with"
+                f"{field} has {OUTPUT!r}, and the model has none apart from its embedding; train the embedding with"
                 f" modules_to_save=[{EMBEDDING!r}], and ensure_weight_tying=True if it is the output layer too"
             )
         parts = 2 if field == "target_parameters" else 1
@@ -305,7 +305,7 @@ class LoRA:
             if EXPERTS in name:
                 raise ValueError(
                     f"modules_to_save={self.modules_to_save!r} means the routed experts too, such as {name}, which"
-                    " cannot be trained whole beside adapters; name other modules"
+                    " cannot be trained in full together with adapters; name other modules"
                 )
             if self.adapts(name):
                 raise ValueError(

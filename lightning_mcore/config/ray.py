@@ -60,7 +60,7 @@ class RaySettings:
         """Check the values."""
         for size in self.num_workers if isinstance(self.num_workers, tuple) else (self.num_workers,):
             require_size("num_workers", size)
-        if isinstance(self.num_workers, tuple) and (len(self.num_workers) != 2 or self.least > self.most):
+        if isinstance(self.num_workers, tuple) and (len(self.num_workers) != 2 or self.min_workers > self.max_workers):
             raise ValueError(f"num_workers={self.num_workers} is not a range; give the least and the most workers")
         require_size("max_failures", self.max_failures, at_least=-1)
         if self.save_every_n_steps is not None:
@@ -76,21 +76,21 @@ class RaySettings:
         object.__setattr__(self, "init_kwargs", read_init_kwargs("init_kwargs", self.init_kwargs))
 
     @property
-    def least(self) -> int:
+    def min_workers(self) -> int:
         """The smallest number of workers."""
         return self.num_workers[0] if isinstance(self.num_workers, tuple) else self.num_workers
 
     @property
-    def most(self) -> int:
+    def max_workers(self) -> int:
         """The largest number of workers."""
         return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
 
     @property
-    def goes_on(self) -> bool:
+    def saves_checkpoints(self) -> bool:
         """Whether the run saves checkpoints to continue from."""
-        return self.max_failures != 0 or self.least < self.most or self.save_every_n_steps is not None
+        return self.max_failures != 0 or self.min_workers < self.max_workers or self.save_every_n_steps is not None
 
-    def beside(self, folder: str) -> "RaySettings":
+    def with_storage_in(self, folder: str) -> "RaySettings":
         """Return the settings with ``storage_path`` filled in; ``folder`` holds the run's own files."""
         path = os.path.join(folder, "ray") if self.storage_path is None else self.storage_path
         return replace(self, storage_path=path if "://" in path else os.path.abspath(path))

@@ -17,11 +17,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_mcore.config.field_homes import (
-    OF_OFFLOAD,
-    OF_OTHER_OPTIMIZERS,
-    OF_TORCH_OPTIMIZER,
+    OFFLOAD_FIELDS,
     OPTIMIZER_HOMES,
     OPTIMIZER_NOT_AVAILABLE,
+    OTHER_OPTIMIZER_PREFIXES,
+    TORCH_OPTIMIZER,
 )
 from lightning_mcore.config.rules import raise_first
 
@@ -74,8 +74,8 @@ def refused_of_config(given: Mapping[str, Any], distributed: bool) -> Iterator[s
     for name, value in given.items():
         if name in OPTIMIZER_HOMES:
             yield f"optimizer_config.{name}={value!r} is set in another place: use {OPTIMIZER_HOMES[name]}"
-        elif name.startswith(OF_OTHER_OPTIMIZERS):
-            yield f"optimizer_config.{name}={value!r} is set in another place: use {OF_TORCH_OPTIMIZER}"
+        elif name.startswith(OTHER_OPTIMIZER_PREFIXES):
+            yield f"optimizer_config.{name}={value!r} is set in another place: use {TORCH_OPTIMIZER}"
         elif name in OPTIMIZER_NOT_AVAILABLE:
             yield f"optimizer_config.{name}={value!r} is not available: {OPTIMIZER_NOT_AVAILABLE[name]}; leave it out"
     if given.get("use_distributed_optimizer") and not distributed:
@@ -110,7 +110,7 @@ def refused_by_megatron(given: Mapping[str, Any], distributed: bool) -> Iterator
 def _refused_offload(given: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for an offload that offloads nothing or that Megatron-LM rejects (``validate_args``, 0.16)."""
     if not given.get("optimizer_cpu_offload"):
-        for name in OF_OFFLOAD:
+        for name in OFFLOAD_FIELDS:
             if name in given:
                 yield (
                     f"optimizer_config.{name}={given[name]!r} does nothing without optimizer_cpu_offload=True; set both"

@@ -53,9 +53,9 @@ def worker_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     world, here = context.get_world_size(), context.get_local_world_size()
     lists = {name: given.get(name) or [] for name in ("plugins", "callbacks")}
     plugins, callbacks = ([*value] if isinstance(value, list | tuple) else [value] for value in lists.values())
-    if settings.goes_on:
+    if settings.saves_checkpoints:
         callbacks.append(RayReport(every_n_train_steps=settings.save_every_n_steps))
-    elastic = {"accumulate_grad_batches": _worker.sizes[world]} if settings.least < settings.most else {}
+    elastic = {"accumulate_grad_batches": _worker.sizes[world]} if settings.min_workers < settings.max_workers else {}
     return {
         **given,
         "accelerator": ray.train.torch.get_device().type,
@@ -94,7 +94,7 @@ def launch(
     with _cluster(settings):
         gpus = any(machine.get("GPU") for machine in machines()) if gpus is None else gpus
         scaling = ray.train.ScalingConfig(
-            num_workers=settings.num_workers if settings.least < settings.most else settings.most,
+            num_workers=settings.num_workers if settings.min_workers < settings.max_workers else settings.max_workers,
             use_gpu=gpus,
             resources_per_worker=settings.resources_per_worker,
             placement_strategy=settings.placement_strategy,

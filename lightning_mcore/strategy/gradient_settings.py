@@ -21,7 +21,7 @@ from megatron.core.distributed import DistributedDataParallelConfig, param_and_g
 from lightning_mcore.config.field_homes import check_owned_by_precision
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.rules import raise_first
-from lightning_mcore.config.rules.strategy import OF_GRADIENTS, gradient_faults, world_faults
+from lightning_mcore.config.rules.strategy import GRADIENT_SETTINGS, gradient_faults, world_faults
 from lightning_mcore.config.value_checks import require_flag, require_size
 
 _DEFAULTS = DistributedDataParallelConfig()
@@ -44,7 +44,7 @@ class GradientSettings:
                 f"ddp_config={self.ddp_config!r} is not a DistributedDataParallelConfig;"
                 " make one from megatron.core.distributed"
             )
-        given = {name: getattr(self, name) for name in OF_GRADIENTS}
+        given = {name: getattr(self, name) for name in GRADIENT_SETTINGS}
         for name, value in given.items():
             require_flag(name, value, or_none=True)
         require_flag("align_grad_reduce", self.align_grad_reduce)
@@ -88,7 +88,7 @@ class GradientSettings:
         Raises ``ValueError`` if ``ddp_config`` has another value for one of these fields.
         """
         config = self.ddp_config or _DEFAULTS
-        values = {name: getattr(self, name) for name in OF_GRADIENTS if getattr(self, name) is not None}
+        values = {name: getattr(self, name) for name in GRADIENT_SETTINGS if getattr(self, name) is not None}
         check_owned_by_precision(self.changed, owned or {})
         return dataclasses.replace(config, **{**values, **(owned or {}), "check_for_nan_in_grad": False})
 

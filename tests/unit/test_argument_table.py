@@ -24,7 +24,7 @@ from lightning_mcore.arguments import (
 )
 from lightning_mcore.arguments.build import make_precision, make_strategy
 from lightning_mcore.arguments.mapping import callback_settings, logger_settings
-from lightning_mcore.arguments.training_rules import AS_IT_IS, HONOURED, REFUSED
+from lightning_mcore.arguments.training_rules import IGNORED, REFUSED, SUPPORTED
 from tests.argument_table import LIVE, ON_CONFIGS, REFUSED_OURS, Landing
 from tests.distributed.test_arguments import words
 
@@ -45,9 +45,9 @@ def test_every_field_is_in_a_table() -> None:
     refused = {name for name, _ in REFUSED_OURS}
     assert not OURS - SHOWN - refused
     # Of deepspeed nothing but the distributed optimizer is left; other fields may be newer than this transformers.
-    assert {"deepspeed"} == (HONOURED - SHOWN) & set(FIELDS)
+    assert {"deepspeed"} == (SUPPORTED - SHOWN) & set(FIELDS)
     foreign = set(FIELDS) - OURS
-    assert not foreign - HONOURED - set(REFUSED) - set(AS_IT_IS)
+    assert not foreign - SUPPORTED - set(REFUSED) - set(IGNORED)
 
 
 def test_the_peer_has_no_field_that_is_not_there() -> None:
@@ -156,7 +156,7 @@ def test_what_transformers_trainer_alone_can_do_is_refused_with_the_reason(name:
         Seq2SeqTrainingArguments(output_dir=str(tmp_path), **{name: other_value(name)})
 
 
-@pytest.mark.parametrize("name", sorted(AS_IT_IS))
+@pytest.mark.parametrize("name", sorted(IGNORED))
 def test_what_happens_anyway_may_be_said(name: str, tmp_path: Path) -> None:
     TrainingArguments(output_dir=str(tmp_path), **{name: other_value(name)})
 

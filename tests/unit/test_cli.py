@@ -238,9 +238,9 @@ FILES: dict[str, tuple[str, str]] = {
         _in_file(lambda all: all["model"]["init_args"].update(recipe={"learning_ratee": 1})),
         "unknown key of model.recipe 'learning_ratee'; did you mean 'learning_rate'?",
     ),
-    "beside class_path": (
+    "next to class_path": (
         _in_file(lambda all: all["model"].update(init_arg={})),
-        "unknown key of model beside class_path 'init_arg'; did you mean 'init_args'?",
+        "unknown key of model next to class_path 'init_arg'; did you mean 'init_args'?",
     ),
     "a callback": (
         _in_file(lambda all: all["trainer"].update(callbacks=[{"class_path": "lightning_mcore.SaveHFModell"}])),

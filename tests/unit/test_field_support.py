@@ -23,7 +23,7 @@ TABLES: dict[str, Any] = {
     "NEEDS_TRANSFORMER_ENGINE": field_support.NEEDS_TRANSFORMER_ENGINE,
     "NEEDS_CUDA": field_support.NEEDS_CUDA,
     "TORCH_BACKEND_VALUES": field_support.TORCH_BACKEND_VALUES,
-    "NOT_CARRIED_OUT": field_support.NOT_CARRIED_OUT,
+    "NOT_AVAILABLE": field_support.NOT_AVAILABLE,
     "NOT_OF_A_GPT": field_support.NOT_OF_A_GPT,
 }
 ONLY_SINCE_0_17 = {
@@ -98,7 +98,7 @@ def test_what_needs_cuda_is_refused_on_the_cpu(name: str) -> None:
     check_fields(config, "local", "cuda")
 
 
-@pytest.mark.parametrize("name", sorted(name for name in field_support.NOT_CARRIED_OUT if name in FIELDS))
+@pytest.mark.parametrize("name", sorted(name for name in field_support.NOT_AVAILABLE if name in FIELDS))
 def test_what_nothing_around_the_model_would_do_is_refused_for_every_model(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}=.* is not available: .*; leave it out$"):
         check_fields(config_of(**{name: other(name)}))

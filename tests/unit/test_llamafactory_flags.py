@@ -11,7 +11,7 @@ from transformers import HfArgumentParser
 
 from lightning_mcore.arguments import Seq2SeqTrainingArguments
 from lightning_mcore.arguments.llamafactory.flags import read_words
-from lightning_mcore.arguments.llamafactory.rules import OWN
+from lightning_mcore.arguments.llamafactory.rules import OWN_KEYS
 from lightning_mcore.arguments.llamafactory.run import read_run
 from lightning_mcore.cli.llamafactory import run
 from tests.factory_files import LLAMA3, MERGE_LORA, QWEN3_LORA, QWEN3_MOE, write_run
@@ -138,6 +138,6 @@ def test_the_environment_of_llamafactorys_launcher_is_read(
 
 
 def test_every_key_of_a_file_is_a_flag() -> None:
-    for name in sorted(OWN):
+    for name in sorted(OWN_KEYS):
         _, [change] = read_words([f"--{name}", "1"], [])
         assert change.startswith(f"{name}=")

@@ -14,7 +14,7 @@ from lightning_mcore.arguments import Seq2SeqTrainingArguments
 from lightning_mcore.arguments.documents import read_file
 from lightning_mcore.arguments.llamafactory.keys import REFUSED, FactoryKeys
 from lightning_mcore.arguments.llamafactory.output import where_to_resume
-from lightning_mcore.arguments.llamafactory.rules import OF_RAY
+from lightning_mcore.arguments.llamafactory.rules import RAY_KEYS
 from lightning_mcore.arguments.llamafactory.run import FactoryRun, read_run
 from lightning_mcore.cli import guard, main
 from lightning_mcore.cli.llamafactory import run
@@ -76,7 +76,7 @@ def read(file: str, *overrides: str) -> FactoryRun:
 
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_has_one_home(key: str) -> None:
-    homes = [key in OWN, key in REFUSED, key in OF_RAY, key in TRAINING and key not in OWN]
+    homes = [key in OWN, key in REFUSED, key in RAY_KEYS, key in TRAINING and key not in OWN]
     assert sum(homes) == 1
 
 

@@ -13,7 +13,7 @@ import pytest
 from lightning_mcore.arguments.documents import read_file
 from lightning_mcore.arguments.llamafactory.export import read_export
 from lightning_mcore.arguments.llamafactory.output import is_waiting, move_in, unfinished, where_to_resume
-from lightning_mcore.arguments.llamafactory.rules import in_words_of_the_file
+from lightning_mcore.arguments.llamafactory.rules import errors_in_file_keys
 from lightning_mcore.arguments.llamafactory.run import read_run
 from lightning_mcore.cli.plan import run as plan
 from tests.factory_files import LLAMA3, write_run
@@ -182,7 +182,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 )
 def test_what_cannot_be_run_is_refused(file: str, overrides: list[str], sentence: str) -> None:
     refused = pytest.raises((ValueError, TypeError, FileNotFoundError), match=sentence)
-    with refused as caught, in_words_of_the_file():
+    with refused as caught, errors_in_file_keys():
         assert read_export(file, overrides) or read_run(file, overrides)
     assert "\n" not in str(caught.value)
     assert "my-secret" not in str(caught.value)
@@ -247,9 +247,9 @@ def test_errors_about_what_keys_become_name_the_keys() -> None:
     }
     for given, wanted in said.items():
         for kind in (ValueError, TypeError):
-            with pytest.raises(kind, match=f"^{re.escape(wanted)}$"), in_words_of_the_file():
+            with pytest.raises(kind, match=f"^{re.escape(wanted)}$"), errors_in_file_keys():
                 raise kind(given)
-    with pytest.raises(FileNotFoundError, match=r"^seq_length$"), in_words_of_the_file():
+    with pytest.raises(FileNotFoundError, match=r"^seq_length$"), errors_in_file_keys():
         raise FileNotFoundError("seq_length")
 
 

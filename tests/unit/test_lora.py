@@ -301,7 +301,9 @@ def test_experts_that_differ_do_not_fit_the_stacked_layout() -> None:
 def test_a_tied_output_layer_has_no_adapter_of_its_own(names: dict[str, Any]) -> None:
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     module = MCoreGPT(32, 8, sizes, share_embeddings_and_output_weights=True, lora=LoRA(**names))
-    with pytest.raises(ValueError, match=r"has 'lm_head', and the model has none beside its embedding; train the emb"):
+    with pytest.raises(
+        ValueError, match=r"has 'lm_head', and the model has none apart from its embedding; train the emb"
+    ):
         module.check_settings()
 
 

@@ -19,14 +19,14 @@ from lightning_mcore.data.finetuning.files import find_files
 INFO = "dataset_info.json"
 _FORMATS = ("alpaca", "sharegpt", "openai")
 # Keys that name a dataset elsewhere, with the word for it in errors
-_FETCHED = {
+_HUBS = {
     "hf_hub_url": "the Hugging Face hub",
     "ms_hub_url": "ModelScope",
     "om_hub_url": "Modelers",
     "script_url": "a script",
     "cloud_file_name": "a cloud",
 }
-_OF_TEXT = "model_name_or_path is a text-only model"
+_TEXT_ONLY = "model_name_or_path is a text-only model"
 _REFUSED_COLUMNS = {"audios": "audio models are not available"}
 
 
@@ -99,22 +99,22 @@ def _entry(name: str, info: Any, path: Path, sees: bool | None) -> DatasetEntry:
         raise ValueError(unknown_name(f"dataset of {path}", name, info))
     says = info[name]
     place = f"the dataset {name!r} of {path}"
-    for key, where in _FETCHED.items():
+    for key, where in _HUBS.items():
         if key in says:
             raise ValueError(
                 f"{place} comes from {where} ({key}: {says[key]!r}), and nothing is downloaded silently; download it, "
                 "and give its file as file_name"
             )
     if "file_name" not in says:
-        raise ValueError(f"{place} has no file_name; give a file or a folder beside {INFO}")
+        raise ValueError(f"{place} has no file_name; give a file or a folder next to {INFO}")
     if not isinstance(says["file_name"], str):
-        raise ValueError(f"{place} has file_name: {says['file_name']!r}; give a file or a folder beside {INFO}")
+        raise ValueError(f"{place} has file_name: {says['file_name']!r}; give a file or a folder next to {INFO}")
     _refuse(says, place)
     files = tuple(find_files(str(path.parent / says["file_name"]), f"file_name of {place}"))
     entry = DatasetEntry(name, files, says.get("formatting", "alpaca"), num_samples=says.get("num_samples"))
     # Naming one column or tag turns off the defaults of the others.
     if "columns" in says:
-        refused = _REFUSED_COLUMNS | (dict.fromkeys(("images", "videos"), _OF_TEXT) if sees is False else {})
+        refused = _REFUSED_COLUMNS | (dict.fromkeys(("images", "videos"), _TEXT_ONLY) if sees is False else {})
         entry = replace(entry, columns=_named(Columns, says["columns"], f"column of {place}", refused))
     if "tags" in says:
         entry = replace(entry, tags=_named(Tags, says["tags"], f"tag of {place}", {}))
@@ -155,7 +155,7 @@ def _refuse(says: Mapping[str, Any], place: str) -> None:
 def _named(kind: Any, given: Mapping[str, Any], what: str, refused: Mapping[str, str]) -> Any:
     """Return the names that a dataset gives, with None for all others."""
     if not isinstance(given, Mapping):
-        raise ValueError(f"names of each {what} must be an object, not {given!r}; write {{key: name}}")
+        raise ValueError(f"the names for each {what} are {given!r}, which is not an object; write {{key: name}}")
     names = dict.fromkeys(kind.__dataclass_fields__)
     for key, value in given.items():
         if key in refused:

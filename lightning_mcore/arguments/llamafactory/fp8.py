@@ -30,7 +30,7 @@ class Fp8Arguments:
 
     fp8: bool = flag("Train in FP8 through TransformerEngine; needs bf16.", default=False)
     fp8_backend: Literal["auto", "te", "torchao", "msamp"] = option(
-        "What computes in FP8: TransformerEngine ('auto' or 'te'); torchao and msamp are refused.", default="auto"
+        "What computes in FP8: TransformerEngine ('auto' or 'te'); torchao and msamp are not available.", default="auto"
     )
     fp8_enable_fsdp_float8_all_gather: bool = flag("Gather FP8 shards of FSDP. Not available.", default=False)
 

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_mcore.arguments.deepspeed import name_of, note_of_deepspeed, zero_stage
+from lightning_mcore.arguments.deepspeed import deepspeed_note, name_of, zero_stage
 from lightning_mcore.arguments.fields import option
-from lightning_mcore.arguments.llamafactory.preference import PREFERENCE_STAGES, PreferenceKeys, notes_of_preferences
+from lightning_mcore.arguments.llamafactory.preference import PREFERENCE_STAGES, PreferenceKeys, preference_notes
 from lightning_mcore.arguments.llamafactory.vision import VisionKeys
 from lightning_mcore.config.text import split_names
 
@@ -188,21 +188,16 @@ class FactoryKeys(VisionKeys, PreferenceKeys):
         return self.stage == "pt" if self.packing is None else self.packing
 
 
-OF_NEW_ADAPTERS = [
-    "lora_rank",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_target",
-    "use_rslora",
-    "use_dora",
-    "additional_target",
-]
+NEW_ADAPTER_KEYS = (
+    *("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "additional_target"),
+    *("use_rslora", "use_dora"),
+)
 """Keys that describe a new adapter."""
 
-FREEZE = {"freeze_trainable_layers": 2, "freeze_trainable_modules": "all", "freeze_extra_modules": None}
-"""Keys that only ``finetuning_type: freeze`` uses, with their defaults."""
+FREEZE_KEYS = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
+"""Keys that only ``finetuning_type: freeze`` uses."""
 
-LORA = (*OF_NEW_ADAPTERS, "adapter_name_or_path", "adapter_folder", "create_new_adapter", "loraplus_lr_ratio")
+LORA_KEYS = (*NEW_ADAPTER_KEYS, "adapter_name_or_path", "adapter_folder", "create_new_adapter", "loraplus_lr_ratio")
 """Keys that only ``finetuning_type: lora`` uses."""
 
 # Reasons in errors, as the end of a sentence that begins with the key and its value
@@ -225,14 +220,14 @@ _EXPORT = "belongs to LLaMA-Factory's export; lightning-mcore export writes a ch
 _ENGINE = "belongs to an inference engine, and this command trains"
 _KT = "belongs to KTransformers; Megatron's layers are used"
 _KERNELS = "replaces layers of transformers, and Megatron's are used"
-_ASFT = "needs a second model in memory beside the trained one; use_dft_loss is its other part"
+_ASFT = "needs a second model in memory; use_dft_loss is its other part"
 _EAFT = "weighs tokens by the entropy of their logits, and Megatron returns only the loss of each token"
 _MUON = (
     "treats queries, keys and values as separate matrices, and Megatron keeps them in one; in Python, MuonWithAdamW "
     "trains that matrix, without tensor parallelism and the distributed optimizer"
 )
 _SWANLAB = "belongs to SwanLab; choose report_to: tensorboard or wandb"
-_TOKENS = "changes the vocabulary, which is that of model_name_or_path; change tokenizer and model before the run"
+_TOKENS = "changes the vocabulary, which model_name_or_path defines; change tokenizer and model before the run"
 _HUB = "asks for a model on a hub by more than its name; download it first, and give its folder as model_name_or_path"
 _HYPER = "belongs to HyperParallel; the parallel sizes are tensor_model_parallel_size and so on"
 _PROFILER = "belongs to a profiler that is not available; give the Trainer a profiler in Python"
@@ -446,9 +441,9 @@ def translated(keys: FactoryKeys, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def notes_of(keys: FactoryKeys) -> tuple[str, ...]:
     """Return a note for each key whose meaning differs slightly here."""
-    notes = notes_of_preferences(keys, keys.stage, keys.lora is not None) if keys.learns_preferences else []
+    notes = preference_notes(keys, keys.stage, keys.lora is not None) if keys.learns_preferences else []
     if keys.deepspeed is not None:
-        notes.append(note_of_deepspeed(keys.deepspeed))
+        notes.append(deepspeed_note(keys.deepspeed))
     if keys.pure_bf16:
         notes.append(
             "pure_bf16: True becomes bf16: true; Megatron's optimizer keeps an fp32 copy of each weight, 4"

@@ -16,7 +16,7 @@ from lightning_mcore.config.value_checks import choices
 PREFERENCE_STAGES = ("dpo", "kto", "rm")
 PreferenceLossKey = Literal["sigmoid", "hinge", "ipo", "kto_pair", "orpo", "simpo"]
 
-_OF_STAGE: dict[str, dict[str, str]] = {
+_SETTINGS_BY_STAGE: dict[str, dict[str, str]] = {
     "dpo": {
         "pref_loss": "loss",
         "pref_beta": "beta",
@@ -71,11 +71,11 @@ def check_preferences(keys: PreferenceKeys, stage: str) -> None:
         if value == field.default:
             continue
         # The stages that have this key
-        stages = [known for known, names in _OF_STAGE.items() if name in names]
+        stages = [known for known, names in _SETTINGS_BY_STAGE.items() if name in names]
         if stage not in stages:
             raise ValueError(f"{name}: {value!r} is for stage: {choices(stages)}; leave it out, or choose that")
         # The losses that use the setting, such as only simpo for simpo_gamma
-        of_setting = used_by(_OF_STAGE[stage][name])
+        of_setting = used_by(_SETTINGS_BY_STAGE[stage][name])
         losses = [loss for loss in get_args(PreferenceLossKey) if loss in of_setting]
         if stage == "dpo" and keys.pref_loss not in losses:
             raise ValueError(
@@ -102,13 +102,13 @@ def preference_of(keys: PreferenceKeys, stage: str) -> dict[str, Any]:
     ``pref_loss: simpo`` with ``pref_beta: 2.5`` becomes ``{"loss": "simpo", "beta": 2.5}``.
     """
     loss = {"dpo": keys.pref_loss, "kto": "kto", "rm": "reward"}[stage]
-    names: Mapping[str, str] = _OF_STAGE[stage]
+    names: Mapping[str, str] = _SETTINGS_BY_STAGE[stage]
     given = {setting: getattr(keys, key) for key, setting in names.items() if key != "pref_loss"}
     defaults = {field.name: field.default for field in fields(Preference)}
     return {"loss": loss} | {name: value for name, value in given.items() if value != defaults[name]}
 
 
-def notes_of_preferences(keys: PreferenceKeys, stage: str, is_lora: bool) -> list[str]:
+def preference_notes(keys: PreferenceKeys, stage: str, is_lora: bool) -> list[str]:
     """Return notes about what differs from LLaMA-Factory, for checked keys."""
     if stage == "rm":
         return [

@@ -13,18 +13,18 @@ from typing import Any
 
 from lightning_mcore.arguments.documents import overridden, read_file
 from lightning_mcore.arguments.fields import check_types, shown
-from lightning_mcore.arguments.llamafactory.keys import FREEZE, LORA, OF_NEW_ADAPTERS, REFUSED, FactoryKeys
+from lightning_mcore.arguments.llamafactory.keys import FREEZE_KEYS, LORA_KEYS, NEW_ADAPTER_KEYS, REFUSED, FactoryKeys
 from lightning_mcore.arguments.llamafactory.preference import check_preferences, preference_of
 from lightning_mcore.arguments.training_rules import check_metric
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.text import unknown_name
 
-OWN = {field.name for field in dataclasses.fields(FactoryKeys)}
+OWN_KEYS = {field.name for field in dataclasses.fields(FactoryKeys)}
 """Names of the supported keys that are not training or Megatron arguments."""
 
-OF_RAY = {"ray_num_workers", "ray_init_kwargs", "master_addr", "master_port"}
+RAY_KEYS = {"ray_num_workers", "ray_init_kwargs", "master_addr", "master_port"}
 # Some keys belong to older releases of LLaMA-Factory.
-OF_RAY |= {"ray_run_name", "ray_storage_path", "resources_per_worker", "placement_strategy"}
+RAY_KEYS |= {"ray_run_name", "ray_storage_path", "resources_per_worker", "placement_strategy"}
 """Keys for a launch on Ray; ``RayArguments`` has more, which are our own options."""
 
 _MAY_BE_NULL = ("enable_thinking",)  # None is a value of its own, and not the default
@@ -34,10 +34,13 @@ _BRIDGE_FP8 = "set fp8: hybrid and bf16: true for FP8"
 
 
 # Keys that only the v1 format has
-_OF_V1 = {"model_class", "train_dataset", "peft_config", "dist_config", "kernel_config", "quant_config", "init_config"}
+_V1_KEYS = {
+    *("model_class", "train_dataset", "peft_config", "dist_config"),
+    *("kernel_config", "quant_config", "init_config"),
+}
 # Keys of a file that trains, evaluates or exports; a file for chatting has none of them.
-_WORK = ("stage", "dataset", "eval_dataset", "do_train", "do_eval", "do_predict", "export_dir")
-_IN_THE_FILE = {
+_TASK_KEYS = ("stage", "dataset", "eval_dataset", "do_train", "do_eval", "do_predict", "export_dir")
+_FILE_KEYS = {
     "seq_length": "cutoff_len",
     "r": "lora_rank",
     "target_modules": "lora_target",
@@ -48,14 +51,14 @@ _IN_THE_FILE = {
 
 
 @contextlib.contextmanager
-def in_words_of_the_file() -> Iterator[None]:
+def errors_in_file_keys() -> Iterator[None]:
     """Put the file's own keys into errors about the arguments that they become."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        names = "|".join(name for name in _IN_THE_FILE if name != "r")
+        names = "|".join(name for name in _FILE_KEYS if name != "r")
         # "r=0 is too small" becomes "lora_rank=0 is too small". The letter r counts only before "=".
-        text = re.sub(rf"\b(?:{names}|r(?==))\b", lambda found: _IN_THE_FILE[found[0]], str(error))
+        text = re.sub(rf"\b(?:{names}|r(?==))\b", lambda found: _FILE_KEYS[found[0]], str(error))
         # A subclass may need other arguments than one text.
         if type(error) not in (TypeError, ValueError) or text == str(error):
             raise
@@ -78,7 +81,7 @@ def read_keys(path: str | None, overrides: Sequence[str]) -> dict[str, Any]:
     for key in given:
         if key not in _names():
             raise ValueError(unknown_name(f"key of {path}" if key in in_file else "option", key, _names()))
-    if "infer_backend" in given and not any(given.get(name) for name in _WORK):
+    if "infer_backend" in given and not any(given.get(name) for name in _TASK_KEYS):
         raise ValueError(
             f"{path} is for chatting with a model (infer_backend), which is not available here; give a file that trains"
             " (stage and dataset) or merges adapters (export_dir)"
@@ -88,7 +91,7 @@ def read_keys(path: str | None, overrides: Sequence[str]) -> dict[str, Any]:
 
 def refuse_v1(given: Mapping[str, Any], path: str | None) -> None:
     """Raise ValueError for a file in LLaMA-Factory's v1 format, whose keys have other names."""
-    found = sorted(_OF_V1 & given.keys())
+    found = sorted(_V1_KEYS & given.keys())
     if found and "model_name_or_path" not in given:
         raise ValueError(
             f"{path} is in LLaMA-Factory's v1 format ({', '.join(found)}), which is not read; write model_name_or_path,"
@@ -98,7 +101,7 @@ def refuse_v1(given: Mapping[str, Any], path: str | None) -> None:
 
 @functools.cache
 def _names() -> frozenset[str]:
-    return frozenset(OWN | OF_RAY | set(REFUSED) | _training_fields())
+    return frozenset(OWN_KEYS | RAY_KEYS | set(REFUSED) | _training_fields())
 
 
 def own_keys(given: Mapping[str, Any]) -> FactoryKeys:
@@ -106,7 +109,7 @@ def own_keys(given: Mapping[str, Any]) -> FactoryKeys:
 
     Raises TypeError or ValueError if a value does not have its type, and ValueError if the file has no model.
     """
-    keys = FactoryKeys(**{key: value for key, value in given.items() if key in OWN})
+    keys = FactoryKeys(**{key: value for key, value in given.items() if key in OWN_KEYS})
     check_types(keys)
     if keys.model_name_or_path is None:
         raise ValueError("model_name_or_path is not given; give a Hugging Face folder or name")
@@ -152,9 +155,9 @@ def _check_stage(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
 
 
 def _check_adapters(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
-    others = [name for name in OF_NEW_ADAPTERS if given.get(name) is not None]
-    named = others + [name for name in LORA if name not in others and given.get(name)]
-    frozen = [name for name, default in FREEZE.items() if getattr(keys, name) != default]
+    others = [name for name in NEW_ADAPTER_KEYS if given.get(name) is not None]
+    named = others + [name for name in LORA_KEYS if name not in others and given.get(name)]
+    frozen = [name for name in FREEZE_KEYS if getattr(keys, name) != getattr(FactoryKeys, name)]
     for kind, keys_of_kind in (("lora", named), ("freeze", frozen)):
         if keys.finetuning_type != kind and keys_of_kind:
             name = keys_of_kind[0]

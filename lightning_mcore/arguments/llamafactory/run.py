@@ -18,8 +18,15 @@ from lightning_mcore.arguments.llamafactory.fp8 import Fp8Arguments
 from lightning_mcore.arguments.llamafactory.freeze import trained_parts
 from lightning_mcore.arguments.llamafactory.keys import REFUSED, FactoryKeys, notes_of, translated
 from lightning_mcore.arguments.llamafactory.preference import preference_of
-from lightning_mcore.arguments.llamafactory.rules import OF_RAY, OWN, check_keys, check_supported, own_keys, read_keys
-from lightning_mcore.arguments.llamafactory.vision import check_vision, notes_of_vision
+from lightning_mcore.arguments.llamafactory.rules import (
+    OWN_KEYS,
+    RAY_KEYS,
+    check_keys,
+    check_supported,
+    own_keys,
+    read_keys,
+)
+from lightning_mcore.arguments.llamafactory.vision import check_vision, vision_notes
 from lightning_mcore.arguments.ray import RayArguments
 from lightning_mcore.config.run import RunSettings, rows_of_pairs
 from lightning_mcore.data.finetuning.chat import ChatTemplate, end_of_turn, named_template
@@ -219,9 +226,9 @@ def read_run(path: str | None, overrides: Sequence[str] = ()) -> FactoryRun:
     train = read_datasets(own.dataset, own.dataset_dir, sees) if own.dataset else []
     evaluation = read_datasets(own.eval_dataset, own.dataset_dir, sees) if own.eval_dataset else []
     _check_datasets(own, train, evaluation)
-    ray = RayArguments(**{key: value for key, value in given.items() if key in OF_RAY})
+    ray = RayArguments(**{key: value for key, value in given.items() if key in RAY_KEYS})
     ray.refuse_address()
-    notes = (*notes_of(own), *(notes_of_vision(own) if sees else ()))
+    notes = (*notes_of(own), *(vision_notes(own) if sees else ()))
     return FactoryRun(own, arguments, tuple(train), tuple(evaluation), template, notes, ray)
 
 
@@ -268,7 +275,7 @@ def _arguments(keys: FactoryKeys, given: Mapping[str, Any]) -> "Seq2SeqTrainingA
     """Return the training and Megatron arguments, including those that follow from other keys."""
     from lightning_mcore.arguments.training import Seq2SeqTrainingArguments
 
-    values = {key: value for key, value in given.items() if key not in OWN | OF_RAY | set(REFUSED)}
+    values = {key: value for key, value in given.items() if key not in OWN_KEYS | RAY_KEYS | set(REFUSED)}
     if "output_dir" not in values:
         raise ValueError("output_dir is not given; give the folder for checkpoints and the model")
     if keys.use_megatron_bridge:

@@ -102,7 +102,7 @@ def _check_freezing(keys: VisionKeys, finetuning_type: str) -> None:
         )
 
 
-def notes_of_vision(keys: VisionKeys) -> list[str]:
+def vision_notes(keys: VisionKeys) -> list[str]:
     """Return notes about what differs from LLaMA-Factory, for checked keys of a vision-language model."""
     if keys.freeze_vision_tower == keys.freeze_multi_modal_projector:
         return []

@@ -109,7 +109,7 @@ KERNELS: Collection[str] = frozenset(
 )
 """Fields above that choose a kernel, a transport or a place in memory; without them only rounding changes."""
 
-NOT_CARRIED_OUT: Mapping[str, str] = {
+NOT_AVAILABLE: Mapping[str, str] = {
     **dict.fromkeys(
         ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"),
         "CUDA graphs need random states and batches that Megatron-LM's training loop prepares",
@@ -167,7 +167,7 @@ def check_fields(
     """
     defaults = {field.name: field.default for field in fields(config) if field.default is not MISSING}
     given = {name: value for name, value in vars(config).items() if name in defaults and value != defaults[name]}
-    for name, reason in NOT_CARRIED_OUT.items():
+    for name, reason in NOT_AVAILABLE.items():
         if given.get(name, []) != []:  # Megatron turns its own default of cuda_graph_modules into an empty list
             raise ValueError(f"{name}={given[name]!r} is not available: {reason}; leave it out")
     for name in NEEDS_CUDA:

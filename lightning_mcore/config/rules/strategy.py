@@ -11,7 +11,7 @@ from typing import Any
 from lightning_mcore.config.field_homes import DDP_NOT_AVAILABLE, FSDP
 from lightning_mcore.config.layout import ParallelLayout
 
-OF_GRADIENTS = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+GRADIENT_SETTINGS = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
 """Settings that both the strategy and ``ddp_config`` have."""
 
 # Fields of ddp_config, and the setting without which they do nothing
@@ -29,18 +29,18 @@ _INTERLEAVED = "needs the interleaved schedule; set virtual_pipeline_model_paral
 
 def resolved(given: Mapping[str, Any], ddp: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``ddp_config`` with the strategy's arguments filled in."""
-    return {**ddp, **{name: given[name] for name in OF_GRADIENTS if given.get(name) is not None}}
+    return {**ddp, **{name: given[name] for name in GRADIENT_SETTINGS if given.get(name) is not None}}
 
 
 def gradient_faults(given: Mapping[str, Any], ddp: Mapping[str, Any]) -> Iterator[str]:
     """Yield the faults of the gradient settings on any layout."""
-    for name in OF_GRADIENTS:
+    for name in GRADIENT_SETTINGS:
         if given.get(name) is not None and name in ddp and ddp[name] != given[name]:
             yield f"{name}={given[name]} contradicts ddp_config.{name}={ddp[name]}; set it in one place"
     values = resolved(given, ddp)
     yield from _option_faults(ddp, values)
     # Parameters can be gathered during forward only if the optimizer is sharded and gradients overlap.
-    missing = [name for name in OF_GRADIENTS[:2] if not values.get(name)]
+    missing = [name for name in GRADIENT_SETTINGS[:2] if not values.get(name)]
     if values.get("overlap_param_gather") and missing:
         yield f"overlap_param_gather=True needs {' and '.join(f'{name}=True' for name in missing)}"
     if given.get("align_grad_reduce") and not values.get("overlap_grad_reduce"):
