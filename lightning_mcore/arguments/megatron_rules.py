@@ -184,7 +184,7 @@ def check_megatron(arguments: Any) -> None:
 def _check_offload(arguments: Any) -> None:
     fraction = arguments.optimizer_offload_fraction
     if not 0 <= fraction <= 1:
-        raise ValueError(f"optimizer_offload_fraction={fraction} is not a share of the state; choose 0 to 1")
+        raise ValueError(f"optimizer_offload_fraction={fraction} is not a fraction; choose 0 to 1")
     if not arguments.optimizer_cpu_offload:
         # 1.0 is the default, and 0.0 is mcore_adapter's default: both may stand in a file without offload.
         if 0 < fraction < 1:
