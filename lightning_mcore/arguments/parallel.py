@@ -19,6 +19,7 @@ from typing import Any, Literal, Self
 
 from lightning_mcore.arguments.fields import check_types, flag, option
 from lightning_mcore.arguments.megatron_rules import check_distribution, interleaving_of
+from lightning_mcore.arguments.parse import parse_arguments
 from lightning_mcore.config.text import split_names, unknown_name
 
 _KEEPS = "Default: the checkpoint's (mcore_adapter overwrites it with False)."
@@ -172,26 +173,14 @@ class DistributingParallelArguments:
         """Make the arguments from a JSON file.
 
         Args:
-            json_file_path: A file with one object that maps field names to values.
+            json_file_path: A file ``.json`` with one object that maps field names to values.
 
         Raises:
             FileNotFoundError: There is no such file.
             ValueError: It is not a JSON object, a name is unknown, or a value is not allowed.
         """
-        path = json_file_path
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"{path} is not a file; give the path of a JSON file of arguments")
-        try:
-            given = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not JSON: {error}; give an object of arguments by name") from error
-        if not isinstance(given, dict):
-            raise ValueError(f"{path} holds a {type(given).__name__}; give an object of arguments by name")
-        known = {field.name for field in dataclasses.fields(cls) if field.init}
-        for name in given:
-            if name not in known:
-                raise ValueError(unknown_name(f"key of {path}", name, known))
-        return cls(**given)
+        made: Self = parse_arguments(json_file_path, cls)[0]
+        return made
 
 
 # Fields of TransformerConfig that additional_configs must not set, with the reason
