@@ -166,8 +166,7 @@ class FactoryData(MCoreFinetuningData):
 
     ``readings`` and ``evaluation`` say how to read each dataset; with ``streaming`` there must be exactly one to train
     on. ``packing`` packs conversations as in ``MCoreFinetuningData``, and cuts joined texts into blocks
-    (:class:`TextBlocks`). The other arguments are the same as for ``MCoreFinetuningData``, with LLaMA-Factory's
-    defaults.
+    (:class:`TextBlocks`). ``settings`` are other arguments of ``MCoreFinetuningData``.
     """
 
     def __init__(
@@ -176,18 +175,9 @@ class FactoryData(MCoreFinetuningData):
         tokenizer: Any,
         seq_length: int,
         evaluation: Sequence[FactoryReading] = (),
-        batch_size: int = 1,
-        eval_batch_size: int | None = None,
-        validation_share: float = 0.0,
         packing: bool = False,
-        streaming: bool = False,
-        shuffle_buffer: int = 1000,
-        shuffle: bool = True,
         seed: int = 42,
-        num_workers: int = 0,
-        num_proc: int = 1,
-        cache_dir: str | None = None,
-        pad_to_seq_length: bool = False,
+        **settings: Any,
     ) -> None:
         self._readings = {"train": list(readings), "validation": list(evaluation)}
         self._joined = readings[0].documents and packing
@@ -195,21 +185,12 @@ class FactoryData(MCoreFinetuningData):
             _files(readings),
             tokenizer,
             seq_length,
-            batch_size,
             validation_files=_files(evaluation) or None,
-            validation_share=validation_share,
             # Joined texts are cut into blocks instead (_samples).
             packing=packing and not readings[0].documents,
             overlong="cut",
-            streaming=streaming,
-            shuffle_buffer=shuffle_buffer,
-            shuffle=shuffle,
             seed=seed,
-            num_workers=num_workers,
-            num_proc=num_proc,
-            cache_dir=cache_dir,
-            eval_batch_size=eval_batch_size,
-            pad_to_seq_length=pad_to_seq_length,
+            **settings,
         )
         # For streaming, which reads one dataset; _tokenized uses the reading of each.
         self.reading = readings[0]
