@@ -186,7 +186,7 @@ def test_datasets_stand_one_after_another(tmp_path: Path) -> None:
     [
         (b'{"d": "\xf3"}', "is not text in UTF-8: 'utf-8' codec"),
         (b'{"d": {"file_name": 5}}', "has file_name: 5; give a file or a folder"),
-        (b'{"d": {"file_name": "a.jsonl", "columns": 5}}', "must be an object, not 5; write {key: name}"),
+        (b'{"d": {"file_name": "a.jsonl", "columns": 5}}', "are 5, which is not an object; write {key: name}"),
         (b'{"d": {"file_name": "a.jsonl", "tags": {"role_tag": [1]}}}', r"'role_tag' is \[1\]; give a name"),
     ],
 )
