@@ -90,7 +90,7 @@ class Scenario:
         if self.plan.place == "dataset" and fault in _SIGNALS:
             return rf"DataLoader worker (.|\n){{0,200}}\(on rank {rank} of 2\)"
         if fault in _SIGNALS:
-            return rf"rank {rank} ended without a word"
+            return rf"rank {rank} ended without an error message"
         if fault == "SIGSTOP":
             return rf"rank {rank} was stopped \(SIGSTOP\)"
         text = re.escape(_TEXTS.get(fault, f"{fault}: {SAYING}"))
@@ -169,7 +169,7 @@ def table() -> list[Scenario]:
         Scenario(Plan("none", "port", 0), LAUNCHER, port_in_use=True, sentence="EADDRINUSE|in use"),
         Scenario(Plan("SIGKILL", "setup_environment", 1), sentence="rank 1 of 2 did not reach .* in time"),
         Scenario(Plan("SIGKILL", "setup_environment", 0), sentence="rank 0 did not answer at .* in 20 s"),
-        Scenario(Plan("none", "port", 0), port_in_use=True, sentence=r"(EADDRINUSE|in use)(.|\n)*another program has"),
+        Scenario(Plan("none", "port", 0), port_in_use=True, sentence=r"(EADDRINUSE|in use)(.|\n)*another program uses"),
     ]
     return [
         *scenarios,

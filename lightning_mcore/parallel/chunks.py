@@ -158,15 +158,13 @@ def find_pipeline(module: nn.Module) -> Pipeline | None:
     if not pipelines:
         return None
     if len(pipelines) > 1:
-        raise ValueError(
-            f"{type(module).__name__} holds {len(pipelines)} models built with pipeline(); one is supported"
-        )
+        raise ValueError(f"{type(module).__name__} builds {len(pipelines)} models with pipeline(); build only one")
     # Megatron reduces only the gradients of chunks.
     inside = {id(parameter) for parameter in pipelines[0].parameters()}
     outside = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in inside]
     if outside:
         raise ValueError(
-            f"{type(module).__name__} trains parameters outside the model built with pipeline(), the first is "
+            f"{type(module).__name__} trains parameters outside the model built with pipeline(), such as "
             f"{outside[0]!r}; move them into a chunk or freeze them with requires_grad_(False)"
         )
     return pipelines[0]
@@ -364,8 +362,8 @@ def check_gradients(chunks: ModelChunks) -> None:
     names = [name for name, p in named if hasattr(p, "main_grad") and not p.main_grad.isfinite().all()]
     here = f"of this rank in {names[0]!r} and {len(names) - 1} others" if names else "of another rank"
     raise RuntimeError(
-        f"the gradients hold a NaN or an infinity, {here}; lower the learning rate, clip, or look at the data"
-        " (ddp_config.check_for_nan_in_grad=True asks for this check)"
+        f"the gradients contain NaN or infinity, {here}; lower the learning rate, clip, or check the data"
+        " (ddp_config.check_for_nan_in_grad=True enables this check)"
     )
 
 

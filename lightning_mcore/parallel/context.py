@@ -55,7 +55,7 @@ def unsplit_from_context_parallel(shares: Sequence[Tensor], dim: int = 1) -> Ten
     for rank, share in enumerate(shares):
         if share.size(dim) % 2:
             raise ValueError(
-                f"the share of rank {rank} has {share.size(dim)} tokens; a share is two slices of equal length"
+                f"the share of rank {rank} has {share.size(dim)} tokens; give an even number, for two equal slices"
             )
         for index, part in zip(slices_of_rank(rank, size), share.chunk(2, dim), strict=True):
             slices[index] = part
@@ -116,8 +116,8 @@ def check_packed_offsets(offsets: Sequence[int], length: int, size: int) -> None
         tokens = offsets[index + 1] - offsets[index]
         if tokens < 0:
             raise ValueError(
-                f"the boundaries of packed sequences fall from {offsets[index]} to {offsets[index + 1]}; "
-                "give them in rising order"
+                f"the boundaries of packed sequences decrease from {offsets[index]} to {offsets[index + 1]}; "
+                "give them in increasing order"
             )
         # 2 * size slices for each sequence, as for a whole row.
         if size > 1 and tokens % (2 * size):

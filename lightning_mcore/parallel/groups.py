@@ -86,7 +86,7 @@ def open_process_groups(
     default group.
     """
     if not dist.is_initialized():
-        raise RuntimeError("the default process group of torch.distributed must be open before Megatron's groups")
+        raise RuntimeError("Megatron's process groups need that of torch.distributed; call init_process_group() first")
     arguments = {
         "create_gloo_process_groups": False,
         # Megatron counts whole minutes: 90 seconds become 2.
@@ -176,7 +176,10 @@ def process_group(axis: Axis) -> dist.ProcessGroup:
     that share a stage's experts, ``expert_dp`` those that hold the same ones.
     """
     if not process_groups_are_open():
-        raise RuntimeError("Megatron's process groups are not open; they exist only while the trainer runs")
+        raise RuntimeError(
+            "Megatron's process groups are not open; they exist only while the trainer runs or inside"
+            " `with single_process():`"
+        )
     group: dist.ProcessGroup = _GROUP_OF_AXIS[axis]()
     return group
 

@@ -168,7 +168,7 @@ class Pipeline(nn.Module):
     def _whole_model(self) -> nn.Module:
         if not self.chunks:
             raise RuntimeError(
-                "self.model(...) was called in a worker of a DataLoader, which lacks the model; call it in a step"
+                "self.model(...) was called in a DataLoader worker, which does not have the model; call it in a step"
             )
         if len(self.chunks) == 1 and self.is_last[0] and self.layout.pipeline_model_parallel_size == 1:
             if self._prepare is not None:

@@ -91,7 +91,7 @@ def connect(introduction: T) -> tuple[Connections, list[T]] | None:
     if rank == 0:
         _log.warning(
             "%d ranks cannot reach rank 0 on %s, port %d: if a rank fails, the others notice it at the timeout of their"
-            " collectives; let the machines of a run connect to each other on all ports",
+            " collectives; allow connections between the machines of a run on all ports",
             answers[0][0],
             name,
             port,
@@ -188,7 +188,7 @@ def _find_store(place: ClusterEnvironment, deadline: float, timeout: float) -> S
         return answered.get(timeout=_ANSWER)
     except queue.Empty:
         raise RuntimeError(
-            f"another program has the port {port} of {address}, where the ranks are to meet; choose another MASTER_PORT"
+            f"another program uses port {port} of {address}, where the ranks are to meet; choose another MASTER_PORT"
         ) from None
 
 

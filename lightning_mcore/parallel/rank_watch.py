@@ -218,7 +218,7 @@ class _Watch:
             if self._absent is not None:
                 refusal = f"rank {self._absent} has ended"
             if refusal is not None:
-                raise RuntimeError(f"{refusal}, and a run needs all ranks; start the script again")
+                raise RuntimeError(f"{refusal}, but a run needs all ranks; restart the script")
 
     @property
     def _is_answered(self) -> bool:
@@ -495,7 +495,7 @@ def describe(error: BaseException) -> str:
 
 
 def _without_a_word(rank: int) -> str:
-    return f"rank {rank} ended without a word (killed, out of memory, or a crash outside Python)"
+    return f"rank {rank} ended without an error message (killed, out of memory, or a crash outside Python)"
 
 
 def _is_of_a_connection(error: BaseException) -> bool:

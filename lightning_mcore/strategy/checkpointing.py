@@ -82,8 +82,8 @@ class Checkpoints:
         io = self._strategy.checkpoint_io
         if not isinstance(io, MCoreCheckpointIO):
             raise TypeError(
-                f"{type(io).__name__} writes one file, and this model is saved as a directory of shards; leave it out,"
-                " or give MCoreCheckpointIO(), which also saves asynchronously (async_save=True)"
+                f"{type(io).__name__} writes a single file, but this model is saved as a directory of shards; remove"
+                " it, or use MCoreCheckpointIO(), which can also save asynchronously (async_save=True)"
             )
         return io
 
@@ -283,9 +283,9 @@ class Checkpoints:
         splits = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size > 1
         if MANIFEST not in state and (splits or layout.expert_model_parallel_size > 1):
             raise ValueError(
-                f"{path} is one file, as other strategies write it, but this run splits the model into "
-                f"{layout.describe(strategy.world_size)} and reads only directories that MCoreStrategy wrote: load it "
-                "on one rank or with data parallelism alone, and save it there"
+                f"{path} is a single-file checkpoint, as other strategies write, but this run splits the model into "
+                f"{layout.describe(strategy.world_size)} and reads only directories that MCoreStrategy wrote; load it "
+                "on one rank or with data parallelism only, and save it from there"
             )
         return state
 
@@ -308,15 +308,15 @@ class Checkpoints:
         optimizers, states = self._strategy.optimizers, checkpoint["optimizer_states"]
         if len(states) not in (0, len(optimizers)):
             raise ValueError(
-                f"the checkpoint holds the states of {len(states)} optimizers and configure_optimizers returned"
+                f"the checkpoint contains the states of {len(states)} optimizers, but configure_optimizers returned"
                 f" {len(optimizers)}; resume with the optimizers of the run that saved it"
             )
         distributed = self._strategy.gradients.distributed
         for optimizer, saved in zip(optimizers, states, strict=False):
             if distributed and "megatron" in saved:
                 raise ValueError(
-                    "the checkpoint's optimizer keeps whole fp32 copies of the parameters, as in bf16-true without"
-                    " the distributed optimizer; resume it with use_distributed_optimizer=False"
+                    "the checkpoint's optimizer keeps unsharded fp32 copies of the parameters, as bf16-true does"
+                    " without the distributed optimizer; resume with use_distributed_optimizer=False"
                 )
             if distributed and "state" in saved and isinstance(optimizer, MCoreOptimizer):
                 load_whole_state(optimizer, saved)
@@ -327,8 +327,9 @@ class Checkpoints:
             groups = saved["param_groups"]
             if len(groups) != len(optimizer.param_groups):
                 raise ValueError(
-                    f"the checkpoint's optimizer has {len(groups)} parameter groups and that of configure_optimizers"
-                    f" {len(optimizer.param_groups)}; resume with the groups of the run that saved it"
+                    f"the checkpoint's optimizer has {len(groups)} parameter groups, but the one from"
+                    f" configure_optimizers has {len(optimizer.param_groups)}; resume with the groups of the run that"
+                    " saved it"
                 )
             for group, values in zip(optimizer.param_groups, groups, strict=True):
                 group.update(values)
@@ -392,16 +393,16 @@ def _last_links(callback: ModelCheckpoint, trainer: pl.Trainer, begins_anew: boo
         if checkpoint_files.recover_all(str(callback.dirpath)):
             for path in callback._find_last_checkpoints(trainer) - seen:
                 raise FileNotFoundError(
-                    f"{path} was missing because a save that replaced it was interrupted; it is restored now: start "
-                    "again to resume from it, or delete it to start a new run"
+                    f"{path} had been moved aside by an interrupted save and has been restored; rerun to resume from "
+                    "it, or delete it to start a new run"
                 )
     links = [path for path in callback._find_last_checkpoints(trainer) if os.path.islink(path)]
     for link in links if begins_anew else []:
         if not os.path.exists(link):
             newest = checkpoint_files.newest_in(os.path.dirname(link))
-            advice = "" if newest is None else f"resume with ckpt_path={newest!r}, the newest whole one there, or "
+            advice = "" if newest is None else f"resume with ckpt_path={newest!r}, the newest complete one there, or "
             raise FileNotFoundError(
-                f"{link} leads to the checkpoint {os.readlink(link)}, which is gone; {advice}delete the link to start "
-                "a new run"
+                f"{link} links to the checkpoint {os.readlink(link)}, which no longer exists; {advice}delete the link"
+                " to start a new run"
             )
     return links

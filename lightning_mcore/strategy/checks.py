@@ -60,7 +60,9 @@ def check_backend(name: str | None) -> None:
         backend = part.rpartition(":")[2].lower()
         if backend not in dist.Backend.backend_list or backend == dist.Backend.UNDEFINED:
             known = [known for known in dist.Backend.backend_list if known != dist.Backend.UNDEFINED]
-            raise ValueError(f"process_group_backend={name!r} names {backend!r}; choose from {', '.join(known)}")
+            raise ValueError(
+                f"process_group_backend={name!r} has the unknown backend {backend!r}; choose from {', '.join(known)}"
+            )
 
 
 def planned_world_size(strategy: "MCoreStrategy") -> int:
@@ -139,11 +141,12 @@ def check_plain(strategy: "MCoreStrategy", module: pl.LightningModule) -> None:
     if sizes := _sizes_that_split(strategy.layout):
         raise ValueError(
             f"{name} did not build its model with self.pipeline(...), or with hf_model(self, path) for a Hugging Face"
-            f" model, so {sizes} cannot split it; call one in configure_model, or set every model-parallel size to 1"
+            f" model, so {sizes} cannot split it; call one of these in configure_model, or set every model-parallel"
+            " size to 1"
         )
     if strategy.micro_batch_size is not None:
         raise ValueError(
-            f"micro_batch_size={strategy.micro_batch_size} needs a model built with self.pipeline(...), {name} has "
+            f"micro_batch_size={strategy.micro_batch_size} needs a model built with self.pipeline(...), but {name} has "
             "none; use a smaller DataLoader batch with accumulate_grad_batches"
         )
 
@@ -159,13 +162,13 @@ def check_backward_is_free(module: pl.LightningModule) -> None:
     name = type(module).__name__
     if not module.automatic_optimization:
         raise ValueError(
-            f"manual optimization is not available for a model built with pipeline(), whose backward is Megatron's; "
-            f"set automatic_optimization = True in {name}"
+            f"manual optimization is not supported for a model built with pipeline(), as Megatron runs the backward pass;"
+            f" set automatic_optimization = True in {name}"
         )
     if is_overridden("backward", module):
         raise ValueError(
-            f"{name} overrides backward(), but that of a model built with pipeline() is Megatron's and would not call "
-            "it; remove it, and scale the loss in training_step"
+            f"{name} overrides backward(), but Megatron runs the backward pass of a model built with pipeline() and"
+            " never calls it; remove it, and scale the loss in training_step"
         )
 
 
@@ -179,12 +182,12 @@ def check_averaging(module: pl.LightningModule, distributed: bool) -> None:
         name = type(callback).__name__
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and isinstance(module, MCoreModule):
             raise ValueError(
-                f"{name} copies the whole module before its model is built, so it is not available for an "
+                f"{name} copies the whole module before its model is built, so it does not support an "
                 "MCoreModule; average saved checkpoints after the run, or use a plain LightningModule"
             )
         if isinstance(callback, WeightAveraging) and distributed:
             raise ValueError(
-                f"{name} writes its average into one-file checkpoints and reads parameters after every step, and"
+                f"{name} writes its average to single-file checkpoints and reads parameters after every step, but"
                 " use_distributed_optimizer=True writes shards and may leave parameters scattered; set it to False"
             )
 
@@ -199,8 +202,8 @@ def check_batches_to_predict(trainer: pl.Trainer, expert_parallel_size: int) -> 
     counts = all_gather_object(trainer.predict_loop.max_batches)
     if any(count != counts[0] for count in counts):
         raise RuntimeError(
-            f"the data-parallel ranks have {sorted(map(str, counts))} batches to predict, and with"
-            f" expert_model_parallel_size={expert_parallel_size} they need the same number;"
+            f"the data-parallel ranks have {sorted(map(str, counts))} batches to predict, but"
+            f" expert_model_parallel_size={expert_parallel_size} requires the same number on each of them;"
             " make the number of samples a multiple of the batch size times the data-parallel size"
         )
 

@@ -52,8 +52,8 @@ def check_fp8(
         return
     if not isinstance(module, MCoreModule):
         raise ValueError(
-            f"{asked_for(settings.recipe)} works only in TransformerEngine's layers, and {type(module).__name__}"
-            " builds no Megatron model; derive it from MCoreModule, or leave fp8_recipe out"
+            f"{asked_for(settings.recipe)} needs TransformerEngine's layers, but {type(module).__name__} does not"
+            " build a Megatron model; derive it from MCoreModule, or remove fp8_recipe"
         )
     check_machine(settings, machine)
     check_optimizer(settings, ddp_config, optimizer_config)
@@ -104,20 +104,20 @@ def check_machine(settings: FP8Settings, machine: FP8Machine) -> None:
     if machine.transformer_engine is None:
         raise ModuleNotFoundError(
             f"{asked} needs TransformerEngine, which is not installed; install the extra [te], "
-            f"or leave {asked.partition('=')[0]} out"
+            f"or remove {asked.partition('=')[0]}"
         )
     least = _TRANSFORMER_ENGINE[recipe]
     # ".dev0", so that a development build of that release passes.
     if Version(machine.transformer_engine) < Version(f"{least}.dev0"):
         raise ValueError(
-            f"{asked} needs TransformerEngine {least} or newer, and {machine.transformer_engine} is "
+            f"{asked} needs TransformerEngine {least} or newer, but {machine.transformer_engine} is "
             "installed; update it, or choose another recipe"
         )
     have = ".".join(map(str, machine.capability))
     if machine.capability < _CAPABILITY[recipe]:
         need = ".".join(map(str, _CAPABILITY[recipe]))
         raise ValueError(
-            f"{asked} needs a GPU of compute capability {need} or higher, and this one has {have}; "
+            f"{asked} needs a GPU of compute capability {need} or higher, but this one has {have}; "
             f"{_other_recipe(machine.capability)}"
         )
     if recipe == "mxfp8" and machine.capability >= _NO_MXFP8_FROM:
@@ -127,8 +127,8 @@ def check_machine(settings: FP8Settings, machine: FP8Machine) -> None:
         )
     if Version(machine.cuda) < Version(_CUDA.get(recipe, "0")):
         raise ValueError(
-            f"{asked} needs CUDA {_CUDA[recipe]} or newer, and torch was built with {machine.cuda}; "
-            "choose 'tensorwise', or another build"
+            f"{asked} needs CUDA {_CUDA[recipe]} or newer, but torch was built with CUDA {machine.cuda}; "
+            "choose 'tensorwise', or install another build of torch"
         )
 
 
@@ -173,6 +173,6 @@ def check_chunks(settings: FP8Settings, chunks: Sequence[nn.Module]) -> None:
     # One stage may have none of these layers (only an embedding, for example), so all ranks are asked.
     if all_true(not found):
         raise ValueError(
-            f"{asked_for(settings.recipe)} works only in TransformerEngine's layers, and the model has none; build"
-            " it from Megatron's TransformerEngine spec, or leave fp8_recipe out"
+            f"{asked_for(settings.recipe)} needs TransformerEngine's layers, but the model has none; build it from"
+            " Megatron's TransformerEngine spec, or remove fp8_recipe"
         )

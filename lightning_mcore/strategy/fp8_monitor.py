@@ -53,8 +53,8 @@ class FP8Monitor(pl.Callback):
             )
         if trainer.strategy.root_device.type != "cpu":
             raise ValueError(
-                f"FP8Monitor counts on the CPU only, and the run is on {trainer.strategy.root_device}; "
-                'choose accelerator="cpu", or remove it'
+                f"FP8Monitor works only on the CPU, but the run is on {trainer.strategy.root_device}; "
+                'choose accelerator="cpu", or remove the callback'
             )
 
     def on_train_batch_start(

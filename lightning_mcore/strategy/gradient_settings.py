@@ -42,7 +42,7 @@ class GradientSettings:
         if self.ddp_config is not None and not isinstance(self.ddp_config, DistributedDataParallelConfig):
             raise TypeError(
                 f"ddp_config={self.ddp_config!r} is not a DistributedDataParallelConfig;"
-                " make one from megatron.core.distributed"
+                " pass the one of megatron.core.distributed"
             )
         given = {name: getattr(self, name) for name in GRADIENT_SETTINGS}
         for name, value in given.items():
@@ -102,7 +102,7 @@ class GradientSettings:
         if instances > 1 and importlib.util.find_spec("einops") is None:
             raise ModuleNotFoundError(
                 f"ddp_config.num_distributed_optimizer_instances={instances} needs the package einops, which Megatron "
-                "uses to make the groups; install it, or leave the option out"
+                "uses to create the groups; install it, or remove the option"
             )
 
 

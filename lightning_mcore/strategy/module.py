@@ -78,7 +78,7 @@ class MCoreModule(pl.LightningModule):
             if built.layout != layout:
                 raise RuntimeError(
                     f"this module was built for the layout {built.layout} and cannot run on {layout}; "
-                    "make a new module and load a checkpoint to carry the weights over"
+                    "create a new module and load its weights from a checkpoint"
                 )
             return built
         with random_state_of_build():
@@ -105,7 +105,7 @@ class MCoreModule(pl.LightningModule):
         if self.__dict__.get("_built_pipeline") is None:
             raise RuntimeError("there is no model to load weights into; call load_weights() after self.pipeline(...)")
         if any(hasattr(parameter, "main_grad") for parameter in self.parameters()):
-            raise RuntimeError("load_weights() was called while the model is trained; call it in configure_model()")
+            raise RuntimeError("load_weights() was called during training; call it in configure_model()")
         load_weights(self, path, strict)
 
     @_restricted_classmethod
@@ -270,7 +270,7 @@ class MCoreModule(pl.LightningModule):
         pipeline = self._pipeline_of_step()
         inputs = self.model_inputs(batch)
         if inputs.labels is None:
-            raise ValueError(f"a batch with {', '.join(batch)} has no labels, which the losses need; give them")
+            raise ValueError(f"a batch with {', '.join(batch)} has no labels, which the losses need; add them")
         losses: Tensor = pipeline(
             inputs.tokens, inputs.position_ids, None, labels=inputs.labels, **self._more_arguments(inputs)
         )
@@ -425,8 +425,8 @@ class MCoreModule(pl.LightningModule):
             SingleModelSession.attach(self._trainer)
         elif not process_groups_are_open():
             raise RuntimeError(
-                "pipeline() builds Megatron layers, which need process groups: call it in configure_model(), "
-                "which the Trainer runs, or work with the model in a block `with single_process():`"
+                "pipeline() builds Megatron layers, which need process groups; call it in configure_model(), "
+                "which the Trainer runs, or inside `with single_process():`"
             )
 
 

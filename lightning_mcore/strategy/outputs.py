@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_WAY_OUT = "return tensors with a row for each row of the batch, or override join_rows() in the module"
+_WAY_OUT = "return tensors with one row for each row of the batch, or override join_rows() in the module"
 
 
 def join_outputs(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
@@ -90,7 +90,7 @@ def _join_dicts(outputs: Sequence[Mapping[Any, Any]], rows: Sequence[int]) -> An
 
 def _join_entries(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
     if len({len(output) for output in outputs}) > 1:
-        raise ValueError(f"tuples of {sorted({len(output) for output in outputs})} entries; {_WAY_OUT}")
+        raise ValueError(f"tuples with {sorted({len(output) for output in outputs})} entries; {_WAY_OUT}")
     entries = [join_outputs(entry, rows) for entry in zip(*outputs, strict=True)]
     kind: Any = type(outputs[0])
     return kind(*entries) if hasattr(kind, "_fields") else kind(entries)  # a namedtuple takes them one by one
@@ -121,11 +121,11 @@ def _concatenated(concatenate: Any, outputs: Sequence[Any], dim: int) -> Any:
         return concatenate(outputs, dim)
     except (RuntimeError, ValueError) as error:
         shapes = " and ".join(sorted({str(list(output.shape)) for output in outputs}))
-        raise ValueError(f"tensors of the shapes {shapes}, which cannot be concatenated; {_WAY_OUT}") from error
+        raise ValueError(f"tensors of shapes {shapes}, which cannot be concatenated; {_WAY_OUT}") from error
 
 
 def _same(outputs: Sequence[Any]) -> Any:
     first = outputs[0]
     if any(output is not first and output != first for output in outputs):
-        raise ValueError(f"different objects of the type {type(first).__name__}; {_WAY_OUT}")
+        raise ValueError(f"different objects of type {type(first).__name__}, which cannot be joined; {_WAY_OUT}")
     return first

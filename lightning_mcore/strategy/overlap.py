@@ -48,8 +48,8 @@ class TensorParallelOverlap:
         raise_first(tensor_overlap_device_faults(self.enabled, device.type))
         if self.enabled and importlib.util.find_spec("transformer_engine") is None:
             raise ModuleNotFoundError(
-                "tp_comm_overlap=True needs the package transformer_engine; install lightning-mcore[te], or leave"
-                " it out"
+                "tp_comm_overlap=True needs the package transformer_engine; install lightning-mcore[te], or set"
+                " it to False"
             )
 
     def open(self, shape: tuple[int, int] | None, config: TransformerConfig) -> None:
@@ -61,13 +61,13 @@ class TensorParallelOverlap:
             return
         if shape is None:
             raise ValueError(
-                "tp_comm_overlap=True needs microbatches of one shape, known before they run; override"
-                " microbatch_shape(batch) in the module, and drop_last in its DataLoader"
+                "tp_comm_overlap=True needs to know the one shape of all microbatches in advance; override"
+                " microbatch_shape(batch) in the module, and set drop_last in its DataLoader"
             )
         if self._shape is not None:
             raise RuntimeError(
-                f"tp_comm_overlap=True made buffers for microbatches of {self._shape} (sequence length, rows), and one"
-                f" of {shape} followed; keep one shape in training and validation, with drop_last where needed"
+                f"tp_comm_overlap=True allocated buffers for microbatches of {self._shape} (sequence length, rows), but"
+                f" one has {shape}; use one shape in training and validation, with drop_last where needed"
             )
         # Here, because importing TransformerEngine takes seconds and most runs do not overlap.
         module = importlib.import_module("transformer_engine.pytorch.module.base")
@@ -136,5 +136,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
     except Exception as error:  # a damaged file can raise anything
         raise ValueError(f"tp_comm_overlap_cfg={path!r} is not YAML: {' '.join(str(error).split())[:300]}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"tp_comm_overlap_cfg={path!r} does not hold keys; write settings by the names of buffers")
+        raise ValueError(
+            f"tp_comm_overlap_cfg={path!r} is not a mapping; write one entry for each buffer, with its settings"
+        )
     return content

@@ -263,7 +263,9 @@ class PipelineRunner:
                 output = self._module.join_rows(outputs, [round(size * p.weight / parts[0].weight) for p in parts])
             except ValueError as error:
                 # Sent like an output, so that the other stages do not wait for one.
-                output = ValueError(f"{step} returned, for the parts of micro_batch_size={size} rows, {error}")
+                output = ValueError(
+                    f"micro_batch_size={size} splits batches, and for the parts {step} returned {error}"
+                )
         group = process_group("pp")
         if group.size() > 1:
             sent = from_last_stage(output, self.root_device)
@@ -386,7 +388,7 @@ class PipelineRunner:
         config = self._chunks.config
         if missing and (config.num_moe_experts or config.mtp_num_layers) and torch.is_grad_enabled():
             raise RuntimeError(
-                f"{len(microbatches)} microbatches are left at the end of the epoch, and the interleaved schedule "
+                f"{len(microbatches)} microbatches are left at the end of the epoch, but the interleaved schedule "
                 f"needs a multiple of pipeline_model_parallel_size={self._layout.pipeline_model_parallel_size} with "
                 "experts or multi-token prediction; set limit_train_batches or drop_last so that "
                 "accumulate_grad_batches divides the epoch"
@@ -458,8 +460,8 @@ class PipelineRunner:
         if per_token != (num_tokens is not None):
             returned = "without 'num_tokens'" if num_tokens is None else "with 'num_tokens'"
             raise ValueError(
-                f"training_step returned a loss {returned}, and the model's TransformerConfig has "
-                f"calculate_per_token_loss={per_token}; weighting by tokens needs both, averaging neither"
+                f"training_step returned a loss {returned}, but the model's TransformerConfig has "
+                f"calculate_per_token_loss={per_token}; to weight by tokens use both, to average use neither"
             )
         if num_tokens is None:
             return loss, None
@@ -497,6 +499,6 @@ def _check_steps_take_batches(module: pl.LightningModule) -> None:
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
             raise TypeError(
-                f"{type(module).__name__}.{step}(dataloader_iter) is not available for a model built with pipeline(),"
-                f" whose schedule hands out the batches; define {step}(batch, batch_idx)"
+                f"{type(module).__name__}.{step}(dataloader_iter) is not supported for a model built with pipeline(),"
+                f" whose schedule fetches the batches; define {step}(batch, batch_idx)"
             )

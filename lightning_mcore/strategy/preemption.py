@@ -87,13 +87,13 @@ class PreemptionCheckpoint(Checkpoint):
         super().__init__()
         _check_signals(signals)
         if dirpath is not None and not isinstance(dirpath, str | Path):
-            raise TypeError(f"dirpath={dirpath!r} is of type {type(dirpath).__name__}; give a path, or None")
+            raise TypeError(f"dirpath={dirpath!r} is of type {type(dirpath).__name__}; give a path or None")
         if not isinstance(filename, str):
-            raise TypeError(f"filename={filename!r} is of type {type(filename).__name__}; give text")
+            raise TypeError(f"filename={filename!r} is of type {type(filename).__name__}; give a string")
         if not filename.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST):
             raise ValueError(f'filename={filename!r} must begin with "last", or ckpt_path="last" does not find it')
         if "/" in filename or filename.endswith(ModelCheckpoint.FILE_EXTENSION):
-            raise ValueError(f'filename={filename!r} must have no folder and no ".ckpt"; give a folder as dirpath')
+            raise ValueError(f'filename={filename!r} must not contain a folder or ".ckpt"; set dirpath to the folder')
         self.signals: tuple[SignalName, ...] = tuple(signals)
         self.dirpath = dirpath
         self.filename = filename
@@ -106,8 +106,8 @@ class PreemptionCheckpoint(Checkpoint):
         """Forget the signals of an earlier run, and move after the other callbacks; ``ValueError`` without a folder."""
         if stage == TrainerFn.FITTING and self._needs_a_folder(trainer):
             raise ValueError(
-                f"{type(self).__name__} saves beside a ModelCheckpoint, and the trainer has none; add"
-                " ModelCheckpoint(dirpath) to its callbacks, or give dirpath here"
+                f"{type(self).__name__} saves next to a ModelCheckpoint, but the trainer has none; add"
+                " ModelCheckpoint(dirpath) to its callbacks, or set dirpath"
             )
         self._watches, self._received, self._arrived = False, set(), ()
         run_last(trainer, self)
@@ -165,7 +165,9 @@ class PreemptionCheckpoint(Checkpoint):
         self._watches = True
         self._requeue_signal = _requeue_signal(trainer)
         if threading.current_thread() is not threading.main_thread():
-            logger.warning("fit runs outside the main thread, where Python cannot set signal handlers; none is set")
+            logger.warning(
+                "fit runs outside the main thread, where Python cannot set signal handlers; no signal will save the run"
+            )
             return
         for name in self._signals_to_watch:
             number = signal.Signals[name]
@@ -315,10 +317,12 @@ def _check_signals(signals: Any) -> None:
     if isinstance(signals, str) or not isinstance(signals, Sequence):
         raise TypeError(f"signals={signals!r} is of type {type(signals).__name__}; give a list, such as ['SIGTERM']")
     if not signals:
-        raise ValueError(f"signals={signals!r} names no signal; choose from {', '.join(allowed)}")
+        raise ValueError(f"signals={signals!r} is empty; choose from {', '.join(allowed)}")
     for name in signals:
         if name not in allowed or not hasattr(signal, name):
-            raise ValueError(f"signals={list(signals)!r} has {name!r}; choose from {', '.join(allowed)}")
+            raise ValueError(
+                f"signals={list(signals)!r} contains {name!r}, which is not supported; choose from {', '.join(allowed)}"
+            )
 
 
 def _model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:

@@ -247,8 +247,8 @@ class ExactResume:
             loops["state_dict"]["combined_loader"] = data["stateful"]
         if ranks != now and data["stateful"] and place.in_epoch:
             raise ValueError(
-                f"the checkpoint holds the states of dataloaders in the middle of an epoch on {ranks} data-parallel"
-                f" ranks, and {now} ranks cannot use them; resume on {ranks}, or from the end of an epoch"
+                f"the checkpoint contains dataloader states from the middle of an epoch on {ranks} data-parallel"
+                f" ranks, which {now} ranks cannot use; resume on {ranks}, or from the end of an epoch"
             )
         self._restored = _Restored(place, random, data["loaders"], ranks, state["metrics"])
 
@@ -331,7 +331,7 @@ class ExactResume:
         if restored.place.in_epoch:
             if restored.loaders is not None and len(restored.loaders) != len(combined.flattened):
                 raise ValueError(
-                    f"the checkpoint was taken in the middle of an epoch over {len(restored.loaders)} dataloaders, and"
+                    f"the checkpoint was taken in the middle of an epoch over {len(restored.loaders)} dataloaders, but"
                     f" there are {len(combined.flattened)} now; resume with the dataloaders of the run that saved it"
                 )
             if fit._combined_loader_states_to_load and not self._loaders:
@@ -409,7 +409,7 @@ def _check_kind(loader: object, index: int, restored: _Restored | None) -> None:
     if saved not in ("read", now):
         was = {"stateful": "a dataloader that keeps its own state", "index": "a DataLoader of torch"}[saved]
         raise ValueError(
-            f"the checkpoint was taken after {restored.place.batches} batches of an epoch of {was}, and"
+            f"the checkpoint was taken after {restored.place.batches} batches of an epoch of {was}, but"
             f" {type(loader).__name__} cannot continue from there; resume with the dataloaders of the run that saved"
             " it, or from the end of an epoch"
         )
@@ -429,6 +429,6 @@ def _sentence(kind: str, restored: _Restored, ranks: int, then: int | None, now:
     sizes = [f" with batch_size={size}" if size is not None else "" for size in (then, now)]
     return (
         f"the checkpoint was taken after {restored.place.batches} batches of an epoch on {restored.ranks} "
-        f"data-parallel ranks{sizes[0]}, and {kind} without Lightning's distributed sampler cannot continue from "
-        f"there on {ranks}{sizes[1]}; resume as it was saved, or from the end of an epoch"
+        f"data-parallel ranks{sizes[0]}, but {kind} without Lightning's distributed sampler cannot continue from "
+        f"there on {ranks}{sizes[1]}; resume with the settings of the run that saved it, or from the end of an epoch"
     )

@@ -134,8 +134,8 @@ class SameBatches:
             kind, sent, state = self.from_reader(("error", str(error), None))
         if kind == "error":
             raise ValueError(
-                f"broadcast_batches=True pickles each batch, and that of {self.name_of(loader)} cannot be pickled:"
-                f" {sent}; leave the option out, or return tensors and plain values from collate_fn"
+                f"broadcast_batches=True pickles each batch, and one of {self.name_of(loader)} cannot be pickled:"
+                f" {sent}; remove the option, or return tensors and plain values from collate_fn"
             )
         if self.reads:
             return batch
@@ -174,8 +174,8 @@ class SameBatches:
         first, second = (dist.get_global_rank(group, index) for index in (0, other))
         raise ValueError(
             f"ranks {first} and {second} hold parts of one model copy and must read the same batches, but"
-            f" {_difference(read[0], read[other], first, second)}; where the dataset or its sampler uses the rank in"
-            " the world, give it lightning_mcore.data_shard(trainer), and seed what it draws"
+            f" {_difference(read[0], read[other], first, second)}; if the dataset or its sampler uses the global"
+            " rank, use lightning_mcore.data_shard(trainer) instead, and seed its random numbers"
         )
 
 

@@ -271,9 +271,9 @@ def test_what_a_run_cannot_read_is_refused_in_one_sentence(tmp_path: Path) -> No
         "text": "/text.ckpt is not a checkpoint: torch.save did not write it; give the path of a checkpoint",
         "optimizer": "/pp2/last.ckpt holds the state of AdamW, and configure_optimizers returned SGD; return AdamW, or"
         " load only its weights: self.load_weights(path) in configure_model",
-        "file": "/file/last.ckpt is one file, as other strategies write it, but this run splits the model into tp1 pp2"
-        " cp1 dp1 and reads only directories that MCoreStrategy wrote: load it on one rank or with data parallelism"
-        " alone, and save it there",
+        "file": "/file/last.ckpt is a single-file checkpoint, as other strategies write, but this run splits the model"
+        " into tp1 pp2 cp1 dp1 and reads only directories that MCoreStrategy wrote; load it on one rank or with data"
+        " parallelism only, and save it from there",
         "file-groups": "the checkpoint's optimizer has parameter groups of [2, 2] tensors and that of"
         " configure_optimizers [4]; resume with the groups of the run that saved it",
         "file-precision": "the checkpoint's optimizer state was saved in another precision or without Megatron, so it"

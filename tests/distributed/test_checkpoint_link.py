@@ -117,7 +117,8 @@ def begin_with_a_broken_link(folder: str) -> str:
 def test_a_link_to_a_checkpoint_that_is_gone_is_refused_instead_of_beginning_anew(tmp_path: Path) -> None:
     sentences = run_ranks(2, begin_with_a_broken_link, str(tmp_path))
     expected = (
-        f"{tmp_path}/last.ckpt leads to the checkpoint step=9.ckpt, which is gone; delete the link to start a new run"
+        f"{tmp_path}/last.ckpt links to the checkpoint step=9.ckpt, which no longer exists; delete the link to start"
+        " a new run"
     )
     assert sentences == [expected] * 2
 
@@ -142,7 +143,9 @@ def begin_where_the_last_was_moved_away(folder: str) -> str:
 def test_a_last_checkpoint_that_a_crash_moved_away_is_put_back_instead_of_beginning_anew(tmp_path: Path) -> None:
     sentences = run_ranks(2, begin_where_the_last_was_moved_away, str(tmp_path))
     assert len(set(sentences)) == 1
-    assert sentences[0].startswith(f"{tmp_path}/last.ckpt was missing because a save that replaced it was interrupted")
+    assert sentences[0].startswith(
+        f"{tmp_path}/last.ckpt had been moved aside by an interrupted save and has been restored"
+    )
 
 
 def remove_and_link(folder: str) -> None:

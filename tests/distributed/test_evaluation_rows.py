@@ -154,7 +154,8 @@ def test_outputs_that_cannot_be_joined_are_refused_on_every_stage() -> None:
     with pytest.raises(RanksFailedError) as failure:
         run_ranks(2, predict_apart)
     message = (
-        "predict_step returned, for the parts of micro_batch_size=2 rows, tensors of the shapes [1, 1, 1] and [2, 2, 1]"
+        "micro_batch_size=2 splits batches, and for the parts predict_step returned tensors of shapes [1, 1, 1] and"
+        " [2, 2, 1]"
     )
     assert sorted(failure.value.errors) == [0, 1]
     assert all(message in error and "override join_rows()" in error for error in failure.value.errors.values())

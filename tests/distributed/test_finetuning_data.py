@@ -189,9 +189,7 @@ def test_a_resumed_stream_is_the_stream_without_a_break_and_on_other_ranks_begin
                 assert again[name][moment].batches == run[name].batches[batches:], (name, moment)
                 assert again[name][moment].losses == run[name].losses[steps:], (name, moment)
     [(said, batch)] = run_ranks(1, resume_elsewhere, *arguments, timeout=120)
-    assert said.startswith(
-        "the checkpoint holds the states of dataloaders in the middle of an epoch on 2 data-parallel"
-    )
+    assert said.startswith("the checkpoint contains dataloader states from the middle of an epoch on 2 data-parallel")
     assert batch.startswith("1 ")
 
 

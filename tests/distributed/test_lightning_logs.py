@@ -338,7 +338,7 @@ def test_what_cannot_be_logged_is_refused_on_every_rank() -> None:
     for rank in run_ranks(2, logs_wrongly, timeout=120):
         assert rank["arguments"].startswith("ValueError: self.log('a', ...) was called with different arguments")
         assert "prog_bar" in rank["arguments"]
-        assert "takes a metric that is an attribute of the module" in rank["metric"]
+        assert "needs a metric that is an attribute of the module" in rank["metric"]
         assert "takes a single number" in rank["vector"]
         assert "takes a single number, got dict" in rank["dict"]
         assert "choose mean, sum, min or max" in rank["median"]

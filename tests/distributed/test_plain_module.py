@@ -707,4 +707,4 @@ def resume_with_other_optimizers(folder: str) -> str:
 
 def test_a_checkpoint_of_another_number_of_optimizers_is_refused(tmp_path: Path) -> None:
     (message,) = run_ranks(1, resume_with_other_optimizers, str(tmp_path))
-    assert "holds the states of 2 optimizers and configure_optimizers returned 1" in message
+    assert "contains the states of 2 optimizers, but configure_optimizers returned 1" in message

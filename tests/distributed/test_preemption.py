@@ -292,13 +292,17 @@ def test_slurm_requeues_between_steps_and_lightning_finds_the_directory(has_call
     [
         ({"signals": "SIGTERM"}, TypeError, "signals='SIGTERM' is of type str; give a list, such as"),
         ({"signals": 15}, TypeError, "signals=15 is of type int; give a list"),
-        ({"signals": []}, ValueError, "names no signal; choose from SIGTERM"),
-        ({"signals": ["SIGKILL"]}, ValueError, "has 'SIGKILL'; choose from SIGTERM, SIGUSR1"),
-        ({"signals": [15]}, ValueError, "has 15; choose from SIGTERM, SIGUSR1"),
+        ({"signals": []}, ValueError, "is empty; choose from SIGTERM"),
+        (
+            {"signals": ["SIGKILL"]},
+            ValueError,
+            "contains 'SIGKILL', which is not supported; choose from SIGTERM, SIGUSR1",
+        ),
+        ({"signals": [15]}, ValueError, "contains 15, which is not supported; choose from SIGTERM, SIGUSR1"),
         ({"filename": "preempted"}, ValueError, 'must begin with "last"'),
-        ({"filename": "last.ckpt"}, ValueError, 'must have no folder and no ".ckpt"'),
-        ({"filename": "last/one"}, ValueError, 'must have no folder and no ".ckpt"'),
-        ({"filename": 3}, TypeError, "filename=3 is of type int; give text"),
+        ({"filename": "last.ckpt"}, ValueError, 'must not contain a folder or ".ckpt"'),
+        ({"filename": "last/one"}, ValueError, 'must not contain a folder or ".ckpt"'),
+        ({"filename": 3}, TypeError, "filename=3 is of type int; give a string"),
         ({"dirpath": 3}, TypeError, "dirpath=3 is of type int; give a path"),
     ],
 )
@@ -310,11 +314,11 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], error: type[Exce
 
 def no_folder() -> str:
     """Rank function: a trainer without a ModelCheckpoint."""
-    with pytest.raises(ValueError, match="saves beside a ModelCheckpoint") as raised:
+    with pytest.raises(ValueError, match="saves next to a ModelCheckpoint") as raised:
         run_fit(PlainNet(), {}, loader(2, 1), enable_checkpointing=True, callbacks=[PreemptionCheckpoint()])
     return str(raised.value)
 
 
 def test_a_trainer_without_a_folder_is_refused_before_training() -> None:
     (sentence,) = run_ranks(1, no_folder)
-    assert sentence.endswith("add ModelCheckpoint(dirpath) to its callbacks, or give dirpath here")
+    assert sentence.endswith("add ModelCheckpoint(dirpath) to its callbacks, or set dirpath")

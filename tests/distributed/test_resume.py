@@ -741,21 +741,22 @@ def test_what_cannot_go_on_in_an_epoch_says_so_and_begins_the_next_one(tmp_path:
     run_ranks(1, save_to_refuse, str(tmp_path))
     first, second = run_ranks(2, refuse, str(tmp_path))
     assert first == second
-    taken = "the checkpoint was taken after 2 batches of an epoch on 1 data-parallel ranks, and"
+    taken = "the checkpoint was taken after 2 batches of an epoch on 1 data-parallel ranks, but"
     rest = (
-        "without Lightning's distributed sampler cannot continue from there on 2; resume as it was saved,"
+        "without Lightning's distributed sampler cannot continue from there on 2; resume with the"
+        " settings of the run that saved it,"
         " or from the end of an epoch"
     )
     assert first == {
         "stream": f"{taken} an iterable dataset {rest}",
         "own": f"{taken} a train dataloader {rest}",
         "reader": f"{taken} Reader {rest}",
-        "stateful": "the checkpoint holds the states of dataloaders in the middle of an epoch on 1 data-parallel ranks,"
-        " and 2 ranks cannot use them; resume on 1, or from the end of an epoch",
+        "stateful": "the checkpoint contains dataloader states from the middle of an epoch on 1 data-parallel ranks,"
+        " which 2 ranks cannot use; resume on 1, or from the end of an epoch",
     }
     [alone] = run_ranks(1, refuse, str(tmp_path))
     sentence = (
-        "the checkpoint was taken in the middle of an epoch over 1 dataloaders, and there are 2 now; resume with the"
+        "the checkpoint was taken in the middle of an epoch over 1 dataloaders, but there are 2 now; resume with the"
         " dataloaders of the run that saved it"
     )
     assert alone.pop("stateful").endswith(

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.distributed
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
-REMEDY = "give it lightning_mcore.data_shard(trainer), and seed what it draws"
+REMEDY = "use lightning_mcore.data_shard(trainer) instead, and seed its random numbers"
 
 
 class Shard(IterableDataset[Batch]):

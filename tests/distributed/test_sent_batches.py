@@ -172,5 +172,5 @@ def test_a_dataset_sharded_by_the_rank_in_the_world_is_refused() -> None:
 def test_a_batch_that_cannot_be_sent_is_refused_on_every_rank() -> None:
     for text in run_ranks(2, refusal, of_a_class_within):
         assert text.startswith(
-            "broadcast_batches=True pickles each batch, and that of train_dataloader cannot be pickled: "
+            "broadcast_batches=True pickles each batch, and one of train_dataloader cannot be pickled: "
         )

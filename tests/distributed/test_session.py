@@ -232,7 +232,7 @@ def carry_over() -> str:
 def test_a_module_built_for_one_layout_is_not_run_on_another() -> None:
     first, second = run_ranks(2, carry_over)
     assert first == second
-    assert "make a new module and load a checkpoint" in first
+    assert "create a new module and load its weights" in first
 
 
 def look_between_two_runs() -> list[Any]:

@@ -255,9 +255,9 @@ def test_a_machine_that_can_is_accepted(recipe: str, machine: FP8Machine) -> Non
     [
         ("delayed", FP8Machine("cpu"), ValueError, "FP8 needs a CUDA device, and this run is on 'cpu'"),
         ("delayed", replace(HOPPER, transformer_engine=None), ModuleNotFoundError, "needs TransformerEngine, which is"),
-        ("delayed", replace(HOPPER, capability=(8, 6)), ValueError, "capability 8.9 or higher, and this one has 8.6"),
-        ("blockwise", ADA, ValueError, "capability 9.0 or higher, and this one has 8.9; choose 'tensorwise' or 'delay"),
-        ("mxfp8", HOPPER, ValueError, "capability 10.0 or higher, and this one has 9.0"),
+        ("delayed", replace(HOPPER, capability=(8, 6)), ValueError, "capability 8.9 or higher, but this one has 8.6"),
+        ("blockwise", ADA, ValueError, "capability 9.0 or higher, but this one has 8.9; choose 'tensorwise' or 'delay"),
+        ("mxfp8", HOPPER, ValueError, "capability 10.0 or higher, but this one has 9.0"),
         (
             "mxfp8",
             replace(BLACKWELL, capability=(12, 0)),
@@ -268,7 +268,7 @@ def test_a_machine_that_can_is_accepted(recipe: str, machine: FP8Machine) -> Non
             "blockwise",
             replace(HOPPER, cuda="12.8"),
             ValueError,
-            "needs CUDA 12.9 or newer, and torch was built with 12",
+            "needs CUDA 12.9 or newer, but torch was built with CUDA 12",
         ),
         ("tensorwise", replace(HOPPER, transformer_engine="2.1.0"), ValueError, "TransformerEngine 2.2 or newer"),
         ("blockwise", replace(HOPPER, transformer_engine="2.2.0"), ValueError, "TransformerEngine 2.3 or newer"),
@@ -385,7 +385,7 @@ def test_what_the_module_says_of_its_sizes_is_checked_before_anything_is_allocat
 def test_a_plain_module_is_refused_and_without_fp8_nothing_is() -> None:
     arguments: Any = (PlainNet(), ParallelLayout(), DistributedDataParallelConfig(), None, FP8Machine("cpu"), None)
     check_fp8(FP8Settings(), *arguments)
-    with pytest.raises(ValueError, match="PlainNet builds no Megatron model; derive it from MCoreModule"):
+    with pytest.raises(ValueError, match="PlainNet does not build a Megatron model; derive it from MCoreModule"):
         check_fp8(settings("delayed"), *arguments)
 
 
@@ -406,7 +406,7 @@ def chunks_without_transformer_engine() -> None:
 
 @pytest.mark.distributed
 def test_a_model_without_layers_of_transformer_engine_is_refused_on_every_rank() -> None:
-    with pytest.raises(RanksFailedError, match="works only in TransformerEngine's layers, and the model has none") as e:
+    with pytest.raises(RanksFailedError, match="needs TransformerEngine's layers, but the model has none") as e:
         run_ranks(2, chunks_without_transformer_engine)
     assert set(e.value.errors) == {0, 1}
 
@@ -470,10 +470,10 @@ def test_fp4_settings_that_contradict_each_other_are_refused(arguments: dict[str
 @pytest.mark.parametrize(
     ("machine", "sentence"),
     [
-        (HOPPER, "^fp4_recipe='nvfp4' needs a GPU of compute capability 10.0 or higher, and this one has 9.0; choose"),
+        (HOPPER, "^fp4_recipe='nvfp4' needs a GPU of compute capability 10.0 or higher, but this one has 9.0; choose"),
         (
             replace(BLACKWELL, cuda="12.6"),
-            "^fp4_recipe='nvfp4' needs CUDA 12.8 or newer, and torch was built with",
+            "^fp4_recipe='nvfp4' needs CUDA 12.8 or newer, but torch was built with",
         ),
         (replace(BLACKWELL, transformer_engine="2.7.0"), "^fp4_recipe='nvfp4' needs TransformerEngine 2.8 or newer"),
         (

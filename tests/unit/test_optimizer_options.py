@@ -521,12 +521,12 @@ def test_the_buffers_are_made_once_for_one_shape(monkeypatch: pytest.MonkeyPatch
     path = tmp_path / "buffers.yaml"
     path.write_text("proj_fprop:\n  method: pipeline\n")
     overlap = TensorParallelOverlap(True, str(path), SEQUENCE)
-    with pytest.raises(ValueError, match="needs microbatches of one shape") as unknown:
+    with pytest.raises(ValueError, match="needs to know the one shape of all microbatches") as unknown:
         overlap.open(None, model())
     for _ in range(2):
         overlap.open((128, 3), model())
     assert [given["ub_cfgs"] for given in made] == [{"proj_fprop": {"method": "pipeline"}}]
-    with pytest.raises(RuntimeError, match=r"made buffers for microbatches of \(128, 3\)") as changed:
+    with pytest.raises(RuntimeError, match=r"allocated buffers for microbatches of \(128, 3\)") as changed:
         overlap.open((128, 1), model())
     assert is_one_sentence(str(unknown.value))
     assert is_one_sentence(str(changed.value))

@@ -64,12 +64,12 @@ def test_scalars_are_weighed_by_rows_and_counts_are_added() -> None:
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
-        ([torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(1, 3)], r"tensors of the shapes \[1, 3\] and \[2, 3\] and"),
+        ([torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(1, 3)], r"tensors of shapes \[1, 3\] and \[2, 3\] and"),
         ([1.0, None, 1.0], "NoneType and float, which cannot be joined"),
         ([{"a": 1}, {"b": 1}, {"a": 1}], "a dict with 'a' for some parts only"),
-        ([True, False, True], "different objects of the type bool"),
-        (["x", "y", "z"], "different objects of the type str"),
-        ([(1, 2), (1,), (1, 2)], r"tuples of \[1, 2\] entries"),
+        ([True, False, True], "different objects of type bool"),
+        (["x", "y", "z"], "different objects of type str"),
+        ([(1, 2), (1,), (1, 2)], r"tuples with \[1, 2\] entries"),
     ],
 )
 def test_what_has_no_common_form_is_refused(outputs: list[Any], message: str) -> None:

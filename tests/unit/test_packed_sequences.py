@@ -146,7 +146,7 @@ def test_a_tensor_that_was_changed_is_read_again() -> None:
         (REAL, PADDED[:1], r"shape \[2, 5\] and cu_seqlens_padded \[1, 5\]"),
         (REAL, changed(PADDED, 1, 0, 2), "row 1 .*run from 2 to 32; give them from 0 to the row's 32 tokens"),
         (REAL, changed(PADDED, 0, 4, 31), "row 0 .*run from 0 to 31"),
-        (REAL, changed(PADDED, 0, 2, 4), "row 0 .*fall from 8 to 4; give them in rising order"),
+        (REAL, changed(PADDED, 0, 2, 4), "row 0 .*decrease from 8 to 4; give them in increasing order"),
         (changed(REAL, 0, 1, 9), PADDED, "row 0 .*packed sequence 0 has 9 real tokens in a space of 8"),
         (changed(REAL, 1, 2, 15), PADDED, "row 1 .*packed sequence 1 has -1 real tokens"),
         (changed(REAL, 1, 0, 1), PADDED, "row 1 .*cu_seqlens begins with 1; let it begin with 0"),

@@ -340,10 +340,10 @@ def test_a_trainer_that_does_not_fit_the_workers_is_refused(fake: FakeRay) -> No
     good = trainer()
     assert prepare_trainer(good) is good
     refused: list[tuple[pl.Trainer, str]] = [
-        (trainer("ddp"), "strategy=DDPStrategy is not MCoreStrategy"),
+        (trainer("ddp"), "strategy=DDPStrategy is not an MCoreStrategy"),
         (make_trainer({}), "the trainer takes its ranks from LightningEnvironment, not from Ray"),
-        (trainer(devices=2), "devices=2 is not the number of Ray's workers on this machine, 1"),
-        (trainer(num_nodes=2), "num_nodes=2 times devices=1 is not the number of Ray's workers, 1; give num_nodes=1"),
+        (trainer(devices=2), "devices=2 does not match the 1 Ray workers on this machine"),
+        (trainer(num_nodes=2), "num_nodes=2 times devices=1 does not match the 1 Ray workers; set num_nodes=1"),
         (trainer(MCoreStrategy(**{TP: 2})), "world_size=1 is not a multiple of tensor_model_parallel_size=2"),
     ]
     for wrong, sentence in refused:

@@ -229,7 +229,7 @@ class PipelineLogs:
         found = next((path for path, child in self._metrics.items() if child is metric), attribute)
         if found is None:
             raise ValueError(
-                f"self.log({name!r}, {type(metric).__name__}(...)) takes a metric that is an attribute of the module, "
+                f"self.log({name!r}, {type(metric).__name__}(...)) needs a metric that is an attribute of the module, "
                 "so that every stage has it; set it in __init__ or configure_model"
             )
         return found
