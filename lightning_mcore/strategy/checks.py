@@ -162,7 +162,7 @@ def check_backward_is_free(module: pl.LightningModule) -> None:
     name = type(module).__name__
     if not module.automatic_optimization:
         raise ValueError(
-            f"manual optimization is not supported for a model built with pipeline(), as Megatron runs the backward pass;"
+            f"manual optimization is not supported for a model built with pipeline(), as Megatron runs its backward;"
             f" set automatic_optimization = True in {name}"
         )
     if is_overridden("backward", module):
