@@ -165,7 +165,7 @@ def recover(path: str) -> bool:
         if error.errno not in (errno.ENOENT, *_IS_THERE):  # another rank was faster, or the writer has gone on
             raise
         return os.path.lexists(path)
-    _log.warning("%s is the checkpoint before the last save, which was interrupted", path)
+    _log.warning("%s is restored from before the last save, which was interrupted", path)
     return True
 
 
@@ -356,9 +356,7 @@ def _take(target: str) -> str | None:
                 continue
             if is_new and (foreign := next(filter(os.path.lexists, _entries(target)), None)):
                 os.unlink(mark)
-                raise ValueError(
-                    f"{foreign} is in the way and was not written by lightning_mcore; move it to another place"
-                )
+                raise ValueError(f"{foreign} is in the way and was not written by lightning_mcore; move it elsewhere")
             with contextlib.suppress(OSError):
                 os.ftruncate(descriptor, 0)
                 os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())

@@ -156,7 +156,7 @@ def _verify_single_file(fs: AbstractFileSystem, root: str, path: str) -> str:
     except OSError:
         raise
     except Exception as error:  # zipfile can raise anything on a damaged archive
-        raise damaged(path, "it is not a torch.save archive, or only part of one") from error
+        raise damaged(path, "it is not a complete torch.save archive") from error
     if broken is not None:
         raise damaged(path, f"the checksum of its record {broken} differs from the one that was saved")
     return f"{path} is whole: one file, the checksums in it are right, {bytes_text(fs.info(root)['size'])} in all"
@@ -219,9 +219,7 @@ def _single_file(fs: AbstractFileSystem, root: str, path: str) -> dict[str, Any]
         content = torch.load(root, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged archive can raise anything
         if not zipfile.is_zipfile(root):
-            raise ValueError(
-                f"{path} is not a checkpoint, or only part of one; give the path of a checkpoint"
-            ) from error
+            raise ValueError(f"{path} is not a complete checkpoint; give the path of a checkpoint") from error
         classes = torch.serialization.get_unsafe_globals_in_checkpoint(root)
         return {**found, "note": f"not shown, because it holds objects of {', '.join(classes) or 'other kinds'}"}
     return {**found, **_content_of(content)}

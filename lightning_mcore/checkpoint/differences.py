@@ -28,7 +28,7 @@ class Differences:
             missing=sorted(wanted.keys() - found.keys()),
             unexpected=sorted(found.keys() - wanted.keys()),
             shapes=[
-                f"{name} ({list(found[name])} in it, {list(wanted[name])} in the model)"
+                f"{name} ({list(found[name])} in the checkpoint, {list(wanted[name])} in the model)"
                 for name in sorted(wanted.keys() & found.keys())
                 if tuple(found[name]) != tuple(wanted[name])
             ],
@@ -38,8 +38,8 @@ class Differences:
         """Return the first names of each kind of difference, as part of a sentence; empty if there is none."""
         kinds = (
             ("lacks", self.missing),
-            ("has what this model does not:", self.unexpected),
-            ("has other shapes:", self.shapes),
+            ("has weights that the model does not have:", self.unexpected),
+            ("has different shapes:", self.shapes),
         )
         return "; ".join(f"it {text} {some_of(names, _SHOWN)}" for text, names in kinds if names)
 
@@ -52,6 +52,6 @@ class Differences:
         # All ranks compare the same names and raise together; the warning comes from rank 0 alone.
         if self.shapes or (strict and (self.missing or self.unexpected)):
             other = "" if self.shapes else f", or {advice} to load what fits"
-            raise ValueError(f"{path} is of another model: {self}; load it into the model that wrote it{other}")
+            raise ValueError(f"{path} does not fit this model: {self}; load it into the model that wrote it{other}")
         if self.missing or self.unexpected:
-            rank_zero_warn(f"{path} is of another model: {self}; weights that it lacks stay unchanged")
+            rank_zero_warn(f"{path} does not fit this model: {self}; weights that it lacks stay unchanged")

@@ -310,7 +310,7 @@ def _check_sums(path: str, manifest: dict[str, Any], on_progress: Callable[[int,
             found = _record(file, advance)
         if found != records[name]:
             saved = records[name].crc32
-            raise damaged(path, f"the checksum of {name} is {found.crc32} and was {saved} when it was saved")
+            raise damaged(path, f"the checksum of {name} is {found.crc32}, but was {saved} when it was saved")
 
     # With 4 readers and files of 9, 3, 3, 3 and 3 GB, the first reader takes the 9 GB file alone and the three others
     # share the rest: 9 GB of reading time. In the reverse order, the large file would begin last, after 3 GB.
@@ -346,9 +346,9 @@ def _flush(path: str) -> FileRecord:
 def _check_written(path: str, name: str, record: FileRecord, file: str) -> None:
     size = os.stat(file).st_size if os.path.isfile(file) else None
     if size != record.size:
-        found = "is not there" if size is None else f"has {size} bytes"
+        found = "does not exist" if size is None else f"has {size} bytes"
         raise OSError(
-            f"{name} of {path} was written with {record.size} bytes and {found} on rank 0; save to a disk that"
+            f"{name} of {path} was written with {record.size} bytes, but {found} on rank 0; save to a disk that"
             " all nodes share"
         )
 
@@ -414,7 +414,7 @@ def download(path: str, local_dir: str, names: Iterable[str] | None = None) -> s
         check_size(fs, root, path, name, found.get(name, 0))
         fs.get_file(f"{root}/{name}", target)
         if os.path.getsize(target) != found.get(name):
-            raise ValueError(f"{name} of {path} did not arrive whole; try again")
+            raise ValueError(f"{name} of {path} was not downloaded completely; try again")
     return local_dir
 
 

@@ -154,7 +154,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
                 super().save_checkpoint(checkpoint, path, storage_options)
             return
         if storage_options is not None:
-            raise TypeError("storage_options are not supported; configure fsspec instead")
+            raise TypeError("storage_options is not supported; configure fsspec instead")
         while len(self._saves) >= self.max_in_flight or self.is_in_flight(path):
             self._finish_oldest(another_follows=True)
         _finish_before_exit(self)
@@ -194,7 +194,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             return
         if self._saves and timeout is not None and not _all_come(timeout):
             paths = ", ".join(save.path for save in self._saves)
-            _log.warning("gave up saving %s, because not all ranks are there to finish it; use an older one", paths)
+            _log.warning("%s was not saved, because some ranks are missing; use an older checkpoint", paths)
             # A collective would wait for the missing rank forever, so the hidden files stay; the next save there
             # deletes them.
             self._saves.clear()
@@ -292,11 +292,13 @@ class MCoreCheckpointIO(TorchCheckpointIO):
                     content = super().load_checkpoint(file, location, weights_only)
                 except pickle.UnpicklingError as error:
                     raise ValueError(
-                        f"{where} is not a checkpoint, or holds objects that could run code when they are read; give "
-                        "another path, or load it with weights_only=False if you trust its author"
+                        f"{where} is not a checkpoint, or contains objects that could run code when they are read; "
+                        "give another path, or load it with weights_only=False if you trust its author"
                     ) from error
             if not isinstance(content, dict):
-                raise ValueError(f"{where} is not a checkpoint: it holds a {type(content).__name__}; give another path")
+                raise ValueError(
+                    f"{where} is not a checkpoint: it contains a {type(content).__name__}; give another path"
+                )
             return content
         manifest = checkpoint_files.check_sizes(where)
         stored = self._read(where, manifest, LIGHTNING_FILE)
@@ -460,11 +462,11 @@ def _unpacked(
         found = torch.load(io.BytesIO(content), map_location or "cpu", weights_only=safe)
     except Exception as error:  # a damaged pickle can raise anything
         raise ValueError(
-            f"{path} cannot be read: {name} is damaged, or holds objects that could run code when they are read; use"
+            f"{path} cannot be read: {name} is damaged, or contains objects that could run code when they are read; use"
             " another checkpoint, or load it with weights_only=False if you trust its author"
         ) from error
     if not isinstance(found, kind):
-        raise damaged(path, f"{name} holds a {type(found).__name__}, not a {kind.__name__}")
+        raise damaged(path, f"{name} contains a {type(found).__name__}, not a {kind.__name__}")
     return found
 
 

@@ -88,7 +88,7 @@ def decode_manifest(path: str, text: bytes) -> dict[str, Any]:
     try:
         manifest = json.loads(text)
     except (ValueError, RecursionError):
-        raise damaged(path, f"{MANIFEST_FILE} is not JSON, or only part of it") from None
+        raise damaged(path, f"{MANIFEST_FILE} is not complete JSON") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(
             f"{path} is not a checkpoint of lightning_mcore: its {MANIFEST_FILE} was written by another program; give "
@@ -99,14 +99,14 @@ def decode_manifest(path: str, text: bytes) -> dict[str, Any]:
         raise damaged(path, f"{MANIFEST_FILE} does not give its format_version")
     if version > FORMAT_VERSION:
         raise ValueError(
-            f"{path} has format version {version}, and this lightning_mcore reads versions up to {FORMAT_VERSION};"
+            f"{path} has checkpoint format {version}, but this lightning_mcore supports formats up to {FORMAT_VERSION};"
             f" install the version that wrote it ({_writer(manifest)}) or a later one"
         )
     if not _describes_files(manifest.get("files")):
         raise damaged(path, f"{MANIFEST_FILE} does not list its files")
     for section in _SECTIONS:
         if not isinstance(manifest.get(section) or {}, dict):
-            raise damaged(path, f"{section!r} in {MANIFEST_FILE} is not a section of it")
+            raise damaged(path, f"{section!r} in {MANIFEST_FILE} is not a mapping")
     return manifest
 
 
@@ -132,7 +132,7 @@ def no_checkpoint(path: str, names: Collection[str]) -> ValueError:
 
 def interrupted(path: str) -> ValueError:
     """Return the error for a checkpoint whose save was interrupted."""
-    return ValueError(f"{path} is not a whole checkpoint, because its save was interrupted; use another one")
+    return ValueError(f"{path} is not a complete checkpoint, because its save was interrupted; use another one")
 
 
 def damaged(path: str, what: str) -> ValueError:
@@ -153,7 +153,7 @@ def _unsaved(path: str, error: OSError) -> OSError:
     advice = {
         errno.ENOSPC: "free some space there or keep fewer checkpoints",
         errno.EDQUOT: "free some space there or keep fewer checkpoints",
-        errno.EROFS: "save to a disk that can be written",
+        errno.EROFS: "save to a writable disk",
         errno.EACCES: "save to a directory that this user may write to",
         errno.EPERM: "save to a directory that this user may write to",
     }
@@ -247,7 +247,7 @@ def check_model(path: str, manifest: Mapping[str, Any], module: "LightningModule
     saved, own = (manifest.get("model") or {}).get("vocab_size"), _vocabulary(module)
     if saved is not None and own is not None and saved != own:
         raise ValueError(
-            f"{path} was written by a model with vocab_size={saved}, and this one has vocab_size={own}; build it with "
+            f"{path} was written by a model with vocab_size={saved}, but this one has vocab_size={own}; set "
             f"vocab_size={saved}"
         )
 
@@ -261,8 +261,8 @@ def check_optimizer(path: str, manifest: Mapping[str, Any], optimizers: "Sequenc
     # The Adam variants keep the same state (exp_avg, exp_avg_sq, step), so each may resume from another.
     if saved not in own and not (_is_adam(saved) and any(isinstance(optimizer, Adam) for optimizer in optimizers)):
         raise ValueError(
-            f"{path} holds the state of {saved}, and configure_optimizers returned {' and '.join(own)}; return"
-            f" {saved}, or load only its weights: self.load_weights(path) in configure_model"
+            f"{path} contains the state of {saved}, but configure_optimizers returned {' and '.join(own)}; return"
+            f" {saved}, or load only the weights with self.load_weights(path) in configure_model"
         )
 
 
@@ -308,9 +308,14 @@ def read_metadata(path: str, content: bytes) -> "Metadata":
     try:
         metadata = _Unpickler(io.BytesIO(content)).load()
     except Exception as error:  # a damaged pickle can raise anything
-        raise ValueError(f"{path} cannot be read, because {METADATA_FILE} is damaged or unsafe: {error}") from error
+        raise ValueError(
+            f"{path} cannot be read, because {METADATA_FILE} is damaged or unsafe: {error}; use another checkpoint"
+        ) from error
     if not isinstance(metadata, Metadata):
-        raise ValueError(f"{path} cannot be read: {METADATA_FILE} holds a {type(metadata).__name__}, not a Metadata")
+        raise ValueError(
+            f"{path} cannot be read: {METADATA_FILE} contains a {type(metadata).__name__}, not a Metadata;"
+            " use another checkpoint"
+        )
     for place in (metadata.storage_data or {}).values():
         name = place.relative_path
         if name.startswith("/") or ".." in name.split("/"):

@@ -356,8 +356,8 @@ def load_whole_state(optimizer: MCoreOptimizer, state: Mapping[str, Any]) -> Non
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if saved_sizes != sizes:
         raise ValueError(
-            f"the checkpoint's optimizer has parameter groups of {saved_sizes} tensors and that of configure_optimizers"
-            f" {sizes}; resume with the groups of the run that saved it"
+            f"the checkpoint's optimizer has parameter groups of {saved_sizes} tensors, but the one from"
+            f" configure_optimizers has {sizes}; resume with the groups of the run that saved it"
         )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     indices = [index for group in state["param_groups"] for index in group["params"]]

@@ -120,7 +120,7 @@ class ShardReader(FileSystemReader):
     def _place(self, index: MetadataIndex) -> _StorageInfo:
         info: _StorageInfo | None = (self.metadata.storage_data or {}).get(index)
         if info is None:
-            raise damaged(self.checkpoint, f"{METADATA_FILE} does not say where {index.fqn} lies")
+            raise damaged(self.checkpoint, f"{METADATA_FILE} does not say where {index.fqn} is stored")
         return info
 
     def _read_file(self, file: int, items: list[ReadItem], planner: LoadPlanner) -> None:
@@ -177,7 +177,7 @@ class ShardReader(FileSystemReader):
                 torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise ValueError(
-                f"{self.checkpoint} holds {name}, an object that could run code when it is read; load with "
+                f"{self.checkpoint} contains {name}, an object that could run code when it is read; load with "
                 "weights_only=False if you trust its author"
             ) from error
         except (ValueError, RuntimeError, EOFError) as error:
@@ -187,7 +187,9 @@ class ShardReader(FileSystemReader):
     def _map(self, file: int, info: _StorageInfo) -> mmap.mmap:
         """Map the pages of a piece; the map ends with its archive."""
         if getattr(info, "transform_descriptors", None):  # since torch 2.7
-            raise ValueError(f"{self.checkpoint} was written with an extension of torch, {info.transform_descriptors}")
+            raise ValueError(
+                f"{self.checkpoint} was written with torch extensions, {info.transform_descriptors}; save it without"
+            )
         skipped = info.offset % mmap.ALLOCATIONGRANULARITY
         try:
             # ACCESS_COPY: torch.frombuffer wants writable memory, and nothing that is written reaches the file.
@@ -305,7 +307,7 @@ def find_tensor(archive: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], 
         return None
     data = places["data/0"]
     if data.file_size != prod(shape) * dtype.itemsize:
-        raise ValueError("its tensor has another size")
+        raise ValueError("its tensor has a different size")
     if data.file_size == 0:
         return torch.empty(shape, dtype=dtype)
     found = torch.frombuffer(archive, dtype=torch.uint8, count=data.file_size, offset=_start(archive, data))

@@ -247,7 +247,7 @@ def _validate(all_pieces: list[list[Any]]) -> None:
 
 
 def _not_whole(error: Exception) -> ValueError:
-    return ValueError(f"the pieces of all ranks do not form whole tensors: {error}")
+    return ValueError(f"the shards of all ranks do not form complete tensors: {error}")
 
 
 class CheckpointSave:
@@ -436,5 +436,5 @@ def _saved(content: Any) -> bytes:
     try:
         torch.save(content, stream)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(f"the checkpoint holds an object that cannot be saved, {error}; take it out") from error
+        raise TypeError(f"the checkpoint contains an object that cannot be saved, {error}; remove it") from error
     return stream.getvalue()

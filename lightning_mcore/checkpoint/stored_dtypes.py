@@ -92,7 +92,7 @@ def require_kept(name: str, values: Tensor, dtype: torch.dtype, stored: StoredDt
     if stored.is_wide(values.dtype) and not holds(dtype, values):
         kinds = [_name(each) for each in (values.dtype, stored.most, dtype)]
         raise ValueError(
-            f"{name} is stored in {kinds[0]}, where most weights are in {kinds[1]}, and {kinds[2]} would round it;"
+            f"{name} is stored in {kinds[0]}, unlike most weights ({kinds[1]}), and {kinds[2]} would round it;"
             " train with precision='32-true', or round it with lightning-mcore import --dtype and train from that"
         )
 

@@ -96,12 +96,14 @@ def refuse_code(path: str | Path, hyper_parameters: Any) -> None:
         return
     instantiator = hyper_parameters.get("_instantiator")
     if instantiator not in _INSTANTIATORS:
-        raise ValueError(f"{path} asks for {instantiator!r} to build its module; only {_INSTANTIATORS[1]!r} may")
+        raise ValueError(
+            f"{path} wants to build its module with {instantiator!r}, but only {_INSTANTIATORS[1]!r} is allowed"
+        )
     for class_path in _class_paths(hyper_parameters):
         if not _is_imported(class_path):
             raise ValueError(
-                f"{path} names the class {class_path!r}, and a file must not choose which code is imported; import "
-                "its module yourself first, if it is your own"
+                f"{path} names the class {class_path!r}, but a file must not choose which code is imported; if the "
+                "class is your own, import its module first"
             )
     fields = hyper_parameters.get("transformer")
     if isinstance(fields, Mapping):

@@ -354,7 +354,7 @@ def write_pieces(
         with ChecksummedFile(os.path.join(directory, name)) as file:
             for piece in pieces:
                 if is_stopped():
-                    raise InterruptedError("the save was given up")
+                    raise InterruptedError("the save was cancelled")
                 file.write(bytes(-file.size % _ALIGNMENT))
                 start = file.size
                 if isinstance(piece.content, Tensor):

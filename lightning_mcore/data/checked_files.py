@@ -201,7 +201,7 @@ class CheckedBlocks:
 
 
 def _other_size(path: str, found: int, wanted: int) -> str:
-    return f"{path} has {found} bytes but had {wanted} when it was written"
+    return f"{path} has {found} bytes, but had {wanted} when it was written"
 
 
 def _damaged(path: str, block: int, blocks: int = 1) -> str:
@@ -222,11 +222,11 @@ def cached_folder(folder: str, make: Callable[[str], None], what: str, check: bo
             return _checked(folder, _marks(folder)) if check else read_checksums(os.path.join(folder, _CHECKSUMS))
         except (ValueError, OSError) as error:
             if os.path.lexists(folder):
-                _log.warning("%s are made again: %s", what, error)
+                _log.warning("%s are rebuilt: %s", what, error)
         try:
             partial = begin(folder)
         except RuntimeError as error:  # another run is writing it
-            _log.info("waiting for %s, which another run is making: %s", what, error)
+            _log.info("waiting for %s, which another run is building: %s", what, error)
             time.sleep(1.0)
             continue
         except OSError as error:
@@ -266,6 +266,6 @@ def _checked(folder: str, marks: tuple[tuple[Any, ...], ...]) -> Checksums:
     for name in checksums.files:
         # The names come from a file in the cache: they must not lead out of the folder.
         if os.path.basename(name) != name:
-            raise ValueError(f"{checksums.path} lists files of another folder")
+            raise ValueError(f"{checksums.path} lists files outside its folder")
         checksums.check(name, os.path.join(folder, name))
     return checksums

@@ -78,8 +78,8 @@ def _check_runs(vision: Vision, samples: list[list[int]], images: Tensor | None,
         if found != wanted:
             name = _NAMES[kind]
             raise ValueError(
-                f"the tokens of a batch have {len(found)} runs of {name} tokens, {found} long, and its {name}s need"
-                f" {len(wanted)}, {wanted} long; give each {name} its tokens, and do not cut a sequence inside one"
+                f"a batch has {len(found)} runs of {name} tokens, {found} long, but its {name}s need {len(wanted)},"
+                f" {wanted} long; give each {name} its tokens, and do not cut a sequence inside one"
             )
 
 
@@ -93,8 +93,8 @@ def _check_patches(vision: Vision, batch: dict[str, Tensor], seen: dict[str, Ten
         found = list(batch[name].shape) if name in batch else None
         if found != wanted:
             raise ValueError(
-                f"a batch has {name} of shape {found}, and its grids need {wanted}; give what the processor of this"
-                " model returns"
+                f"a batch has {name} of shape {found}, but its grids need {wanted}; pass the output of this model's"
+                " processor unchanged"
             )
 
 

@@ -149,7 +149,9 @@ def load_loaders(fit: Any) -> None:
 
 def skip_batches(fetcher: Any, batches: int) -> None:
     """Read and drop batches, to reach a place in data that has no index; raises ValueError if it ends before that."""
-    _log.info("reading %d batches that the interrupted run has seen, because the data has no index", batches)
+    _log.info(
+        "reading and dropping %d batches that the interrupted run has used, because the data has no index", batches
+    )
     for number in range(batches):
         try:
             next(fetcher)
@@ -170,8 +172,8 @@ def skip_batches_of(fetcher: Any, batches: int, chosen: Sequence[bool]) -> None:
     """
     if fetcher.length is None:
         raise ValueError(
-            "a dataloader that keeps its own state and one without an index and a length cannot resume together in the"
-            " middle of an epoch; give both state_dict and load_state_dict, or resume from the end of an epoch"
+            "a dataloader with its own state cannot resume in the middle of an epoch together with one that has no"
+            " index or length; give both state_dict and load_state_dict, or resume from the end of an epoch"
         )
     for iterator, is_chosen in zip(fetcher.combined_loader._iterator.iterators, chosen, strict=True):
         for _ in range(batches if is_chosen else 0):

@@ -210,8 +210,8 @@ class FollowedLoader(BatchSampler):
         read = self.remaining(position) * self.samples_of_batch * sampler.num_replicas
         if isinstance(sampler, GlobalOrderSampler) and consumed + read < len(order):
             rank_zero_info(
-                f"the rest of this epoch leaves out {len(order) - consumed - read} more samples, because the checkpoint"
-                " was taken with another global batch"
+                f"the rest of this epoch skips {len(order) - consumed - read} more samples, because the checkpoint"
+                " was taken with another global batch size"
             )
         if self._slot == "sampler":
             return rest

@@ -46,7 +46,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last=True)
         if global_batch_size % num_replicas:
             raise ValueError(
-                f"global_batch_size={global_batch_size} cannot be dealt out to {num_replicas} data-parallel ranks;"
+                f"global_batch_size={global_batch_size} cannot be divided among {num_replicas} data-parallel ranks;"
                 f" choose a multiple of {num_replicas}"
             )
         # 11 samples with a global batch of 4: an epoch has 8 of them. Without shuffling, rank 0 of 2 reads 0, 2, 4, 6
@@ -119,7 +119,7 @@ def training_loader(
     sampler = GlobalOrderSampler(dataset, ranks, rank, size, shuffle, seed, of)
     if sampler.left_over:
         rank_zero_info(
-            f"each epoch leaves out {sampler.left_over} of {sampler.left_over + sampler.epoch_size} {of}, which do not"
+            f"each epoch skips {sampler.left_over} of {sampler.left_over + sampler.epoch_size} {of}, which do not"
             f" fill a global batch of {size}"
         )
     return DataLoader(

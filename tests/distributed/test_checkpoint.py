@@ -263,19 +263,19 @@ def test_what_a_run_cannot_read_is_refused_in_one_sentence(tmp_path: Path) -> No
     assert first == second
     assert first.pop("absent").startswith("Checkpoint")  # Lightning's own
     stages = first.pop("stages")
-    assert stages.startswith("/pp2/last.ckpt is of another model: it lacks chunk1.layers.1.bias")
-    assert "; it has what this model does not: chunk" in stages
+    assert stages.startswith("/pp2/last.ckpt does not fit this model: it lacks chunk1.layers.1.bias")
+    assert "; it has weights that the model does not have: chunk" in stages
     assert first == {
         "nothing": "/nothing is a directory, but not a checkpoint: it has no checkpoint.json; give the path of a"
         " checkpoint",
         "text": "/text.ckpt is not a checkpoint: torch.save did not write it; give the path of a checkpoint",
-        "optimizer": "/pp2/last.ckpt holds the state of AdamW, and configure_optimizers returned SGD; return AdamW, or"
-        " load only its weights: self.load_weights(path) in configure_model",
+        "optimizer": "/pp2/last.ckpt contains the state of AdamW, but configure_optimizers returned SGD; return AdamW,"
+        " or load only the weights with self.load_weights(path) in configure_model",
         "file": "/file/last.ckpt is a single-file checkpoint, as other strategies write, but this run splits the model"
         " into tp1 pp2 cp1 dp1 and reads only directories that MCoreStrategy wrote; load it on one rank or with data"
         " parallelism only, and save it from there",
-        "file-groups": "the checkpoint's optimizer has parameter groups of [2, 2] tensors and that of"
-        " configure_optimizers [4]; resume with the groups of the run that saved it",
+        "file-groups": "the checkpoint's optimizer has parameter groups of [2, 2] tensors, but the one from"
+        " configure_optimizers has [4]; resume with the groups of the run that saved it",
         "file-precision": "the checkpoint's optimizer state was saved in another precision or without Megatron, so it"
         " lacks the fp32 copies of the parameters; load only its weights, or train in the precision of the save",
     }
@@ -633,7 +633,7 @@ def test_state_of_every_kind_is_kept_and_a_refused_save_ends_on_every_rank(tmp_p
     assert whole.history == ["begun", "ended"]
     for name, value in first["weights"].items():
         assert torch.equal(dict(whole.named_parameters())[name], value)
-    assert first["plain"].startswith("/last.ckpt is of another model: it lacks added;")
-    assert first["staged"].startswith("/staged/last.ckpt is of another model: it lacks added;")
+    assert first["plain"].startswith("/last.ckpt does not fit this model: it lacks added;")
+    assert first["staged"].startswith("/staged/last.ckpt does not fit this model: it lacks added;")
     refusal = "/last.ckpt/checkpoint.json/x.ckpt could not be saved: not a directory; check the disk"
     assert first["sharded disk"] == first["plain disk"] == refusal

@@ -787,7 +787,7 @@ def test_one_file_stands_under_its_name_only_when_it_is_whole(tmp_path: Path) ->
         plugin.save_checkpoint({"step": 2, "bad": lambda: None}, path)
     assert plugin.load_checkpoint(path) == {"step": 1}
     with mock.patch.object(os, "rename", side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS))):  # noqa: SIM117
-        with pytest.raises(OSError, match="read-only file system; save to a disk that can be written"):
+        with pytest.raises(OSError, match="read-only file system; save to a writable disk"):
             plugin.save_checkpoint({"step": 3}, path)
     assert os.listdir(tmp_path) == ["last.ckpt"]
     assert plugin.load_checkpoint(path) == {"step": 1}

@@ -336,7 +336,9 @@ def test_a_run_goes_on_with_the_data_that_it_had_or_says_what_changed(tmp_path: 
     [said] = run_ranks(1, resumes, str(tmp_path), streaming, timeout=120)
     assert said.pop("") == ("", "")
     for change, (within, after) in said.items():
-        assert within.startswith("the checkpoint was taken in the middle of an epoch of other data: it differs in ")
-        assert after.startswith("the run continues with other training data than before: it differs in ")
+        assert within.startswith(
+            "the checkpoint was taken in the middle of an epoch over different data, which differs in "
+        )
+        assert after.startswith("the run continues with different training data than before: it differs in ")
         assert change in within, change
         assert change in after, change

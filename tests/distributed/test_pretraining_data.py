@@ -267,18 +267,18 @@ def test_a_run_that_would_change_the_order_is_refused(two: list[str], tmp_path: 
         (
             {"max_steps": 4},
             "the run now needs 16 training samples, but the run of the checkpoint drew 8, and the order of all samples"
-            " depends on it; give train_samples=8 to read these again when they are used up, or begin a new run with"
+            " depends on it; give train_samples=8 to read these again when they are used up, or start a new run with"
             " load_weights",
         ),
         (
             {"train_samples": 12},
             "train_samples=12, but the run of the checkpoint drew 8, and the order of all samples depends on it; give"
-            " train_samples=8, or begin a new run with load_weights",
+            " train_samples=8, or start a new run with load_weights",
         ),
         (
             {"seed": 5},
             "the checkpoint was taken with other data: seed was 1234 and is now 5; resume with the data of its run, or"
-            " begin a new run with load_weights",
+            " start a new run with load_weights",
         ),
     ]:
         with pytest.raises(RanksFailedError) as failed:
@@ -307,7 +307,7 @@ def test_a_checkpoint_that_is_read_after_the_loader_was_made_is_refused(two: lis
     assert state["train_samples"] == 40
     data.load_state_dict(state)
     with pytest.raises(
-        ValueError, match=r"the training loader was made with 40 samples before the checkpoint was read"
+        ValueError, match=r"the training loader was created with 40 samples before the checkpoint was read"
     ):
         data.load_state_dict({**state, "train_samples": 80})
 
@@ -361,10 +361,10 @@ def test_a_crash_leaves_no_half_of_the_index_files(
         ({"paths": ["a", "a"]}, "data_paths names a dataset twice; name it once, and give it a larger weight"),
         (
             {"paths": [1]},
-            "data_paths=[1] is neither a prefix nor a list of prefixes nor a dict of prefixes and weights",
+            "data_paths=[1] is of type list; give a prefix, a list of prefixes, or a dict of prefixes and weights",
         ),
-        ({"paths": {"a": 1, "b": -0.5}}, "data_paths gives b the weight -0.5; give a positive number, or leave the"),
-        ({"paths": {"a": 0}}, "data_paths gives a the weight 0; give a positive number, or leave the dataset out"),
+        ({"paths": {"a": 1, "b": -0.5}}, "data_paths gives b the weight -0.5; give a positive number, or remove the"),
+        ({"paths": {"a": 0}}, "data_paths gives a the weight 0; give a positive number, or remove the dataset"),
         ({"paths": {"a": float("nan")}}, "data_paths gives a the weight nan; give a positive number"),
         (
             {"split": "90,5,3,2"},
@@ -442,7 +442,7 @@ REFUSALS: dict[str, tuple[Callable[[list[str]], Any], dict[str, Any], dict[str, 
         lambda two: None,
         {},
         {"seq_length": 4},
-        "ValueError: seq_length=8 of the data is more than the model's seq_length=4; choose 4 or less, or a model with",
+        "ValueError: the data's seq_length=8 exceeds the model's seq_length=4; choose 4 or less, or a model with",
     ),
     "cache": (
         lambda two: Path(two[0] + ".cache").write_text("a file"),
@@ -479,7 +479,7 @@ def test_a_megatron_core_without_its_compiled_part_is_refused(two: list[str], mo
 def test_weights_without_an_end_are_refused(two: list[str]) -> None:
     data = make_data({two[0]: 1, two[1]: 2})
     data.setup("fit")
-    with pytest.raises(ValueError, match=r"are repeated without end; give train_samples, or Trainer\(max_steps=\)"):
+    with pytest.raises(ValueError, match=r"repeat forever; set train_samples, or Trainer\(max_steps=...\)"):
         data.train_dataloader()
 
 
@@ -542,7 +542,7 @@ def test_index_files_that_changed_are_made_anew_and_nothing_in_them_runs(
             assert rows() == first
             assert file.read_bytes() == whole
     assert not mark.exists()
-    assert sum("the index files of the dataset are made again: " in line for line in caplog.messages) == 3 * len(files)
+    assert sum("the index files of the dataset are rebuilt: " in line for line in caplog.messages) == 3 * len(files)
     # between the check and the moment at which a rank reads
     folder, request = files[0].parent, make_data(two[0], train_samples=40)._request(0, 40)
     if not blend:

@@ -760,14 +760,14 @@ def test_what_cannot_go_on_in_an_epoch_says_so_and_begins_the_next_one(tmp_path:
         " dataloaders of the run that saved it"
     )
     assert alone.pop("stateful").endswith(
-        "of a dataloader that keeps its own state, and DataLoader cannot continue"
+        "of a dataloader that keeps its own state, but DataLoader cannot continue"
         " from there; resume with the dataloaders of the run that saved it, or from the end of an epoch"
     )
     assert set(alone.values()) == {sentence}
     [others] = run_ranks(1, refuse_other_loaders, str(tmp_path))
     taken = "the checkpoint was taken after 2 batches of an epoch of"
     assert others == [
-        f"{taken} a dataloader that keeps its own state, and DataLoader cannot continue from there",
+        f"{taken} a dataloader that keeps its own state, but DataLoader cannot continue from there",
         f"{taken} a DataLoader of torch, and Reader cannot continue from there",
         f"{taken} a DataLoader of torch, and Remembering cannot continue from there",
     ]

@@ -163,7 +163,7 @@ def refuse_prompts(folder: str) -> None:
         prompt, images = asked("qwen2_vl")
         with pytest.raises(ValueError, match=r"do not fit into seq_length=48; give a shorter prompt"):
             module.generate(prompt, 40, images=images)
-        with pytest.raises(ValueError, match=r"1 runs of image tokens, .2. long, and its images need 0"):
+        with pytest.raises(ValueError, match=r"1 runs of image tokens, .2. long, but its images need 0"):
             module.generate([5, VISION_START, IMAGE_TOKEN, IMAGE_TOKEN], 2)
 
 

@@ -164,7 +164,7 @@ def test_weights_of_another_model_are_refused_by_name(saved: tuple[str, float], 
     first, second = run_ranks(2, refusals, saved[0], str(tmp_path), timeout=120)
     assert first == second
     assert first["vocabulary"] == (
-        "PATH was written by a model with vocab_size=16, and this one has vocab_size=20; build it with vocab_size=16"
+        "PATH was written by a model with vocab_size=16, but this one has vocab_size=20; set vocab_size=16"
     )
     assert "decoder.layers.mlp.linear_fc1.weight ([2, 64, 16] in it, [2, 32, 16] in the model)" in first["width"]
     assert "decoder.layers.mlp.linear_fc1.weight ([2, 64, 16] in it, [4, 64, 16] in the model)" in first["layers"]
@@ -173,7 +173,7 @@ def test_weights_of_another_model_are_refused_by_name(saved: tuple[str, float], 
         " another script, or start a run from the weights with load_weights(path)"
     )
     for text in (first["names"], first["fit"]):
-        assert text.startswith("PATH is of another model: it lacks decoder.layers.self_attention.k_layernorm.")
+        assert text.startswith("PATH does not fit this model: it lacks decoder.layers.self_attention.k_layernorm.")
         assert "optimizer." not in text
 
 

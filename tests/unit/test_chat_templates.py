@@ -135,7 +135,7 @@ def test_nothing_that_is_said_is_no_sample() -> None:
 @pytest.mark.parametrize(
     ("messages", "template", "sentence"),
     [
-        (talk("q", "a")[:1], PLAIN, "row 3 has the turns user, but the template 'plain' needs user and"),
+        (talk("q", "a")[:1], PLAIN, "row 3 has the turns user, but the template 'plain' needs alternating user and"),
         (talk("q", "a")[::-1], PLAIN, "row 3 has the turns assistant, user"),
         ([{"role": "tool", "content": "x"}], PLAIN, "row 3 has the turns tool"),
         (talk("q", "a", "r", "b"), TEMPLATES["glm4"], "row 3 has 2 exchanges, but the template 'glm4' ends only the"),
@@ -154,7 +154,7 @@ def test_a_template_needs_its_tokens() -> None:
     template = replace(TEMPLATES["llama3"], end_of_turn="<|other|>")
     with pytest.raises(ValueError, match=r"ends turns with the token '<\|other\|>', which this tokenizer does not"):
         TemplateEncoder(other, template)
-    with pytest.raises(ValueError, match="'glm4' has one EOS for all turns, so it cannot be used with loss_on='all'"):
+    with pytest.raises(ValueError, match="'glm4' has a single EOS for all turns, so it does not support loss_on='all'"):
         TemplateEncoder(other, TEMPLATES["glm4"], "all")
     with pytest.raises(TypeError, match="tokenizer is of type int"):
         TemplateEncoder(3, PLAIN)

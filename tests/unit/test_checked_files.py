@@ -130,7 +130,7 @@ def test_a_folder_of_a_cache_is_made_again_when_it_has_changed(
             damages()
         assert len(made) == number + 2
         assert len(caplog.messages) == number + 1
-        assert caplog.messages[-1].startswith("the things are made again: ")
+        assert caplog.messages[-1].startswith("the things are rebuilt: ")
 
 
 def test_what_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_every_file_and_directory_is_flushed_before_the_rename(tmp_path: Path, m
 def test_a_file_that_another_rank_wrote_elsewhere_is_missed(tmp_path: Path) -> None:
     records = fill(files.begin(str(tmp_path / "a.ckpt")), 1)
     records["__1_0.distcp"] = FileRecord(10, "00000000")
-    with pytest.raises(OSError, match=r"__1_0\.distcp .* 10 bytes and is not there .* all nodes share"):
+    with pytest.raises(OSError, match=r"__1_0\.distcp .* 10 bytes, but does not exist .* all nodes share"):
         files.finish(str(tmp_path / "a.ckpt"), {}, records)
     assert not (tmp_path / "a.ckpt").exists()
 
@@ -348,7 +348,7 @@ def test_the_atomic_part_needs_nothing_but_the_standard_library() -> None:
     assert "begin" in runpy.run_path(str(atomic.__file__))
 
 
-@pytest.mark.parametrize(("number", "advice"), [(errno.ENOSPC, "free some space"), (errno.EROFS, "can be written")])
+@pytest.mark.parametrize(("number", "advice"), [(errno.ENOSPC, "free some space"), (errno.EROFS, "writable")])
 def test_a_disk_that_refuses_is_named_and_the_old_checkpoint_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, advice: str
 ) -> None:
@@ -850,7 +850,7 @@ def flip(path: Path) -> None:
     [
         (truncate, r"{0} has \d+ of \d+ bytes", True),
         (Path.unlink, "{0} is missing", True),
-        (flip, "the checksum of {0} is [0-9a-f]{{8}} and was [0-9a-f]{{8}} when it was saved", False),
+        (flip, "the checksum of {0} is [0-9a-f]{{8}}, but was [0-9a-f]{{8}} when it was saved", False),
     ],
 )
 def test_a_damaged_file_is_named(
@@ -923,15 +923,15 @@ def rewrite(path: Path, **entries: Any) -> None:
     [
         (
             {"format_version": 3, "files": "another kind", "versions": {"lightning_mcore": "9.1"}},
-            r"format version 3, and this lightning_mcore reads versions up to 2; install .*9\.1",
+            r"checkpoint format 3, but this lightning_mcore supports formats up to 2; install .*9\.1",
         ),
         ({"format": "other"}, r"checkpoint\.json was written by another program"),
         ({"format_version": None}, r"checkpoint\.json does not give its format_version"),
         ({"files": {"../../secret": {"size": 1, "crc32": "00000000"}}}, r"checkpoint\.json does not list its files"),
         ({"files": {"/secret": {"size": 1, "crc32": "00000000"}}}, r"checkpoint\.json does not list its files"),
         ({"files": {"a": 3}}, r"checkpoint\.json does not list its files"),
-        ({"model": "other"}, r"'model' in checkpoint\.json is not a section of it"),
-        ({"contents": [1]}, r"'contents' in checkpoint\.json is not a section of it"),
+        ({"model": "other"}, r"'model' in checkpoint\.json is not a mapping"),
+        ({"contents": [1]}, r"'contents' in checkpoint\.json is not a mapping"),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(tmp_path: Path, entries: dict[str, Any], message: str) -> None:
@@ -969,10 +969,10 @@ def test_what_is_no_checkpoint_says_what_it_is(tmp_path: Path) -> None:
         "empty": (ValueError, r"empty is a directory, but not a checkpoint: it has no checkpoint\.json; give the path"),
         "": (ValueError, r"is a directory, but not a checkpoint: .*; did you mean .*/file\.ckpt"),
         "runs": (ValueError, r"runs is a directory, but not a checkpoint: .*; did you mean .*/runs/iter_0000100"),
-        "shards": (ValueError, "shards is not a whole checkpoint, because its save was interrupted"),
-        "uploading": (ValueError, "uploading is not a whole checkpoint, because its save was interrupted"),
+        "shards": (ValueError, "shards is not a complete checkpoint, because its save was interrupted"),
+        "uploading": (ValueError, "uploading is not a complete checkpoint, because its save was interrupted"),
         "megatron": (ValueError, r"megatron is a checkpoint of Megatron-LM or another program"),
-        unfinished: (ValueError, r"b\.ckpt is not a whole checkpoint, because its save was interrupted"),
+        unfinished: (ValueError, r"b\.ckpt is not a complete checkpoint, because its save was interrupted"),
     }
     for name, (kind, message) in expected.items():
         assert not files.is_checkpoint_directory(str(tmp_path / name))

@@ -58,7 +58,7 @@ def test_prompt_and_response_may_have_other_names_and_null_is_empty() -> None:
             ["text", "id"],
             "auto",
             "the columns 'text', 'id' fit none of the formats (prompt_response: prompt, response; messages: messages;"
-            " sharegpt: conversations; alpaca: instruction, output); rename columns, or give the names of yours as"
+            " sharegpt: conversations; alpaca: instruction, output); rename columns, or name yours with"
             " prompt_column and response_column",
         ),
         (
@@ -102,13 +102,13 @@ def test_columns_that_fit_no_form_are_named(columns: list[str], format: Any, sen
         (
             {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}]},
             ValueError,
-            "message 0 of row 7 has 'tool_calls', which is not supported; write the call into its text, or leave the"
-            " row out",
+            "message 0 of row 7 has 'tool_calls', which is not supported; write the call into its text, or remove the"
+            " row",
         ),
         (
             {"messages": "Hi"},
             TypeError,
-            "row 7 does not have a list of messages; give a list of objects with 'role' and 'content'",
+            "row 7 has no list of messages; give a list of objects with 'role' and 'content'",
         ),
         (
             {"prompt": 3, "response": "Hello"},

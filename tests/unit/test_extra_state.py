@@ -42,7 +42,7 @@ def test_code_is_refused_and_not_run(kind: type[Evil], name: str, tmp_path: Path
     mark = tmp_path / "ran"
     state = {name: as_bytes({"recipe": kind(mark), "scale_fwd": torch.ones(3)})}
     with (
-        pytest.raises(ValueError, match=rf"^{name} of the checkpoint holds something other"),
+        pytest.raises(ValueError, match=rf"^{name} of the checkpoint contains something other"),
         checked_extra_state(state),
     ):
         pytest.fail("it was let through")

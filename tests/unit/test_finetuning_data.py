@@ -269,11 +269,11 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         "folder": "train_files='empty' is a folder without jsonl or parquet files; give a file, a folder or a pattern"
         " that exists",
         "suffix": "train_files has the file 'a.csv'; give files that end with .jsonl, .json or .parquet",
-        "kinds": "train_files has files of JSON and of parquet; give files of one kind",
+        "kinds": "train_files mixes JSON and parquet files; give files of one kind",
         "twice": "train_files has the file 'a.jsonl' twice; name each file once",
         "columns": "other.jsonl has the columns question, response but a.jsonl has prompt, response; give files with"
         " the same columns, or read them in two runs",
-        "empty": "empty.jsonl is empty; leave it out",
+        "empty": "empty.jsonl is empty; remove it",
         "bytes": "line 1 of latin.jsonl is not a JSON object: it is not UTF-8 at byte 12; fix or delete it",
         "no files": "train_files is an empty list; give at least one file",
     }
@@ -317,7 +317,7 @@ def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None
     )
     module.streaming = True
     module.setup("fit")
-    with pytest.raises(ValueError, match="holds the token 258, outside the vocabulary; allowed are 0 to 257"):
+    with pytest.raises(ValueError, match="has the token 258, outside the vocabulary of 0 to 257"):
         list(module.train_dataloader())
 
 
@@ -325,9 +325,9 @@ def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None
     ("options", "sentence"),
     [
         ({"batch_size": 0}, "batch_size=0 is too small"),
-        ({"validation_share": 1.0}, "validation_share=1.0 is out of range; choose 0 or more and less than 1"),
+        ({"validation_share": 1.0}, "validation_share=1.0 is out of range; choose a share from 0 to below 1"),
         ({"validation_share": 0.1, "validation_files": "b"}, "are both given; give one of them"),
-        ({"validation_share": 0.1, "streaming": True}, "the length of a stream is not known; give validation_files"),
+        ({"validation_share": 0.1, "streaming": True}, "does not work with streaming=True"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:

@@ -163,14 +163,14 @@ def test_a_row_without_a_column_is_refused() -> None:
     with pytest.raises(ValueError, match="row 3 has") as raised:
         ConversationReader(["prompt", "response"]).messages({"prompt": "q", "id": 5}, "row 3")
     assert str(raised.value) == (
-        "row 3 has the columns 'prompt', 'id' but not 'response'; give rows with the same columns"
+        "row 3 has the columns 'prompt', 'id' but not 'response'; use the same columns in all rows"
     )
 
 
 def test_a_blank_file_of_a_stream_is_called_empty(tmp_path: Path) -> None:
     for blank in ("\n\n", ""):
         (tmp_path / "a.jsonl").write_text(blank)
-        assert refusal(tmp_path) == refusal(tmp_path, streaming=False) == "a.jsonl is empty; leave it out"
+        assert refusal(tmp_path) == refusal(tmp_path, streaming=False) == "a.jsonl is empty; remove it"
 
 
 # Settings and packages
@@ -234,7 +234,7 @@ def test_a_damaged_setting_of_the_tokenizer_is_refused(tmp_path: Path, key: str,
 def test_a_tokenizer_without_a_chat_template_is_told(tmp_path: Path, said: list[str]) -> None:
     write(tmp_path / "a.jsonl", exchanges(3))
     characters().save_pretrained(tmp_path / "tokenizer")
-    line = "the tokenizer has no chat template: a row is its prompt, its response and the EOS token"
+    line = "the tokenizer has no chat template: each row becomes prompt, response and EOS token"
     for has_template, streaming in ((True, False), (False, False), (False, True)):
         if not has_template:
             (tmp_path / "tokenizer" / "chat_template.jinja").unlink(missing_ok=True)

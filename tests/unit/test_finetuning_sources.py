@@ -37,11 +37,10 @@ def test_tokens_in_a_cache_that_changed_are_made_anew(tmp_path: Path, caplog: py
             file.unlink() if damage is None else file.write_bytes(damage)
             assert rows(data(tmp_path)) == first
             assert (
-                len([line for line in caplog.messages if "the tokens of train_files are made again" in line])
-                == number + 1
+                len([line for line in caplog.messages if "the tokens of train_files are rebuilt" in line]) == number + 1
             )
     assert rows(data(tmp_path)) == first
-    assert len([line for line in caplog.messages if "are made again" in line]) == len(damages)
+    assert len([line for line in caplog.messages if "are rebuilt" in line]) == len(damages)
 
 
 def test_several_processes_leave_the_same_tokens(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_without_a_template_a_response_follows_its_prompt_and_ends() -> None:
         (
             characters("{{ raise_exception('roles must alternate') }}"),
             TALK,
-            "the chat template refuses row 5: roles must alternate; fix the row or the template",
+            "the chat template rejects row 5: roles must alternate; fix the row or the template",
         ),
         (
             characters(None),
@@ -187,5 +187,5 @@ def _described(*names: str) -> dict[str, Any]:
 )
 def test_nothing_that_is_missing_counts_as_equal(then: dict[str, Any], now: dict[str, Any], said: str) -> None:
     compare_sources(then, then, in_epoch=True)
-    with pytest.raises(ValueError, match=re.escape(f"of other data: it differs in {said}; resume")):
+    with pytest.raises(ValueError, match=re.escape(f"over different data, which differs in {said}; resume")):
         compare_sources(then, now, in_epoch=True)

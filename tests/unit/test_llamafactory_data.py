@@ -257,5 +257,5 @@ def test_texts_may_have_a_row_each(tmp_path: Path) -> None:
 
 def test_too_little_text_for_a_block_is_told(tmp_path: Path) -> None:
     where = entry(tmp_path, [{"text": "ab"}], columns={"prompt": "text"})
-    with pytest.raises(ValueError, match="has 3 tokens in all, fewer than the 65 of one block; choose a smaller"):
+    with pytest.raises(ValueError, match="has only 3 tokens, fewer than the 65 of one block; choose a smaller"):
         opened(tmp_path, [reading(where, documents=True, joined=True)], packing=True)

@@ -110,7 +110,7 @@ def test_a_video_needs_its_marker(tmp_path: Path) -> None:
     file = write_file(tmp_path, videos=True, dataset="clips")
     row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "A"}], "images": []}
     (tmp_path / "data" / "clips.json").write_text(json.dumps([{**row, "videos": ["odd.mov"]}]), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"row 0 of .* has 0 <video> in its text and 1 videos; give one for each vid"):
+    with pytest.raises(ValueError, match=r"row 0 of .* has 0 <video> in its text but 1 videos; use one for each vid"):
         samples(read_run(file))
 
 

@@ -123,10 +123,10 @@ def test_text_alone_counts_on() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2]])}, "3 runs of image tokens, .6, 1, 6. long, and its"),
+        ({"image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2]])}, "3 runs of image tokens, .6, 1, 6. long, but its"),
         ({"image_grid_thw": torch.tensor([[1, 4, 6], [1, 4, 2], [1, 6, 4]])}, "images need 3, .6, 2, 6. long"),
         ({"video_grid_thw": torch.tensor([[3, 4, 2]] * 2)}, "1 runs of video tokens, .6. long"),
-        ({"pixel_values": torch.zeros(52, 12)}, r"pixel_values of shape .52, 12., and its grids need .52, 96."),
+        ({"pixel_values": torch.zeros(52, 12)}, r"pixel_values of shape .52, 12., but its grids need .52, 96."),
         ({"video_grid_thw": None}, "videos need 0, .. long"),
     ],
 )

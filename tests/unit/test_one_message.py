@@ -13,7 +13,7 @@ PACKAGE = Path(lightning_mcore.__file__).parent
 LEAST = 40
 """Characters of a message, without what is filled in, from which on it is a sentence of its own."""
 
-TWICE: tuple[str, ...] = ("{} cannot be read as parquet: {}; fix the file or leave it out",)
+TWICE: tuple[str, ...] = ("{} cannot be read as parquet: {}; fix or remove the file",)
 """Messages that still stand in two files."""
 
 

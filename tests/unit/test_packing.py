@@ -121,8 +121,8 @@ def test_rows_are_iterable_and_count_from_the_end() -> None:
 @pytest.mark.parametrize(
     ("lengths", "row_length", "multiple", "message"),
     [
-        ([3, 9], 8, 1, "sample 1 takes 9 places; choose 1 to row_length=8, or let fit_sample"),
-        ([0], 8, 1, "sample 0 takes 0 places; choose 1 to row_length=8"),
+        ([3, 9], 8, 1, "sample 1 takes 9 tokens; choose 1 to row_length=8, or let fit_sample"),
+        ([0], 8, 1, "sample 0 takes 0 tokens; choose 1 to row_length=8"),
         ([1], 10, 4, "row_length=10 is not a multiple of 4, to which each sub-sequence is padded; choose 8 or 12"),
         ([1], 0, 1, "row_length=0 is too small; choose 1 or more"),
         ([1], 8, 0, "multiple=0 is too small; choose 1 or more"),
@@ -175,7 +175,7 @@ def test_a_sample_takes_a_place_less_than_its_tokens_and_its_first_token_is_no_t
 
 
 def test_a_sample_that_is_too_long_is_refused_unless_told() -> None:
-    message = "sample 7 takes 9 places, more than row_length=8; choose a longer row, overlong='cut' or overlong='split'"
+    message = "sample 7 takes 9 tokens, more than row_length=8; choose a longer row, overlong='cut' or overlong='split'"
     with pytest.raises(ValueError, match=re.escape(message)):
         fit_sample(sample(10), 8, PackingStatistics())
 

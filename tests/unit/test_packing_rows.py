@@ -181,7 +181,7 @@ def test_the_padded_form_holds_a_sample_in_each_row() -> None:
         "sample_ids": [3, 4],
     }
     assert collate_padded(samples, row_length=12)["tokens"].shape == (2, 12)
-    with pytest.raises(ValueError, match="sample 4 takes 5 places, more than row_length=4; cut or split it"):
+    with pytest.raises(ValueError, match="sample 4 takes 5 tokens, more than row_length=4; cut or split it"):
         collate_padded(samples, row_length=4)
 
 
@@ -202,7 +202,7 @@ def test_a_token_outside_the_vocabulary_is_refused(tokens: list[int], mask: Any,
         "padded": lambda: collate_padded(samples, vocab_size=VOCAB),
         "online": lambda: run_stream(OnlinePacker(8, vocab_size=VOCAB), samples),
     }[form]
-    message = f"sample 12 holds the token {token}, outside the vocabulary; allowed are 0 to 49"
+    message = f"sample 12 holds the token {token}, outside the vocabulary of 0 to 49"
 
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
@@ -215,7 +215,7 @@ def test_a_padding_token_outside_the_vocabulary_is_refused() -> None:
 
 def test_what_does_not_fit_into_one_row_is_refused() -> None:
     samples = [TokenSample(np.arange(6), sample_id=1), TokenSample(np.arange(4), sample_id=2)]
-    with pytest.raises(ValueError, match="2 samples take 12 places, padded to multiples of 4, more than row_length=8"):
+    with pytest.raises(ValueError, match="2 samples take 12 tokens, padded to multiples of 4, more than row_length=8"):
         build_row(samples, 8, multiple=4)
     with pytest.raises(ValueError, match="row_length=10 is not a multiple of 4"):
         build_row(samples[1:], 10, multiple=4)

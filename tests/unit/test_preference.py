@@ -195,13 +195,13 @@ def test_neighbours_of_a_batch_are_a_pair_padded_and_packed() -> None:
 
 def test_a_batch_without_pairs_is_refused() -> None:
     batch = collate_padded_pairs([pair(0), pair(1)])
-    with pytest.raises(ValueError, match=r"a batch has 3 sequences, which are not pairs"):
+    with pytest.raises(ValueError, match=r"a batch has 3 sequences, an odd number"):
         check_pairs({name: value[:3] for name, value in batch.items()}, "sigmoid")
-    with pytest.raises(ValueError, match=r"sequences 2 and 3 of a batch are of samples 1 and 5, and not the answers"):
+    with pytest.raises(ValueError, match=r"sequences 2 and 3 of a batch come from samples 1 and 5, not from one pair"):
         check_pairs({**batch, "sample_ids": torch.tensor([0, 0, 1, 5])}, "sigmoid")
-    with pytest.raises(ValueError, match=r"the loss 'kto' needs the entry 'desirable'"):
+    with pytest.raises(ValueError, match=r"the loss 'kto' needs 'desirable' in a batch"):
         check_pairs(batch, "kto")
-    with pytest.raises(ValueError, match=r"a batch has the entry 'desirable', which only the loss 'kto' reads"):
+    with pytest.raises(ValueError, match=r"a batch has 'desirable', which only the loss 'kto' reads"):
         check_pairs({**batch, "desirable": torch.ones(4).bool()}, "sigmoid")
     with pytest.raises(ValueError, match=r"a batch with tokens, .* has no sample_ids, which say that neighbouring seq"):
         check_pairs({name: value for name, value in batch.items() if name != "sample_ids"}, "sigmoid")

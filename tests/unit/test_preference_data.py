@@ -70,7 +70,10 @@ def test_rows_of_alpaca_have_a_system_text_and_earlier_exchanges() -> None:
         ({**ROWS[-1], "system": 3}, r"'system' of row 0 is of type int; give text"),
         ({**ROWS[-1], "history": "One?"}, r"'history' of row 0 is of type str; give a list of pairs of texts"),
         ({**ROWS[-1], "history": [["One?"]]}, r"exchange 0 in 'history' of row 0 is not a pair of texts"),
-        ({"prompt": "Hi", "answer": "x"}, r"the columns 'prompt', 'answer' hold no preferences; rename them to one of"),
+        (
+            {"prompt": "Hi", "answer": "x"},
+            r"the columns 'prompt', 'answer' contain no preferences; rename them to one of",
+        ),
         ({**TAGGED[0], "label": 1}, r"'label' of row 0 is 1; give true for a desirable answer, or false"),
         ({**ROWS[0], "chosen": 3}, r"'chosen' of row 0 is of type int; give text, or a list of"),
         ({**ROWS[1], "prompt": [{"role": "judge", "content": "x"}]}, r"message 0 of row 0 has the role 'judge'"),
@@ -83,7 +86,9 @@ def test_a_row_that_cannot_be_read_is_one_sentence(row: dict[str, Any], sentence
 
 
 def test_preferences_are_refused_where_single_answers_are_read() -> None:
-    with pytest.raises(ValueError, match=r"hold preferences, and single answers are learnt here; use MCorePreference"):
+    with pytest.raises(
+        ValueError, match=r"hold preferences, but this data module reads single answers; use MCorePreference"
+    ):
         ConversationReader(["prompt", "chosen", "rejected"])
 
 
@@ -183,10 +188,18 @@ def test_a_module_that_learns_from_other_data_is_refused(tmp_path: Path) -> None
     transformer = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
     dpo, kto = (MCorePreference(384, 16, transformer, preference={"loss": loss}) for loss in ("sigmoid", "kto"))
     for data, module, sentence in (
-        (pairs, MCoreGPT(384, 16, transformer), "the data holds pairs of answers, and MCoreGPT learns single ones; tr"),
-        (answers, dpo, "the data holds single answers, and MCorePreference learns from pairs of answers; read them"),
-        (pairs, kto, "the train data holds pairs, and the loss 'kto' learns from tagged answers; give files with"),
-        (tagged, dpo, "the train data holds tagged answers, and the loss 'sigmoid' learns from pairs; give files"),
+        (
+            pairs,
+            MCoreGPT(384, 16, transformer),
+            "the data contains pairs of answers, but MCoreGPT learns from single ones; tr",
+        ),
+        (
+            answers,
+            dpo,
+            "the data contains single answers, but MCorePreference learns from pairs of answers; read pairs",
+        ),
+        (pairs, kto, "the train data contains pairs, but the loss 'kto' learns from tagged answers; give files with"),
+        (tagged, dpo, "the train data contains tagged answers, but the loss 'sigmoid' learns from pairs; give files"),
     ):
         trainer: Any = SimpleNamespace(lightning_module=module, strategy=None)
         data.trainer = trainer

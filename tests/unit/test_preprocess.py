@@ -370,7 +370,7 @@ def test_a_worker_that_dies_takes_nothing_with_it(folder: Path, tmp_path: Path, 
                     child.kill()
 
     with pytest.raises(
-        RuntimeError, match=r"^a worker died with SIGKILL, perhaps because memory ran out; take fewer --workers;"
+        RuntimeError, match=r"^a worker died with SIGKILL, perhaps because memory ran out; try fewer --workers;"
     ):
         preprocess(command, kill_worker)
     assert preprocess(command).resumed
@@ -387,12 +387,12 @@ def test_only_the_same_command_goes_on(folder: Path, tmp_path: Path) -> None:
     source.write_bytes((folder / "docs.jsonl").read_bytes())
     command = options(folder, tmp_path / "out", str(source), piece_bytes=500)
     interrupted(command)
-    with pytest.raises(ValueError, match=r"was begun with end-of-document token 0; give the same command to resume"):
+    with pytest.raises(ValueError, match=r"was started with end-of-document token 0; repeat that command to resume"):
         preprocess(replace(command, append_eod=False))
-    with pytest.raises(ValueError, match=r"was begun with other inputs \(1 files, now 2\)"):
+    with pytest.raises(ValueError, match=r"was started with other inputs \(1 files, now 2\)"):
         preprocess(replace(command, inputs=[str(folder / "text" / "000.txt"), str(source)]))
     os.utime(source)
-    with pytest.raises(ValueError, match=r"was begun with another content of .*docs\.jsonl; .* with --overwrite"):
+    with pytest.raises(ValueError, match=r"was started with another content of .*docs\.jsonl; .* with --overwrite"):
         preprocess(command)
     assert not preprocess(replace(command, overwrite=True)).resumed
     assert list(documents_of(tmp_path / "out")) == expected(folder)

@@ -67,7 +67,7 @@ def refusal(inputs: list[str], tokenizer: str, place: Path, **changed: Any) -> s
         ),
         (
             GOOD.encode() + rb'{"text": "a \ud83d b"}',
-            r"data.jsonl, line 2 holds half of a surrogate pair, '\ud83d', which is not text; fix that line",
+            r"data.jsonl, line 2 contains half of a surrogate pair, '\ud83d', which is not text; fix that line",
         ),
         (
             b'\n{"text": null}\n{"text": ""}\n',
@@ -106,7 +106,7 @@ def test_parquet_files_are_looked_at_before_anything_is_done(
     Path(bad).write_bytes(b"PAR1 no")
     said = refusal([good, bad], tokenizer, tmp_path)
     assert said.startswith("b.parquet cannot be read as parquet: ")
-    assert said.endswith("; fix the file or leave it out")
+    assert said.endswith("; fix or remove the file")
     assert refusal([good], tokenizer, tmp_path, text_column="body") == (
         "a.parquet has no column 'body'; choose another of text, id with --text-column"
     )
@@ -143,8 +143,8 @@ def test_a_damaged_row_group_is_one_sentence(tokenizer: str, tmp_path: Path) -> 
             {"output": "data/out.bin"},
             "--output data/out.bin is a file; give the prefix of both files, data/out",
         ),
-        ({"output": "data/"}, "--output 'data/' is a folder; add the prefix of the files in it"),
-        ({"separator": ""}, "--separator is empty; give the text between two documents, or leave it out"),
+        ({"output": "data/"}, "--output 'data/' is a folder; add a prefix for the files in it"),
+        ({"separator": ""}, "--separator is empty; give the text between two documents, or remove it"),
         ({"workers": 0}, "--workers 0 is not positive; choose 1 or more"),
         ({"format": "csv"}, "format='csv' is unknown; choose auto, text, jsonl, parquet"),
         (
@@ -172,7 +172,7 @@ def test_wrong_settings_are_refused(changed: dict[str, Any], sentence: str, toke
             "no.jsonl is neither a file nor a folder, nor a pattern that matches a file; give another input",
         ),
         (["empty"], "empty holds no file with one of the suffixes .txt, .text, .jsonl,"),
-        (["a.csv"], "the suffix of a.csv does not tell its format; give --format text, jsonl or parquet, and"),
+        (["a.csv"], "the suffix of a.csv does not show its format; give --format text, jsonl or parquet, and"),
         (["a.jsonl", "*.jsonl"], "a.jsonl is given twice, so its documents would occur twice; give it once"),
         (["a.jsonl", "link/a.jsonl"], "link/a.jsonl is given twice, so its documents would occur twice; give it once"),
         ([], "no input is given; give files, patterns or folders"),
@@ -249,10 +249,10 @@ def test_settings_that_no_input_has_a_use_for_are_refused(tokenizer: str, tmp_pa
     (tmp_path / "data.jsonl").write_text(GOOD)
     (tmp_path / "data.txt").write_text("a b")
     assert refusal([str(tmp_path / "data.jsonl")], tokenizer, tmp_path, separator="b") == (
-        "--separator applies to text files, and none of the inputs is one; leave it out"
+        "--separator applies to text files, but no input is one; remove it"
     )
     assert refusal([str(tmp_path / "data.txt")], tokenizer, tmp_path, text_column="body") == (
-        "--text-column body applies to jsonl and parquet files, and all inputs are text files; leave it out"
+        "--text-column body applies to jsonl and parquet files, but all inputs are text files; remove it"
     )
 
 

@@ -49,7 +49,7 @@ def test_what_fills_no_global_batch_is_told_to_the_user(caplog: pytest.LogCaptur
         loader = training_loader(None, Samples(11), 4, of="rows")
     [record] = caplog.records
     assert record.name.startswith("lightning.pytorch")
-    assert record.getMessage() == "each epoch leaves out 3 of 11 rows, which do not fill a global batch of 4"
+    assert record.getMessage() == "each epoch skips 3 of 11 rows, which do not fill a global batch of 4"
     assert [len(batch["index"]) for batch in loader] == [4, 4]
 
 
@@ -58,7 +58,7 @@ def test_a_dataset_smaller_than_a_global_batch_is_refused() -> None:
         ValueError, match=r"has 3 samples, fewer than the 4 of a global batch; give more data, or lower"
     ):
         training_loader(None, Samples(3), 4)
-    with pytest.raises(ValueError, match="global_batch_size=6 cannot be dealt out to 4 data-parallel ranks; choose a"):
+    with pytest.raises(ValueError, match="global_batch_size=6 cannot be divided among 4 data-parallel ranks; choose a"):
         GlobalOrderSampler(Samples(9), 4, 0, 6)
 
 

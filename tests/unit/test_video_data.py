@@ -163,15 +163,15 @@ def refused(folder: Path, file: str) -> str:
     [
         ("b.mov", r"b.mov, a video of row 0 of .*, does not exist; give its path, relative to media_dir"),
         ("rows.jsonl", r"rows.jsonl, a video of row 0 of .*, cannot be read: Invalid data .*; replace it"),
-        ("sound.wav", r"sound.wav, a video of row 0 of .*, has no frames; leave the row out"),
+        ("sound.wav", r"sound.wav, a video of row 0 of .*, has no frames; remove the row"),
         ("thin.mov", r"thin.mov, a video of row 0 of .*, cannot be used: absolute aspect ratio must be .*; leave"),
-        ("one.mov", r"one.mov, a video of row 0 of .*, cannot be used: it has fewer frames than the 2 of a step in"),
-        ("cut.mkv", r"cut.mkv, a video of row 0 of .*, has no frames; leave the row out"),
+        ("one.mov", r"one.mov, a video of row 0 of .*, cannot be used: it has fewer than 2 frames"),
+        ("cut.mkv", r"cut.mkv, a video of row 0 of .*, has no frames; remove the row"),
         ("unknown.mov", r"unknown.mov, a video of row 0 of .*, cannot be read: its codec is unknown; replace it, or"),
         ("two.mjpeg", "two.mjpeg, a video of .*, has frames of different sizes, 8 x 8 pixels and 24 x 16 pixels; give"),
-        ([], "row 0 of .* has a video without frames; leave the row out"),
+        ([], "row 0 of .* has a video without frames; remove the row"),
         (["a.png", "b.png"], "a video of row 0 of .* has frames of different sizes, 8 x 8 pixels and 24 x 16 pixels"),
-        (["a.png"], "the list of images from .*a.png on, a video of row 0 of .*, cannot be used: it has fewer frames"),
+        (["a.png"], "the list of images from .*a.png on, a video of row 0 of .*, cannot be used: it has fewer than"),
         (["a.png", "d.png"], "d.png, an image of row 0 of .*, does not exist"),
     ],
 )
@@ -201,7 +201,7 @@ def test_a_damaged_video_is_named_or_its_row_counted(tmp_path: Path) -> None:
     whole = (tmp_path / "b.mov").read_bytes()
     (tmp_path / "b.mov").write_bytes(whole[: 2 * len(whole) // 3])
     rows = [{**ROW, "videos": ["b.mov"]}, ROW]
-    with pytest.raises(ValueError, match=r"b.mov, a video of this batch, cannot be read: .*; replace it, or leave"):
+    with pytest.raises(ValueError, match=r"b.mov, a video of this batch, cannot be read: .*; replace it, or remove"):
         batches(video_data(tmp_path, rows))
     module = video_data(tmp_path, rows, broken_images="drop")
     assert len(batches(module)) == 1
@@ -211,8 +211,8 @@ def test_a_damaged_video_is_named_or_its_row_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("frames", "size", "message"),
     [
-        (5, CLIP[1:], "is damaged: it ends after 5 frames, and its header promised more than 6"),
-        (9, (40, 16), r"has \[2, 4, 10\] patches in time, height and width, and its header promised \[2, 4, 6\]"),
+        (5, CLIP[1:], "is damaged: it ends after 5 frames, but its header promised more than 6"),
+        (9, (40, 16), r"has \[2, 4, 10\] patches in time, height and width, but its header promised \[2, 4, 6\]"),
     ],
 )
 def test_a_video_that_became_another_is_named(frames: int, size: tuple[int, int], message: str, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_a_video_that_became_another_is_named(frames: int, size: tuple[int, int]
     (tmp_path / "a.mov").unlink()
     write_clip(tmp_path / "a.mov", frames, *size)
     item: Any = module._opened("train")[0]
-    with pytest.raises(ValueError, match=f"a.mov {message}.*; replace it, or leave its row out"):
+    with pytest.raises(ValueError, match=f"a.mov {message}.*; replace the file, or remove its row"):
         module._collate([item])
 
 
@@ -247,17 +247,15 @@ def test_a_file_of_lightning_has_the_settings_of_videos(tmp_path: Path) -> None:
 
 
 def test_settings_and_rows_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        ValueError, match="video_fps=0 is not a positive number; choose how many frames of a second to take"
-    ):
+    with pytest.raises(ValueError, match="video_fps=0 is not positive; set the number of frames to sample per second"):
         video_data(tmp_path, [ROW], video_fps=0)
     with pytest.raises(ValueError, match="video_maxlen=1 is too small; choose 2 or more"):
         video_data(tmp_path, [ROW], video_maxlen=1)
-    with pytest.raises(TypeError, match="video_fps='2' is not a number; choose how many frames of a second to take"):
+    with pytest.raises(TypeError, match="video_fps='2' is not a number; set the number of frames to sample per second"):
         video_data(tmp_path, [ROW], video_fps="2")
-    with pytest.raises(ValueError, match="video_fps=nan is not a positive number; choose"):
+    with pytest.raises(ValueError, match="video_fps=nan is not positive; set"):
         video_data(tmp_path, [ROW], video_fps=float("nan"))
-    with pytest.raises(ValueError, match="has 1 <video> in its text and 2 videos; give one for each video"):
+    with pytest.raises(ValueError, match="has 1 <video> in its text but 2 videos; use one for each video"):
         batches(video_data(tmp_path, [{**ROW, "videos": ["a.mov"] * 2}]))
     with pytest.raises(ValueError, match="video_processor is not given; give a folder or name of a model, or a video"):
         batches(video_data(tmp_path, [ROW], video_processor=None))

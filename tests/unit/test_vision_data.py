@@ -137,8 +137,8 @@ ANSWER = ("assistant", "x")
 @pytest.mark.parametrize(
     ("text", "more", "message"),
     [
-        ("no marker", {"images": ["a.png"]}, "has 0 <image> in its text and 1 images"),
-        ("<image>", {"images": []}, "has 1 <image> in its text and 0 images"),
+        ("no marker", {"images": ["a.png"]}, "has 0 <image> in its text but 1 images"),
+        ("<image>", {"images": []}, "has 1 <image> in its text but 0 images"),
         ("<image>", {"images": ["d.png"]}, "d.png, an image of row 0 of .*, does not exist"),
         ("<image>", {"images": ["rows.jsonl"]}, "rows.jsonl, an image of row 0 of .*, is not an image that can be"),
         ("<|image_pad|>", {"images": []}, r"has <\|image_pad\|> in its text; write <image>"),
@@ -189,7 +189,7 @@ def test_an_image_that_cannot_be_used_is_named_or_its_row_counted(
 
 
 def test_markers_without_images_are_an_error_even_where_broken_images_are_dropped(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has 1 <image> in its text and 0 images"):
+    with pytest.raises(ValueError, match="has 1 <image> in its text but 0 images"):
         batches(data(tmp_path, [{**ROWS[0], "images": []}], broken_images="drop"))
 
 
@@ -206,7 +206,7 @@ def test_a_damaged_image_is_named_or_its_row_counted(tmp_path: Path) -> None:
         whole = (tmp_path / "a.png").read_bytes()
         (tmp_path / "a.png").write_bytes(whole[: len(whole) // 2])
         if broken == "error":
-            with pytest.raises(ValueError, match=r"a.png is damaged: .*; replace it, or leave its row out"):
+            with pytest.raises(ValueError, match=r"a.png is damaged: .*; replace the file, or remove its row"):
                 batches(module)
     assert len(batches(module)) == 1
     assert module.statistics["train"].unreadable_image == 1

@@ -60,7 +60,7 @@ class ChatEncoder:
             )
         if self.has_template and loss_on != "all" and not tokenizer.is_fast:
             raise ValueError(
-                f"{type(tokenizer).__name__} does not give the offsets of tokens in the text, which loss_on={loss_on!r}"
+                f"{type(tokenizer).__name__} does not report token offsets in the text, which loss_on={loss_on!r}"
                 " needs; use the fast tokenizer, or loss_on='all'"
             )
         self._special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
@@ -186,7 +186,7 @@ class ChatEncoder:
         try:
             return self.tokenizer.apply_chat_template(list(messages), **options)
         except self._refusal as error:
-            raise ValueError(f"the chat template refuses {name}: {error}; fix the row or the template") from error
+            raise ValueError(f"the chat template rejects {name}: {error}; fix the row or the template") from error
 
 
 def _template_error() -> type[Exception]:
@@ -373,7 +373,7 @@ class TemplateEncoder:
         require_choice("loss_on", loss_on, LossOn)
         if template.one_eos and loss_on == "all":
             raise ValueError(
-                f"the template {template.name!r} has one EOS for all turns, so it cannot be used with loss_on='all';"
+                f"the template {template.name!r} has a single EOS for all turns, so it does not support loss_on='all';"
                 " choose another loss_on, or another template"
             )
         self.tokenizer = tokenizer
@@ -395,7 +395,7 @@ class TemplateEncoder:
         if self.template.one_eos and len(answers) > 1 and self.loss_on != "last_assistant":
             raise ValueError(
                 f"{name} has {len(answers)} exchanges, but the template {self.template.name!r} ends only the last one;"
-                " give conversations of one exchange, or leave template out to use the tokenizer's own"
+                " split them into separate rows, or remove template to use the tokenizer's own"
             )
         tokens, learnt = self._joined(self._exchanges(system, prompts, answers))
         learnt[:1] = [False]  # nothing predicts the first token
@@ -408,8 +408,8 @@ class TemplateEncoder:
         roles = [message["role"] for message in messages]
         if roles != ["user", "assistant"] * (len(roles) // 2):
             raise ValueError(
-                f"{name} has the turns {', '.join(roles)}, but the template {self.template.name!r} needs user and"
-                " assistant in turn, after a system turn if there is one; fix the row or leave it out"
+                f"{name} has the turns {', '.join(roles)}, but the template {self.template.name!r} needs"
+                " alternating user and assistant turns, after an optional system turn; fix or remove the row"
             )
         texts = [message["content"] for message in messages]
         return system or self.template.default_system, texts[::2], texts[1::2]
@@ -512,8 +512,8 @@ def end_of_turn(tokenizer: Any, template: ChatTemplate) -> int | None:
         if len(ids) != 1 or ids[0] == getattr(tokenizer, "unk_token_id", None):
             raise ValueError(
                 f"the template {template.name!r} ends turns with the token {template.end_of_turn!r}, which this"
-                " tokenizer does not have; choose the template that the model was trained with, or none to use the"
-                " tokenizer's own"
+                " tokenizer does not have; choose the template that the model was trained with, or remove template to"
+                " use the tokenizer's own"
             )
         token: int = ids[0]
         return token

@@ -58,14 +58,14 @@ class ConversationReader:
             found = [name for name, wanted in needed.items() if set(wanted) <= set(present)]
             if not found and {"chosen", "rejected"} <= set(present):
                 raise ValueError(
-                    f"the columns {_listed(present)} hold preferences, and single answers are learnt here; use"
-                    " MCorePreferenceData and MCorePreference, or give the columns of prompt and answer"
+                    f"the columns {_listed(present)} hold preferences, but this data module reads single answers; use"
+                    " MCorePreferenceData and MCorePreference, or name the columns of prompt and answer"
                 )
             if not found:
                 forms = "; ".join(f"{name}: {', '.join(wanted)}" for name, wanted in needed.items())
                 raise ValueError(
-                    f"the columns {_listed(present)} fit none of the formats ({forms}); rename columns, or give the"
-                    " names of yours as prompt_column and response_column"
+                    f"the columns {_listed(present)} fit none of the formats ({forms}); rename columns, or name"
+                    " yours with prompt_column and response_column"
                 )
             format = found[0]  # type: ignore[assignment]
         missing = [name for name in needed[format] if name not in present]
@@ -86,7 +86,7 @@ class ConversationReader:
         missing = [column for column in self.needed if column not in row]
         if missing:
             raise ValueError(
-                f"{name} has the columns {_listed(row)} but not {_listed(missing)}; give rows with the same columns"
+                f"{name} has the columns {_listed(row)} but not {_listed(missing)}; use the same columns in all rows"
             )
         if self.format == "prompt_response":
             prompt, response = (_text(row[key], key, name) for key in (self.prompt_column, self.response_column))
@@ -138,7 +138,9 @@ def earlier_exchanges(history: Any, column: str, name: str) -> list[Message]:
     turns: list[Message] = []
     for number, pair in enumerate(history or []):
         if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise TypeError(f"exchange {number} in {column!r} of {name} is not a pair of texts")
+            raise TypeError(
+                f"exchange {number} in {column!r} of {name} is not a pair of texts; give a question and an answer"
+            )
         turns += _exchange(*pair)
     return turns
 
@@ -151,9 +153,7 @@ def _conversation(turns: Any, role_key: str, text_key: str, roles: Mapping[str, 
     if turns is None:
         return []
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
-        raise TypeError(
-            f"{name} does not have a list of messages; give a list of objects with {role_key!r} and {text_key!r}"
-        )
+        raise TypeError(f"{name} has no list of messages; give a list of objects with {role_key!r} and {text_key!r}")
     messages = []
     for number, turn in enumerate(turns):
         place = f"message {number} of {name}"
@@ -167,7 +167,7 @@ def _conversation(turns: Any, role_key: str, text_key: str, roles: Mapping[str, 
         calls = [key for key in _TOOL_CALLS if turn.get(key)]
         if calls:
             raise ValueError(
-                f"{place} has {calls[0]!r}, which is not supported; write the call into its text, or leave the row out"
+                f"{place} has {calls[0]!r}, which is not supported; write the call into its text, or remove the row"
             )
         messages.append({"role": roles[turn[role_key]], "content": _text(turn[text_key], text_key, place)})
     return messages

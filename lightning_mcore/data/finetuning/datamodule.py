@@ -215,14 +215,14 @@ class MCoreFinetuningData(pl.LightningDataModule):
             self._stream = settings = run_on_all_ranks(self._stream_settings)
             self._sources = self._sources_of_stream(settings)
         if self.reading.template is None and self.tokenizer.chat_template is None:
-            rank_zero_info("the tokenizer has no chat template: a row is its prompt, its response and the EOS token")
+            rank_zero_info("the tokenizer has no chat template: each row becomes prompt, response and EOS token")
 
     def _check_module(self) -> None:
         module = self.trainer and self.trainer.lightning_module
         if hasattr(module, "preference"):
             raise ValueError(
-                f"the data holds single answers, and {type(module).__name__} learns from pairs of answers; read them"
-                " with MCorePreferenceData, or train MCoreGPT"
+                f"the data contains single answers, but {type(module).__name__} learns from pairs of answers; read"
+                " pairs with MCorePreferenceData, or train MCoreGPT"
             )
 
     def train_dataloader(self) -> Any:
@@ -424,14 +424,14 @@ def _check_sizes(
 def _check_validation(share: float, files: Any, streaming: bool) -> None:
     if share < 0 or share == 1 or (share > 1 and share != int(share)):
         raise ValueError(
-            f"validation_share={share} is out of range; choose 0 or more and less than 1, or a number of samples above"
-            " 1"
+            f"validation_share={share} is out of range; choose a share from 0 to below 1, or a number of samples"
+            " above 1"
         )
     if share and files is not None:
         raise ValueError(f"validation_share={share} and validation_files={files!r} are both given; give one of them")
     if share and streaming:
         raise ValueError(
-            f"validation_share={share} with streaming=True: the length of a stream is not known; give validation_files"
+            f"validation_share={share} does not work with streaming=True, which has no length; give validation_files"
         )
 
 

@@ -43,7 +43,7 @@ def find_files(given: str | Sequence[str], name: str) -> list[str]:
     if unknown:
         raise ValueError(f"{name} has the file {unknown[0]!r}; give files that end with .jsonl, .json or .parquet")
     if len({SUFFIXES[Path(file).suffix] for file in found}) > 1:
-        raise ValueError(f"{name} has files of JSON and of parquet; give files of one kind")
+        raise ValueError(f"{name} mixes JSON and parquet files; give files of one kind")
     twice = [file for file in found if found.count(file) > 1]
     if twice:
         raise ValueError(f"{name} has the file {twice[0]!r} twice; name each file once")
@@ -54,7 +54,7 @@ def with_rows(files: Sequence[str]) -> list[str]:
     """Return the files that are not empty, or raise ValueError: an empty one makes ``datasets`` fail on the next."""
     found = [file for file in files if not _is_empty(file)]
     if not found:
-        raise ValueError(f"{files[0]} is empty; leave it out")
+        raise ValueError(f"{files[0]} is empty; remove it")
     return found
 
 

@@ -132,7 +132,7 @@ class ImageReading(Reading):
             count = sum(text.count(marker) for text in texts)
             if count != len(files):
                 raise ValueError(
-                    f"{name} has {count} {marker} in its text and {len(files)} {kind}s; give one for each {kind}"
+                    f"{name} has {count} {marker} in its text but {len(files)} {kind}s; use one for each {kind}"
                 )
         for pad, marker in zip((_IMAGE_PAD, VIDEO_PAD), MARKERS.values(), strict=True):
             if any(pad in text for text in texts):
@@ -161,9 +161,7 @@ class ImageReading(Reading):
             patches: int = self.processor.get_number_of_image_patches(height, width)
         except ValueError as error:
             what = called(file, self.media_dir)
-            raise UnusableFileError(
-                f"{what}, an image of {name}, cannot be used: {error}; leave the row out"
-            ) from error
+            raise UnusableFileError(f"{what}, an image of {name}, cannot be used: {error}; remove the row") from error
         return {**file, "tokens": patches // int(self.processor.merge_size) ** 2}
 
 
@@ -174,7 +172,7 @@ def _with_markers(row: Row, columns: tuple[str | None, str | None], name: str) -
     if isinstance(messages, list) and any(_has_parts(message) for message in messages):
         for kind, files in (("images", images), ("videos", videos)):
             if files:
-                raise ValueError(f"{name} has {kind} both in its messages and in a column; give them in one of the two")
+                raise ValueError(f"{name} has {kind} both in its messages and in a column; give them in only one place")
         row = {**row, "messages": [_joined(message, {"image": images, "video": videos}, name) for message in messages]}
     return row, (images, videos)
 
@@ -196,7 +194,7 @@ def _joined(message: Any, files: dict[str, list[Any]], name: str) -> Any:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in ("image", "video", "text"):
             raise ValueError(
-                f"{name} has {part!r:.80} in a message, which is not a text, an image or a video; leave the row out"
+                f"{name} has {part!r:.80} in a message, which is not a text, an image or a video; fix or remove the row"
             )
         if kind != "text":
             files[kind].append(part.get(kind) or part.get("path"))

@@ -74,5 +74,5 @@ def loaded_image(file: Stored, media_dir: str, name: str) -> Any:
             image.load()
         except (OSError, SyntaxError, ValueError) as error:
             what = called(file, media_dir)
-            raise UnusableFileError(f"{what} is damaged: {error}; replace it, or leave its row out") from error
+            raise UnusableFileError(f"{what} is damaged: {error}; replace the file, or remove its row") from error
         return image

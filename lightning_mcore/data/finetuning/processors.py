@@ -47,7 +47,7 @@ def load_processor(given: Any, kind: Kind) -> Any:
     least, most = (processor.size[name] for name in ("shortest_edge", "longest_edge"))
     if not 0 < least <= most:
         raise ValueError(
-            f"the {kind} processor has a minimum of {least} pixels and a maximum of {most} for {_ONE[kind]}; give a"
+            f"the {kind} processor has a minimum of {least} pixels and a maximum of {most} for {_ONE[kind]}; set a"
             " minimum that is not above the maximum"
         )
     return processor

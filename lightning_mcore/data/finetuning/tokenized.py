@@ -196,10 +196,10 @@ def compare_sources(then: Mapping[str, Any], now: Mapping[str, Any], in_epoch: b
     # An epoch cannot continue with the rest of other rows.
     if in_epoch:
         raise ValueError(
-            f"the checkpoint was taken in the middle of an epoch of other data: it differs in {changed}; resume with"
-            " the data of its run, or from the end of an epoch"
+            f"the checkpoint was taken in the middle of an epoch over different data, which differs in {changed};"
+            " resume with the data of its run, or from the end of an epoch"
         )
-    rank_zero_warn(f"the run continues with other training data than before: it differs in {changed}")
+    rank_zero_warn(f"the run continues with different training data than before: it differs in {changed}")
 
 
 def _changed_source(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
@@ -243,7 +243,7 @@ def columns_of_stream(rows: Any, files: Sequence[str]) -> list[str]:
     with explained(files):
         columns = rows.column_names if rows.column_names is not None else list(next(iter(rows), {}))
         if not columns:
-            raise ValueError("its rows have no columns")
+            raise ValueError("its rows have no columns; give each row a prompt and a response, or messages")
     return list(columns)
 
 

@@ -71,9 +71,9 @@ class Videos:
 
     def __init__(self, given: Any, fps: float = 2.0, maxlen: int | None = None) -> None:
         if isinstance(fps, bool) or not isinstance(fps, int | float):
-            raise TypeError(f"video_fps={fps!r} is not a number; choose how many frames of a second to take")
+            raise TypeError(f"video_fps={fps!r} is not a number; set the number of frames to sample per second")
         if not 0 < fps < inf:
-            raise ValueError(f"video_fps={fps} is not a positive number; choose how many frames of a second to take")
+            raise ValueError(f"video_fps={fps} is not positive; set the number of frames to sample per second")
         if maxlen is not None:
             require_size("video_maxlen", maxlen, at_least=2)
         self._given = given
@@ -118,7 +118,7 @@ class Videos:
         """
         if isinstance(given, list):
             if not given:
-                raise UnusableFileError(f"{name} has a video without frames; leave the row out")
+                raise UnusableFileError(f"{name} has a video without frames; remove the row")
             frames = [stored(frame, "an image", name) for frame in given]
             video = {"path": None, "bytes": None, "frames": frames}
         else:
@@ -130,7 +130,7 @@ class Videos:
             grid = self._grid(len(taken.frames), *self._size(header.width, header.height))
         except ValueError as error:
             raise UnusableFileError(
-                f"{_called(video, media_dir)}, a video of {name}, cannot be used: {error}; leave the row out"
+                f"{_called(video, media_dir)}, a video of {name}, cannot be used: {error}; remove the row"
             ) from error
         # 10 s at 30 frames per second, fps=2: 20 frames, 10 steps of 2. With 32 x 32 patches each, the grid is
         # [10, 32, 32]; merged 2 x 2, that is 10 * 16 * 16 = 2,560 tokens. Steps are 1.0 s apart (``seconds``).
@@ -155,8 +155,8 @@ class Videos:
         for video, grid in zip(videos, made["video_grid_thw"].tolist(), strict=True):
             if grid != video["grid"]:
                 raise UnusableFileError(
-                    f"{_called(video, media_dir)} has {grid} patches in time, height and width, and its header"
-                    f" promised {video['grid']}; replace it, or leave its row out"
+                    f"{_called(video, media_dir)} has {grid} patches in time, height and width, but its header"
+                    f" promised {video['grid']}; replace the file, or remove its row"
                 )
         found = {name: made[name] for name in ("pixel_values_videos", "video_grid_thw")}
         if not self._writes_times:
@@ -169,7 +169,7 @@ class Videos:
         """Return the frames to sample, as transformers does; raise ValueError if there are too few."""
         least = int(self.processor.temporal_patch_size)
         if header.frames < least:
-            raise ValueError(f"it has fewer frames than the {least} of a step in time")
+            raise ValueError(f"it has fewer than {least} frames")
         frames = list(range(header.frames))
         if not header.taken:
             from transformers.video_utils import VideoMetadata
@@ -229,8 +229,8 @@ class Videos:
             rate = float(stream.average_rate or 0)
             if not rate:
                 raise UnusableFileError(
-                    f"{called(video, media_dir)}, a video of {name}, does not give its frame rate; convert it to"
-                    " another format, or leave the row out"
+                    f"{called(video, media_dir)}, a video of {name}, has no frame rate; convert it to another"
+                    " format, or remove the row"
                 )
             seconds = float(stream.duration * stream.time_base) if stream.duration else 0.0
             # Some headers have no frame count (.mkv, .webm), and some count frames that an edit list hides, as after a
@@ -277,8 +277,8 @@ class Videos:
                     found[number] = self._frame(frame.to_image())
         if len(found) < len(wanted):
             raise UnusableFileError(
-                f"{called(video, media_dir)} is damaged: it ends after {number + 1} frames, and its header promised"
-                f" more than {max(wanted)}; replace it, or leave its row out"
+                f"{called(video, media_dir)} is damaged: it ends after {number + 1} frames, but its header promised"
+                f" more than {max(wanted)}; replace the file, or remove its row"
             )
         return found
 
@@ -303,12 +303,12 @@ def _opened(video: Stored, media_dir: str, name: str) -> Iterator[tuple[Any, Any
 
 def _unreadable(video: Stored, media_dir: str, name: str, why: str) -> UnusableFileError:
     return UnusableFileError(
-        f"{called(video, media_dir)}, a video of {name}, cannot be read: {why}; replace it, or leave the row out"
+        f"{called(video, media_dir)}, a video of {name}, cannot be read: {why}; replace it, or remove the row"
     )
 
 
 def _without_frames(video: Stored, media_dir: str, name: str) -> UnusableFileError:
-    return UnusableFileError(f"{called(video, media_dir)}, a video of {name}, has no frames; leave the row out")
+    return UnusableFileError(f"{called(video, media_dir)}, a video of {name}, has no frames; remove the row")
 
 
 def _require_packages() -> None:
@@ -326,4 +326,4 @@ def _called(video: Stored, media_dir: str) -> str:
 
 def _of_sizes(sizes: list[tuple[int, int]], what: str) -> UnusableFileError:
     pixels = " and ".join(f"{width} x {height} pixels" for width, height in sizes[:2])
-    return UnusableFileError(f"{what} has frames of different sizes, {pixels}; give frames of one size")
+    return UnusableFileError(f"{what} has frames of different sizes, {pixels}; use one size")

@@ -174,7 +174,7 @@ class PackedRows:
     def __getitem__(self, row: int) -> NDArray[np.int64]:
         """Return the sample numbers of a row; negative rows count from the end. Raises IndexError."""
         if not -len(self) <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
+            raise IndexError(f"row {row} is out of range; there are {len(self)} rows")
         row %= len(self)
         return self.order[self.offsets[row] : self.offsets[row + 1]]
 
@@ -196,8 +196,8 @@ def pack_lengths(lengths: NDArray[Any] | Sequence[int], row_length: int, multipl
     refused = np.flatnonzero((lengths < 1) | (lengths > row_length))
     if refused.size:
         raise ValueError(
-            f"sample {refused[0]} takes {lengths[refused[0]]} places; choose 1 to row_length={row_length}, or let "
-            "fit_sample() cut, split or leave out what does not fit"
+            f"sample {refused[0]} takes {lengths[refused[0]]} tokens; choose 1 to row_length={row_length}, or let "
+            "fit_sample() cut, split or drop what does not fit"
         )
     # Lengths 3, 5, 8, 2, 5, 3 in rows of 10: sample 2 (8 places) opens row 0, samples 1 and 4 (5 and 5) fill row 1,
     # sample 0 (3) opens row 2, sample 5 (3) follows it there, and sample 3 (2) fits row 0 exactly. Rows: [2, 3],
@@ -361,7 +361,7 @@ def _shorten(sample: TokenSample, row_length: int, overlong: Overlong) -> list[T
     """Return the beginning or the pieces of a sample that is longer than a row."""
     if overlong == "error":
         raise ValueError(
-            f"sample {sample.sample_id} takes {sample.length} places, more than row_length={row_length}; choose a "
+            f"sample {sample.sample_id} takes {sample.length} tokens, more than row_length={row_length}; choose a "
             "longer row, overlong='cut' or overlong='split'"
         )
     tokens, mask = sample.tokens, sample.loss_mask
@@ -384,7 +384,7 @@ def _leave_out(sample: TokenSample, statistics: PackingStatistics, empty: Empty)
     if empty == "error":
         what = "fewer than two tokens" if too_short else "no target in the part that fits into a row"
         raise ValueError(
-            f"sample {sample.sample_id} has {what}, so there is nothing to learn from it; leave it out of the data, "
+            f"sample {sample.sample_id} has {what}, so there is nothing to learn from it; remove it from the data, "
             "or choose empty='drop'"
         )
     if too_short:

@@ -148,7 +148,7 @@ class OnlinePacker:
             if state["settings"][name] != value:
                 raise ValueError(
                     f"{name}={value!r}, but the stream was packed with {name}={state['settings'][name]!r} before; "
-                    "keep that value, or start the stream again"
+                    "keep that value, or restart the stream"
                 )
         self._next_number, self._next_sample = state["next_number"], state["next_sample"]
         self.statistics = PackingStatistics(**state["statistics"])

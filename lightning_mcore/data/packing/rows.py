@@ -113,8 +113,8 @@ def build_row(
     padded = -(-lengths // multiple) * multiple
     if padded.sum() > row_length:
         raise ValueError(
-            f"{len(samples)} samples take {padded.sum()} places, padded to multiples of {multiple}, more than "
-            f"row_length={row_length}; give fewer of them, or let pack_lengths() choose"
+            f"{len(samples)} samples take {padded.sum()} tokens, padded to multiples of {multiple}, more than "
+            f"row_length={row_length}; give fewer samples, or let pack_lengths() choose them"
         )
     # The last sub-sequence owns the rest of the row, so cu_seqlens_padded always ends at the row length.
     padded[-1] = row_length - padded[:-1].sum()
@@ -157,7 +157,7 @@ def collate_rows(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """
     lengths = sorted({row["tokens"].numel() for row in rows})
     if len(lengths) != 1:
-        raise ValueError(f"a batch of {len(rows)} rows with {lengths} places; give rows of one length")
+        raise ValueError(f"the {len(rows)} rows of a batch have {lengths} tokens; give rows of one length")
     most = max(row["sample_ids"].numel() for row in rows)
     batch = {name: torch.stack([row[name] for row in rows]) for name in _PLACES}
     # Repeating the last offset adds empty sub-sequences: [0, 3, 5] becomes [0, 3, 5, 5].
@@ -196,7 +196,7 @@ def collate_padded(
     require_multiple(length, multiple)
     if longest > length:
         culprit = samples[int(lengths.argmax())].sample_id
-        raise ValueError(f"sample {culprit} takes {longest} places, more than row_length={length}; cut or split it")
+        raise ValueError(f"sample {culprit} takes {longest} tokens, more than row_length={length}; cut or split it")
     rows = [build_row([sample], length, multiple, vocab_size, pad_token) for sample in samples]
     batch = {name: torch.stack([row[name] for row in rows]) for name in _PLACES}
     return batch | {"lengths": torch.from_numpy(lengths), "sample_ids": torch.cat([row["sample_ids"] for row in rows])}
@@ -211,7 +211,7 @@ def _lengths(samples: Sequence[TokenSample]) -> NDArray[np.int64]:
         culprit = samples[int(lengths.argmin())]
         raise ValueError(
             f"sample {culprit.sample_id} has {len(culprit.tokens)} tokens, so there is nothing to learn from it; "
-            "leave out samples of fewer than two tokens"
+            "remove samples with fewer than two tokens"
         )
     return lengths
 
@@ -231,8 +231,8 @@ def _check_vocabulary(
         outside = sample.tokens[(sample.tokens < 0) | (sample.tokens >= vocab_size)]
         if outside.size:
             raise ValueError(
-                f"sample {sample.sample_id} holds the token {outside[0]}, outside the vocabulary; allowed are 0 to "
-                f"{vocab_size - 1}: use the model's own tokenizer, or a model with a larger vocab_size"
+                f"sample {sample.sample_id} has the token {outside[0]}, outside the vocabulary of 0 to "
+                f"{vocab_size - 1}; use the model's own tokenizer, or a model with a larger vocab_size"
             )
     raise ValueError(f"pad_token={pad_token} is outside the vocabulary; choose 0 to {vocab_size - 1}")
 
@@ -409,7 +409,7 @@ class TextBlocks(TokenizedSamples):
         blocks = total // self._block
         if not blocks:
             raise ValueError(
-                f"{name} has {total} tokens in all, fewer than the {self._block} of one block; choose a smaller"
+                f"{name} has only {total} tokens, fewer than the {self._block} of one block; choose a smaller"
                 " seq_length, or give more text"
             )
         self.lengths = np.full(blocks, row_length, np.int64)

@@ -164,8 +164,8 @@ class PairLoading(MCoreFinetuningData):
         module = self.trainer and self.trainer.lightning_module
         if hasattr(module, "learned_losses") and not hasattr(module, "preference"):
             raise ValueError(
-                f"the data holds pairs of answers, and {type(module).__name__} learns single ones; train"
-                " MCorePreference, or read answers with MCoreFinetuningData"
+                f"the data contains pairs of answers, but {type(module).__name__} learns from single ones; train"
+                " MCorePreference, or read single answers with MCoreFinetuningData"
             )
 
     def _check_tags(self) -> None:
@@ -177,8 +177,8 @@ class PairLoading(MCoreFinetuningData):
                     else ("pairs", "tagged answers", "choose another loss")
                 )
                 raise ValueError(
-                    f"the {name} data holds {held}, and the loss {self._loss!r} learns from {learnt}; give files with"
-                    f" these, or {other}"
+                    f"the {name} data contains {held}, but the loss {self._loss!r} learns from {learnt}; give files"
+                    f" with these, or {other}"
                 )
 
     @property

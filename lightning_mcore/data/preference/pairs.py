@@ -63,15 +63,13 @@ class Pair:
         for name, sample in zip(("chosen", "rejected"), self.sequences, strict=True):
             if sample.loss_mask is None or not sample.num_targets:
                 raise ValueError(
-                    f"the {name} answer of sample {sample.sample_id} has no token that its loss_mask marks; leave out"
+                    f"the {name} answer of sample {sample.sample_id} has no token that its loss_mask marks; remove"
                     " pairs without an answer"
                 )
 
         first, second = (sample.sample_id for sample in self.sequences)
         if first != second:
-            raise ValueError(
-                f"the answers of a pair have the sample_ids {first} and {second}; give both the number of the pair"
-            )
+            raise ValueError(f"the answers of a pair have the sample_ids {first} and {second}; give both the same one")
 
     @property
     def sequences(self) -> tuple[TokenSample, TokenSample]:
@@ -238,7 +236,7 @@ def check_pairs(batch: dict[str, Any], loss: str) -> None:
     number = batch["cu_seqlens"].size(1) - 1 if packed else len(tokens)
     what = "a packed row" if packed else "a batch"
     if number % 2:
-        raise ValueError(f"{what} has {number} sequences, which are not pairs; give the answers of a pair together")
+        raise ValueError(f"{what} has {number} sequences, an odd number; keep the two answers of a pair together")
     if "sample_ids" not in batch:
         raise ValueError(
             f"a batch with {', '.join(batch)} has no sample_ids, which say that neighbouring sequences are the answers"
@@ -248,17 +246,17 @@ def check_pairs(batch: dict[str, Any], loss: str) -> None:
     if not torch.equal(first, second):
         wrong = int((first != second).nonzero()[0])
         raise ValueError(
-            f"sequences {2 * wrong} and {2 * wrong + 1} of a batch are of samples {int(first[wrong])} and"
-            f" {int(second[wrong])}, and not the answers of one pair; give pairs, or train with MCoreGPT"
+            f"sequences {2 * wrong} and {2 * wrong + 1} of a batch come from samples {int(first[wrong])} and"
+            f" {int(second[wrong])}, not from one pair; give pairs, or train with MCoreGPT"
         )
     if loss == "reward":
         _check_last_tokens(batch)
     is_kto = loss == "kto"
     if is_kto != ("desirable" in batch):
         raise ValueError(
-            "the loss 'kto' needs the entry 'desirable' of a batch, which says whether an example is desirable; add it"
+            "the loss 'kto' needs 'desirable' in a batch, which says whether each example is desirable; add it"
             if is_kto
-            else "a batch has the entry 'desirable', which only the loss 'kto' reads; choose it, or give pairs"
+            else "a batch has 'desirable', which only the loss 'kto' reads; choose that loss, or give pairs"
         )
 
 
@@ -273,8 +271,8 @@ def _check_last_tokens(batch: dict[str, Any]) -> None:
     learnt = batch["loss_mask"].gather(1, places.clamp(min=0).long())
     if bool(((learnt > 0) & (lengths > 0)).any()):
         raise ValueError(
-            "a reward model scores the last token of a sequence, and a batch has it as a label only; make the pairs"
-            " with with_last_token()"
+            "a reward model scores the last token of a sequence, but a batch has it only as a label; create the"
+            " pairs using with_last_token()"
         )
 
 

@@ -94,7 +94,7 @@ class PreferenceReader:
         found = [form for form in forms if set(form) <= set(present)]
         if not found:
             raise ValueError(
-                f"the columns {', '.join(map(repr, present)) or 'none'} hold no preferences; rename them to one of"
+                f"the columns {', '.join(map(repr, present)) or 'none'} contain no preferences; rename them to one of"
                 f" {'; '.join(', '.join(form) for form in forms)}"
             )
         self.needed = found[0]

@@ -108,7 +108,7 @@ def _describe(path: str, format: str) -> InputFile:
     suffix = os.path.splitext(path)[1].lower()
     if format == "auto" and suffix not in _BY_SUFFIX:
         raise ValueError(
-            f"the suffix of {path} does not tell its format; give --format {', '.join(FORMATS[:-1])} or {FORMATS[-1]},"
+            f"the suffix of {path} does not show its format; give --format {', '.join(FORMATS[:-1])} or {FORMATS[-1]},"
             " and decompress the file first if it is compressed"
         )
     status = os.stat(path)
@@ -218,7 +218,7 @@ def check_parquet(file: InputFile, column: str) -> Any:
             schema, metadata = opened.schema_arrow, opened.metadata
     except (OSError, ValueError, ArithmeticError) as error:  # pyarrow's own are among these
         reason = str(error).splitlines()[0].rstrip(".")
-        raise ValueError(f"{file.path} cannot be read as parquet: {reason}; fix the file or leave it out") from None
+        raise ValueError(f"{file.path} cannot be read as parquet: {reason}; fix or remove the file") from None
     if column not in schema.names:
         raise ValueError(
             f"{file.path} has no column {column!r}; choose another of {', '.join(schema.names)} with --text-column"

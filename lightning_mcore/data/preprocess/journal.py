@@ -116,7 +116,7 @@ class Journal:
             elif begun.progress.documents > 0 and not overwrite:
                 self.progress = begun.progress  # so that close() keeps it
                 raise ValueError(
-                    f"{self.folder} was begun with {other}; give the same command to resume, or start again with"
+                    f"{self.folder} was started with {other}; repeat that command to resume, or start again with"
                     " --overwrite"
                 )
         if self.progress == Progress():

@@ -131,8 +131,8 @@ class Workers:
         if code < 0:
             with contextlib.suppress(ValueError):
                 how = signal.Signals(-code).name
-        hint = ", perhaps because memory ran out; take fewer --workers" if code == -signal.SIGKILL else ""
-        raise RuntimeError(f"a worker died with {how}{hint}; the same command resumes from the finished work")
+        hint = ", perhaps because memory ran out; try fewer --workers" if code == -signal.SIGKILL else ""
+        raise RuntimeError(f"a worker died with {how}{hint}; repeat the command to resume from the finished work")
 
 
 def _opened(answer: tuple[Any, ...]) -> Tokens:
@@ -140,5 +140,5 @@ def _opened(answer: tuple[Any, ...]) -> Tokens:
     if kind == "refused":
         raise ValueError(values[0])
     if kind == "failed":
-        raise RuntimeError(f"a worker failed; the same command resumes from the finished work:\n{values[0]}")
+        raise RuntimeError(f"a worker failed; repeat the command to resume from the finished work:\n{values[0]}")
     return Tokens(*values)

@@ -54,20 +54,20 @@ class Options:
         if output.endswith((".bin", ".idx")):
             raise ValueError(f"--output {output} is a file; give the prefix of both files, {output[:-4]}")
         if not os.path.basename(output):
-            raise ValueError(f"--output {output!r} is a folder; add the prefix of the files in it")
+            raise ValueError(f"--output {output!r} is a folder; add a prefix for the files in it")
         if self.separator == "":
-            raise ValueError("--separator is empty; give the text between two documents, or leave it out")
+            raise ValueError("--separator is empty; give the text between two documents, or remove it")
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"--workers {self.workers} is not positive; choose 1 or more")
 
     def check_formats(self, formats: set[str]) -> None:
         """Raise ValueError for an option that applies to none of the inputs."""
         if self.separator is not None and "text" not in formats:
-            raise ValueError("--separator applies to text files, and none of the inputs is one; leave it out")
+            raise ValueError("--separator applies to text files, but no input is one; remove it")
         if self.text_column != TEXT_COLUMN and formats == {"text"}:
             raise ValueError(
-                f"--text-column {self.text_column} applies to jsonl and parquet files, and all inputs are text files;"
-                " leave it out"
+                f"--text-column {self.text_column} applies to jsonl and parquet files, but all inputs are text files;"
+                " remove it"
             )
 
     def command(self, files: list[InputFile], facts: TokenizerFacts, eod: int | None) -> dict[str, Any]:

@@ -121,7 +121,10 @@ def _check_ids(path: Path) -> None:
         return
     for token, number in entries:
         if isinstance(number, int) and number > LARGEST_ID:
-            raise ValueError(f"{path.name} gives token {token!r:.100} the id {number}, above the limit of {LARGEST_ID}")
+            raise ValueError(
+                f"{path.name} gives token {token!r:.100} the id {number}, above the limit of {LARGEST_ID};"
+                " fix the file or use another tokenizer"
+            )
 
 
 def _known(token: str, vocabulary: dict[str, int], name: str) -> int:

@@ -106,7 +106,7 @@ def _size(text: str, place: Callable[[], str]) -> int:
         return len(text) if text.isascii() else len(text.encode())
     except UnicodeEncodeError as error:
         raise RefusedError(
-            f"{place()} holds half of a surrogate pair, {text[error.start]!a}, which is not text; fix that line"
+            f"{place()} contains half of a surrogate pair, {text[error.start]!a}, which is not text; fix that line"
         ) from None
 
 
@@ -166,9 +166,7 @@ def read_parquet(piece: Piece, settings: dict[str, Any]) -> Iterator[Text]:
             for text in itertools.islice(rows, piece["first"], piece["first"] + piece["rows"]):
                 yield text, lambda: f"{path}, row group {piece['group']}"
     except (OSError, ValueError, ArithmeticError) as error:  # pyarrow's own are among these
-        raise RefusedError(
-            f"{path} cannot be read as parquet: {_first_line(error)}; fix the file or leave it out"
-        ) from None
+        raise RefusedError(f"{path} cannot be read as parquet: {_first_line(error)}; fix or remove the file") from None
 
 
 READERS = {"jsonl": read_lines, "whole": read_whole, "separated": read_separated, "parquet": read_parquet}
@@ -181,9 +179,11 @@ def _decoded(piece: Piece) -> str:
             file.seek(start)
             data = file.read() if end is None else file.read(end - start)
     except OSError as error:
-        raise RefusedError(f"{path} cannot be read: {error.strerror}") from None
+        raise RefusedError(
+            f"{path} cannot be read: {error.strerror}; check the disk and the file's permissions"
+        ) from None
     if end is not None and len(data) < end - start:
-        raise RefusedError(f"{path} became shorter while it was read; do not change the inputs until the command ends")
+        raise RefusedError(f"{path} became shorter while it was read; do not change inputs while the command runs")
     try:
         # "-sig" drops a byte-order mark, which only the first piece of a file can have.
         return data.decode("utf-8-sig" if start == 0 else "utf-8")

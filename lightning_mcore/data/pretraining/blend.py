@@ -83,14 +83,15 @@ def parse_paths(name: str, paths: object) -> Blend:
         bad = [key for key, weight in paths.items() if not _is_weight(weight)]
         if bad:
             raise ValueError(
-                f"{name} gives {bad[0]} the weight {paths[bad[0]]!r}; give a positive number, or leave the dataset out"
+                f"{name} gives {bad[0]} the weight {paths[bad[0]]!r}; give a positive number, or remove the dataset"
             )
         prefixes, weights = tuple(map(str, paths)), tuple(float(weight) for weight in paths.values())
     elif isinstance(paths, Sequence) and all(isinstance(path, str) for path in paths):
         prefixes, weights = tuple(paths), None
     else:
         raise TypeError(
-            f"{name}={paths!r} is neither a prefix nor a list of prefixes nor a dict of prefixes and weights"
+            f"{name}={paths!r} is of type {type(paths).__name__}; give a prefix, a list of prefixes, or a dict of"
+            " prefixes and weights"
         )
     if not prefixes:
         raise ValueError(f"{name} is empty; name the prefix of a dataset")
@@ -219,7 +220,7 @@ def _load(request: SplitRequest, folder: str) -> Rows:
     while not os.path.isdir(folder):
         if time.monotonic() > deadline:
             raise FileNotFoundError(
-                f"{folder}, which rank 0 wrote, does not exist on another machine; give a cache_dir on a disk that all"
+                f"{folder}, which rank 0 wrote, does not exist on another machine; set cache_dir to a folder that all"
                 " machines share"
             )
         time.sleep(0.2)
@@ -317,7 +318,7 @@ def _stored(
         try:
             return tuple(np.load(path, mmap_mode="r", allow_pickle=False) for path in paths)
         except (ValueError, OSError) as error:
-            raise ValueError(f"{folder} changed since it was checked ({error}); run again") from None
+            raise ValueError(f"{folder} has changed since it was checked ({error}); run again") from None
     arrays = build()
     for path, array in zip(paths, arrays, strict=True):
         if not os.path.exists(path):

@@ -140,7 +140,7 @@ class MCorePretrainingData(pl.LightningDataModule):
         vocabulary, longest = getattr(module, "vocab_size", None), getattr(module, "seq_length", None)
         if isinstance(longest, int) and longest < self.seq_length:
             raise ValueError(
-                f"seq_length={self.seq_length} of the data is more than the model's seq_length={longest}; choose"
+                f"the data's seq_length={self.seq_length} exceeds the model's seq_length={longest}; choose"
                 f" {longest} or less, or a model with a larger seq_length"
             )
         held, self._eod = run_on_rank0(lambda: self._check(numbers, vocabulary))
@@ -260,9 +260,7 @@ class MCorePretrainingData(pl.LightningDataModule):
         if self._restored is not None:
             return self._restored_samples(self._restored, needed, given)
         if given is None and needed is None and blend.weights is not None:
-            raise ValueError(
-                "datasets with weights are repeated without end; give train_samples, or Trainer(max_steps=)"
-            )
+            raise ValueError("datasets with weights repeat forever; set train_samples, or Trainer(max_steps=...)")
         return given if given is not None else needed
 
     def _needed(self) -> int | None:
@@ -280,19 +278,19 @@ class MCorePretrainingData(pl.LightningDataModule):
             name = changed[0]
             raise ValueError(
                 f"the checkpoint was taken with other data: {name} was {then.get(name, 'absent')} and is now"
-                f" {now.get(name, 'absent')}; resume with the data of its run, or begin a new run with load_weights"
+                f" {now.get(name, 'absent')}; resume with the data of its run, or start a new run with load_weights"
             )
         saved: int | None = restored["train_samples"]
         if given is not None and given != saved:
             raise ValueError(
                 f"train_samples={given}, but the run of the checkpoint drew {saved}, and the order of all samples"
-                f" depends on it; give train_samples={saved}, or begin a new run with load_weights"
+                f" depends on it; give train_samples={saved}, or start a new run with load_weights"
             )
         if given is None and needed is not None and saved is not None and needed > saved:
             raise ValueError(
                 f"the run now needs {needed} training samples, but the run of the checkpoint drew {saved}, and the"
                 f" order of all samples depends on it; give train_samples={saved} to read these again when they are"
-                " used up, or begin a new run with load_weights"
+                " used up, or start a new run with load_weights"
             )
         if needed != saved and given is None:
             _log.info("training draws %s rows, as in the run of the checkpoint, instead of %s", saved, needed)
@@ -329,8 +327,8 @@ class MCorePretrainingData(pl.LightningDataModule):
         """
         if self._order and state_dict and state_dict["train_samples"] != self._drawn:
             raise ValueError(
-                f"the training loader was made with {self._drawn} samples before the checkpoint was read, but the run"
-                f" of the checkpoint drew {state_dict['train_samples']}; give"
+                f"the training loader was created with {self._drawn} samples before the checkpoint was read, but the"
+                f" run of the checkpoint drew {state_dict['train_samples']}; give"
                 f" train_samples={state_dict['train_samples']}"
             )
         self._restored = state_dict or None
@@ -347,7 +345,7 @@ def _splits(
     if data_paths is None:
         if split is not None:
             raise ValueError(
-                f"split={split!r} divides data_paths, which is not given; give data_paths, or leave out split"
+                f"split={split!r} divides data_paths, which is not given; give data_paths, or remove split"
             )
         if all(paths is None for paths in apart):
             raise ValueError("no data is given; give data_paths, or train_paths, val_paths and test_paths")

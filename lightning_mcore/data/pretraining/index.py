@@ -107,7 +107,9 @@ def _open_index(prefix: str) -> Index:
     with open(prefix + ".idx", "rb") as file:
         head = file.read(_HEAD.size)
     if len(head) < _HEAD.size or not head.startswith(_MAGIC):
-        raise ValueError(f"{prefix}.idx is not an index of Megatron; make the dataset with lightning-mcore preprocess")
+        raise ValueError(
+            f"{prefix}.idx is not an index of Megatron; create the dataset with lightning-mcore preprocess"
+        )
     _, version, code, sequences, ends = _HEAD.unpack(head)
     wanted = _HEAD.size + 12 * sequences + 8 * ends
     sizes = (wanted, wanted + sequences)  # the second: Megatron's multimodal datasets have a mode per sequence
@@ -147,13 +149,13 @@ def _check(prefix: str, marks: tuple[tuple[int, ...] | None, ...]) -> None:
         checksums.check("idx", prefix + ".idx")
         found, wanted = os.path.getsize(prefix + ".bin"), checksums.files["bin"][0]
         if found != wanted:
-            raise ValueError(f"{prefix}.bin has {found} bytes but had {wanted} when it was written")
+            raise ValueError(f"{prefix}.bin has {found} bytes, but had {wanted} when it was written")
         if os.path.exists(facts_path(prefix)):
             checksums.check("facts", facts_path(prefix))
     except ValueError as error:
         raise ValueError(
-            f"{error}; restore it or make the dataset again, or, if you changed it yourself, delete {checksums.path} to"
-            " have it read unchecked"
+            f"{error}; restore it or rebuild the dataset; if you changed it yourself, delete {checksums.path} to have"
+            " it read unchecked"
         ) from None
 
 
