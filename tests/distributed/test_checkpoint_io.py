@@ -389,7 +389,7 @@ def test_a_failed_save_is_one_error_on_every_rank_and_leaves_the_old_checkpoint(
     first, second = run_ranks(2, refuse_and_keep, str(tmp_path))
     assert first == second
     assert "last.ckpt could not be saved: no space left on device; free" in first[0]
-    assert "whole tensors" in first[1]
+    assert "complete tensors" in first[1]
 
 
 class Malicious:

@@ -474,7 +474,7 @@ class DrawsPlain(PlainNet):
 def draw() -> tuple[str, int]:
     trainer = make_trainer({})
     trainer.fit(DrawsPlain(), loader(12, 2))
-    with pytest.raises(TypeError, match=r"Draws.training_step\(dataloader_iter\) is not available") as error:
+    with pytest.raises(TypeError, match=r"Draws.training_step\(dataloader_iter\) is not supported") as error:
         make_trainer(PP2).fit(Draws(), loader(12, 2))
     return str(error.value), trainer.global_step
 

@@ -768,8 +768,8 @@ def test_what_cannot_go_on_in_an_epoch_says_so_and_begins_the_next_one(tmp_path:
     taken = "the checkpoint was taken after 2 batches of an epoch of"
     assert others == [
         f"{taken} a dataloader that keeps its own state, but DataLoader cannot continue from there",
-        f"{taken} a DataLoader of torch, and Reader cannot continue from there",
-        f"{taken} a DataLoader of torch, and Remembering cannot continue from there",
+        f"{taken} a DataLoader of torch, but Reader cannot continue from there",
+        f"{taken} a DataLoader of torch, but Remembering cannot continue from there",
     ]
 
 

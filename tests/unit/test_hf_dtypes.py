@@ -94,7 +94,7 @@ def test_a_run_in_bf16_refuses_to_round_a_tensor_that_is_stored_wider(tmp_path: 
     import_checkpoint(str(tmp_path / "model"), str(tmp_path / "wide"))
     import_checkpoint(str(tmp_path / "model"), str(tmp_path / "rounded"), dtype="bfloat16")
     for place, sentence in (
-        ("model", f"^{LINEAR} is stored in float32, unlike most weights (bfloat16), and bfloat16 would round it;"),
+        ("model", rf"^{LINEAR} is stored in float32, unlike most weights \(bfloat16\), and bfloat16 would round it;"),
         ("wide", "decoder.layers.*self_attention.linear_proj.weight is stored in float32, unlike most weights"),
     ):
         with pytest.raises(ValueError, match=sentence) as refusal:

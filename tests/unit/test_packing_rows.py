@@ -202,7 +202,7 @@ def test_a_token_outside_the_vocabulary_is_refused(tokens: list[int], mask: Any,
         "padded": lambda: collate_padded(samples, vocab_size=VOCAB),
         "online": lambda: run_stream(OnlinePacker(8, vocab_size=VOCAB), samples),
     }[form]
-    message = f"sample 12 holds the token {token}, outside the vocabulary of 0 to 49"
+    message = f"sample 12 has the token {token}, outside the vocabulary of 0 to 49"
 
     with pytest.raises(ValueError, match=re.escape(message)):
         make()

@@ -67,7 +67,7 @@ def is_one_sentence(text: str) -> bool:
         (
             {"process_group_backend": "glo"},
             ValueError,
-            "process_group_backend='glo' names 'glo'; choose from gloo, nccl",
+            "process_group_backend='glo' has the unknown backend 'glo'; choose from gloo, nccl",
         ),
         (
             {TP: 2, SP: True, "tp_comm_overlap": True, "tp_comm_overlap_cfg": [1]},

@@ -164,7 +164,7 @@ def test_an_image_that_is_neither_a_path_nor_bytes_is_refused(tmp_path: Path) ->
         (b"\x89PNG\r\n\x1a\n123", "a.png, an image of row 0 of .*, is not an image that can be read"),
         (
             (2, 900),
-            r"a.png, an image of row 0 of .*, cannot be used: absolute aspect ratio must be .*; leave",
+            r"a.png, an image of row 0 of .*, cannot be used: absolute aspect ratio must be .*; remove",
         ),
         ((20000, 20000), "a.png, an image of row 0 of .*, is not an image that can be read"),
     ],
