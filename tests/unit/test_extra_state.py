@@ -62,5 +62,5 @@ def test_scales_are_let_through_while_they_are_loaded(monkeypatch: pytest.Monkey
 
 def test_a_damaged_one_is_refused() -> None:
     cut = as_bytes({"scale_fwd": torch.rand(3)})[:-9]
-    with pytest.raises(ValueError, match="holds something other"), checked_extra_state({"layer._extra_state": cut}):
+    with pytest.raises(ValueError, match="contains something other"), checked_extra_state({"layer._extra_state": cut}):
         pass
