@@ -28,7 +28,7 @@ class Differences:
             missing=sorted(wanted.keys() - found.keys()),
             unexpected=sorted(found.keys() - wanted.keys()),
             shapes=[
-                f"{name} ({list(found[name])} in the checkpoint, {list(wanted[name])} in the model)"
+                f"{name} ({list(found[name])} in it, {list(wanted[name])} in the model)"
                 for name in sorted(wanted.keys() & found.keys())
                 if tuple(found[name]) != tuple(wanted[name])
             ],

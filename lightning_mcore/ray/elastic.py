@@ -56,7 +56,9 @@ class ElasticTorchTrainer(TorchTrainer):  # type: ignore[misc]  # Ray has no typ
         scaling = self.scaling_config
         self._sizes = [size for size in sizes if scaling.min_workers <= size <= scaling.max_workers]
         if not self._sizes:
-            raise ValueError(f"num_workers={scaling.num_workers} contains none of the admissible sizes {[*sizes]}")
+            raise ValueError(
+                f"num_workers={scaling.num_workers} contains none of the possible sizes; include one of {[*sizes]}"
+            )
         needs = {"CPU": scaling.num_cpus_per_worker, "GPU": scaling.num_gpus_per_worker}
         check_room(min(self._sizes), machines(), needs | scaling.additional_resources_per_worker)
 

@@ -87,7 +87,9 @@ def launch(
     folder, ``ray.train.WorkerGroupError`` if the function failed on a worker more often than ``max_failures``.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RuntimeError("this process is a rank of torchrun or srun, and Ray would start the ranks again; use one")
+        raise RuntimeError(
+            "torchrun or srun started this process, and Ray would start the ranks again; use only one of them"
+        )
     # workers run in the folder of this process, and print to stdout instead of Ray's log
     os.environ |= {"RAY_CHDIR_TO_TRIAL_DIR": "0", "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "300")  # there is room, but imports may be slow
@@ -136,7 +138,7 @@ def _call(config: dict[str, Any]) -> Any:
     check_storage()
     if not os.path.isdir(worker.folder):
         raise WorkerError(
-            f"the run was started in {worker.folder}, which is not on the machine {socket.gethostname()}; start it in a"
+            f"the run was started in {worker.folder}, which does not exist on {socket.gethostname()}; start it in a"
             " folder that all machines share"
         )
     os.chdir(worker.folder)
@@ -211,5 +213,5 @@ def _check_address(addr: str | None, port: int | None) -> None:
     except OSError as error:
         raise WorkerError(
             f"master_addr={addr} with master_port={port} cannot be used on {socket.gethostname()}, where rank 0 runs:"
-            f" {error.strerror or error}; give an address of that machine and a free port, or leave them out"
+            f" {error.strerror or error}; set an address of that machine and a free port, or remove both"
         ) from error

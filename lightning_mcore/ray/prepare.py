@@ -38,23 +38,23 @@ def prepare_trainer(trainer: pl.Trainer) -> pl.Trainer:
     world, here = context.get_world_size(), context.get_local_world_size()
     if not isinstance(strategy, MCoreStrategy):
         raise TypeError(
-            f"strategy={type(strategy).__name__} is not MCoreStrategy; give that, or use ray.train.lightning for Ray's"
+            f"strategy={type(strategy).__name__} is not an MCoreStrategy; use one, or use ray.train.lightning for Ray's"
             " own strategies"
         )
     environment = strategy.cluster_environment
     if not isinstance(environment, RayLightningEnvironment):
         raise ValueError(
-            f"the trainer takes its ranks from {type(environment).__name__}, not from Ray; give it"
+            f"the trainer takes its ranks from {type(environment).__name__}, not from Ray; set"
             " plugins=[RayLightningEnvironment()]"
         )
     if strategy.num_processes != here:
         raise ValueError(
-            f"devices={strategy.num_processes} is not the number of Ray's workers on this machine, {here}; give"
+            f"devices={strategy.num_processes} does not match the {here} Ray workers on this machine; set"
             " devices=ray.train.get_context().get_local_world_size()"
         )
     if planned_world_size(strategy) != world:
         raise ValueError(
-            f"num_nodes={trainer.num_nodes} times devices={here} is not the number of Ray's workers, {world}; give"
+            f"num_nodes={trainer.num_nodes} times devices={here} does not match the {world} Ray workers; set"
             f" num_nodes={world // here if world % here == 0 else 1}"
         )
     strategy.layout.validate_world(world)
@@ -63,8 +63,8 @@ def prepare_trainer(trainer: pl.Trainer) -> pl.Trainer:
     tensor = strategy.layout.tensor_model_parallel_size
     if here % tensor and world > here:
         rank_zero_warn(
-            f"Ray placed {here} workers on a machine, where tensor_model_parallel_size={tensor} does not divide them:"
-            " some tensor-parallel groups cross machines, which is slow"
+            f"Ray placed {here} workers on one machine, not a multiple of tensor_model_parallel_size={tensor};"
+            " some tensor-parallel groups span machines, which is slow"
         )
     return trainer
 
@@ -74,15 +74,15 @@ def _check_device(strategy: MCoreStrategy) -> None:
     device, chosen = strategy.root_device, ray.train.torch.get_device()
     if device.type != chosen.type or (device.type == "cuda" and device != chosen):
         raise ValueError(
-            f"the trainer uses {device} and Ray gave this worker {chosen}; give ScalingConfig(use_gpu="
-            f"{device.type == 'cuda'}), or another accelerator to the trainer"
+            f"the trainer uses {device}, but Ray assigned {chosen} to this worker; set ScalingConfig(use_gpu="
+            f"{device.type == 'cuda'}), or another accelerator in the trainer"
         )
     wanted = "nccl" if device.type == "cuda" else "gloo"
     backend = dist.get_backend_config() if dist.is_initialized() else f"{device.type}:{wanted}"
     if f"{device.type}:{wanted}" not in backend.replace(" ", "").split(","):
         raise ValueError(
-            f"Ray opened the process group with {backend}, which has no {wanted} for {device.type}; give"
-            " TorchConfig(backend='cpu:gloo,cuda:nccl'), or on a CPU 'gloo'"
+            f"Ray opened the process group with backend {backend}, which lacks {wanted} for {device.type}; set"
+            " TorchConfig(backend='cpu:gloo,cuda:nccl'), or 'gloo' on a CPU"
         )
 
 
@@ -91,6 +91,6 @@ def check_storage() -> None:
     storage = ray.train.get_context().get_storage()
     if storage.storage_filesystem.get_file_info(f"{storage.experiment_fs_path}/{_MARK}").type == FileType.NotFound:
         raise WorkerError(
-            f"storage_path={storage.storage_fs_path} on the machine {socket.gethostname()} is not the folder of the"
-            " machine that started the run; give a folder that all machines share, or a URL such as s3://bucket/runs"
+            f"storage_path={storage.storage_fs_path} on {socket.gethostname()} is not the folder of the machine"
+            " that started the run; choose a folder that all machines share, or a URL such as s3://bucket/runs"
         )
