@@ -30,7 +30,11 @@ def parse_arguments(source: "Sequence[str] | str | Path | Mapping[str, Any]", *c
         TypeError: A value has another type.
         ValueError: A name is unknown, a value is not allowed, or the file cannot be read.
     """
-    chosen: Any = classes or _default_classes()
+    if not classes:
+        from lightning_mcore.arguments.training import TrainingArguments
+
+        classes = (TrainingArguments,)
+    chosen: Any = classes
     names = [field.name for kind in chosen for field in dataclasses.fields(kind) if field.init]
     if isinstance(source, Sequence) and not isinstance(source, str) and len(source) == 1 and _is_file_name(source[0]):
         source = source[0]
@@ -101,12 +105,6 @@ def _made(values: Mapping[str, Any], classes: Any) -> tuple[Any, ...]:
         fields = {field.name for field in dataclasses.fields(kind) if field.init}
         made.append(kind(**{name: value for name, value in given.items() if name in fields}))
     return tuple(made)
-
-
-def _default_classes() -> tuple[type, ...]:
-    from lightning_mcore.arguments.training import TrainingArguments
-
-    return (TrainingArguments,)
 
 
 def _is_file_name(word: str) -> bool:

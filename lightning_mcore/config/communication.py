@@ -73,7 +73,10 @@ class CommunicationOptions:
 
     def __post_init__(self) -> None:
         """Check the values that depend on neither layout nor device."""
-        self._check_flags()
+        for name in ("use_sharp", "create_gloo_process_groups", "overlap_p2p_comm_warmup_flush"):
+            require_flag(name, getattr(self, name))
+        for name in ("deallocate_pipeline_outputs", "batch_p2p_comm"):
+            require_flag(name, getattr(self, name), or_none=True)
         backend = self.pipeline_model_parallel_comm_backend
         require_choice("pipeline_model_parallel_comm_backend", backend, PipelineBackend, or_none=True)
         require_choice("sharp_enabled_group", self.sharp_enabled_group, SharpGroup, or_none=True)
@@ -88,12 +91,6 @@ class CommunicationOptions:
                 f" {' '.join(sorted(GROUP_NAMES))}"
             )
         require_file("nccl_communicator_config_path", self.nccl_communicator_config_path)
-
-    def _check_flags(self) -> None:
-        names = ("use_sharp", "create_gloo_process_groups", "overlap_p2p_comm_warmup_flush")
-        may_be_none = ("deallocate_pipeline_outputs", "batch_p2p_comm")
-        for name in (*names, *may_be_none):
-            require_flag(name, getattr(self, name), or_none=name in may_be_none)
 
     def layout_faults(self, layout: ParallelLayout, overlap_p2p_comm: bool, num_instances: int) -> Iterator[str]:
         """Yield a sentence for each option that contradicts the strategy's options or would have no effect.

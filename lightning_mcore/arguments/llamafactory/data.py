@@ -117,7 +117,7 @@ class FactoryRows:
         # "2".
         prompt = "\n".join(part for part in parts if part)
         answer = _text(row, response, name) if response is not None else ""
-        return [*turns, *_exchange(prompt, answer)]
+        return [*turns, {"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
     def _spoken(self, row: Row, name: str) -> tuple[str, list[Message]]:
         """Return the system message and the turns of a row of messages; no turns if the roles do not alternate."""
@@ -145,10 +145,6 @@ class FactoryRows:
                 turns.append({"role": roles.get(role, ""), "content": text})
         alternates = [turn["role"] for turn in turns] == ["user", "assistant"] * (len(turns) // 2)
         return system, turns if alternates else []
-
-
-def _exchange(prompt: str, answer: str) -> list[Message]:
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 
 def _text(fields: Mapping[str, Any], key: str | None, name: str) -> str:
