@@ -73,7 +73,7 @@ class FactoryRun:
         if keys.loraplus_lr_ratio is not None:
             names = ("loraplus_lr_ratio", "loraplus_lr_embedding")
             model["recipe"] = {**model["recipe"], **{name: getattr(keys, name) for name in names}}
-        data = {**settings.data, **self.data_settings()}
+        data = self.data_settings()
         if keys.learns_preferences:
             model["preference"] = preference_of(keys, keys.stage)
             # A pair takes two rows, so the batch size doubles.
@@ -123,9 +123,7 @@ class FactoryRun:
         """Return the data module's arguments."""
         keys, arguments = self.keys, self.arguments
         return {
-            "seq_length": keys.cutoff_len,
-            "batch_size": arguments.per_device_train_batch_size,
-            "eval_batch_size": arguments.per_device_eval_batch_size,
+            **arguments.settings(seq_length=keys.cutoff_len).data,
             "pad_to_seq_length": not (keys.packs or arguments.allow_variable_seq_lengths()),
             "validation_share": keys.val_size,
             "packing": keys.packs,
@@ -133,8 +131,6 @@ class FactoryRun:
             # A buffer of one sample keeps the order.
             "shuffle_buffer": 1 if keys.disable_shuffling else keys.buffer_size,
             "shuffle": not keys.disable_shuffling,
-            "seed": arguments.seed if arguments.data_seed is None else arguments.data_seed,
-            "num_workers": arguments.dataloader_num_workers,
             "num_proc": keys.preprocessing_num_workers or 1,
             "cache_dir": keys.cache_dir,
         }
