@@ -161,9 +161,12 @@ def _write_groups(fields: Fields) -> dict[str, Any]:
 def _read_scale(config: Config) -> dict[str, Any]:
     scale = config.get("routed_scaling_factor", 1.0)
     refuse_outside("routed_scaling_factor", scale, 0.0)
-    scale = float(scale)
-    refuse_unless("routed_scaling_factor", scale == 0.0, (False,), "no expert would contribute then")
-    return {"moe_router_topk_scaling_factor": scale} if scale != 1.0 else {}
+    if scale == 0:
+        raise ValueError(
+            f"routed_scaling_factor={scale!r} is not supported, because no expert would contribute then; only numbers"
+            " above 0 are"
+        )
+    return {"moe_router_topk_scaling_factor": float(scale)} if scale != 1 else {}
 
 
 NO_ROUTER_LOSS: tuple[ConfigRule, ...] = (

@@ -361,6 +361,14 @@ def test_numbers_of_experts_windows_and_positions_are_refused_too(
     assert "\n" not in str(refusal.value)
 
 
+def test_experts_that_would_contribute_nothing_are_refused_by_their_number(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_folder("deepseek_v3"), tmp_path / "model"))
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, "routed_scaling_factor": 0.0}))
+    with pytest.raises(ValueError, match=r"routed_scaling_factor=0\.0 is not supported, .*; only numbers above 0 are$"):
+        MCoreGPT.from_pretrained(str(folder))
+
+
 def copy_embedding(folder: Path, more_rows: int = 0) -> None:
     """Make the output layer a copy of the embedding, and more."""
     embedding = dict(read_tensors(folder))[EMBEDDING]
