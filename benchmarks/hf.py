@@ -39,9 +39,9 @@ import torch
 
 from benchmarks.overhead import REPOSITORY, circumstances, write_results
 from lightning_mcore import MCoreGPT, single_process
-from lightning_mcore.hf.export import export_checkpoint
-from lightning_mcore.hf.importing import import_checkpoint
 from lightning_mcore.hf.safetensors import SafetensorsFolder
+from lightning_mcore.interop.export import export_checkpoint
+from lightning_mcore.interop.importing import import_checkpoint
 from tests.hf_folders import LlamaSizes, peak_memory, write_llama
 
 HIDDEN_SIZE = 2048

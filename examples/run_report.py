@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_mcore.hf.export import export_model
+from lightning_mcore.hf import export_model
 
 matplotlib.use("Agg")  # plots to files; needs no display
 from matplotlib import pyplot

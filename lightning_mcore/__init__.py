@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from lightning_mcore.data.packing.rows import collate_padded, collate_rows, pack
     from lightning_mcore.data.preference.datamodule import MCorePreferenceData
     from lightning_mcore.data.pretraining.datamodule import MCorePretrainingData
-    from lightning_mcore.hf.auto_model import hf_model
-    from lightning_mcore.hf.callback import SaveHFModel
+    from lightning_mcore.interop.auto_model import hf_model
+    from lightning_mcore.interop.callback import SaveHFModel
     from lightning_mcore.layers.lora import adapters_off
     from lightning_mcore.layers.metrics import (
         PackingEfficiency,
@@ -131,7 +131,7 @@ _HOMES = {
     "PreemptionCheckpoint": "strategy.preemption",
     "Preference": "config.preference",
     "Recipe": "models.recipe",
-    "SaveHFModel": "hf.callback",
+    "SaveHFModel": "interop.callback",
     "TokenAccuracy": "layers.metrics",
     "TokenLoss": "layers.metrics",
     "TokenPerplexity": "layers.metrics",
@@ -143,7 +143,7 @@ _HOMES = {
     "collate_padded": "data.packing.rows",
     "collate_rows": "data.packing.rows",
     "data_shard": "data.batches",
-    "hf_model": "hf.auto_model",
+    "hf_model": "interop.auto_model",
     "loraplus_groups": "models.recipe",
     "pack": "data.packing.rows",
     "single_process": "layers.session",
@@ -152,7 +152,8 @@ _HOMES = {
 
 _PACKAGES = ("data", "hf")  # ``lightning_mcore.hf.Family`` needs no import of its own
 
-_WITH_MEGATRON = ("checkpoint", "hf", "layers", "models", "optimizer", "strategy")  # rooms that import megatron-core
+# Rooms that import megatron-core
+_WITH_MEGATRON = ("checkpoint", "interop", "layers", "models", "optimizer", "strategy")
 _LIGHT = ("Recipe", "loraplus_groups")  # these do not import it, although their room does
 
 

@@ -20,7 +20,7 @@ import os, sys, threading, warnings
 warnings.filterwarnings("ignore")
 import transformers
 from transformers import AutoConfig
-import lightning_mcore.hf.importing, lightning_mcore.hf.export
+import lightning_mcore.interop.importing, lightning_mcore.interop.export
 gc.freeze()
 
 def status(name):

@@ -72,7 +72,7 @@ def _from_pretrained(folder: Path) -> str:
 
 
 def _import(folder: Path) -> str:
-    from lightning_mcore.hf.importing import import_checkpoint
+    from lightning_mcore.interop.importing import import_checkpoint
 
     import_checkpoint(folder / "model", folder / "imported")
     return "imported"

@@ -45,7 +45,7 @@ SECONDS = 60.0  # until a reader that has not ended is said to hang
 READERS = [  # what readers import; once for all trials
     *("datasets", "pandas", "pyarrow.parquet", "transformers.models.llama.modeling_llama", "tests.mutation_samples"),
     *("tests.chats", "tests.factory_files", "tests.hf_models", "lightning_mcore.arguments.llamafactory.run"),
-    *("lightning_mcore.cli.plan", "lightning_mcore.cli.preprocess", "lightning_mcore.hf.importing"),
+    *("lightning_mcore.cli.plan", "lightning_mcore.cli.preprocess", "lightning_mcore.interop.importing"),
 ]
 GOOD = {"same", "refused", "seen", "other"}
 

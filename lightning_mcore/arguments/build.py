@@ -34,7 +34,7 @@ from lightning_mcore.config.ray import ON_RAY
 from lightning_mcore.config.run import RunSettings, class_and_arguments
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
-from lightning_mcore.hf.callback import SaveHFModel
+from lightning_mcore.interop.callback import SaveHFModel
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.optimizer.rules import refused_by_megatron

@@ -7,7 +7,8 @@ what the model computes, so they keep their bits:
 * ``lightning-mcore import`` writes each of Megatron's tensors in a dtype that holds all of its parts.
 * A run in bf16 or fp16 keeps them in fp32 where a layer supports that (``hf/pretrained.py``, ``keep_wide``). Elsewhere,
   a value that would be rounded raises an error when it is read (:func:`require_kept`).
-* A model remembers the dtypes in ``hf["stored"]``, and an export writes each tensor in its own (``hf/export_plan.py``).
+* A model remembers the dtypes in ``hf["stored"]``, and an export writes each tensor in its own
+  (``interop/export_plan.py``).
 """
 
 import re

@@ -32,7 +32,7 @@ from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.data.finetuning.images import MCoreVisionData
 from lightning_mcore.data.preference.datamodule import MCorePreferenceData
 from lightning_mcore.data.pretraining.datamodule import MCorePretrainingData
-from lightning_mcore.hf.callback import SaveHFModel
+from lightning_mcore.interop.callback import SaveHFModel
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.models.vision import MCoreVisionGPT

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lightning-mcore import`` and ``lightning-mcore export``: Hugging Face models to sharded checkpoints and back.
 
-``__init__.py`` calls :func:`run`. ``hf/importing.py`` and ``hf/export.py`` do the work; they are imported after the
-arguments are read, so that ``--help`` and errors are fast.
+``__init__.py`` calls :func:`run`. ``interop/importing.py`` and ``interop/export.py`` do the work; they are imported
+after the arguments are read, so that ``--help`` and errors are fast.
 """
 
 from collections.abc import Sequence
@@ -75,12 +75,12 @@ def _export_parser() -> CommandParser:
 
 
 def _import(path: str, out: str, **options: Any) -> None:
-    from lightning_mcore.hf.importing import import_checkpoint
+    from lightning_mcore.interop.importing import import_checkpoint
 
     import_checkpoint(path, out, **options)
 
 
 def _export(path: str, out: str, **options: Any) -> None:
-    from lightning_mcore.hf.export import export_checkpoint
+    from lightning_mcore.interop.export import export_checkpoint
 
     export_checkpoint(path, out, **options)

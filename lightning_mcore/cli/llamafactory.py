@@ -144,7 +144,7 @@ def _without_command(words: list[str]) -> list[str]:
 
 def _train(asked: "FactoryRun", options: dict[str, Any], beginning: "Beginning") -> None:
     from lightning_mcore.arguments.llamafactory.output import LossRecord, move_in, unfinished
-    from lightning_mcore.hf.callback import SaveHFModel
+    from lightning_mcore.interop.callback import SaveHFModel
 
     arguments, folder = asked.arguments, str(asked.arguments.output_dir)
     record = LossRecord(folder, asked.keys.plot_loss)

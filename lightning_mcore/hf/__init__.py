@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face models in and out, at any layout.
+"""Read Hugging Face models and PEFT adapters, at any layout; also the public names of imports and exports.
 
-``MCoreGPT.from_pretrained(path)`` starts from one, and ``SaveHFModel`` writes one at the end of a run.
+``MCoreGPT.from_pretrained(path)`` starts from a model, and ``SaveHFModel`` writes one at the end of a run.
 :func:`export_checkpoint` and :func:`import_checkpoint` turn checkpoints into Hugging Face models and back without a
 run; they are the commands ``lightning-mcore export`` and ``lightning-mcore import``. To add a family of models, build a
 :class:`Family` from the rules below.
+
+What needs an ``MCoreGPT`` is in ``interop/``, above ``models/``; its public names are found here too.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from lightning_mcore.hf.config_rules import ConfigRule, Constants, Derived, Only, Preset, Same, Unused
-from lightning_mcore.hf.family import Family, family_names, find_family
+from lightning_mcore.hf.family import Family
+from lightning_mcore.hf.registry import family_names, find_family
 from lightning_mcore.hf.weight_rules import (
     Block,
     Experts,
@@ -25,12 +28,12 @@ from lightning_mcore.hf.weight_rules import (
 from lightning_mcore.parallel.megatron_import import import_megatron
 
 if TYPE_CHECKING:
-    from lightning_mcore.hf.auto_model import HFModel, hf_model
-    from lightning_mcore.hf.callback import SaveHFModel
-    from lightning_mcore.hf.export import export_checkpoint, export_model
-    from lightning_mcore.hf.importing import import_checkpoint
     from lightning_mcore.hf.pretrained import load_pretrained
     from lightning_mcore.hf.source import pretrained_settings
+    from lightning_mcore.interop.auto_model import HFModel, hf_model
+    from lightning_mcore.interop.callback import SaveHFModel
+    from lightning_mcore.interop.export import export_checkpoint, export_model
+    from lightning_mcore.interop.importing import import_checkpoint
 
 __all__ = [
     "Block",
@@ -62,21 +65,21 @@ __all__ = [
 ]
 
 _LATER = {
-    "HFModel": "auto_model",
-    "SaveHFModel": "callback",
-    "export_checkpoint": "export",
-    "export_model": "export",
-    "hf_model": "auto_model",
-    "import_checkpoint": "importing",
-    "load_pretrained": "pretrained",
-    "pretrained_settings": "source",
+    "HFModel": "interop.auto_model",
+    "SaveHFModel": "interop.callback",
+    "export_checkpoint": "interop.export",
+    "export_model": "interop.export",
+    "hf_model": "interop.auto_model",
+    "import_checkpoint": "interop.importing",
+    "load_pretrained": "hf.pretrained",
+    "pretrained_settings": "hf.source",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name on first use: its module is slow, or imports ``MCoreGPT``, which imports this package."""
+    """Import a name on first use: its module is slow, or belongs to ``interop/``, which imports this package."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _LATER[name] != "source":  # source reads configs without megatron-core
+    if _LATER[name] != "hf.source":  # source reads configs without megatron-core
         import_megatron()
-    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    return getattr(importlib.import_module(f"lightning_mcore.{_LATER[name]}"), name)

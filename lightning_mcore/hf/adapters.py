@@ -3,7 +3,7 @@
 
 The rules for exchanging weights (``weight_map.py``) say which rows of Megatron's tensors belong to which Hugging Face
 projection. Megatron's modules say which rectangle of a tensor a rank holds. So nothing here knows a family or a layout.
-``layers/lora.py`` has the adapters themselves, ``peft_folder.py`` reads and writes them, ``MCoreGPT`` calls both.
+``layers/lora.py`` has the adapters themselves, ``peft_folder.py`` reads them, ``MCoreGPT`` calls both.
 """
 
 import hashlib

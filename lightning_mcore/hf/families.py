@@ -3,7 +3,7 @@
 
 A *part* is a tuple of rules: config keys (``config_rules.py``) together with the weights that these keys decide
 (``weight_rules.py``), so that a family names each thing once. :func:`family` sorts a row's rules into the two tables.
-``family.py`` finds a row by its name.
+``registry.py`` finds a row by its name.
 
 ``family("mistral", "Mistral", DECODER, d.WINDOW, d.MLP)`` reads: the class ``MistralForCausalLM`` has a Llama-like
 decoder, an optional window in all layers, and a gated MLP.

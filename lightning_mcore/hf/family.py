@@ -1,28 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A family of Hugging Face models as data, and functions that find families by name.
+"""A family of Hugging Face models as data.
 
 A :class:`Family` holds rules for config keys (``config_rules.py``), rules for weights (``weight_rules.py``) and the
 prefixes of layers. It does not depend on how a model is split over ranks. megatron-core is imported only for the
-defaults of its fields, not to read a config.
-
-This package's families are in ``families.py``. Another package registers its own in its ``pyproject.toml``, and they
-can then be found by name::
-
-    [project.entry-points."lightning_mcore.families"]
-    gemma = "my_package.gemma:FAMILY"
-
-Nothing is registered at run time, so a name means the same in every process.
-
-A path such as ``my_package.gemma:FAMILY`` is imported only if the user gives it. A downloaded file may name any module,
-so ``config.json`` and checkpoints may only name registered families (:func:`recorded_family`).
+defaults of its fields, not to read a config. ``registry.py`` finds families by name.
 """
 
 import dataclasses
-import importlib
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from typing import Any
 
 from lightning_mcore.config.architecture import ARCHITECTURE_DEFAULTS
@@ -318,33 +304,6 @@ def _normal_experts(whole: Mapping[str, Any]) -> dict[str, Any]:
     return {"moe_layer_freq": tuple(map(bool, every))}
 
 
-def family_and_fields(model: Mapping[str, Any], family: str | None = None) -> tuple[Family, dict[str, Any]]:
-    """Return the family whose weight names an ``MCoreGPT`` uses, and all fields of the model.
-
-    ``model`` are the arguments of ``MCoreGPT``. With ``family=None``, it is the family of its Hugging Face model, or
-    the nearest one. Raises ValueError if a checkpoint names a user's own family and the user has not.
-    """
-    transformer = model["transformer"]
-    # A model trained from scratch has no family; these names fit it best
-    nearest = "qwen3_moe" if transformer.get("num_moe_experts") else "qwen3"
-    nearest = "deepseek_v3" if transformer.get("multi_latent_attention") else nearest
-    origin = model.get("hf") or {}
-    named = family or _with_tower(origin) or origin.get("family") or nearest
-    named_alike = ("vocab_size", "share_embeddings_and_output_weights", "architecture")
-    own = {name: model[name] for name in named_alike if name in model}
-    known = find_family(family) if family else recorded_family(named)  # a file imports no code
-    return known, complete_fields({**transformer, **own})
-
-
-def _with_tower(origin: Mapping[str, Any]) -> str | None:
-    """Return the family name of a folder with a vision tower whose language model was read; None for other models."""
-    name = str((origin.get("config") or {}).get("model_type"))
-    known = _own().get(name)
-    # WITH_TOWERS has such folders (qwen3_5) under a name of their own, with the text family's model_type (qwen3_5_text)
-    is_read_as_text = known is not None and known.model_type != name and known.model_type == origin.get("family")
-    return name if is_read_as_text else None
-
-
 MODULE_DEFAULTS: dict[str, Any] = {
     "position_embedding_type": "rope",
     "rotary_percent": 1.0,
@@ -365,96 +324,6 @@ def split_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     architecture = {name: value for name, value in fields.items() if name in ARCHITECTURE_DEFAULTS}
     transformer = {name: value for name, value in fields.items() if name not in module.keys() | architecture.keys()}
     return {**module, **({"architecture": architecture} if architecture else {})}, transformer
-
-
-ENTRY_POINTS = "lightning_mcore.families"
-
-
-def family_names() -> list[str]:
-    """Return the names of all families of text models: the ``model_type`` of their ``config.json``."""
-    return [*_own(), *sorted(entry.name for entry in entry_points(group=ENTRY_POINTS))]
-
-
-def find_family(name: str) -> Family:
-    """Return the family that the user names.
-
-    Args:
-        name: Its ``model_type``, or the path of a :class:`Family`, such as ``"my_package.gemma:FAMILY"``. Either may
-            end in ``"+score"`` for reward models and classifiers, or ``"+hidden"`` for models without a head.
-
-    Raises:
-        ValueError: There is no such family; the message lists those that exist.
-    """
-    if name.endswith(SCORING):
-        return find_family(name.removesuffix(SCORING)).scoring()
-    if name.endswith(HIDDEN):
-        return find_family(name.removesuffix(HIDDEN)).without_head()
-    return _import(name) if ":" in name else registered_family(name)
-
-
-def recorded_family(name: str) -> Family:
-    """Return the family that a checkpoint names. A path is looked up among imported modules, never imported.
-
-    Raises ValueError if there is no such family, or if the user has not imported the module of the path.
-    """
-    if name.endswith(SCORING):
-        return recorded_family(name.removesuffix(SCORING)).scoring()
-    if name.endswith(HIDDEN):
-        return recorded_family(name.removesuffix(HIDDEN)).without_head()
-    if ":" not in name:
-        return registered_family(name)
-    module, _, attribute = name.partition(":")
-    # Through __dict__, because a module's __getattr__ could import something
-    family = getattr(sys.modules.get(module), "__dict__", {}).get(attribute)
-    if not isinstance(family, Family):
-        raise ValueError(
-            f"the checkpoint names the family {name!r}, and a file must not choose which code is imported; if it is "
-            f"your own, name it yourself: family={name!r} (--family {name})"
-        )
-    return family
-
-
-def registered_family(name: str) -> Family:
-    """Return the family of a ``model_type``, from this package or another installed one.
-
-    Raises ValueError, which lists the families that exist.
-    """
-    # An installed package may replace one of our families
-    registered = next((entry.value for entry in entry_points(group=ENTRY_POINTS) if entry.name == name), None)
-    if registered is not None:
-        return _import(registered)
-    for families in (_own(), _that_see()):
-        if name in families:
-            return families[name]
-    raise ValueError(
-        f"models of type {name!r} are not supported; choose {', '.join(family_names())}, or give your own family, "
-        "family='package.module:FAMILY', which the guide \"Add a family\" shows how to write"
-    )
-
-
-def _own() -> dict[str, Family]:
-    from lightning_mcore.hf.families import FAMILIES  # which imports this file
-
-    return FAMILIES
-
-
-def _that_see() -> dict[str, Family]:
-    from lightning_mcore.hf.vision_families import OF_VISION  # which imports this file
-
-    return OF_VISION
-
-
-def _import(path: str) -> Family:
-    module, _, attribute = path.partition(":")
-    if not module or not attribute or module.startswith("."):
-        raise ValueError(f"family={path!r} is not the path of a family; give 'package.module:FAMILY'")
-    try:
-        family = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"family={path!r} cannot be imported: {error}; give 'package.module:FAMILY'") from error
-    if not isinstance(family, Family):
-        raise ValueError(f"family={path!r} is a {type(family).__name__}, not a Family; give the path of one")
-    return family
 
 
 _LOSSES_AND_CHANCE = """

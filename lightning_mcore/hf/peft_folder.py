@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters in PEFT's format, in and out, at any layout: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Read adapters in PEFT's format, at any layout: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
 :func:`read_lora` reads the settings, :func:`load_adapter` the weights into a running model: each key of the file must
-be used and each adapter filled, otherwise it is an error. :func:`save_adapter` writes a folder that ``peft`` and vLLM
-read. ``peft_tensors.py`` knows the two layouts of experts. ``MCoreGPT`` and ``export.py`` call these functions.
+be used and each adapter filled, otherwise it is an error. ``peft_tensors.py`` knows the two layouts of experts.
+``MCoreGPT`` calls these functions; ``interop/export_adapter.py`` writes such folders.
 """
 
 import contextlib
@@ -13,30 +13,25 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache, partial
-from typing import Any, get_args
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_mcore.checkpoint.differences import Differences
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
-from lightning_mcore.checkpoint.manifest import saving
 from lightning_mcore.checkpoint.weights import load_weights
 from lightning_mcore.config.lora import EMBEDDING, OUTPUT, LoRA
 from lightning_mcore.hf.adapters import (
     EACH_EXPERT,
     check_held,
     fingerprint,
-    is_translated,
     merge_adapters,
     projection_names,
 )
-from lightning_mcore.hf.export import new_folder, require_free
-from lightning_mcore.hf.export_config import copy_tokenizer, write_json
-from lightning_mcore.hf.family import SCORE, Family, complete_fields
+from lightning_mcore.hf.family import Family, complete_fields
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, read_json
 from lightning_mcore.hf.peft_tensors import (
     PREFIX,
@@ -45,21 +40,15 @@ from lightning_mcore.hf.peft_tensors import (
     adapter_pieces,
     copied_name,
     copied_pieces,
-    described_targets,
     expected_shapes,
-    is_stacked,
-    require_stackable,
 )
-from lightning_mcore.hf.safetensors import write_safetensors
 from lightning_mcore.hf.source import HFSource, is_own_checkpoint, local_folder
-from lightning_mcore.layers.lora import Adapter
 from lightning_mcore.parallel.chunks import built_chunks
-from lightning_mcore.parallel.consensus import all_gather_object, control_group, run_on_all_ranks, run_on_rank0
+from lightning_mcore.parallel.consensus import all_gather_object, run_on_all_ranks
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
-_BATCH = 1 << 26  # bytes that ranks send to rank 0 at a time
-_SETTINGS = frozenset(field.name for field in fields(LoRA)) - {"merged_adapters", "quantization", "double_quantization"}
+SETTINGS = frozenset(field.name for field in fields(LoRA)) - {"merged_adapters", "quantization", "double_quantization"}
 _BESIDE_A_FOLDER = {"quantization", "double_quantization", "lora_dropout"}  # what a folder's config does not decide
 _WITHOUT_EFFECT = """
     auto_mapping inference_mode peft_version revision task_type runtime_config eva_config corda_config loftq_config
@@ -81,10 +70,9 @@ _OF_PLAIN_BASES = (None, True, False, "gaussian", "eva", "orthogonal")  # values
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 _LAYERS: tuple[Any, ...] = (None, [], "layers", ["layers"])
 _INDIFFERENT = frozenset(_WITHOUT_EFFECT.split())
-_TOWER = r".*\bvisual\b.*"  # pattern of the names of modules of a vision tower
 _BEGINNINGS = ("model.language_model.", "model.")  # prefixes of a language model with a tower, and of one without
 _BEGINNING = re.compile(rf"{re.escape(PREFIX)}model\.(?:language_model\.)?(?=layers\.|embed_tokens\.|norm\.)")
-_TIED = f"{PREFIX}{OUTPUT}.weight"  # in the file next to an embedding that is the output layer too
+TIED = f"{PREFIX}{OUTPUT}.weight"  # in the file next to an embedding that is the output layer too
 _EXPERTS = r".*\.experts\..*"
 _OF_EXPERTS = {"gate_up_proj": "gate_proj|up_proj|w1|w3", "down_proj": "down_proj|w2"}  # parameters of all experts
 _ONLY: Mapping[str, Any] = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False}
@@ -99,7 +87,7 @@ def read_lora(path: str) -> LoRA:
     folder = _adapter_folder(path)
     config = read_json(folder, ADAPTER_CONFIG_FILE)
     _refuse_variants(f"{folder}/{ADAPTER_CONFIG_FILE}", config)
-    given = {key: value for key, value in config.items() if key in _SETTINGS and value not in (None, {}, [])}
+    given = {key: value for key, value in config.items() if key in SETTINGS and value not in (None, {}, [])}
     if "target_modules" not in given and "target_parameters" in given:
         # PEFT allows adapters on parameters alone
         given["target_modules"] = []
@@ -191,7 +179,7 @@ def _refuse_variants(path: str, config: Mapping[str, Any]) -> None:
         )
     # A key of a later PEFT is an error only if it is set: PEFT writes every key, most with None or False
     for key, value in config.items():
-        if key not in _SETTINGS and key not in _INDIFFERENT and key not in _ONLY and value:
+        if key not in SETTINGS and key not in _INDIFFERENT and key not in _ONLY and value:
             what = f" ({_VARIANTS[key]})" if key in _VARIANTS else ""
             raise ValueError(
                 f"{path} has {key}={value!r}{what}, which is not supported; train without it, or merge the adapter into"
@@ -272,7 +260,7 @@ def load_adapter(module: pl.LightningModule, path: str, lora: LoRA) -> None:
     # The file's own layout counts, whatever the settings describe
     pieces = list(adapter_pieces(module, lora, run_on_all_ranks(lambda: _layout(_keys(folder)))))
     # Every rank holds parts of some tensors; the shapes of whole tensors need all ranks, and every rank compares them
-    shapes = _shapes(pieces)
+    shapes = whole_shapes(pieces)
     names: Any = module
     family = names.hf_names()[0]
     run_on_all_ranks(lambda: _fill(folder, family, lora, pieces, shapes))
@@ -349,14 +337,14 @@ def _shapes_in(file: Any, lora: LoRA) -> dict[str, tuple[int, ...]]:
     copies = {key for key in file.keys() if (name := copied_name(key)) is not None and lora.adapts(name)}  # noqa: SIM118
     embedding = _tied(file, lora)
     if embedding is not None:
-        copies.add(_TIED)
+        copies.add(TIED)
     return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys() if key not in copies}  # noqa: SIM118
 
 
 def _tied(file: Any, lora: LoRA) -> str | None:
     """Return the name of the embedding that a file has twice because it is also the output layer; None for none."""
     keys = file.keys() if lora.ensure_weight_tying else ()
-    return next((key for key in keys if _TIED in keys and key.endswith(f".{EMBEDDING}.weight")), None)
+    return next((key for key in keys if TIED in keys and key.endswith(f".{EMBEDDING}.weight")), None)
 
 
 def _compare_copies(folder: str, family: Family, copies: list[Piece]) -> None:
@@ -383,7 +371,7 @@ def _fill(
     with _opened(path, family) as file, torch.no_grad():
         _check(path, shapes, _shapes_in(file, lora))
         embedding = _tied(file, lora)
-        if embedding is not None and not torch.equal(file.get_tensor(_TIED), file.get_tensor(embedding)):
+        if embedding is not None and not torch.equal(file.get_tensor(TIED), file.get_tensor(embedding)):
             raise ValueError(
                 f"{path} has ensure_weight_tying=True, and an output layer that differs from the embedding; give an"
                 " adapter whose weights are those that PEFT wrote"
@@ -403,74 +391,12 @@ def _check(path: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str,
         )
 
 
-def require_adapters(module: pl.LightningModule) -> LoRA:
-    """Return a module's LoRA settings; ValueError if it has none."""
-    lora = getattr(module, "lora", None)
-    if not isinstance(lora, LoRA):
-        raise ValueError(f"{type(module).__name__} has no adapters to write; give it lora=LoRA(...), or adapter=False")
-    return lora
-
-
-def check_adapter_export(module: pl.LightningModule, experts: ExpertLayout = "stacked") -> LoRA:
-    """Raise the errors of :func:`save_adapter` in advance, except for a non-empty folder; return the LoRA settings."""
-    names: Any = module
-    lora = require_adapters(module)
-    if experts not in get_args(ExpertLayout):
-        raise ValueError(f"experts={experts!r} is not a layout of experts; choose 'stacked' or 'each'")
-    family, fields = names.hf_names()
-    projections = projection_names(family, fields)
-    if experts == "stacked":
-        require_stackable(lora, projections)
-    elif _has_tower(family) and any(is_stacked(name) and lora.adapts(name) for name in projections):
-        raise ValueError(
-            "experts='each' is not supported for models with a tower, which PEFT reads stacked; leave it out"
-        )
-    return lora
-
-
-def save_adapter(
-    module: pl.LightningModule, out: str, replace: bool = False, experts: ExpertLayout = "stacked"
-) -> None:
-    """Write a model's adapters as a PEFT folder, which appears complete or not at all; collective over the world.
-
-    ``replace`` allows replacing a Hugging Face folder at ``out`` once the new one is complete. ``experts`` is the
-    layout of routed experts: ``"stacked"``, a tensor for all experts of a layer, as PEFT with transformers 5 and vLLM
-    from 0.23 read; ``"each"``, a pair for each projection of each expert.
-
-    Raises OSError if the disk reports an error, ValueError if the module has no adapters, the layout cannot hold them,
-    or ``out`` is taken.
-    """
-    names: Any = module
-    lora = check_adapter_export(module, experts)
-    out = run_on_rank0(partial(require_free, out, replace))
-    pieces = list(adapter_pieces(module, lora, experts))
-    shapes = _shapes(pieces)
-    tensors: dict[str, Tensor] = {}
-    for batch in _batches(_owned(pieces)):
-        _collect(batch, tensors, shapes)
-    family, fields = names.hf_names()
-    projections = projection_names(family, fields)
-    # A pipeline stage knows the adapters of its own layers only
-    own = [child.projection.name for child in module.modules() if isinstance(child, Adapter)]
-    adapted = dict.fromkeys(name for of_rank in all_gather_object(own) for name in of_rank)
-    config = _config(lora, tensors)
-    config |= described_targets(lora, list(adapted), projections, experts, is_translated(family))
-    if _has_tower(family):
-        config["exclude_modules"] = _TOWER
-        config["modules_to_save"] = [name for name in projections if lora.saves(name)] or None
-    embedding = next((key for key in tensors if key.endswith(f".{EMBEDDING}.weight")), None)
-    if embedding is not None and fields.get("share_embeddings_and_output_weights"):
-        tensors[_TIED] = tensors[embedding]  # PEFT writes both names
-    base = (names.hparams.get("hf") or {}).get("path")
-    run_on_rank0(lambda: _write(out, tensors, config, base))  # which has all tensors
-
-
-def _has_tower(family: Family) -> bool:
+def has_tower(family: Family) -> bool:
     """Return whether a family's names are those of a language model next to a vision tower."""
     return family.in_adapters().layer_prefix.startswith(_BEGINNINGS[0])
 
 
-def _shapes(pieces: list[Piece]) -> dict[str, tuple[int, ...]]:
+def whole_shapes(pieces: list[Piece]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors of the file; collective over the world."""
     shapes: dict[str, tuple[int, ...]] = {}
     for of_rank in all_gather_object([(piece.key, piece.shape) for piece in pieces]):
@@ -478,63 +404,3 @@ def _shapes(pieces: list[Piece]) -> dict[str, tuple[int, ...]]:
             # A piece of a weight trained whole only knows where it ends; the farthest end is the shape
             shapes[key] = tuple(map(max, shapes.get(key, whole), whole))
     return shapes
-
-
-def _owned(pieces: list[Piece]) -> list[Piece]:
-    """Return the pieces that this rank sends: of ranks with the same piece, the first sends it."""
-    # q_proj's A is the same on all tensor-parallel ranks: equal key and start, so only the first of them sends it
-    own = [(piece.key, piece.start) for piece in pieces]
-    first: dict[Any, int] = {}
-    for rank, known in enumerate(all_gather_object(own)):
-        for place in known:
-            first.setdefault(place, rank)
-    return [piece for piece in pieces if first[piece.key, piece.start] == dist.get_rank()]
-
-
-def _batches(pieces: list[Piece]) -> list[list[Piece]]:
-    """Return the pieces in batches of limited size, the same number of batches on every rank."""
-    batches: list[list[Piece]] = [[]]
-    size = 0
-    # A batch closes once it exceeds 64 MiB: three pieces of 40 MiB make batches of two and one
-    for piece in pieces:
-        if size > _BATCH:
-            batches.append([])
-            size = 0
-        batches[-1].append(piece)
-        size += piece.data.numel() * piece.data.element_size()
-    # Gathering is collective: ranks with fewer batches take part with empty ones
-    return batches + [[]] * (max(all_gather_object(len(batches))) - len(batches))
-
-
-def _collect(batch: list[Piece], tensors: dict[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Copy the pieces of all ranks into whole tensors on rank 0."""
-    own = [dataclasses.replace(piece, data=piece.data.detach().cpu()) for piece in batch]
-    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(own, parts, dst=0, group=control_group())
-    for piece in (piece for of_rank in parts or () for piece in of_rank):
-        if piece.key not in tensors:
-            # Zeros, because gate and up with an A each leave parts of the stacked B empty
-            tensors[piece.key] = torch.zeros(shapes[piece.key], dtype=piece.data.dtype)
-        whole = tensors[piece.key]
-        whole.view(piece.view or whole.shape)[piece.place] = piece.data
-
-
-def _write(out: str, tensors: dict[str, Tensor], config: Mapping[str, Any], base: str | None) -> None:
-    described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    with new_folder(out) as folder, saving(out):
-        write_safetensors(os.path.join(folder, WEIGHTS_FILE), described, tensors.__getitem__)
-        write_json(os.path.join(folder, ADAPTER_CONFIG_FILE), config)
-        copy_tokenizer(base, folder)
-
-
-def _config(lora: LoRA, names: Iterable[str]) -> dict[str, Any]:
-    """Return ``adapter_config.json`` without the names of the modules that have adapters."""
-    scores = any(name.endswith(f".{SCORE}") for name in names)  # a reward model
-    return {
-        **{name: value for name, value in lora.plain().items() if name in _SETTINGS},
-        "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if scores else "CAUSAL_LM",
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }

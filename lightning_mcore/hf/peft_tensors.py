@@ -10,7 +10,8 @@ columns are the tokens. There are two layouts of routed experts (E experts, rank
 - ``"each"``: a pair for each projection of each expert, ``mlp.experts.5.gate_proj.lora_A.weight``.
 
 In the stacked layout the gate and the up projection share one A. If they have an A each, both are in it, one after the
-other, and B has zeros where the rows of one meet the columns of the other. ``peft_folder.py`` reads and writes.
+other, and B has zeros where the rows of one meet the columns of the other. ``peft_folder.py`` reads them,
+``interop/export_adapter.py`` writes them.
 """
 
 import re

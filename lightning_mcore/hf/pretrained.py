@@ -35,15 +35,13 @@ from lightning_mcore.checkpoint.stored_dtypes import StoredDtypes
 from lightning_mcore.checkpoint.weights import load_weights
 from lightning_mcore.hf.family import Family, complete_fields
 from lightning_mcore.hf.files import check_download
-from lightning_mcore.hf.source import HFSource, absolute, is_own_checkpoint, pretrained_settings
+from lightning_mcore.hf.source import HFSource, is_own_checkpoint
 from lightning_mcore.hf.weight_map import WeightMap, held_rectangle, whole_names
 from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.hf.weights import HFWeights
 from lightning_mcore.layers.lora import ADAPTERS, adapted_weight, merging
 from lightning_mcore.parallel.chunks import TAKES_FP32, ModelChunks, built_chunks, find_pipeline
 from lightning_mcore.parallel.consensus import all_gather_object, all_reduce_object, run_on_all_ranks
-
-__all__ = ["absolute", "load_pretrained", "pretrained_settings", "running_fields"]
 
 _FILLED = "_filled_from_hugging_face"  # set on a model that load_pretrained has filled
 _HASHED = 4  # files that a rank checks at the same time

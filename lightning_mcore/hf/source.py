@@ -32,11 +32,10 @@ from lightning_mcore.hf.family import (
     VALUE_HEAD,
     VALUE_HEAD_FILE,
     Family,
-    find_family,
-    registered_family,
     split_fields,
 )
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, CONFIG_FILE, INDEX_FILE, SINGLE_FILE, read_json
+from lightning_mcore.hf.registry import find_family, registered_family
 
 GENERATION_FILE = "generation_config.json"
 

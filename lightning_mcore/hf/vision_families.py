@@ -123,4 +123,4 @@ _NORMALISED = Only("norm_topk_prob", True, "transformers always normalises them"
 QWEN3_VL_MOE = dataclasses.replace(_stacked(transposed=True), variants=(_stacked(transposed=False),))
 
 # The families, by the ``model_type`` of their ``config.json``
-OF_VISION = {family.model_type: family for family in (QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE)}
+VISION_LANGUAGE_FAMILIES = {family.model_type: family for family in (QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE)}

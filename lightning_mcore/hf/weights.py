@@ -2,8 +2,8 @@
 """Read Hugging Face tensors as Megatron's: check them against the whole model, then read rectangle by rectangle.
 
 A caller that fills a model, or writes a checkpoint of it, asks for rectangles of Megatron's tensors
-(:meth:`HFWeights.fill`). ``pretrained.py`` asks for the rectangles of a rank, ``importing.py`` for one tensor after
-another.
+(:meth:`HFWeights.fill`). ``pretrained.py`` asks for the rectangles of a rank, ``interop/importing.py`` for one tensor
+after another.
 
 :func:`require_finite` rejects weights that are infinite or NaN, :func:`require_fits` values that would become infinite
 in a narrower type. Among the dtypes of weights only float16 is so narrow, with a largest value of 65504. Import and

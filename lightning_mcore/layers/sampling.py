@@ -4,7 +4,7 @@
 A tensor-parallel rank holds logits for a slice of the vocabulary, a context-parallel rank for some of the positions.
 To choose tokens, whole logits are gathered for at most one position; for all positions only the best value and its
 index are sent. :func:`whole_logits` gathers everything, for custom losses. The vocabulary is padded, and padding is
-never chosen. Metrics, generation and ``hf/auto_model.py`` call this file.
+never chosen. Metrics, generation and ``interop/auto_model.py`` call this file.
 """
 
 from typing import Any

@@ -2,9 +2,9 @@
 """Continue a prompt: choose the window of tokens that a model sees, and sample the next token.
 
 ``MCoreGPT.generate`` and ``MCoreVisionGPT.generate`` call :func:`continue_prompt`. Each token is a full forward pass
-without a cache, which works on every layout; ``hf/generate.py`` has the fast way. With ``seq_length=3`` on a layout
-that needs multiples of 4, the tokens 1 2 3 4 5 become the row 3 4 5 0, and the logits after position 2 give the next
-one.
+without a cache, which works on every layout; ``interop/generate.py`` has the fast way. With ``seq_length=3`` on a
+layout that needs multiples of 4, the tokens 1 2 3 4 5 become the row 3 4 5 0, and the logits after position 2 give
+the next one.
 """
 
 import contextlib

@@ -35,6 +35,19 @@ from lightning_mcore.config.preference import Preference
 from lightning_mcore.config.rules.model import LossNormalization, check_normalization
 from lightning_mcore.config.value_checks import require_flag, require_size
 from lightning_mcore.data.multimodal import INPUTS
+from lightning_mcore.hf.adapters import (
+    adapted_model,
+    add_adapters,
+    check_held,
+    fingerprint,
+    frozen_columns,
+    projection_names,
+)
+from lightning_mcore.hf.freezing import check_trained, train_only
+from lightning_mcore.hf.peft_folder import check_folders, given_lora, load_adapter, merge_folders
+from lightning_mcore.hf.pretrained import keep_wide, load_pretrained, pieces_of_module
+from lightning_mcore.hf.registry import family_and_fields
+from lightning_mcore.hf.source import absolute, pretrained_settings
 from lightning_mcore.layers import sampling
 from lightning_mcore.layers.inputs import (
     ModelInputs,
@@ -45,6 +58,7 @@ from lightning_mcore.layers.inputs import (
 from lightning_mcore.layers.losses import token_mean
 from lightning_mcore.layers.metrics import TokenAccuracy, TokenPerplexity
 from lightning_mcore.layers.multi_token import MultiTokenGPT, check_multi_token, gpt_mtp_block_spec
+from lightning_mcore.layers.quantized import check_blocks, check_quantization
 from lightning_mcore.layers.spec import TransformerImpl, check_backend, gpt_block_spec, resolve_transformer_impl
 from lightning_mcore.layers.transformer_config import build_transformer_config, check_transformer_fields
 from lightning_mcore.layers.variants import change_ends
@@ -235,8 +249,6 @@ class MCoreGPT(SpeedLogs):
         **arguments: Any,
     ) -> Self:
         """Make a module from a Hugging Face model; ``arguments`` are more arguments of the constructor."""
-        from lightning_mcore.hf.pretrained import absolute, pretrained_settings
-
         own = pretrained_settings(path, family, seq_length, transformer)
         cls.check_kind(path, own)
         merged = [absolute(adapter) for adapter in adapters or []]
@@ -245,8 +257,6 @@ class MCoreGPT(SpeedLogs):
             raise ValueError(f"{path} is a checkpoint of LoRA adapters and continues them; leave lora and adapters out")
         continued: str | None = None
         if lora is not None:
-            from lightning_mcore.hf.peft_folder import given_lora
-
             settings, continued = given_lora(lora)
             base = absolute(path)
             own["lora"] = replace(settings, base_model_name_or_path=base, merged_adapters=merged or None)
@@ -288,8 +298,6 @@ class MCoreGPT(SpeedLogs):
         check_multi_token(config, self.hparams["share_embeddings_and_output_weights"], learned_positions)
         check_normalization(self.loss_normalization, config)
         if self.lora is not None:
-            from lightning_mcore.hf.adapters import check_held, projection_names
-
             names = projection_names(*self.hf_names())
             self.lora.check_targets(names, strict=self._adapter is None)
             check_held(*self.hf_names(), self.lora)
@@ -297,21 +305,14 @@ class MCoreGPT(SpeedLogs):
             vocabulary = {**self.transformer, **self.hparams}
             self.lora.check_vocabulary(names, vocabulary, self.padded_vocab_size, config.tensor_model_parallel_size)
             if self.lora.quantization:
-                from lightning_mcore.hf.adapters import frozen_columns
-                from lightning_mcore.layers.quantized import check_blocks, check_quantization
-
                 impl, base = resolve_transformer_impl(self.hparams["transformer_impl"], device_type), self._starts_from
                 check_quantization(impl, self.lora.base_model_name_or_path)
                 named, fields = self._given_family, self.hf_names()[1]
                 columns = {} if base is None else frozen_columns(base, named, fields, self.lora)
                 check_blocks(columns, config.tensor_model_parallel_size, config.expert_tensor_parallel_size or 1)
         if self.train_only is not None:
-            from lightning_mcore.hf.freezing import check_trained
-
             check_trained(*self.hf_names(), self.train_only)
         if self._starts_from is not None:
-            from lightning_mcore.hf.peft_folder import check_folders
-
             # A resumed run takes its adapters from its checkpoint, so the folder may be gone
             given = [] if self._adapter is None or self._resumes else [self._adapter]
             check_folders(self._starts_from, [*self._merged, *given], self._given_family)
@@ -322,8 +323,6 @@ class MCoreGPT(SpeedLogs):
             self._config = None  # left by a run that ended before a model was built
         self.model = self.pipeline(self.build_chunk)
         if self.hparams["hf"]:
-            from lightning_mcore.hf.pretrained import keep_wide
-
             # Before any weight is read: rounding to bf16 and back would lose the bits that the file has
             keep_wide(self, self.hf_names, self.hparams["hf"])
         # Adapters' checkpoints lack the base's weights, so a resumed run with lora reads them again
@@ -334,32 +333,20 @@ class MCoreGPT(SpeedLogs):
         if hasattr(self.model.chunks[0], TRAINED_ONLY):
             return  # from an earlier run
         if self.train_only is not None:
-            from lightning_mcore.hf.freezing import train_only
-            from lightning_mcore.hf.pretrained import pieces_of_module
-
             shapes = pieces_of_module(self).shapes
             trained = train_only(built_chunks(self), shapes, *self.hf_names(), self.train_only)
             self.trained_products = trained.multiplications(topk=self.config.moe_router_topk)
         if self.lora is not None:
-            from lightning_mcore.hf.adapters import adapted_model, add_adapters, fingerprint
-            from lightning_mcore.hf.pretrained import pieces_of_module
-
             if self._base is None:
                 self._base = fingerprint(self)
             adapted = adapted_model(pieces_of_module(self).shapes, *self.hf_names(), self.lora)
             self.trained_products = adapted.multiplications(topk=self.config.moe_router_topk)
             add_adapters(built_chunks(self), *self.hf_names(), self.lora)
             if self._adapter is not None and not self._resumes:
-                from lightning_mcore.hf.peft_folder import load_adapter
-
                 load_adapter(self, self._adapter, self.lora)
 
     def _start_from(self, path: str) -> None:
         """Read a model's weights, merge adapters into them, and remember what identifies the base of new adapters."""
-        from lightning_mcore.hf.adapters import fingerprint
-        from lightning_mcore.hf.peft_folder import merge_folders
-        from lightning_mcore.hf.pretrained import load_pretrained
-
         load_pretrained(self, path, self._given_family)
         base = None if self.lora is None else fingerprint(self)
         # Layouts round merged weights differently, so the base is identified by the unmerged weights and each adapter
@@ -369,8 +356,6 @@ class MCoreGPT(SpeedLogs):
 
     def hf_names(self) -> tuple[Any, dict[str, Any]]:
         """Return the family that names the projections, and the settings of the model."""
-        from lightning_mcore.hf.family import family_and_fields
-
         return family_and_fields({**self.hparams, "transformer": self.transformer}, self._given_family)
 
     @property

@@ -28,6 +28,8 @@ from lightning_mcore.config.preference import Preference, can_be_off, faults_wit
 from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.model import weighted_by_tokens
 from lightning_mcore.data.preference.pairs import check_pairs
+from lightning_mcore.hf.family import SCORING
+from lightning_mcore.hf.source import is_own_checkpoint, local_folder, read_config
 from lightning_mcore.layers.inputs import ModelInputs, is_packed
 from lightning_mcore.layers.lora import adapters_off
 from lightning_mcore.layers.losses import sample_sums, tail_weights
@@ -38,6 +40,7 @@ from lightning_mcore.models import preference_losses as losses_of
 from lightning_mcore.models.generation import evaluating
 from lightning_mcore.models.gpt import Batch, MCoreGPT
 from lightning_mcore.models.recipe import Recipe
+from lightning_mcore.models.reference import compute_reference
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.strategy.strategy import MCoreStrategy
 
@@ -284,8 +287,6 @@ class MCorePreference(MCoreGPT):
 
     def _compute_reference(self) -> None:
         if self.precomputes_reference:
-            from lightning_mcore.models.reference import compute_reference
-
             compute_reference(self)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -568,9 +569,6 @@ def scoring_family(path: str, family: str | None) -> str | None:
 
     ``family`` is the user's; None for the one in the config.
     """
-    from lightning_mcore.hf.family import SCORING
-    from lightning_mcore.hf.source import is_own_checkpoint, local_folder, read_config
-
     if is_own_checkpoint(path):
         return family  # the checkpoint of a reward model knows it
     name = family or str(read_config(local_folder(path, weights=False))["model_type"])

@@ -30,6 +30,9 @@ from tqdm import tqdm
 from lightning_mcore.data.packing.rows import packing_multiples
 from lightning_mcore.data.preference.pairs import PairSource, collate_padded_pairs
 from lightning_mcore.data.sampling import data_parallel_place
+from lightning_mcore.hf.adapters import fingerprint
+from lightning_mcore.hf.pretrained import fill_weights
+from lightning_mcore.hf.source import absolute
 from lightning_mcore.parallel.consensus import run_on_rank0
 
 if TYPE_CHECKING:
@@ -78,8 +81,6 @@ def _weights_of_reference(module: "MCorePreference") -> Iterator[None]:
         if path is None:
             yield
             return
-        from lightning_mcore.hf.pretrained import absolute, fill_weights
-
         tensors = [*module.model.parameters()]
         # To the host: a copy on the device would be a second model there
         kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
@@ -97,8 +98,6 @@ def _mark(module: "MCorePreference") -> str:
     if module.adapters_can_be_off and module.preference.reference is None and module._base is not None:
         # The frozen base has been identified already, and without adapters the model is the base
         return module._base
-    from lightning_mcore.hf.adapters import fingerprint
-
     return fingerprint(module)
 
 

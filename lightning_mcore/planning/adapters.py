@@ -7,9 +7,9 @@ from typing import Any
 
 from lightning_mcore.config.lora import check_train_only
 from lightning_mcore.hf.adapters import adapted_model, check_held, projection_names
-from lightning_mcore.hf.family import family_and_fields
 from lightning_mcore.hf.freezing import check_trained, trained_model
 from lightning_mcore.hf.peft_folder import given_lora
+from lightning_mcore.hf.registry import family_and_fields
 from lightning_mcore.layers.quantized import check_blocks
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.parameters import whole_shapes

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreCheckpointIO, MCoreGPT, MCoreStrategy, Recipe, single_process
-from lightning_mcore.hf import export_tensors
-from lightning_mcore.hf.callback import SaveHFModel
-from lightning_mcore.hf.export import export_checkpoint, export_model
+from lightning_mcore.interop import export_tensors
+from lightning_mcore.interop.callback import SaveHFModel
+from lightning_mcore.interop.export import export_checkpoint, export_model
 from tests.hf_models import FAMILIES, VOCAB_SIZE, read_tensors, save_tiny, tiny_folder
 from tests.ranks import run_ranks
 from tests.toy import make_trainer

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 from lightning_mcore import MCoreGPT, MCoreModule, Recipe
 from lightning_mcore.checkpoint.commands import main as checkpoint_command
 from lightning_mcore.hf import load_pretrained
-from lightning_mcore.hf.importing import import_checkpoint
 from lightning_mcore.hf.safetensors import SafetensorsFolder
+from lightning_mcore.interop.importing import import_checkpoint
 from lightning_mcore.layers.spec import gpt_block_spec
 from tests.hf_models import VOCAB_SIZE, read_tensors, save_tiny
 from tests.ranks import run_ranks

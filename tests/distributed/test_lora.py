@@ -25,9 +25,9 @@ from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.cli.hf import run as run_command
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.hf import export_checkpoint, export_model
-from lightning_mcore.hf.peft_folder import save_adapter
 from lightning_mcore.hf.peft_tensors import adapter_pieces
 from lightning_mcore.hf.source import planned_settings
+from lightning_mcore.interop.export_adapter import save_adapter
 from lightning_mcore.layers.lora import Projection, adapt
 from lightning_mcore.layers.lora import Rows as RowsOfLayer
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime

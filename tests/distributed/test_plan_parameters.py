@@ -21,8 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.hf.adapters import add_adapters
-from lightning_mcore.hf.family import family_and_fields
 from lightning_mcore.hf.freezing import train_only
+from lightning_mcore.hf.registry import family_and_fields
 from lightning_mcore.layers.multi_token import MultiTokenGPT, gpt_mtp_block_spec
 from lightning_mcore.layers.spec import gpt_block_spec
 from lightning_mcore.layers.transformer_config import build_transformer_config

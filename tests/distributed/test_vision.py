@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT, MCoreStrategy, MCoreVisionGPT, Recipe, single_process
 from lightning_mcore.config.vision import LANGUAGE_MODEL, PROJECTOR, TOWER
-from lightning_mcore.hf.export import export_checkpoint, export_model
+from lightning_mcore.interop.export import export_checkpoint, export_model
 from tests.distributed.test_lora import Course
 from tests.hf_models import read_tensors, tiny_config
 from tests.layouts import Layout

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_mcore import MCoreGPT, single_process
 from lightning_mcore.hf import family_names, find_family
-from lightning_mcore.hf.export import export_checkpoint
-from lightning_mcore.hf.importing import import_checkpoint
+from lightning_mcore.interop.export import export_checkpoint
+from lightning_mcore.interop.importing import import_checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PATH = "own_family:FAMILY"

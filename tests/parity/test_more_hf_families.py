@@ -13,7 +13,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from lightning_mcore.hf.export import export_model
+from lightning_mcore.interop.export import export_model
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.parameters import rank_parameters
 from tests.hf_models import MORE_FAMILIES, read_tensors, tiny_folder

@@ -19,8 +19,8 @@ from lightning_mcore.config.lora import EXPERTS
 from lightning_mcore.hf import find_family
 from lightning_mcore.hf.adapters import check_held, is_translated, projection_names
 from lightning_mcore.hf.family import complete_fields
-from lightning_mcore.hf.peft_folder import save_adapter
 from lightning_mcore.hf.source import HFSource
+from lightning_mcore.interop.export_adapter import save_adapter
 from tests.distributed.test_delta_net_folders import save_whole
 from tests.hf_models import CONFIGS, UNKNOWN_TO_TRANSFORMERS, save_tiny, tiny_folder
 from tests.parity.hf_training import LENGTH, LOGITS, text

@@ -35,7 +35,7 @@ from lightning_mcore.data.preference.pairs import (
     with_last_token,
 )
 from lightning_mcore.data.sampling import data_parallel_place
-from lightning_mcore.hf.export import export_checkpoint
+from lightning_mcore.interop.export import export_checkpoint
 from tests.hf_models import VOCAB_SIZE, tiny_folder
 from tests.layouts import Layout
 from tests.parity.hf_training import Part, finished_gradients, on_disk

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lightning_mcore import LoRA, MCoreGPT, MCorePreference, MCoreStrategy, Preference, Recipe, single_process
-from lightning_mcore.hf.peft_folder import save_adapter
+from lightning_mcore.interop.export_adapter import save_adapter
 from lightning_mcore.layers.lora import Projection, Rows
 from lightning_mcore.layers.quantized import NF4Weight, check_blocks
 from tests.distributed.test_lora import train, whole

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_mcore import MCoreGPT
 from lightning_mcore.checkpoint.optimizer_state import _ranges
 from lightning_mcore.checkpoint.weights import load_weights
-from lightning_mcore.hf.export import export_model
+from lightning_mcore.interop.export import export_model
 from lightning_mcore.optimizer.megatron import optimizer_parts
 from tests.distributed.test_hf_export import check_same
 from tests.hf_models import VOCAB_SIZE, read_tensors, save_tiny

@@ -34,8 +34,9 @@ ROOMS = [
     "data",
     "strategy",
     "ray",
-    "models",
     "hf",
+    "models",
+    "interop",
     "arguments",
 ]
 ROOMS += ["planning", "cli"]  # each imports only those before it; import-linter holds that (pyproject.toml)

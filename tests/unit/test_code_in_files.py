@@ -16,9 +16,9 @@ from lightning_mcore.arguments.llamafactory.run import _tokenizer
 from lightning_mcore.cli.fit import TrainingCLI
 from lightning_mcore.data.finetuning.processors import load_processor
 from lightning_mcore.data.preprocess.tokenizer import load_tokenizer
-from lightning_mcore.hf.export import export_checkpoint
-from lightning_mcore.hf.importing import import_checkpoint
 from lightning_mcore.hf.source import planned_settings
+from lightning_mcore.interop.export import export_checkpoint
+from lightning_mcore.interop.importing import import_checkpoint
 from lightning_mcore.layers.transformer_config import refuse_recorded_code
 from tests.hf_models import tiny_folder
 

@@ -19,16 +19,16 @@ from safetensors.torch import save_file
 
 from lightning_mcore import MCoreGPT, Recipe, cli
 from lightning_mcore.checkpoint import atomic
-from lightning_mcore.hf import callback as save_hf_model
-from lightning_mcore.hf.callback import SaveHFModel
-from lightning_mcore.hf.export import export_checkpoint, export_model
-from lightning_mcore.hf.export_config import describe, warn_of_losses
-from lightning_mcore.hf.export_plan import ExportPlan, Place, parse_size
-from lightning_mcore.hf.family import find_family
-from lightning_mcore.hf.importing import import_checkpoint
+from lightning_mcore.hf.registry import find_family
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.hf.weights import require_fits
+from lightning_mcore.interop import callback as save_hf_model
+from lightning_mcore.interop.callback import SaveHFModel
+from lightning_mcore.interop.export import export_checkpoint, export_model
+from lightning_mcore.interop.export_config import describe, warn_of_losses
+from lightning_mcore.interop.export_plan import ExportPlan, Place, parse_size
+from lightning_mcore.interop.importing import import_checkpoint
 from tests.hf_models import read_tensors, save_tiny
 from tests.toy import PlainNet, loader
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from lightning_mcore import MCoreGPT
 from lightning_mcore.hf.files import check_download
-from lightning_mcore.hf.importing import import_checkpoint
+from lightning_mcore.interop.importing import import_checkpoint
 from tests.hf_models import save_tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")

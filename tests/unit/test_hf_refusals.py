@@ -22,11 +22,11 @@ from lightning_mcore.checkpoint import writer as checkpoint_writer
 from lightning_mcore.checkpoint.files import record_file
 from lightning_mcore.checkpoint.save import CheckpointSave
 from lightning_mcore.hf.config_rules import shortened
-from lightning_mcore.hf.export import export_checkpoint
-from lightning_mcore.hf.importing import import_checkpoint
 from lightning_mcore.hf.safetensors import INDEX_FILE, SafetensorsFolder
 from lightning_mcore.hf.source import planned_settings
 from lightning_mcore.hf.weights import HFWeights
+from lightning_mcore.interop.export import export_checkpoint
+from lightning_mcore.interop.importing import import_checkpoint
 from lightning_mcore.layers.session import single_process
 from tests.hf_models import YARN, read_tensors, save_tiny, tiny_folder
 

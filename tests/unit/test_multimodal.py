@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mcore.config.vision import PROJECTOR, TOWER, VISION_FAMILIES, Vision
 from lightning_mcore.data.multimodal import with_vision
-from lightning_mcore.hf.family import find_family
+from lightning_mcore.hf.registry import find_family
 from lightning_mcore.hf.source import complete_config
 from lightning_mcore.layers.multimodal_rotary import MultimodalRotary, positions_in_row
 from lightning_mcore.layers.packed_sequences import packed_sequences, split_packed_rows

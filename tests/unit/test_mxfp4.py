@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from lightning_mcore.hf import export_checkpoint
-from lightning_mcore.hf.importing import import_checkpoint
 from lightning_mcore.hf.safetensors import SafetensorsFolder
 from lightning_mcore.hf.weight_rules import index_of
+from lightning_mcore.interop.importing import import_checkpoint
 from tests.hf_models import save_tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -29,7 +29,8 @@ class FactoryExport:
         Raises FileNotFoundError for a missing model or adapter, OSError if the files cannot be written, and ValueError
         if an adapter does not fit, the model is not supported, or ``out`` already exists.
         """
-        from lightning_mcore.hf.export import export_model, require_free
+        from lightning_mcore.interop.export import export_model
+        from lightning_mcore.interop.export_folder import require_free
         from lightning_mcore.layers.session import single_process
         from lightning_mcore.models.gpt import MCoreGPT
         from lightning_mcore.models.vision import MCoreVisionGPT

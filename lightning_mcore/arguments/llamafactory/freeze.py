@@ -9,7 +9,7 @@ the norms inside the layers.
 from lightning_mcore.arguments.llamafactory.keys import FactoryKeys
 from lightning_mcore.config.text import split_names
 from lightning_mcore.hf.adapters import tensor_names
-from lightning_mcore.hf.family import family_and_fields
+from lightning_mcore.hf.registry import family_and_fields
 from lightning_mcore.hf.source import planned_settings
 
 

@@ -28,12 +28,12 @@ from lightning_mcore.checkpoint.optimizer_state import pieces_of
 from lightning_mcore.checkpoint.save import MANIFEST, SHARDED_STATE, CheckpointSave, ShardPlan, ShardPlanner
 from lightning_mcore.checkpoint.writer import Piece
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.hf.export_plan import parse_dtype
 from lightning_mcore.hf.peft_folder import adapter_dtype
 from lightning_mcore.hf.pretrained import check_downloads, pieces_of_module, running_fields
 from lightning_mcore.hf.source import HFSource, refuse_megatron_checkpoint, sees_images, settings_of_source
 from lightning_mcore.hf.weight_map import whole_name, whole_names
 from lightning_mcore.hf.weights import HFWeights
+from lightning_mcore.interop.export_plan import parse_dtype
 from lightning_mcore.layers.session import single_process
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.vision import MCoreVisionGPT

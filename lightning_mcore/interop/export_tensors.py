@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint.manifest import METADATA_FILE, damaged, least_sizes, read_metadata
 from lightning_mcore.checkpoint.reader import OF_AN_OPTIMIZER, ShardReader
-from lightning_mcore.hf.export_plan import ExportPlan, Part, Place
 from lightning_mcore.hf.pretrained import ModelPieces
 from lightning_mcore.hf.weight_map import whole_names
 from lightning_mcore.hf.weight_rules import Shape
+from lightning_mcore.interop.export_plan import ExportPlan, Part, Place
 from lightning_mcore.parallel.consensus import all_gather_object, control_group, run_on_all_ranks
 from lightning_mcore.strategy.precision import dtype_of
 

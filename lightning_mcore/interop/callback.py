@@ -18,11 +18,12 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_mcore.checkpoint import atomic
 from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.config.lora import NOT_MERGED, LoRA
-from lightning_mcore.hf.export import check_export, export_model, require_free
-from lightning_mcore.hf.export_plan import MAX_SHARD_SIZE, parse_dtype, parse_size
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, CONFIG_FILE
-from lightning_mcore.hf.peft_folder import check_adapter_export, save_adapter
 from lightning_mcore.hf.peft_tensors import ExpertLayout
+from lightning_mcore.interop.export import check_export, export_model
+from lightning_mcore.interop.export_adapter import check_adapter_export, save_adapter
+from lightning_mcore.interop.export_folder import require_free
+from lightning_mcore.interop.export_plan import MAX_SHARD_SIZE, parse_dtype, parse_size
 from lightning_mcore.parallel.consensus import run_on_rank0
 
 SUFFIX = "-hf"

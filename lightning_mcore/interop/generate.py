@@ -30,13 +30,13 @@ from lightning_mcore.models.generation import evaluating
 from lightning_mcore.parallel.groups import process_group
 
 if TYPE_CHECKING:
-    from lightning_mcore.hf.auto_model import HFModel
+    from lightning_mcore.interop.auto_model import HFModel
 
 _ROOM = 64  # the memory grows by at least this many tokens
 
 
 class Generator(GenerationMixin):
-    """An :class:`~lightning_mcore.hf.auto_model.HFModel` as transformers' loop calls it."""
+    """An :class:`~lightning_mcore.interop.auto_model.HFModel` as transformers' loop calls it."""
 
     main_input_name = "input_ids"
     # What GenerationMixin reads of a model: these two, the attributes set below, and the methods

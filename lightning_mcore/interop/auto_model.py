@@ -24,8 +24,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from lightning_mcore.config.architecture import architecture_of
+from lightning_mcore.hf.adapters import weights_of_chunk
 from lightning_mcore.hf.family import HIDDEN, SCORING
 from lightning_mcore.hf.source import is_own_checkpoint, local_folder, read_config
+from lightning_mcore.interop.export import export_model
 from lightning_mcore.layers.autograd import sum_for_one_loss
 from lightning_mcore.layers.inputs import IGNORED_LABEL, ModelInputs, check_vocabulary
 from lightning_mcore.layers.padded_rows import PaddedRows
@@ -220,8 +222,6 @@ class HFModel(nn.Module):
         Yields:
             The names, such as ``("model.embed_tokens.weight",)``, and the parameter.
         """
-        from lightning_mcore.hf.adapters import weights_of_chunk
-
         builder = self._own_builder
         chunks = built_chunks(builder)
         for index in range(len(chunks.bare)):
@@ -372,7 +372,7 @@ class HFModel(nn.Module):
                 f"{self.pipeline.layout.pipeline_model_parallel_size}, where a stage runs its own layers only; call it"
                 " in validation_step or in a hook such as on_train_batch_end"
             )
-        from lightning_mcore.hf.generate import Generator, ready_to_generate
+        from lightning_mcore.interop.generate import Generator, ready_to_generate
 
         if self.pipeline.layout.expert_model_parallel_size > 1:  # ranks with other prompts need each other's experts
             arguments.setdefault("synced_gpus", True)
@@ -390,8 +390,6 @@ class HFModel(nn.Module):
         Raises:
             RuntimeError: No trainer is running and there are no process groups.
         """
-        from lightning_mcore.hf.export import export_model
-
         export_model(self._own_builder, save_directory, replace=True)
 
     @property

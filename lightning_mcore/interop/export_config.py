@@ -26,11 +26,9 @@ from lightning_mcore.hf.family import (
     Family,
     complete_fields,
     differences,
-    family_names,
-    find_family,
-    recorded_family,
 )
 from lightning_mcore.hf.files import CONFIG_FILE
+from lightning_mcore.hf.registry import family_names, find_family, recorded_family
 from lightning_mcore.hf.source import (
     GENERATION_FILE,
     HFSource,

@@ -25,26 +25,30 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from lightning_mcore.checkpoint import atomic
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.checkpoint.manifest import saving
 from lightning_mcore.config.lora import NOT_MERGED
-from lightning_mcore.hf.export_config import (
+from lightning_mcore.hf.family import SCORE, SCORING, VALUE_HEAD, VALUE_HEAD_FILE
+from lightning_mcore.hf.files import INDEX_FILE
+from lightning_mcore.hf.pretrained import ModelPieces, pieces_of_module
+from lightning_mcore.hf.registry import find_family, recorded_family
+from lightning_mcore.hf.safetensors import SafetensorsFolder, write_safetensors
+from lightning_mcore.hf.weight_map import WeightMap
+from lightning_mcore.hf.weight_rules import Shape
+from lightning_mcore.interop.export_adapter import save_adapter
+from lightning_mcore.interop.export_config import (
     Description,
     describe,
     warn_of_losses,
     write_files,
     write_json,
 )
-from lightning_mcore.hf.export_plan import MAX_SHARD_SIZE, ExportPlan, Place, parse_dtype, parse_size
-from lightning_mcore.hf.export_tensors import StoredTensors, exchange, places_of_all
-from lightning_mcore.hf.family import SCORE, SCORING, VALUE_HEAD, VALUE_HEAD_FILE, find_family, recorded_family
-from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, CONFIG_FILE, INDEX_FILE
-from lightning_mcore.hf.pretrained import ModelPieces, pieces_of_module
-from lightning_mcore.hf.safetensors import SafetensorsFolder, write_safetensors
-from lightning_mcore.hf.weight_map import WeightMap
-from lightning_mcore.hf.weight_rules import Shape
+from lightning_mcore.interop.export_folder import new_folder, require_free, shared_folder
+from lightning_mcore.interop.export_plan import MAX_SHARD_SIZE, ExportPlan, Place, parse_dtype, parse_size
+from lightning_mcore.interop.export_tensors import StoredTensors, exchange, places_of_all
 from lightning_mcore.layers.session import single_process
+from lightning_mcore.models.gpt import MCoreGPT
+from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.parallel.chunks import built_chunks
 from lightning_mcore.parallel.consensus import run_on_all_ranks, run_on_rank0
 from lightning_mcore.strategy import MCoreStrategy
@@ -130,10 +134,6 @@ def export_checkpoint(
 
 def _export_adapted(path: str, out: str, experts: Any, of_preferences: bool, **options: Any) -> None:
     """Write a checkpoint's adapters in a layout of experts; if that is None, its base with the adapters merged in."""
-    from lightning_mcore.hf.peft_folder import save_adapter
-    from lightning_mcore.models.gpt import MCoreGPT
-    from lightning_mcore.models.preference import MCorePreference
-
     with single_process():
         module = (MCorePreference if of_preferences else MCoreGPT).load_from_checkpoint(path)
         if experts is not None:
@@ -175,7 +175,7 @@ def export_model(
         model = _LiveModel.prepare(module, like, family, dtype, max_shard_size)
         plan = model.plan
         run_on_rank0(lambda: warn_of_losses(model.description, dict(module.hparams), like))
-        with _shared_folder(out) as folder, _progress(plan, out) as bar:
+        with shared_folder(out) as folder, _progress(plan, out) as bar:
             # Rounds of one file per rank: with 5 files and 4 ranks, ranks 0-3 write
             # files 0-3, then rank 0 writes file 4
             files, ranks = list(plan.files), dist.get_world_size()
@@ -232,20 +232,6 @@ def _require_groups() -> None:
             "there is no running model: call export_model() during or after a run of MCoreStrategy, or inside"
             " single_process(); or use export_checkpoint(), which exports a checkpoint without one"
         )
-
-
-def require_free(out: str, replace: bool = False) -> str:
-    """Return the folder to write: ``out``, or the target of the link ``out``, which is kept.
-
-    Raises ValueError if ``out`` is a file or a non-empty folder; with ``replace``, it may be a Hugging Face model.
-    """
-    out = os.path.realpath(out) if os.path.islink(out) else out
-    names = os.listdir(out) if os.path.isdir(out) else []
-    is_model = CONFIG_FILE in names or ADAPTER_CONFIG_FILE in names
-    if (os.path.lexists(out) and not os.path.isdir(out)) or (names and not (replace and is_model)):
-        what = "holds other files" if names else "is a file"
-        raise ValueError(f"{out} {what}; give a folder that is empty or does not exist yet")
-    return out
 
 
 def _write_own(plan: ExportPlan, folder: str, files: Sequence[str], tensors: dict[str, Tensor]) -> None:
@@ -318,34 +304,6 @@ def _write_value_head(folder: str) -> None:
     weight = tensors.read(SCORE, (0, 0), tensors.shapes[SCORE]).clone()
     bias = VALUE_HEAD.replace("weight", "bias")
     save_file({VALUE_HEAD: weight, bias: torch.zeros_like(weight[:, 0])}, os.path.join(folder, VALUE_HEAD_FILE))
-
-
-@contextlib.contextmanager
-def new_folder(out: str) -> Iterator[str]:
-    """Yield a folder to write into; it appears at ``out`` at the end."""
-    with saving(out):
-        folder = atomic.begin(out)
-    try:
-        yield folder
-        with saving(out):
-            atomic.publish(out)
-    except BaseException:
-        atomic.abandon(out)
-        raise
-
-
-@contextlib.contextmanager
-def _shared_folder(out: str) -> Iterator[str]:
-    """Yield one folder on all ranks, as :func:`new_folder`; a failure on one rank is raised on all."""
-    # Only rank 0 creates, publishes or removes the folder; the others just write into it
-    folder = run_on_rank0(saving(out)(partial(atomic.begin, out)))
-    try:
-        yield folder
-        run_on_rank0(saving(out)(partial(atomic.publish, out)))
-    except BaseException:
-        if dist.get_rank() == 0:
-            atomic.abandon(out)
-        raise
 
 
 @contextlib.contextmanager
