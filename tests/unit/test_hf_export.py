@@ -626,7 +626,6 @@ def test_what_stands_beside_a_checkpoint_has_its_weights(
 
     for name, function in {
         "check_export": lambda *_, **__: None,
-        "decide": lambda at_first: at_first(),
         "export_model": write,
     }.items():
         monkeypatch.setattr(save_hf_model, name, function)
