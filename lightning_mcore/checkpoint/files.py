@@ -32,7 +32,6 @@ from lightning_mcore.checkpoint import atomic
 from lightning_mcore.checkpoint.manifest import (
     DELETED_FIRST,
     MANIFEST_FILE,
-    METADATA_FILE,
     FileRecord,
     damaged,
     decode_manifest,
@@ -46,13 +45,7 @@ from lightning_mcore.checkpoint.manifest import (
 )
 
 # On a local disk: rank 0 calls begin(), every rank writes its files into that directory, and rank 0 calls finish() with
-# the records of all files. atomic.py puts the directory in place in one step.
-#
-# On a remote store (s3://, gs://, memory://; whatever fsspec opens) nothing can be renamed. The manifest stands in for
-# the rename: it is uploaded last and deleted first, and a directory without it is not a checkpoint. Each rank writes
-# into a local directory of its own. Then rank 0 calls begin_upload(), each rank upload_files(), and rank 0
-# finish_upload(). While a checkpoint is being replaced, no checkpoint has its name; save under a new name if that
-# matters (ModelCheckpoint does, except with save_last=True).
+# the records of all files. atomic.py puts the directory in place in one step. Remote stores: remote.py.
 _BLOCK = 1 << 22  # bytes read at once
 _READERS = 4  # files read at once
 
@@ -68,13 +61,26 @@ def writes_directly(path: str) -> bool:
     return get_protocol(path) in ("file", "local")
 
 
+def absolute(path: str | os.PathLike[str]) -> str:
+    """Return a local path as an absolute one, without ``file://``; a remote path is returned unchanged."""
+    local = str(path).removeprefix("file://").removeprefix("local://")
+    return local if "://" in local else os.path.abspath(local)
+
+
+def resolve_folder(path: str | os.PathLike[str]) -> str:
+    """Return the absolute path with links in its folder resolved; a remote path is returned unchanged."""
+    local = absolute(path)
+    folder, name = os.path.split(local)
+    return local if "://" in local else os.path.join(os.path.realpath(folder), name)
+
+
 def begin(path: str) -> str:
     """Return a new, empty directory to write the checkpoint ``path`` into (local; rank 0 only).
 
     A checkpoint that is there stays until :func:`finish`. Raises ``ValueError`` if a directory there is not a
     checkpoint, and otherwise as :func:`atomic.begin`, which also deletes leftovers of crashed saves.
     """
-    path = _local(path)
+    path = absolute(path)
     if not os.path.islink(path):
         require_replaceable(path)
     with saving(path):
@@ -87,7 +93,7 @@ def finish(path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord])
     ``files`` holds records of files that their writers have flushed; all other files are flushed and recorded here.
     Raises ``OSError`` if the disk fails or a file differs from its record.
     """
-    path = _local(path)
+    path = absolute(path)
     directory = atomic.unfinished(path)
     for name, record in files.items():
         # Rank 0 looks at the files of all ranks: a node whose disk is not shared shows here, before the old checkpoint
@@ -105,7 +111,7 @@ def finish(path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord])
 
 def abandon(path: str) -> None:
     """Delete the files of a failed save; the checkpoint at ``path`` stays."""
-    atomic.abandon(_local(path))
+    atomic.abandon(absolute(path))
 
 
 def link(path: str, target: str) -> None:
@@ -113,7 +119,7 @@ def link(path: str, target: str) -> None:
 
     Raises ``ValueError`` if a directory there is not a checkpoint, and otherwise as :func:`atomic.link`.
     """
-    path, target = _local(path), _local(target)
+    path, target = absolute(path), absolute(target)
     if not os.path.islink(path):
         require_replaceable(path)
     with saving(path):
@@ -126,9 +132,9 @@ def remove(path: str) -> None:
     A remote checkpoint need not exist.
     """
     if not writes_directly(path):
-        _remove_from_store(path)
+        remove_from_store(path)
         return
-    path = _local(path)
+    path = absolute(path)
     try:
         atomic.remove(path)
     except OSError as error:
@@ -137,6 +143,17 @@ def remove(path: str) -> None:
         for name in DELETED_FIRST:
             atomic.delete(os.path.join(path, name))
         atomic.delete(path)
+
+
+def remove_from_store(path: str) -> None:
+    """Delete a remote checkpoint, manifest first; do nothing if it does not exist."""
+    fs, root = open_store(path)
+    for name in DELETED_FIRST:
+        if fs.isfile(f"{root}/{name}"):
+            fs.rm_file(f"{root}/{name}")
+    if fs.exists(root):
+        fs.rm(root, recursive=True)
+    fs.invalidate_cache()
 
 
 def is_checkpoint(path: str) -> bool:
@@ -165,19 +182,18 @@ def lies_in(path: str, folder: str) -> bool:
     if writes_directly(path) != writes_directly(folder):
         return False
     if writes_directly(path):  # a link in the last part is not followed: only the link would be deleted
-        parent, name = os.path.split(os.path.abspath(_local(path)))
-        path, folder = os.path.join(os.path.realpath(parent), name), os.path.realpath(_local(folder))
+        path, folder = resolve_folder(path), os.path.realpath(absolute(folder))
     return path.startswith(folder.rstrip("/") + "/") and ".." not in path.split("/")
 
 
 def recover(path: str) -> bool:
     """Put back a checkpoint that a crash left moved aside, and return whether there was one; any rank may call it."""
-    return atomic.recover(_local(path))
+    return atomic.recover(absolute(path))
 
 
 def recover_all(folder: str) -> bool:
     """Put back every checkpoint of a local folder that a crash left moved aside; return whether there was one."""
-    return atomic.recover_all(_local(folder))
+    return atomic.recover_all(absolute(folder))
 
 
 def is_checkpoint_directory(path: str) -> bool:
@@ -353,77 +369,5 @@ def _check_written(path: str, name: str, record: FileRecord, file: str) -> None:
         )
 
 
-def _local(path: str) -> str:
-    """Return a path without its ``file://`` prefix."""
-    return str(url_to_fs(str(path))[1]) if "://" in str(path) else str(path)
-
-
 def _join(root: str, name: str) -> str:
     return f"{root.rstrip('/')}/{name}"
-
-
-def begin_upload(path: str) -> None:
-    """Delete the checkpoint at ``path``, manifest first (rank 0 only, once all files are written locally)."""
-    require_replaceable(path)
-    remove(path)
-    fs, root = open_store(path)
-    fs.makedirs(root, exist_ok=True)
-
-
-def upload_files(local_dir: str, path: str) -> None:
-    """Upload the files of a local directory, except the manifest (every rank that has files)."""
-    fs, root = open_store(path)
-    # Upload the metadata last: without it, an interrupted upload is not taken for a checkpoint of Megatron-LM.
-    names = {*files_below(local_dir)} - {MANIFEST_FILE}
-    for name in sorted(names, key=lambda name: (name == METADATA_FILE, name)):
-        fs.makedirs(os.path.dirname(f"{root}/{name}"), exist_ok=True)
-        fs.put_file(os.path.join(local_dir, name), f"{root}/{name}")
-
-
-def finish_upload(local_dir: str, path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord]) -> None:
-    """Check that all files have arrived, and upload the manifest (rank 0 only, after every rank has uploaded).
-
-    ``local_dir`` is rank 0's; its files are recorded here unless ``files`` has them. Raises ``ValueError`` for a
-    missing or incomplete file.
-    """
-    own = {*files_below(local_dir)} - {MANIFEST_FILE} - {*files}
-    records = {**files, **{name: record_file(os.path.join(local_dir, name)) for name in own}}
-    fs, root = open_store(path)
-    for name, record in records.items():
-        check_size(fs, root, path, name, record.size)
-    fs.pipe_file(f"{root}/{MANIFEST_FILE}", encode_manifest(manifest, records))
-    fs.invalidate_cache()
-
-
-def download(path: str, local_dir: str, names: Iterable[str] | None = None) -> str:
-    """Copy a checkpoint, or the files in ``names``, into a local directory, and return that directory.
-
-    Raises ``FileNotFoundError`` if there is nothing at ``path``, ``ValueError`` for a missing or incomplete file.
-    """
-    fs, root = open_store(path)
-    if not fs.exists(root):
-        raise FileNotFoundError(f"{path} does not exist; give the path of a checkpoint")
-    found = {name.removeprefix(root).lstrip("/"): info["size"] for name, info in fs.find(root, detail=True).items()}
-    if MANIFEST_FILE in found:
-        recorded = {name: record["size"] for name, record in read_manifest(path)["files"].items()}
-        # The manifest has the true sizes; the store's own are all there is for a Megatron checkpoint.
-        found = {**recorded, MANIFEST_FILE: found[MANIFEST_FILE]}
-    for name in found if names is None else names:
-        target = os.path.join(local_dir, name)
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        check_size(fs, root, path, name, found.get(name, 0))
-        fs.get_file(f"{root}/{name}", target)
-        if os.path.getsize(target) != found.get(name):
-            raise ValueError(f"{name} of {path} was not downloaded completely; try again")
-    return local_dir
-
-
-def _remove_from_store(path: str) -> None:
-    """Delete a remote checkpoint, manifest first; do nothing if it does not exist."""
-    fs, root = open_store(path)
-    for name in DELETED_FIRST:
-        if fs.isfile(f"{root}/{name}"):
-            fs.rm_file(f"{root}/{name}")
-    if fs.exists(root):
-        fs.rm(root, recursive=True)
-    fs.invalidate_cache()

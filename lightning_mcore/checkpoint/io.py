@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MCoreCheckpointIO``, Lightning's checkpoint plugin: saves in flight, links, deletion, and loading in two steps.
+"""``MCoreCheckpointIO``, Lightning's checkpoint plugin: a save in flight, links, deletion, and loading in two steps.
 
 If the strategy has put a sharded state into Lightning's dict, all ranks write a directory together. Otherwise rank 0
 writes one file, as Lightning does. Loading takes two steps, because Lightning reads its own state before the model
@@ -11,13 +11,11 @@ import atexit
 import contextlib
 import io
 import logging
-import mmap
 import os
 import pickle
-import tempfile
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -31,6 +29,7 @@ from lightning.fabric.utilities.types import _PATH
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_mcore.checkpoint import files as checkpoint_files
+from lightning_mcore.checkpoint.files import absolute, resolve_folder
 from lightning_mcore.checkpoint.manifest import (
     LIGHTNING_FILE,
     MANIFEST_FILE,
@@ -39,7 +38,8 @@ from lightning_mcore.checkpoint.manifest import (
     damaged,
     read_metadata,
 )
-from lightning_mcore.checkpoint.reader import ShardReader, check_archive, load_shards
+from lightning_mcore.checkpoint.reader import ShardReader, load_shards
+from lightning_mcore.checkpoint.remote import locator
 from lightning_mcore.checkpoint.save import (
     CONTENT_METADATA,
     MANIFEST,
@@ -48,8 +48,8 @@ from lightning_mcore.checkpoint.save import (
     CheckpointSave,
     ShardPlanner,
     rank_object,
-    save_file,
 )
+from lightning_mcore.checkpoint.single_file import checked_file, save_file
 from lightning_mcore.checkpoint.writer import Staging
 from lightning_mcore.config.value_checks import require_flag, require_size
 from lightning_mcore.parallel.consensus import all_true, control_group, run_on_all_ranks, run_on_rank0
@@ -78,9 +78,9 @@ class MCoreCheckpointIO(TorchCheckpointIO):
     """Saves and loads checkpoints of :class:`~lightning_mcore.MCoreStrategy`.
 
     Args:
-        async_save: Continue training while a sharded checkpoint is written. Each save in flight takes host memory for
-            one copy of what each rank writes.
-        max_in_flight: Number of saves that may be written at the same time; a further one waits for the oldest.
+        async_save: Continue training while a sharded checkpoint is written, from a copy in host memory. The next save
+            waits until this one is finished.
+        max_in_flight: Number of saves that may be written at the same time; only 1 is supported.
         verify: What to check when a checkpoint is loaded: the ``"sizes"`` of its files, or also the ``"checksums"`` of
             everything that is read.
     """
@@ -94,12 +94,14 @@ class MCoreCheckpointIO(TorchCheckpointIO):
     ) -> None:
         require_flag("async_save", async_save)
         require_size("max_in_flight", max_in_flight)
-        if max_in_flight > 1 and not async_save:
-            raise ValueError(f"max_in_flight={max_in_flight} has no effect without async_save=True; set both")
+        if max_in_flight > 1:
+            raise ValueError(
+                f"max_in_flight={max_in_flight} is not supported, because a save waits for the one before it; leave it"
+                " out, or save less often"
+            )
         if verify not in ("sizes", "checksums"):
             raise ValueError(f"verify={verify!r} is not known; choose 'sizes' or 'checksums'")
         self.async_save = async_save
-        self.max_in_flight = max_in_flight
         self.verify = verify
         # With async_save=True, a save returns once the tensors are copied, and its files are written while training
         # continues. Between two steps, poll() puts it in place, once all ranks have written. Until then it is
@@ -110,17 +112,17 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         #              last.ckpt): the save is in flight; the removal and the link wait with it
         #   step 203   poll(): all ranks are done. step-200.ckpt appears, then last.ckpt leads to it, step-100.ckpt goes
         # If a rank dies at step 202, only step-200.ckpt is lost; the next save in that folder deletes its hidden files.
-        self._saves: list[CheckpointSave] = []
-        self._stagings: list[Staging] = []
-        self._lost: BaseException | None = None  # why the newest save failed, if its folder was deleted
-        self._outlived: list[str] = []  # to delete after saves that failed; deleted after the next that does not
+        self._save: CheckpointSave | None = None
+        self._staging = Staging()  # kept for the next save
+        self._lost: BaseException | None = None  # why the last save failed, if its folder was deleted
+        self._removals: list[str] = []  # deleted after the next save that succeeds
         self._links: set[str] = set()
-        self._unneeded: list[str] = []  # deleted as soon as no link leads there
+        self._linked: list[str] = []  # deleted as soon as no link leads there
         self._planner = ShardPlanner()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop what belongs to this process: saves in flight, their memory, and the last plan."""
-        return {name: getattr(self, name) for name in ("async_save", "max_in_flight", "verify")}
+        """Drop what belongs to this process: the save in flight, its memory, and the last plan."""
+        return {"async_save": self.async_save, "verify": self.verify}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start again with the same options."""
@@ -128,8 +130,8 @@ class MCoreCheckpointIO(TorchCheckpointIO):
 
     @property
     def has_saves_in_flight(self) -> bool:
-        """Whether :meth:`drain` has saves to finish or the error of a lost one to raise; the same on every rank."""
-        return bool(self._saves) or self._lost is not None
+        """Whether :meth:`drain` has a save to finish or the error of a lost one to raise; the same on every rank."""
+        return self._save is not None or self._lost is not None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
         """Write a directory together with all ranks, or one file where the state is not sharded.
@@ -143,10 +145,10 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             OSError: The disk reported an error; ``path`` is unchanged.
             ValueError: The file or directory at ``path`` is not a checkpoint.
         """
-        target = _absolute(path)
+        target = absolute(path)
         # A path that is saved again must not be deleted later on behalf of its earlier checkpoint.
-        for kept in (self._unneeded, self._outlived):
-            kept[:] = [unneeded for unneeded in kept if _absolute(unneeded) != target]
+        for unneeded in (self._removals, self._linked):
+            unneeded[:] = [other for other in unneeded if absolute(other) != target]
         if SHARDED_STATE not in checkpoint:
             if storage_options is None and checkpoint_files.writes_directly(str(path)):
                 save_file(checkpoint, target)
@@ -155,88 +157,75 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             return
         if storage_options is not None:
             raise TypeError("storage_options is not supported; configure fsspec instead")
-        while len(self._saves) >= self.max_in_flight or self.is_in_flight(path):
-            self._finish_oldest(another_follows=True)
+        if self._save is not None:
+            self._finish(another_follows=True)
         _finish_before_exit(self)
-        # Without a copy to write from, the save must finish before the next step changes the tensors: see the end.
-        staging = (self._stagings.pop() if self._stagings else Staging()) if self.async_save else None
+        staging = self._staging if self.async_save else None
         with _without_advice_for_megatron():
-            save = CheckpointSave.start(target, checkpoint, process_group("dp_cp"), self._planner, staging)
-        self._saves.append(save)
+            self._save = CheckpointSave.start(target, checkpoint, process_group("dp_cp"), self._planner, staging)
         self._lost = None
+        # Without a copy to write from, the save must finish before the next step changes the tensors.
         if not self.async_save:
-            self._finish_oldest()
+            self._finish()
 
     def is_in_flight(self, path: _PATH) -> bool:
         """Return whether ``path`` is being written, whatever path leads to its folder; collective over the world."""
-        target = _absolute(path)
-        return bool(self._saves) and run_on_rank0(lambda: _place(target) in [_place(save.path) for save in self._saves])
+        save = self._save
+        return save is not None and run_on_rank0(lambda: resolve_folder(path) == resolve_folder(save.path))
 
     def poll(self) -> None:
-        """Put the oldest save in place if all ranks have written it; collective over the world, called between steps.
+        """Put the save in place if all ranks have written it; collective over the world, called between steps.
 
         It costs nothing when no save is in flight. Raises ``OSError`` on all ranks if the save failed on one.
         """
-        if self._saves and all_true(self._saves[0].is_done):
-            self._advance_oldest(another_follows=True)
+        if self._save is not None and all_true(self._save.is_done):
+            self._advance(another_follows=True)
 
     def drain(self, timeout: float | None = None) -> None:
-        """Wait for all saves; collective over the world.
+        """Wait for the save in flight; collective over the world.
 
         Args:
-            timeout: Seconds to wait for the other ranks, some of which may have died. If they do not arrive, the saves
-                in flight are given up, with a warning.
+            timeout: Seconds to wait for the other ranks, some of which may have died. If they do not arrive, the save
+                is given up, with a warning.
 
         Raises:
-            OSError: A save failed, on some rank; the first one that did.
+            OSError: The save failed, on some rank.
         """
-        if not self.has_saves_in_flight:
-            return
-        if self._saves and timeout is not None and not _all_come(timeout):
-            paths = ", ".join(save.path for save in self._saves)
-            _log.warning("%s was not saved, because some ranks are missing; use an older checkpoint", paths)
+        if self._save is not None and timeout is not None and not _all_come(timeout):
+            _log.warning("%s was not saved, because some ranks are missing; use an older checkpoint", self._save.path)
             # A collective would wait for the missing rank forever, so the hidden files stay; the next save there
-            # deletes them.
-            self._saves.clear()
+            # deletes them. Its writer may still read the copy.
+            self._save, self._staging = None, Staging()
             return
-        failure: BaseException | None = None
-        while self._saves:
-            path = self._saves[0].path
-            try:
-                self._finish_oldest()
-            except Exception as error:
-                if failure is not None:
-                    _log.error("%s was not saved either: %s", path, error)
-                failure = failure or error
+        if self._save is not None:
+            self._finish()
         lost, self._lost = self._lost, None
-        if timeout is None:  # with a timeout, another error ends the run
-            failure = failure or lost
-        if failure is not None:
-            raise failure
+        if lost is not None and timeout is None:  # with a timeout, another error ends the run
+            raise lost
 
     def teardown(self) -> None:
-        """Finish the saves in flight if all ranks arrive, and free the memory."""
+        """Finish the save in flight if all ranks arrive, and free the memory."""
         try:
             self.drain(_LAST_TIMEOUT)
         except Exception:
             _log.exception("the last checkpoint was not saved")
-        self._stagings.clear()
+        self._staging = Staging()
         self._planner = ShardPlanner()
         super().teardown()
 
     def remove_checkpoint(self, path: _PATH) -> None:
-        """Delete a checkpoint once the saves in flight are complete and no link of this run leads to it; on rank 0.
+        """Delete a checkpoint once the save in flight is complete and no link of this run leads to it; on rank 0.
 
         A path that is not a checkpoint, or that cannot be deleted, stays: a warning says so, and training continues.
         """
-        if self._saves:
-            self._saves[-1].removals.append(str(path))
+        if self._save is not None:
+            self._removals.append(str(path))
         else:
-            self._remove_unneeded([str(path)])
+            self._remove_unlinked([str(path)])
 
     def watch_links(self, links: Iterable[str]) -> None:
         """Keep the checkpoints that these links lead to; :meth:`link_checkpoint` adds the links that it sets."""
-        self._links |= {_absolute(link) for link in links}
+        self._links |= {absolute(link) for link in links}
 
     def link_checkpoint(self, path: _PATH, link: _PATH) -> None:
         """Make a link to a checkpoint, such as ``last.ckpt`` to the newest; collective over the world.
@@ -250,16 +239,15 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         Raises:
             OSError: The disk reported an error; the link is unchanged.
         """
-        target, name = _absolute(path), _absolute(link)
+        target, name = absolute(path), absolute(link)
         if target == name:
             return
         self._links.add(name)
-        save = next((save for save in reversed(self._saves) if save.path == target), None)
-        if save is not None:
-            save.links.append(name)
+        if self._save is not None and self.is_in_flight(target):
+            self._save.links.append(name)
             return
         run_on_rank0(lambda: checkpoint_files.link(name, target))
-        self._remove_unneeded()
+        self._remove_unlinked()
 
     def load_checkpoint(
         self,
@@ -393,23 +381,23 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         """
         where, metadata = str(path), (contents or self.contents_for_all(path)).metadata
         with contextlib.ExitStack() as stack, _without_advice_for_megatron():
-            locate = run_on_all_ranks(lambda: _locator(where, stack))
+            locate = run_on_all_ranks(lambda: locator(where, stack))
             safe = True if weights_only is None else weights_only
             reader = ShardReader(where, metadata, locate, self.verify == "checksums", safe)
             return load_shards(reader, sharded_state, process_group("dp_cp"))
 
-    def _finish_oldest(self, another_follows: bool = False) -> None:
-        while not self._advance_oldest(another_follows):
+    def _finish(self, another_follows: bool = False) -> None:
+        while not self._advance(another_follows):
             pass
 
-    def _advance_oldest(self, another_follows: bool = False) -> bool:
-        """Take the next step of the oldest save and return whether it is finished; collective over the world."""
-        save = self._saves[0]
+    def _advance(self, another_follows: bool = False) -> bool:
+        """Take the next step of the save in flight and return whether it is finished; collective over the world."""
+        save = self._save
+        assert save is not None
         try:
             finished = save.advance()
         except BaseException as error:
-            self._saves.remove(save)
-            self._outlived += save.removals
+            self._save = None
             is_deleted = isinstance(error, FileNotFoundError) and checkpoint_files.writes_directly(save.path)
             if not (another_follows and is_deleted):
                 raise
@@ -420,26 +408,19 @@ class MCoreCheckpointIO(TorchCheckpointIO):
                 _log.warning("%s; training continues, and the next save creates the folder again", error)
             return True
         if finished:
-            self._saves.remove(save)
-            self._lost = None
-            self._clean_up(save)
+            removals, self._save, self._removals = self._removals, None, []
+            self._remove_unlinked(removals)
         return finished
 
-    def _clean_up(self, save: CheckpointSave) -> None:
-        if save.staging is not None:
-            self._stagings.append(save.staging)
-        outlived, self._outlived = self._outlived, []
-        self._remove_unneeded([*outlived, *save.removals])
-
-    def _remove_unneeded(self, paths: Iterable[str] = ()) -> None:
+    def _remove_unlinked(self, paths: Iterable[str] = ()) -> None:
         """Delete what Lightning wants to delete, except targets of links; links go first."""
-        unneeded = sorted([*self._unneeded, *paths], key=lambda path: not os.path.islink(path))
-        self._unneeded = []
+        unneeded = sorted([*self._linked, *paths], key=lambda path: not os.path.islink(path))
+        self._linked = []
         for path in unneeded:
             if any(_leads_to(link, path) for link in self._links):
-                self._unneeded.append(path)
-                continue
-            _remove(path)
+                self._linked.append(path)
+            else:
+                _remove(path)
 
     def _read(self, path: str, manifest: dict[str, Any], name: str) -> bytes:
         fs, root = checkpoint_files.open_store(path)
@@ -471,7 +452,7 @@ def _unpacked(
 
 
 def _finish_before_exit(plugin: MCoreCheckpointIO) -> None:
-    """Finish the saves in flight when the process ends, before the process group is destroyed.
+    """Finish the save in flight when the process ends, before the process group is destroyed.
 
     Source: Lightning 2.6.6, ``fabric.utilities.distributed._init_dist_connection``.
     """
@@ -520,55 +501,6 @@ def _checked_manifest(path: str) -> dict[str, Any]:
     return {**manifest, "files": shared}
 
 
-@contextlib.contextmanager
-def checked_file(path: str, checksums: bool = True) -> Iterator[str]:
-    """Compare the checksums in a single-file checkpoint, and yield the path to read it from.
-
-    A remote file is fetched once, and kept until the ``with`` statement ends. A file from ``http`` is left to
-    Lightning, which fetches it into torch's cache. Raises ``ValueError`` if it is damaged, or not a ``torch.save``
-    file.
-    """
-    local = _absolute(path)
-    with contextlib.ExitStack() as stack:
-        if "://" in local and not local.startswith("http") and checksums:
-            fs, root = checkpoint_files.open_store(path)
-            if fs.isfile(root):
-                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoint_"))
-                local = os.path.join(folder, os.path.basename(root))
-                fs.get_file(root, local)
-        if os.path.isfile(local):  # otherwise Lightning fetches it, or reports the error
-            _check_file(path, local, checksums)
-        yield local
-
-
-def _check_file(path: str, local: str, checksums: bool) -> None:
-    """Reject a file that ``torch.save`` cannot have written, because unpickling it could run any code."""
-    with open(local, "rb") as stream:
-        begin = stream.read(2)
-        # "PK" begins a zip archive, what torch.save has written since 1.6; byte 0x80 begins a pickle, which it wrote
-        # before.
-        if begin != b"PK" and begin[:1] != b"\x80":
-            raise ValueError(f"{path} is not a checkpoint: torch.save did not write it; give the path of a checkpoint")
-        if begin == b"PK" and checksums:
-            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as archive:
-                try:
-                    check_archive(archive)
-                except ValueError as error:
-                    raise damaged(path, str(error)) from error
-
-
-def _absolute(path: _PATH) -> str:
-    local = str(path).removeprefix("file://").removeprefix("local://")
-    return local if "://" in local else os.path.abspath(local)
-
-
-def _place(path: str) -> str:
-    """Return the absolute path with links in its folder resolved; a remote path is returned unchanged."""
-    if "://" in path:
-        return path
-    return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
-
-
 def _remove(path: str) -> None:
     try:
         fs, root = checkpoint_files.open_store(path)
@@ -582,18 +514,3 @@ def _remove(path: str) -> None:
 
 def _leads_to(link: str, path: str) -> bool:
     return os.path.islink(link) and not os.path.islink(path) and os.path.realpath(link) == os.path.realpath(path)
-
-
-def _locator(path: str, stack: contextlib.ExitStack) -> Callable[[str], str]:
-    """Return a function that returns the local path of a file of the checkpoint, and fetches it if it is remote."""
-    if checkpoint_files.writes_directly(path):
-        root = checkpoint_files.open_store(path)[1]
-        return lambda name: os.path.join(root, name)
-    local = stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoint_"))
-
-    def fetch(name: str) -> str:
-        if not os.path.exists(os.path.join(local, name)):
-            checkpoint_files.download(path, local, [name])
-        return os.path.join(local, name)
-
-    return fetch

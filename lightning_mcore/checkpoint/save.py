@@ -4,7 +4,7 @@
 :meth:`CheckpointSave.start` agrees with all ranks on who writes what, and starts the writers. With memory for a copy,
 training continues. :meth:`CheckpointSave.advance` waits for the writers; rank 0 then writes the common files and puts
 the checkpoint in place. Both are collective over the world. A failure on one rank is raised on all, and leaves only the
-checkpoint that was there before. ``io.py`` keeps the saves in flight.
+checkpoint that was there before. ``io.py`` keeps the save in flight.
 
 A checkpoint on a remote store is written to local disks first. Each rank then uploads its own files in the background.
 """
@@ -20,9 +20,10 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
-from lightning_mcore.checkpoint import atomic
 from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint.manifest import (
     COMMON_FILE,
@@ -54,6 +54,7 @@ from lightning_mcore.checkpoint.manifest import (
     saving,
     tensors_of,
 )
+from lightning_mcore.checkpoint.remote import begin_upload, finish_upload, upload_files
 from lightning_mcore.checkpoint.writer import Piece, Places, Staging, write_metadata, write_pieces
 from lightning_mcore.parallel.consensus import all_reduce_object, all_true, run_on_all_ranks, run_on_rank0
 
@@ -74,66 +75,34 @@ def rank_object(rank: int, world_size: int, state: Any = None) -> ShardedObject:
     return ShardedObject("lightning_mcore.rank_state", state, (world_size,), (rank,))
 
 
-class BackgroundTask(Generic[T]):
-    """Runs a function in its own thread, starting at once; :meth:`wait` fetches the result or raises the error.
+def run_in_background(name: str, function: Callable[[], T], gives_way: bool = False) -> Future[T]:
+    """Run a function in its own thread, starting at once.
 
-    The thread ends with the process, whatever it is doing, so its unfinished files are never put in place.
-    (``concurrent.futures`` threads would keep a process alive while its disk hangs.) With ``gives_way`` it yields the
-    processor to the training threads.
+    The thread ends with the process, whatever it is doing, so its unfinished files are never put in place. (An
+    executor's threads would keep a process alive while its disk hangs.) With ``gives_way`` it yields the processor to
+    the training threads.
     """
+    future: Future[T] = Future()
 
-    def __init__(self, name: str, function: Callable[[], T], gives_way: bool = False) -> None:
-        self._function: Callable[[], T] | None = function
-        self._gives_way = gives_way
-        self._result: list[T] = []
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # no more threads; told by wait(), which all ranks call
-            self._error = error
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the function has returned or failed."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> T:
-        """Wait for the function to end; return its result, or raise its error."""
-        self.join()
-        if self._error is not None:
-            raise self._error
-        return self._result[0]
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for the function to return or fail, for ``timeout`` seconds at most."""
-        if self._thread.ident is not None:  # it was started
-            self._thread.join(timeout)
-
-    def _run(self) -> None:
-        assert self._function is not None
-        if self._gives_way and sys.platform == "linux":  # Linux has a priority per thread
+    def run() -> None:
+        if gives_way and sys.platform == "linux":  # Linux has a priority per thread
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PRIORITY)
         try:
-            self._result.append(self._function())
+            future.set_result(function())
         except BaseException as error:
-            self._error = error
-        finally:
-            self._function = None  # free what it holds: the memory of the copy is used again
+            future.set_exception(error)
+
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError as error:  # no more threads; raised by result(), which all ranks call
+        future.set_exception(error)
+    return future
 
 
 @dataclass(frozen=True)
-class ShardPlan:
-    """The pieces that one rank writes."""
-
-    pieces: Sequence[Piece]  # maybe built only when accessed
-    metadata: Metadata | None  # of all ranks' pieces; on rank 0 only
-
-
-@dataclass(frozen=True)
-class _Outline:
-    """A plan without values."""
+class _CachedPlan:
+    """Who writes what, without the values."""
 
     groups: tuple[Any, Any]  # the groups it was made for: the world, and the copies that divide the writing
     described: list[Any]  # all pieces that this rank holds
@@ -150,29 +119,31 @@ class ShardPlanner:
     """
 
     def __init__(self) -> None:
-        self._kept: _Outline | None = None
+        self._cached: _CachedPlan | None = None
 
-    def plan(self, sharded_state: dict[str, Any], copies: dist.ProcessGroup) -> ShardPlan:
+    def plan(self, sharded_state: dict[str, Any], copies: dist.ProcessGroup) -> tuple[Sequence[Piece], Metadata | None]:
         """Agree with all ranks on who writes what; collective over the world.
 
-        Raises ``ValueError`` if the pieces of all ranks do not form complete tensors. The ranks of ``copies`` hold
-        copies of each other's tensors and divide the writing. Source: megatron-core 0.16.1 to 0.19.2,
-        ``dist_checkpointing.save`` through ``FullyParallelSaveStrategyWrapper`` and ``TorchDistSaveShardedStrategy``.
+        Returns the pieces that this rank writes (a subclass may build each when it is accessed), and on rank 0 the
+        metadata of all ranks' pieces. Raises ``ValueError`` if the pieces of all ranks do not form complete tensors.
+        The ranks of ``copies`` hold copies of each other's tensors and divide the writing. Source: megatron-core 0.16.1
+        to 0.19.2, ``dist_checkpointing.save`` through ``FullyParallelSaveStrategyWrapper`` and
+        ``TorchDistSaveShardedStrategy``.
         """
         own, described = run_on_all_ranks(lambda: _describe(sharded_state))
         held: list[Any] = list(nested_values(own))  # before the calls below change which copy is the main one
-        groups, kept = (dist.group.WORLD, copies), self._kept
+        groups, cached = (dist.group.WORLD, copies), self._cached
         # For a new plan, all ranks exchange descriptions of all their pieces, which takes longer than copying the
         # pieces. Within a run only the values change, so the last plan is used again if it is valid on every rank.
-        if not all_true(kept is not None and kept.groups == groups and kept.described == described):
-            kept = _Outline(groups, described, *_agree(own, held, described, copies))
-        assert kept is not None
-        outline = kept
-        pieces = run_on_all_ranks(
-            lambda: [Piece(index, _content([held[place] for place in places])) for index, places in outline.written]
-        )
-        self._kept = outline
-        return ShardPlan(pieces, outline.metadata)
+        if not all_true(cached is not None and cached.groups == groups and cached.described == described):
+            cached = _CachedPlan(groups, described, *_agree(own, held, described, copies))
+        assert cached is not None
+        self._cached, written = cached, cached.written
+
+        def pieces() -> list[Piece]:
+            return [Piece(index, _content([held[place] for place in places])) for index, places in written]
+
+        return run_on_all_ranks(pieces), cached.metadata
 
 
 def _describe(sharded_state: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
@@ -256,13 +227,11 @@ class CheckpointSave:
     def __init__(self, path: str, directory: str, manifest: dict[str, Any], metadata: Metadata | None) -> None:
         self.path = path  # where the checkpoint will be
         self.links: list[str] = []  # to set to this checkpoint once it is complete
-        self.removals: list[str] = []  # checkpoints to delete after that; on rank 0
         self._directory = directory
         self._manifest = manifest
         self._metadata = metadata
-        self.staging: Staging | None = None  # memory of the copy; free again once the checkpoint is in place
-        self._writing: BackgroundTask[Written] | None = None
-        self._uploading: BackgroundTask[None] | None = None
+        self._writing: Future[Written] | None = None
+        self._uploading: Future[None] | None = None
         self._records: dict[str, FileRecord] = {}
         self._stopped = threading.Event()
 
@@ -283,29 +252,22 @@ class CheckpointSave:
         directory = _begin(path)
         try:
             files = run_on_all_ranks(lambda: _common_files(checkpoint) if dist.get_rank() == 0 else {})
-            plan = planner.plan(_pieces(checkpoint), copies)
-            save = cls(path, directory, dict(checkpoint.get(MANIFEST) or {}), plan.metadata)
-            pieces = run_on_all_ranks(lambda: plan.pieces if staging is None else staging.copy(plan.pieces))
+            planned, metadata = planner.plan(_pieces(checkpoint), copies)
+            save = cls(path, directory, dict(checkpoint.get(MANIFEST) or {}), metadata)
+            pieces = run_on_all_ranks(lambda: planned if staging is None else staging.copy(planned))
         except BaseException:
             _abandon(path, directory)
             raise
-        save._start_writing(pieces, files, staging)  # last, because it cannot fail
+        # Last, because it cannot fail.
+        write = partial(write_pieces, directory, f"__{dist.get_rank()}_", pieces, files, save._stopped.is_set)
+        save._writing = run_in_background(f"writer of {path}", saving(path)(write), gives_way=staging is not None)
         return save
-
-    def _start_writing(self, pieces: Sequence[Piece], files: dict[str, bytes], staging: Staging | None) -> None:
-        prefix, path, directory = f"__{dist.get_rank()}_", self.path, self._directory
-        self.staging = staging
-        self._writing = BackgroundTask(
-            f"writer of {path}",
-            saving(path)(partial(write_pieces, directory, prefix, pieces, files, self._stopped.is_set)),
-            gives_way=staging is not None,
-        )
 
     @property
     def is_done(self) -> bool:
         """Whether the next call of :meth:`advance` need not wait for this rank."""
         task = self._uploading or self._writing
-        return task is None or task.is_done
+        return task is None or task.done()
 
     def advance(self) -> bool:
         """Wait for all ranks, take the next step, and return whether the checkpoint is in place; collective.
@@ -319,21 +281,17 @@ class CheckpointSave:
             if self._uploading is None:
                 assert self._writing is not None
                 all_reduce_object(
-                    partial(self._unless_deleted, self._writing.wait),
+                    partial(self._unless_deleted, self._writing.result),
                     lambda written: self._unless_deleted(partial(self._complete, written)),
                 )
                 if checkpoint_files.writes_directly(self.path):
                     return True
-                run_on_rank0(lambda: checkpoint_files.begin_upload(self.path))
+                run_on_rank0(lambda: begin_upload(self.path))
                 path, directory = self.path, self._directory
-                self._uploading = BackgroundTask(
-                    f"uploader of {path}", lambda: checkpoint_files.upload_files(directory, path)
-                )
+                self._uploading = run_in_background(f"uploader of {path}", partial(upload_files, directory, path))
                 return False
-            run_on_all_ranks(self._uploading.wait)
-            run_on_rank0(
-                lambda: checkpoint_files.finish_upload(self._directory, self.path, self._manifest, self._records)
-            )
+            run_on_all_ranks(self._uploading.result)
+            run_on_rank0(lambda: finish_upload(self._directory, self.path, self._manifest, self._records))
             shutil.rmtree(self._directory, ignore_errors=True)
             return True
         except BaseException:
@@ -344,9 +302,7 @@ class CheckpointSave:
 
     def join(self) -> None:
         """Wait for this rank's background work to end, with or without an error."""
-        for task in (self._writing, self._uploading):
-            if task is not None:
-                task.join()
+        wait([task for task in (self._writing, self._uploading) if task is not None])
 
     def _unless_deleted(self, function: Callable[[], T]) -> T:
         """Return what ``function`` returns; if it fails because the folder was deleted, the error says so."""
@@ -371,28 +327,6 @@ class CheckpointSave:
             checkpoint_files.finish(self.path, self._manifest, self._records)
             for name in self.links:
                 checkpoint_files.link(name, self.path)
-
-
-def save_file(content: Any, path: str) -> None:
-    """Write a single-file checkpoint that appears only when it is complete; on one rank, to an absolute local path.
-
-    Errors as in :func:`files.begin`, which leave ``path`` unchanged.
-    """
-    if not os.path.islink(path):
-        checkpoint_files.require_replaceable(path)
-    with saving(path):
-        name = os.path.basename(path)
-        # Lightning writes to the temporary folder and moves the file, which copies it if that is on another disk.
-        directory = atomic.begin(path)
-        try:
-            with open(os.path.join(directory, name), "wb") as file:
-                torch.save(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-            atomic.publish_file(path, name)
-        except BaseException:
-            atomic.abandon(path)
-            raise
 
 
 def _begin(path: str) -> str:

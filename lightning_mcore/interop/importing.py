@@ -18,6 +18,7 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
@@ -25,7 +26,7 @@ from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint import manifest as checkpoint_manifest
 from lightning_mcore.checkpoint import model_state
 from lightning_mcore.checkpoint.optimizer_state import pieces_of
-from lightning_mcore.checkpoint.save import MANIFEST, SHARDED_STATE, CheckpointSave, ShardPlan, ShardPlanner
+from lightning_mcore.checkpoint.save import MANIFEST, SHARDED_STATE, CheckpointSave, ShardPlanner
 from lightning_mcore.checkpoint.writer import Piece
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.hf.peft_folder import adapter_dtype
@@ -198,11 +199,11 @@ class _ReadingPlanner(ShardPlanner):
         if self._pieces is not None:
             self._pieces.stop()
 
-    def plan(self, sharded_state: dict[str, Any], copies: Any) -> ShardPlan:
+    def plan(self, sharded_state: dict[str, Any], copies: Any) -> tuple[Sequence[Piece], Metadata | None]:
         """Plan as usual, for tensors without memory."""
-        plan = super().plan(sharded_state, copies)
-        self._pieces = _PiecesToRead(plan.pieces, self._weights)
-        return ShardPlan(self._pieces, plan.metadata)
+        planned, metadata = super().plan(sharded_state, copies)
+        self._pieces = _PiecesToRead(planned, self._weights)
+        return self._pieces, metadata
 
 
 class _PiecesToRead(Sequence[Piece]):

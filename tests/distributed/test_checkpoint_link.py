@@ -97,7 +97,7 @@ def on_the_disk(folder: Path) -> list[str]:
 def use_links(folder: str) -> None:
     save_and_look(Path(folder, "sharded"), StagedNet, {"pipeline_model_parallel_size": 2})
     save_and_look(Path(folder, "behind"), StagedNet, {"pipeline_model_parallel_size": 2}, async_save=True)
-    save_and_look(Path(folder, "two"), PlainNet, {"use_distributed_optimizer": True}, async_save=True, max_in_flight=2)
+    save_and_look(Path(folder, "two"), PlainNet, {"use_distributed_optimizer": True}, async_save=True)
     save_and_look(Path(folder, "file"), PlainNet, {})
 
 

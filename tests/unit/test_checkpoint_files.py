@@ -20,6 +20,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_mcore.checkpoint import atomic, files
+from lightning_mcore.checkpoint import remote as remote_files
 from lightning_mcore.checkpoint.manifest import LIGHTNING_FILE, FileRecord
 from lightning_mcore.data.preprocess.journal import Journal
 
@@ -52,9 +53,11 @@ def save(path: Path, step: int) -> None:
 def upload(local_dir: str, path: str) -> None:
     """Copy a whole local checkpoint to a store, as a save of one rank does."""
     manifest = files.read_manifest(local_dir)
-    files.begin_upload(path)
-    files.upload_files(local_dir, path)
-    files.finish_upload(local_dir, path, manifest, {n: FileRecord(**record) for n, record in manifest["files"].items()})
+    remote_files.begin_upload(path)
+    remote_files.upload_files(local_dir, path)
+    remote_files.finish_upload(
+        local_dir, path, manifest, {n: FileRecord(**record) for n, record in manifest["files"].items()}
+    )
 
 
 def step_of(path: Path | str) -> int:
@@ -1040,15 +1043,15 @@ def test_a_checkpoint_survives_the_way_to_a_store_and_back(tmp_path: Path) -> No
     upload(str(tmp_path / "a.ckpt"), remote)
     assert step_of(remote) == 4
     assert files.is_checkpoint_directory(remote)
-    assert files.download(remote, str(tmp_path / "copy")) == str(tmp_path / "copy")
+    assert remote_files.download(remote, str(tmp_path / "copy")) == str(tmp_path / "copy")
     assert step_of(tmp_path / "copy") == 4
-    files.download(remote, str(tmp_path / "part"), ["lightning.pt"])
+    remote_files.download(remote, str(tmp_path / "part"), ["lightning.pt"])
     assert os.listdir(tmp_path / "part") == ["lightning.pt"]
     files.remove(remote)
     with pytest.raises(FileNotFoundError, match=r"a\.ckpt does not exist; give the path of a checkpoint"):
         files.read_manifest(remote)
     with pytest.raises(FileNotFoundError, match=r"a\.ckpt does not exist; give the path of a checkpoint"):
-        files.download(remote, str(tmp_path / "none"))
+        remote_files.download(remote, str(tmp_path / "none"))
     files.remove(remote)
 
 
@@ -1061,14 +1064,14 @@ def test_each_rank_uploads_its_own_files(tmp_path: Path) -> None:
         shard.write_bytes(b"shard %d" % rank)
         records[shard.name] = files.record_file(shard)
     (tmp_path / "0" / "lightning.pt").write_bytes(b"state")
-    files.begin_upload(remote)
-    files.upload_files(str(tmp_path / "0"), remote)
+    remote_files.begin_upload(remote)
+    remote_files.upload_files(str(tmp_path / "0"), remote)
     with pytest.raises(ValueError, match=r"__1_0\.distcp is missing"):
-        files.finish_upload(str(tmp_path / "0"), remote, {"global_step": 5}, records)
+        remote_files.finish_upload(str(tmp_path / "0"), remote, {"global_step": 5}, records)
     with pytest.raises(ValueError, match="because its save was interrupted"):
         files.read_manifest(remote)
-    files.upload_files(str(tmp_path / "1"), remote)
-    files.finish_upload(str(tmp_path / "0"), remote, {"global_step": 5}, records)
+    remote_files.upload_files(str(tmp_path / "1"), remote)
+    remote_files.finish_upload(str(tmp_path / "0"), remote, {"global_step": 5}, records)
     assert sorted(files.verify(remote)["files"]) == ["__0_0.distcp", "__1_0.distcp", "lightning.pt"]
 
 
@@ -1082,9 +1085,9 @@ def test_damage_in_a_store_is_named(tmp_path: Path, store: str) -> None:
         files.verify(remote)
     fs.pipe_file(f"{remote}/{SHARD}", CONTENT)
     with pytest.raises(ValueError, match=rf"a\.ckpt is damaged: {SHARD} has 10240 of 10241 bytes"):
-        files.download(remote, str(tmp_path / "copy"))
+        remote_files.download(remote, str(tmp_path / "copy"))
     with pytest.raises(ValueError, match=r"a\.ckpt is damaged: other is missing"):
-        files.download(remote, str(tmp_path / "copy"), ["other"])
+        remote_files.download(remote, str(tmp_path / "copy"), ["other"])
     fs.rm_file(f"{remote}/{SHARD}")
     with pytest.raises(ValueError, match=rf"a\.ckpt is damaged: {SHARD} is missing"):
         files.check_sizes(remote)
