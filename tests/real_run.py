@@ -117,7 +117,8 @@ def _check_optimizer(module: Any, strategy: Any) -> None:
     """Make the optimizer on a parameter of its own, and ask whether it can do what the strategy asks of it."""
     from torch import nn, zeros
 
-    from lightning_mcore.optimizer.rules import check_kind, check_options, megatron_fields
+    from lightning_mcore.config.rules import raise_first
+    from lightning_mcore.optimizer.rules import check_kind, megatron_fields, optimizer_option_faults
 
     optimizer = module.recipe.build_optimizer([("weight", nn.Parameter(zeros(1, 1)))])
     check_kind(
@@ -127,7 +128,9 @@ def _check_optimizer(module: Any, strategy: Any) -> None:
         tensor_parallel_size=strategy.layout.tensor_model_parallel_size,
         expert_model_parallel_size=strategy.layout.expert_model_parallel_size,
     )
-    check_options(strategy.optimizer_config, megatron_fields(optimizer), type(optimizer).__name__)
+    if strategy.optimizer_config is not None:
+        fields = megatron_fields(optimizer) or {}
+        raise_first(optimizer_option_faults(vars(strategy.optimizer_config), fields, type(optimizer).__name__))
 
 
 def _check_trainer(module: Any, trainer: Mapping[str, Any]) -> None:

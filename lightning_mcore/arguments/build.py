@@ -37,7 +37,7 @@ from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.interop.callback import SaveHFModel
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
-from lightning_mcore.optimizer.rules import refused_by_megatron
+from lightning_mcore.optimizer.rules import megatron_config_faults
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.strategy.preemption import PreemptionCheckpoint
 from lightning_mcore.strategy.strategy import MCoreStrategy
@@ -130,7 +130,7 @@ def _check_optimizer(settings: Mapping[str, Any]) -> None:
     sharded = settings.get("use_distributed_optimizer")
     if sharded is None and isinstance(ddp_config, Mapping):
         sharded = ddp_config.get("use_distributed_optimizer")
-    for sentence in refused_by_megatron(config, bool(sharded)):
+    for sentence in megatron_config_faults(config, bool(sharded)):
         raise ValueError(sentence)
     aware = config.get("use_precision_aware_optimizer")
     if aware and importlib.util.find_spec("transformer_engine") is None:

@@ -53,9 +53,35 @@ from lightning_mcore.config.text import human
 
 __all__ = ["inspect", "main", "verify"]
 
+SINGLE_FILE = "one file"  # the format of checkpoints in one file, which have no manifest
+TORCH_DIST = "torch_dist"
+
 _PROGRAM = "python -m lightning_mcore.checkpoint"
 _SILENT_SECONDS = 1.0  # shorter checks show no progress
 _BETWEEN_UPDATES = 0.2  # seconds
+_SIZES_OF_MODEL = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "num_moe_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "mtp_num_layers",
+    "normalization",
+    "params_dtype",
+)
+_AXES = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "virtual_pipeline_model_parallel_size": "vpp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+}
+_OPTIMIZER = re.compile(r"(^|\.)optimizer\.")  # "optimizer.state.exp_avg.w"; in Megatron-LM "chained_0.optimizer. ..."
 
 
 def verify(path: str, on_progress: Callable[[int, int], None] | None = None) -> str:
@@ -281,34 +307,6 @@ class _Progress:
         return code
 
 
-SINGLE_FILE = "one file"  # the format of checkpoints in one file, which have no manifest
-TORCH_DIST = "torch_dist"
-
-_SIZES_OF_MODEL = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "num_moe_experts",
-    "moe_router_topk",
-    "moe_ffn_hidden_size",
-    "mtp_num_layers",
-    "normalization",
-    "params_dtype",
-)
-_AXES = {
-    "tensor_model_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "virtual_pipeline_model_parallel_size": "vpp",
-    "context_parallel_size": "cp",
-    "expert_model_parallel_size": "ep",
-    "expert_tensor_parallel_size": "etp",
-}
-_OPTIMIZER = re.compile(r"(^|\.)optimizer\.")  # "optimizer.state.exp_avg.w"; in Megatron-LM "chained_0.optimizer. ..."
-
-
 def render(path: str, manifest: Mapping[str, Any], with_tensors: bool = False) -> str:
     """Return the description as text; ``manifest`` may be the result of :func:`summary`, so every entry is optional."""
     rows = [(label, text) for label, text in _rows(manifest) if text]
@@ -335,21 +333,21 @@ def _kind(manifest: Mapping[str, Any]) -> str:
 def _rows(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     model, contents = manifest.get("model") or {}, manifest.get("contents") or {}
     versions, files = manifest.get("versions") or {}, manifest.get("files") or {}
-    yield "step", _plain(manifest.get("global_step"))
-    yield "epoch", _plain(manifest.get("epoch"))
-    yield "saved", _plain(manifest.get("saved_at"))
-    yield "model", _plain(model.get("class"))
+    yield "step", _text(manifest.get("global_step"))
+    yield "epoch", _text(manifest.get("epoch"))
+    yield "saved", _text(manifest.get("saved_at"))
+    yield "model", _text(model.get("class"))
     yield "sizes", _sizes_of(model)
     yield "parameters", _parameters(manifest)
     yield "layout", _layout(manifest)
-    yield "precision", _plain(manifest.get("precision"))
+    yield "precision", _text(manifest.get("precision"))
     yield "optimizer", _optimizer(contents, bool(manifest.get("use_distributed_optimizer")))
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
     yield "on disk", _on_disk(manifest.get("tensors") or {}, files)
-    yield "note", _plain(manifest.get("note"))
+    yield "note", _text(manifest.get("note"))
 
 
-def _plain(value: Any) -> str:
+def _text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
@@ -366,7 +364,7 @@ def _parameters(manifest: Mapping[str, Any]) -> str:
     if number is None:
         tensors = manifest.get("tensors") or {}
         number = sum(math.prod(entry["shape"]) for name, entry in tensors.items() if not _OPTIMIZER.search(name))
-    return f"{human(number)} ({number:,})" if number and number >= 1000 else _plain(number or None)
+    return f"{human(number)} ({number:,})" if number and number >= 1000 else _text(number or None)
 
 
 def _layout(manifest: Mapping[str, Any]) -> str:
@@ -394,7 +392,7 @@ def _optimizer(contents: Mapping[str, Any], distributed: bool) -> str:
         return ""
     if not contents["optimizer"]:
         return "none: weights only"
-    return _plain(contents.get("optimizer_class") or "its state") + (", distributed" if distributed else "")
+    return _text(contents.get("optimizer_class") or "its state") + (", distributed" if distributed else "")
 
 
 def _on_disk(tensors: Mapping[str, Any], files: Mapping[str, Any]) -> str:

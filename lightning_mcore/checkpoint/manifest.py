@@ -231,7 +231,7 @@ def describe(
         "model": {
             "class": f"{type(module).__module__}.{type(module).__qualname__}",
             "vocab_size": _vocabulary(module),
-            "config": _plain_fields(config),
+            "config": _config_fields(config),
         },
         "contents": {
             "weights": True,
@@ -275,17 +275,14 @@ def _vocabulary(module: "LightningModule") -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _plain_fields(config: Any) -> dict[str, Any]:
+def _config_fields(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
-    return {
-        field.name: _plain(getattr(config, field.name))
-        for field in dataclasses.fields(config)
-        if _plain(getattr(config, field.name)) is not None
-    }
+    values = {field.name: _json_value(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """Return a value in a form that JSON can hold; None if it has no such form."""
     import torch
 

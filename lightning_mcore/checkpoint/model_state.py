@@ -8,11 +8,11 @@ a checkpoint does not depend on the layout that wrote it: each rank that loads i
 :class:`StoredState` to read from. The optimizer's part is ``optimizer_state.py``; ``io.py`` reads and writes the disk.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
@@ -35,6 +35,7 @@ from lightning_mcore.checkpoint.optimizer_state import (
     place_range,
     place_share,
     shares_of,
+    tensors_in,
 )
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from lightning_mcore.parallel.chunks import ModelChunks
@@ -51,8 +52,6 @@ from lightning_mcore.parallel.pipeline import Pipeline
 TRAINED_ONLY = "saves_trained_only"  # attribute of a chunk whose frozen weights come from another place
 OPTIMIZER = "optimizer"  # prefix of the names of optimizer state
 STRICT_LOADING = "set strict_loading=False in the module"
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -107,14 +106,15 @@ def collect(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> Collec
     state = dict(model_state)
     numbers = []
     for index, own in enumerate(shares):
+        untrained = _untrained(own, model_state)
         # Each rank reports what it steps itself. Frozen parameters are on several ranks, and one copy speaks for them.
-        untrained = _untrained(own, model_state) if _speaks_for_copies() else []
-        without_state = dict.fromkeys(identity_of(entry) for entry in untrained)
+        without_state = dict.fromkeys(identity_of(entry) for entry in untrained if _speaks_for_copies())
         numbers.append(gather_numbers({**without_state, **numbers_of(own)}))
-        blocks = [*_state_blocks(index, own), *_blocks_of_untrained(index, own, model_state)]
+        blocks = [*_state_blocks(index, own), *_missing_blocks(index, own, untrained, _state_dtypes(own))]
         state[f"{OPTIMIZER}{index}"] = {str(number): block for number, block in enumerate(blocks)}
-    count = _count_parameters(model_state)
-    for entry in _tensors_in(model_state):
+    parameters = [entry for entry in tensors_in(model_state) if isinstance(entry.data, nn.Parameter)]
+    count = sum(prod(shape) for shape in _global_shapes(parameters).values())
+    for entry in tensors_in(model_state):
         if isinstance(entry, ShardedTensorFactory) and is_float8tensor(entry.data):
             entry.data = entry.data.dequantize()  # MXFP8 weights of TransformerEngine 2.11 cannot be cut
     return CollectedState(state, numbers, count)
@@ -123,7 +123,7 @@ def collect(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> Collec
 def _shares(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> tuple[dict[str, Any], list[list[Share]]]:
     """Return the sharded state of the chunks, and the share of each parameter that this rank steps."""
     model_state = {key: sharded_chunk(chunks, index) for index, key in enumerate(_keys(chunks))}
-    for entry in _tensors_in(model_state):
+    for entry in tensors_in(model_state):
         pieces_of(entry)
     return model_state, [shares_of(optimizer, model_state) for optimizer in optimizers]
 
@@ -140,64 +140,73 @@ def _state_blocks(index: int, shares: Sequence[Share]) -> Iterator[ShardedTensor
             yield from place_share(_prefix(index, share.name_of_copy), share.copy(), share)
 
 
-def _blocks_of_untrained(index: int, shares: Sequence[Share], model_state: dict[str, Any]) -> Iterator[ShardedTensor]:
+def _missing_blocks(
+    index: int,
+    shares: Sequence[Share],
+    untrained: Sequence[ShardedTensor | ShardedTensorFactory],
+    dtypes: Mapping[str, Mapping[str, torch.dtype]],
+) -> Iterator[ShardedTensor]:
     """Yield blocks for the layers of stacked tensors that have no state, such as frozen ones."""
     # A stacked tensor covers all layers, so a save must fill all of it. If layer 0 is frozen and layer 1 trained,
     # exp_avg of both is one tensor [2, ...]: layer 0 gets zeros, as before a first step, and its fp32 copy is the
     # weight itself.
-    own = {share.sharded.key: {n: t.dtype for n, t in share.tensors().items()} for share in shares}
-    copies = {share.sharded.key: {share.name_of_copy: share.copy().dtype} for share in shares if share.has_copy}
-    # The trained layer may be on another pipeline stage, so the names and dtypes come from all ranks.
-    known = _merged([own, copies])
     for share in shares:
-        for name in known.get(share.sharded.key, {}).keys() - share.tensors().keys() - {share.name_of_copy}:
-            zeros = torch.zeros_like(share.stepped, dtype=known[share.sharded.key][name])
-            yield from place_share(_prefix(index, name), zeros, share)
-    for entry in _untrained(shares, model_state):
-        for name, dtype in known.get(entry.key, {}).items():
+        own = {share.name_of_copy, *share.tensors()}
+        for name, dtype in dtypes.get(share.sharded.key, {}).items():
+            if name not in own:
+                yield from place_share(_prefix(index, name), torch.zeros_like(share.stepped, dtype=dtype), share)
+    for entry in untrained:
+        for name, dtype in dtypes.get(entry.key, {}).items():
             weight = entry.data.detach().reshape(-1)
             filled = weight.to(dtype) if name in MAIN_NAMES else torch.zeros_like(weight, dtype=dtype)
             yield from place_range(_prefix(index, name), filled, entry, begin=0)
+
+
+def _state_dtypes(shares: Sequence[Share]) -> dict[str, dict[str, torch.dtype]]:
+    """Return the dtype of each state tensor of each weight, over all ranks; collective over the world."""
+
+    def own() -> dict[str, dict[str, torch.dtype]]:
+        found: dict[str, dict[str, torch.dtype]] = {}
+        for share in shares:
+            dtypes = found.setdefault(share.sharded.key, {})
+            dtypes.update({name: tensor.dtype for name, tensor in share.tensors().items()})
+            if share.has_copy:
+                dtypes[share.name_of_copy] = share.copy().dtype
+        return found
+
+    def combine(of_ranks: list[dict[str, dict[str, torch.dtype]]]) -> dict[str, dict[str, torch.dtype]]:
+        merged: dict[str, dict[str, torch.dtype]] = {}
+        for found in of_ranks:
+            for key, dtypes in found.items():
+                merged.setdefault(key, {}).update(dtypes)
+        return merged
+
+    return all_reduce_object(own, combine)
 
 
 def _untrained(shares: Sequence[Share], model_state: dict[str, Any]) -> list[ShardedTensor | ShardedTensorFactory]:
     trained = {id(share.parameter) for share in shares}
     return [
         entry
-        for entry in _tensors_in(model_state)
+        for entry in tensors_in(model_state)
         if isinstance(entry.data, nn.Parameter) and not entry.data.requires_grad and id(entry.data) not in trained
     ]
 
 
-def _merged(own: Sequence[dict[str, dict[str, torch.dtype]]]) -> dict[str, dict[str, torch.dtype]]:
-    """Merge which states, in which dtypes, the ranks have for each parameter; collective over the world."""
+def _global_shapes(entries: Iterable[ShardedTensor | ShardedTensorFactory]) -> dict[str, Shape]:
+    """Return the global shapes of the stored tensors, over all ranks; collective over the world."""
+    shapes: dict[str, Shape] = {}
+    for entry in entries if _speaks_for_copies() else ():
+        for piece in pieces_of(entry):
+            shapes[piece.place.key] = tuple(piece.place.global_shape)
 
-    def combine(of_ranks: list[Sequence[dict[str, dict[str, torch.dtype]]]]) -> dict[str, dict[str, torch.dtype]]:
-        known: dict[str, dict[str, torch.dtype]] = {}
-        for one in (dictionary for rank in of_ranks for dictionary in rank):
-            for key, names in one.items():
-                known.setdefault(key, {}).update(names)
-        return known
+    def combine(of_ranks: list[dict[str, Shape]]) -> dict[str, Shape]:
+        merged: dict[str, Shape] = {}
+        for found in of_ranks:
+            merged.update(found)
+        return merged
 
-    return all_reduce_object(lambda: own, combine)
-
-
-def _count_parameters(model_state: dict[str, Any]) -> int:
-    shapes = {
-        piece.place.key: tuple(piece.place.global_shape)
-        for entry in _tensors_in(model_state)
-        if isinstance(entry.data, nn.Parameter)
-        for piece in pieces_of(entry)
-    }
-    return sum(prod(shape) for shape in _over_all_ranks(shapes).values())
-
-
-def _over_all_ranks(own: dict[str, _T]) -> dict[str, _T]:
-    """Return the entries of all ranks, which agree between copies of the model; collective over the world."""
-    spoken = own if _speaks_for_copies() else {}
-    return all_reduce_object(
-        lambda: spoken, lambda of_ranks: {key: value for found in of_ranks for key, value in found.items()}
-    )
+    return all_reduce_object(lambda: shapes, combine)
 
 
 def _speaks_for_copies() -> bool:
@@ -207,14 +216,6 @@ def _speaks_for_copies() -> bool:
 
 def _keys(chunks: ModelChunks) -> list[str]:
     return [f"model{index}" for index in range(len(chunks.bare))]
-
-
-def _tensors_in(state: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
-    if isinstance(state, ShardedTensor | ShardedTensorFactory):
-        yield state
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from _tensors_in(value)
 
 
 def sharded_chunk(chunks: ModelChunks, index: int, whole: bool = False) -> dict[str, Any]:
@@ -312,12 +313,7 @@ def load(
 
 def compare(stored: StoredState, model_state: dict[str, Any]) -> Differences:
     """Compare a model's names and shapes, over all ranks, with a checkpoint; collective."""
-    own = {
-        piece.place.key: tuple(piece.place.global_shape)
-        for entry in _tensors_in(model_state)
-        for piece in pieces_of(entry)
-    }
-    return Differences.between(stored.weights(), _over_all_ranks(own))
+    return Differences.between(stored.weights(), _global_shapes(tensors_in(model_state)))
 
 
 def _without(state: dict[str, Any], differences: Differences, stored: StoredState) -> dict[str, Any]:
@@ -350,7 +346,7 @@ def _load_optimizer(stored: StoredState, index: int, shares: Sequence[Share], mo
             copy = next((_prefix(index, name) for name in MAIN_NAMES if name in names), "{}")
             wanted += place_range(copy, targets["param"].view(-1), share.sharded, share.begin)
         read.append((share, targets))
-    for entry in _tensors_in(model_state):
+    for entry in tensors_in(model_state):
         names = [name for name in MAIN_NAMES if name in names_of(entry)]
         # An fp32 parameter has no copy here. A copy in the checkpoint is the exact value; the weight there is rounded.
         if names and isinstance(entry.data, nn.Parameter) and entry.data.dtype == torch.float32:

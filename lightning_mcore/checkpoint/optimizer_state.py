@@ -60,7 +60,7 @@ class Share:
     @property
     def has_copy(self) -> bool:
         """Whether the optimizer steps a copy instead of the parameter's own memory."""
-        if _is_aware_of_precision(self.part) or is_float8tensor(self.parameter):  # which has no memory of its own
+        if is_float8tensor(self.parameter):  # has no memory of its own
             return True
         # A slice of the parameter has the parameter's storage, a copy its own.
         return self.stepped.untyped_storage().data_ptr() != self.parameter.untyped_storage().data_ptr()
@@ -73,9 +73,6 @@ class Share:
 
     def tensors(self) -> dict[str, Tensor]:
         """The state tensors that have the shape of the stepped tensor, each in its own dtype."""
-        if _is_aware_of_precision(self.part):
-            kept = self.part._get_main_param_and_optimizer_states(self.parameter)
-            return {name: value for name, value in kept.items() if name != "param" and value.dim() > 0}
         return {name: value for name, value in self.state.items() if self._has_its_shape(name, value)}
 
     def numbers(self) -> Numbers:
@@ -111,13 +108,10 @@ class Share:
     @property
     def name_of_copy(self) -> str:
         """Megatron's name for the copy."""
-        return MAIN_NAMES[isinstance(self.part, DistributedOptimizer)]
+        return "param" if isinstance(self.part, DistributedOptimizer) else "fp32_param"
 
     def copy(self) -> Tensor:
         """Return the fp32 copy that is stepped, of the shape of ``stepped``."""
-        if _is_aware_of_precision(self.part):
-            kept: dict[str, Tensor] = self.part._get_main_param_and_optimizer_states(self.parameter)
-            return kept["param"]
         return self.stepped.detach()
 
     # ---- loading
@@ -127,8 +121,6 @@ class Share:
 
         Each has the shape of ``stepped``, and its dtype in the optimizer, or fp32.
         """
-        if _is_aware_of_precision(self.part):  # it scales its state, and keeps the copy in it
-            return {name: torch.empty_like(self.stepped, dtype=torch.float32) for name in names}
         for name in [name for name in self.state if name not in names]:
             del self.state[name]
         for name in names:
@@ -138,14 +130,43 @@ class Share:
 
     def target_of_copy(self) -> Tensor:
         """Return the tensor to read the fp32 copy into, of the shape of ``stepped``."""
-        if _is_aware_of_precision(self.part):
-            return torch.empty_like(self.stepped, dtype=torch.float32)
-        return self.stepped.detach()
+        return self.copy()
 
     def accept(self, tensors: dict[str, Tensor]) -> None:
         """Copy targets that lie outside the optimizer's memory into it (fp32)."""
-        if _is_aware_of_precision(self.part):
-            self.part._set_main_param_and_optimizer_states(self.parameter, tensors)
+
+
+class PrecisionAwareShare(Share):
+    """A share of Megatron's precision-aware optimizer, which scales its state, and keeps the fp32 copy in it."""
+
+    @property
+    def has_copy(self) -> bool:
+        """Always."""
+        return True
+
+    def _unscaled(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.part._get_main_param_and_optimizer_states(self.parameter)
+        return state
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The unscaled state tensors, in fp32."""
+        return {name: value for name, value in self._unscaled().items() if name != "param" and value.dim() > 0}
+
+    def copy(self) -> Tensor:
+        """Return the fp32 copy."""
+        return self._unscaled()["param"]
+
+    def targets(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return new tensors, because the optimizer's memory holds scaled values."""
+        return {name: self.target_of_copy() for name in names}
+
+    def target_of_copy(self) -> Tensor:
+        """Return a new tensor, as for the other state."""
+        return torch.empty_like(self.stepped, dtype=torch.float32)
+
+    def accept(self, tensors: dict[str, Tensor]) -> None:
+        """Scale the tensors, and copy them into the optimizer's memory."""
+        self.part._set_main_param_and_optimizer_states(self.parameter, tensors)
 
 
 def identity_of(sharded: ShardedTensor | ShardedTensorFactory) -> str:
@@ -160,23 +181,21 @@ def identity_of(sharded: ShardedTensor | ShardedTensorFactory) -> str:
 def shares_of(optimizer: MCoreOptimizer, model_state: Mapping[str, Any]) -> list[Share]:
     """Return the share of every parameter that this rank steps; ``ValueError`` if the model's state lacks one."""
     # By identity: the sharded state holds the parameters themselves.
-    entries = {id(entry.data): entry for entry in nested_values(model_state) if _is_tensor(entry)}
-    stepped_here = [
-        (part, *found)
-        for part in optimizer_parts(optimizer.megatron)
-        if not part.is_stub_optimizer
-        for found in _ranges(part)
-    ]
+    entries = {id(entry.data): entry for entry in tensors_in(model_state)}
+    stepped_here = []
+    for part in optimizer_parts(optimizer.megatron):
+        stepped_here += [] if part.is_stub_optimizer else [(part, *found) for found in _ranges(part)]
     lost = [list(parameter.shape) for _, parameter, *_ in stepped_here if id(parameter) not in entries]
     if lost:
         raise ValueError(
             f"{len(lost)} parameters are trained but not in state_dict(), the first of shape {lost[0]}, so their "
             "optimizer state cannot be saved; keep them in state_dict(), or save only weights"
         )
-    return [
-        Share(part, stepped, parameter, group, entries[id(parameter)], begin)
-        for part, parameter, stepped, group, begin in stepped_here
-    ]
+    shares = []
+    for part, parameter, stepped, group, begin in stepped_here:
+        kind = PrecisionAwareShare if _is_aware_of_precision(part) else Share
+        shares.append(kind(part, stepped, parameter, group, entries[id(parameter)], begin))
+    return shares
 
 
 def reload_weights(optimizer: MCoreOptimizer, of_fp8: Mapping[Tensor, Tensor]) -> None:
@@ -191,8 +210,11 @@ def reload_weights(optimizer: MCoreOptimizer, of_fp8: Mapping[Tensor, Tensor]) -
                 stepped.detach().copy_(of_fp8[parameter].view(-1)[begin : begin + stepped.numel()].view_as(stepped))
 
 
-def _is_tensor(entry: Any) -> bool:
-    return isinstance(entry, ShardedTensor | ShardedTensorFactory)
+def tensors_in(state: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
+    """Yield the sharded tensors in a nested state."""
+    for entry in nested_values(state):
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory):
+            yield entry
 
 
 def _is_aware_of_precision(part: MegatronOptimizer) -> bool:
@@ -275,7 +297,7 @@ def _block(
         dtype=flat.dtype,
         local_shape=local_shape,
         global_shape=place.global_shape,
-        global_offset=(*stacked, *(o + p for o, p in zip(offsets, within, strict=True))),
+        global_offset=(*stacked, *(start + offset for start, offset in zip(within, offsets, strict=True))),
         axis_fragmentations=None,  # blocks may have any size
         replica_id=place.replica_id,
         allow_shape_mismatch=place.allow_shape_mismatch,
@@ -359,19 +381,17 @@ def load_whole_state(optimizer: MCoreOptimizer, state: Mapping[str, Any]) -> Non
             f"the checkpoint's optimizer has parameter groups of {saved_sizes} tensors, but the one from"
             f" configure_optimizers has {sizes}; resume with the groups of the run that saved it"
         )
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    indices = [index for group in state["param_groups"] for index in group["params"]]
-    saved = {id(parameter): state["state"].get(index) for parameter, index in zip(parameters, indices, strict=True)}
+    saved: dict[int, dict[str, Any]] = {}
+    for group, saved_group in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for parameter, index in zip(group["params"], saved_group["params"], strict=True):
+            saved[id(parameter)] = state["state"].get(index) or {}
     for part in optimizer_parts(optimizer.megatron):
         for parameter, stepped, _, begin in () if part.is_stub_optimizer else _ranges(part):
             own = {}
-            for name, value in (saved[id(parameter)] or {}).items():
-                is_whole = isinstance(value, Tensor) and value.shape == parameter.shape and name != _STEP
-                own[name] = (
-                    value.reshape(-1)[begin : begin + stepped.numel()].view_as(stepped).to(stepped, copy=True)
-                    if is_whole
-                    else value
-                )
+            for name, value in saved[id(parameter)].items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and name != _STEP:
+                    value = value.reshape(-1)[begin : begin + stepped.numel()].view_as(stepped).to(stepped, copy=True)
+                own[name] = value
             part.optimizer.state[stepped] = own
     for group, values in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({name: value for name, value in values.items() if name != "params"})

@@ -84,7 +84,8 @@ class ShardReader(FileSystemReader):
             if isinstance(entry, TensorStorageMetadata) and not name.startswith(OF_AN_OPTIMIZER)
         }
         shapes = {name: tuple(entry.size) for name, entry in weights.items()}
-        self._stored = StoredDtypes.of_tensors({n: entry.properties.dtype for n, entry in weights.items()}, shapes)
+        dtypes = {name: entry.properties.dtype for name, entry in weights.items()}
+        self._stored = StoredDtypes.of_tensors(dtypes, shapes)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read each requested part into its place."""
@@ -222,7 +223,7 @@ class ShardLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         state = mcore_to_pyt_state_dict(flat, True)
         planner: Any = MCoreLoadPlanner(
             shapes_validation_sharded_tensors=[piece for piece in tensors if not piece.allow_shape_mismatch],
-            allow_shape_mismatch_sharded_tensors={p.key: p for p in tensors if p.allow_shape_mismatch},
+            allow_shape_mismatch_sharded_tensors={piece.key: piece for piece in tensors if piece.allow_shape_mismatch},
             flatten_state_dict=False,
             flatten_sharded_tensors=False,
         )
@@ -353,7 +354,8 @@ def _check_all(archive: mmap.mmap | bytes, records: dict[str, zipfile.ZipInfo]) 
     if not has_checksums(records.values()):
         return
     largest_first = sorted(records.values(), key=lambda record: -record.file_size)
-    if largest_first[0].file_size < _WORTH_A_THREAD:
+    # Threads help only where there is more than one large record. A .distcp file's archives have one each.
+    if len(largest_first) < 2 or largest_first[1].file_size < _WORTH_A_THREAD:
         for record in largest_first:
             _check(archive, record)
         return

@@ -25,7 +25,7 @@ from lightning_mcore.checkpoint.files import (
     require_replaceable,
     writes_directly,
 )
-from lightning_mcore.checkpoint.manifest import MANIFEST_FILE, METADATA_FILE, FileRecord, encode_manifest
+from lightning_mcore.checkpoint.manifest import MANIFEST_FILE, METADATA_FILE, FileRecord, damaged, encode_manifest
 
 
 def begin_upload(path: str) -> None:
@@ -77,6 +77,8 @@ def download(path: str, local_dir: str, names: Iterable[str] | None = None) -> s
     for name in found if names is None else names:
         target = os.path.join(local_dir, name)
         os.makedirs(os.path.dirname(target), exist_ok=True)
+        if name not in found and fs.isfile(f"{root}/{name}"):
+            raise damaged(path, f"{MANIFEST_FILE} does not list {name}")
         check_size(fs, root, path, name, found.get(name, 0))
         fs.get_file(f"{root}/{name}", target)
         if os.path.getsize(target) != found.get(name):

@@ -302,7 +302,8 @@ class CheckpointSave:
 
     def join(self) -> None:
         """Wait for this rank's background work to end, with or without an error."""
-        wait([task for task in (self._writing, self._uploading) if task is not None])
+        tasks: list[Future[Any]] = [task for task in (self._writing, self._uploading) if task is not None]
+        wait(tasks)
 
     def _unless_deleted(self, function: Callable[[], T]) -> T:
         """Return what ``function`` returns; if it fails because the folder was deleted, the error says so."""
@@ -318,8 +319,10 @@ class CheckpointSave:
         """Write the files common to all ranks, and put a local checkpoint in place; on rank 0."""
         metadata = self._metadata
         assert metadata is not None
-        places = [of_rank for of_rank, _ in written]
-        self._records = {name: record for _, records in written for name, record in records.items()}
+        places: Places = {}
+        for places_of_rank, records in written:
+            places.update(places_of_rank)
+            self._records.update(records)
         with saving(self.path):
             self._records[METADATA_FILE] = write_metadata(self._directory, metadata, places)
         self._manifest["tensors"] = tensors_of(metadata)

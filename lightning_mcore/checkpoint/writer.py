@@ -261,12 +261,12 @@ def _leave_direct(descriptor: int) -> bool:
     return True
 
 
-def write_metadata(directory: str, metadata: Metadata, places: Sequence[Places]) -> FileRecord:
+def write_metadata(directory: str, metadata: Metadata, places: Places) -> FileRecord:
     """Write ``.metadata``, which says where each piece is; on rank 0, after all ranks have written.
 
     Source: torch 2.13, ``FileSystemWriter.finish``.
     """
-    metadata.storage_data = {index: place for of_rank in places for index, place in of_rank.items()}
+    metadata.storage_data = places
     metadata.storage_meta = StorageMeta()
     metadata.version = _DCP_VERSION
     with ChecksummedFile(os.path.join(directory, METADATA_FILE)) as file:
@@ -298,7 +298,7 @@ class Staging:
         for number, (block, offset) in places.items():
             content = pieces[number].content
             assert isinstance(content, Tensor)
-            tensor = _plain(content)  # one tensor at a time, because this may allocate memory
+            tensor = _dequantized(content)  # one tensor at a time, because this may allocate memory
             memory = self._blocks[block][offset : offset + tensor.numel() * tensor.element_size()]
             copy = memory.view(tensor.dtype).view(tensor.shape)
             copy.copy_(tensor, non_blocking=True)
@@ -358,7 +358,7 @@ def write_pieces(
                 file.write(bytes(-file.size % _ALIGNMENT))
                 start = file.size
                 if isinstance(piece.content, Tensor):
-                    _write_tensor(file, _plain(piece.content).cpu().contiguous())
+                    _write_tensor(file, _dequantized(piece.content).cpu().contiguous())
                 else:
                     file.write(piece.content)
                 places[piece.index] = _StorageInfo(name, start, file.size - start)
@@ -370,7 +370,7 @@ def write_pieces(
     return places, records
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _dequantized(tensor: Tensor) -> Tensor:
     """Return a plain tensor; FP8 tensors of TransformerEngine are dequantized."""
     return tensor.dequantize() if is_float8tensor(tensor) else tensor
 

@@ -21,9 +21,10 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from torch.optim import Optimizer
 
+from lightning_mcore.config.rules import raise_first
 from lightning_mcore.optimizer.loss_scale import LossScaler
 from lightning_mcore.optimizer.megatron import GROUP_INDEX, MCoreOptimizer, optimizer_parts
-from lightning_mcore.optimizer.rules import check_kind, check_options, megatron_fields
+from lightning_mcore.optimizer.rules import check_kind, megatron_fields, optimizer_option_faults
 from lightning_mcore.parallel.groups import process_group
 
 
@@ -81,8 +82,10 @@ def make_optimizer(
     # Sharding needs Megatron's optimizer. Without it, Adam and SGD are rebuilt under the schedule, but a plain module's
     # optimizer keeps its own step, as under "ddp".
     rebuilt = setting.distributed or (megatron_fields(user) is not None and not setting.inline)
-    check_options(setting.config, megatron_fields(user) if rebuilt else None, type(user).__name__)
-    parameters = [parameter for group in user.param_groups for parameter in group["params"]]
+    if setting.config is not None:
+        fields = (megatron_fields(user) if rebuilt else None) or {}  # none if the user's own optimizer steps
+        raise_first(optimizer_option_faults(vars(setting.config), fields, type(user).__name__))
+    parameters = list(itertools.chain.from_iterable(group["params"] for group in user.param_groups))
     megatron = _rebuild(user, chunks, setting) if rebuilt else _wrap(user, setting)
     scaler = setting.scaler.attach(megatron) if setting.scaler is not None else None
     made = MCoreOptimizer(user, megatron, parameters, chunks, rebuilt=rebuilt, inline=setting.inline, scaler=scaler)
@@ -115,9 +118,8 @@ def _rebuild(
     for index, group in enumerate(user.param_groups, start=1):
         # Megatron makes a group of its own for each key, so one user group may become several (dense and expert). Their
         # GROUP_INDEX, from 1 on, leads back to the user's group.
-        key = ParamKey(with_name_predicate=_MemberOf(index, group["params"]).predicate())
         values = {name: group[name] for name in hyperparameters}
-        overrides[key] = {GROUP_INDEX: index, **values, "lr": float(group["lr"])}
+        overrides[_group_key(index, group["params"])] = {GROUP_INDEX: index, **values, "lr": float(group["lr"])}
     megatron = get_megatron_optimizer(
         _config(fields, setting), list(chunks), config_overrides=overrides, use_gloo_process_groups=False
     )
@@ -143,23 +145,22 @@ def _order_parameters(part: MegatronOptimizer) -> None:
                 part.model_param_group_index_map[parameter] = (index, position)
 
 
-class _MemberOf:
-    """Tells Megatron which parameters belong to a user's group."""
-
-    def __init__(self, index: int, parameters: list[torch.nn.Parameter]) -> None:
-        self._index = index
-        self._members = {id(parameter) for parameter in parameters}
-
-    def predicate(self) -> ParamWithNamePredicate:
-        return ParamWithNamePredicate(
-            name=f"group_{self._index}", fn=lambda parameter, name: id(parameter) in self._members
-        )
+def _group_key(index: int, parameters: Sequence[torch.nn.Parameter]) -> ParamKey:
+    """Return the key by which Megatron finds the parameters of a user's group."""
+    members = {id(parameter) for parameter in parameters}
+    return ParamKey(
+        with_name_predicate=ParamWithNamePredicate(f"group_{index}", lambda parameter, name: id(parameter) in members)
+    )
 
 
 def _check_every_parameter_is_grouped(user: Optimizer, chunks: Sequence[DistributedDataParallel]) -> None:
-    grouped = {id(parameter) for group in user.param_groups for parameter in group["params"]}
-    named = (pair for chunk in chunks for pair in chunk.module.named_parameters())
-    missing = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in grouped]
+    grouped: set[int] = set()
+    for group in user.param_groups:
+        grouped.update(map(id, group["params"]))
+    missing: list[str] = []
+    for chunk in chunks:
+        named = chunk.module.named_parameters()
+        missing += [name for name, parameter in named if parameter.requires_grad and id(parameter) not in grouped]
     if missing:
         raise ValueError(
             f"{len(missing)} parameters need gradients but are in no group of the optimizer, the first is "

@@ -14,6 +14,7 @@ but whose ``step`` is Megatron's. There are two kinds:
 """
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,10 @@ class MCoreOptimizer(Optimizer):
         """Optimizer state by parameter; with Megatron's own optimizer, the keys are the parameters it steps."""
         if not self.rebuilt:
             return self.user.state
-        return {p: s for part in self._parts for p, s in part.optimizer.state.items()}
+        state: dict[Any, Any] = {}
+        for part in self._parts:
+            state.update(part.optimizer.state)
+        return state
 
     @property
     def gradients_are_summed(self) -> bool:
@@ -223,8 +227,8 @@ class MCoreOptimizer(Optimizer):
     def _load_wrapped(self, state: dict[str, Any]) -> None:
         """Do what Megatron's ``load_state_dict`` does, which needs fields that only its own groups have."""
         self.user.load_state_dict(state["optimizer"])
-        copies = (p for group in self.megatron.fp32_from_float16_groups for p in group)
-        saved = (p for group in state["fp32_from_fp16_params"] for p in group)
+        copies = itertools.chain(*self.megatron.fp32_from_float16_groups)
+        saved = itertools.chain(*state["fp32_from_fp16_params"])
         for copy, value in zip(copies, saved, strict=True):
             copy.data.copy_(value.data)
 
@@ -257,7 +261,7 @@ class MCoreOptimizer(Optimizer):
     @property
     def _own_parameters(self) -> list[Any]:
         """The original parameters (Megatron puts fp32 copies into the groups) and those added later."""
-        return [*self._parameters, *(p for group in self.user.param_groups for p in group["params"])]
+        return [*self._parameters, *itertools.chain(*(group["params"] for group in self.user.param_groups))]
 
     @property
     def _owns_every_parameter(self) -> bool:

@@ -7,10 +7,10 @@ precision-aware optimizer and its dtypes, and ``log_num_zeros_in_grad``
 optimizer, clipping to the Trainer, number formats to the precision, sharding to the strategy's arguments. A field that
 repeats one of these is an error, and so is an option that would do nothing or that the device does not support.
 
-Each check runs as early as it can: :func:`check_optimizer_config` at construction, :func:`check_optimizer_device` when
-the trainer meets the model, :func:`check_options` and :func:`check_kind` in ``factory.py``, on every rank, before
-Megatron creates anything. Each raises the first sentence of a generator over plain data; ``lightning-mcore plan``
-collects all sentences.
+Each rule is checked as early as it can be: :func:`check_optimizer_config` at construction,
+:func:`optimizer_device_faults` when the trainer meets the model, :func:`check_kind` and :func:`optimizer_option_faults`
+in ``factory.py``, on every rank, before Megatron creates anything. The ``faults`` are generators over plain data: a run
+raises the first sentence, ``lightning-mcore plan`` collects all.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +26,6 @@ from lightning_mcore.config.field_homes import (
 from lightning_mcore.config.rules import raise_first
 
 if TYPE_CHECKING:
-    import torch
     from megatron.core.optimizer import OptimizerConfig
     from torch.optim import Optimizer
 
@@ -66,10 +65,10 @@ def check_optimizer_config(config: "OptimizerConfig | None", distributed: bool) 
     if config.use_precision_aware_optimizer:  # Megatron itself turns it off if TransformerEngine is too old for it
         names.remove("store_param_remainders")
     given = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(defaults, name)}
-    raise_first(refused_of_config(given, distributed))
+    raise_first(optimizer_config_faults(given, distributed))
 
 
-def refused_of_config(given: Mapping[str, Any], distributed: bool) -> Iterator[str]:
+def optimizer_config_faults(given: Mapping[str, Any], distributed: bool) -> Iterator[str]:
     """Yield a sentence for each field without Megatron's default that is set elsewhere or lacks another field."""
     for name, value in given.items():
         if name in OPTIMIZER_HOMES:
@@ -83,11 +82,11 @@ def refused_of_config(given: Mapping[str, Any], distributed: bool) -> Iterator[s
             "optimizer_config.use_distributed_optimizer=True contradicts the strategy, which does not shard the"
             " optimizer; set MCoreStrategy(use_distributed_optimizer=True)"
         )
-    yield from _refused_offload(given)
-    yield from refused_by_megatron(given, distributed)
+    yield from _offload_faults(given)
+    yield from megatron_config_faults(given, distributed)
 
 
-def refused_by_megatron(given: Mapping[str, Any], distributed: bool) -> Iterator[str]:
+def megatron_config_faults(given: Mapping[str, Any], distributed: bool) -> Iterator[str]:
     """Yield a sentence for each combination that Megatron's config rejects with an assertion.
 
     Source: ``OptimizerConfig.__post_init__`` (megatron-core 0.16.1 and 0.19.2).
@@ -107,7 +106,7 @@ def refused_by_megatron(given: Mapping[str, Any], distributed: bool) -> Iterator
             )
 
 
-def _refused_offload(given: Mapping[str, Any]) -> Iterator[str]:
+def _offload_faults(given: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for an offload that offloads nothing or that Megatron-LM rejects (``validate_args``, 0.16)."""
     if not given.get("optimizer_cpu_offload"):
         for name in OFFLOAD_FIELDS:
@@ -129,15 +128,7 @@ def _refused_offload(given: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def check_optimizer_device(
-    config: "OptimizerConfig | None", device: "torch.device", ddp_fields: Mapping[str, Any]
-) -> None:
-    """Raise ``ValueError`` for options that device or precision do not support, before anything is allocated."""
-    if config is not None:
-        raise_first(refused_on_device(vars(config), device.type, bool(ddp_fields.get("grad_reduce_in_fp32"))))
-
-
-def refused_on_device(given: Mapping[str, Any], device_type: str, sums_in_fp32: bool) -> Iterator[str]:
+def optimizer_device_faults(given: Mapping[str, Any], device_type: str, sums_in_fp32: bool) -> Iterator[str]:
     """Yield a sentence for each option that the device or the precision does not support."""
     if given.get("optimizer_cpu_offload") and device_type != "cuda":
         yield (
@@ -158,13 +149,7 @@ def refused_on_device(given: Mapping[str, Any], device_type: str, sums_in_fp32: 
         )
 
 
-def check_options(config: "OptimizerConfig | None", fields: Mapping[str, Any] | None, name: str) -> None:
-    """Raise ``ValueError`` for options that the optimizer lacks; ``fields`` is None if the user's own steps."""
-    if config is not None:
-        raise_first(refused_of_optimizer(vars(config), fields or {}, name))
-
-
-def refused_of_optimizer(given: Mapping[str, Any], fields: Mapping[str, Any], name: str) -> Iterator[str]:
+def optimizer_option_faults(given: Mapping[str, Any], fields: Mapping[str, Any], name: str) -> Iterator[str]:
     """Yield a sentence for each option that the optimizer lacks; ``fields`` is empty if the user's own steps."""
     if given.get("use_precision_aware_optimizer") and fields.get("optimizer") != "adam":
         yield (
@@ -177,22 +162,14 @@ def refused_of_optimizer(given: Mapping[str, Any], fields: Mapping[str, Any], na
         )
 
 
-def check_sharded(fields: Mapping[str, Any] | None, name: str, because: str = "") -> None:
-    """Raise ``TypeError`` for sharding the state of an optimizer other than Adam."""
-    if fields is None or fields["optimizer"] != "adam":
-        raise TypeError(
-            "use_distributed_optimizer=True needs torch's Adam or AdamW without amsgrad or maximize; "
-            f"got {name}{because}"
-        )
-
-
 def megatron_fields(user: "Optimizer") -> dict[str, Any] | None:
     """Return the fields of Megatron's ``OptimizerConfig`` that give the same optimizer; None if there are none."""
     from torch.optim import SGD, Adam, AdamW
 
     d = user.defaults
-    if any(group.get(name) for group in user.param_groups for name in _NOT_IN_MEGATRON):
-        return None
+    for group in user.param_groups:
+        if any(group.get(name) for name in _NOT_IN_MEGATRON):
+            return None
     # The exact type: a subclass may have its own step.
     if type(user) in (Adam, AdamW):
         decoupled = type(user) is AdamW or bool(d.get("decoupled_weight_decay"))
@@ -256,8 +233,12 @@ def check_kind(
     ``inline`` means that Lightning's own loop runs backward; ``tensor_parallel_size`` includes expert matrices.
     """
     fields, name = megatron_fields(user), type(user).__name__
-    if distributed:
-        check_sharded(fields, name, _because_split(user, "which needs whole matrices"))
+    if distributed and (fields is None or fields["optimizer"] != "adam"):
+        because = ", which needs whole matrices" if _is_one_of(user, _WHOLE_MATRICES) else ""
+        raise TypeError(
+            "use_distributed_optimizer=True needs torch's Adam or AdamW without amsgrad or maximize; "
+            f"got {name}{because}"
+        )
     if expert_model_parallel_size > 1 and fields is None:
         raise TypeError(
             "expert_model_parallel_size > 1 needs torch's Adam, AdamW or SGD without amsgrad, maximize, dampening or "
@@ -278,10 +259,6 @@ def check_kind(
             f"{name} looks at whole matrices, and tensor_model_parallel_size={tensor_parallel_size} leaves each rank a"
             " part of them; set the tensor sizes to 1, or use an optimizer that is elementwise, such as AdamW"
         )
-
-
-def _because_split(user: "Optimizer", reason: str) -> str:
-    return f", {reason}" if _is_one_of(user, _WHOLE_MATRICES) else ""
 
 
 def _is_one_of(user: "Optimizer", names: set[str]) -> bool:

@@ -51,9 +51,9 @@ from lightning_mcore.models.vision import check_parts
 from lightning_mcore.optimizer.rules import (
     check_kind,
     megatron_fields,
-    refused_of_config,
-    refused_of_optimizer,
-    refused_on_device,
+    optimizer_config_faults,
+    optimizer_device_faults,
+    optimizer_option_faults,
 )
 from lightning_mcore.parallel.stage_layers import check_uniform_recompute
 from lightning_mcore.planning.adapters import check_adapters, with_adapters
@@ -215,8 +215,8 @@ class PlannedStrategy:
         book.collect(strategy_rules.gradient_faults(self.strategy, self.ddp))
         owned = precision.ddp_fields() if precision is not None else ddp_fields_of(self.precision_name)
         book.attempt(lambda: check_owned_by_precision(self.ddp, owned))
-        book.collect(refused_of_config(self.optimizer, self.distributed))
-        book.collect(refused_on_device(self.optimizer, device_type, bool(owned["grad_reduce_in_fp32"])))
+        book.collect(optimizer_config_faults(self.optimizer, self.distributed))
+        book.collect(optimizer_device_faults(self.optimizer, device_type, bool(owned["grad_reduce_in_fp32"])))
         layout = self.layout
         if layout is None:
             return
@@ -415,7 +415,7 @@ def _check_optimizer(book: RuleBook, rules: PlannedStrategy, settings: Mapping[s
             expert_model_parallel_size=sizes[1],
         )
     )
-    book.collect(refused_of_optimizer(rules.optimizer, megatron_fields(made) or {}, type(made).__name__))
+    book.collect(optimizer_option_faults(rules.optimizer, megatron_fields(made) or {}, type(made).__name__))
 
 
 def check_batch(book: RuleBook, fields: GPTFields, rules: PlannedStrategy, batch: GlobalBatch) -> None:

@@ -21,7 +21,7 @@ from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.strategy import expert_faults, precision_faults, schedule_faults
 from lightning_mcore.config.value_checks import require_flag, require_size
-from lightning_mcore.optimizer.rules import check_optimizer_device
+from lightning_mcore.optimizer.rules import optimizer_device_faults
 from lightning_mcore.parallel.consensus import all_gather_object
 from lightning_mcore.strategy.fp8_checks import FP8Machine, check_fp8
 from lightning_mcore.strategy.gradient_settings import GradientSettings
@@ -132,7 +132,9 @@ def check_device(strategy: "MCoreStrategy", world_size: int) -> None:
     strategy.gradients.check_run(strategy.layout, world_size, device)
     raise_first(strategy.communication.device_faults(device.type))
     strategy.tensor_overlap.check_device(device)
-    check_optimizer_device(strategy.optimizer_config, device, strategy.precision_plugin.ddp_fields())
+    if strategy.optimizer_config is not None:
+        sums_in_fp32 = bool(strategy.precision_plugin.ddp_fields().get("grad_reduce_in_fp32"))
+        raise_first(optimizer_device_faults(vars(strategy.optimizer_config), device.type, sums_in_fp32))
 
 
 def check_plain(strategy: "MCoreStrategy", module: pl.LightningModule) -> None:

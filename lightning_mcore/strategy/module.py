@@ -22,7 +22,8 @@ from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_mcore.checkpoint.io import MCoreCheckpointIO, checked_file
+from lightning_mcore.checkpoint.io import MCoreCheckpointIO
+from lightning_mcore.checkpoint.single_file import checked_file
 from lightning_mcore.checkpoint.weights import build_from_checkpoint, hyper_parameters_of, load_weights, refuse_code
 from lightning_mcore.config.layout import ModelShape, ParallelLayout
 from lightning_mcore.config.rules.model import LossNormalization, check_normalization

@@ -1088,6 +1088,9 @@ def test_damage_in_a_store_is_named(tmp_path: Path, store: str) -> None:
         remote_files.download(remote, str(tmp_path / "copy"))
     with pytest.raises(ValueError, match=r"a\.ckpt is damaged: other is missing"):
         remote_files.download(remote, str(tmp_path / "copy"), ["other"])
+    fs.pipe_file(f"{remote}/other", b"12345")
+    with pytest.raises(ValueError, match=r"a\.ckpt is damaged: checkpoint\.json does not list other"):
+        remote_files.download(remote, str(tmp_path / "copy"), ["other"])
     fs.rm_file(f"{remote}/{SHARD}")
     with pytest.raises(ValueError, match=rf"a\.ckpt is damaged: {SHARD} is missing"):
         files.check_sizes(remote)
