@@ -68,7 +68,7 @@ def test_quantized_tensors_are_copied_one_after_another(monkeypatch: pytest.Monk
         made.append(weakref.ref(plain))
         return plain
 
-    monkeypatch.setattr(checkpoint_writer, "_plain", dequantized)
+    monkeypatch.setattr(checkpoint_writer, "_dequantized", dequantized)
     pieces = some_pieces(400, 400, 400, 400)
     copies = Staging().copy(pieces)
     assert len(made) == 4
