@@ -2,12 +2,13 @@
 """A flat range of a tensor is cut into blocks of it, and parameters are found where they are stored."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from lightning_mcore.checkpoint.optimizer_state import pieces_of, place_range, rectangles
+from lightning_mcore.checkpoint.optimizer_state import PrecisionAwareShare, pieces_of, place_range, rectangles
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2, 2)], ids=str)
@@ -57,3 +58,39 @@ def test_parts_that_are_copies_cannot_be_placed() -> None:
     sharded = ShardedTensorFactory("weight", torch.zeros(2, 3), transposed, lambda part: part.t())
     with pytest.raises(RuntimeError, match="weight is stored in parts that are not ranges of its elements"):
         pieces_of(sharded)
+
+
+class ScaledState:
+    """Keeps the state of one parameter in fp16, divided by a scale, as Megatron's precision-aware optimizer does."""
+
+    scale = 4.0
+
+    def __init__(self) -> None:
+        self.kept = {name: torch.zeros(6, dtype=torch.float16) for name in ("param", "exp_avg", "exp_avg_sq")}
+
+    def _get_main_param_and_optimizer_states(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        unscaled = {name: value.float() * self.scale for name, value in self.kept.items()}
+        return {**unscaled, "step": torch.tensor(3.0)}
+
+    def _set_main_param_and_optimizer_states(self, parameter: torch.Tensor, found: dict[str, torch.Tensor]) -> None:
+        for name, value in found.items():
+            self.kept[name].copy_(value / self.scale)
+
+
+def test_scaled_state_is_saved_and_loaded_without_its_scale() -> None:
+    part: Any = ScaledState()
+    parameter = torch.zeros(6, dtype=torch.bfloat16)
+    place = ShardedTensor.from_rank_offsets("weight", parameter)
+    share = PrecisionAwareShare(part, parameter, parameter, {}, place, begin=0)
+    assert share.has_copy
+    targets = {**share.targets(["exp_avg"]), "param": share.target_of_copy()}
+    assert {(target.dtype, target.shape) for target in targets.values()} == {(torch.float32, parameter.shape)}
+    targets["exp_avg"].fill_(8.0)
+    targets["param"].fill_(2.0)
+    share.accept(targets)
+    assert part.kept["exp_avg"].tolist() == [2.0] * 6
+    assert share.copy().tolist() == [2.0] * 6
+    assert {name: value.tolist() for name, value in share.tensors().items()} == {
+        "exp_avg": [8.0] * 6,
+        "exp_avg_sq": [0.0] * 6,
+    }
