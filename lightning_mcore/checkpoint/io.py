@@ -97,7 +97,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         if max_in_flight > 1:
             raise ValueError(
                 f"max_in_flight={max_in_flight} is not supported, because a save waits for the one before it; leave it"
-                " out, or save less often"
+                " out"
             )
         if verify not in ("sizes", "checksums"):
             raise ValueError(f"verify={verify!r} is not known; choose 'sizes' or 'checksums'")
@@ -194,7 +194,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         if self._save is not None and timeout is not None and not _all_come(timeout):
             _log.warning("%s was not saved, because some ranks are missing; use an older checkpoint", self._save.path)
             # A collective would wait for the missing rank forever, so the hidden files stay; the next save there
-            # deletes them. Its writer may still read the copy.
+            # deletes them. Its writer may still read the copy, so the next one gets other memory.
             self._save, self._staging = None, Staging()
             return
         if self._save is not None:
@@ -397,7 +397,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         try:
             finished = save.advance()
         except BaseException as error:
-            self._save = None
+            self._save, self._staging = None, Staging()  # after a second Ctrl-C, the writer may still read the copy
             is_deleted = isinstance(error, FileNotFoundError) and checkpoint_files.writes_directly(save.path)
             if not (another_follows and is_deleted):
                 raise
