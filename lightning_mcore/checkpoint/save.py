@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -75,29 +75,35 @@ def rank_object(rank: int, world_size: int, state: Any = None) -> ShardedObject:
     return ShardedObject("lightning_mcore.rank_state", state, (world_size,), (rank,))
 
 
-def run_in_background(name: str, function: Callable[[], T], gives_way: bool = False) -> Future[T]:
-    """Run a function in its own thread, starting at once.
+class BackgroundTask(Future[T]):
+    """The future of a function that runs in its own thread, starting at once.
 
     The thread ends with the process, whatever it is doing, so its unfinished files are never put in place. (An
     executor's threads would keep a process alive while its disk hangs.) With ``gives_way`` it yields the processor to
     the training threads.
     """
-    future: Future[T] = Future()
 
-    def run() -> None:
+    def __init__(self, name: str, function: Callable[[], T], gives_way: bool = False) -> None:
+        super().__init__()
+        self._thread = threading.Thread(target=self._run, args=(function, gives_way), name=name, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads; raised by result(), which all ranks call
+            self.set_exception(error)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the thread to end, for ``timeout`` seconds at most."""
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(timeout)
+
+    def _run(self, function: Callable[[], T], gives_way: bool) -> None:
         if gives_way and sys.platform == "linux":  # Linux has a priority per thread
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PRIORITY)
         try:
-            future.set_result(function())
+            self.set_result(function())
         except BaseException as error:
-            future.set_exception(error)
-
-    try:
-        threading.Thread(target=run, name=name, daemon=True).start()
-    except RuntimeError as error:  # no more threads; raised by result(), which all ranks call
-        future.set_exception(error)
-    return future
+            self.set_exception(error)
 
 
 @dataclass(frozen=True)
@@ -230,8 +236,8 @@ class CheckpointSave:
         self._directory = directory
         self._manifest = manifest
         self._metadata = metadata
-        self._writing: Future[Written] | None = None
-        self._uploading: Future[None] | None = None
+        self._writing: BackgroundTask[Written] | None = None
+        self._uploading: BackgroundTask[None] | None = None
         self._records: dict[str, FileRecord] = {}
         self._stopped = threading.Event()
 
@@ -260,7 +266,7 @@ class CheckpointSave:
             raise
         # Last, because it cannot fail.
         write = partial(write_pieces, directory, f"__{dist.get_rank()}_", pieces, files, save._stopped.is_set)
-        save._writing = run_in_background(f"writer of {path}", saving(path)(write), gives_way=staging is not None)
+        save._writing = BackgroundTask(f"writer of {path}", saving(path)(write), gives_way=staging is not None)
         return save
 
     @property
@@ -288,7 +294,7 @@ class CheckpointSave:
                     return True
                 run_on_rank0(lambda: begin_upload(self.path))
                 path, directory = self.path, self._directory
-                self._uploading = run_in_background(f"uploader of {path}", partial(upload_files, directory, path))
+                self._uploading = BackgroundTask(f"uploader of {path}", partial(upload_files, directory, path))
                 return False
             run_on_all_ranks(self._uploading.result)
             run_on_rank0(lambda: finish_upload(self._directory, self.path, self._manifest, self._records))
@@ -302,8 +308,9 @@ class CheckpointSave:
 
     def join(self) -> None:
         """Wait for this rank's background work to end, with or without an error."""
-        tasks: list[Future[Any]] = [task for task in (self._writing, self._uploading) if task is not None]
-        wait(tasks)
+        for task in (self._writing, self._uploading):
+            if task is not None:
+                task.join()
 
     def _unless_deleted(self, function: Callable[[], T]) -> T:
         """Return what ``function`` returns; if it fails because the folder was deleted, the error says so."""

@@ -17,7 +17,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +37,7 @@ from lightning_mcore.checkpoint.fp8_weights import fp8_weights_as_plain
 from lightning_mcore.checkpoint.io import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
 from lightning_mcore.checkpoint.model_state import StoredState
 from lightning_mcore.checkpoint.optimizer_state import load_whole_state, reload_weights
-from lightning_mcore.checkpoint.save import run_in_background
+from lightning_mcore.checkpoint.save import BackgroundTask
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from lightning_mcore.parallel import rank_watch
 from lightning_mcore.parallel.chunks import ModelChunks, find_pipeline, synchronize_parameters
@@ -370,9 +369,9 @@ class Checkpoints:
 
 def _finishes(function: Callable[[], object]) -> bool:
     """Call a function that may never return, and return whether it has, after some seconds."""
-    future = run_in_background("waits for the device", function)
-    wait([future], _DEVICE_TIMEOUT)
-    return future.done()
+    task = BackgroundTask("waits for the device", function)
+    task.join(_DEVICE_TIMEOUT)
+    return task.done()
 
 
 def _link_when_whole(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:

@@ -274,7 +274,7 @@ def fail_beside_writers(folder: str) -> None:
             plugin.save_checkpoint(checkpoint(), path)
         plugin.save_checkpoint(checkpoint(), path)
         with (  # a Ctrl-C on all ranks
-            mock.patch.object(checkpoint_save.Future, "result", side_effect=KeyboardInterrupt),
+            mock.patch.object(checkpoint_save.BackgroundTask, "result", side_effect=KeyboardInterrupt),
             pytest.raises(KeyboardInterrupt),
         ):
             plugin.drain()
