@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -221,10 +222,8 @@ class Checkpoints:
             io = self._strategy.checkpoint_io
             if callback.save_last == "link" and isinstance(io, MCoreCheckpointIO):
                 io.watch_links(links)
-                name, own = "_link_checkpoint", vars(callback)
-                if type(callback)._link_checkpoint is ModelCheckpoint._link_checkpoint and name not in own:
-                    own[name] = _link_when_whole
-                    restores.callback(own.pop, name)
+                if callback._link_checkpoint is ModelCheckpoint._link_checkpoint:  # not one of the user's
+                    restores.enter_context(mock.patch.object(callback, "_link_checkpoint", _link_when_whole))
 
     def poll(self) -> None:
         """Put a save in place once its files are written."""

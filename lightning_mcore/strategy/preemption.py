@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, get_args
+from unittest import mock
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -104,17 +105,14 @@ class PreemptionCheckpoint(Checkpoint):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Forget the signals of an earlier run, and move after the other callbacks; ``ValueError`` without a folder."""
-        if stage == TrainerFn.FITTING and self._needs_a_folder(trainer):
+        has_folder = not self.signals or self.dirpath is not None or bool(_model_checkpoints(trainer))
+        if stage == TrainerFn.FITTING and not trainer.fast_dev_run and not has_folder:  # type: ignore[attr-defined]
             raise ValueError(
                 f"{type(self).__name__} saves next to a ModelCheckpoint, but the trainer has none; add"
                 " ModelCheckpoint(dirpath) to its callbacks, or set dirpath"
             )
         self._watches, self._received, self._arrived = False, set(), ()
         run_last(trainer, self)
-
-    def _needs_a_folder(self, trainer: pl.Trainer) -> bool:
-        is_real = not trainer.fast_dev_run  # type: ignore[attr-defined]
-        return is_real and self.dirpath is None and not _model_checkpoints(trainer)
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Replace the handlers; this is the first hook after Lightning has set its own."""
@@ -222,17 +220,6 @@ class PreemptionCheckpoint(Checkpoint):
         return os.path.join(folder, self.filename + ModelCheckpoint.FILE_EXTENSION)
 
 
-class _RequeueCheckpoint(PreemptionCheckpoint):
-    """Handles only SLURM's requeue signal."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.signals = ()
-
-    def _needs_a_folder(self, trainer: pl.Trainer) -> bool:
-        return False
-
-
 def prepare_signals(trainer: pl.Trainer, restores: contextlib.ExitStack) -> None:
     """Delay SLURM's requeue signal to the end of the step, even without PreemptionCheckpoint; ``restores`` undoes it.
 
@@ -242,13 +229,17 @@ def prepare_signals(trainer: pl.Trainer, restores: contextlib.ExitStack) -> None
     # Lightning broadcasts before each batch that rank 0 has received SIGTERM, and the host waits there until the GPU
     # has finished. Here only PreemptionCheckpoint records that, on all ranks.
     loop: Any = trainer.fit_loop.epoch_loop
-    loop._broadcast_sigterm_tensor = lambda: None
-    restores.callback(delattr, loop, "_broadcast_sigterm_tensor")
+    restores.enter_context(mock.patch.object(loop, "_broadcast_sigterm_tensor", _broadcast_nothing))
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     if _requeue_signal(trainer) and not any(isinstance(callback, PreemptionCheckpoint) for callback in callbacks):
-        added = _RequeueCheckpoint()
+        added = PreemptionCheckpoint()
+        added.signals = ()  # only SLURM's
         run_last(trainer, added)
         restores.callback(_remove, trainer, added)
+
+
+def _broadcast_nothing() -> None:
+    """Do nothing before a batch."""
 
 
 def run_last(trainer: pl.Trainer, callback: pl.Callback) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -225,10 +226,7 @@ class ExactResume:
         :meth:`rank_state`. Loops and loaders in ``checkpoint`` are changed for this rank. Raises ``ValueError`` if
         loaders with their own state were in the middle of an epoch on another number of data-parallel ranks.
         """
-        module = self._strategy.lightning_module
-        if saved is None or "loops" not in checkpoint:
-            return
-        if module is None or module._trainer is None or module.trainer.state.fn != TrainerFn.FITTING:
+        if saved is None or "loops" not in checkpoint or self._trainer_of_fit is None:
             return
         mine = self._coordinates()
         ranks, now = saved["data_parallel_size"], mine["data_parallel_size"]
@@ -263,14 +261,13 @@ class ExactResume:
     def process_dataloader(self, loader: object) -> None:
         """Follow a training loader; keep validation loaders from drawing common random numbers for their workers."""
         self._seed_workers(loader)
-        module = self._strategy.lightning_module
-        if module is None or module._trainer is None or module.trainer.state.fn != TrainerFn.FITTING:
+        trainer, restored = self._trainer_of_fit, self._restored
+        if trainer is None:
             return
-        trainer, restored = module.trainer, self._restored
         if trainer.state.stage != RunningStage.TRAINING:
             if isinstance(loader, DataLoader) and loader.generator is None:
-                self._restores.callback(setattr, loader, "generator", None)
-                loader.generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
+                own = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
+                self._restores.enter_context(mock.patch.object(loader, "generator", own))
             return
         index, self._num_loaders = self._num_loaders, self._num_loaders + 1
         _check_kind(loader, index, restored)
@@ -298,8 +295,8 @@ class ExactResume:
         """Seed a loader's workers by data-parallel rank, so that ranks of one model copy augment data alike."""
         seeded = int(os.environ.get("PL_SEED_WORKERS", 0))
         if seeded and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
-            self._restores.callback(setattr, loader, "worker_init_fn", None)
-            loader.worker_init_fn = partial(pl_worker_init_function, rank=process_group("dp").rank())
+            seed = partial(pl_worker_init_function, rank=process_group("dp").rank())
+            self._restores.enter_context(mock.patch.object(loader, "worker_init_fn", seed))
 
     def batch_is_read(self, loader: Any) -> None:
         """Note that another rank of the model copy reads a loader's next batch, as the loader itself does here."""
@@ -371,20 +368,22 @@ class ExactResume:
 
     def on_validation_start(self) -> None:
         """Remember the random state of training."""
-        if self._is_within_fit():
+        if self._trainer_of_fit is not None:
             self._before_validation = take(self._strategy.root_device)
             draw_other_numbers()
 
     def on_validation_end(self) -> None:
         """Restore the random state of training."""
         state, self._before_validation = self._before_validation, None
-        if state is not None and self._is_within_fit():
+        if state is not None and self._trainer_of_fit is not None:
             put(state, self._strategy.root_device)
 
-    def _is_within_fit(self) -> bool:
+    @property
+    def _trainer_of_fit(self) -> pl.Trainer | None:
+        """The trainer while it fits; None in other runs and without one."""
         module = self._strategy.lightning_module
-        assert module is not None
-        return module.trainer.state.fn == TrainerFn.FITTING
+        trainer = module._trainer if module is not None else None
+        return trainer if trainer is not None and trainer.state.fn == TrainerFn.FITTING else None
 
     def on_train_end(self) -> None:
         """Remember the random state, for a checkpoint that is saved after the run."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -309,8 +310,7 @@ class MCoreStrategy(DDPStrategy):
         of_fit = trainer.fit_loop.epoch_loop.val_loop
         for loop in (of_fit, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # Megatron caches tensors; those created in inference mode would break training.
-            self._restores.callback(setattr, loop, "inference_mode", loop.inference_mode)
-            loop.inference_mode = False
+            self._restores.enter_context(mock.patch.object(loop, "inference_mode", False))
         align_random_state()
 
     def _setup_chunks(self, module: pl.LightningModule, fitting: bool) -> None:
