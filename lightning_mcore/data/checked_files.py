@@ -42,28 +42,7 @@ _WHOLE = 1 << 30  # bytes; up to this total, a fingerprint covers entire files
 _SAMPLED = 1 << 10  # blocks that the fingerprints of larger files cover in all
 _CRC = struct.Struct("<I")
 
-
-class BlockChecksums:
-    """Checksums of a file in progress: ``size`` bytes so far, ``last`` the CRC32 behind the last full block."""
-
-    def __init__(self, size: int = 0, last: int = 0) -> None:
-        self.size = size
-        self.last = last
-
-    def add(self, content: bytes | memoryview) -> bytes:
-        """Add what is appended to the file; return the checksums of the blocks that this fills, as bytes (u32 each)."""
-        # After 100,000 and 50,000 bytes: each call fills one block of 65,536 bytes and returns 4 bytes; 18,928 bytes
-        # remain in ``last``.
-        view, found = memoryview(content), []
-        while len(view):
-            part = view[: BLOCK - self.size % BLOCK]
-            self.last = crc32(part, self.last)
-            self.size += len(part)
-            view = view[len(part) :]
-            if self.size % BLOCK == 0:
-                found.append(_CRC.pack(self.last))
-                self.last = 0
-        return b"".join(found)
+Marks = tuple[tuple[str, int, int, int] | None, ...]  # of files: path, bytes, time of modification in ns, inode
 
 
 @dataclass(frozen=True)
@@ -79,8 +58,7 @@ class Checksums:
         size, wanted = self.files[name]
         if not os.path.isfile(path):
             raise ValueError(f"{path} does not exist")
-        if os.path.getsize(path) != size:
-            raise ValueError(_other_size(path, os.path.getsize(path), size))
+        require_size(path, size)
         different = np.flatnonzero(checksums_of(path)[1] != wanted)
         if len(different):
             raise ValueError(_damaged(path, int(different[0]), len(different)))
@@ -131,9 +109,9 @@ def _mapped(path: str) -> Checksums | None:
     return Checksums(path, files, f"{_CRC.unpack(identity)[0]:08x}")
 
 
-def checksums_of(path: str, size: int | None = None) -> tuple[int, NDArray[np.uint32]]:
-    """Return a file's size and the CRC32 of each block, or those of its first ``size`` bytes."""
-    size = os.path.getsize(path) if size is None else size
+def checksums_of(path: str) -> tuple[int, NDArray[np.uint32]]:
+    """Return a file's size and the CRC32 of each block."""
+    size = os.path.getsize(path)
     # crc32 and pread release the GIL, so threads run in parallel; each takes spans of 128 blocks (8 MiB).
     blocks = range(-(-size // BLOCK))
     with open(path, "rb") as file, ThreadPoolExecutor(_THREADS) as threads:
@@ -169,6 +147,23 @@ def _of_blocks(descriptor: int, blocks: Iterable[int], size: int) -> list[int]:
     return [crc32(os.pread(descriptor, min(BLOCK, size - place), place)) for place in places]
 
 
+def named_fingerprints(paths: Sequence[str]) -> list[str]:
+    """Return the name of each file, without its folder, and its fingerprint."""
+    return [f"{os.path.basename(path)} ({mark})" for path, mark in zip(paths, fingerprints(paths), strict=True)]
+
+
+def first_change(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """Return the first entry that differs between two descriptions of data, with both values; None if there is none.
+
+    An entry that only one of them has differs too; the other's value is then ``"absent"``.
+    """
+    for name in {**now, **then}:
+        before, after = then.get(name, "absent"), now.get(name, "absent")
+        if before != after:
+            return name, before, after
+    return None
+
+
 class CheckedBlocks:
     """A memory-mapped file whose blocks are each checked before they are first read.
 
@@ -182,10 +177,8 @@ class CheckedBlocks:
             raise ValueError(f"{checksums} is damaged")
         self._path = path
         self._size, self._wanted = said.files[name]
-        found = os.path.getsize(path)
-        if found != self._size:
-            raise ValueError(_other_size(path, found, self._size))
-        self._content = np.memmap(path, np.uint8, "r") if found else np.zeros(0, np.uint8)
+        require_size(path, self._size)
+        self._content = np.memmap(path, np.uint8, "r") if self._size else np.zeros(0, np.uint8)
         self._checked = np.zeros(len(self._wanted), np.bool_)
 
     def read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
@@ -200,8 +193,10 @@ class CheckedBlocks:
         return np.frombuffer(self._content, dtype, count, offset)
 
 
-def _other_size(path: str, found: int, wanted: int) -> str:
-    return f"{path} has {found} bytes, but had {wanted} when it was written"
+def require_size(path: str, size: int) -> None:
+    """Raise ValueError unless a file has ``size`` bytes."""
+    if (found := os.path.getsize(path)) != size:
+        raise ValueError(f"{path} has {found} bytes, but had {size} when it was written")
 
 
 def _damaged(path: str, block: int, blocks: int = 1) -> str:
@@ -219,7 +214,7 @@ def cached_folder(folder: str, make: Callable[[str], None], what: str, check: bo
     # Concurrent runs may want the same folder. One of them writes it; the others wait and then find it finished.
     while True:
         try:
-            return _checked(folder, _marks(folder)) if check else read_checksums(os.path.join(folder, _CHECKSUMS))
+            return _checked(folder, _marks_in(folder)) if check else read_checksums(os.path.join(folder, _CHECKSUMS))
         except (ValueError, OSError) as error:
             if os.path.lexists(folder):
                 _log.warning("%s are rebuilt: %s", what, error)
@@ -252,15 +247,24 @@ def is_cached(folder: str) -> bool:
     return os.path.exists(os.path.join(folder, _CHECKSUMS))
 
 
-def _marks(folder: str) -> tuple[tuple[Any, ...], ...]:
-    """Return values that change when a file in a folder does."""
-    with os.scandir(folder) as entries:
-        stats = [(entry.name, entry.stat()) for entry in entries]
-    return tuple(sorted((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats))
+def stat_marks(paths: Iterable[str]) -> Marks:
+    """Return values that change when one of some files does, or appears or disappears."""
+    marks: list[tuple[str, int, int, int] | None] = []
+    for path in paths:
+        try:
+            stat = os.stat(path)
+            marks.append((path, stat.st_size, stat.st_mtime_ns, stat.st_ino))
+        except OSError:
+            marks.append(None)
+    return tuple(marks)
+
+
+def _marks_in(folder: str) -> Marks:
+    return stat_marks(os.path.join(folder, name) for name in sorted(os.listdir(folder)))
 
 
 @functools.lru_cache(maxsize=1024)
-def _checked(folder: str, marks: tuple[tuple[Any, ...], ...]) -> Checksums:
+def _checked(folder: str, marks: Marks) -> Checksums:
     """Compare a folder's files with their checksums, once for these ``marks``; raise ValueError or OSError."""
     checksums = read_checksums(os.path.join(folder, _CHECKSUMS))
     for name in checksums.files:

@@ -24,7 +24,6 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from torch import Tensor
 
 from lightning_mcore import MCoreGPT
-from lightning_mcore.data.checked_files import checksums_of
 from lightning_mcore.data.pretraining.blend import Rows, _EndOfDocument
 from lightning_mcore.data.pretraining.datamodule import MCorePretrainingData
 from lightning_mcore.data.pretraining.index import (
@@ -520,7 +519,7 @@ class _Runs:
 def with_checksums(prefix: str, vocab_size: int = 256) -> str:
     """Give a dataset the checksums that preprocess leaves beside one."""
     Path(facts_path(prefix)).write_text(f'{{"eod_token_id": 0, "vocab_size": {vocab_size}}}')
-    write_dataset_checksums(checksums_path(prefix), checksums_of(f"{prefix}.bin"), f"{prefix}.idx", facts_path(prefix))
+    write_dataset_checksums(checksums_path(prefix), f"{prefix}.bin", f"{prefix}.idx", facts_path(prefix))
     return prefix
 
 

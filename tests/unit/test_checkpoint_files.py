@@ -22,7 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from lightning_mcore.checkpoint import atomic, files
 from lightning_mcore.checkpoint import remote as remote_files
 from lightning_mcore.checkpoint.manifest import LIGHTNING_FILE, FileRecord
-from lightning_mcore.data.preprocess.journal import Journal
+from lightning_mcore.data.preprocess.unfinished import UnfinishedDataset
 
 SHARD = "__0_0.distcp"
 CONTENT = bytes(range(256)) * 40
@@ -500,7 +500,7 @@ def test_only_a_disk_without_locks_is_written_without_one(
             with pytest.raises(OSError, match=r"a\.ckpt could not be saved: input/output error; check the disk"):
                 files.begin(str(path))
             with pytest.raises(OSError, match="Input/output error"):
-                Journal(str(tmp_path / "text"), {"inputs": []}, 100, overwrite=False)
+                UnfinishedDataset(str(tmp_path / "text"), {"inputs": []}, overwrite=False)
     save(path, 2)
     assert step_of(path) == 2
 

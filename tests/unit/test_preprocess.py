@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,10 +23,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from lightning_mcore.cli import main
-from lightning_mcore.data.preprocess import journal as preprocess_journal
+from lightning_mcore.data.preprocess import unfinished
 from lightning_mcore.data.preprocess.inputs import cut, find_inputs
-from lightning_mcore.data.preprocess.journal import Journal, Progress
+from lightning_mcore.data.preprocess.pool import Workers
 from lightning_mcore.data.preprocess.run import Options, ProgressLine, Summary, preprocess
+from lightning_mcore.data.preprocess.unfinished import Progress, UnfinishedDataset
 from lightning_mcore.data.preprocess.worker import read_separated
 from lightning_mcore.data.pretraining.index import read_facts, read_index, token_type, write_index
 from tests.ranks import RanksFailedError, run_ranks
@@ -230,6 +232,11 @@ class Watch:
     def __call__(self, progress: Progress, total: int) -> None:
         self.seen.append(progress)
 
+    @property
+    def resumed(self) -> int:
+        """How many pieces an earlier run had finished, if all of them come first."""
+        return max((progress.pieces for progress in self.seen[1:2]), default=1) - 1
+
 
 class Interruption(Watch):
     """Raises or kills when so many pieces are done."""
@@ -241,7 +248,7 @@ class Interruption(Watch):
 
     def __call__(self, progress: Progress, total: int) -> None:
         super().__call__(progress, total)
-        if len(self.seen) - 1 == self.pieces:
+        if progress.pieces == self.pieces:
             if self.error is not None:
                 raise self.error
             os.kill(os.getpid(), signal.SIGKILL)
@@ -254,24 +261,23 @@ def whole(folder: Path, tmp_path: Path) -> dict[str, bytes]:
     return files_of(tmp_path / "whole")
 
 
-def run_and_die(command: Options, pieces: int, save_every: float) -> None:
+def run_and_die(command: Options, pieces: int) -> None:
     """Rank function: run until so many pieces are done, and be killed."""
-    preprocess_journal._SAVE_EVERY = save_every
     preprocess(command, Interruption(pieces))
 
 
-@pytest.mark.parametrize(("died_at", "save_every", "kept"), [(4, 0.0, 4), (9, 0.0, 9), (9, 1e9, 0)])
+@pytest.mark.parametrize("died_at", [0, 1, 9])
 def test_a_killed_command_goes_on_to_the_same_bytes(
-    folder: Path, tmp_path: Path, whole: dict[str, bytes], died_at: int, save_every: float, kept: int
+    folder: Path, tmp_path: Path, whole: dict[str, bytes], died_at: int
 ) -> None:
     command = options(folder, tmp_path / "out", piece_bytes=500, workers=2)
     with pytest.raises(RanksFailedError, match="SIGKILL"):
-        run_ranks(1, run_and_die, command, died_at, save_every, open_group=False)
+        run_ranks(1, run_and_die, command, died_at, open_group=False)
     assert set(files_of(tmp_path / "out")) == set()
     watch = Watch()
     summary = preprocess(replace(command, workers=1), watch)
-    assert watch.seen[0].pieces == kept
-    assert summary.resumed == (kept > 0)
+    assert watch.resumed >= died_at  # the other worker may have finished one more
+    assert summary.resumed == (watch.resumed > 0)
     assert files_of(tmp_path / "out") == whole
 
 
@@ -281,7 +287,7 @@ def test_ctrl_c_keeps_what_is_done(folder: Path, tmp_path: Path, whole: dict[str
         preprocess(command, Interruption(5, KeyboardInterrupt()))
     watch = Watch()
     preprocess(command, watch)
-    assert watch.seen[0].pieces == 5
+    assert watch.resumed == 5
     assert files_of(tmp_path / "out") == whole
 
 
@@ -295,7 +301,7 @@ def test_a_full_disk_is_one_sentence_and_no_end(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "publish", full)
+        patch.setattr(UnfinishedDataset, "publish", full)
         assert main(arguments) == 1
     said = capsys.readouterr().err
     assert said == (
@@ -305,6 +311,27 @@ def test_a_full_disk_is_one_sentence_and_no_end(
     assert main(arguments) == 0
     assert "to train on it: MCorePretrainingData(" in capsys.readouterr().out
     assert files_of(tmp_path / "out") == whole
+
+
+def test_a_worker_that_cannot_write_says_what_the_disk_said(folder: Path, tmp_path: Path) -> None:
+    command = options(folder, tmp_path / "out", piece_bytes=500)
+
+    def remove_folder(progress: Progress, total: int) -> None:
+        if progress.pieces == 3:
+            shutil.rmtree(f"{command.output}.unfinished")
+
+    with pytest.raises(FileNotFoundError, match="No such file or directory"):
+        preprocess(command, remove_folder)
+
+
+def test_of_several_broken_pieces_the_first_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": 1}\n' * 40)
+    pieces = list(cut(find_inputs([str(tmp_path / "a.jsonl")])[0], None, "text", 20))
+    settings = {"tokenizer_json": None, "tokenizer": "none", "text_column": "text", "add_special_tokens": False}
+    settings["tokenizer_json"] = Tokenizer(models.BPE()).to_str()
+    for _ in range(3):
+        with Workers(3, settings) as workers, pytest.raises(ValueError, match=r"a\.jsonl, line 1 has a number"):
+            list(workers.results(iter(pieces)))
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
@@ -318,14 +345,14 @@ def test_a_crash_while_files_get_their_names_is_made_up_for(
     real = os.replace
 
     def replace_or_crash(source: Any, target: Any) -> None:
-        if str(target).startswith(command.output + ".") and not str(target).endswith("journal"):
+        if str(target).startswith(command.output + ".") and ".unfinished" not in str(target):
             names.append(str(target))
             if len(names) == step:
                 raise KeyboardInterrupt
         real(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_mcore.data.preprocess.journal.os.replace", replace_or_crash)
+        patch.setattr("lightning_mcore.data.preprocess.unfinished.os.replace", replace_or_crash)
         if step <= 4:
             with pytest.raises(KeyboardInterrupt):
                 preprocess(command)
@@ -337,26 +364,33 @@ def test_a_crash_while_files_get_their_names_is_made_up_for(
     assert names[-1].endswith(".idx")
 
 
-@pytest.mark.parametrize("name", ["tokens", "lengths", "journal"])
-def test_unfinished_work_that_changed_is_not_gone_on_with(
-    folder: Path, tmp_path: Path, whole: dict[str, bytes], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = options(folder, tmp_path / "out", piece_bytes=200)
-    monkeypatch.setattr("lightning_mcore.data.preprocess.journal._SAVE_EVERY", 0.0)
-
-    def stop(progress: Progress, total: int) -> None:
-        if progress.pieces == 3:
-            raise KeyboardInterrupt
-
+def test_finished_pieces_that_are_damaged_are_made_again(folder: Path, tmp_path: Path, whole: dict[str, bytes]) -> None:
+    command = options(folder, tmp_path / "out", piece_bytes=500)
     with pytest.raises(KeyboardInterrupt):
-        preprocess(command, stop)
-    file = Path(f"{command.output}.unfinished", name)
-    content = file.read_bytes()
-    for changed in (content[:20] + bytes([content[20] ^ 1]) + content[21:], content[:10]):
-        file.write_bytes(changed)
-        with pytest.raises(ValueError, match=r"(is damaged|shorter than .*); start again with --overwrite"):
-            preprocess(command)
-    preprocess(replace(command, overwrite=True))
+        preprocess(command, Interruption(6, KeyboardInterrupt()))
+    intact, cut_off, changed, emptied, zeros, _ = sorted(Path(f"{command.output}.unfinished").glob("*.piece"))
+    cut_off.write_bytes(cut_off.read_bytes()[:-9])
+    content = changed.read_bytes()
+    changed.write_bytes(content[:20] + bytes([content[20] ^ 1]) + content[21:])
+    emptied.write_bytes(b"")
+    zeros.write_bytes(bytes(zeros.stat().st_size))
+    intact.with_name("x.piece.123").write_bytes(b"of a killed worker")
+    watch = Watch()
+    summary = preprocess(command, watch)
+    assert sum(not progress.resumed_bytes for progress in watch.seen[1:]) <= 1 + 4
+    assert summary.resumed
+    assert files_of(tmp_path / "out") == whole
+
+
+def test_a_damaged_description_of_unfinished_work_is_told(
+    folder: Path, tmp_path: Path, whole: dict[str, bytes]
+) -> None:
+    command = options(folder, tmp_path / "out", piece_bytes=500)
+    interrupted(command)
+    Path(f"{command.output}.unfinished", "command").write_text("{")
+    with pytest.raises(ValueError, match=r"command is damaged; start again with --overwrite"):
+        preprocess(command)
+    assert not preprocess(replace(command, overwrite=True)).resumed
     assert files_of(tmp_path / "out") == whole
 
 
@@ -390,7 +424,7 @@ def test_only_the_same_command_goes_on(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"was started with end-of-document token 0; repeat that command to resume"):
         preprocess(replace(command, append_eod=False))
     with pytest.raises(ValueError, match=r"was started with other inputs \(1 files, now 2\)"):
-        preprocess(replace(command, inputs=[str(folder / "text" / "000.txt"), str(source)]))
+        preprocess(replace(command, inputs=[str(folder / "text" / f"{name}.txt") for name in ("000", "001")]))
     os.utime(source)
     with pytest.raises(ValueError, match=r"was started with another content of .*docs\.jsonl; .* with --overwrite"):
         preprocess(command)
@@ -408,8 +442,8 @@ def test_a_mended_file_costs_no_more_than_itself(folder: Path, tmp_path: Path) -
     (tmp_path / "c.jsonl").write_bytes(b"".join(lines[30:40]))  # less than was tokenised of it before
     watch = Watch()
     assert preprocess(command, watch).resumed
-    assert watch.seen[0] == Progress(**{**vars(watch.seen[0]), "files": 1, "pieces": 0})
-    assert watch.seen[0].documents == sum(bool(text) for text in DOCUMENTS[:30])
+    begun = next(progress for progress in reversed(watch.seen) if progress.resumed_bytes)
+    assert begun.resumed_bytes == sum(len(text.encode()) for text in DOCUMENTS[:30])
     kept = sum(bool(text) for text in DOCUMENTS[:40])
     assert list(documents_of(tmp_path / "out")) == expected(folder)[:kept]
     assert (tmp_path / "out.bin").stat().st_size == 2 * sum(map(len, expected(folder)[:kept]))
@@ -421,8 +455,8 @@ def test_small_text_files_share_pieces_and_an_interruption_loses_none(folder: Pa
         preprocess(command, Interruption(2, KeyboardInterrupt()))
     watch = Watch()
     preprocess(command, watch)
-    assert 1 < watch.seen[0].files < len(DOCUMENTS)
-    assert watch.seen[-1].files == len(DOCUMENTS)
+    assert watch.resumed == 2
+    assert watch.seen[-1].pieces < watch.seen[-1].documents
     assert list(documents_of(tmp_path / "out")) == expected(folder)
 
 
@@ -439,10 +473,10 @@ def test_what_another_command_replaced_is_never_taken_up_again(folder: Path, tmp
     interrupted(command)
     run_other = replace(command, append_eod=False, overwrite=True)
     with pytest.raises(RanksFailedError, match="SIGKILL"):
-        run_ranks(1, run_and_die, run_other, 2, 1e9, open_group=False)
-    watch = Watch()
-    preprocess(command, watch)
-    assert watch.seen[0] == Progress()
+        run_ranks(1, run_and_die, run_other, 2, open_group=False)
+    with pytest.raises(ValueError, match="was started with end-of-document token None"):
+        preprocess(command)
+    assert not preprocess(replace(command, overwrite=True)).resumed
     assert list(documents_of(tmp_path / "out")) == expected(folder)
 
 
@@ -461,14 +495,14 @@ def test_a_finished_dataset_is_replaced_only_when_told(folder: Path, tmp_path: P
 def hold_and_try(prefix: str) -> str:
     """Rank function: rank 0 writes a dataset, and rank 1 tries to write the same."""
     if torch.distributed.get_rank() == 0:
-        journal = Journal(prefix, {}, 300, overwrite=False)
+        dataset = UnfinishedDataset(prefix, {}, overwrite=False)
         torch.distributed.barrier()
         torch.distributed.barrier()
-        journal.close()
+        dataset.close()
         return ""
     torch.distributed.barrier()
     try:
-        Journal(prefix, {}, 300, overwrite=False)
+        UnfinishedDataset(prefix, {}, overwrite=False)
     except RuntimeError as error:
         return str(error)
     finally:
@@ -480,6 +514,36 @@ def test_two_processes_do_not_write_one_dataset(tmp_path: Path) -> None:
     prefix = str(tmp_path / "out")
     said = run_ranks(2, hold_and_try, prefix)[1]
     assert said == f"{prefix} is being written by another process; wait for it, or give another --output"
+
+
+def test_a_dataset_that_another_process_finished_just_before_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finish(descriptor: int) -> bool:
+        (tmp_path / "out.bin").write_text("of the other process")
+        (tmp_path / "out.unfinished" / "command").write_text('{"inputs": []}')
+        return False
+
+    monkeypatch.setattr(unfinished, "is_locked_elsewhere", finish)
+    with pytest.raises(FileExistsError, match=r"out\.bin already exists"):
+        UnfinishedDataset(str(tmp_path / "out"), {"inputs": []}, overwrite=False)
+
+
+def test_a_folder_that_another_process_deleted_before_the_lock_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+
+    def delete_once(descriptor: int) -> bool:
+        tries.append(descriptor)
+        if len(tries) == 1:
+            shutil.rmtree(tmp_path / "out.unfinished")
+        return False
+
+    monkeypatch.setattr(unfinished, "is_locked_elsewhere", delete_once)
+    UnfinishedDataset(str(tmp_path / "out"), {"inputs": []}, overwrite=False).close()
+    assert len(tries) == 2
+    assert not (tmp_path / "out.unfinished").exists()
 
 
 # ---- around it

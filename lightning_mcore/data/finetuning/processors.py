@@ -3,6 +3,8 @@
 
 from typing import Any, Literal
 
+from lightning_mcore.data.preprocess.worker import first_line
+
 Kind = Literal["image", "video"]
 
 
@@ -32,10 +34,9 @@ def load_processor(given: Any, kind: Kind) -> Any:
         try:
             processor = loader.from_pretrained(given, trust_remote_code=False, **backend)
         except Exception as error:  # a damaged file can raise anything
-            lines = str(error).strip().splitlines() or [type(error).__name__]
             raise ValueError(
-                f"the {kind} processor of {given!r} cannot be loaded: {lines[0][:300].rstrip('. ')}; give a folder or"
-                " name of a model that has one"
+                f"the {kind} processor of {given!r} cannot be loaded: {first_line(error)}; give a folder or name of a"
+                " model that has one"
             ) from error
     # Qwen-VL towers merge merge_size x merge_size patches into one token.
     if not hasattr(processor, "merge_size"):
@@ -47,10 +48,7 @@ def load_processor(given: Any, kind: Kind) -> Any:
     least, most = (processor.size[name] for name in ("shortest_edge", "longest_edge"))
     if not 0 < least <= most:
         raise ValueError(
-            f"the {kind} processor has a minimum of {least} pixels and a maximum of {most} for {_ONE[kind]}; set a"
-            " minimum that is not above the maximum"
+            f"the {kind} processor has a minimum of {least} pixels and a maximum of {most} for"
+            f" {'an image' if kind == 'image' else 'a video'}; set a minimum that is not above the maximum"
         )
     return processor
-
-
-_ONE = {"image": "an image", "video": "a video"}

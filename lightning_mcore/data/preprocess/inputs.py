@@ -16,14 +16,16 @@ bytes at each cut of a file of lines, the metadata of a parquet file. ``run.py``
 """
 
 import glob
+import hashlib
 import importlib
+import json
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_mcore.data.preprocess.worker import Piece
+from lightning_mcore.data.preprocess.worker import Piece, first_line
 
 FORMATS = ("text", "jsonl", "parquet")
 UNFINISHED = ".unfinished"  # suffix of the folder in which a dataset is made
@@ -48,6 +50,7 @@ class InputFile:
 
     path: str  # as given or found
     format: str  # text, jsonl or parquet
+    real_path: str  # without links
     size: int  # bytes
     modified: int  # ns
 
@@ -81,9 +84,9 @@ def find_inputs(inputs: Sequence[str], format: str = "auto") -> tuple[list[Input
     seen: set[str] = set()
     for file in found:
         # Through links too: the same documents would be learnt twice.
-        if (place := os.path.realpath(file.path)) in seen:
+        if file.real_path in seen:
             raise ValueError(f"{file.path} is given twice, so its documents would occur twice; give it once")
-        seen.add(place)
+        seen.add(file.real_path)
     return found, left_out
 
 
@@ -111,27 +114,22 @@ def _describe(path: str, format: str) -> InputFile:
             f"the suffix of {path} does not show its format; give --format {', '.join(FORMATS[:-1])} or {FORMATS[-1]},"
             " and decompress the file first if it is compressed"
         )
+    format = _BY_SUFFIX[suffix] if format == "auto" else format
     status = os.stat(path)
-    return InputFile(path, _BY_SUFFIX[suffix] if format == "auto" else format, status.st_size, status.st_mtime_ns)
+    return InputFile(path, format, os.path.realpath(path), status.st_size, status.st_mtime_ns)
 
 
 def cut(files: Iterable[InputFile], separator: str | None, column: str, size: int) -> Iterator[Piece]:
     """Yield the pieces of all files, in order, of about ``size`` bytes each; a document or row may be larger.
 
-    In each piece, ``input_bytes`` is its size, ``files_done`` the number of files that end with it (with empty ones
-    before it), and ``empty_files`` the number of empty files before a file that does not end with it. ``separator``
-    None makes one document of each text file. Raises ValueError if a parquet file is damaged or lacks ``column``,
-    OSError if a file is unreadable.
+    In each piece, ``input_bytes`` is its size, and ``name`` changes with the piece and the files that it is cut from.
+    ``separator`` None makes one document of each text file. Raises ValueError if a parquet file is damaged or lacks
+    ``column``, OSError if a file is unreadable.
     """
-    # Files of 65, 0 and 39 bytes, lines of 13 bytes, size=20. Each piece ends with the line that reaches 20 bytes:
-    #
-    #   bytes 0-26, 26-52          files_done 0, 0    empty_files 0, 0
-    #   bytes 52-65                files_done 1       empty_files 0
-    #   third file, bytes 0-26     files_done 0       empty_files 1
-    #   third file, bytes 26-39    files_done 2       empty_files 0
-    waiting = 0  # files without a piece so far
+    # A file with lines of 13 bytes, 65 in all, and size=20: each piece ends with the line that reaches 20 bytes, so
+    # they are bytes 0-26, 26-52 and 52-65.
     for group in _groups(files, separator, size):
-        file, last = group[0], None
+        file = group[0]
         if file.format == "text" and separator is None:
             pieces: Iterable[Piece] = [_whole(group)]
         elif file.format == "parquet":
@@ -141,14 +139,14 @@ def cut(files: Iterable[InputFile], separator: str | None, column: str, size: in
         else:
             pieces = _ranges(file, "separated", (separator or "").encode(), size)
         for piece in pieces:
-            # One piece behind: only the next piece, or its absence, shows whether this one ends the file.
-            if last is not None:
-                yield {**last, "files_done": 0, "empty_files": waiting}
-            last = piece
-        waiting += len(group)
-        if last is not None:
-            yield {**last, "files_done": waiting, "empty_files": 0}
-            waiting = 0
+            yield {**piece, "name": _name(group, piece)}
+
+
+def _name(files: list[InputFile], piece: Piece) -> str:
+    marks = [(file.real_path, file.size, file.modified) for file in files]
+    part = {key: value for key, value in piece.items() if key not in ("path", "paths")}
+    content = json.dumps([marks, part], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def _groups(files: Iterable[InputFile], separator: str | None, size: int) -> Iterator[list[InputFile]]:
@@ -217,8 +215,9 @@ def check_parquet(file: InputFile, column: str) -> Any:
         with parquet.ParquetFile(file.path) as opened:
             schema, metadata = opened.schema_arrow, opened.metadata
     except (OSError, ValueError, ArithmeticError) as error:  # pyarrow's own are among these
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise ValueError(f"{file.path} cannot be read as parquet: {reason}; fix or remove the file") from None
+        raise ValueError(
+            f"{file.path} cannot be read as parquet: {first_line(error)}; fix or remove the file"
+        ) from None
     if column not in schema.names:
         raise ValueError(
             f"{file.path} has no column {column!r}; choose another of {', '.join(schema.names)} with --text-column"

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workers of ``lightning-mcore preprocess``, and their results in input order.
+"""The workers of ``lightning-mcore preprocess``: one thread gives them pieces, one at a time, and counts the results.
 
-One thread sends pieces and receives tokens. A worker has one piece in progress and one in its pipe, so that it need not
-wait. Early results wait for their turn; a limit on how far the fastest worker may run ahead also limits memory.
-
-``run.py`` owns the workers; ``worker.py`` is what they run.
+A worker writes the tokens of its piece to a file and sends back only counts, so the order of the results does not
+matter. ``run.py`` owns the workers; ``worker.py`` is what they run.
 """
 
 import contextlib
@@ -13,7 +11,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -22,19 +19,7 @@ from typing import Any
 from lightning_mcore.data.preprocess import worker as preprocess_worker
 from lightning_mcore.data.preprocess.worker import Piece
 
-_IN_HAND = 2  # pieces of a worker: the current one and the next one
-_AHEAD = 8  # pieces per worker, from the first missing one to the last one sent
 _STANDARD_ERROR = 2
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The tokens of a piece."""
-
-    tokens: bytes  # of all documents, as in the .bin file
-    lengths: bytes  # tokens of each document, i32
-    empty: int  # documents without tokens, which are left out
-    text_bytes: int  # in UTF-8
 
 
 class Workers:
@@ -83,62 +68,57 @@ class Workers:
             process.wait()
         self._processes.clear()
 
-    def results(self, pieces: Iterator[Piece]) -> Iterator[tuple[Piece, Tokens]]:
-        """Yield each piece with its tokens, in order.
+    def results(self, pieces: Iterator[Piece]) -> Iterator[tuple[Piece, dict[str, int]]]:
+        """Yield each piece with the counts of its file when it is finished, in any order.
 
-        Raises ValueError if a document cannot be read, after the pieces before it, and RuntimeError if a worker died or
-        failed.
+        After a failure no more pieces are given out, but those in work are finished. Then the failure of the earliest
+        piece is raised: ValueError if a document cannot be read, OSError if a file cannot be written, RuntimeError if a
+        worker died or failed.
         """
-        # given and answers have pieces by number until their turn; in_hand has the numbers that each worker works on,
-        # oldest first. With two workers and answers in the order 1, 0, 2, piece 1 waits until 0 has been yielded.
-        given: dict[int, Piece] = {}
-        answers: dict[int, Any] = {}
-        in_hand: dict[Connection, list[int]] = {pipe: [] for pipe in self._processes}
+        idle = list(self._processes)
+        at_work: dict[Connection, tuple[int, Piece]] = {}
+        failures: dict[int, Exception] = {}
         source = enumerate(pieces)
-        exhausted, turn = False, 0
         while True:
-            # First one piece for every worker, then the second: the last pieces are spread over all of them.
-            for depth in range(_IN_HAND):
-                for pipe, numbers in in_hand.items():
-                    if exhausted or len(numbers) > depth or len(given) >= _AHEAD * self._count:
-                        continue
-                    if (following := next(source, None)) is None:
-                        exhausted = True
-                        continue
-                    number, given[following[0]] = following
-                    self._send(pipe, given[number])
-                    numbers.append(number)
-            if not given:
-                return
-            ready = wait([pipe for pipe, numbers in in_hand.items() if numbers])
-            for pipe in in_hand:
-                if pipe in ready:
-                    answers[in_hand[pipe].pop(0)] = self._receive(pipe)
-            while turn in answers:
-                yield given.pop(turn), _opened(answers.pop(turn))
-                turn += 1
+            while idle and not failures and (following := next(source, None)) is not None:
+                pipe = idle.pop()
+                at_work[pipe] = following
+                self._send(pipe, following[1])
+            if not at_work:
+                break
+            ready = wait(list(at_work))
+            for pipe in [pipe for pipe in at_work if pipe in ready]:
+                number, piece = at_work.pop(pipe)
+                idle.append(pipe)
+                counts = self._receive(pipe)
+                if isinstance(counts, Exception):
+                    failures[number] = counts
+                else:
+                    yield piece, counts
+        if failures:
+            raise failures[min(failures)]
 
     def _send(self, pipe: Connection, what: dict[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the worker died; reading from it raises
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the worker died; reading from it says so
             pipe.send(what)
 
-    def _receive(self, pipe: Connection) -> Any:
+    def _receive(self, pipe: Connection) -> dict[str, int] | Exception:
         try:
-            return pipe.recv()
+            kind, value = pipe.recv()
         except (EOFError, ConnectionResetError):
             code = self._processes[pipe].wait()
+        else:
+            if kind == "done":
+                counts: dict[str, int] = value
+                return counts
+            if kind == "refused":
+                return ValueError(value)
+            if kind == "disk":
+                return OSError(*value)
+            return RuntimeError(f"a worker failed; repeat the command to resume from the finished work:\n{value}")
         how = f"exit code {code}"
         if code < 0:
             with contextlib.suppress(ValueError):
                 how = signal.Signals(-code).name
         hint = ", perhaps because memory ran out; try fewer --workers" if code == -signal.SIGKILL else ""
-        raise RuntimeError(f"a worker died with {how}{hint}; repeat the command to resume from the finished work")
-
-
-def _opened(answer: tuple[Any, ...]) -> Tokens:
-    kind, *values = answer
-    if kind == "refused":
-        raise ValueError(values[0])
-    if kind == "failed":
-        raise RuntimeError(f"a worker failed; repeat the command to resume from the finished work:\n{values[0]}")
-    return Tokens(*values)
+        return RuntimeError(f"a worker died with {how}{hint}; repeat the command to resume from the finished work")

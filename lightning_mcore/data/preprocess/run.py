@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lightning-mcore preprocess``: Megatron's indexed datasets from text, jsonl and parquet files.
 
-The input is cut into pieces (``inputs.py``), other processes tokenise the pieces (``pool.py``), and the tokens are
-written in input order (``journal.py``). So the dataset is the same, byte for byte, whatever the number of workers and
-however often the command was interrupted. After an interruption it resumes where it stopped.
+The input is cut into pieces (``inputs.py``), other processes write a file of tokens for each piece (``pool.py``), and
+these are concatenated in input order (``unfinished.py``). So the dataset is the same, byte for byte, for any number
+of workers and however often the command was interrupted. After an interruption it resumes where it stopped.
 
 :func:`preprocess` is the command as a function; ``cli/preprocess.py`` is its command line.
 ``data/pretraining/datamodule.py`` and Megatron-LM read what it makes.
@@ -16,15 +16,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, TextIO
 
 import numpy as np
 
 from lightning_mcore.data.preprocess.inputs import InputFile, check_parquet, cut, find_inputs
-from lightning_mcore.data.preprocess.journal import Journal, Progress
 from lightning_mcore.data.preprocess.pool import Workers
 from lightning_mcore.data.preprocess.tokenizer import TokenizerFacts, load_tokenizer
+from lightning_mcore.data.preprocess.unfinished import Progress, UnfinishedDataset
 from lightning_mcore.data.pretraining.index import token_type
 
 PIECE_BYTES = 1 << 20
@@ -73,13 +72,12 @@ class Options:
     def command(self, files: list[InputFile], facts: TokenizerFacts, eod: int | None) -> dict[str, Any]:
         """Return everything that decides the content of the dataset, under the names that a user knows."""
         return {
-            "inputs": [[os.path.realpath(file.path), file.format, file.size, file.modified] for file in files],
+            "inputs": [[file.real_path, file.format, file.size, file.modified] for file in files],
             "tokenizer": [facts.digest, facts.vocab_size],
             "end-of-document token": eod,
             "--add-special-tokens": self.add_special_tokens,
             "--text-column": self.text_column,
             "--separator": self.separator,
-            "size of pieces": self.piece_bytes,
         }
 
     def worker_settings(self, facts: TokenizerFacts, eod: int | None) -> dict[str, Any]:
@@ -148,15 +146,19 @@ def preprocess(options: Options, on_progress: Callable[[Progress, int], None] | 
     facts = load_tokenizer(options.tokenizer, options.eod_token)
     eod = _end_of_document(facts, options.append_eod)
     command = options.command(files, facts, eod)
-    with closing(Journal(options.output, command, facts.vocab_size, options.overwrite)) as journal:
-        begun, clock = journal.progress, time.monotonic()
-        # An earlier run may have died while it gave the files their final names; then only that is left.
-        if not begun.whole:
-            workers = Workers(options.workers or len(os.sched_getaffinity(0)), options.worker_settings(facts, eod))
-            _tokenise(journal, workers, files, options, on_progress or _show_nothing)
-            _require_documents(journal, files)
-        done, seconds = journal.progress, time.monotonic() - clock
-        journal.publish(_about(facts, options.append_eod, done))
+    clock = time.monotonic()
+    with closing(UnfinishedDataset(options.output, command, options.overwrite)) as dataset:
+        workers = Workers(options.workers or len(os.sched_getaffinity(0)), options.worker_settings(facts, eod))
+        _tokenise(dataset, workers, files, options, on_progress or _show_nothing)
+        done = dataset.progress
+        if done.documents == 0:
+            dataset.discard()
+            raise ValueError(
+                f"none of the {done.empty} documents in {len(files)} files has any text; give other inputs or another"
+                " --text-column"
+            )
+        dataset.publish(token_type(facts.vocab_size), _about(facts, options.append_eod, done))
+    seconds = time.monotonic() - clock
     return Summary(
         prefix=options.output,
         documents=done.documents,
@@ -166,8 +168,8 @@ def preprocess(options: Options, on_progress: Callable[[Progress, int], None] | 
         left_out=left_out,
         vocab_size=facts.vocab_size,
         seconds=seconds,
-        bytes_per_second=(done.text_bytes - begun.text_bytes) / max(seconds, 1e-9),
-        resumed=begun != Progress(),
+        bytes_per_second=(done.text_bytes - done.resumed_bytes) / max(seconds, 1e-9),
+        resumed=done.resumed_bytes > 0,
     )
 
 
@@ -197,32 +199,20 @@ def _about(facts: TokenizerFacts, append_eod: bool, done: Progress) -> dict[str,
 
 
 def _tokenise(
-    journal: Journal,
+    dataset: UnfinishedDataset,
     workers: Workers,
     files: list[InputFile],
     options: Options,
     on_progress: Callable[[Progress, int], None],
 ) -> None:
-    """Tokenise and write what is missing; on an error, what was written is kept."""
-    total, begun = sum(file.size for file in files), journal.progress
-    # After 2 complete files and 3 pieces of the third: cut from file 2 on, and drop the first 3 of its pieces.
-    pieces = cut(files[begun.files :], options.separator, options.text_column, options.piece_bytes)
-    try:
-        on_progress(journal.progress, total)
-        with workers:
-            for piece, tokens in workers.results(islice(pieces, begun.pieces, None)):
-                journal.add(piece, tokens)
-                on_progress(journal.progress, total)
-    finally:
-        journal.save()
-
-
-def _require_documents(journal: Journal, files: list[InputFile]) -> None:
-    if journal.progress.documents == 0:
-        raise ValueError(
-            f"none of the {journal.progress.empty} documents in {len(files)} files has any text; give other inputs or"
-            " another --text-column"
-        )
+    """Tokenise the pieces that an earlier run has not finished."""
+    total = sum(file.size for file in files)
+    on_progress(dataset.progress, total)
+    pieces = cut(files, options.separator, options.text_column, options.piece_bytes)
+    with workers:
+        for piece, counts in workers.results(dataset.missing(pieces)):
+            dataset.add(piece, counts)
+            on_progress(dataset.progress, total)
 
 
 class ProgressLine:
@@ -233,31 +223,29 @@ class ProgressLine:
     def __init__(self, output: TextIO = sys.stderr) -> None:
         self._output = output
         self._bar: Any = None
-        self._begun: tuple[float, Progress] | None = None
+        self._begun: float | None = None
         self._last = time.monotonic()
 
     def __call__(self, progress: Progress, total: int) -> None:
         """Show the progress."""
         now = time.monotonic()
         if self._begun is None:
-            self._begun = (now, progress)
+            self._begun = now
             if self._output.isatty():
-                self._open(progress, total)
+                self._open(total)
         if self._bar is not None:
             self._bar.update(progress.input_bytes - self._bar.n)
             self._bar.set_postfix_str(f"{progress.tokens:,} tokens", refresh=False)
         elif now - self._last >= self.EVERY:
             self._last = now
-            # Since this run began: a resumed run has not tokenised what was there.
-            speed = (progress.text_bytes - self._begun[1].text_bytes) / (now - self._begun[0])
+            speed = (progress.text_bytes - progress.resumed_bytes) / (now - self._begun)
             share = progress.input_bytes / max(total, 1)
             line = f"{share:4.0%}  {progress.documents:,} documents, {progress.tokens:,} tokens, {speed / 1e6:.1f} MB/s"
             print(line, file=self._output, flush=True)
 
-    def _open(self, progress: Progress, total: int) -> None:
+    def _open(self, total: int) -> None:
         self._bar = importlib.import_module("tqdm").tqdm(
             total=total,
-            initial=progress.input_bytes,
             unit="B",
             unit_scale=True,
             file=self._output,

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_mcore.data.preprocess.worker import first_line
+
 LARGEST_ID = 1 << 24  # for a larger table the tokenizers package may end the process
 
 
@@ -85,9 +87,8 @@ def auto_tokenizer(name: str) -> Any:
         _check_ids(Path(name, "tokenizer.json"))
         return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # a damaged file can raise anything
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         lacking = "one of its files lacks " if isinstance(error, KeyError) else ""
-        raise ValueError(lacking + lines[0][:300].rstrip(". ")) from error
+        raise ValueError(lacking + first_line(error)) from error
 
 
 def _of_file(name: str, eod_token: str | None) -> TokenizerFacts:
@@ -102,8 +103,7 @@ def _of_file(name: str, eod_token: str | None) -> TokenizerFacts:
         loaded = kind.from_file(name)
     except Exception as error:  # the package raises plain Exception
         raise ValueError(
-            f"{name} is not a tokenizer.json ({str(error).splitlines()[0][:300].rstrip('.')}); give one, or a folder or"
-            " name for transformers"
+            f"{name} is not a tokenizer.json ({first_line(error)}); give one, or a folder or name for transformers"
         ) from None
     vocabulary = loaded.get_vocab(with_added_tokens=True)
     eod_token = eod_token or _named_beside(name)

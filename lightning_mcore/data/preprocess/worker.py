@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker of ``lightning-mcore preprocess``: reads pieces of the input and sends their tokens back.
+"""A worker of ``lightning-mcore preprocess``: reads pieces of the input and writes a file of tokens for each.
 
 It is a separate program, ``python -P data/preprocess/worker.py DESCRIPTOR``, that imports nothing from this package: it
 starts within 0.1 s and 20 MB, while the package needs 5 s and 440 MB. The start methods of multiprocessing would import
 the caller's script, which may lack a main guard, or fork a process that has threads. ``pool.py`` starts it and talks to
 it over the pipe of that descriptor, in plain tuples:
 
-=========  ================================================================================================
-to it      settings (dict) once, then pieces (dict, made by ``inputs.py``); the end of the pipe ends it
-from it    ``("done", tokens, lengths, empty, text bytes)``, or ``("refused", sentence)`` for bad input, or
-           ``("failed", traceback)``
-=========  ================================================================================================
+=========  ===================================================================================================
+to it      settings (dict) once, then pieces (dict, made by ``inputs.py``, with the path of their file as
+           ``output``); the end of the pipe ends it
+from it    ``("done", counts)``; or ``("refused", sentence)`` for bad input, ``("disk", (number, reason))`` if
+           the file cannot be written, ``("failed", traceback)``
+=========  ===================================================================================================
 
 It tokenises in one thread: as many processes as cores are faster than one process with as many threads, because threads
 share the tokenizer's cache of words.
@@ -23,6 +24,7 @@ import json
 import os
 import sys
 import traceback
+import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -46,9 +48,11 @@ def main() -> None:
             piece = pipe.recv()
             try:
                 encode = encode or encoder(settings)
-                answer: tuple[Any, ...] = tokenise(piece, settings, encode)
+                answer: tuple[str, Any] = "done", tokenise(piece, settings, encode)
             except RefusedError as error:
                 answer = ("refused", str(error))
+            except OSError as error:
+                answer = ("disk", (error.errno, error.strerror)) if error.errno else ("failed", traceback.format_exc())
             except Exception:
                 answer = ("failed", traceback.format_exc())
             pipe.send(answer)
@@ -74,8 +78,8 @@ def encoder(settings: dict[str, Any]) -> Encoder:
     return lambda texts: (slow.encode(text, add_special_tokens=special, verbose=False) for text in texts)
 
 
-def tokenise(piece: Piece, settings: dict[str, Any], encode: Encoder) -> tuple[str, bytes, bytes, int, int]:
-    """Return ``"done"``, the tokens of a piece, its documents' lengths, the number of empty ones, and text bytes."""
+def tokenise(piece: Piece, settings: dict[str, Any], encode: Encoder) -> dict[str, int]:
+    """Write the tokens of a piece to its file; return how many documents, tokens, empty ones and text bytes it has."""
     texts, places = [], []
     empty = 0
     for text, place in READERS[piece["format"]](piece, settings):
@@ -98,7 +102,34 @@ def tokenise(piece: Piece, settings: dict[str, Any], encode: Encoder) -> tuple[s
             tokens.append(settings["eod"])
         parts.append(tokens)
         lengths.append(len(tokens))
-    return "done", b"".join(parts), lengths.tobytes(), empty, size
+    counts = {"documents": len(lengths), "tokens": sum(lengths), "empty": empty, "text_bytes": size}
+    write_tokens(piece["output"], counts, lengths.tobytes(), b"".join(parts))
+    return counts
+
+
+def write_tokens(path: str, counts: dict[str, int], lengths: bytes, tokens: bytes) -> None:
+    """Write the file of a piece: its counts (a JSON line), lengths (i32), tokens as in the .bin, and a CRC32."""
+    content = json.dumps(counts).encode() + b"\n" + lengths + tokens
+    partial = f"{path}.{os.getpid()}"  # a worker of a killed command may still be writing the same piece
+    with open(partial, "wb") as file:
+        file.write(content + zlib.crc32(content).to_bytes(4, "little"))
+    os.replace(partial, path)
+
+
+def read_tokens(path: str) -> tuple[dict[str, int], bytes, bytes]:
+    """Return the counts, lengths and tokens of a piece.
+
+    Raises FileNotFoundError if the file does not exist, ValueError if it is damaged.
+    """
+    with open(path, "rb") as file:
+        content = file.read()
+    content, checksum = content[:-4], content[-4:]
+    if zlib.crc32(content).to_bytes(4, "little") != checksum:
+        raise ValueError(f"{path} is damaged; repeat the command to rebuild it")
+    head, _, arrays = content.partition(b"\n")
+    counts: dict[str, int] = json.loads(head)
+    end = 4 * counts["documents"]
+    return counts, arrays[:end], arrays[end:]
 
 
 def _size(text: str, place: Callable[[], str]) -> int:
@@ -166,7 +197,7 @@ def read_parquet(piece: Piece, settings: dict[str, Any]) -> Iterator[Text]:
             for text in itertools.islice(rows, piece["first"], piece["first"] + piece["rows"]):
                 yield text, lambda: f"{path}, row group {piece['group']}"
     except (OSError, ValueError, ArithmeticError) as error:  # pyarrow's own are among these
-        raise RefusedError(f"{path} cannot be read as parquet: {_first_line(error)}; fix or remove the file") from None
+        raise RefusedError(f"{path} cannot be read as parquet: {first_line(error)}; fix or remove the file") from None
 
 
 READERS = {"jsonl": read_lines, "whole": read_whole, "separated": read_separated, "parquet": read_parquet}
@@ -214,8 +245,10 @@ def _kind(value: object) -> str:
     return kinds.get(type(value), "a number")
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, cut to 300 characters, for the middle of a sentence."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:300].rstrip(". ")
 
 
 if __name__ == "__main__":

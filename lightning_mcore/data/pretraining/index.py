@@ -25,7 +25,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_mcore.data.checked_files import Checksums, checksums_of, read_checksums, write_checksums
+from lightning_mcore.data.checked_files import (
+    Checksums,
+    Marks,
+    checksums_of,
+    read_checksums,
+    require_size,
+    stat_marks,
+    write_checksums,
+)
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEAD = struct.Struct("<9sQBQQ")  # magic, version, token type, sequences, documents + 1
@@ -98,7 +106,7 @@ def read_index(prefix: str) -> Index:
                 " Megatron-LM made"
             )
     index = _open_index(prefix)
-    _check(prefix, _marks(prefix))
+    _check(prefix, stat_marks([prefix + ".idx", prefix + ".bin", facts_path(prefix), checksums_path(prefix)]))
     return index
 
 
@@ -126,20 +134,8 @@ def _open_index(prefix: str) -> Index:
     return index
 
 
-def _marks(prefix: str) -> tuple[tuple[int, ...] | None, ...]:
-    """Return values that change when a file of the dataset does."""
-    marks: list[tuple[int, ...] | None] = []
-    for path in (prefix + ".idx", prefix + ".bin", facts_path(prefix), checksums_path(prefix)):
-        try:
-            stat = os.stat(path)
-            marks.append((stat.st_size, stat.st_mtime_ns, stat.st_ino))
-        except OSError:
-            marks.append(None)
-    return tuple(marks)
-
-
 @functools.lru_cache(maxsize=1024)
-def _check(prefix: str, marks: tuple[tuple[int, ...] | None, ...]) -> None:
+def _check(prefix: str, marks: Marks) -> None:
     """Check all files of a dataset except its tokens, which are checked when read; once for these ``marks``."""
     checksums = dataset_checksums(prefix)
     if checksums is None:
@@ -147,9 +143,7 @@ def _check(prefix: str, marks: tuple[tuple[int, ...] | None, ...]) -> None:
         return
     try:
         checksums.check("idx", prefix + ".idx")
-        found, wanted = os.path.getsize(prefix + ".bin"), checksums.files["bin"][0]
-        if found != wanted:
-            raise ValueError(f"{prefix}.bin has {found} bytes, but had {wanted} when it was written")
+        require_size(prefix + ".bin", checksums.files["bin"][0])
         if os.path.exists(facts_path(prefix)):
             checksums.check("facts", facts_path(prefix))
     except ValueError as error:
@@ -212,9 +206,9 @@ def dataset_checksums(prefix: str) -> Checksums | None:
     return checksums
 
 
-def write_dataset_checksums(path: str, tokens: tuple[int, NDArray[np.uint32]], index: str, facts: str) -> None:
-    """Write a dataset's checksums to ``path``; ``tokens`` are the size of the .bin and the CRC32 of each block."""
-    write_checksums(path, {"bin": tokens, "idx": checksums_of(index), "facts": checksums_of(facts)})
+def write_dataset_checksums(path: str, tokens: str, index: str, facts: str) -> None:
+    """Write the checksums of a dataset's files to ``path``."""
+    write_checksums(path, {"bin": checksums_of(tokens), "idx": checksums_of(index), "facts": checksums_of(facts)})
 
 
 def facts_path(prefix: str) -> str:
