@@ -266,7 +266,7 @@ class _Samples(TokenizedSamples):
 
 class _Packed(PackedDataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
-        samples = self._samples.take(self._rows[index])
+        samples = self.samples.take(self._rows[index])
         row: dict[str, Any] = super().__getitem__(index)
         files = {name: [file for sample in samples for file in getattr(sample, name)] for name in (_IMAGES, _VIDEOS)}
         return {**row, **files}

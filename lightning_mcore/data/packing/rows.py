@@ -33,6 +33,7 @@ from lightning_mcore.config.value_checks import neighbours
 from lightning_mcore.data.packing.best_fit import (
     Empty,
     Overlong,
+    PackedRows,
     PackingStatistics,
     TokenSample,
     count_rows,
@@ -357,21 +358,30 @@ class TokenizedSamples(Dataset[TokenSample]):
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
-    """Packed rows of samples. Which samples share a row is decided once, here; loaders shuffle whole rows."""
+    """Packed rows of samples. Which samples share a row is decided once, here; loaders shuffle whole rows.
 
-    def __init__(self, samples: TokenizedSamples, row_length: int, multiple: int) -> None:
-        self._samples = samples
+    ``samples`` are :class:`TokenizedSamples`, or what a subclass packs.
+    """
+
+    def __init__(self, samples: Any, row_length: int, multiple: int) -> None:
+        self.samples = samples
         self._row_length = row_length
         self._multiple = multiple
-        self._rows = pack_lengths(samples.lengths, row_length, multiple)
-        count_rows(self._rows, samples.lengths, row_length, multiple, samples.statistics)
+        self._rows = self._pack()
+
+    def _pack(self) -> PackedRows:
+        """Return the samples of each row, and count them."""
+        samples = self.samples
+        rows = pack_lengths(samples.lengths, self._row_length, self._multiple)
+        count_rows(rows, samples.lengths, self._row_length, self._multiple, samples.statistics)
+        return rows
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return a row; the module docstring lists its tensors."""
-        return build_row(self._samples.take(self._rows[index]), self._row_length, self._multiple)
+        return build_row(self.samples.take(self._rows[index]), self._row_length, self._multiple)
 
 
 def _column(tokenized: Any, name: str) -> NDArray[np.int64]:

@@ -23,7 +23,7 @@ from lightning_mcore.config.value_checks import require_choice
 from lightning_mcore.data.finetuning.chat import ChatTemplate, named_template
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.data.finetuning.tokenized import Reading, cache_folder, sources_of
-from lightning_mcore.data.packing.best_fit import Overlong, PackingStatistics, TokenSample, pack_lengths
+from lightning_mcore.data.packing.best_fit import Overlong, PackedRows, PackingStatistics, TokenSample, pack_lengths
 from lightning_mcore.data.packing.rows import PackedDataset
 from lightning_mcore.data.preference.pairs import (
     Pair,
@@ -121,18 +121,15 @@ class PairSamples(Dataset[Pair]):
 
 
 class PackedPairs(PackedDataset):
-    """Packed rows of pairs. Which pairs share a row is decided once, here."""
+    """Packed rows of pairs; ``samples`` are :class:`PairSamples`."""
 
-    def __init__(self, samples: PairSamples, row_length: int, multiple: int) -> None:
-        self.samples = samples
-        self._row_length = row_length
-        self._multiple = multiple
-        # The two sequences are padded one by one but packed as one item, so that they stay together. Not via super(),
-        # which would pad the sum.
-        padded = -(-samples.each // multiple) * multiple
-        self._rows = pack_lengths(padded.sum(1), row_length, multiple)
-        tokens = int(samples.lengths.sum())
-        samples.statistics.add_rows(len(self._rows), row_length, tokens, int(padded.sum()) - tokens)
+    def _pack(self) -> PackedRows:
+        # The two sequences are padded one by one but packed as one item, so that they stay together.
+        padded = -(-self.samples.each // self._multiple) * self._multiple
+        rows = pack_lengths(padded.sum(1), self._row_length, self._multiple)
+        tokens = int(self.samples.lengths.sum())
+        self.samples.statistics.add_rows(len(rows), self._row_length, tokens, int(padded.sum()) - tokens)
+        return rows
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return a row; ``pairs.py`` lists its tensors."""
