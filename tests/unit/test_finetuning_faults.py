@@ -11,7 +11,7 @@ import pytest
 from lightning_mcore.data.finetuning.chat import ChatEncoder
 from lightning_mcore.data.finetuning.conversations import ConversationReader
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
-from lightning_mcore.data.finetuning.files import explained, name_of_row
+from lightning_mcore.data.finetuning.files import explained, find_files, load_rows, name_of_row
 from tests.chats import Row, characters, exchanges, write
 
 SILENT: dict[str, Row] = {
@@ -49,6 +49,19 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for file in ("stream", "datamodule"):
         monkeypatch.setattr(f"lightning_mcore.data.finetuning.{file}.rank_zero_info", lines.append)
     return lines
+
+
+# Files
+
+
+def test_files_of_a_folder_are_found_by_suffix_in_any_case_but_not_its_description(tmp_path: Path) -> None:
+    write(tmp_path / "A.JSONL", exchanges(3))
+    write(tmp_path / "b.json", exchanges(2))
+    for name in ("dataset_info.json", "notes.txt"):
+        (tmp_path / name).write_text("{}")
+    found = find_files(str(tmp_path), "train_files")
+    assert [Path(file).name for file in found] == ["A.JSONL", "b.json"]
+    assert len(list(load_rows(found, streaming=True))) == 5
 
 
 # An epoch without a batch

@@ -3,7 +3,7 @@
 
 ``datasets`` reads jsonl and parquet fast, but its errors name neither the broken file nor the line. So after a failure
 the files are read once more, slowly, until the place is found (:func:`explained`). ``datamodule.py``, ``tokenized.py``
-and ``stream.py`` open files here.
+and ``stream_reader.py`` open files here.
 """
 
 import contextlib
@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # suffix -> format of ``datasets``
+_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # suffix -> format of ``datasets``
+_DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json"}  # of the data in a folder
 
 
 def find_files(given: str | Sequence[str], name: str) -> list[str]:
@@ -30,7 +31,7 @@ def find_files(given: str | Sequence[str], name: str) -> list[str]:
         path = Path(place)
         is_folder = os.path.isdir(path)  # Path.is_dir raises for some impossible names
         if is_folder:
-            matches = [str(file) for file in sorted(path.iterdir()) if file.suffix in SUFFIXES]
+            matches = [str(file) for file in sorted(path.iterdir()) if _format(file) and file.name not in _DESCRIPTIONS]
         else:
             matches = [str(path)] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(str(place))))
         if not matches:
@@ -39,15 +40,19 @@ def find_files(given: str | Sequence[str], name: str) -> list[str]:
         found += matches
     if not found:
         raise ValueError(f"{name} is an empty list; give at least one file")
-    unknown = [file for file in found if Path(file).suffix not in SUFFIXES]
+    unknown = [file for file in found if _format(file) is None]
     if unknown:
         raise ValueError(f"{name} has the file {unknown[0]!r}; give files that end with .jsonl, .json or .parquet")
-    if len({SUFFIXES[Path(file).suffix] for file in found}) > 1:
+    if len({_format(file) for file in found}) > 1:
         raise ValueError(f"{name} mixes JSON and parquet files; give files of one kind")
     twice = [file for file in found if found.count(file) > 1]
     if twice:
         raise ValueError(f"{name} has the file {twice[0]!r} twice; name each file once")
     return found
+
+
+def _format(file: str | Path) -> str | None:
+    return _FORMATS.get(Path(file).suffix.lower())
 
 
 def with_rows(files: Sequence[str]) -> list[str]:
@@ -69,10 +74,13 @@ def load_rows(files: Sequence[str], cache_dir: str | None = None, streaming: boo
         raise ModuleNotFoundError(
             'reading jsonl and parquet needs the package datasets; install it: pip install "lightning-mcore[data]"'
         ) from None
-    kind = SUFFIXES[Path(files[0]).suffix]
     with explained(files):
         return load_dataset(
-            kind, data_files={"train": list(files)}, split="train", cache_dir=cache_dir, streaming=streaming
+            _format(files[0]),
+            data_files={"train": list(files)},
+            split="train",
+            cache_dir=cache_dir,
+            streaming=streaming,
         )
 
 
@@ -135,7 +143,7 @@ def _is_of_files(error: BaseException) -> bool:
 
 def _what_is_wrong(file: str) -> str | None:
     """Return a sentence about a file that cannot be read; None if it can."""
-    if Path(file).suffix == ".parquet":
+    if _format(file) == "parquet":
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
 
@@ -198,7 +206,7 @@ def _different_columns(files: Sequence[str]) -> str | None:
 
 def _columns(file: str) -> list[str]:
     """Return the columns of a file, sorted; for JSON, of its first row."""
-    if Path(file).suffix == ".parquet":
+    if _format(file) == "parquet":
         from pyarrow.parquet import read_schema
 
         return sorted(read_schema(file).names)
@@ -208,7 +216,7 @@ def _columns(file: str) -> list[str]:
 
 def _all_columns(file: str) -> list[str]:
     """Return all columns that occur in the rows of a file, sorted."""
-    if Path(file).suffix == ".parquet":
+    if _format(file) == "parquet":
         return _columns(file)
     return sorted(set().union(*(row for row in _rows(file) if isinstance(row, dict))))
 
@@ -224,7 +232,7 @@ def _rows(file: str) -> Iterator[Any]:
 
 
 def _count_rows(file: str) -> int:
-    if Path(file).suffix == ".parquet":
+    if _format(file) == "parquet":
         from pyarrow.parquet import read_metadata
 
         rows: int = read_metadata(file).num_rows
@@ -234,7 +242,7 @@ def _count_rows(file: str) -> int:
 
 def _is_empty(file: str) -> bool:
     """Whether a JSON file has only blank lines."""
-    if Path(file).suffix == ".parquet":
+    if _format(file) == "parquet":
         return False
     with open(file, "rb") as lines:
         return not any(line.strip() for line in lines)
