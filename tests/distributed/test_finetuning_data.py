@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_mcore import MCoreGPT, Recipe
-from lightning_mcore.data.finetuning import stream as token_stream
+from lightning_mcore.data.finetuning import stream_reader
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from tests.chats import APPENDING, END, characters, exchanges, write
 from tests.distributed.test_resume import Run, Save
@@ -131,7 +131,7 @@ MOMENTS = ("batch 3", "batch 4", "epoch 0")
 
 def stream_whole(folder: str, data: str) -> dict[str, Run]:
     """Train every case for two epochs, taking checkpoints."""
-    token_stream.BATCHES_BETWEEN_STATES, token_stream.OPEN_ROWS = 2, 2
+    stream_reader.BATCHES_BETWEEN_STATES, stream_reader.OPEN_ROWS = 2, 2
     return {
         name: train({}, finetuning(data, streaming=True, **options), f"{folder}/{name}", MOMENTS, **trainer)[0]
         for name, (options, trainer) in two_epochs().items()
@@ -144,7 +144,7 @@ def two_epochs() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
 
 def stream_on(folder: str, data: str) -> dict[str, dict[str, Run]]:
     """Go on from every checkpoint of every case."""
-    token_stream.BATCHES_BETWEEN_STATES, token_stream.OPEN_ROWS = 2, 2
+    stream_reader.BATCHES_BETWEEN_STATES, stream_reader.OPEN_ROWS = 2, 2
     return {
         name: {
             moment: train(

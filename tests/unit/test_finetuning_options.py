@@ -8,7 +8,7 @@ import pytest
 
 from lightning_mcore import MCoreFinetuningData
 from lightning_mcore.data.finetuning.chat import ChatTemplate
-from lightning_mcore.data.finetuning.stream import ReaderPlace, ReaderStreams
+from lightning_mcore.data.finetuning.stream_reader import ReaderPlace, ReaderStreams
 from tests.chats import characters, exchanges, write
 
 PLAIN = ChatTemplate("plain", user=("Q{text}A",), answer=("{text}",))

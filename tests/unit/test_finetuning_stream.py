@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mcore.data.finetuning import stream as token_stream
+from lightning_mcore.data.finetuning import stream_reader
 from lightning_mcore.data.finetuning.chat import ChatEncoder
 from lightning_mcore.data.finetuning.conversations import ConversationReader
-from lightning_mcore.data.finetuning.stream import StreamLoader, StreamSettings
+from lightning_mcore.data.finetuning.stream import StreamLoader
+from lightning_mcore.data.finetuning.stream_reader import StreamSettings
 from tests.chats import characters, exchanges, write
 from tests.ranks import in_a_rank
 
@@ -112,8 +113,8 @@ def test_a_stream_goes_on_from_any_batch(tmp_path: Path, case: str, monkeypatch:
 
 
 def go_on_from_any_batch(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_stream, "BATCHES_BETWEEN_STATES", 3)
-    monkeypatch.setattr(token_stream, "OPEN_ROWS", 2)
+    monkeypatch.setattr(stream_reader, "BATCHES_BETWEEN_STATES", 3)
+    monkeypatch.setattr(stream_reader, "OPEN_ROWS", 2)
     workers, options, moments = CASES[case]
     of_stream = settings(tmp_path, **options)
     loader = StreamLoader(None, of_stream, 1, 2, workers)
@@ -141,8 +142,8 @@ def test_a_resumed_stream_can_be_resumed(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def resume_what_was_resumed(tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_stream, "BATCHES_BETWEEN_STATES", 2)
-    monkeypatch.setattr(token_stream, "OPEN_ROWS", 3)
+    monkeypatch.setattr(stream_reader, "BATCHES_BETWEEN_STATES", 2)
+    monkeypatch.setattr(stream_reader, "OPEN_ROWS", 3)
     of_stream = settings(tmp_path)
     whole, read = list(StreamLoader(None, of_stream, num_workers=workers)), []
     state: dict[str, Any] | None = None

@@ -29,7 +29,8 @@ from lightning_mcore.config.value_checks import require_choice, require_flag, re
 from lightning_mcore.data.finetuning.chat import ChatTemplate, named_template
 from lightning_mcore.data.finetuning.conversations import Format, LossOn
 from lightning_mcore.data.finetuning.files import find_files, load_rows, require_same_columns, with_rows
-from lightning_mcore.data.finetuning.stream import StreamLoader, StreamSettings
+from lightning_mcore.data.finetuning.stream import StreamLoader
+from lightning_mcore.data.finetuning.stream_reader import StreamSettings
 from lightning_mcore.data.finetuning.tokenized import (
     Reading,
     columns_of_stream,

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_mcore.config.value_checks import require_choice
-from lightning_mcore.data.checked_files import cached_folder, fingerprints
+from lightning_mcore.data.checked_files import cached_folder, first_change, named_fingerprints
 from lightning_mcore.data.finetuning.chat import ChatEncoder, ChatTemplate, TemplateEncoder
 from lightning_mcore.data.finetuning.conversations import (
     ConversationReader,
@@ -166,12 +166,11 @@ def tokenize_files(
 
 def describe_sources(files: Sequence[str], tokenizer: Any, reading: Reading) -> dict[str, Any]:
     """Return everything that decides the tokens, in a user's words; files count by content, not by location."""
-    marks = [f"{os.path.basename(file)} ({mark})" for file, mark in zip(files, fingerprints(files), strict=True)]
     template = {} if reading.template is not None else {"the chat template": _short(str(tokenizer.chat_template))}
     # File names within the settings lose their folder, so that data may move between runs.
     settings = functools.reduce(lambda text, file: text.replace(file, os.path.basename(file)), files, repr(reading))
     return {
-        _FILES: marks,
+        _FILES: named_fingerprints(files),
         "the tokenizer": tokenizer_digest(tokenizer),
         **template,
         "the reading of the rows": _short(settings),
@@ -207,14 +206,13 @@ def _changed_source(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | No
     counts = [sum(name.startswith(_FILES) for name in part) for part in (then, now)]
     if counts[0] != counts[1]:
         return f"the number of datasets, which was {counts[0]} and is now {counts[1]}"
-    for name in dict.fromkeys([*now, *then]):
-        before, value = then.get(name, "absent"), now.get(name, "absent")
-        if before != value:
-            if isinstance(value, list) and isinstance(before, list):
-                pairs = zip_longest(before, value, fillvalue="absent")
-                before, value = next((old, new) for old, new in pairs if old != new)
-            return f"{name}, which was {before} and is now {value}"
-    return None
+    if (change := first_change(then, now)) is None:
+        return None
+    name, before, value = change
+    if isinstance(value, list) and isinstance(before, list):
+        pairs = zip_longest(before, value, fillvalue="absent")
+        before, value = next((old, new) for old, new in pairs if old != new)
+    return f"{name}, which was {before} and is now {value}"
 
 
 def cache_folder(cache_dir: str | None) -> str:

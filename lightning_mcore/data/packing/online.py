@@ -6,7 +6,7 @@ them, the fullest is closed and a new row is opened. For samples much shorter th
 ``best_fit.pack_lengths``, which sees all samples first. Equal streams give equal rows. A checkpoint contains the open
 rows, so a resumed stream produces exactly the rows of an uninterrupted one.
 
-``data/finetuning/stream.py`` runs one packer in each reader.
+``data/finetuning/stream_reader.py`` runs one packer in each reader.
 """
 
 from bisect import bisect_left, insort

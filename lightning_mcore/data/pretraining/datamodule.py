@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
 from lightning_mcore.config.value_checks import require_flag, require_size
-from lightning_mcore.data.checked_files import fingerprints
+from lightning_mcore.data.checked_files import fingerprints, first_change
 from lightning_mcore.data.pretraining.blend import (
     SPLITS,
     Blend,
@@ -271,14 +271,11 @@ class MCorePretrainingData(pl.LightningDataModule):
         return self.trainer.max_steps * self.trainer.accumulate_grad_batches * self.batch_size * ranks
 
     def _restored_samples(self, restored: dict[str, Any], needed: int | None, given: int | None) -> int | None:
-        # ``name in`` tells a missing entry from one that is None.
-        then, now = restored["order"], self._order
-        changed = [name for name in {**now, **then} if (name in then, then.get(name)) != (name in now, now.get(name))]
-        if changed:
-            name = changed[0]
+        if (change := first_change(restored["order"], self._order)) is not None:
+            name, then, now = change
             raise ValueError(
-                f"the checkpoint was taken with other data: {name} was {then.get(name, 'absent')} and is now"
-                f" {now.get(name, 'absent')}; resume with the data of its run, or start a new run with load_weights"
+                f"the checkpoint was taken with other data: {name} was {then} and is now {now}; resume with the data of"
+                " its run, or start a new run with load_weights"
             )
         saved: int | None = restored["train_samples"]
         if given is not None and given != saved:
