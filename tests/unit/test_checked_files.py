@@ -51,7 +51,7 @@ def test_a_block_is_checked_before_anything_of_it_is_given_out(tmp_path: Path) -
         with pytest.raises(ValueError, match=rf"has changed since it was written: .* from byte {BLOCK} on$"):
             blocks.read(np.uint16, 1, place)
     file.write_bytes(content()[:-1])
-    with pytest.raises(ValueError, match="has 131081 bytes but had 131082 when it was written"):
+    with pytest.raises(ValueError, match="has 131081 bytes, but had 131082 when it was written"):
         CheckedBlocks(str(file), sums, "file")
 
 
