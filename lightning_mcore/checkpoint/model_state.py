@@ -218,6 +218,11 @@ def _keys(chunks: ModelChunks) -> list[str]:
     return [f"model{index}" for index in range(len(chunks.bare))]
 
 
+def sharded_tensors(chunks: ModelChunks, index: int) -> Iterator[ShardedTensor | ShardedTensorFactory]:
+    """Yield this rank's weights of its chunk number ``index`` as they are stored, frozen ones included."""
+    yield from tensors_in(sharded_chunk(chunks, index, whole=True))
+
+
 def sharded_chunk(chunks: ModelChunks, index: int, whole: bool = False) -> dict[str, Any]:
     """Return the sharded state of this rank's chunk number ``index``; its data are the parameters themselves.
 

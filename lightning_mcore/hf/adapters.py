@@ -14,13 +14,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from torch import Tensor, nn
 
-from lightning_mcore.checkpoint.model_state import TRAINED_ONLY, sharded_chunk
+from lightning_mcore.checkpoint.model_state import TRAINED_ONLY, sharded_tensors
 from lightning_mcore.checkpoint.optimizer_state import pieces_of
 from lightning_mcore.config.lora import ALL_LINEAR, EMBEDDING, EXPERTS, ROUTERS, AdaptedModel, LoRA, Pair, Trained
 from lightning_mcore.hf.family import Family
@@ -313,10 +311,8 @@ def weights_of_chunk(
     """Yield a chunk's parameters with what each of them holds, without those of adapters."""
     maps: dict[str, WeightMap] = {}
     owners = {id(p): module for module in chunks.bare[index].modules() for p in module.parameters(recurse=False)}
-    for entry in nested_values(sharded_chunk(chunks, index, whole=True)):
-        if not isinstance(entry, ShardedTensor | ShardedTensorFactory) or not isinstance(entry.data, nn.Parameter):
-            continue
-        if f".{ADAPTERS}." in entry.key:
+    for entry in sharded_tensors(chunks, index):
+        if not isinstance(entry.data, nn.Parameter) or f".{ADAPTERS}." in entry.key:
             continue
         parts: list[tuple[Block, int]] = []
         name, whole, shapes = entry.key, (), {}  # type: str, Shape, Mapping[str, Shape]

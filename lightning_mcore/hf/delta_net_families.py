@@ -36,7 +36,7 @@ from lightning_mcore.hf.weight_rules import (
 _DELTA_NET, _ATTENTION = "linear_attention", "full_attention"
 
 
-def _read_layers(config: Config) -> dict[str, Any]:
+def _read_delta_nets(config: Config) -> dict[str, Any]:
     kinds = config["layer_types"]
     for kind in kinds:
         refuse_unless("layer_types", kind, (_DELTA_NET, _ATTENTION), "the family has no other layers")
@@ -53,7 +53,7 @@ def _read_layers(config: Config) -> dict[str, Any]:
     return {"delta_net": {"linear_attention_freq": flags, **sizes}} if any(flags) else {}
 
 
-def _write_layers(fields: Fields) -> dict[str, Any]:
+def _write_delta_nets(fields: Fields) -> dict[str, Any]:
     given = fields["delta_net"]
     if given is None:
         return {"layer_types": [_ATTENTION] * fields["num_layers"]}
@@ -62,7 +62,7 @@ def _write_layers(fields: Fields) -> dict[str, Any]:
 
 
 _MIXED_LAYERS: tuple[ConfigRule, ...] = (
-    Derived(("layer_types", "full_attention_interval", *DELTA_NET), _read_layers, _write_layers),
+    Derived(("layer_types", "full_attention_interval", *DELTA_NET), _read_delta_nets, _write_delta_nets),
     Constants({"layernorm_zero_centered_gamma": True, "qk_layernorm": True, "attention_output_gate": True}),
     d.HEAD_SIZE,
     d.ATTENTION_BIAS,

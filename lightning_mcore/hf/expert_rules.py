@@ -44,7 +44,7 @@ def _layers_with_experts(fields: Fields) -> list[bool]:
     return [True] * fields["num_layers"] if flags == 1 else list(flags)
 
 
-def _read_layers(flags: list[bool]) -> dict[str, Any]:
+def _expert_layers(flags: list[bool]) -> dict[str, Any]:
     return {} if all(flags) else {"moe_layer_freq": [int(flag) for flag in flags]}
 
 
@@ -53,7 +53,7 @@ def _read_sparse(config: Config) -> dict[str, Any]:
     layers = range(config["num_hidden_layers"])
     refuse_outside("decoder_sparse_step", step, 1)
     # Step 2 in 6 layers, with dense layer 3, gives [0, 1, 0, 0, 0, 1]
-    return _read_layers([layer not in dense and (layer + 1) % step == 0 for layer in layers])
+    return _expert_layers([layer not in dense and (layer + 1) % step == 0 for layer in layers])
 
 
 def _write_sparse(fields: Fields) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _write_sparse(fields: Fields) -> dict[str, Any]:
 def _read_first_dense(config: Config) -> dict[str, Any]:
     dense = config.get("first_k_dense_replace") or 0
     refuse_outside("first_k_dense_replace", dense, 0)
-    return _read_layers([layer >= dense for layer in range(config["num_hidden_layers"])])
+    return _expert_layers([layer >= dense for layer in range(config["num_hidden_layers"])])
 
 
 def _write_first_dense(fields: Fields) -> dict[str, Any]:
@@ -208,14 +208,14 @@ EXPERT_SIZES: tuple[ConfigRule, ...] = (
 )
 
 
-def _read_shared(config: Config) -> dict[str, Any]:
+def _read_shared_experts(config: Config) -> dict[str, Any]:
     shared = config.get("n_shared_experts", 1)
     refuse_outside("n_shared_experts", shared, 1)
     # Two shared experts of 1408 are one MLP of 2816
     return {"moe_shared_expert_intermediate_size": shared * config["moe_intermediate_size"]}
 
 
-def _write_shared(fields: Fields) -> dict[str, Any]:
+def _write_shared_experts(fields: Fields) -> dict[str, Any]:
     size, of_one = fields["moe_shared_expert_intermediate_size"], fields["moe_ffn_hidden_size"]
     if not size or size % of_one:
         raise ValueError(
@@ -226,7 +226,7 @@ def _write_shared(fields: Fields) -> dict[str, Any]:
 
 
 # Experts that see every token, each as large as the others, stored as one
-SHARED_EXPERTS = Derived(("n_shared_experts",), _read_shared, _write_shared)
+SHARED_EXPERTS = Derived(("n_shared_experts",), _read_shared_experts, _write_shared_experts)
 
 # Experts as in DeepSeek-V3: shared ones and routed ones that a sigmoid chooses, after some dense layers
 SIGMOID_EXPERTS: tuple[ConfigRule, ...] = (

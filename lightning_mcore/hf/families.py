@@ -209,7 +209,7 @@ USE_BIAS = Derived(
 )
 
 
-def _read_layers(config: Config) -> dict[str, Any]:
+def _read_interval(config: Config) -> dict[str, Any]:
     layers, step = config["num_hidden_layers"], config.get("moe_layer_interval", 1)
     first, last = config.get("moe_layer_start_index", 0), config.get("moe_layer_end_index", -1)
     refuse_outside("moe_layer_interval", step, 1)
@@ -219,7 +219,7 @@ def _read_layers(config: Config) -> dict[str, Any]:
     return {} if all(flags) else {"moe_layer_freq": flags}
 
 
-def _write_layers(fields: Fields) -> dict[str, Any]:
+def _write_interval(fields: Fields) -> dict[str, Any]:
     layers, given = fields["num_layers"], fields["moe_layer_freq"]
     # Without any expert layer, `[layers]` is a start index after the last layer
     with_experts = [layer for layer in range(layers) if given == 1 or given[layer]] or [layers]
@@ -232,13 +232,13 @@ def _write_layers(fields: Fields) -> dict[str, Any]:
     return {**keys, "moe_layer_interval": 1}  # another model, which is found when this is read back
 
 
-def _read_shared(config: Config) -> dict[str, Any]:
+def _read_ernie_shared(config: Config) -> dict[str, Any]:
     shared = config.get("moe_num_shared_experts") or 0
     refuse_outside("moe_num_shared_experts", shared, 0)
     return {"moe_shared_expert_intermediate_size": shared * config["moe_intermediate_size"]} if shared else {}
 
 
-def _write_shared(fields: Fields) -> dict[str, Any]:
+def _write_ernie_shared(fields: Fields) -> dict[str, Any]:
     size = fields["moe_shared_expert_intermediate_size"] or 0
     return {"moe_num_shared_experts": size // fields["moe_ffn_hidden_size"]}
 
@@ -250,8 +250,8 @@ ERNIE_EXPERTS = (
     Same("moe_num_experts", "num_moe_experts", others=("num_experts",), at_least=1),
     Same("moe_k", "moe_router_topk", others=("num_experts_per_tok",), at_least=2),
     e.EXPERT_SIZES[1],
-    Derived(("moe_num_shared_experts",), _read_shared, _write_shared),
-    Derived(("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"), _read_layers, _write_layers),
+    Derived(("moe_num_shared_experts",), _read_ernie_shared, _write_ernie_shared),
+    Derived(("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"), _read_interval, _write_interval),
     Only("moe_norm_min", 1e-12),
     *(e.NO_ROUTER_LOSS, e.EXPERTS, e.shared_expert_weights("mlp.shared_experts")),
     Rename("mlp.router.choice_bias", "mlp.moe_statics.e_score_correction_bias", in_fp32=True),

@@ -22,14 +22,13 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
-from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from torch import Tensor
 from tqdm import tqdm
 
 from lightning_mcore.checkpoint.fp8_weights import fp8_weights_as_plain
 from lightning_mcore.checkpoint.manifest import some_of
-from lightning_mcore.checkpoint.model_state import sharded_chunk
+from lightning_mcore.checkpoint.model_state import sharded_tensors
 from lightning_mcore.checkpoint.optimizer_state import pieces_of
 from lightning_mcore.checkpoint.stored_dtypes import StoredDtypes
 from lightning_mcore.checkpoint.weights import load_weights
@@ -145,8 +144,8 @@ def keep_wide(
         # routers and delta nets set takes_fp32
         layers = [layer for layer in chunk.modules() if getattr(layer, TAKES_FP32, False)]
         taking = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
-        for entry in nested_values(sharded_chunk(chunks, index, whole=True)):
-            if id(getattr(entry, "data", None)) not in taking:
+        for entry in sharded_tensors(chunks, index):
+            if id(entry.data) not in taking:
                 continue
             place = pieces_of(entry)[0].place
             name, *_ = held_rectangle(place)
@@ -241,10 +240,10 @@ def _own_pieces(chunks: ModelChunks, of_adapters: bool) -> tuple[list[ModelPiece
     for index, chunk in enumerate(chunks.bare):
         # Keyed by id(): the entries below have the same parameters as the layers
         merged = {id(adapted_weight(layer)): read for layer in chunk.modules() if (read := merging(layer)) is not None}
-        for entry in nested_values(sharded_chunk(chunks, index, whole=True)):
+        for entry in sharded_tensors(chunks, index):
             if (f".{ADAPTERS}." in entry.key) != of_adapters:
                 continue
-            for piece in pieces_of(entry) if isinstance(entry, ShardedTensor | ShardedTensorFactory) else ():
+            for piece in pieces_of(entry):
                 stored[piece.place.key] = tuple(piece.place.global_shape)
                 merge = merged.get(id(entry.data))
                 read = entry.data.detach if merge is None else partial(latest, merge)

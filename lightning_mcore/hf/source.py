@@ -195,6 +195,18 @@ def family_of(config: Mapping[str, Any], family: str | None) -> Family:
     return find_family(family) if family else registered_family(str(config["model_type"]))
 
 
+def variant_name(path: str, family: str | None, suffix: str) -> str | None:
+    """Return the name of the family with another output layer whose rules read the weights at ``path``.
+
+    ``path`` is a folder, hub name or checkpoint, ``family`` the user's choice or None, and ``suffix`` is ``SCORING``,
+    ``HIDDEN`` or "". With ``SCORING``, the folder of a Llama is read by "llama+score".
+    """
+    if not suffix or is_own_checkpoint(path):
+        return family  # a checkpoint knows its family
+    name = family or str(read_config(local_folder(path, weights=False))["model_type"])
+    return name if name.endswith(suffix) else name + suffix
+
+
 def sees_images(path: str) -> bool | None:
     """Return whether a model has a vision tower; None if its config has not been downloaded.
 

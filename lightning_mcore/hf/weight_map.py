@@ -10,6 +10,7 @@ belongs. Import, export and adapters all look up weights here.
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lightning_mcore.hf.family import Family
@@ -92,17 +93,16 @@ class WeightMap:
 
     def of(self, hf: str) -> list[tuple[str, Block]]:
         """Return the Megatron tensors and blocks that a Hugging Face tensor consists of."""
-        return self._by_hf()[hf]
+        return self._by_hf[hf]
 
+    @cached_property
     def _by_hf(self) -> dict[str, list[tuple[str, Block]]]:
         # Built on first use, because export needs it and import does not
-        if not hasattr(self, "_found"):
-            self._found: dict[str, list[tuple[str, Block]]] = {}
-            for name, blocks in self.blocks.items():
-                for block in blocks:
-                    self._found.setdefault(block.hf, []).append((name, block))
-            self._found |= {name: self._found[other] for name, other in self.repeated.items()}
-        return self._found
+        found: dict[str, list[tuple[str, Block]]] = {}
+        for name, blocks in self.blocks.items():
+            for block in blocks:
+                found.setdefault(block.hf, []).append((name, block))
+        return found | {name: found[other] for name, other in self.repeated.items()}
 
 
 class _Rules:

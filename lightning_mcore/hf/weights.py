@@ -12,6 +12,7 @@ export call :func:`require_fits` before they convert. A model with infinite trai
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -102,12 +103,16 @@ class HFWeights:
 
     def dtype(self, name: str, least: torch.dtype) -> torch.dtype:
         """Return a dtype that holds every value of a Megatron tensor in all layers, and of dtype ``least``."""
-        if not hasattr(self, "_dtypes"):
-            self._dtypes: dict[str, set[torch.dtype]] = {}  # layers are stacked in a checkpoint, and share a dtype
-            for each, blocks in self._map.blocks.items():
-                there = {self._folder.dtypes[b.hf] for b in blocks if b.hf in self._folder.dtypes}
-                self._dtypes.setdefault(stacked_name(each), set()).update(there)
         return widest(self._dtypes[stacked_name(name)], least)
+
+    @cached_property
+    def _dtypes(self) -> dict[str, set[torch.dtype]]:
+        """The dtypes of each Megatron tensor in the files; layers are stacked in a checkpoint, and share a dtype."""
+        found: dict[str, set[torch.dtype]] = {}
+        for name, blocks in self._map.blocks.items():
+            there = {self._folder.dtypes[block.hf] for block in blocks if block.hf in self._folder.dtypes}
+            found.setdefault(stacked_name(name), set()).update(there)
+        return found
 
     def files(self, name: str, start: Shape, shape: Shape) -> set[str]:
         """Return the paths of the files that :meth:`fill` reads for a rectangle."""

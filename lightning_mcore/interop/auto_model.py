@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lightning_mcore.config.architecture import architecture_of
 from lightning_mcore.hf.adapters import weights_of_chunk
 from lightning_mcore.hf.family import HIDDEN, SCORING
-from lightning_mcore.hf.source import is_own_checkpoint, local_folder, read_config
+from lightning_mcore.hf.source import variant_name
 from lightning_mcore.interop.export import export_model
 from lightning_mcore.layers.autograd import sum_for_one_loss
 from lightning_mcore.layers.inputs import IGNORED_LABEL, ModelInputs, check_vocabulary
@@ -104,7 +104,7 @@ def hf_model(
             raise ValueError(f"head={head!r} is not known; choose {', '.join(map(repr, _KINDS))}")
         builder = _Builder.from_pretrained(
             path,
-            family=kind.family_of(path, family),
+            family=variant_name(path, family, kind.suffix),
             # training_step returns a mean, as with transformers, not a sum with its weight
             transformer={**_DEFAULTS, **(transformer or {}), "calculate_per_token_loss": False},
             transformer_impl=transformer_impl,
@@ -161,15 +161,6 @@ class HFModel(nn.Module):
                 f"num_labels={num_labels} is given for a model without scores; leave it out, or give"
                 " head='sequence-classification'"
             )
-
-    @classmethod
-    def family_of(cls, path: str, family: str | None) -> str | None:
-        """Return the name of the family whose rules read the weights at ``path``."""
-        if not cls.suffix or is_own_checkpoint(path):
-            return family
-        # For instance "llama+score" or "llama+hidden", whose rules skip the output layer
-        name = family or str(read_config(local_folder(path, weights=False))["model_type"])
-        return name if name.endswith(cls.suffix) else name + cls.suffix
 
     def build(self, trainer: "pl.Trainer | None") -> None:
         """Build the chunks for a run, unless an earlier run has built them.

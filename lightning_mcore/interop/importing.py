@@ -15,8 +15,6 @@ from typing import Any, Literal, overload
 
 import lightning
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.overrides import TorchFunctionMode
@@ -141,8 +139,8 @@ def _keep_wide(module: MCoreGPT, weights: HFWeights) -> None:
     """Give each tensor without memory a dtype that holds what it will be filled with."""
     chunks = built_chunks(module)
     for index in range(len(chunks.bare)):
-        for entry in nested_values(model_state.sharded_chunk(chunks, index, whole=True)):
-            for piece in pieces_of(entry) if isinstance(entry, ShardedTensor | ShardedTensorFactory) else ():
+        for entry in model_state.sharded_tensors(chunks, index):
+            for piece in pieces_of(entry):
                 names = whole_names(piece.place.key, tuple(piece.place.global_shape))
                 entry.data.data = entry.data.to(weights.dtype(next(iter(names)), entry.data.dtype))
 

@@ -29,7 +29,7 @@ from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.model import weighted_by_tokens
 from lightning_mcore.data.preference.pairs import check_pairs
 from lightning_mcore.hf.family import SCORING
-from lightning_mcore.hf.source import is_own_checkpoint, local_folder, read_config
+from lightning_mcore.hf.source import variant_name
 from lightning_mcore.layers.inputs import ModelInputs, is_packed
 from lightning_mcore.layers.lora import adapters_off
 from lightning_mcore.layers.losses import sample_sums, tail_weights
@@ -211,7 +211,7 @@ class MCorePreference(MCoreGPT):
             ValueError: Its family is unknown, or its config asks for something that is not supported.
         """
         if Preference.of(preference).gives_scores:
-            family = scoring_family(path, family)
+            family = variant_name(path, family, SCORING)
         module = cls._of_pretrained(
             path,
             family,
@@ -562,17 +562,6 @@ def arguments_of_base(setting: Preference, transformer: Mapping[str, Any], lora:
         "lora": lora,
         "share_embeddings_and_output_weights": is_tied and not is_reward,
     }
-
-
-def scoring_family(path: str, family: str | None) -> str | None:
-    """Return a reward model's family name, given the weights that it begins with: a folder, hub name or checkpoint.
-
-    ``family`` is the user's; None for the one in the config.
-    """
-    if is_own_checkpoint(path):
-        return family  # the checkpoint of a reward model knows it
-    name = family or str(read_config(local_folder(path, weights=False))["model_type"])
-    return name if name.endswith(SCORING) else name + SCORING
 
 
 def _without_noise(transformer: Mapping[str, Any]) -> dict[str, Any]:

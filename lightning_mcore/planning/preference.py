@@ -9,8 +9,10 @@ from lightning_mcore.config.field_homes import DEFAULTS
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.preference import Preference, faults_with_model
 from lightning_mcore.config.run import RunSettings
+from lightning_mcore.hf.family import SCORING
 from lightning_mcore.hf.peft_folder import given_lora
-from lightning_mcore.models.preference import arguments_of_base, scoring_family
+from lightning_mcore.hf.source import variant_name
+from lightning_mcore.models.preference import arguments_of_base
 from lightning_mcore.planning.grid import GlobalBatch
 
 
@@ -27,7 +29,7 @@ def family_to_read(model: Mapping[str, Any]) -> str | None:
     """
     family = model.get("family")
     is_reward = "preference" in model and Preference.of(model["preference"]).gives_scores
-    return scoring_family(model["path"], family) if is_reward else family
+    return variant_name(model["path"], family, SCORING) if is_reward else family
 
 
 def arguments_in_use(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -511,9 +511,9 @@ OF_OTHER_MODELS = ("dsa_", "linear_", "mamba_", "mup_", "use_mamba", "use_mup", 
 
 def test_every_field_is_known_to_say_what_a_model_is_or_how_it_is_trained() -> None:
     elsewhere = {
-        *field_homes._OF_THE_STRATEGY,
-        *field_homes._OF_THE_PRECISION,
-        *field_homes._OF_THE_SCHEDULE,
+        *field_homes._STRATEGY_FIELDS,
+        *field_homes._PRECISION_FIELDS,
+        *field_homes._SCHEDULE_FIELDS,
     }
     known = elsewhere | TRAINING_ONLY | {*SAID_BY_A_FAMILY, *SAID_BY_NONE, *NOT_OF_A_GPT}
     names = {field.name for field in dataclasses.fields(MLATransformerConfig)}
