@@ -115,11 +115,13 @@ def abandon(path: str) -> None:
 
 
 def link(path: str, target: str) -> None:
-    """Make ``path`` a link to the checkpoint ``target``, replacing a link or checkpoint there.
+    """Make ``path`` a link to the checkpoint ``target``, replacing a link or checkpoint there; never one to itself.
 
     Raises ``ValueError`` if a directory there is not a checkpoint, and otherwise as :func:`atomic.link`.
     """
     path, target = absolute(path), absolute(target)
+    if resolve_folder(path) == resolve_folder(target):
+        return
     if not os.path.islink(path):
         require_replaceable(path)
     with saving(path):

@@ -240,8 +240,6 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             OSError: The disk reported an error; the link is unchanged.
         """
         target, name = absolute(path), absolute(link)
-        if target == name:
-            return
         self._links.add(name)
         if self._save is not None and self.is_in_flight(target):
             self._save.links.append(name)

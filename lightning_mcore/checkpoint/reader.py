@@ -158,7 +158,8 @@ class ShardReader(FileSystemReader):
         stored = self.metadata.state_dict_metadata[index.fqn]
         assert isinstance(stored, TensorStorageMetadata)
         # An index without an offset is a tensor in one piece.
-        shape = next((tuple(c.sizes) for c in stored.chunks if index.offset is None or c.offsets == index.offset), ())
+        chunks = [chunk for chunk in stored.chunks if index.offset is None or chunk.offsets == index.offset]
+        shape = tuple(chunks[0].sizes) if chunks else ()
         archive = self._map(file, info)
         try:
             tensor = find_tensor(archive, stored.properties.dtype, shape, self._check)

@@ -1055,6 +1055,14 @@ def test_a_checkpoint_survives_the_way_to_a_store_and_back(tmp_path: Path) -> No
     files.remove(remote)
 
 
+def test_a_link_to_itself_by_another_path_keeps_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "latest").symlink_to("run")
+    save(tmp_path / "run" / "a.ckpt", 3)
+    files.link(str(tmp_path / "latest" / "a.ckpt"), str(tmp_path / "run" / "a.ckpt"))
+    assert step_of(tmp_path / "run" / "a.ckpt") == 3
+
+
 def test_each_rank_uploads_its_own_files(tmp_path: Path) -> None:
     remote = f"memory://{tmp_path.name}/b.ckpt"
     records = {}
