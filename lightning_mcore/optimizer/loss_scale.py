@@ -63,7 +63,7 @@ class LossScaler:
 
     def attach(self, megatron: MegatronOptimizer) -> "AgreedGradScaler":
         """Put this run's scale in place of the scaler of each part of an optimizer."""
-        parts = [p for p in optimizer_parts(megatron) if getattr(p, "grad_scaler", None)]
+        parts = [part for part in optimizer_parts(megatron) if getattr(part, "grad_scaler", None)]
         agreed = AgreedGradScaler(self, num_parts=max(len(parts), 1))
         for part in parts:
             part.grad_scaler = agreed
@@ -176,4 +176,6 @@ class SkippableSchedule(LRSchedulerConfig):
 
 def skippable(configs: Sequence[LRSchedulerConfig], scaler: AgreedGradScaler) -> list[LRSchedulerConfig]:
     """Return schedules that do not advance when a step is skipped."""
-    return [c if isinstance(c, SkippableSchedule) else SkippableSchedule(c, scaler) for c in configs]
+    return [
+        config if isinstance(config, SkippableSchedule) else SkippableSchedule(config, scaler) for config in configs
+    ]

@@ -220,9 +220,9 @@ class MCoreOptimizer(Optimizer):
         if self.rebuilt:
             for part in self._parts:
                 for group in part.optimizer.param_groups:
-                    part.optimizer.state.update(
-                        {p: self.user.state[p] for p in group["params"] if p in self.user.state}
-                    )
+                    for parameter in group["params"]:
+                        if parameter in self.user.state:
+                            part.optimizer.state[parameter] = self.user.state[parameter]
 
     def _load_wrapped(self, state: dict[str, Any]) -> None:
         """Do what Megatron's ``load_state_dict`` does, which needs fields that only its own groups have."""
@@ -239,7 +239,8 @@ class MCoreOptimizer(Optimizer):
                 "parameter groups are fixed once Megatron's optimizer exists; add them in configure_optimizers"
             )
         added = param_group["params"]
-        frozen = [p for p in ([added] if isinstance(added, torch.Tensor) else added) if not hasattr(p, "main_grad")]
+        parameters = [added] if isinstance(added, torch.Tensor) else added
+        frozen = [parameter for parameter in parameters if not hasattr(parameter, "main_grad")]
         if frozen and process_group("dp").size() > 1:
             raise RuntimeError(
                 f"{len(frozen)} parameters of the new group were frozen when training began, so their gradients would"
@@ -288,7 +289,11 @@ class MCoreOptimizer(Optimizer):
         # LR scheduler halves the rates, they get 5e-5, 5e-5, 1.5e-4 and 1.5e-4.
         for group in self.megatron.param_groups:
             user_group = self.user.param_groups[int(group[GROUP_INDEX]) - 1]
-            group.update({k: _plain(v) for k, v in user_group.items() if k not in own and (k in group or k == "lr")})
+            for name, value in user_group.items():
+                if name not in own and (name in group or name == "lr"):
+                    # torch may hold a learning rate in a tensor; Megatron takes a number.
+                    is_number = isinstance(value, torch.Tensor) and value.numel() == 1
+                    group[name] = value.item() if is_number else value
             if not self.megatron.config.optimizer_cpu_offload:
                 group.update(fused_kernel(group))
 
@@ -347,7 +352,8 @@ class MCoreOptimizer(Optimizer):
         # Megatron's mixed-precision optimizers unscale in prepare_grads. A plain module under autocast has fp32
         # parameters and Megatron's FP32Optimizer, which does not.
         if self._scaler is not None and isinstance(self.megatron, FP32Optimizer):
-            gradients = [p.grad for p in self.megatron.get_parameters() if p.grad is not None]
+            stepped = self.megatron.get_parameters()
+            gradients = [parameter.grad for parameter in stepped if parameter.grad is not None]
             self._overflow = self._scaler.unscale(gradients, process_group("dp_cp"))
         self._gradients.are_ready = True
 
@@ -370,11 +376,6 @@ class MCoreOptimizer(Optimizer):
 def _class_of(user: type[Optimizer]) -> type[MCoreOptimizer]:
     """Return the one class of all adapters of a user's class, which derives from it, so ``isinstance`` holds."""
     return type(f"MCore{user.__name__}", (MCoreOptimizer, user), {})
-
-
-def _plain(value: Any) -> Any:
-    """Return a hyperparameter as Megatron takes it: torch may hold a learning rate in a tensor."""
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def fused_kernel(group: Mapping[str, Any]) -> dict[str, bool]:
