@@ -23,7 +23,7 @@ from lightning_mcore.hf.peft_tensors import ExpertLayout
 from lightning_mcore.interop.export import check_export, export_model
 from lightning_mcore.interop.export_adapter import check_adapter_export, save_adapter
 from lightning_mcore.interop.export_folder import require_free
-from lightning_mcore.interop.export_plan import MAX_SHARD_SIZE, parse_dtype, parse_size
+from lightning_mcore.interop.export_plan import MAX_SHARD_SIZE, ExportOptions
 from lightning_mcore.parallel.consensus import run_on_rank0
 
 SUFFIX = "-hf"
@@ -79,18 +79,11 @@ class SaveHFModel(Callback):
             raise ValueError(
                 f"{type(self).__name__}() writes nothing; give a folder, or every_checkpoint=True, or both"
             )
-        parse_dtype(dtype)
-        parse_size(max_shard_size)
         self.folder = None if folder is None else os.path.abspath(folder)
         self.every_checkpoint = every_checkpoint
         self.adapter = adapter
         self.experts = experts
-        self._options: dict[str, Any] = {
-            "like": like,
-            "family": family,
-            "dtype": dtype,
-            "max_shard_size": max_shard_size,
-        }
+        self._options = ExportOptions(like, family, dtype, max_shard_size)
         self._tracked: list[_SavedCheckpoints] = []
         self._beside: set[str] = set()  # checkpoints that have, or soon will have, a Hugging Face form
         self._there: set[str] = set()  # those that have been seen on disk, so one that is gone was deleted
@@ -150,7 +143,7 @@ class SaveHFModel(Callback):
                     f" {checkpoint.dirpath} is not on one; give folder, or export the checkpoints afterwards"
                 )
         if not self.adapter:
-            check_export(pl_module, **self._options)
+            check_export(pl_module, self._options)
         self._tracked = [_SavedCheckpoints(checkpoint) for checkpoint in _model_checkpoints(trainer)]
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
@@ -199,7 +192,7 @@ class SaveHFModel(Callback):
         if self.adapter:
             save_adapter(module, out, replace, self.experts)
         else:
-            export_model(module, out, **self._options, replace=replace)
+            export_model(module, out, **vars(self._options), replace=replace)
 
     def _delete_stale(self, trainer: pl.Trainer) -> None:
         """Delete the Hugging Face forms of deleted checkpoints, on rank 0; only warn if that fails."""

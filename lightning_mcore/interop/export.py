@@ -44,7 +44,14 @@ from lightning_mcore.interop.export_config import (
     write_json,
 )
 from lightning_mcore.interop.export_folder import new_folder, require_free, shared_folder
-from lightning_mcore.interop.export_plan import MAX_SHARD_SIZE, ExportPlan, Place, parse_dtype, parse_size
+from lightning_mcore.interop.export_plan import (
+    MAX_SHARD_SIZE,
+    ExportOptions,
+    ExportPlan,
+    Place,
+    parse_dtype,
+    parse_size,
+)
 from lightning_mcore.interop.export_tensors import StoredTensors, exchange, places_of_all
 from lightning_mcore.layers.session import single_process
 from lightning_mcore.models.gpt import MCoreGPT
@@ -98,7 +105,7 @@ def export_checkpoint(
         ValueError: An argument is wrong, the checkpoint is damaged, or the family of its model is not known.
     """
     # Check everything that is cheap first: nothing is created at `out` until the plan is complete
-    options = parse_dtype(dtype), parse_size(max_shard_size)
+    options = ExportOptions(like, family, dtype, max_shard_size)
     out = require_free(out)
     stored = StoredTensors(path)
     if os.path.commonpath([os.path.realpath(path), os.path.realpath(out)]) == os.path.realpath(path):
@@ -110,36 +117,27 @@ def export_checkpoint(
         if settings["lora"].get("quantization") and not adapter:
             raise ValueError(NOT_MERGED)
         layout = experts if adapter else None
-        _export_adapted(
-            path,
-            out,
-            layout,
-            "preference" in settings,
-            like=like,
-            family=family,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-        )
+        _export_adapted(path, out, layout, "preference" in settings, options)
         return
     for option, given in (("adapter", adapter), ("merge", merge)):
         if given:
             raise ValueError(f"{path} has no LoRA adapters; leave --{option} ({option}=True) out")
     description = describe(path, settings, stored.shapes, like, family)
-    plan = _plan(description, family, stored.shapes, stored.places, *options, stored.runs_in, stored.read)
+    plan = _plan(description, options, stored.shapes, stored.places, stored.runs_in, stored.read)
     warn_of_losses(description, settings, like)
     with new_folder(out) as folder, _progress(plan, out) as bar, saving(out):
         _write_all(plan, folder, stored.read, bar)
         _finish(plan, description, folder)
 
 
-def _export_adapted(path: str, out: str, experts: Any, of_preferences: bool, **options: Any) -> None:
+def _export_adapted(path: str, out: str, experts: Any, of_preferences: bool, options: ExportOptions) -> None:
     """Write a checkpoint's adapters in a layout of experts; if that is None, its base with the adapters merged in."""
     with single_process():
         module = (MCorePreference if of_preferences else MCoreGPT).load_from_checkpoint(path)
         if experts is not None:
             save_adapter(module, out, experts=experts)
         else:
-            export_model(module, out, **options)
+            export_model(module, out, **vars(options))
 
 
 def export_model(
@@ -172,7 +170,8 @@ def export_model(
     _require_groups()
     out = run_on_rank0(partial(require_free, out, replace))
     with _ready(module):
-        model = _LiveModel.prepare(module, like, family, dtype, max_shard_size)
+        options = run_on_all_ranks(lambda: ExportOptions(like, family, dtype, max_shard_size))
+        model = _LiveModel.prepare(module, options)
         plan = model.plan
         run_on_rank0(lambda: warn_of_losses(model.description, dict(module.hparams), like))
         with shared_folder(out) as folder, _progress(plan, out) as bar:
@@ -188,18 +187,11 @@ def export_model(
             run_on_rank0(saving(out)(partial(_finish, plan, model.description, folder)))
 
 
-def check_export(
-    module: pl.LightningModule,
-    *,
-    like: str | None = None,
-    family: str | None = None,
-    dtype: str = "auto",
-    max_shard_size: str | int = MAX_SHARD_SIZE,
-) -> None:
+def check_export(module: pl.LightningModule, options: ExportOptions) -> None:
     """Raise the errors of :func:`export_model` in advance, except for a non-empty folder; collective over the world."""
     _require_groups()
     with _ready(module):
-        _LiveModel.prepare(module, like, family, dtype, max_shard_size)
+        _LiveModel.prepare(module, options)
 
 
 @dataclass(frozen=True)
@@ -211,18 +203,15 @@ class _LiveModel:
     plan: ExportPlan  # the same on every rank
 
     @classmethod
-    def prepare(
-        cls, module: pl.LightningModule, like: str | None, family: str | None, dtype: str, max_shard_size: str | int
-    ) -> "_LiveModel":
+    def prepare(cls, module: pl.LightningModule, options: ExportOptions) -> "_LiveModel":
         """Plan an export; collective over the world."""
-        options = run_on_all_ranks(lambda: (parse_dtype(dtype), parse_size(max_shard_size)))
         pieces = pieces_of_module(module)
         places = places_of_all(pieces)
         settings, name = dict(module.hparams), type(module).__name__
         # Rank 0 reads `like` and the hub's cache, then every rank plans from the same description
-        description = run_on_rank0(lambda: describe(name, settings, pieces.shapes, like, family))
+        description = run_on_rank0(lambda: describe(name, settings, pieces.shapes, options.like, options.family))
         runs_in = built_chunks(module).config.params_dtype
-        plan = run_on_all_ranks(lambda: _plan(description, family, pieces.shapes, places, *options, runs_in))
+        plan = run_on_all_ranks(lambda: _plan(description, options, pieces.shapes, places, runs_in))
         return cls(pieces, description, plan)
 
 
@@ -270,20 +259,19 @@ def _write_all(plan: ExportPlan, folder: str, read: Callable[[Place], Tensor], b
 
 def _plan(
     description: Description,
-    family: str | None,
+    options: ExportOptions,
     shapes: Mapping[str, Shape],
     places: Mapping[str, list[Place]],
-    dtype: torch.dtype | None,
-    max_shard_size: int,
     runs_in: torch.dtype | None,
     read: Callable[[Place], Tensor] | None = None,
 ) -> ExportPlan:
-    known = find_family(family) if family else recorded_family(description.family)
+    known = find_family(options.family) if options.family else recorded_family(description.family)
     weights = WeightMap(known, description.fields, shapes)
     stored = description.stored
     # A model stored in bf16 but trained in fp32 is exported in fp32: its values no longer fit the stored dtypes
     is_as_stored = stored is not None and stored.most == runs_in
-    return ExportPlan(weights, places, dtype, max_shard_size, stored if is_as_stored else None, read)
+    dtype, size = parse_dtype(options.dtype), parse_size(options.max_shard_size)
+    return ExportPlan(weights, places, dtype, size, stored if is_as_stored else None, read)
 
 
 def _finish(plan: ExportPlan, description: Description, folder: str) -> None:

@@ -30,6 +30,23 @@ _SHOWN = 5  # names in an error
 
 
 @dataclass(frozen=True)
+class ExportOptions:
+    """What the user chooses for an export; ``export_checkpoint`` says what the fields mean.
+
+    Raises ValueError for an unknown dtype and for a size that is none.
+    """
+
+    like: str | None = None
+    family: str | None = None
+    dtype: str = "auto"
+    max_shard_size: str | int = MAX_SHARD_SIZE
+
+    def __post_init__(self) -> None:
+        parse_dtype(self.dtype)
+        parse_size(self.max_shard_size)
+
+
+@dataclass(frozen=True)
 class Place:
     """A rectangle of a Megatron tensor, and where its values are."""
 
