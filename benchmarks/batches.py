@@ -36,7 +36,7 @@ from lightning_mcore.data.batches import batch_facts
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import model_copy_group, open_process_groups
 from lightning_mcore.strategy.same_batches import EVERY_BATCHES, SameBatches
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 STEP = 0.5  # seconds
 WARM_UP = 5  # warm-up rounds

@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader
 from benchmarks.overhead import REPOSITORY, RandomTokens, circumstances, transformer_fields, write_results
 from lightning_mcore import MCoreCheckpointIO, MCoreGPT, MCoreStrategy, Recipe
 from lightning_mcore.checkpoint.files import verify
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),

@@ -42,7 +42,7 @@ from lightning_mcore import MCoreGPT, single_process
 from lightning_mcore.hf.safetensors import SafetensorsFolder
 from lightning_mcore.interop.export import export_checkpoint
 from lightning_mcore.interop.importing import import_checkpoint
-from tests.hf_folders import LlamaSizes, peak_memory, write_llama
+from tests.support.hf_folders import LlamaSizes, peak_memory, write_llama
 
 HIDDEN_SIZE = 2048
 VOCAB_SIZE = 32_000

@@ -31,9 +31,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.overhead import REPOSITORY, circumstances, write_results
 from lightning_mcore import LoRA, MCoreGPT, MCoreStrategy, Recipe
-from tests.hf_models import VOCAB_SIZE, save_tiny
-from tests.ranks import run_ranks
-from tests.toy import make_trainer
+from tests.support.hf_models import VOCAB_SIZE, save_tiny
+from tests.support.ranks import run_ranks
+from tests.support.toy import make_trainer
 
 RANKS = 2
 WARM_UP = 3  # warm-up steps of a turn

@@ -56,8 +56,8 @@ from lightning_mcore import MCoreGPT, MCoreStrategy, Recipe
 from lightning_mcore.layers.spec import gpt_block_spec
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import open_process_groups, pipeline_stage
-from tests.ranks import run_ranks
-from tests.toy import PlainNet, loader, make_trainer
+from tests.support.ranks import run_ranks
+from tests.support.toy import PlainNet, loader, make_trainer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -40,7 +40,7 @@ from lightning_mcore import MCoreGPT, MCoreStrategy, Recipe
 from lightning_mcore.data.packing.best_fit import TokenSample, pack_lengths
 from lightning_mcore.data.packing.online import OnlinePacker
 from lightning_mcore.data.packing.rows import build_row, collate_padded, collate_rows
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 PARTS = ("fill", "speed", "training")
 VOCAB_SIZE = 1024

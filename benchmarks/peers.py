@@ -50,9 +50,9 @@ from benchmarks.overhead import REPOSITORY, circumstances, megatron_loop, write_
 from lightning_mcore import MCoreGPT, MCoreStrategy, Recipe
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import open_process_groups
-from tests.hf_models import save_tiny
-from tests.ranks import run_ranks
-from tests.toy import make_trainer
+from tests.support.hf_models import save_tiny
+from tests.support.ranks import run_ranks
+from tests.support.toy import make_trainer
 
 RANKS = 2
 LENGTH = 128  # tokens per row

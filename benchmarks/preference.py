@@ -35,9 +35,9 @@ from lightning_mcore import MCorePreference, MCoreStrategy, Preference, Recipe
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.preference.pairs import Pair, collate_padded_pairs
 from lightning_mcore.layers.inputs import ModelInputs
-from tests.hf_models import save_tiny
-from tests.ranks import run_ranks
-from tests.toy import make_trainer
+from tests.support.hf_models import save_tiny
+from tests.support.ranks import run_ranks
+from tests.support.toy import make_trainer
 
 OURS, WHOLE, TRL = "MCorePreference", "with whole logits", "trl.DPOTrainer"
 FORMS = (OURS, WHOLE, *((TRL,) if importlib.util.find_spec("trl") else ()))

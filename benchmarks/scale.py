@@ -38,8 +38,8 @@ from torch.utils.data import DataLoader
 
 from benchmarks.overhead import REPOSITORY, RandomTokens, circumstances, write_results
 from lightning_mcore import MCoreGPT, MCoreStrategy
-from tests.ranks import run_ranks
-from tests.toy import make_trainer
+from tests.support.ranks import run_ranks
+from tests.support.toy import make_trainer
 
 COLLECTIVES = (
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all_single", "barrier"),

@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT
-from tests.ranks import run_ranks
-from tests.toy import make_trainer
+from tests.support.ranks import run_ranks
+from tests.support.toy import make_trainer
 
 
 class Loop(pl.Callback):

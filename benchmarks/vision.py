@@ -33,9 +33,9 @@ from benchmarks.overhead import REPOSITORY, circumstances, write_results
 from lightning_mcore import MCoreStrategy, MCoreVisionGPT
 from lightning_mcore.config.vision import PROJECTOR, TOWER
 from lightning_mcore.layers.vision import VisionTower
-from tests.ranks import run_ranks
-from tests.toy import make_trainer
-from tests.vision_models import CONFIGS, save_vision, vision_batch
+from tests.support.ranks import run_ranks
+from tests.support.toy import make_trainer
+from tests.support.vision_models import CONFIGS, save_vision, vision_batch
 
 FAMILY = "qwen2_vl"
 IMAGES = [(1, 24, 24), (1, 16, 16), (1, 12, 20), (1, 8, 8)]

@@ -7,7 +7,7 @@
   ``gpus(count, capability, te)`` need that much beyond one GPU; they skip where it is missing. ``GPU_TESTS_DEVICE=cpu``
   runs them on the CPU, to try them out.
 * ``MEGATRON_CORE_VERSION=x`` makes a run on another release of megatron-core an error.
-* ``MIN_TESTS=n`` makes a run of fewer than n tests a failure (``tests/suite_size.py``).
+* ``MIN_TESTS=n`` makes a run of fewer than n tests a failure (``tests/support/suite_size.py``).
 """
 
 import gc
@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Generator, Iterator
 
-from tests import economy  # noqa: F401 - before torch, Lightning and megatron-core
+from tests.support import economy  # noqa: F401 - before torch, Lightning and megatron-core
 
 # isort: split
 
@@ -26,8 +26,8 @@ import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from lightning_mcore.parallel.groups import close_process_groups
-from tests import hygiene
-from tests.suite_size import pytest_sessionfinish  # noqa: F401 - pytest finds the hook here
+from tests.support import hygiene
+from tests.support.suite_size import pytest_sessionfinish  # noqa: F401 - pytest finds the hook here
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test downloads nothing

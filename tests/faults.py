@@ -27,13 +27,13 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from tests import economy  # noqa: F401 - before torch, Lightning and megatron-core
+from tests.support import economy  # noqa: F401 - before torch, Lightning and megatron-core
 
 # isort: split
 
-from tests import faulty_run
-from tests.faulty_run import SAYING, Plan
-from tests.ranks import free_port
+from tests.support import faulty_run
+from tests.support.faulty_run import SAYING, Plan
+from tests.support.ranks import free_port
 
 LIMIT = 30.0  # seconds from the cause to the end of the last process
 START_LIMIT = 180.0  # seconds until the cause

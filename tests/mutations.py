@@ -38,14 +38,23 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import start_context
+from tests.support.ranks import start_context
 
 MEMORY = 4 << 30  # bytes of address space that a reader may take above what the process has at its start
 SECONDS = 60.0  # until a reader that has not ended is said to hang
 READERS = [  # what readers import; once for all trials
-    *("datasets", "pandas", "pyarrow.parquet", "transformers.models.llama.modeling_llama", "tests.mutation_samples"),
-    *("tests.chats", "tests.factory_files", "tests.hf_models", "lightning_mcore.arguments.llamafactory.run"),
-    *("lightning_mcore.cli.plan", "lightning_mcore.cli.preprocess", "lightning_mcore.interop.importing"),
+    "datasets",
+    "pandas",
+    "pyarrow.parquet",
+    "transformers.models.llama.modeling_llama",
+    "tests.support.mutation_samples",
+    "tests.support.chats",
+    "tests.support.factory_files",
+    "tests.support.hf_models",
+    "lightning_mcore.arguments.llamafactory.run",
+    "lightning_mcore.cli.plan",
+    "lightning_mcore.cli.preprocess",
+    "lightning_mcore.interop.importing",
 ]
 GOOD = {"same", "refused", "seen", "other"}
 
@@ -375,7 +384,7 @@ def digest(*parts: Any) -> str:
 
 def main() -> None:
     """Run trials of all samples, or of those that are named, and print a table."""
-    from tests.mutation_samples import SAMPLES
+    from tests.support.mutation_samples import SAMPLES
 
     parser = argparse.ArgumentParser(description="Damage the files that a run reads.")
     parser.add_argument("--trials", type=int, default=500, help="of each sample")

@@ -23,7 +23,7 @@ from lightning_mcore import MCoreGPT, single_process
 from lightning_mcore.hf import find_family
 from lightning_mcore.hf.family import split_fields
 from lightning_mcore.hf.source import complete_config
-from tests.hf_models import CONFIGS, UNKNOWN_TO_TRANSFORMERS, VOCAB_SIZE, save_tiny, tiny_config
+from tests.support.hf_models import CONFIGS, UNKNOWN_TO_TRANSFORMERS, VOCAB_SIZE, save_tiny, tiny_config
 
 LENGTH = 24
 TOLERANCE = 3e-5  # measured: at most 2.8e-5 with delta nets, which magnify the rounding of their inputs

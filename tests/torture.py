@@ -36,8 +36,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_mcore import MCoreStrategy
 from lightning_mcore.checkpoint.commands import verify
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
-from tests.ranks import RanksFailedError, run_ranks
-from tests.toy import PlainNet, StagedNet, loader, make_trainer
+from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.toy import PlainNet, StagedNet, loader, make_trainer
 
 UNFINISHED = ".unfinished"
 PHASES = ["before", "within", "after"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what the loss functions of TRL give, for ``tests/unit/test_preference_losses.py`` to compare with.
+"""Writes what the loss functions of TRL give, for ``tests/unit/models/test_preference_losses.py`` to compare with.
 
 It calls the functions of TRL's trainers themselves, with an object in place of the trainer that has the attributes that
 they read. TRL 0.24.0 is the release that LLaMA-Factory uses; it needs transformers 4, so run this in an environment of
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FILE = Path(__file__).parent / "unit" / "trl_losses.json"
+FILE = Path(__file__).parent / "unit" / "models" / "trl_losses.json"
 
 INPUTS: dict[str, list[Any]] = {  # eighths, so that means in fp32 are exact
     "logps": [

@@ -19,10 +19,10 @@ import pytest
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from tests.argument_table import LIVE, Run
-from tests.chats import characters, exchanges, write
-from tests.hf_models import save_tiny
-from tests.ranks import run_ranks
+from tests.support.argument_table import LIVE, Run
+from tests.support.chats import characters, exchanges, write
+from tests.support.hf_models import save_tiny
+from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 

@@ -22,8 +22,8 @@ from lightning_mcore.layers.transformer_config import build_transformer_config
 from lightning_mcore.parallel.context import split_for_context_parallel, unsplit_from_context_parallel
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import close_process_groups, open_process_groups
-from tests.naive_attention import naive_attention, window
-from tests.ranks import run_ranks
+from tests.support.naive_attention import naive_attention, window
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

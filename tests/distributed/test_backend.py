@@ -23,7 +23,7 @@ from lightning_mcore.parallel.context import split_for_context_parallel
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import close_process_groups, open_process_groups, process_group
 from tests.parity.global_tensors import Slice, assemble, fill_weights, gradient_slices, spread
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

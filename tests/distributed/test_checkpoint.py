@@ -21,9 +21,20 @@ from torch.utils.data import DataLoader
 from lightning_mcore import MCoreGPT, Recipe, build_from_checkpoint
 from lightning_mcore.checkpoint.commands import verify
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
-from tests.ranks import run_ranks
-from tests.thorough import thorough_but
-from tests.toy import ADAMW, Batch, MakeOptimizer, PlainNet, Seen, StagedNet, loader, make_trainer, run_fit, weights
+from tests.support.ranks import run_ranks
+from tests.support.thorough import thorough_but
+from tests.support.toy import (
+    ADAMW,
+    Batch,
+    MakeOptimizer,
+    PlainNet,
+    Seen,
+    StagedNet,
+    loader,
+    make_trainer,
+    run_fit,
+    weights,
+)
 
 pytestmark = pytest.mark.distributed
 

@@ -19,8 +19,8 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_mcore.checkpoint.files import verify
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
-from tests.ranks import run_ranks
-from tests.toy import StagedNet, Watch, loader, make_trainer
+from tests.support.ranks import run_ranks
+from tests.support.toy import StagedNet, Watch, loader, make_trainer
 
 NEW_USER, NEW_MOUNTS = 0x10000000, 0x00020000  # of unshare(2)
 READ_ONLY, REMOUNT = 1, 32  # of mount(2)

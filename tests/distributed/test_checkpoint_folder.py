@@ -20,8 +20,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_mcore import MCoreCheckpointIO, MCoreStrategy
 from lightning_mcore.checkpoint.files import verify
 from lightning_mcore.checkpoint.writer import ChecksummedFile
-from tests.ranks import run_ranks
-from tests.toy import PlainNet, StagedNet, loader, make_trainer
+from tests.support.ranks import run_ranks
+from tests.support.toy import PlainNet, StagedNet, loader, make_trainer
 
 pytestmark = pytest.mark.distributed
 

@@ -36,7 +36,7 @@ from lightning_mcore.checkpoint.io import CONTENT_METADATA, MANIFEST, RANK_STATE
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import close_process_groups, open_process_groups
-from tests.ranks import program_environment, run_ranks
+from tests.support.ranks import program_environment, run_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_mcore.checkpoint import atomic
 from lightning_mcore.checkpoint.commands import verify
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
-from tests.ranks import run_ranks
-from tests.toy import PlainNet, StagedNet, loader, make_trainer
+from tests.support.ranks import run_ranks
+from tests.support.toy import PlainNet, StagedNet, loader, make_trainer
 
 pytestmark = pytest.mark.distributed
 

@@ -15,13 +15,13 @@ import torch
 from megatron.core import dist_checkpointing
 from torch import nn
 
-from tests import tiny
 from tests.distributed.test_reshard import RECIPE, make_trainer, save_on
-from tests.layouts import Layout
 from tests.parity.bare_loop import _build_chunks, _build_optimizer, _parallel_fields, process_groups
 from tests.parity.global_tensors import Slice, assemble, fill_weights, state_slices, weight_slices
 from tests.parity.lightning_loop import TinyGPT
-from tests.ranks import run_ranks
+from tests.support import tiny
+from tests.support.layouts import Layout
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -21,8 +21,8 @@ import pytest
 import yaml
 
 from lightning_mcore.cli import console
-from tests.hf_models import save_tiny
-from tests.ranks import program_environment, run_ranks
+from tests.support.hf_models import save_tiny
+from tests.support.ranks import program_environment, run_ranks
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240.0

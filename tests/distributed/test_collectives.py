@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from lightning_mcore.parallel import consensus
 from lightning_mcore.parallel.groups import process_group
-from tests.ranks import run_ranks
-from tests.toy import Batch, PlainNet, StagedNet, loader, make_trainer, weights
+from tests.support.ranks import run_ranks
+from tests.support.toy import Batch, PlainNet, StagedNet, loader, make_trainer, weights
 
 pytestmark = pytest.mark.distributed
 

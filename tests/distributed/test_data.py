@@ -28,8 +28,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from tests.ranks import run_ranks
-from tests.toy import Batch, PlainNet, Samples, StagedNet, Watch, loader, make_trainer, run_fit
+from tests.support.ranks import run_ranks
+from tests.support.toy import Batch, PlainNet, Samples, StagedNet, Watch, loader, make_trainer, run_fit
 
 pytestmark = pytest.mark.distributed
 
@@ -263,7 +263,7 @@ class OwnLoaders(StagedNet):
 
 def train_with_workers(folder: str, strategy: dict[str, Any]) -> dict[str, Any]:
     """Rank function: the batches without workers, with them, and after a resume in the middle of the epoch."""
-    multiprocessing.set_forkserver_preload(["tests.economy", "tests.toy"])
+    multiprocessing.set_forkserver_preload(["tests.support.economy", "tests.support.toy"])
 
     def fit(workers: int, **arguments: Any) -> tuple[list[list[int]], float]:
         seed_everything(3)

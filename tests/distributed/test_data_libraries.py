@@ -19,8 +19,8 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, default_collate
 
-from tests.ranks import run_ranks
-from tests.toy import Batch, Samples, StagedNet, Watch, make_trainer
+from tests.support.ranks import run_ranks
+from tests.support.toy import Batch, Samples, StagedNet, Watch, make_trainer
 
 pytestmark = pytest.mark.distributed
 

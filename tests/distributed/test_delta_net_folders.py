@@ -16,7 +16,7 @@ from lightning_mcore import MCoreGPT, single_process
 from lightning_mcore.hf.registry import find_family
 from lightning_mcore.hf.source import complete_config
 from lightning_mcore.interop.export import export_model
-from tests.hf_models import CONFIGS, draw_tensor
+from tests.support.hf_models import CONFIGS, draw_tensor
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # in this process warnings are errors, and Megatron has many
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.te.runs import Run, make_loader, make_model, make_trainer
 
 pytestmark = pytest.mark.distributed

@@ -13,8 +13,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
-from tests.ranks import run_ranks
-from tests.toy import (
+from tests.support.ranks import run_ranks
+from tests.support.toy import (
     FEATURES,
     NUM_LAYERS,
     WIDTH,

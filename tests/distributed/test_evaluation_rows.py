@@ -15,8 +15,8 @@ from torch.nn import functional
 from lightning_mcore import MCoreGPT
 from lightning_mcore.strategy.pipeline_runner import PipelineRunner
 from tests.parity.global_tensors import fill_weights
-from tests.ranks import RanksFailedError, run_ranks
-from tests.toy import Batch, StagedNet, loader, make_trainer
+from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.toy import Batch, StagedNet, loader, make_trainer
 
 pytestmark = pytest.mark.distributed
 

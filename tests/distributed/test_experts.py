@@ -11,12 +11,12 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from lightning_mcore import MCoreStrategy
 from lightning_mcore.strategy.logs.auxiliary import layers_with_experts, router_losses
-from tests import tiny
-from tests.layouts import Layout
 from tests.parity import bare_loop, lightning_loop
 from tests.parity.global_tensors import assemble, spread
-from tests.ranks import run_ranks
-from tests.tiny import Recipe
+from tests.support import tiny
+from tests.support.layouts import Layout
+from tests.support.ranks import run_ranks
+from tests.support.tiny import Recipe
 
 pytestmark = pytest.mark.distributed
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from lightning_mcore import MCoreGPT, Recipe
 from lightning_mcore.data.finetuning import stream_reader
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
-from tests.chats import APPENDING, END, characters, exchanges, write
 from tests.distributed.test_resume import Run, Save
-from tests.ranks import run_ranks
-from tests.toy import make_trainer
+from tests.support.chats import APPENDING, END, characters, exchanges, write
+from tests.support.ranks import run_ranks
+from tests.support.toy import make_trainer
 
 pytestmark = pytest.mark.distributed
 

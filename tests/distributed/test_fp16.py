@@ -22,8 +22,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT, MCorePrecision
-from tests.ranks import RanksFailedError, run_ranks
-from tests.toy import ADAMW, Memory, PlainNet, Seen, StagedNet, loader, make_trainer, run_fit, weights
+from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.toy import ADAMW, Memory, PlainNet, Seen, StagedNet, loader, make_trainer, run_fit, weights
 
 pytestmark = pytest.mark.distributed
 

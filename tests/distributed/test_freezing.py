@@ -20,11 +20,11 @@ from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.step import step_work
 from tests.distributed.test_lora import GLOBAL_BATCH, LENGTH, Course, Rows, losses_of_steps
-from tests.factory_files import LLAMA3, write_run
-from tests.hf_models import read_tensors, tiny_folder
-from tests.layouts import Layout
-from tests.ranks import run_ranks
-from tests.toy import make_trainer
+from tests.support.factory_files import LLAMA3, write_run
+from tests.support.hf_models import read_tensors, tiny_folder
+from tests.support.layouts import Layout
+from tests.support.ranks import run_ranks
+from tests.support.toy import make_trainer
 
 pytestmark = pytest.mark.distributed
 

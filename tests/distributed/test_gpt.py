@@ -16,10 +16,10 @@ from lightning_mcore import LoRA, MCoreGPT, MCoreStrategy, Recipe, single_proces
 from lightning_mcore.hf import find_family
 from lightning_mcore.hf.family import split_fields
 from lightning_mcore.hf.source import complete_config
-from tests.hf_models import CONFIGS, MORE_CONFIGS
-from tests.ranks import run_ranks
-from tests.thorough import thorough_but
-from tests.toy import Memory
+from tests.support.hf_models import CONFIGS, MORE_CONFIGS
+from tests.support.ranks import run_ranks
+from tests.support.thorough import thorough_but
+from tests.support.toy import Memory
 
 VOCAB_SIZE = 40
 PERIOD = VOCAB_SIZE  # samples after which the texts are the same again

@@ -19,9 +19,9 @@ from lightning_mcore import MCoreCheckpointIO, MCoreGPT, MCoreStrategy, Recipe, 
 from lightning_mcore.interop import export_tensors
 from lightning_mcore.interop.callback import SaveHFModel
 from lightning_mcore.interop.export import export_checkpoint, export_model
-from tests.hf_models import FAMILIES, VOCAB_SIZE, read_tensors, save_tiny, tiny_folder
-from tests.ranks import run_ranks
-from tests.toy import make_trainer
+from tests.support.hf_models import FAMILIES, VOCAB_SIZE, read_tensors, save_tiny, tiny_folder
+from tests.support.ranks import run_ranks
+from tests.support.toy import make_trainer
 
 pytestmark = [
     pytest.mark.distributed,

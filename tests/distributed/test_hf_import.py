@@ -24,9 +24,9 @@ from lightning_mcore.hf import load_pretrained
 from lightning_mcore.hf.safetensors import SafetensorsFolder
 from lightning_mcore.interop.importing import import_checkpoint
 from lightning_mcore.layers.spec import gpt_block_spec
-from tests.hf_models import VOCAB_SIZE, read_tensors, save_tiny
-from tests.ranks import run_ranks
-from tests.toy import make_trainer
+from tests.support.hf_models import VOCAB_SIZE, read_tensors, save_tiny
+from tests.support.ranks import run_ranks
+from tests.support.toy import make_trainer
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 

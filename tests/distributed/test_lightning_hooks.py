@@ -21,8 +21,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from tests.ranks import run_ranks
-from tests.toy import Batch, PlainNet, StagedNet, loader, make_trainer
+from tests.support.ranks import run_ranks
+from tests.support.toy import Batch, PlainNet, StagedNet, loader, make_trainer
 
 pytestmark = pytest.mark.distributed
 

@@ -21,8 +21,8 @@ from torchmetrics import MetricCollection
 from torchmetrics.aggregation import MaxMetric, MeanMetric, SumMetric
 
 from lightning_mcore.optimizer.plateau import _stepping_on_mean, _Strict
-from tests.ranks import run_ranks
-from tests.toy import Batch, Memory, PlainNet, Samples, StagedNet, loader, make_trainer
+from tests.support.ranks import run_ranks
+from tests.support.toy import Batch, Memory, PlainNet, Samples, StagedNet, loader, make_trainer
 
 pytestmark = pytest.mark.distributed
 

@@ -29,8 +29,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.ranks import RanksFailedError, run_ranks
-from tests.toy import Batch, PlainNet, Samples, StagedNet, loader, make_trainer, weights
+from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.toy import Batch, PlainNet, Samples, StagedNet, loader, make_trainer, weights
 
 pytestmark = pytest.mark.distributed
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lightning_mcore import MCorePrecision
 from lightning_mcore.strategy.progress import MCoreProgressBar
-from tests.ranks import run_ranks
-from tests.toy import Batch, PlainNet, StagedNet, loader, make_trainer
+from tests.support.ranks import run_ranks
+from tests.support.toy import Batch, PlainNet, StagedNet, loader, make_trainer
 
 pytestmark = pytest.mark.distributed
 

@@ -21,12 +21,22 @@ from lightning_mcore.cli.llamafactory import run
 from lightning_mcore.hf import export_checkpoint
 from lightning_mcore.models.recipe import Recipe
 from tests.distributed.test_cli import lightning_mcore
-from tests.factory_files import LLAMA3, MERGE_LORA, PRETRAIN, QWEN3_LORA, QWEN3_MOE, TRAIN_LORA, losses, rows, write_run
-from tests.hf_models import tiny_folder
 from tests.parity.hf_training import LENGTH, text
-from tests.ranks import run_ranks
-from tests.toy import make_trainer
-from tests.unit.test_llamafactory_flags import as_flags
+from tests.support.factory_files import (
+    LLAMA3,
+    MERGE_LORA,
+    PRETRAIN,
+    QWEN3_LORA,
+    QWEN3_MOE,
+    TRAIN_LORA,
+    losses,
+    rows,
+    write_run,
+)
+from tests.support.hf_models import tiny_folder
+from tests.support.ranks import run_ranks
+from tests.support.toy import make_trainer
+from tests.unit.arguments.test_llamafactory_flags import as_flags
 
 pytestmark = pytest.mark.distributed
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lightning_mcore.cli.llamafactory import run
-from tests.factory_images import write_file
-from tests.hf_models import read_tensors
-from tests.ranks import run_ranks
+from tests.support.factory_images import write_file
+from tests.support.hf_models import read_tensors
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

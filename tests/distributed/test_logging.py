@@ -29,8 +29,8 @@ from torchmetrics.aggregation import CatMetric, MaxMetric, MeanMetric, SumMetric
 import lightning_mcore
 from lightning_mcore import MCoreGPT
 from lightning_mcore.strategy.same_batches import FIRST_BATCHES
-from tests.ranks import run_ranks
-from tests.toy import Batch, Memory, Samples, StagedNet, Watch, loader, make_trainer, run_fit
+from tests.support.ranks import run_ranks
+from tests.support.toy import Batch, Memory, Samples, StagedNet, Watch, loader, make_trainer, run_fit
 
 pytestmark = pytest.mark.distributed
 

@@ -20,7 +20,7 @@ from lightning_mcore.layers.spec import gpt_block_spec
 from lightning_mcore.layers.transformer_config import build_transformer_config
 from lightning_mcore.parallel.context import packed_positions
 from tests.distributed.test_attention import groups_of
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -35,13 +35,13 @@ from lightning_mcore.planning.adapters import with_adapters
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.step import step_work
-from tests.hf_models import VOCAB_SIZE, tiny_folder
-from tests.layouts import Layout
 from tests.parity.hf_training import text
 from tests.parity.test_lora import reference
-from tests.ranks import RanksFailedError, run_ranks
-from tests.thorough import thorough_but
-from tests.toy import make_trainer
+from tests.support.hf_models import VOCAB_SIZE, tiny_folder
+from tests.support.layouts import Layout
+from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.thorough import thorough_but
+from tests.support.toy import make_trainer
 
 pytestmark = [
     pytest.mark.distributed,

@@ -27,8 +27,8 @@ from lightning_mcore.layers.metrics import (
     TokenPerplexity,
     TokensSeen,
 )
-from tests.ranks import run_ranks
-from tests.toy import make_trainer
+from tests.support.ranks import run_ranks
+from tests.support.toy import make_trainer
 
 pytestmark = pytest.mark.distributed
 

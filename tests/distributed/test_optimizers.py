@@ -30,8 +30,8 @@ from torch.utils.data import DistributedSampler
 
 from lightning_mcore import CommunicationOptions, MuonWithAdamW
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
-from tests.ranks import RanksFailedError, run_ranks
-from tests.toy import (
+from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.toy import (
     FEATURES,
     NUM_LAYERS,
     Batch,

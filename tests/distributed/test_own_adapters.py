@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from lightning_mcore import LoRA, MCoreStrategy, adapters_off, add_lora
-from tests import tiny
-from tests.layouts import Layout
 from tests.parity.global_tensors import fill_weights
 from tests.parity.lightning_loop import TinyGPT, make_trainer
-from tests.ranks import RanksFailedError, run_ranks
-from tests.tiny import Batch, Recipe
+from tests.support import tiny
+from tests.support.layouts import Layout
+from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.tiny import Batch, Recipe
 
 pytestmark = pytest.mark.distributed
 

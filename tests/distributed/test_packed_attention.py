@@ -21,8 +21,8 @@ from lightning_mcore.parallel.context import (
     packed_order,
 )
 from tests.distributed.test_attention import HEADS, SINKS, TOLERANCE, build, groups_of
-from tests.naive_attention import naive_packed_attention, split_packed, unsplit_packed, window
-from tests.ranks import run_ranks
+from tests.support.naive_attention import naive_packed_attention, split_packed, unsplit_packed, window
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -16,8 +16,8 @@ from lightning_mcore import MCoreGPT, Recipe
 from lightning_mcore.data.packing.rows import collate_rows, pack
 from lightning_mcore.layers import packed_sequences
 from tests.parity.global_tensors import fill_weights
-from tests.ranks import RanksFailedError, run_ranks
-from tests.toy import Memory, make_trainer
+from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.toy import Memory, make_trainer
 
 pytestmark = pytest.mark.distributed
 

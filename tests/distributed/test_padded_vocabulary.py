@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_mcore import MCoreGPT, MCoreStrategy
 from lightning_mcore.hf.pretrained import pieces_of_module
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 VOCAB_SIZE, LARGEST = 101, 128
 TRANSFORMER: dict[str, Any] = {

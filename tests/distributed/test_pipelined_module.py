@@ -22,8 +22,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
-from tests.ranks import run_ranks
-from tests.toy import (
+from tests.support.ranks import run_ranks
+from tests.support.toy import (
     ADAMW,
     MakeOptimizer,
     Samples,

@@ -23,9 +23,9 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.ranks import run_ranks
-from tests.thorough import thorough_but
-from tests.toy import (
+from tests.support.ranks import run_ranks
+from tests.support.thorough import thorough_but
+from tests.support.toy import (
     ADAMW,
     Batch,
     MakeOptimizer,

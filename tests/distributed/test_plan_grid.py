@@ -17,8 +17,8 @@ from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import close_process_groups, open_process_groups
 from lightning_mcore.planning.grid import GROUPS, RankGrid
 from lightning_mcore.planning.schedule import stage_order
-from tests.ranks import run_ranks
-from tests.thorough import thorough_but
+from tests.support.ranks import run_ranks
+from tests.support.thorough import thorough_but
 
 
 def cut(

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lightning_mcore.config.vision import PROJECTOR, TOWER
-from tests.live_memory import LiveRun, measured
-from tests.ranks import run_ranks
+from tests.support.live_memory import LiveRun, measured
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

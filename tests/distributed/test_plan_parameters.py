@@ -40,7 +40,7 @@ from lightning_mcore.planning.parameters import (
     whole_shapes,
 )
 from lightning_mcore.planning.state_memory import StateFormats, state_memory
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

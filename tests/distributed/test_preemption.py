@@ -19,8 +19,8 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_mcore import MCoreCheckpointIO, MCoreStrategy, PreemptionCheckpoint
-from tests.ranks import run_ranks
-from tests.toy import PlainNet, StagedNet, Watch, loader, make_trainer, run_fit
+from tests.support.ranks import run_ranks
+from tests.support.toy import PlainNet, StagedNet, Watch, loader, make_trainer, run_fit
 
 PP2 = {"pipeline_model_parallel_size": 2}
 NUM_BATCHES = 12  # of an epoch on a data-parallel rank; two make an optimizer step

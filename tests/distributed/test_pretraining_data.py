@@ -33,8 +33,8 @@ from lightning_mcore.data.pretraining.index import (
     write_dataset_checksums,
     write_index,
 )
-from tests.ranks import RanksFailedError, run_ranks
-from tests.toy import make_trainer
+from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.toy import make_trainer
 
 pytestmark = [
     pytest.mark.distributed,

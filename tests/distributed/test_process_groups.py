@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT
 from lightning_mcore.parallel import groups as process_groups
-from tests.ranks import run_ranks
-from tests.toy import StagedNet, loader, make_trainer, run_fit
+from tests.support.ranks import run_ranks
+from tests.support.toy import StagedNet, loader, make_trainer, run_fit
 
 LAYOUTS: list[dict[str, Any]] = [
     {"pipeline_model_parallel_size": 2},

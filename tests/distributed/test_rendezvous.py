@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from lightning_mcore.parallel import rank_connections
 from lightning_mcore.parallel.rank_connections import rendezvous
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

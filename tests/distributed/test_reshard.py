@@ -24,12 +24,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from lightning_mcore import MCoreStrategy
 from lightning_mcore.checkpoint.optimizer_state import identity_of, shares_of
-from tests.layouts import Layout
 from tests.parity.bare_loop import process_groups
 from tests.parity.global_tensors import Slice, assemble, spread, state_slices, weight_slices
 from tests.parity.lightning_loop import TinyGPT
-from tests.ranks import run_ranks
-from tests.tiny import DELTA_NET, Recipe
+from tests.support.layouts import Layout
+from tests.support.ranks import run_ranks
+from tests.support.tiny import DELTA_NET, Recipe
 
 pytestmark = pytest.mark.distributed
 

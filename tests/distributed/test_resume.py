@@ -31,9 +31,9 @@ from lightning_mcore.checkpoint.files import record_file
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.strategy import checkpointing
 from lightning_mcore.strategy.precision import MCorePrecision
-from tests.ranks import run_ranks
-from tests.thorough import thorough_but
-from tests.toy import FEATURES, WIDTH, Batch, PlainNet, Samples, fill, make_trainer
+from tests.support.ranks import run_ranks
+from tests.support.thorough import thorough_but
+from tests.support.toy import FEATURES, WIDTH, Batch, PlainNet, Samples, fill, make_trainer
 
 pytestmark = pytest.mark.distributed
 

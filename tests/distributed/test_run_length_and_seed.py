@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from lightning_mcore import MCoreGPT
-from tests.ranks import run_ranks
-from tests.toy import PlainNet, StagedNet, loader, make_trainer, weights
+from tests.support.ranks import run_ranks
+from tests.support.toy import PlainNet, StagedNet, loader, make_trainer, weights
 
 pytestmark = pytest.mark.distributed
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_collate, get_worker_info
 
 from lightning_mcore import data_shard
-from tests.ranks import run_ranks
-from tests.toy import Batch, PlainNet, Samples, StagedNet, Watch, loader, make_trainer
+from tests.support.ranks import run_ranks
+from tests.support.toy import Batch, PlainNet, Samples, StagedNet, Watch, loader, make_trainer
 
 pytestmark = pytest.mark.distributed
 

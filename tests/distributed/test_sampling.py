@@ -14,8 +14,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_mcore.data.sampling import training_loader
-from tests.ranks import run_ranks
-from tests.toy import PlainNet, Samples, StagedNet, make_trainer
+from tests.support.ranks import run_ranks
+from tests.support.toy import PlainNet, Samples, StagedNet, make_trainer
 
 pytestmark = pytest.mark.distributed
 

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_mcore import data_shard
 from tests.distributed.test_same_batches import CP2, PP2, REMEDY, TP2, Shard, by_rank
-from tests.ranks import run_ranks
-from tests.toy import Batch, Samples, StagedNet, Watch, fill, make_trainer, weights
+from tests.support.ranks import run_ranks
+from tests.support.toy import Batch, Samples, StagedNet, Watch, fill, make_trainer, weights
 
 pytestmark = pytest.mark.distributed
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from lightning_mcore import MCoreGPT, Recipe
 from lightning_mcore.layers.session import SingleModelSession, single_process
 from lightning_mcore.parallel.groups import process_groups_are_open
-from tests import hygiene
-from tests.ranks import run_ranks
-from tests.toy import Batch, StagedNet, loader, make_trainer, run_fit, weights
+from tests.support import hygiene
+from tests.support.ranks import run_ranks
+from tests.support.toy import Batch, StagedNet, loader, make_trainer, run_fit, weights
 
 pytestmark = pytest.mark.distributed
 

@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT, MCoreStrategy, Recipe, SaveHFModel
 from lightning_mcore.hf import export_checkpoint
-from tests.hf_models import VOCAB_SIZE
-from tests.layouts import Layout
-from tests.ranks import run_ranks
-from tests.toy import make_trainer
-from tests.unit.test_hf_dtypes import differences, mixed_folder, tensors_of
+from tests.support.hf_models import VOCAB_SIZE
+from tests.support.layouts import Layout
+from tests.support.ranks import run_ranks
+from tests.support.toy import make_trainer
+from tests.unit.hf.test_hf_dtypes import differences, mixed_folder, tensors_of
 
 pytestmark = pytest.mark.distributed
 

@@ -7,8 +7,8 @@ import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.ranks import run_ranks
-from tests.toy import StagedNet, loader, run_fit
+from tests.support.ranks import run_ranks
+from tests.support.toy import StagedNet, loader, run_fit
 
 pytestmark = pytest.mark.distributed
 

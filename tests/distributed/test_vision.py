@@ -17,13 +17,13 @@ from lightning_mcore import MCoreGPT, MCoreStrategy, MCoreVisionGPT, Recipe, sin
 from lightning_mcore.config.vision import LANGUAGE_MODEL, PROJECTOR, TOWER
 from lightning_mcore.interop.export import export_checkpoint, export_model
 from tests.distributed.test_lora import Course
-from tests.hf_models import read_tensors, tiny_config
-from tests.layouts import Layout
-from tests.ranks import run_ranks
-from tests.toy import make_trainer
-from tests.unit.test_video_data import ROW, video_data
-from tests.unit.test_vision_data import ROWS, seeing_tokenizer
-from tests.vision_models import CONFIGS, save_vision, vision_batch, vision_folder
+from tests.support.hf_models import read_tensors, tiny_config
+from tests.support.layouts import Layout
+from tests.support.ranks import run_ranks
+from tests.support.toy import make_trainer
+from tests.support.vision_models import CONFIGS, save_vision, vision_batch, vision_folder
+from tests.unit.data.test_video_data import ROW, video_data
+from tests.unit.data.test_vision_data import ROWS, seeing_tokenizer
 
 pytestmark = pytest.mark.distributed
 

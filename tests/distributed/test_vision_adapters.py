@@ -26,12 +26,12 @@ from lightning_mcore.planning.machines import MACHINES
 from lightning_mcore.planning.plan import make_plan
 from lightning_mcore.planning.suggest import suggest
 from tests.distributed.test_lora import Course
-from tests.hf_models import read_tensors
-from tests.layouts import Layout
-from tests.ranks import run_ranks
-from tests.toy import make_trainer
-from tests.unit.test_multimodal import kinds_of
-from tests.vision_models import IMAGE_TOKEN, PATCH_VALUES, VISION_START, vision_batch, vision_folder
+from tests.support.hf_models import read_tensors
+from tests.support.layouts import Layout
+from tests.support.ranks import run_ranks
+from tests.support.toy import make_trainer
+from tests.support.vision_models import IMAGE_TOKEN, PATCH_VALUES, VISION_START, vision_batch, vision_folder
+from tests.unit.layers.test_multimodal import kinds_of
 
 pytestmark = pytest.mark.distributed
 

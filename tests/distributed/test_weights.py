@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT, Recipe, single_process
-from tests.ranks import run_ranks
-from tests.toy import make_trainer
+from tests.support.ranks import run_ranks
+from tests.support.toy import make_trainer
 
 pytestmark = pytest.mark.distributed
 

@@ -10,11 +10,11 @@ import torch
 import yaml
 
 from lightning_mcore.cli import COMMANDS
-from tests.chats import characters, exchanges, write
 from tests.distributed.test_pretraining_data import make_dataset
 from tests.examples.test_examples import run_on_ranks
-from tests.factory_files import LLAMA3, MERGE_LORA, write_run
-from tests.hf_models import save_tiny
+from tests.support.chats import characters, exchanges, write
+from tests.support.factory_files import LLAMA3, MERGE_LORA, write_run
+from tests.support.hf_models import save_tiny
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -219,7 +219,7 @@ def test_the_users_own_model_runs_under_every_strategy(
 _FINETUNE = """
 
 if __name__ == "__main__":
-    from tests.chats import characters
+    from tests.support.chats import characters
 
     shape = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
     finetune("chats.jsonl", characters(), shape, seq_length=64, accelerator="cpu")

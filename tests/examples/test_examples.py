@@ -34,7 +34,7 @@ from lightning_mcore.layers.transformer_config import build_transformer_config
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.parameters import model_parameters
 from lightning_mcore.planning.state_memory import rank_memory
-from tests.ranks import program_environment, run_ranks
+from tests.support.ranks import program_environment, run_ranks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import free_port, program_environment
+from tests.support.ranks import free_port, program_environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SECONDS = 240.0  # a run takes 15 to 30 on two free cores

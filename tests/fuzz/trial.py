@@ -25,7 +25,7 @@ from lightning_mcore import MCoreGPT, MCorePrecision, MCoreStrategy
 from tests.fuzz.draw import OPTIMIZERS, Settings
 from tests.parity.bare_loop import DTYPES
 from tests.parity.global_tensors import Slice, assemble, weight_slices
-from tests.toy import make_trainer
+from tests.support.toy import make_trainer
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tests.fuzz.trial import (
     tolerance,
     train,
 )
-from tests.ranks import RanksFailedError, run_ranks
+from tests.support.ranks import RanksFailedError, run_ranks
 
 BATCH = 6
 """Settings that are trained one after the other by the same ranks."""

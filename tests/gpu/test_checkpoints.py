@@ -12,7 +12,7 @@ import torch
 from lightning_mcore import MCoreGPT, single_process
 from lightning_mcore.interop.export import export_model
 from tests.gpu.runs import DEVICE, train_on
-from tests.hf_models import read_tensors, tiny_folder
+from tests.support.hf_models import read_tensors, tiny_folder
 from tests.te.runs import Run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreCheckpointIO, MCoreStrategy
 from lightning_mcore.data.sampling import training_loader
-from tests.toy import Batch, Samples, StagedNet, make_trainer, weights
+from tests.support.toy import Batch, Samples, StagedNet, make_trainer, weights
 
 PARITY = {"rtol": 1e-5, "atol": 1e-6}
 """The tolerance between layouts in fp32 on the CPU, as in ``tests/parity``."""

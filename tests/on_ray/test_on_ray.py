@@ -23,8 +23,8 @@ from lightning_mcore.cli import main
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.ray import elastic_sizes
 from lightning_mcore.ray import CHECKPOINT, ElasticTorchTrainer
-from tests.factory_files import QWEN3_LORA, write_run
 from tests.on_ray.runs import PARITY, Course, train
+from tests.support.factory_files import QWEN3_LORA, write_run
 
 SMALL = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
 MINUTES = 60.0

@@ -2,8 +2,8 @@
 """A Megatron training loop written by hand, as a Megatron user would: what the strategy is measured against.
 
 It uses megatron-core alone. From our package it takes only what megatron-core itself lacks on the CPU: the runtime that
-makes ``torch.cuda`` mean the CPU, and (in ``tests/tiny.py``) the layer spec with our norm and core attention. It shares
-no line with the strategy, the schedule, the chunks or the optimizer adapter.
+makes ``torch.cuda`` mean the CPU, and (in ``tests/support/tiny.py``) the layer spec with our norm and core attention.
+It shares no line with the strategy, the schedule, the chunks or the optimizer adapter.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ from megatron.core.utils import get_model_config
 from torch import nn
 
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
-from tests import tiny
-from tests.layouts import Layout
 from tests.parity.global_tensors import Slice, fill_weights, gradient_slices, weight_slices
-from tests.tiny import Batch, Recipe
+from tests.support import tiny
+from tests.support.layouts import Layout
+from tests.support.tiny import Batch, Recipe
 
 DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}  # by the first word of a precision
 

@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_mcore.hf import hf_model
-from tests.hf_models import VOCAB_SIZE
-from tests.toy import make_trainer
+from tests.support.hf_models import VOCAB_SIZE
+from tests.support.toy import make_trainer
 
 STEPS, ROWS = 10, 4
 Batch = dict[str, Tensor]

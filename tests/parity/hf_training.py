@@ -27,10 +27,10 @@ from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import index_of
 from lightning_mcore.layers.sampling import gather_sequence
 from lightning_mcore.parallel.groups import process_group
-from tests.hf_models import UNKNOWN_TO_TRANSFORMERS, VARIANTS, VOCAB_SIZE, read_tensors, tiny_folder
-from tests.layouts import Layout
 from tests.parity.global_tensors import whole_gradients
-from tests.toy import make_trainer
+from tests.support.hf_models import UNKNOWN_TO_TRANSFORMERS, VARIANTS, VOCAB_SIZE, read_tensors, tiny_folder
+from tests.support.layouts import Layout
+from tests.support.toy import make_trainer
 
 ROWS, LENGTH = 2, 32
 LOGITS, LOSS, GRADIENT = 1e-4, 1e-5, 1e-4  # the first two absolute, the third of the greatest value of a tensor

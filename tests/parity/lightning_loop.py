@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreModule, MCoreStrategy
 from lightning_mcore.strategy.precision import MCorePrecision
-from tests import tiny
-from tests.layouts import Layout
 from tests.parity.bare_loop import Trace, process_groups
 from tests.parity.global_tensors import fill_weights, gradient_slices, weight_slices
-from tests.tiny import Batch, Recipe
+from tests.support import tiny
+from tests.support.layouts import Layout
+from tests.support.tiny import Batch, Recipe
 
 
 def train(layout: Layout, recipe: Recipe, keep_gradients: bool = False, split_rows: bool = False) -> Trace:

@@ -19,13 +19,13 @@ from torch.utils.data import DataLoader
 from lightning_mcore import MCoreModule, MCoreStrategy
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.packing.rows import build_row, collate_padded, collate_rows
-from tests import tiny
-from tests.layouts import Layout
 from tests.parity.bare_loop import Trace, process_groups
 from tests.parity.global_tensors import Slice, assemble, fill_weights, plain_gradient_slices, whole_gradients
 from tests.parity.lightning_loop import TinyGPT, make_trainer
 from tests.parity.linear import START, WIDTH, Linear
-from tests.tiny import Batch, Recipe
+from tests.support import tiny
+from tests.support.layouts import Layout
+from tests.support.tiny import Batch, Recipe
 
 Mean = Literal["tokens", "samples", "microbatches"]
 

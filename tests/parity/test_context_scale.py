@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lightning_mcore import MCoreStrategy
-from tests.layouts import Layout
 from tests.parity.lightning_loop import make_trainer
 from tests.parity.linear import LENGTHS, MICRO_BATCH_SIZE, START, Kind, LinearModule, data
-from tests.ranks import run_ranks
+from tests.support.layouts import Layout
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -31,15 +31,15 @@ from lightning_mcore.hf.family import split_fields
 from lightning_mcore.hf.source import complete_config
 from lightning_mcore.layers.score import ScoreLayer
 from lightning_mcore.parallel.random_state import put, take_common
-from tests import tiny
-from tests.hf_models import CONFIGS, VOCAB_SIZE, tiny_config
-from tests.layouts import LAYOUTS, ONE_RANK, Layout
 from tests.parity import bare_loop
 from tests.parity.global_tensors import Slice, assemble, gradient_slices, weight_slices
 from tests.parity.lightning_loop import TinyGPT, make_trainer
-from tests.ranks import RanksFailedError, run_ranks
-from tests.thorough import thorough_but
-from tests.tiny import Recipe
+from tests.support import tiny
+from tests.support.hf_models import CONFIGS, VOCAB_SIZE, tiny_config
+from tests.support.layouts import LAYOUTS, ONE_RANK, Layout
+from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.thorough import thorough_but
+from tests.support.tiny import Recipe
 
 pytestmark = pytest.mark.distributed
 

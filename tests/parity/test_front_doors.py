@@ -22,8 +22,8 @@ from lightning_mcore.arguments import TrainingArguments
 from lightning_mcore.arguments.llamafactory.output import LOG, LossRecord
 from lightning_mcore.cli import fit as fit_command
 from lightning_mcore.cli import llamafactory as llamafactory_command
-from tests.factory_files import rows, write_run
-from tests.ranks import run_ranks
+from tests.support.factory_files import rows, write_run
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

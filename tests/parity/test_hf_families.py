@@ -10,11 +10,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests.hf_models import FAMILIES, VARIANTS, tiny_folder
-from tests.layouts import Layout
 from tests.parity.hf_training import differences, train
-from tests.ranks import RanksFailedError, run_ranks
-from tests.thorough import thorough_but
+from tests.support.hf_models import FAMILIES, VARIANTS, tiny_folder
+from tests.support.layouts import Layout
+from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.thorough import thorough_but
 
 pytestmark = pytest.mark.distributed
 

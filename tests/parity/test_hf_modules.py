@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.hf_models import read_tensors, tiny_folder
 from tests.parity.hf_modules import KINDS, freeze_each, train, train_each, validate_in_parts, write_each
-from tests.ranks import RanksFailedError, run_ranks
-from tests.thorough import thorough_but
+from tests.support.hf_models import read_tensors, tiny_folder
+from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.thorough import thorough_but
 
 TOLERANCE = 1e-5  # of losses around 5; measured at most 2e-6
 

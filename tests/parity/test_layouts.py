@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Level B: the numbers do not depend on the layout.
 
-The strategy on every layout of the table (``tests/layouts.py``) against the hand-written loop on one rank: same weights
-to start with, same global batch of each step, ragged masks. Losses, the gradients of every step (before clipping, so an
-error of scale shows) and the weights after the last step are compared in global terms, every replica of every rank.
+The strategy on every layout of the table (``tests/support/layouts.py``) against the hand-written loop on one rank: same
+weights to start with, same global batch of each step, ragged masks. Losses, the gradients of every step (before
+clipping, so an error of scale shows) and the weights after the last step are compared in global terms, every replica of
+every rank.
 
 The tolerance is 1e-5 of the largest element of each tensor. Measured over the table: gradients 1.9e-6, weights 4e-7,
 gradient norms 3e-7, losses 2e-7. Adam's ``eps`` is 1e-4 here, because Adam divides a gradient by
@@ -17,13 +18,13 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from tests.layouts import LAYOUTS, ONE_RANK, Layout
 from tests.parity import bare_loop, lightning_loop
 from tests.parity.bare_loop import Trace
 from tests.parity.global_tensors import assemble, spread
-from tests.ranks import run_ranks
-from tests.thorough import thorough_but
-from tests.tiny import Recipe, microbatches
+from tests.support.layouts import LAYOUTS, ONE_RANK, Layout
+from tests.support.ranks import run_ranks
+from tests.support.thorough import thorough_but
+from tests.support.tiny import Recipe, microbatches
 
 pytestmark = pytest.mark.distributed
 

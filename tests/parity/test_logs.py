@@ -21,12 +21,12 @@ from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.packing.rows import build_row, collate_padded, collate_rows
 from lightning_mcore.layers.metrics import TokensSeen
 from lightning_mcore.strategy.progress import StepClock
-from tests import tiny
-from tests.layouts import Layout
 from tests.parity.global_tensors import fill_weights
 from tests.parity.packed import documents
-from tests.ranks import run_ranks
-from tests.toy import Memory, make_trainer
+from tests.support import tiny
+from tests.support.layouts import Layout
+from tests.support.ranks import run_ranks
+from tests.support.toy import Memory, make_trainer
 
 pytestmark = pytest.mark.distributed
 

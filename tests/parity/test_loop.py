@@ -8,12 +8,12 @@ layout, in the same processes: the loss and the gradient norm of every step, and
 import pytest
 import torch
 
-from tests.layouts import Layout
 from tests.parity import bare_loop, lightning_loop
 from tests.parity.bare_loop import Trace
-from tests.ranks import run_ranks
-from tests.thorough import thorough_but
-from tests.tiny import Precision, Recipe
+from tests.support.layouts import Layout
+from tests.support.ranks import run_ranks
+from tests.support.thorough import thorough_but
+from tests.support.tiny import Precision, Recipe
 
 pytestmark = pytest.mark.distributed
 

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from lightning_mcore import LoRA
 from lightning_mcore.hf.peft_tensors import adapter_pieces
-from tests.hf_models import tiny_folder
-from tests.layouts import Layout
 from tests.parity.global_tensors import whole_gradients
 from tests.parity.hf_training import LENGTH, ROWS, Part, Seen, Watched, _mean, predict_and_step, text
-from tests.ranks import run_ranks
-from tests.thorough import thorough_but
+from tests.support.hf_models import tiny_folder
+from tests.support.layouts import Layout
+from tests.support.ranks import run_ranks
+from tests.support.thorough import thorough_but
 
 pytestmark = [
     pytest.mark.distributed,

@@ -16,10 +16,10 @@ from megatron.core import parallel_state
 from lightning_mcore.interop.export import export_model
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.parameters import rank_parameters
-from tests.hf_models import MORE_FAMILIES, read_tensors, tiny_folder
-from tests.layouts import Layout
 from tests.parity.hf_training import LENGTH, Seen, Watched, differences, predict_and_step, reference_model
-from tests.ranks import run_ranks
+from tests.support.hf_models import MORE_FAMILIES, read_tensors, tiny_folder
+from tests.support.layouts import Layout
+from tests.support.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.distributed,

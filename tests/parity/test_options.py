@@ -20,13 +20,13 @@ import torch
 from megatron.core.activations import squared_relu
 from megatron.core.transformer import multi_token_prediction
 
-from tests.layouts import LAYOUTS, Layout
 from tests.parity import bare_loop, lightning_loop
 from tests.parity.bare_loop import Trace
 from tests.parity.global_tensors import assemble, spread
 from tests.parity.test_loop import compare as differences
-from tests.ranks import run_ranks
-from tests.tiny import DELTA_NET, Recipe
+from tests.support.layouts import LAYOUTS, Layout
+from tests.support.ranks import run_ranks
+from tests.support.tiny import DELTA_NET, Recipe
 
 pytestmark = pytest.mark.distributed
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from megatron.core.transformer import multi_token_prediction
 
-from tests.layouts import Layout
 from tests.parity.global_tensors import assemble, spread
 from tests.parity.packed import (
     LONGER_ROWS,
@@ -31,9 +30,10 @@ from tests.parity.packed import (
     train_one_by_one,
     train_packed,
 )
-from tests.ranks import run_ranks
-from tests.thorough import thorough_but
-from tests.tiny import DELTA_NET, Recipe
+from tests.support.layouts import Layout
+from tests.support.ranks import run_ranks
+from tests.support.thorough import thorough_but
+from tests.support.tiny import DELTA_NET, Recipe
 
 pytestmark = pytest.mark.distributed
 

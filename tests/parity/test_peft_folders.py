@@ -22,13 +22,13 @@ from lightning_mcore.hf.family import complete_fields
 from lightning_mcore.hf.source import HFSource
 from lightning_mcore.interop.export_adapter import save_adapter
 from tests.distributed.test_delta_net_folders import save_whole
-from tests.hf_models import CONFIGS, UNKNOWN_TO_TRANSFORMERS, save_tiny, tiny_folder
 from tests.parity.hf_training import LENGTH, LOGITS, text
-from tests.ranks import RanksFailedError, run_ranks
-from tests.thorough import thorough_but
-from tests.unit.test_multimodal import kinds_of
-from tests.vision_models import CONFIGS as VISION
-from tests.vision_models import vision_batch, vision_folder
+from tests.support.hf_models import CONFIGS, UNKNOWN_TO_TRANSFORMERS, save_tiny, tiny_folder
+from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.thorough import thorough_but
+from tests.support.vision_models import CONFIGS as VISION
+from tests.support.vision_models import vision_batch, vision_folder
+from tests.unit.layers.test_multimodal import kinds_of
 
 pytestmark = [
     pytest.mark.distributed,

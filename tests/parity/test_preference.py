@@ -36,12 +36,12 @@ from lightning_mcore.data.preference.pairs import (
 )
 from lightning_mcore.data.sampling import data_parallel_place
 from lightning_mcore.interop.export import export_checkpoint
-from tests.hf_models import VOCAB_SIZE, tiny_folder
-from tests.layouts import Layout
 from tests.parity.hf_training import Part, finished_gradients, on_disk
-from tests.ranks import run_ranks
-from tests.thorough import thorough_but
-from tests.toy import make_trainer
+from tests.support.hf_models import VOCAB_SIZE, tiny_folder
+from tests.support.layouts import Layout
+from tests.support.ranks import run_ranks
+from tests.support.thorough import thorough_but
+from tests.support.toy import make_trainer
 
 pytestmark = [
     pytest.mark.distributed,

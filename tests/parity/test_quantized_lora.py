@@ -18,14 +18,14 @@ from lightning_mcore.interop.export_adapter import save_adapter
 from lightning_mcore.layers.lora import Projection, Rows
 from lightning_mcore.layers.quantized import NF4Weight, check_blocks
 from tests.distributed.test_lora import train, whole
-from tests.hf_models import save_tiny
-from tests.layouts import Layout
 from tests.parity.hf_training import LENGTH, Seen, _mean, predict_and_step, text
 from tests.parity.test_lora import ATTENTION, Adapted, WatchedAdapters, _differences, _folders, _generator
 from tests.parity.test_preference import Data, Losses
-from tests.ranks import RanksFailedError, run_ranks
-from tests.thorough import thorough_but
-from tests.toy import make_trainer
+from tests.support.hf_models import save_tiny
+from tests.support.layouts import Layout
+from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.thorough import thorough_but
+from tests.support.toy import make_trainer
 
 pytestmark = [
     pytest.mark.distributed,

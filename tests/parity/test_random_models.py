@@ -3,9 +3,9 @@
 
 import pytest
 
-from tests.hf_models import CONFIGS
 from tests.random_models import TOLERANCE, differences
-from tests.ranks import run_ranks
+from tests.support.hf_models import CONFIGS
+from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.thorough]
 

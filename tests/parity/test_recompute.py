@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.layouts import Layout
 from tests.parity import lightning_loop
 from tests.parity.bare_loop import Trace
 from tests.parity.test_loop import compare
 from tests.parity.test_options import LATENT
-from tests.ranks import run_ranks
-from tests.tiny import DELTA_NET, Recipe
+from tests.support.layouts import Layout
+from tests.support.ranks import run_ranks
+from tests.support.tiny import DELTA_NET, Recipe
 
 pytestmark = pytest.mark.distributed
 

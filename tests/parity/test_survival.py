@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreStrategy
-from tests import hygiene
-from tests.layouts import Layout
 from tests.parity import bare_loop, lightning_loop, linear
 from tests.parity.global_tensors import Slice, assemble, spread, weight_slices
 from tests.parity.lightning_loop import TinyGPT, make_trainer
-from tests.ranks import RanksFailedError, run_ranks
-from tests.thorough import thorough_but
-from tests.tiny import Batch, Recipe
+from tests.support import hygiene
+from tests.support.layouts import Layout
+from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.thorough import thorough_but
+from tests.support.tiny import Batch, Recipe
 
 pytestmark = pytest.mark.distributed
 

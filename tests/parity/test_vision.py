@@ -21,12 +21,12 @@ from lightning_mcore import MCoreStrategy
 from lightning_mcore.layers.sampling import gather_sequence
 from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.parallel.groups import process_group
-from tests.hf_models import read_tensors
-from tests.layouts import Layout
 from tests.parity.hf_training import Part, Reference, Seen, finished_gradients
-from tests.ranks import run_ranks
-from tests.toy import make_trainer
-from tests.vision_models import IMAGE_TOKEN, VIDEO_TOKEN, VOCAB_SIZE, joined, vision_batch, vision_folder
+from tests.support.hf_models import read_tensors
+from tests.support.layouts import Layout
+from tests.support.ranks import run_ranks
+from tests.support.toy import make_trainer
+from tests.support.vision_models import IMAGE_TOKEN, VIDEO_TOKEN, VOCAB_SIZE, joined, vision_batch, vision_folder
 
 pytestmark = pytest.mark.distributed
 

@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader
 from lightning_mcore import MCoreStrategy, MCoreVisionGPT
 from lightning_mcore.layers.spec import TransformerImpl
 from tests.distributed.test_lora import Course
-from tests.hf_models import read_tensors
-from tests.layouts import Layout
 from tests.parity.hf_training import Part, finished_gradients
 from tests.parity.test_vision import packed
-from tests.ranks import run_ranks
-from tests.toy import make_trainer
-from tests.vision_models import joined, vision_batch, vision_folder
+from tests.support.hf_models import read_tensors
+from tests.support.layouts import Layout
+from tests.support.ranks import run_ranks
+from tests.support.toy import make_trainer
+from tests.support.vision_models import joined, vision_batch, vision_folder
 
 pytestmark = pytest.mark.distributed
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.parity.global_tensors import fill_weights
-from tests.ranks import RanksFailedError, run_ranks
+from tests.support.ranks import RanksFailedError, run_ranks
 from tests.te.runs import Counting, Numbers, Run, make_model, make_trainer
 from tests.te.test_features import EXPERTS, LATENT, SHARDED, TP2
 

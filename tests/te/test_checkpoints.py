@@ -21,10 +21,10 @@ from lightning_mcore.checkpoint.weights import load_weights
 from lightning_mcore.interop.export import export_model
 from lightning_mcore.optimizer.megatron import optimizer_parts
 from tests.distributed.test_hf_export import check_same
-from tests.hf_models import VOCAB_SIZE, read_tensors, save_tiny
-from tests.ranks import run_ranks
+from tests.support.hf_models import VOCAB_SIZE, read_tensors, save_tiny
+from tests.support.ranks import run_ranks
+from tests.support.thorough import thorough_but
 from tests.te.runs import Counting, Numbers, Run, make_model, make_trainer
-from tests.thorough import thorough_but
 
 pytestmark = pytest.mark.distributed
 

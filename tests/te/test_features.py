@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_mcore import single_process
 from lightning_mcore.checkpoint.extra_state import checked_extra_state
 from lightning_mcore.config.field_homes import fusion_defaults
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.te.runs import TRANSFORMER, Counting, Run, make_model, make_trainer, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("te-features")]  # they share runs

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreModule, MCorePrecision, MCoreStrategy
 from lightning_mcore.hf import hf_model
-from tests.hf_models import VOCAB_SIZE, tiny_folder
-from tests.ranks import run_ranks
+from tests.support.hf_models import VOCAB_SIZE, tiny_folder
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
 

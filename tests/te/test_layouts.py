@@ -20,14 +20,14 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnBackend
 
-from tests.layouts import LAYOUTS, Layout
 from tests.parity import bare_loop, lightning_loop, packed
 from tests.parity.bare_loop import Trace
 from tests.parity.global_tensors import spread
 from tests.parity.test_layouts import MEAN, TOKENS, Reference, distances
 from tests.parity.test_options import LATENT
-from tests.ranks import run_ranks
-from tests.tiny import Recipe
+from tests.support.layouts import LAYOUTS, Layout
+from tests.support.ranks import run_ranks
+from tests.support.tiny import Recipe
 
 pytestmark = pytest.mark.distributed
 

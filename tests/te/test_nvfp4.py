@@ -18,7 +18,7 @@ from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.te_cpu import casts, gemm
 from lightning_mcore.te_cpu import quantize as kernels
 from lightning_mcore.te_cpu.enums import DType
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.te.runs import Counting, Numbers, Run, make_model, make_trainer
 
 # E2M1 of "OCP Microscaling Formats (MX) v1.0", table 5: bits of sign, exponent and mantissa, and the value.

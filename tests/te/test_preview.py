@@ -15,7 +15,7 @@ from lightning_mcore import FP8Monitor
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.te_cpu import quantize
 from tests.examples.test_examples import PNG, run_on_ranks
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.te.runs import Counting, Run, make_model, make_trainer
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import transformer_engine.pytorch as te
 
-from tests.unit.test_private_names import OF_TRANSFORMER_ENGINE
+from tests.unit.strategy.test_private_names import OF_TRANSFORMER_ENGINE
 
 SOURCES = [path.read_text(encoding="utf-8") for path in (Path(te.__file__).parent / "tensor").rglob("*.py")]
 

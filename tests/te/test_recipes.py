@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_mcore import MCoreGPT
 from lightning_mcore.checkpoint.fp8_weights import fp8_weights_as_plain
 from tests.parity.global_tensors import fill_weights
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.te.runs import Counting, Numbers, Run, make_model, make_trainer, train
 
 pytestmark = pytest.mark.distributed

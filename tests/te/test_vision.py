@@ -6,11 +6,11 @@ import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_mcore import MCorePrecision
-from tests.layouts import Layout
 from tests.parity.test_vision_training import UNIFORM, Ran, check_ranks, course, trained
-from tests.ranks import run_ranks
+from tests.support.layouts import Layout
+from tests.support.ranks import run_ranks
+from tests.support.vision_models import vision_folder
 from tests.te.test_layouts import fused_attention_in_fp32
-from tests.vision_models import vision_folder
 
 pytestmark = pytest.mark.distributed
 

@@ -20,7 +20,7 @@ from lightning_mcore.hf.source import planned_settings
 from lightning_mcore.interop.export import export_checkpoint
 from lightning_mcore.interop.importing import import_checkpoint
 from lightning_mcore.layers.transformer_config import refuse_recorded_code
-from tests.hf_models import tiny_folder
+from tests.support.hf_models import tiny_folder
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 

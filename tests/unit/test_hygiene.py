@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests import hygiene
+from tests.support import hygiene
 
 pytest_plugins = ("pytester",)
 
@@ -91,6 +91,6 @@ def test_a_suite_that_was_not_found_fails(
     run: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, least: str, code: pytest.ExitCode, workers: list[str]
 ) -> None:
     monkeypatch.setenv("MIN_TESTS", least)
-    run.makeconftest("from tests.suite_size import *")
+    run.makeconftest("from tests.support.suite_size import *")
     run.makepyfile("def test_first(): pass\ndef test_second(): pass")
     assert run.runpytest_inprocess(*workers).ret == code

@@ -3,9 +3,9 @@
 
 import pytest
 
-from tests.mutation_samples import SAMPLES
 from tests.mutations import trials
-from tests.thorough import thorough_but
+from tests.support.mutation_samples import SAMPLES
+from tests.support.thorough import thorough_but
 
 pytestmark = pytest.mark.slow
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher of ``tests/ranks.py``: every other distributed test stands on what it promises."""
+"""The launcher of ``tests/support/ranks.py``: every other distributed test stands on what it promises."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from tests.ranks import RanksFailedError, _wait_for_news, run_ranks
+from tests.support.ranks import RanksFailedError, _wait_for_news, run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -25,9 +25,9 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor, nn
 
 from lightning_mcore import CommunicationOptions, MCoreGPT, MCoreModule, MCorePrecision, MCoreStrategy
-from tests import hygiene
-from tests.ranks import RanksFailedError, run_ranks
-from tests.toy import Batch, PlainNet, StagedNet, loader, make_trainer, run_fit
+from tests.support import hygiene
+from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.toy import Batch, PlainNet, StagedNet, loader, make_trainer, run_fit
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

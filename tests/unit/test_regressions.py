@@ -143,7 +143,7 @@ WRONG_NUMBERS = (
     Regression(
         "mixed-precision-string",
         'Trainer(precision="bf16-mixed") put autocast over a model that nobody converted',
-        (LOOP, "unit/test_settings::test_the_plugin_of_lightning_is_translated"),
+        (LOOP, "unit/strategy/test_settings::test_the_plugin_of_lightning_is_translated"),
     ),
 )
 
@@ -173,14 +173,14 @@ BROKEN_FEATURES = (
     Regression(
         "megatron-fsdp",
         "asking for Megatron's FSDP built a config that contradicted itself",
-        ("unit/test_optimizer_options::test_an_option_of_gradients_that_cannot_be_is_refused_by_name",),
+        ("unit/optimizer/test_optimizer_options::test_an_option_of_gradients_that_cannot_be_is_refused_by_name",),
     ),
     Regression(
         "fp8-fields",
         "defaults of the precision erased FP8 fields, after the configs had been checked",
         (
-            "unit/test_fp8::test_a_recipe_or_a_format_alone_turns_fp8_on",
-            "unit/test_field_support::test_what_needs_transformer_engine_is_refused_with_the_torch_backend_alone",
+            "unit/config/test_fp8::test_a_recipe_or_a_format_alone_turns_fp8_on",
+            "unit/config/test_field_support::test_what_needs_transformer_engine_is_refused_with_the_torch_backend_alone",
         ),
     ),
     Regression(
@@ -194,7 +194,7 @@ BROKEN_FEATURES = (
     Regression(
         "ignored-fields",
         "fields that nobody read were skipped without a word",
-        ("unit/test_field_support::test_what_nothing_around_the_model_would_do_is_refused_for_every_model",),
+        ("unit/config/test_field_support::test_what_nothing_around_the_model_would_do_is_refused_for_every_model",),
     ),
     Regression(
         "manual-optimization",
@@ -227,7 +227,7 @@ BROKEN_FEATURES = (
     Regression(
         "modes-after-validation",
         "validation left frozen modules, or virtual stages, in the wrong mode",
-        ("unit/test_gpt::test_evaluation_mode_gives_each_module_its_own_mode_back",),
+        ("unit/models/test_gpt::test_evaluation_mode_gives_each_module_its_own_mode_back",),
     ),
 )
 
@@ -244,7 +244,7 @@ HYGIENE = (
     Regression(
         "wrong-settings",
         "checks stood in a front end as bare assertions, and Trainer.fit passed them by",
-        (REFUSED, "unit/test_layout::test_a_model_the_layout_does_not_divide_is_refused"),
+        (REFUSED, "unit/config/test_layout::test_a_model_the_layout_does_not_divide_is_refused"),
     ),
     Regression(
         "needs-a-gpu",
@@ -276,7 +276,7 @@ TABLE = (*WRONG_NUMBERS, *BROKEN_FEATURES, *HYGIENE)
 
 @cache
 def functions_of(file: str) -> set[str]:
-    """Return the names of the test functions of a file such as ``unit/test_layout``."""
+    """Return the names of the test functions of a file such as ``unit/config/test_layout``."""
     path = TESTS / f"{file}.py"
     body = ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else []
     return {node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}

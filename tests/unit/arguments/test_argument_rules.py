@@ -1,0 +1,604 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What argument classes refuse: wrong types and choices, unknown names, fields that contradict each other."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_mcore.arguments import (
+    DistributingParallelArguments,
+    Fp8Arguments,
+    LoraArguments,
+    MegatronArguments,
+    RayArguments,
+    Seq2SeqTrainingArguments,
+    TrainingArguments,
+    parse_arguments,
+)
+from lightning_mcore.arguments.llamafactory.training import TrainingArguments as Composed
+from lightning_mcore.arguments.mapping import _has_experts
+from lightning_mcore.arguments.parallel import load_additional_configs
+from tests.support.hf_models import save_tiny
+from tests.unit.optimizer.test_optimizer_options import is_one_sentence
+
+PP2 = {"pipeline_model_parallel_size": 2}
+CHECKPOINTING = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, n))
+"""What this release of transformers calls it."""
+EP2 = {"expert_model_parallel_size": 2}
+
+CONTRADICTIONS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size=0 is too small"),
+    ({"sequence_parallel": True}, "sequence_parallel=True needs tensor_model_parallel_size"),
+    (EP2 | {"tensor_model_parallel_size": 2}, "needs sequence_parallel=True"),
+    ({"virtual_pipeline_model_parallel_size": 2}, "needs pipeline_model_parallel_size of 2 or more"),
+    ({"overlap_p2p_comm": True}, "overlap_p2p_comm=True needs the interleaved schedule"),
+    (PP2 | {"pipeline_model_parallel_layout": "Et|tq"}, "'q', which is not a layer"),
+    (PP2 | {"pipeline_model_parallel_layout": "Et|t|tL"}, "pipeline_model_parallel_layout"),
+    (
+        PP2 | {"pipeline_model_parallel_layout": "Et|tL", "virtual_pipeline_model_parallel_size": 2},
+        "virtual_pipeline_model_parallel_size=2",
+    ),
+    (
+        PP2 | {"pipeline_model_parallel_layout": "Et|tL", "account_for_loss_in_pipeline_split": True},
+        "account_for_loss_in_pipeline_split=True contradicts pipeline_model_parallel_layout",
+    ),
+    (EP2 | {"variable_seq_lengths": True}, "variable_seq_lengths=True contradicts moe_token_dispatcher_type"),
+    (
+        {
+            "variable_seq_lengths": True,
+            "moe_token_dispatcher_type": "allgather",
+            "additional_configs": {"num_moe_experts": 4},
+        },
+        "contradicts moe_token_dispatcher_type='allgather'",
+    ),
+    ({"recompute_method": "uniform"}, "recompute_method='uniform' contradicts recompute_granularity=None"),
+    (
+        {"recompute_granularity": "selective", "recompute_num_layers": 1},
+        "recompute_num_layers=1 contradicts recompute_granularity='selective'",
+    ),
+    ({"recompute_granularity": "full", "recompute_method": "block"}, "lacks recompute_num_layers"),
+    ({"recompute_granularity": "full", "recompute_num_layers": 2}, "lacks recompute_method"),
+    (
+        {"recompute_granularity": "selective", "recompute_modules": "mlp,core_atn"},
+        "unknown module 'core_atn'; did you mean 'core_attn'",
+    ),
+    ({"recompute_modules": "mlp"}, r"recompute_modules=\['mlp'\] contradicts recompute_granularity=None"),
+    (
+        {"recompute_granularity": "full", "moe_layer_recompute": True},
+        "moe_layer_recompute=True contradicts recompute_granularity='full'",
+    ),
+    (
+        {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "allgather"},
+        "needs moe_token_dispatcher_type='alltoall'",
+    ),
+    ({"moe_pad_expert_input_to_capacity": True}, "needs moe_expert_capacity_factor"),
+    ({"mtp_num_layers": -1}, "mtp_num_layers=-1 is too small"),
+    ({"fp8_param": True}, "fp8_param=True does nothing without FP8"),
+    ({"overlap_param_gather": True}, "needs use_distributed_optimizer=True and overlap_grad_reduce=True"),
+    ({"overlap_param_gather": True, "use_distributed_optimizer": True}, "needs overlap_grad_reduce=True"),
+    ({"ddp_bucket_size": 100}, "ddp_bucket_size=100 does nothing without overlap_grad_reduce=True"),
+    ({"ddp_average_in_collective": True}, "ddp_average_in_collective=True .* calculate_per_token_loss=True"),
+    ({"optimizer_cpu_offload": True}, "needs use_distributed_optimizer=True"),
+    (
+        {"optimizer_cpu_offload": True, "use_distributed_optimizer": True, "optimizer_offload_fraction": 0.0},
+        "optimizer_offload_fraction=0.0 contradicts optimizer_cpu_offload=True",
+    ),
+    ({"optimizer_offload_fraction": 0.5}, "does nothing without optimizer_cpu_offload=True"),
+    ({"optimizer_offload_fraction": 2.0}, "is not a fraction"),
+    ({"distrib_optim_fully_reshardable_mem_efficient": True}, "needs distrib_optim_fully_reshardable=True"),
+    ({"additional_configs": {"num_expert": 4}}, "did you mean 'num_moe_experts'"),
+    ({"additional_configs": {"params_dtype": "bf16"}}, "it follows from bf16 and fp16"),
+    ({"additional_configs": {"timers": 1}}, "the strategy fills it in"),
+    (
+        {"additional_configs": {"fp4": "e2m1"}},
+        r"fp4='e2m1', but FP4 is chosen by trainer\(plugins=MCorePrecision\('bf16-mixed', fp4_recipe='nvfp4'\)\)",
+    ),
+    (
+        {"moe_router_dtype": "fp32", "additional_configs": {"moe_router_dtype": "fp64"}},
+        "moe_router_dtype='fp32' contradicts moe_router_dtype='fp64' in additional_configs",
+    ),
+    ({"additional_configs": "[1]"}, "additional_configs='\\[1\\]' is not a file"),
+    ({"additional_configs": "{1}"}, "is not JSON"),
+)
+
+OF_TRAINING: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"bf16": True, "fp16": True}, "bf16=True contradicts fp16=True"),
+    ({"bf16_full_eval": True}, "bf16_full_eval=True with bf16=False"),
+    ({"fp8_recipe": "delayed"}, "fp8_recipe='delayed' needs bf16=True"),
+    ({"bf16": True, "fp8": "hybrid", "fp8_param": True}, "fp8_param=True needs use_distributed_optimizer=True"),
+    ({"optim": "adafactor"}, "optim='adafactor' is not available"),
+    ({"optim": "sgd"}, "optim='sgd' contradicts optimizer='adam'"),
+    ({"optim": "adamw_torch", "optimizer": "sgd"}, "optim='adamw_torch' contradicts optimizer='sgd'"),
+    ({"optimizer": "sgd", "use_distributed_optimizer": True}, "needs optimizer='adam'"),
+    ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type='greedy' is not available"),
+    ({"lr_scheduler_type": "constant", "warmup_steps": 2}, "warmup_steps=2 contradicts lr_scheduler_type='constant'"),
+    ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"foo": 1}}, "{'foo': 1} does not fit .*'cosine': .*foo"),
+    ({"lr_scheduler_type": "cosine_with_min_lr"}, "does not fit lr_scheduler_type='cosine_with_min_lr': .*min_lr"),
+    ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 1.0}}, "smaller than initial lr"),
+    (
+        {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"min_lr": 0.1}},
+        "does nothing with lr_scheduler_type='constant'",
+    ),
+    ({"warmup_steps": 1.5}, "warmup_steps=1.5 is not a number of steps"),
+    ({"learning_rate": -1.0}, "learning_rate=-1.0 is too small"),
+    ({"weight_decay": -1.0}, "weight_decay=-1.0 is too small"),
+    ({"dataloader_num_workers": -1}, "dataloader_num_workers=-1 is too small"),
+    ({"adam_beta2": 1.0}, "adam_beta2=1.0 is not a decay rate"),
+    ({"seed": -1}, "seed=-1 is not a seed"),
+    ({"num_train_epochs": 1.5}, "num_train_epochs=1.5 is not a whole number"),
+    ({"max_steps": 0}, "max_steps=0 is not a number of steps"),
+    ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 is too small"),
+    ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0 is too small"),
+    ({"ddp_timeout": 0}, "ddp_timeout=0 is too short"),
+    ({"ddp_backend": "mpi"}, "ddp_backend='mpi' is not available; choose 'nccl' or 'gloo'"),
+    ({"ddp_find_unused_parameters": True}, "ddp_find_unused_parameters=True is not available"),
+    ({"average_tokens_across_devices": False}, "contradicts calculate_per_token_loss=True"),
+    (
+        {"gradient_checkpointing": True, "recompute_granularity": "selective"},
+        "gradient_checkpointing=True, .* contradicts recompute_granularity='selective'",
+    ),
+    (
+        {CHECKPOINTING: True, "moe_layer_recompute": True},
+        f"{CHECKPOINTING}=True, .* contradicts moe_layer_recompute=True",
+    ),
+    ({"logging_strategy": "epoch"}, "logging_strategy='epoch' is not available"),
+    ({"logging_steps": 0}, "logging_steps=0 is not a number of steps"),
+    ({"save_steps": 0.5}, "save_steps=0.5 is a share of all steps"),
+    ({"save_steps": 1.5}, "save_steps=1.5 is not a number of steps"),
+    ({"logging_first_step": True}, "logging_first_step=True with logging_steps=500"),
+    ({"eval_steps": 5}, "eval_steps=5 contradicts eval_strategy='no'"),
+    ({"eval_on_start": True}, "eval_on_start=True contradicts eval_strategy='no'"),
+    ({"save_strategy": "no", "save_hf_model": True}, "save_hf_model=True contradicts save_strategy='no'"),
+    ({"save_total_limit": 0}, "save_total_limit=0 is too small"),
+    ({"save_strategy": "best"}, "save_strategy='best' needs metric_for_best_model"),
+    ({"save_strategy": "best", "metric_for_best_model": "loss"}, "needs eval_strategy"),
+    ({"metric_for_best_model": "loss"}, "contradicts save_strategy='steps'"),
+    ({"metric_for_best_model": "rouge"}, "metric_for_best_model='rouge' is not logged"),
+    ({"greater_is_better": True}, "does nothing without metric_for_best_model"),
+    ({"report_to": "comet_ml"}, "report_to='comet_ml' is not available; choose from tensorboard, wandb"),
+    ({"additional_configs": {"bf16": True}}, "bf16=False contradicts bf16=True in additional_configs"),
+)
+
+WRONG_TYPES: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
+    ({"tensor_model_parallel_size": "2"}, TypeError, "tensor_model_parallel_size='2' is of type str; give a whole"),
+    ({"tensor_model_parallel_size": 2.0}, TypeError, "tensor_model_parallel_size=2.0 is of type float; give a whole"),
+    ({"tensor_model_parallel_size": True}, TypeError, "tensor_model_parallel_size=True is of type bool"),
+    ({"sequence_parallel": "yes"}, TypeError, "sequence_parallel='yes' is of type str; give True or False"),
+    ({"sequence_parallel": None}, TypeError, "sequence_parallel=None is of type NoneType"),
+    ({"recompute_modules": [1]}, TypeError, "recompute_modules=\\[1\\] is of type list; give text or None or a list"),
+    ({"recompute_method": "recompute"}, ValueError, "recompute_method='recompute' .* choose 'uniform', 'block' or"),
+    ({"moe_token_dispatcher_type": "all2all"}, ValueError, "='all2all' .* choose 'allgather', 'alltoall', 'flex' or"),
+    ({"optimizer": "muon"}, ValueError, "optimizer='muon' .* choose 'adam' or 'sgd'"),
+    ({"learning_rate": "1e-5"}, TypeError, "learning_rate='1e-5' is of type str, because YAML .* write 1.0e-05"),
+    ({"num_train_epochs": "3"}, TypeError, "='3' is of type str; write it without quotes; give a number"),
+    ({"eval_strategy": False}, ValueError, "unquoted no as False.* choose 'no', 'steps' or 'epoch'"),
+    ({"lr_scheduler_type": 5}, ValueError, "lr_scheduler_type=5 is not available; choose 'linear', 'cosine'"),
+    ({"lr_scheduler_type": "cosin"}, ValueError, "lr_scheduler_type='cosin' .* choose 'linear', 'cosine'"),
+    ({"save_strategy": "never"}, ValueError, "save_strategy='never' .* choose 'no', 'steps', 'epoch' or 'best'"),
+    ({"gradient_accumulation_steps": None}, TypeError, "gradient_accumulation_steps=None is of type NoneType"),
+)
+
+
+@pytest.mark.parametrize(("values", "message"), CONTRADICTIONS, ids=lambda item: str(item)[:50])
+def test_contradictions_are_refused_by_every_class_that_has_the_fields(
+    values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    for kind, more in ((MegatronArguments, {}), (TrainingArguments, {"output_dir": str(tmp_path)})):
+        with pytest.raises((ValueError, FileNotFoundError), match=message) as refusal:
+            kind(**values, **more)
+        assert is_one_sentence(str(refusal.value))
+
+
+@pytest.mark.parametrize(("values", "message"), OF_TRAINING, ids=lambda item: str(item)[:50])
+def test_contradictions_with_transformers_own_arguments(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    for kind in (TrainingArguments, Seq2SeqTrainingArguments):
+        with pytest.raises(ValueError, match=message) as refusal:
+            kind(output_dir=str(tmp_path), **values)
+        assert is_one_sentence(str(refusal.value))
+
+
+@pytest.mark.parametrize(("values", "kind", "message"), WRONG_TYPES, ids=lambda item: str(item)[:50])
+def test_a_value_of_a_wrong_type_names_the_option_the_value_and_what_is_allowed(
+    values: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"output_dir": str(tmp_path), **values}), encoding="utf-8")
+    for make in (lambda: parse_arguments(path), lambda: TrainingArguments.from_json_file(str(path))):
+        with pytest.raises(kind, match=message) as refusal:
+            make()
+        assert is_one_sentence(str(refusal.value))
+
+
+def test_a_misspelt_name_has_a_neighbour_whichever_way_it_comes(tmp_path: Path) -> None:
+    values = {"tensor_model_paralel_size": 2}
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(values), encoding="utf-8")
+    right = "did you mean 'tensor_model_parallel_size'"
+    for source in (values, path, [str(path)], ["--tensor_model_paralel_size", "2"], ["--tensor-model-paralel-size=2"]):
+        with pytest.raises(ValueError, match=right):
+            parse_arguments(source)
+    (tmp_path / "run.json").write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(ValueError, match=right):
+        DistributingParallelArguments.from_json_file(str(tmp_path / "run.json"))
+
+
+def test_files_that_are_not_there_or_not_right(tmp_path: Path) -> None:
+    for name in ("none.yaml", "none.json"):
+        with pytest.raises(FileNotFoundError, match="is not a file"):
+            parse_arguments(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match="is not a file"):
+        TrainingArguments.from_json_file(str(tmp_path / "none.json"))
+    with pytest.raises(FileNotFoundError, match=r"additional_configs='none\.json' is not a file"):
+        DistributingParallelArguments(additional_configs="none.json")
+    for name, text in (("a.yaml", "a: ]"), ("b.json", "{"), ("c.yaml", "- 1"), ("d.json", "[]")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"is not|does not hold keys"):
+            parse_arguments(tmp_path / name)
+
+    for name in ("e.txt", "e"):
+        (tmp_path / name).write_text("{}", encoding="utf-8")
+        with pytest.raises(ValueError, match="is neither YAML nor JSON"):
+            parse_arguments(tmp_path / name)
+
+
+def test_a_file_of_arguments_is_read_as_yaml_1_2_and_names_a_key_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"output_dir: {tmp_path}\nlearning_rate: 1e-5\n", encoding="utf-8")
+    (arguments,) = parse_arguments(path)
+    assert arguments.learning_rate == 1e-5
+    path.write_text("seed: 1\nseed: 2\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"line 2 of .*run\.yaml is not YAML: the key 'seed' appears twice; keep one"):
+        parse_arguments(path)
+
+
+def test_wrong_words_end_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--recompute_method", "recompute"], ["--tensor_model_parallel_size", "two"]):
+        with pytest.raises(SystemExit) as end:
+            parse_arguments(words)
+        assert end.value.code == 2
+        assert words[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+# ---- what is not refused
+
+
+def test_a_dense_model_may_have_rows_of_different_lengths(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), variable_seq_lengths=True)
+    assert args.allow_variable_seq_lengths()
+    args.settings()
+    experts = tmp_path / "experts"
+    experts.mkdir()
+    (experts / "config.json").write_text(json.dumps({"num_experts": 8}), encoding="utf-8")
+    with pytest.raises(ValueError, match="variable_seq_lengths=True contradicts"):
+        args.settings(str(experts))
+    alltoall = TrainingArguments(
+        output_dir=str(tmp_path), variable_seq_lengths=True, moe_token_dispatcher_type="alltoall"
+    )
+    alltoall.settings(str(experts))
+
+
+@pytest.mark.parametrize(("stages", "asked", "allowed"), [(None, False, True), (2, False, False), (2, True, True)])
+def test_rows_may_differ_without_stages_or_when_asked_for(stages: int | None, asked: bool, allowed: bool) -> None:
+    args = DistributingParallelArguments(pipeline_model_parallel_size=stages, variable_seq_lengths=asked)
+    assert args.allow_variable_seq_lengths() == allowed
+
+
+def test_the_layout_string_fixes_the_virtual_pipeline() -> None:
+    args = DistributingParallelArguments(**PP2, pipeline_model_parallel_layout="Et|t|t|tL")
+    assert args.virtual_pipeline_model_parallel_size == 2
+    plain = DistributingParallelArguments(**PP2, pipeline_model_parallel_layout="Et|tL")
+    assert plain.virtual_pipeline_model_parallel_size is None
+
+
+def test_bf16_accumulates_gradients_in_fp32(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), bf16=True)
+    assert args.accumulate_allreduce_grads_in_fp32
+    assert args.precision().ddp_fields()["grad_reduce_in_fp32"]
+
+
+def test_a_recipe_alone_turns_fp8_on(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), bf16=True, fp8_recipe="tensorwise")
+    assert args.precision().fp8.is_on
+
+
+def test_full_recompute_alone_means_uniform_and_one_layer(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), recompute_granularity="full")
+    transformer = args.settings().model["transformer"]
+    assert (transformer["recompute_method"], transformer["recompute_num_layers"]) == ("uniform", 1)
+
+
+def test_none_keeps_what_the_checkpoint_says(tmp_path: Path) -> None:
+    assert TrainingArguments(output_dir=str(tmp_path)).settings().model["transformer"] == {}
+    assert "transformer_impl" not in TrainingArguments(output_dir=str(tmp_path)).settings().model
+
+
+def test_additional_configs_come_as_a_dict_as_text_and_as_a_file(tmp_path: Path) -> None:
+    extra = {"num_moe_experts": 4, "moe_router_dtype": "fp64"}
+    path = tmp_path / "extra.json"
+    path.write_text(json.dumps(extra), encoding="utf-8")
+    for given in (extra, json.dumps(extra), str(path)):
+        args = DistributingParallelArguments(additional_configs=given, tensor_model_parallel_size=2)
+        assert args.moe_router_dtype == "fp64"
+        assert args.extra_fields == {"num_moe_experts": 4}
+        config = args.get_config_dict()
+        assert config.items() >= {**extra, "tensor_model_parallel_size": 2}.items()
+        assert "pipeline_model_parallel_size" not in config
+
+
+# ---- LLaMA-Factory's
+
+
+def test_classes_that_share_a_field_are_parsed_together(tmp_path: Path) -> None:
+    """``fp8`` is a format in one and a yes or no in the other; from words, a dict or a file."""
+    values = {
+        "output_dir": str(tmp_path),
+        "bf16": True,
+        "fp8": True,
+        "fp8_backend": "te",
+        "seed": 7,
+        "report_to": "none",
+    }
+    (tmp_path / "run.json").write_text(json.dumps(values), encoding="utf-8")
+    words = ["--output_dir", str(tmp_path), "--bf16", "--fp8", "--fp8_backend=te", "--seed", "7", "--report-to", "none"]
+    for source in (words, values, str(tmp_path / "run.json")):
+        arguments, fp8 = parse_arguments(source, TrainingArguments, Fp8Arguments)
+        assert (fp8.fp8, fp8.fp8_backend) == (True, "te")
+        assert (arguments.fp8, arguments.fp8_recipe, arguments.seed, arguments.bf16) == ("hybrid", "delayed", 7, True)
+        assert arguments.additional_configs == {"fp8_amax_history_len": 16}
+        assert parse_arguments(source, Fp8Arguments, TrainingArguments) == (fp8, arguments)
+    for wrong, sentence in (
+        (["--sed", "7"], "unknown option 'sed'; did you mean 'seed'"),
+        (["--seed"], "--seed: it needs a value"),
+        (["seven"], "'seven' belongs to no option"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            parse_arguments(wrong, TrainingArguments, Fp8Arguments)
+    first, second = parse_arguments(["--seed", "3", "--output_dir", "a"], TrainingArguments, Seq2SeqTrainingArguments)
+    assert (first.seed, second.seed) == (3, 3)
+
+
+def test_the_composed_arguments_are_those_of_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("USE_RAY", raising=False)
+    given = {"output_dir": str(tmp_path), "bf16": True, "seed": 7}
+    composed = Composed(**given, ray_num_workers=4, fp8=True, fp8_backend="te", overwrite_output_dir=True)
+    ray = RayArguments(ray_num_workers=4)
+    parts = TrainingArguments(**Fp8Arguments(fp8=True, fp8_backend="te").merged_into(given))
+    assert composed.settings() == parts.settings()
+    assert composed.ray_settings() == ray.ray_settings()
+    assert dataclasses.replace(composed, seed=8).settings() == dataclasses.replace(parts, seed=8).settings()
+    words = [
+        "--output_dir",
+        str(tmp_path),
+        "--bf16",
+        "--seed",
+        "7",
+        "--ray_num_workers",
+        "4",
+        "--fp8",
+        "--fp8_backend=te",
+    ]
+    assert parse_arguments([*words, "--overwrite_output_dir"], Composed) == (composed,)
+    assert Composed(**given).settings() == TrainingArguments(**given).settings()
+    with pytest.raises(RuntimeError, match="ray_num_workers=4 asks for Ray's workers, and this is none of them; call"):
+        composed.trainer()
+    assert Composed(**given).launch(composed, lambda word: word, "here") == "here"
+    with pytest.raises(ValueError, match="fp8_backend='torchao' is not available"):
+        Composed(**given, fp8=True, fp8_backend="torchao")
+    with pytest.raises(TypeError, match="ray_num_workers='4' is of type str"):
+        Composed(**given, ray_num_workers="4")  # type: ignore[arg-type]
+
+
+def test_deepspeed_in_python_is_what_it_is_in_a_file(tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}', encoding="utf-8")
+    for given in (str(config), json.loads(config.read_text())):
+        arguments = TrainingArguments(output_dir=str(tmp_path), deepspeed=given)
+        assert (arguments.use_distributed_optimizer, arguments.deepspeed) == (True, None)
+        [note] = arguments.settings().notes
+        assert "(ZeRO stage 2) becomes use_distributed_optimizer: true" in note
+    assert not TrainingArguments(output_dir=str(tmp_path), deepspeed={}).use_distributed_optimizer
+    with pytest.raises(ValueError, match="asks for offload_param; leave it out"):
+        TrainingArguments(
+            output_dir=str(tmp_path), deepspeed={"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+        )
+    with pytest.raises(ValueError, match="has gradient_accumulation_steps: 4, and the training file says 2"):
+        TrainingArguments(
+            output_dir=str(tmp_path), gradient_accumulation_steps=2, deepspeed={"gradient_accumulation_steps": 4}
+        )
+    with pytest.raises(FileNotFoundError, match=r"deepspeed: none\.json is not a file"):
+        TrainingArguments(output_dir=str(tmp_path), deepspeed="none.json")
+
+
+def test_a_setting_of_adapters_is_refused_by_its_own_name() -> None:
+    with pytest.raises(ValueError, match=r"^lora_rank=0 is too small; choose 1 or more$"):
+        LoraArguments(lora_target="all", lora_rank=0)
+
+
+def test_names_are_those_of_mcore_adapter(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"tensor_model_parallel_size": 2}))
+    read = DistributingParallelArguments.from_json_file(json_file_path=str(tmp_path / "run.json"))
+    assert read.tensor_model_parallel_size == 2
+    for given in ("mlp, core_attn", ["mlp", "core_attn"]):
+        arguments = DistributingParallelArguments(recompute_granularity="selective", recompute_modules=given)
+        assert arguments.recompute_modules == ["mlp", "core_attn"]
+
+
+def test_the_switches_of_gpus_are_left_out_on_a_cpu_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each of them chooses a kernel, a transport or a place in memory; the note has the names of the arguments."""
+    given: dict[str, Any] = {
+        **{"output_dir": str(tmp_path), "apply_rope_fusion": True, "moe_grouped_gemm": True, "ddp_backend": "nccl"},
+        **{"transformer_impl": "transformer_engine", "use_distributed_optimizer": True, "optimizer_cpu_offload": True},
+        **{"ddp_average_in_collective": True, "calculate_per_token_loss": False, "bias_activation_fusion": True},
+        "additional_configs": {"attention_backend": "flash", "deallocate_pipeline_outputs": True, "qk_clip": True},
+    }
+    arguments = TrainingArguments(**given)
+    assert arguments.settings().notes == ()
+    assert arguments.settings().strategy["process_group_backend"] == "nccl"
+    assert arguments.settings() == TrainingArguments(**given).settings(on_cpu=False)
+    on_cpu = arguments.settings(on_cpu=True)
+    [note] = on_cpu.notes
+    assert note == (
+        "on a CPU, transformer_impl, apply_rope_fusion, moe_grouped_gemm, attention_backend, ddp_backend,"
+        " optimizer_cpu_offload, ddp_average_in_collective, deallocate_pipeline_outputs have no effect and are left"
+        " out; the numbers are the same"
+    )
+    kept = {"bias_activation_fusion": True, "calculate_per_token_loss": False, "qk_clip": True}
+    assert on_cpu.model["transformer"] == kept
+    assert "transformer_impl" not in on_cpu.model
+    assert not {"process_group_backend", "optimizer_config", "communication"} & on_cpu.strategy.keys()
+    assert on_cpu.strategy["ddp_config"] == {"check_for_nan_in_grad": True}
+    assert TrainingArguments(**given, use_cpu=True).settings() == dataclasses.replace(
+        on_cpu, trainer={**on_cpu.trainer, "accelerator": "cpu"}
+    )
+    one = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, moe_grouped_gemm=True)
+    assert one.settings().notes == (
+        "on a CPU, moe_grouped_gemm has no effect and is left out; the numbers are the same",
+    )
+    without = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, moe_grouped_gemm=False)
+    assert without.settings().model["transformer"]["moe_grouped_gemm"] is False
+    assert without.settings().notes == ()
+    folder = str(save_tiny("llama", tmp_path / "llama"))
+    TrainingArguments(output_dir=str(tmp_path), use_cpu=True, apply_rope_fusion=True).model(folder)
+    assert "on a CPU, apply_rope_fusion has no effect" in caplog.text
+
+
+def test_fp8_of_llama_factory_is_transformer_engines(tmp_path: Path) -> None:
+    for backend in ("auto", "te"):
+        merged = Fp8Arguments(fp8=True, fp8_backend=backend).merged_into({"bf16": True, "output_dir": str(tmp_path)})
+        fp8 = TrainingArguments(**merged).precision().fp8
+        assert (fp8.format, fp8.recipe, fp8.fp8_amax_history_len) == ("hybrid", "delayed", 16)
+    tensorwise = Fp8Arguments(fp8=True).merged_into({"fp8_recipe": "tensorwise"})
+    assert tensorwise == {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+    assert Fp8Arguments().merged_into({"a": 1}) == {"a": 1}
+    for backend in ("torchao", "msamp"):
+        with pytest.raises(ValueError, match=f"^fp8_backend='{backend}' is not available"):
+            Fp8Arguments(fp8=True, fp8_backend=backend)
+    with pytest.raises(ValueError, match=r"^fp8_enable_fsdp_float8_all_gather=True"):
+        Fp8Arguments(fp8=True, fp8_enable_fsdp_float8_all_gather=True)
+    with pytest.raises(ValueError, match="does nothing without fp8=True"):
+        Fp8Arguments(fp8_backend="te")
+    with pytest.raises(ValueError, match="choose 'auto', 'te'"):
+        Fp8Arguments(fp8_backend="cublas")  # type: ignore[arg-type]
+
+
+# ---- what is made
+
+
+def test_the_trainer_takes_lightnings_arguments_and_no_others(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, save_strategy="no")
+    with pytest.raises(TypeError, match="unknown argument of Trainer 'device'; did you mean 'devices'"):
+        args.trainer(device=2)
+    trainer = args.trainer(devices=1, max_steps=5, enable_model_summary=False)
+    assert trainer.max_steps == 5
+
+
+def test_wandb_is_not_dropped(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), report_to="wandb", use_cpu=True)
+    with pytest.raises(ModuleNotFoundError, match="report_to='wandb' needs a package"):
+        args.trainer(devices=1)
+
+
+def test_a_trainer_without_logger_has_no_learning_rate_to_log(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), report_to="csv", use_cpu=True)
+    names = [type(callback).__name__ for callback in args.trainer(devices=1, logger=False).callbacks]  # type: ignore
+    assert "LearningRateMonitor" not in names
+
+
+def test_multi_token_prediction_of_a_checkpoint_stays_unless_it_is_dropped(tmp_path: Path) -> None:
+    folder = str(save_tiny("deepseek_v3", tmp_path / "model", num_nextn_predict_layers=1))
+    for given, layers in ((None, 1), (0, None)):
+        args = TrainingArguments(output_dir=str(tmp_path), mtp_num_layers=given)
+        assert args.model(folder).transformer["mtp_num_layers"] == layers
+
+
+def test_true_resumes_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), resume_from_checkpoint="true")
+    with pytest.raises(FileNotFoundError, match="resume_from_checkpoint='true' needs a checkpoint in output_dir="):
+        _ = args.ckpt_path
+    for age, name in enumerate(("checkpoint-20.ckpt", "checkpoint-9.ckpt", "last-preempted.ckpt")):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (1000 - age, 1000 - age))
+    assert args.ckpt_path == str(tmp_path / "checkpoint-20.ckpt")
+    assert TrainingArguments(output_dir=str(tmp_path), resume_from_checkpoint="false").ckpt_path is None
+
+
+@pytest.mark.parametrize(("given", "read"), [(True, "true"), (False, "false")])
+def test_resuming_is_a_yes_or_no_too_as_in_yaml(given: Any, read: str, tmp_path: Path) -> None:
+    assert TrainingArguments(output_dir=str(tmp_path), resume_from_checkpoint=given).resume_from_checkpoint == read
+
+
+def test_an_evaluation_needs_something_to_evaluate_on(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), eval_strategy="epoch")
+    with pytest.raises(ValueError, match="eval_strategy='epoch' needs something to evaluate on"):
+        args.data("train.jsonl", "tokenizer", 64)
+    assert args.data("train.jsonl", "tokenizer", 64, overrides={"validation_share": 0.1}).validation_share == 0.1
+
+
+def test_what_transformers_does_with_its_arguments_works(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), bf16=True, tensor_model_parallel_size=2)
+    assert json.loads(args.to_json_string())["tensor_model_parallel_size"] == 2
+    assert "tensor_model_parallel_size=2" in str(args)
+    assert (args.world_size, args.n_gpu) == (1, 0)
+
+
+def in_fresh_process(script: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_the_classes_without_transformers_import_nothing_heavy() -> None:
+    script = """
+import sys
+from lightning_mcore.arguments import DistributingParallelArguments, Fp8Arguments, MegatronArguments, RayArguments
+DistributingParallelArguments(tensor_model_parallel_size=2)
+MegatronArguments(use_distributed_optimizer=True)
+RayArguments(), Fp8Arguments()
+print([name for name in ("torch", "transformers", "lightning", "megatron.core") if name in sys.modules])
+"""
+    assert in_fresh_process(script).strip() == "[]"
+
+
+def test_training_arguments_touch_no_device_and_need_no_accelerate() -> None:
+    script = """
+import importlib.util
+import sys
+find_spec = importlib.util.find_spec
+hidden = ("accelerate", "peft")  # which imports it
+importlib.util.find_spec = lambda name, *rest: None if name in hidden else find_spec(name, *rest)
+import torch
+def refuse(*_):
+    raise AssertionError("a device was asked for")
+torch.cuda.set_device = refuse
+from lightning_mcore.arguments import TrainingArguments
+args = TrainingArguments(output_dir="x", bf16=True, tf32=True, fp8_recipe="delayed")
+settings = args.settings(devices=8)
+heavy = [name for name in ("lightning", "megatron.core", "accelerate") if name in sys.modules]
+print(heavy, torch.cuda.is_initialized(), torch.get_float32_matmul_precision(), settings.trainer["devices"])
+"""
+    assert in_fresh_process(script).strip() == "[] False highest 8"  # TF32 is set when the trainer is made
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff", b"[" * 5000, b'{"a": ' + b"1" * 5000 + b"}"], ids=["utf-8", "deep", "long"]
+)
+def test_a_damaged_file_of_arguments_is_refused_in_a_sentence(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "run.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"run\.json is not JSON: .*; give an object of arguments by name"):
+        TrainingArguments.from_json_file(str(path))
+    with pytest.raises(ValueError, match=r"additional_configs=.*run\.json' is not JSON: .*; give an object"):
+        load_additional_configs(str(path))
+    with pytest.raises(ValueError, match=r"ray_init_kwargs=.* is not JSON"):
+        RayArguments(ray_init_kwargs=content.decode("latin-1"))
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"[" * 5000, b'{"num_experts": "a", "num_local_experts": [1]}'])
+def test_a_damaged_config_has_no_experts_until_the_model_is_opened(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    assert not _has_experts(str(tmp_path))

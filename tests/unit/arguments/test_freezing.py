@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which weights ``train_only`` and LLaMA-Factory's keys of ``finetuning_type: freeze`` choose, and what is refused."""
+
+from typing import Any
+
+import pytest
+
+from lightning_mcore import LoRA, MCoreGPT
+from lightning_mcore.arguments.llamafactory.freeze import trained_parts
+from lightning_mcore.arguments.llamafactory.keys import FactoryKeys
+from tests.support.hf_models import read_tensors, tiny_folder
+
+LAYERS = 4  # of the tiny models
+
+
+@pytest.mark.parametrize(
+    ("keys", "layers", "modules", "extra"),
+    [
+        ({}, [2, 3], [""], []),
+        ({"freeze_trainable_layers": -1}, [0], [""], []),
+        ({"freeze_trainable_layers": 9, "freeze_trainable_modules": "mlp"}, range(LAYERS), ["mlp."], []),
+        (
+            {"freeze_trainable_modules": "self_attn, input_layernorm", "freeze_extra_modules": "embed_tokens,norm"},
+            [2, 3],
+            ["self_attn.", "input_layernorm."],
+            ["embed_tokens", "norm"],
+        ),
+        ({"freeze_trainable_layers": 0, "freeze_extra_modules": "lm_head"}, [], [""], ["lm_head"]),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_a_file_trains_what_llamafactory_trains(
+    family: str, keys: dict[str, Any], layers: Any, modules: list[str], extra: list[str]
+) -> None:
+    """Layers by their number and module; outside of layers, every weight whose name contains a module's."""
+    folder = str(tiny_folder(family))
+    parts = trained_parts(FactoryKeys(model_name_or_path=folder, finetuning_type="freeze", **keys))
+    names = [name for name, _ in read_tensors(folder)]
+    wanted = {
+        name
+        for name in names
+        if any(name.startswith(f"model.layers.{layer}.{module}") for layer in layers for module in modules)
+        or any(word in name for word in extra)
+    }
+    assert {name for name in names if any(part in name for part in parts)} == wanted
+    MCoreGPT.from_pretrained(folder, train_only=parts).check_settings()
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"freeze_trainable_layers": 0}, "freeze_trainable_layers: 0 without freeze_extra_modules trains nothing"),
+        ({"freeze_trainable_modules": "attn"}, "freeze_trainable_modules: attn has 'attn', which the model lacks; cho"),
+        ({"freeze_extra_modules": "q_proj"}, "freeze_extra_modules: q_proj has 'q_proj', .* choose embed_tokens, lm_h"),
+    ],
+)
+def test_what_a_file_cannot_train_is_refused(keys: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        trained_parts(FactoryKeys(model_name_or_path=str(tiny_folder("llama")), finetuning_type="freeze", **keys))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "sentence"),
+    [
+        ({"train_only": "norm"}, TypeError, r"train_only='norm' is not a list of parts of names; give one, such as"),
+        (
+            {"train_only": []},
+            ValueError,
+            r"train_only=\[\] trains nothing; name a weight, or leave it out to train all",
+        ),
+        (
+            {"train_only": ["norm"], "lora": LoRA()},
+            ValueError,
+            r"train_only=\['norm'\] contradicts lora, which freezes",
+        ),
+        ({"train_only": ["lm_haed"]}, ValueError, r"train_only has 'lm_haed', and no weight .* did you mean lm_head"),
+        (
+            {"train_only": ["q_proj"]},
+            ValueError,
+            r"train_only chooses .*layers.0.self_attn.q_proj.weight, which Megatron keeps in one weight with .*k_proj",
+        ),
+    ],
+)
+def test_a_choice_of_weights_that_cannot_be_is_a_sentence(
+    settings: dict[str, Any], error: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(error, match=sentence):
+        MCoreGPT.from_pretrained(str(tiny_folder("llama")), **settings).check_settings()

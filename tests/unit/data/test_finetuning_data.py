@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of exchanges become rows: every sample once, packed or not; what is wrong with them has a file and a line."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_mcore.data.finetuning.chat import ChatEncoder
+from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
+from lightning_mcore.data.packing.rows import PackingMultiples
+from tests.support.chats import Row, characters, exchanges, write
+
+Samples = dict[int, tuple[list[int], list[int]]]
+
+
+def data(folder: Path, files: Any, seq_length: int = 64, **options: Any) -> MCoreFinetuningData:
+    """Return a data module that keeps its cache in ``folder``."""
+    return MCoreFinetuningData(files, characters(), seq_length, cache_dir=str(folder / "cache"), **options)
+
+
+def opened(folder: Path, files: Any, seq_length: int = 64, **options: Any) -> MCoreFinetuningData:
+    """Return one that is set up, as Lightning does it."""
+    module = data(folder, files, seq_length, **options)
+    module.prepare_data()
+    module.setup("fit")
+    return module
+
+
+def samples_of(loader: DataLoader[Any]) -> Samples:
+    """Return inputs and targets of each sample that a loader gives, by number."""
+    found: Samples = {}
+    for batch in loader:
+        for row in range(len(batch["tokens"])):
+            found |= _of_row({name: values[row] for name, values in batch.items()})
+    return found
+
+
+def _of_row(row: dict[str, Tensor]) -> Samples:
+    starts = row["cu_seqlens_padded"].tolist() if "cu_seqlens" in row else [0]
+    lengths = row["cu_seqlens"].diff().tolist() if "cu_seqlens" in row else [int(row["lengths"])]
+    found = {}
+    for start, length, number in zip(starts, lengths, row["sample_ids"].reshape(-1).tolist(), strict=False):
+        place = slice(start, start + length)
+        labels = row["labels"][place].masked_fill(row["loss_mask"][place] == 0, -1)
+        if number >= 0:
+            assert row["position_ids"][place].tolist() == list(range(length))
+            found[number] = (row["tokens"][place].tolist(), labels.tolist())
+    return found
+
+
+def expected(rows: list[Row]) -> Samples:
+    """Return the same from the rows, without files and packing."""
+    encoder, found = ChatEncoder(characters()), {}
+    for number, row in enumerate(rows):
+        turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["response"]}]
+        sample = encoder.encode(turns, number, "row")
+        assert sample.loss_mask is not None
+        labels = torch.tensor(sample.tokens[1:]).masked_fill(~torch.tensor(sample.loss_mask[1:]), -1)
+        found[number] = (sample.tokens[:-1].tolist(), labels.tolist())
+    return found
+
+
+# Files
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_packed_or_not_each_sample_is_there_once(tmp_path: Path, suffix: str) -> None:
+    rows = exchanges(40)
+    write(tmp_path / f"data/a.{suffix}", rows[:15])
+    write(tmp_path / f"data/b.{suffix}", rows[15:])
+    for packing in (True, False):
+        for workers in (0, 2):
+            module = opened(tmp_path, str(tmp_path / "data"), packing=packing, num_workers=workers)
+            loader = module.train_dataloader()
+            assert samples_of(loader) == expected(rows), (packing, workers)
+    statistics = opened(tmp_path, str(tmp_path / "data/*")).statistics["train"]
+    assert statistics.packed == 40
+    assert statistics.fill > 0.9
+
+
+def test_tokens_are_kept_and_a_change_of_files_or_settings_makes_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / "a.jsonl", exchanges(6))
+    made = []
+    encode = ChatEncoder.encode
+
+    def counting(self: ChatEncoder, *arguments: Any) -> Any:
+        made.append(arguments[1])
+        return encode(self, *arguments)
+
+    monkeypatch.setattr(ChatEncoder, "encode", counting)
+    opened(tmp_path, file)
+    assert made == list(range(6))
+    opened(tmp_path, file, seq_length=128, packing=False)
+    assert len(made) == 6
+    opened(tmp_path, file, loss_on="all")
+    assert len(made) == 12
+    write(tmp_path / "a.jsonl", exchanges(7))
+    assert len(opened(tmp_path, file).train_dataloader().dataset) > 0
+    assert len(made) == 19
+
+
+def test_a_share_is_held_out_for_validation(tmp_path: Path) -> None:
+    rows = exchanges(40)
+    module = opened(tmp_path, write(tmp_path / "a.jsonl", rows), validation_share=0.25)
+    train, validation = samples_of(module.train_dataloader()), samples_of(module.val_dataloader())
+    assert (len(train), len(validation)) == (30, 10)
+    assert train | validation == expected(rows)
+    again = opened(tmp_path, str(tmp_path / "a.jsonl"), validation_share=0.25)
+    assert samples_of(again.val_dataloader()) == validation
+    other = opened(tmp_path, str(tmp_path / "a.jsonl"), validation_share=0.25, seed=1)
+    assert samples_of(other.val_dataloader()).keys() != validation.keys()
+
+
+def test_only_what_a_stage_needs_is_read(tmp_path: Path) -> None:
+    rows = exchanges(8)
+    files = {name: write(tmp_path / f"{name}.jsonl", rows) for name in ("validation", "test")}
+    module = data(tmp_path, "nowhere.jsonl", validation_files=files["validation"], test_files=files["test"])
+    module.setup("validate")
+    module.setup("test")
+    assert samples_of(module.val_dataloader()) == samples_of(module.test_dataloader()) == expected(rows)
+    assert opened(tmp_path, files["test"]).val_dataloader() == []
+    with pytest.raises(RuntimeError, match=r"the train data is not set up yet; call prepare_data\(\) and setup\(\)"):
+        module.train_dataloader()
+
+
+def test_another_layout_packs_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = exchanges(20)
+    module = opened(tmp_path, write(tmp_path / "a.jsonl", rows))
+    assert any(start % 4 for start in starts(module))
+    monkeypatch.setattr(
+        "lightning_mcore.data.finetuning.datamodule.packing_multiples", lambda trainer: PackingMultiples(4, 8)
+    )
+    module.setup("fit")
+    assert not any(start % 4 for start in starts(module))
+    assert samples_of(module.train_dataloader()) == expected(rows)
+    padded = opened(tmp_path, str(tmp_path / "a.jsonl"), packing=False, batch_size=3)
+    assert {batch["tokens"].shape[1] % 8 for batch in padded.train_dataloader()} == {0}
+
+
+def starts(module: MCoreFinetuningData) -> list[int]:
+    """Return where sub-sequences begin in all rows of the training data."""
+    return [start for batch in module.train_dataloader() for start in batch["cu_seqlens_padded"].flatten().tolist()]
+
+
+# What becomes of samples
+
+
+def test_what_teaches_nothing_is_left_out_and_counted(tmp_path: Path) -> None:
+    rows = [*exchanges(5), {"prompt": "q", "response": ""}, {"prompt": "q", "response": None}]
+    module = opened(tmp_path, write(tmp_path / "a.jsonl", rows))
+    assert samples_of(module.train_dataloader()) == expected(rows[:5])
+    assert "left out 2 without an answer" in str(module.statistics["train"])
+
+
+def test_a_sample_that_is_longer_than_a_row_is_refused_cut_or_split(tmp_path: Path) -> None:
+    rows = [
+        *exchanges(3, longest=5),
+        {"prompt": "long", "response": "abcdefgh" * 10},
+        {"prompt": "p" * 99, "response": "x"},
+    ]
+    file = write(tmp_path / "a.jsonl", rows)
+    whole = expected(rows)
+    module = data(tmp_path, file, 32)
+    with pytest.raises(ValueError, match="take more than the 32 tokens of a row") as raised:
+        module.setup("fit")
+    assert str(raised.value) == (
+        f"2 of 5 samples of train_files={file!r} take more than the 32 tokens of a row, the longest 105 (row 4); choose"
+        " a larger seq_length, overlong='cut' or overlong='split'"
+    )
+    cut = opened(tmp_path, file, 32, overlong="cut")
+    found = samples_of(cut.train_dataloader())
+    assert found == {**{number: whole[number] for number in range(3)}, 3: tuple(part[:32] for part in whole[3])}
+    assert "cut 1 that were longer than a row by" in str(cut.statistics["train"])
+    assert "left out 1 without a target" in str(cut.statistics["train"])
+    split = opened(tmp_path, file, 32, overlong="split", packing=False)
+    pieces: dict[int, list[tuple[int, int]]] = {}
+    for batch in split.train_dataloader():
+        for number, part in _of_row({name: values[0] for name, values in batch.items()}).items():
+            pieces.setdefault(number, []).extend(zip(*part, strict=True))
+    assert {number: sorted(pairs) for number, pairs in pieces.items() if number < 4} == {
+        number: sorted(zip(*whole[number], strict=True)) for number in range(4)
+    }
+    assert "split 2 that were longer than a row into" in str(split.statistics["train"])
+
+
+# Bad input
+
+
+def refusal(folder: Path, files: Any, **options: Any) -> str:
+    """Return what a data module says of files, without the folder."""
+    module = data(folder, files, **options)
+    module.prepare_data()
+    with pytest.raises((ValueError, TypeError, FileNotFoundError)) as raised:
+        module.setup("fit")
+    assert "\n" not in str(raised.value)
+    return str(raised.value).replace(f"{folder}/", "")
+
+
+def test_a_broken_line_has_a_file_and_a_number(tmp_path: Path) -> None:
+    whole = write(tmp_path / "a.jsonl", exchanges(3))
+    broken = tmp_path / "b.jsonl"
+    for line, reason in {
+        '{"prompt": "a", "response": }': "Expecting value at column 29",
+        '{"prompt": "a", "response": "b"} {"prompt"': "Extra data at column 34",
+        '["a", "b"]': "it holds list instead of named columns",
+    }.items():
+        broken.write_text('{"prompt": "a", "response": "b"}\n\n' + line + "\n")
+        for said in (refusal, stream):
+            found = said(tmp_path, [whole, str(broken)])
+            assert found == f"line 3 of b.jsonl is not a JSON object: {reason}; fix or delete it", line
+
+
+def test_a_file_of_zeros_is_a_broken_line(tmp_path: Path) -> None:
+    (tmp_path / "zeros.jsonl").write_bytes(bytes(1000))
+    for said in (refusal, stream):
+        assert said(tmp_path, [str(tmp_path / "zeros.jsonl")]).startswith(
+            "line 1 of zeros.jsonl is not a JSON object: "
+        )
+
+
+def stream(folder: Path, files: Any) -> str:
+    """Return what a stream says of files, without the folder."""
+    module = data(folder, files, streaming=True, shuffle_buffer=1)
+    with pytest.raises((ValueError, TypeError)) as raised:
+        read(module)
+    assert "\n" not in str(raised.value)
+    return str(raised.value).replace(f"{folder}/", "")
+
+
+def read(module: MCoreFinetuningData) -> list[Any]:
+    """Set a data module up and return its batches."""
+    module.setup("fit")
+    return list(module.train_dataloader())
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    rows = exchanges(3)
+    write(tmp_path / "a.jsonl", rows)
+    write(tmp_path / "a.parquet", rows)
+    write(tmp_path / "other.jsonl", [{"question": "q", "response": "a"}])
+    (tmp_path / "a.csv").write_text("prompt,response\n")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "ä", "response": "b"}\n'.encode("latin-1"))
+    place = {name: str(tmp_path / name) for name in ("a.jsonl", "a.parquet", "a.csv", "other.jsonl", "empty.jsonl")}
+    said = {
+        "missing": refusal(tmp_path, "missing.jsonl"),
+        "pattern": refusal(tmp_path, "missing/*.jsonl"),
+        "folder": refusal(tmp_path, str(tmp_path / "empty")),
+        "suffix": refusal(tmp_path, place["a.csv"]),
+        "kinds": refusal(tmp_path, [place["a.jsonl"], place["a.parquet"]]),
+        "twice": refusal(tmp_path, [place["a.jsonl"], str(tmp_path / "a.json*")]),
+        "columns": refusal(tmp_path, [place["a.jsonl"], place["other.jsonl"]]),
+        "empty": refusal(tmp_path, place["empty.jsonl"]),
+        "bytes": refusal(tmp_path, str(tmp_path / "latin.jsonl")),
+        "no files": refusal(tmp_path, []),
+    }
+    assert said == {
+        "missing": "train_files='missing.jsonl' does not exist; give a file, a folder or a pattern that exists",
+        "pattern": "train_files='missing/*.jsonl' does not exist; give a file, a folder or a pattern that exists",
+        "folder": "train_files='empty' is a folder without jsonl or parquet files; give a file, a folder or a pattern"
+        " that exists",
+        "suffix": "train_files has the file 'a.csv'; give files that end with .jsonl, .json or .parquet",
+        "kinds": "train_files mixes JSON and parquet files; give files of one kind",
+        "twice": "train_files has the file 'a.jsonl' twice; name each file once",
+        "columns": "other.jsonl has the columns question, response but a.jsonl has prompt, response; give files with"
+        " the same columns, or read them in two runs",
+        "empty": "empty.jsonl is empty; remove it",
+        "bytes": "line 1 of latin.jsonl is not a JSON object: it is not UTF-8 at byte 12; fix or delete it",
+        "no files": "train_files is an empty list; give at least one file",
+    }
+    assert refusal(tmp_path, str(tmp_path / "cut.parquet")).startswith("cut.parquet is not a complete parquet file: ")
+
+
+def test_rows_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    talks = [{"messages": [{"role": "user", "content": "Hi"}]}, {"messages": [{"role": "bot", "content": "Hi"}]}]
+    sentence = "message 0 of row 1 of talks.jsonl has the role 'bot'; choose 'system', 'user', 'assistant' or 'tool'"
+    file = write(tmp_path / "talks.jsonl", talks)
+    assert refusal(tmp_path, file) == sentence
+    assert stream(tmp_path, file) == sentence
+    silent = write(tmp_path / "silent.jsonl", [{"prompt": "q", "response": ""}])
+    assert refusal(tmp_path, silent) == (
+        "train_files='silent.jsonl' has nothing to learn (packed 0 of 1 samples, 0 tokens, into 0 rows; left out"
+        " 1 without an answer); give rows with answers"
+    )
+    share = {"validation_share": 0.01}
+    assert refusal(tmp_path, write(tmp_path / "a.jsonl", exchanges(3)), **share) == (
+        "validation_share=0.01 of 3 samples leaves none to validate on; choose another share, or give validation_files"
+    )
+
+
+def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", exchanges(3))
+    module = data(tmp_path, file)
+    model: Any = SimpleNamespace(vocab_size=258)
+    module.trainer = SimpleNamespace(
+        lightning_module=model,
+        local_rank=0,
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        distributed_sampler_kwargs=None,
+        accumulate_grad_batches=1,
+        state=SimpleNamespace(fn=None),
+    )  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="larger vocab_size") as raised:
+        module.setup("fit")
+    assert str(raised.value) == (
+        "row 0 of train_files has the token 258, but the model's vocab_size=258 ends at 257; use the model's own"
+        " tokenizer, or a larger vocab_size"
+    )
+    module.streaming = True
+    module.setup("fit")
+    with pytest.raises(ValueError, match="has the token 258, outside the vocabulary of 0 to 257"):
+        list(module.train_dataloader())
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"batch_size": 0}, "batch_size=0 is too small"),
+        ({"validation_share": 1.0}, "validation_share=1.0 is out of range; choose a share from 0 to below 1"),
+        ({"validation_share": 0.1, "validation_files": "b"}, "are both given; give one of them"),
+        ({"validation_share": 0.1, "streaming": True}, "does not work with streaming=True"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        data(tmp_path, "a.jsonl", **options)
+
+
+def test_a_tokenizer_is_loaded_from_its_folder(tmp_path: Path) -> None:
+    characters().save_pretrained(tmp_path / "tokenizer")
+    module = MCoreFinetuningData("a.jsonl", str(tmp_path / "tokenizer"), 64)
+    assert module.vocab_size == 260
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(ValueError, match=r"cannot be loaded: .*; give the folder or name of a tokenizer") as raised:
+        MCoreFinetuningData("a.jsonl", str(tmp_path / "nothing"), 64).vocab_size  # noqa: B018
+    assert "\n" not in str(raised.value)

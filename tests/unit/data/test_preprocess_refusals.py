@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``lightning-mcore preprocess`` cannot do is one sentence: what was given, where, and what to change."""
+
+import importlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from lightning_mcore.cli import main
+from lightning_mcore.data.preprocess.run import Options, preprocess
+from lightning_mcore.data.preprocess.worker import read_tokens
+from lightning_mcore.data.pretraining.index import read_index
+from tests.unit.data.test_preprocess import write_parquet
+
+GOOD = '{"text": "a b", "id": 1}\n'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Make a tokenizer without an end of sequence."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    words = {"a": 0, "b": 1, "<unk>": 2}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(path))
+    return str(path)
+
+
+def refusal(inputs: list[str], tokenizer: str, place: Path, **changed: Any) -> str:
+    """Return the sentence; nothing may be left behind."""
+    given: dict[str, Any] = {"append_eod": False, "workers": 1, "output": str(place / "out"), **changed}
+    with pytest.raises((ValueError, OSError, RuntimeError, ModuleNotFoundError)) as caught:
+        preprocess(Options(inputs=inputs, tokenizer=tokenizer, **given))
+    assert not list(place.glob("out.[bi]*"))
+    text = str(caught.value)
+    assert "\n" not in text
+    return text.replace(f"{place}/", "")
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (
+            b'{"text": "a"}\n{"text": "b"\n',
+            "data.jsonl, line 2 is not JSON (Expecting ',' delimiter); fix or delete that line",
+        ),
+        (
+            GOOD.encode() * 40 + b'\n["a"]\n',
+            "data.jsonl, line 42 holds a list, not an object with a column 'text'; fix that line",
+        ),
+        (
+            GOOD.encode() * 40 + b'{"body": "a", "id": 2}',
+            "data.jsonl, line 41 has no column 'text'; choose another of body, id with --text-column",
+        ),
+        (
+            b'{"text": ["a"], "raw": "a"}',
+            "data.jsonl, line 1 has a list in column 'text', not text; choose another of raw with --text-column",
+        ),
+        (b"{}", "data.jsonl, line 1 has no column 'text'; it has no other column"),
+        (
+            GOOD.encode() * 40 + '{"text": "ä"}'.encode("latin-1"),
+            "data.jsonl, line 41 is not UTF-8 text (byte 1010 is 0xe4); convert the file to UTF-8,"
+            " for example with iconv",
+        ),
+        (
+            GOOD.encode() + rb'{"text": "a \ud83d b"}',
+            r"data.jsonl, line 2 contains half of a surrogate pair, '\ud83d', which is not text; fix that line",
+        ),
+        (
+            b'\n{"text": null}\n{"text": ""}\n',
+            "none of the 3 documents in 1 files has any text; give other inputs or another --text-column",
+        ),
+        (b"", "none of the 0 documents in 1 files has any text; give other inputs or another --text-column"),
+    ],
+    ids=["cut off", "no object", "no column", "no text", "no columns", "encoding", "surrogate", "empty", "nothing"],
+)
+def test_broken_lines_are_named(content: bytes, sentence: str, tokenizer: str, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_bytes(content)
+    assert refusal([str(tmp_path / "data.jsonl")], tokenizer, tmp_path, piece_bytes=100) == sentence
+
+
+def test_what_comes_before_a_broken_line_is_kept(tokenizer: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "data.jsonl").write_text(GOOD * 40 + "oops\n")
+    command = {"inputs": [str(tmp_path / "data.jsonl")], "tokenizer": tokenizer, "output": str(tmp_path / "out")}
+    with pytest.raises(ValueError, match="line 41 is not JSON"):
+        preprocess(Options(**command, append_eod=False, workers=2, piece_bytes=100))
+    kept = [read_tokens(str(path))[0]["documents"] for path in (tmp_path / "out.unfinished").glob("*.piece")]
+    assert sum(kept) == 40
+
+
+def test_text_in_another_encoding_is_named(tokenizer: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("a\nä".encode("latin-1"))
+    assert refusal([str(tmp_path / "a.txt")], tokenizer, tmp_path) == (
+        "a.txt, line 2 is not UTF-8 text (byte 2 is 0xe4); convert the file to UTF-8, for example with iconv"
+    )
+
+
+def test_parquet_files_are_looked_at_before_anything_is_done(
+    tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")
+    write_parquet(Path(good), {"text": ["a"], "id": [1]})
+    Path(bad).write_bytes(b"PAR1 no")
+    said = refusal([good, bad], tokenizer, tmp_path)
+    assert said.startswith("b.parquet cannot be read as parquet: ")
+    assert said.endswith("; fix or remove the file")
+    assert refusal([good], tokenizer, tmp_path, text_column="body") == (
+        "a.parquet has no column 'body'; choose another of text, id with --text-column"
+    )
+    assert refusal([good], tokenizer, tmp_path, text_column="id") == (
+        "column 'id' of a.parquet holds int64, not strings; choose another with --text-column"
+    )
+    real = importlib.import_module
+
+    def without_pyarrow(name: str, package: str | None = None) -> Any:
+        if name.startswith("pyarrow"):
+            raise ModuleNotFoundError(name=name)
+        return real(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", without_pyarrow)
+    assert refusal([good], tokenizer, tmp_path) == (
+        'reading a.parquet needs pyarrow; pip install "lightning-mcore[data]"'
+    )
+
+
+def test_a_damaged_row_group_is_one_sentence(tokenizer: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write_parquet(path, {"text": [f"a b {number}" for number in range(5000)]}, compression="snappy")
+    content = bytearray(path.read_bytes())
+    content[40:4000] = bytes(3960)
+    path.write_bytes(content)
+    said = refusal([str(path)], tokenizer, tmp_path)
+    assert said.startswith("a.parquet cannot be read as parquet: ")
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        (
+            {"output": "data/out.bin"},
+            "--output data/out.bin is a file; give the prefix of both files, data/out",
+        ),
+        ({"output": "data/"}, "--output 'data/' is a folder; add a prefix for the files in it"),
+        ({"separator": ""}, "--separator is empty; give the text between two documents, or remove it"),
+        ({"workers": 0}, "--workers 0 is not positive; choose 1 or more"),
+        ({"format": "csv"}, "format='csv' is unknown; choose auto, text, jsonl, parquet"),
+        (
+            {"append_eod": True},
+            "tokenizer.json has no end-of-sequence token; choose a token with --eod-token, or none with"
+            " --no-append-eod",
+        ),
+        (
+            {"append_eod": True, "eod_token": "<eos>"},
+            "--eod-token '<eos>' is not a token of tokenizer.json; choose one of its 3 tokens",
+        ),
+    ],
+)
+def test_wrong_settings_are_refused(changed: dict[str, Any], sentence: str, tokenizer: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(GOOD)
+    said = refusal([str(tmp_path / "a.jsonl")], tokenizer, tmp_path, **changed)
+    assert said.replace(f"{Path(tokenizer).parent}/", "") == sentence
+
+
+@pytest.mark.parametrize(
+    ("inputs", "sentence"),
+    [
+        (
+            ["no.jsonl"],
+            "no.jsonl is neither a file nor a folder, nor a pattern that matches a file; give another input",
+        ),
+        (["empty"], "empty holds no file with one of the suffixes .txt, .text, .jsonl,"),
+        (["a.csv"], "the suffix of a.csv does not show its format; give --format text, jsonl or parquet, and"),
+        (["a.jsonl", "*.jsonl"], "a.jsonl is given twice, so its documents would occur twice; give it once"),
+        (["a.jsonl", "link/a.jsonl"], "link/a.jsonl is given twice, so its documents would occur twice; give it once"),
+        ([], "no input is given; give files, patterns or folders"),
+    ],
+)
+def test_inputs_that_are_none_are_refused(inputs: list[str], sentence: str, tokenizer: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(".")
+    for name in ("a.jsonl", "a.csv"):
+        (tmp_path / name).write_text(GOOD)
+    said = refusal([str(tmp_path / name) for name in inputs], tokenizer, tmp_path)
+    assert said.startswith(sentence)
+
+
+def test_what_is_no_tokenizer_is_refused(tokenizer: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(GOOD)
+    (tmp_path / "broken.json").write_text("{}")
+    (tmp_path / "folder").mkdir()
+    source = [str(tmp_path / "a.jsonl")]
+    said = refusal(source, str(tmp_path / "broken.json"), tmp_path)
+    assert said.startswith("broken.json is not a tokenizer.json (")
+    assert said.endswith("; give one, or a folder or name for transformers")
+    said = refusal(source, str(tmp_path / "folder"), tmp_path)
+    assert said.startswith("AutoTokenizer cannot read the folder folder (")
+
+
+@pytest.mark.parametrize("place", ["vocabulary", "added token"])
+def test_a_token_with_an_absurd_id_is_refused_before_a_table_of_that_length_is_made(
+    tokenizer: str, place: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_text(GOOD)
+    content = json.loads(Path(tokenizer).read_text())
+    if place == "vocabulary":
+        content["model"]["vocab"][next(iter(content["model"]["vocab"]))] = 10**9
+    else:
+        content["added_tokens"].append({"id": 10**9, "content": "<new>"})
+    (tmp_path / "absurd.json").write_text(json.dumps(content))
+    said = refusal([str(tmp_path / "a.jsonl")], str(tmp_path / "absurd.json"), tmp_path)
+    assert "the id 1000000000, above the limit of 16777216" in said
+
+
+def test_the_command_line_ends_with_a_sentence_and_a_code(tokenizer: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "a.jsonl").write_text("oops")
+    arguments = ["preprocess", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "out")]
+    assert main([*arguments, "--tokenizer", tokenizer, "--no-append-eod"]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: {tmp_path}/a.jsonl, line 1 is not JSON (")
+    assert said.out == ""
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--tokeniser", tokenizer])
+    assert ended.value.code == 2
+
+
+def test_files_that_are_no_dataset_are_told(tokenizer: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(GOOD)
+    prefix = str(tmp_path / "out")
+    preprocess(Options(inputs=[str(tmp_path / "a.jsonl")], tokenizer=tokenizer, output=prefix, append_eod=False))
+    with pytest.raises(ValueError, match=r"out\.bin is a file; give the prefix of both files of the dataset, .*/out$"):
+        read_index(prefix + ".bin")
+    with pytest.raises(FileNotFoundError, match=r"other\.bin does not exist; give the prefix of a dataset that"):
+        read_index(str(tmp_path / "other"))
+    os.truncate(prefix + ".bin", 2)
+    with pytest.raises(ValueError, match=r"out\.bin has 2 bytes but .*out\.idx expects 4, so they do not belong"):
+        read_index(prefix)
+    os.truncate(prefix + ".idx", 40)
+    with pytest.raises(ValueError, match=r"out\.idx is damaged or of an unknown version; make the dataset again"):
+        read_index(prefix)
+    Path(prefix + ".idx").write_bytes(b"something else, but long enough for a head")
+    with pytest.raises(ValueError, match=r"out\.idx is not an index of Megatron;"):
+        read_index(prefix)
+
+
+def test_settings_that_no_input_has_a_use_for_are_refused(tokenizer: str, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text(GOOD)
+    (tmp_path / "data.txt").write_text("a b")
+    assert refusal([str(tmp_path / "data.jsonl")], tokenizer, tmp_path, separator="b") == (
+        "--separator applies to text files, but no input is one; remove it"
+    )
+    assert refusal([str(tmp_path / "data.txt")], tokenizer, tmp_path, text_column="body") == (
+        "--text-column body applies to jsonl and parquet files, but all inputs are text files; remove it"
+    )
+
+
+def test_a_failure_before_any_work_does_not_speak_of_unfinished_work(
+    tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data.jsonl").write_text(GOOD)
+    missing = str(tmp_path / "no" / "such" / "place")
+    (tmp_path / "no").write_text("a file")
+    assert main(["preprocess", str(tmp_path / "data.jsonl"), "--output", missing, "--tokenizer", tokenizer]) == 1
+    assert "unfinished, and the same command" not in capsys.readouterr().err

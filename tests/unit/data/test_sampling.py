@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order in which samples are dealt out, without a Trainer."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_mcore.data.position import global_order
+from lightning_mcore.data.sampling import GlobalOrderSampler, data_parallel_place, training_loader
+from tests.support.toy import Samples
+
+
+def dealt(size: int, ranks: int, global_batch_size: int, epoch: int, shuffle: bool = True) -> list[int]:
+    """Return what all ranks read together, put back in order."""
+    samplers = [GlobalOrderSampler(Samples(size), ranks, r, global_batch_size, shuffle, seed=5) for r in range(ranks)]
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    assert len({len(sampler) for sampler in samplers}) == 1
+    return [index for turn in zip(*samplers, strict=True) for index in turn]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_order_is_the_same_for_any_number_of_ranks(shuffle: bool) -> None:
+    orders = {tuple(dealt(103, ranks, 8, 2, shuffle)) for ranks in (1, 2, 4, 8)}
+    assert len(orders) == 1
+    [order] = orders
+    assert len(order) == len(set(order)) == 96
+    assert shuffle or list(order) == list(range(96))
+
+
+def test_each_epoch_and_seed_has_its_own_order_and_leaves_out_others() -> None:
+    orders = [dealt(103, 2, 8, epoch) for epoch in (0, 1)]
+    assert orders[0] != orders[1]
+    assert set(orders[0]) != set(orders[1])
+    assert orders[0] == dealt(103, 2, 8, 0)
+
+
+def test_a_resume_sees_the_order_that_the_sampler_has() -> None:
+    sampler = GlobalOrderSampler(Samples(50), 2, 1, 4, seed=3)
+    sampler.set_epoch(4)
+    assert global_order(sampler)[1::2] == list(sampler)
+
+
+def test_what_fills_no_global_batch_is_told_to_the_user(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):  # the level of Lightning's own messages
+        loader = training_loader(None, Samples(11), 4, of="rows")
+    [record] = caplog.records
+    assert record.name.startswith("lightning.pytorch")
+    assert record.getMessage() == "each epoch skips 3 of 11 rows, which do not fill a global batch of 4"
+    assert [len(batch["index"]) for batch in loader] == [4, 4]
+
+
+def test_a_dataset_smaller_than_a_global_batch_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"has 3 samples, fewer than the 4 of a global batch; give more data, or lower"
+    ):
+        training_loader(None, Samples(3), 4)
+    with pytest.raises(ValueError, match="global_batch_size=6 cannot be divided among 4 data-parallel ranks; choose a"):
+        GlobalOrderSampler(Samples(9), 4, 0, 6)
+
+
+def test_outside_of_a_run_there_is_one_rank() -> None:
+    assert data_parallel_place(None) == (0, 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_batches_for_a_gpu_are_in_pinned_memory(device: str) -> None:
+    place = {"rank": 0, "num_replicas": 1}
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    trainer: Any = SimpleNamespace(strategy=strategy, accumulate_grad_batches=1, distributed_sampler_kwargs=place)
+    assert training_loader(trainer, Samples(4), 2).pin_memory == (device == "cuda")
+    assert not training_loader(trainer, Samples(4), 2, pin_memory=False).pin_memory

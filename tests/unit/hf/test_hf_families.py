@@ -1,0 +1,597 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configs of every family: read as Megatron's fields, written back; keys that change the numbers are never ignored."""
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from lightning_mcore.config import field_homes
+from lightning_mcore.config.rules.model import NOT_OF_A_GPT
+from lightning_mcore.hf import Unused, family_names, find_family
+from lightning_mcore.hf.family import IRRELEVANT, TRAINING_ONLY, complete_fields, split_fields
+from lightning_mcore.hf.source import complete_config
+from lightning_mcore.hf.weight_map import WeightMap
+from lightning_mcore.layers.transformer_config import check_transformer_fields
+from tests.support.hf_models import CONFIGS, FAMILIES, MULTI_TOKEN, VARIANTS, YARN
+
+ALL: dict[str, tuple[str, dict[str, Any]]] = {**{name: (name, {}) for name in CONFIGS}, **VARIANTS}
+WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+
+
+def config_of(family: str, **overrides: Any) -> dict[str, Any]:
+    """Return a whole config, as it is read from a folder."""
+    content = copy.deepcopy({"model_type": family, **CONFIGS[family], **overrides})
+    return complete_config(find_family(family), content)
+
+
+def read(family: str, **overrides: Any) -> dict[str, Any]:
+    """Return all fields of a config."""
+    return complete_fields(find_family(family).read_config(config_of(family, **overrides)))
+
+
+# ---- in and out
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_config_survives_the_way_to_fields_and_back(name: str) -> None:
+    family, overrides = ALL[name]
+    fields = read(family, **overrides)
+    keys = find_family(family).write_config(fields)
+    again = complete_config(find_family(family), {"model_type": family, **keys})
+    assert complete_fields(find_family(family).read_config(again)) == fields
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_keys_are_written_as_they_were(name: str) -> None:
+    family, overrides = ALL[name]
+    config, fields = config_of(family, **overrides), read(family, **overrides)
+    written = find_family(family).write_config(fields)
+    left_out = {"rope_parameters", "moe_layer_end_index", *(key for key in ("head_dim",) if config.get(key) is None)}
+    if family != "mixtral" and fields["num_moe_experts"] and fields["moe_layer_freq"] == 1:
+        left_out.add("intermediate_size")  # of no layer
+    if config.get("decoder_sparse_step") == 2:
+        left_out |= {"decoder_sparse_step", "mlp_only_layers"}  # the second says it all
+    keys = written.keys() & config.keys() - left_out
+    assert {key: written[key] or None for key in keys} == {key: config[key] or None for key in keys}
+    rope = config["rope_parameters"]
+    if "full_attention" in rope or "alpha" in rope:  # of two kinds of layers; of a base that is written stretched
+        return
+    assert {key: written["rope_parameters"].get(key, 1.0) for key in rope} == rope
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_fields_of_a_config_are_arguments_of_the_module(name: str) -> None:
+    family, overrides = ALL[name]
+    module, transformer = split_fields(find_family(family).read_config(config_of(family, **overrides)))
+    assert check_transformer_fields(transformer) == transformer
+    assert module["vocab_size"] == CONFIGS[family]["vocab_size"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_is_known_by_its_settings_alone(family: str) -> None:
+    fields = read(family)
+    assert next(name for name in family_names() if _accepts(name, fields)) == family
+
+
+def _accepts(family: str, fields: dict[str, Any]) -> bool:
+    try:
+        find_family(family).write_config(fields)
+    except ValueError:
+        return False
+    return True
+
+
+# ---- every key
+
+NO_NUMBERS = {
+    "llama": {"pretraining_tp"},
+    "mixtral": {"router_aux_loss_coef"},  # without output_router_logits transformers has no such loss
+    "qwen2_moe": {"router_aux_loss_coef"},
+    "qwen3_moe": {"router_aux_loss_coef"},
+    "deepseek_v3": {"pretraining_tp"},
+    "kimi_k2": {"pretraining_tp"},
+    "seed_oss": {"pretraining_tp"},
+    **{name: {"router_aux_loss_coef"} for name in ("granitemoe", "olmoe", "minimax_m2", "ernie4_5_moe", "qwen3_next")},
+    "gpt_oss": {"router_aux_loss_coef"},
+    "qwen3_5_moe_text": {"router_aux_loss_coef", "intermediate_size"},
+    "exaone4": {"sliding_window_pattern"},  # makes layer_types
+    "gemma3_text": {"_sliding_window_pattern"},
+    "hunyuan_v1_dense": {"pretraining_tp", "eod_token_id"},
+}
+"""Keys of a config class that change no number, beside those of any config."""
+
+MADE_OF_OTHERS = {
+    "deepseek_v3": {"head_dim"},
+    "kimi_k2": {"head_dim"},
+    "smollm3": {"no_rope_layer_interval"},
+    "seed_oss": {"residual_dropout"},  # affects training only
+    "phi3": {"resid_pdrop", "embd_pdrop", "original_max_position_embeddings"},  # the last is of longrope only
+    "dots1": {"max_window_layers"},
+    "gemma": {"hidden_act"},  # transformers takes "gelu" as its approximation
+}
+"""Keys that transformers overwrites, and those without effect beside ``no_rope_layers`` or ``layer_types``."""
+
+BASES: dict[str, dict[str, Any]] = {
+    "qwen2": WINDOWS,
+    "qwen2_moe": WINDOWS,
+    "qwen3": WINDOWS,
+    "qwen3_moe": {"use_sliding_window": True, "sliding_window": 8, "mlp_only_layers": [1]},
+    "glm4_moe": {"n_group": 2},
+    "smollm3": {"use_sliding_window": True, "sliding_window": 8},
+    "dots1": {"n_group": 2},
+}
+"""What a config has beside the plain one, so that each of its keys has an effect."""
+
+OTHERS: dict[str, list[Any]] = {
+    "rope_parameters": [
+        {"rope_type": "default", "rope_theta": 5.0},
+        {**YARN, "factor": 2.0},
+        {**YARN, "original_max_position_embeddings": 16},
+        {**YARN, "beta_fast": 8.0},
+        {**YARN, "beta_slow": 2.0},
+        {**YARN, "mscale": 0.5, "mscale_all_dim": 0.25},
+        {**YARN, "mscale": 0.5, "mscale_all_dim": 0.5},
+        {**YARN, "truncate": False},
+        {**YARN, "attention_factor": 2.0},
+        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        {**CONFIGS["llama"]["rope_parameters"], "factor": 4.0},
+        {**CONFIGS["llama"]["rope_parameters"], "low_freq_factor": 2.0},
+        {**CONFIGS["llama"]["rope_parameters"], "high_freq_factor": 2.0},
+        {**CONFIGS["llama"]["rope_parameters"], "original_max_position_embeddings": 4096},
+        {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    ],
+    "layer_types": [["sliding_attention", "full_attention"] * 2, ["chunked_attention"] * 4],
+    "mlp_only_layers": [[0], [0, 3]],
+    "no_rope_layers": [[1, 1, 1, 1], [0, 1, 0, 1]],
+    "decoder_sparse_step": [2, 3],
+    "first_k_dense_replace": [0, 2],
+    "num_experts_per_tok": [1, 3],
+    "moe_layer_start_index": [0, 2],
+    "moe_layer_end_index": [2],
+    "hidden_act": ["gelu", "relu"],
+    "hidden_activation": ["gelu", "relu"],
+}
+"""Other values of keys; of the rest, switches are turned and numbers doubled."""
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_no_key_of_the_config_class_is_passed_over(family: str) -> None:
+    base = BASES.get(family, {})
+    config, plain = config_of(family, **base), read(family, **base)
+    without = {key for rule in find_family(family).config if isinstance(rule, Unused) for key in rule.keys}
+    assert without & config.keys() == NO_NUMBERS.get(family, set())
+    fields = set()
+    for key in config.keys() - IRRELEVANT - without - MADE_OF_OTHERS.get(family, set()):
+        for value in OTHERS.get(key) or [_other(config[key])]:
+            changed = _read_or_refuse(family, {**CONFIGS[family], **base}, key, value)
+            assert changed is None or changed != plain, f"{key}={value}"
+            fields |= {name for name in plain if changed is not None and changed[name] != plain[name]}
+    assert len(fields) >= 10
+
+
+def _other(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    return 2 * value + 0.25 if isinstance(value, float) else 2 * (value or 2)
+
+
+def _read_or_refuse(family: str, config: dict[str, Any], key: str, value: Any) -> dict[str, Any] | None:
+    if key == "num_local_experts":
+        config.pop("num_experts", None)  # the same, in older words
+    try:
+        whole = complete_config(find_family(family), copy.deepcopy({"model_type": family, **config, key: value}))
+        return complete_fields(find_family(family).read_config(whole))
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_keys_that_no_rule_knows_are_refused(family: str) -> None:
+    with pytest.raises(ValueError, match=r"logit_scale=2.0 is not a known key of"):
+        read(family, logit_scale=2.0)
+    assert read(family, logit_scale=None) == read(family)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'.*only 'silu' is"),
+    (
+        "llama",
+        {"num_attention_heads": 0},
+        "num_attention_heads=0 is not supported; only whole numbers from 1 to 16777216 are",
+    ),
+    ("llama", {"num_key_value_heads": 0}, "num_key_value_heads=0 is not supported; only whole numbers from 1 to"),
+    ("llama", {"head_dim": 0}, "head_dim=0 is not supported; only whole numbers from 1 to"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "config.json: Missing.*'factor'"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "rope_theta=0.0 is not supported"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+    ("mistral", {"sliding_window": 0}, "sliding_window=0 is not supported"),
+    ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1.*only 2 and more"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1.*moe_input_jitter_eps"),
+    ("mixtral", {"output_router_logits": True}, "output_router_logits=True.*moe_aux_loss_coeff"),
+    ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window=False.*give both"),
+    ("qwen2", {"use_mrope": True}, "use_mrope=True"),
+    ("qwen2", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor=2.0"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 is not supported; only whole numbers from 1"),
+    ("qwen3_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1.*only 2 and more"),
+    ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2.*only 4 is"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+    ("deepseek_v3", {"attention_bias": True}, "attention_bias=True.*only False is"),
+    ("gemma", {"hidden_act": "relu"}, "hidden_activation='relu'.*only 'gelu_pytorch_tanh' is"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True.*earlier tokens only"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0.*transformers does not apply it"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0.*only None is"),
+    (
+        "olmo3",
+        {"rope_parameters": {"sliding_attention": YARN}},
+        "sliding_attention.rope_type='yarn'.*only 'default' is",
+    ),
+    (
+        "olmo3",
+        {"rope_parameters": {"sliding_attention": {}, "full_attention": {**YARN, "truncate": False}}},
+        "full_attention.truncate=False is not supported, because transformers does not read it there; only True is",
+    ),
+    ("deepseek_v3", {"n_group": 8}, "n_group=8 of 8 experts is not supported.*its 2 best"),
+    ("deepseek_v3", {"n_group": 3}, "n_group=3 of 8 experts is not supported"),
+    ("deepseek_v3", {"num_experts_per_tok": 3}, "num_experts_per_tok=3.*// topk_group = 3 best.*transformers by 2"),
+    ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False.*only True is"),
+    ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts=0 is not supported; only whole numbers from 1 to"),
+    ("deepseek_v3", {"rope_parameters": {**YARN, "mscale_all_dim": 1.0}}, "mscale_all_dim=1.0 without mscale"),
+    ("deepseek_v3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+    ("deepseek_v3", {"rope_parameters": {**YARN, "truncate": False}}, "truncate=False"),
+    ("glm4_moe", {"rope_parameters": YARN}, "partial_rotary_factor=0.5 is not supported with rope_type='yarn'"),
+]
+
+
+@pytest.mark.parametrize(("family", "overrides", "message"), REFUSED, ids=lambda value: str(value)[:40])
+def test_values_that_megatron_cannot_compute_are_refused(family: str, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(family, **overrides)
+
+
+def test_a_model_with_another_epsilon_is_no_deepseek() -> None:
+    fields = {**read("deepseek_v3"), "layernorm_epsilon": 1e-5}
+    with pytest.raises(ValueError, match=r"not one of 'deepseek_v3': latent_epsilon=None.*would mean 1e-06"):
+        find_family("deepseek_v3").write_config(fields)
+
+
+def test_a_config_is_completed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoConfig
+
+    asked = []
+    monkeypatch.setattr(AutoConfig, "for_model", lambda name, **keys: asked.append(name) or CompleteConfig())
+    content = {"model_type": "llama", "asked_for_by": "this test"}
+    first, second = (complete_config(find_family("llama"), content) for _ in range(2))
+    assert asked == ["llama"]
+    first["nested"]["key"] = 2
+    assert second["nested"]["key"] == 1
+
+
+class CompleteConfig:
+    """Stands for a config of transformers."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"nested": {"key": 1}}
+
+
+# ---- models that are published, with the keys that they have
+
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Llama 2": (
+        {"model_type": "llama", "hidden_size": 4096, "pretraining_tp": 1, "rope_scaling": None, "rms_norm_eps": 1e-5},
+        {"rotary_base": 10000, "rope_scaling": False, "layernorm_epsilon": 1e-5},
+    ),
+    "Llama 3.1": (
+        {
+            "model_type": "llama",
+            "num_key_value_heads": 8,
+            "rope_theta": 500000.0,
+            "rope_scaling": {
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+        },
+        {"rotary_base": 500000, "rope_scaling": True, "rope_scaling_factor": 8.0, "num_query_groups": 8},
+    ),
+    "Mistral 0.1": (
+        {"model_type": "mistral", "rope_theta": 10000.0, "sliding_window": 4096},
+        {"window_size": (4095, 0)},
+    ),
+    "Mixtral": (
+        {"model_type": "mixtral", "rope_theta": 1e6, "sliding_window": None, "router_aux_loss_coef": 0.02},
+        {"num_moe_experts": 8, "moe_ffn_hidden_size": 14336, "rotary_base": 1000000},
+    ),
+    "Qwen2.5, stretched": (
+        {
+            "model_type": "qwen2",
+            "rope_theta": 1e6,
+            "sliding_window": 131072,
+            "use_sliding_window": False,
+            "max_window_layers": 28,
+            "use_mrope": False,
+            "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+        },
+        {"position_embedding_type": "yarn", "window_size": None, "add_qkv_bias": True},
+    ),
+    "Qwen1.5-MoE": (
+        {"model_type": "qwen2_moe", "norm_topk_prob": False, "decoder_sparse_step": 1, "sliding_window": 32768},
+        {"moe_router_pre_softmax": True, "moe_shared_expert_gate": True, "num_moe_experts": 60, "window_size": None},
+    ),
+    "Qwen3-MoE": (
+        {
+            "model_type": "qwen3_moe",
+            "num_experts": 128,
+            "max_window_layers": 48,
+            "head_dim": 128,
+            "norm_topk_prob": True,
+        },
+        {"num_moe_experts": 128, "moe_router_pre_softmax": False, "kv_channels": 128, "qk_layernorm": True},
+    ),
+    "DeepSeek-V3": (
+        {
+            "model_type": "deepseek_v3",
+            "aux_loss_alpha": 0.001,
+            "ep_size": 1,
+            "moe_layer_freq": 1,
+            "num_nextn_predict_layers": 1,
+            "scoring_func": "sigmoid",
+            "seq_aux": True,
+            "topk_method": "noaux_tc",
+            "max_position_embeddings": 163840,
+            "rope_theta": 10000,
+            "rope_scaling": {
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "factor": 40,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 4096,
+                "type": "yarn",
+            },
+        },
+        {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": 40,
+            "mscale_all_dim": 1.0,
+            "moe_router_num_groups": 8,
+            "moe_router_group_topk": 4,
+            "moe_layer_freq": (False,) * 3 + (True,) * 58,
+            "mtp_num_layers": 1,
+            "moe_router_bias_update_rate": 0.0,
+        },
+    ),
+    "gpt-oss": (
+        {
+            "model_type": "gpt_oss",
+            "attention_bias": True,
+            "experts_per_token": 4,
+            "initial_context_length": 4096,
+            "num_hidden_layers": 4,
+            "output_router_logits": False,
+            "rope_scaling": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "rope_type": "yarn",
+                "truncate": False,
+            },
+            "rope_theta": 150000,
+            "router_aux_loss_coef": 0.9,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+        },
+        {
+            "softmax_type": "learnable",
+            "activation_func_clamp_value": 7.0,
+            "window_size": (127, 0),
+            "window_attn_skip_freq": (True, False) * 2,
+            "rotary_base": 150000,
+            "moe_ffn_hidden_size": 2880,
+        },
+    ),
+    "GLM-4.5": (
+        {
+            "model_type": "glm4_moe",
+            "attention_bias": True,
+            "head_dim": 128,
+            "partial_rotary_factor": 0.5,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+            "num_nextn_predict_layers": 1,
+        },
+        {
+            "rotary_percent": 0.5,
+            "kv_channels": 128,
+            "moe_router_topk_scaling_factor": 2.5,
+            "add_qkv_bias": True,
+            "moe_router_num_groups": None,
+            "moe_router_enable_expert_bias": True,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configs_of_published_models_are_read(name: str) -> None:
+    content, wanted = PUBLISHED[name]
+    generated = {"torch_dtype": "bfloat16", "transformers_version": "4.45.0", "use_cache": True, "auto_map": {"A": "b"}}
+    family = find_family(content["model_type"])
+    fields = complete_fields(family.read_config(complete_config(family, copy.deepcopy({**generated, **content}))))
+    assert {key: fields[key] for key in wanted} == wanted
+
+
+# ---- what a model is, and how it is trained
+
+SAID_BY_A_FAMILY = [
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "ffn_hidden_size",
+    "kv_channels",
+    "mtp_num_layers",
+    "layernorm_epsilon",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "gated_linear_unit",
+    "activation_func",
+    "normalization",
+    "qk_layernorm",
+    "window_size",
+    "window_attn_skip_freq",
+    "num_moe_experts",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "softmax_type",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rope_type",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+]
+"""Fields that have a place in the config of one family or another."""
+
+SAID_BY_NONE = [
+    "softmax_scale",
+    "apply_residual_connection_post_layernorm",
+    "layernorm_zero_centered_gamma",
+    "rotary_interleaved",
+    "qk_l2_norm",
+    "attention_output_gate",
+    "no_rope_freq",
+    "moe_router_load_balancing_type",
+    "moe_router_topk_limited_devices",
+    "moe_router_force_load_balancing",
+    "moe_router_force_biased",
+    "moe_apply_probs_on_input",
+    "moe_token_dropping",
+    "moe_latent_size",
+    "mtp_use_repeated_layer",
+    "moe_mlp_glu_interleave_size",
+    "moe_shared_expert_glu_interleave_size",
+    "experimental_attention_variant",
+    "experimental_attention_variant_loss_scale_func",
+]
+"""Fields that change what a model computes and that a config cannot express."""
+
+OF_OTHER_MODELS = ("dsa_", "linear_", "mamba_", "mup_", "use_mamba", "use_mup", "mrope", "heterogeneous", "_")
+
+
+def test_every_field_is_known_to_say_what_a_model_is_or_how_it_is_trained() -> None:
+    elsewhere = {
+        *field_homes._STRATEGY_FIELDS,
+        *field_homes._PRECISION_FIELDS,
+        *field_homes._SCHEDULE_FIELDS,
+    }
+    known = elsewhere | TRAINING_ONLY | {*SAID_BY_A_FAMILY, *SAID_BY_NONE, *NOT_OF_A_GPT}
+    names = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    assert {name for name in names - known if not name.startswith(OF_OTHER_MODELS)} == set()
+    assert not TRAINING_ONLY & {*SAID_BY_A_FAMILY, *SAID_BY_NONE}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_is_another_is_not_written(family: str) -> None:
+    fields = read(family)
+    for name, value in {
+        "layernorm_zero_centered_gamma": True,
+        "softmax_scale": 0.5,
+        "rotary_interleaved": True,
+    }.items():
+        with pytest.raises(
+            ValueError, match=rf"not one of '{family}': {name}={value} cannot be expressed in its config"
+        ):
+            find_family(family).write_config({**fields, name: value})
+    with pytest.raises(ValueError, match=r"position_embedding_type|learned_absolute"):
+        find_family(family).write_config({**fields, "position_embedding_type": "learned_absolute"})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_how_a_model_was_trained_has_no_say_in_its_config(family: str) -> None:
+    fields = read(family)
+    trained = {
+        "moe_aux_loss_coeff": 0.01,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_router_bias_update_rate": 0.001,
+        "moe_expert_capacity_factor": 1.0,
+        "recompute_granularity": "full",
+        "hidden_dropout": 0.1,
+        "mtp_loss_scaling_factor": 0.3,
+    }
+    plain = find_family(family).write_config(fields)
+    assert find_family(family).write_config(complete_fields({**fields, **trained})) == plain
+    with pytest.raises(ValueError, match="sinkhorn"):
+        find_family(family).write_config(complete_fields({**fields, "moe_router_load_balancing_type": "sinkhorn"}))
+
+
+def test_what_can_be_said_in_several_ways_is_said_in_one() -> None:
+    some = read("qwen2_moe")
+    assert complete_fields({**some, "moe_layer_freq": [1, 1, 0, 1]}) == some
+    every = read("qwen2_moe", mlp_only_layers=[1, 3])
+    assert complete_fields({**every, "moe_layer_freq": 2}) == every
+    assert complete_fields({**read("qwen3_moe"), "moe_layer_freq": [1] * 4}) == read("qwen3_moe")
+    windows = read("qwen3", **VARIANTS["qwen3, windows"][1])
+    assert complete_fields({**windows, "window_attn_skip_freq": [0, 1, 0, 1]}) == windows
+    assert complete_fields({**read("mistral"), "window_attn_skip_freq": [1] * 4}) == read("mistral")
+    assert complete_fields({**read("llama"), "window_attn_skip_freq": 2}) == read("llama")
+    assert complete_fields({**read("llama"), "activation_func": "torch.nn.functional.silu"}) == read("llama")
+    stretched = read("qwen2", rope_parameters=YARN)
+    assert (
+        complete_fields({**stretched, "yarn": {"rotary_scaling_factor": 4.0, "original_max_position_embeddings": 32}})
+        == stretched
+    )
+
+
+# ---- weights
+
+
+@pytest.mark.parametrize("family", MULTI_TOKEN)
+def test_the_bias_of_a_router_stays_in_fp32_and_repeated_tensors_are_known(family: str) -> None:
+    fields = read(family, num_nextn_predict_layers=1)
+    tensors = {
+        "embedding.word_embeddings.weight": (128, 32),
+        "output_layer.weight": (128, 32),
+        "decoder.layers.1.mlp.router.expert_bias": (4,),
+        "decoder.layers.1.mlp.router.weight": (4, 32),
+        "mtp.layers.0.eh_proj.weight": (32, 64),
+        "mtp.layers.0.transformer_layer.mlp.router.expert_bias": (4,),
+    }
+    weights = WeightMap(find_family(family), fields, {name: torch.Size(shape) for name, shape in tensors.items()})
+    assert weights.in_fp32 == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 4)}
+    assert weights.repeated == {
+        "model.layers.4.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.4.shared_head.head.weight": "lm_head.weight",
+    }
+    assert weights.shapes["model.layers.4.embed_tokens.weight"] == (101, 32)
+    assert weights.shapes["model.layers.4.eh_proj.weight"] == (32, 64)

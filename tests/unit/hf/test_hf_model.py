@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model in Hugging Face's shape: padding on either side, transformers' loss, and what it refuses."""
+
+import functools
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.mutation_guard import install_generation_tagging_init
+
+from lightning_mcore import LoRA, add_lora, single_process
+from lightning_mcore.hf import HFModel, hf_model
+from lightning_mcore.layers.padded_rows import PaddedRows
+from tests.support.hf_models import VOCAB_SIZE, tiny_folder
+from tests.unit.optimizer.test_optimizer_options import is_one_sentence
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")  # where the layers run in this process
+LENGTHS = (7, 4, 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules_are_tagged() -> None:
+    """Let torch.compile, which Megatron's output gate uses, wrap ``Module.__init__`` before the first test."""
+    install_generation_tagging_init()
+
+
+@pytest.fixture
+def model() -> Any:
+    with single_process():
+        yield hf_model(pl.LightningModule(), str(tiny_folder("llama")))
+
+
+@functools.cache
+def of_transformers() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_folder("llama"), dtype=torch.float32)
+
+
+def padded(on_the_left: bool) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    width = max(LENGTHS)
+    batch = {"input_ids": torch.zeros(len(LENGTHS), width).long(), "labels": torch.full((len(LENGTHS), width), -100)}
+    batch["attention_mask"] = torch.zeros(len(LENGTHS), width).long()
+    for row, length in enumerate(LENGTHS):
+        place = slice(width - length, width) if on_the_left else slice(0, length)
+        batch["input_ids"][row, place] = torch.randint(3, VOCAB_SIZE, (length,), generator=generator)
+        batch["labels"][row, place] = batch["input_ids"][row, place]
+        batch["attention_mask"][row, place] = 1
+    return batch
+
+
+def test_padding_on_the_left_gives_the_bits_of_padding_on_the_right(model: HFModel) -> None:
+    left, right = padded(on_the_left=True), padded(on_the_left=False)
+    ours, moved = model(**right), model(**left)
+    assert torch.equal(ours.loss, moved.loss)
+    real = [batch["attention_mask"].bool() for batch in (right, left)]
+    assert torch.equal(ours.logits[real[0]], moved.logits[real[1]])
+    expected = of_transformers()(**right)
+    torch.testing.assert_close(ours.loss, expected.loss, atol=1e-5, rtol=0)
+    torch.testing.assert_close(ours.logits[real[0]], expected.logits[real[0]], atol=1e-5, rtol=0)
+    torch.testing.assert_close(moved.logits[real[1]], of_transformers()(**left).logits[real[1]], atol=1e-5, rtol=0)
+
+
+def test_gradients_go_through_logits_and_loss_of_rows_with_padding_on_the_left(model: HFModel) -> None:
+    found = {}
+    for on_the_left in (True, False):
+        batch = padded(on_the_left)
+        output = model(**batch)
+        mask = batch["attention_mask"].bool()
+        (output.loss + output["logits"][mask].square().mean()).backward()
+        weight = model.pipeline.chunks[0].decoder.layers[0].self_attention.linear_qkv.weight
+        found[on_the_left], weight.grad = weight.grad, None
+        model.zero_grad()
+    torch.testing.assert_close(found[True], found[False], atol=1e-7, rtol=0)
+
+
+def test_the_number_of_targets_may_be_given(model: HFModel) -> None:
+    batch = padded(on_the_left=False)
+    expected = of_transformers()(**batch, num_items_in_batch=20).loss
+    torch.testing.assert_close(model(**batch, num_items_in_batch=20)[0], expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model(**batch, num_items_in_batch=torch.tensor(20)).loss, expected, atol=1e-5, rtol=0)
+
+
+def test_usual_position_ids_change_nothing(model: HFModel) -> None:
+    batch = padded(on_the_left=True)
+    places = (batch["attention_mask"].cumsum(1) - 1).masked_fill(batch["attention_mask"] == 0, 1)
+    assert torch.equal(model(**batch, position_ids=places, use_cache=False).loss, model(**batch).loss)
+
+
+def test_config_and_attributes_are_those_of_transformers(model: HFModel) -> None:
+    assert model.config.to_dict()["hidden_size"] == of_transformers().config.hidden_size
+    assert model.config.pad_token_id == 0
+    assert (model.device.type, model.dtype) == ("cpu", torch.float32)
+    output = model(padded(on_the_left=False)["input_ids"])
+    assert output.loss is None
+    assert output[0] is output.logits is output["logits"]
+    with pytest.raises(KeyError):
+        output["loss"]
+
+
+def test_it_writes_itself_as_transformers_does(model: HFModel, tmp_path: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model.save_pretrained(str(tmp_path / "out"))
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    expected = of_transformers().state_dict()
+    assert all(torch.equal(written[name], value) for name, value in expected.items())
+
+
+IDS = torch.tensor([[5, 6, 7, 8]])
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"inputs_embeds": torch.zeros(1)}, "inputs_embeds is not supported by the model of hf_model"),
+    ({"token_type_ids": torch.zeros(1, 4)}, "token_type_ids is not supported"),
+    ({"output_attentions": True}, "output_attentions is not supported"),
+    ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "attention_mask is not a padding mask: a row has a 0 between"),
+    ({"attention_mask": torch.tensor([[1, 2, 1, 1]])}, "a value besides 0 and 1"),
+    ({"attention_mask": torch.ones(1, 1, 4, 4)}, r"has the shape \[1, 1, 4, 4\], but only a padding mask"),
+    ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "position_ids do not count up by one"),
+    ({"labels": torch.ones(1, 3).long()}, r"labels have the shape \[1, 3\] and input_ids \[1, 4\]"),
+    ({"labels": IDS, "attention_mask": torch.tensor([[1, 1, 1, 0]])}, "targets where attention_mask is 0"),
+    ({"labels": IDS + VOCAB_SIZE}, "labels hold .* outside the vocabulary"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED)
+def test_what_it_does_not_support_is_refused_by_name(model: HFModel, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refusal:
+        model(IDS, **given)
+    assert is_one_sentence(str(refusal.value))
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("gradient_checkpointing_enable", r"transformer=\{'recompute_granularity': 'full'"),
+        ("resize_token_embeddings", "change the model with transformers, save it, and give its folder"),
+        ("get_input_embeddings", r"hf_named_parameters\(\) gives their weights"),
+        ("lm_head", r"hf_named_parameters\(\) gives their weights"),
+        ("push_to_hub", r"save_pretrained\(\)"),
+    ],
+)
+def test_attributes_of_transformers_say_what_to_do_instead(model: HFModel, name: str, instead: str) -> None:
+    assert hasattr(of_transformers(), name)
+    with pytest.raises(
+        AttributeError, match=rf"{name} is not available on the model of hf_model\(\); .*{instead}"
+    ) as no:
+        getattr(model, name)
+    assert is_one_sentence(str(no.value))
+    assert not hasattr(model, "anything_else")
+
+
+def test_adapters_of_peft_are_refused_and_those_that_are_named_work(model: HFModel, tmp_path: Any) -> None:
+    """What is written has them merged."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    with pytest.raises(
+        TypeError, match=r"PEFT cannot put adapters on the model of hf_model\(\), .*; call add_lora\(self"
+    ):
+        get_peft_model(model, LoraConfig(target_modules=["q_proj"]))  # type: ignore[arg-type]
+    add_lora(model.pipeline, LoRA(target_modules=["linear_qkv", "linear_proj"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    model.save_pretrained(str(tmp_path / "merged"))
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    logits = model(IDS).logits
+    torch.testing.assert_close(written(IDS).logits, logits, atol=1e-5, rtol=0)
+    assert (of_transformers()(IDS).logits - logits).abs().max() > 1e-2
+
+
+def test_a_model_that_is_built_in_the_constructor_is_refused_by_its_name() -> None:
+    with pytest.raises(RuntimeError, match=r"hf_model\(\) builds Megatron layers, .*: call it in configure_model\(\)"):
+        hf_model(pl.LightningModule(), str(tiny_folder("llama")))
+
+
+def test_a_row_of_padding_alone_is_allowed() -> None:
+    rows = PaddedRows.of(IDS, torch.zeros(1, 4), None, 8)
+    assert rows.share(IDS, 0, 0, 1).shape == (1, 8)
+    assert (rows.targets(torch.full((1, 4), -100)) == -100).all()
+
+
+def test_an_unknown_family_says_which_are_known(tmp_path: Any) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "abacus"}')
+    with single_process(), pytest.raises(ValueError, match=r"abacus.*llama, "):
+        hf_model(pl.LightningModule(), str(tmp_path))
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"num_beams": 3}, {"repetition_penalty": 1.5, "eos_token_id": 17}], ids=["greedy", "beams", "end"]
+)
+def test_generation_gives_the_tokens_of_transformers(
+    model: HFModel, use_cache: bool, arguments: dict[str, Any]
+) -> None:
+    batch = padded(on_the_left=True)
+    del batch["labels"]
+    settings = {"max_new_tokens": 12, "pad_token_id": 0, **arguments}
+    expected = of_transformers().generate(**batch, **settings)
+    assert torch.equal(model.generate(**batch, use_cache=use_cache, **settings), expected)
+
+
+def test_generation_counts_positions_from_the_first_token_where_queries_grow() -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = str(tiny_folder("ministral3"))
+    other = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    batch = padded(on_the_left=True)
+    del batch["labels"]
+    settings = {"max_new_tokens": 14, "pad_token_id": 0, "eos_token_id": None}
+    with single_process():
+        model: Any = hf_model(pl.LightningModule(), folder)
+        for given in (batch, {"input_ids": batch["input_ids"][:1]}):
+            assert torch.equal(model.generate(**given, **settings), other.generate(**given, **settings))
+        places = torch.arange(7).expand(3, -1)
+        moved = places - (batch["attention_mask"] == 0).sum(1, keepdim=True)
+        assert torch.equal(model(**batch, position_ids=moved).logits, model(**batch).logits)
+        with pytest.raises(ValueError, match="position_ids do not begin with 0 at the first token of a row"):
+            model(**batch, position_ids=places)
+
+
+@pytest.mark.parametrize(("labels", "problem"), [(1, "regression"), (3, "single_label_classification")])
+def test_a_classifier_scores_the_last_token_and_writes_itself(labels: int, problem: str, tmp_path: Any) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(2)
+    other = AutoModelForSequenceClassification.from_pretrained(tiny_folder("qwen2"), num_labels=labels)
+    other.save_pretrained(tmp_path / "in")
+    right, left = padded(on_the_left=False), padded(on_the_left=True)
+    targets = torch.tensor([0, 2, 1]) if labels == 3 else torch.tensor([0.5, 1.0, -1.0])
+    with single_process():
+        model: Any = hf_model(
+            pl.LightningModule(), str(tmp_path / "in"), head="sequence-classification", num_labels=labels
+        )
+        for batch in (right, left):
+            inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "labels": targets}
+            expected = other(**inputs)
+            torch.testing.assert_close(model(**inputs).logits, expected.logits, atol=1e-5, rtol=0)
+            torch.testing.assert_close(model(**inputs).loss, expected.loss, atol=1e-5, rtol=0)
+        assert model.config.problem_type == problem
+        with pytest.raises(TypeError, match="needs logits over the vocabulary"):
+            model.generate(IDS)
+        model.save_pretrained(str(tmp_path / "out"))
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert again.config.num_labels == labels
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in other.state_dict().items())
+
+
+def test_an_encoder_returns_the_last_hidden_state_and_writes_itself(tmp_path: Any) -> None:
+    from transformers import AutoModel
+
+    batch = padded(on_the_left=True)
+    real = batch["attention_mask"].bool()
+    other = AutoModel.from_pretrained(tiny_folder("llama"), dtype=torch.float32)
+    with single_process():
+        model = hf_model(pl.LightningModule(), str(tiny_folder("llama")), head="hidden-states")
+        output = model(batch["input_ids"], batch["attention_mask"])
+        assert output.keys() == ["last_hidden_state"]
+        expected = other(batch["input_ids"], batch["attention_mask"]).last_hidden_state[real]
+        torch.testing.assert_close(output.last_hidden_state[real], expected, atol=1e-5, rtol=0)
+        for ask, message in ((lambda: output.logits, "the output has last_hidden_state"),):
+            with pytest.raises(AttributeError, match=message):
+                ask()
+        with pytest.raises(ValueError, match="which has no loss; leave them out"):
+            model(**batch)
+        model.save_pretrained(str(tmp_path / "out"))
+    again = AutoModel.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(again[name], value) for name, value in other.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"head": "token-classification"}, "head='token-classification' is not known; choose 'causal-lm'"),
+        ({"num_labels": 2}, "num_labels=2 is given for a model without scores"),
+    ],
+)
+def test_a_head_that_does_not_exist_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hf_model(pl.LightningModule(), str(tiny_folder("llama")), **given)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "hunyuan_v1_dense", "qwen3_next", "qwen3_5_text"])
+def test_generation_beyond_the_window_and_with_other_layers(family: str, arguments: dict[str, Any]) -> None:
+    """Windows, norms after the rotation, and gated delta nets."""
+    from transformers import AutoModelForCausalLM
+
+    batch = padded(on_the_left=True)
+    del batch["labels"]
+    settings = {"max_new_tokens": 14, "pad_token_id": 0, **arguments}
+    other: Any = AutoModelForCausalLM.from_pretrained(tiny_folder(family), dtype=torch.float32)
+    with single_process():
+        model = hf_model(pl.LightningModule(), str(tiny_folder(family)))
+        assert torch.equal(model.generate(**batch, **settings), other.generate(**batch, **settings))
+
+
+def test_prompts_with_padding_on_the_right_are_refused(model: HFModel) -> None:
+    with pytest.raises(ValueError, match="with padding on the right") as refusal:
+        model.generate(IDS, attention_mask=torch.tensor([[1, 1, 1, 0]]), max_new_tokens=1, pad_token_id=0)
+    assert is_one_sentence(str(refusal.value))
