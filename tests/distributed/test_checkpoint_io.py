@@ -517,7 +517,7 @@ def name_what_is_damaged(path: str) -> list[str]:
             rank_state(plugin, path, 1)
         assert rank_state(plugin, path, 0)["rank"] == 0  # which reads another file
         assert rank_state(MCoreCheckpointIO(verify="sizes"), path, 1)["rank"] == 1
-        messages += refused(path, a_list, "damaged: lightning.pt holds a list, not a dict")
+        messages += refused(path, a_list, "damaged: lightning.pt contains a list, not a dict")
         messages += refused(path, without_its_entry, "damaged: lightning.pt is missing")
         messages += refused(path, without_world_size, "damaged: checkpoint.json does not give its world_size")
         strange = blank()
