@@ -948,7 +948,7 @@ def test_a_manifest_that_does_not_fit_is_refused(tmp_path: Path, entries: dict[s
 def test_a_manifest_that_is_no_json_is_refused(tmp_path: Path, text: bytes) -> None:
     save(tmp_path / "a.ckpt", 1)
     (tmp_path / "a.ckpt" / "checkpoint.json").write_bytes(text)
-    with pytest.raises(ValueError, match=r"a\.ckpt is damaged: checkpoint\.json is not JSON, or only part of it"):
+    with pytest.raises(ValueError, match=r"a\.ckpt is damaged: checkpoint\.json is not complete JSON"):
         files.read_manifest(str(tmp_path / "a.ckpt"))
 
 

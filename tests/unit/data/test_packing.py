@@ -107,7 +107,7 @@ def test_no_samples_give_no_rows() -> None:
     rows = pack_lengths([], 8)
 
     assert len(rows) == 0
-    with pytest.raises(IndexError, match="row 0 of 0"):
+    with pytest.raises(IndexError, match="row 0 is out of range; there are 0 rows"):
         rows[0]
 
 
