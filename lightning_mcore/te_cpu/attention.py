@@ -45,16 +45,15 @@ class _Call:
     """The arguments that the calls of both releases have, wherever they are in the list."""
 
     scale: float  # multiplies the scores
-    dropout: float  # share of the probabilities that is dropped
+    dropout: float
     layout: str  # of the queries: "SBHD", "BSHD" or "THD"
-    mask: str  # its name
+    mask: str
     window: Sequence[int]  # tokens before and after itself that a query sees; -1 for all
     rest: Sequence[Any]  # the arguments after the window, from the bounds on
 
     @classmethod
     def of(cls, args: Sequence[Any], scale_at: int) -> "_Call":
         # The releases differ in the arguments before and after the window, which is the first list or tuple.
-        # Enumerations are found by the name of their class, the first of each.
         window_at = next(index for index, value in enumerate(args) if isinstance(value, list | tuple))
         first = {type(value).__name__: value.name for value in reversed(args[:window_at]) if hasattr(value, "name")}
         rest = list(itertools.dropwhile(lambda value: isinstance(value, bool), args[window_at + 1 :]))
@@ -86,8 +85,6 @@ class _Call:
 
     def visible(self, queries: int, keys: int) -> Tensor:
         """Return which keys each query sees, [queries, keys] bool."""
-        # Two queries and four keys: bottom right, the last query and the last key have the same position, so the
-        # queries see 3 and 4 keys. Top left they see 1 and 2.
         ahead = torch.arange(keys)[None] - torch.arange(queries)[:, None]
         if "CAUSAL" not in self.mask or "BOTTOM_RIGHT" in self.mask:
             ahead = ahead - (keys - queries)  # the last query and the last key have the same position
@@ -157,8 +154,7 @@ def fused_attn_bwd(*args: Any) -> list[Any]:
     kept_at = next(index for index, value in enumerate(call.rest) if isinstance(value, list | tuple))
     (statistics, state), padded = call.rest[kept_at][:2], call.rest[kept_at + 1 : kept_at + 3]
     gradients = [torch.zeros(tensor.shape, dtype=dtype) for tensor in (q, k, v)]
-    # Under context parallelism each step of the ring has some of the keys, but the result and the statistics are of all
-    # keys: so are the probabilities that exp(scores - sums) restores here.
+    # Under context parallelism a step has only some of the keys, but the result and the statistics cover all keys.
     statistics = statistics.reshape(statistics.shape[:3] if call.layout != "THD" else statistics.shape[:2])
     generator = call.generator(state)
     for of_q, of_k, of_statistics in call.sequences(q, k, (q_bounds, k_bounds, *padded)):
@@ -180,7 +176,6 @@ def fused_attn_bwd(*args: Any) -> list[Any]:
         )
         for gradient, index, value in zip(gradients, (of_q, of_k, of_k), found, strict=True):
             own = gradient[index]
-            # Heads that share a key add up their gradients of it.
             by_head = value.transpose(0, 1).reshape(*own.shape[:2], value.shape[0] // own.shape[1], own.shape[2])
             own.copy_(by_head.sum(2))
     return [*gradients, None, None]
@@ -208,8 +203,7 @@ def convert_bshd_to_thd(tensor: Tensor, bounds: Tensor, tokens: int) -> Tensor:
 
 def _half(bounds: Tensor, which: int) -> Tensor:
     """Return the indices of the first (0) or second (1) halves' tokens, int64."""
-    # The edges 0 2 4 count halves only. A sequence between edges a and b has its first half a tokens later in the row,
-    # and its second half b tokens later.
+    # The edges 0 2 4 count one half of each sequence. A first half starts at a + a in the row, a second at a + b.
     edges = (bounds // 2).tolist()
     parts = [torch.arange(a, b) + (b if which else a) for a, b in itertools.pairwise(edges)]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
@@ -239,7 +233,7 @@ def _check_packed(packed: bool) -> None:
 
 
 def thd_read_second_half_lse(statistics: Tensor, bounds: Tensor, packed: bool, length: int) -> Tensor:
-    """Return the second halves' statistics, [h, length], from those of all tokens, [h, t]."""
+    """Return the second halves' statistics, [h, length], from the statistics of all tokens, [h, t]."""
     _check_packed(packed)
     index = _half(bounds, 1)
     result = statistics.new_zeros(statistics.shape[0], length)
@@ -291,7 +285,6 @@ def thd_grad_correction(grad: Tensor, of_step: Tensor, bounds: Tensor, first: st
 
 def thd_get_partitioned_indices(bounds: Tensor, tokens: int, size: int, rank: int) -> Tensor:
     """Return which tokens of packed rows a context-parallel rank has, [tokens / size] int32."""
-    # Sequences of 8 and 4 tokens on 2 ranks: rank 0 has tokens 0 1 6 7 and 8 11.
     parts = []
     for start, end in itertools.pairwise(bounds.tolist()):
         chunk = (end - start) // (2 * size)

@@ -17,9 +17,8 @@ from lightning_mcore.te_cpu.enums import TORCH_DTYPES, DType
 LARGEST_FP32 = torch.finfo(torch.float32).max
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 """The values of FP4 without their sign, which is bit 3 of a code."""
-# The limits between neighbouring values, as bucketize() takes them.
 _BETWEEN = (E2M1[1:] + E2M1[:-1]) / 2
-_BETWEEN[1::2] = torch.nextafter(_BETWEEN[1::2], torch.zeros(()))  # a value halfway between two takes the even code
+_BETWEEN[1::2] = torch.nextafter(_BETWEEN[1::2], torch.zeros(()))  # halfway between two values: the even code
 LARGEST_NVFP4 = 6.0 * 448.0  # the largest FP4 value times the largest scale in E4M3
 
 
@@ -42,7 +41,6 @@ def scale_of(
 
     A smaller amax than ``epsilon`` is replaced by it; ``limit`` is the scale where ``top / amax`` overflows.
     """
-    # An amax of 3 with E4M3, whose largest value is 448: 149.33, or 128 as a power of two.
     amax = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
     ratio = torch.full_like(amax, top) / amax  # a Python number divided by a tensor is rounded twice
     scale = torch.where(amax.isfinite() & (amax != 0), ratio, torch.ones_like(amax))
@@ -57,8 +55,7 @@ def exponent_of(amax: Tensor, top: float) -> Tensor:
 
     They are E8M0 numbers, which mean ``2 ** (number - 127)``; 255 is NaN.
     """
-    # An amax of 3: 3 / 448 = 0.0067, and 2 ** -7 = 0.0078 is the next power of two, so 120. The mantissa decides
-    # whether to round up; a subnormal up to half of the smallest normal number keeps exponent 0.
+    # A mantissa rounds up; only a subnormal up to half of the smallest normal number keeps exponent 0.
     value = (amax.float() * (torch.ones(()) / top)).contiguous()
     bits = value.view(torch.int32)
     exponent, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF
@@ -94,7 +91,6 @@ def cast_to_fp4(values: Tensor, stochastic: bool = False) -> Tensor:
 
     ``stochastic`` rounds up or down at random, so that the mean is right; otherwise to nearest even.
     """
-    # 1.2 and -6.0: codes 2 (the value 1) and 7 | 8 (6 and the sign), in one byte 0xF2.
     size = values.abs().contiguous()
     if stochastic:
         below = torch.bucketize(size.clamp(max=6.0), E2M1, right=True) - 1

@@ -94,8 +94,6 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
 
 def make_chunk_sort_map(sizes: Tensor, order: Tensor, tokens: int, splits: int) -> Tensor:
     """Return the new place of each row, [tokens] int32, when chunks of these sizes [splits] are put into this order."""
-    # Sizes 2 1 3 in the order 2 0 1: rows 3 4 5, then 0 1, then 2. So row 0 moves to place 3, and the map
-    # is 3 4 5 0 1 2.
     places = torch.empty(tokens, dtype=torch.int32)
     rows = torch.split(torch.arange(tokens), sizes.tolist())
     sources = torch.cat([rows[index] for index in order.tolist()])

@@ -12,7 +12,6 @@ from typing import Any
 from lightning_mcore.te_cpu import attention, experts, gemm, layers, quantize
 from lightning_mcore.te_cpu.enums import enums
 
-# The kernels in each file of this room.
 _SOURCES = {
     quantize: "quantize dequantize create_empty_quantized_tensor bgrad_quantize split_quantize multi_tensor_quantize"
     " fp8_transpose swap_first_dims compute_amax fused_amax_and_scale_update_after_reduction"
@@ -28,12 +27,12 @@ _SOURCES = {
     " thd_grad_correction thd_get_partitioned_indices",
 }
 
-# By what asks for them. The tests compare this list with the names in TransformerEngine's code.
+# By what asks for them.
 _ABSENT = {
     "user buffers": "CommOverlap CommOverlapHelper CommOverlapP2P bulk_overlap_ag_with_external_gemm"
     " ubuf_built_with_mpi device_supports_multicast get_stream_priority_range",
     "FlashAttention": "fa_prepare_fwd fa_prepare_bwd",
-    "inference": "copy_to_kv_cache",  # MCoreGPT generates without it
+    "inference": "copy_to_kv_cache",
     "optimizers, for which Megatron gets torch's": "multi_tensor_adam multi_tensor_sgd"
     " multi_tensor_scale_tensor multi_tensor_l2norm multi_tensor_unscale_l2norm multi_tensor_adam_capturable"
     " multi_tensor_adam_capturable_master multi_tensor_adam_fp8 multi_tensor_adam_param_remainder",
@@ -62,7 +61,7 @@ ABSENT = frozenset(name for names in _ABSENT.values() for name in names.split())
 
 
 def _versions() -> dict[str, Callable[[], int]]:
-    # Versions that TransformerEngine accepts; they choose among kernels of a GPU.
+    # Any versions that TransformerEngine accepts: they only choose among GPU kernels.
     return {
         "get_cublasLt_version": lambda: 130000,
         "get_cudnn_version": lambda: 91200,

@@ -44,10 +44,10 @@ def generic_gemm(
     """Multiply matrices as a linear layer does: ``op(b) @ op(a)``, where ``op`` transposes if ``transpose_`` says so.
 
     ``a`` is the weight [n, k] of a forward pass; ``b`` is its input [..., k], or the gradient [..., n] of a backward
-    pass. ``bias`` [n] is added, or in a backward pass (``grad``) given if its gradient is wanted. ``gelu`` applies
+    pass. ``bias`` [n] is added; in a backward pass (``grad``) it asks for its gradient instead. ``gelu`` applies
     GELU, or multiplies by its derivative at ``gelu_in``. The product is added to ``out`` with ``accumulate``, and
     quantized with ``quantizer``; a new tensor is bf16 without ``output_dtype``. Returns the product, the gradient of
-    the bias, the input of GELU, and ``extra_output``; None for what there is not. Other arguments have no effect;
+    the bias, the input of GELU, and ``extra_output``, each None if absent. Other arguments have no effect;
     NotImplementedError with ``comm_overlap``.
     """
     if comm_overlap is not None:
@@ -104,7 +104,6 @@ def te_general_grouped_gemm(
     tensor for each expert, or with ``single_output`` one [sum of m, n]. ``bias`` is [n] for each, empty without bias;
     in a backward pass its gradient is written there. In ``rest`` only ``accumulate`` is used.
     """
-    # Splits 3 0 2 of one output [5, n]: the first expert writes rows 0 to 2, the second nothing, the third the rest.
     accumulate = rest[2]
     outputs = torch.split(out[0], list(splits)) if single_output else out
     for index, (weight, tokens, output) in enumerate(zip(a, b, outputs, strict=True)):

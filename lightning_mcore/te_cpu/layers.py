@@ -184,9 +184,6 @@ SOFTMAX: dict[str, Callable[..., Tensor]] = {
 """TransformerEngine's four softmax kernels and their gradients."""
 
 
-# Rotary positions.
-
-
 def _turned(x: Tensor, interleaved: bool) -> Tensor:
     # Channels a b c d become -b a -d c if pairs are neighbours, else -c -d a b.
     if interleaved:
@@ -200,7 +197,6 @@ def _rotate(x: Tensor, angles: Tensor, interleaved: bool, backward: bool) -> Ten
     size = angles.shape[-1]
     part = x[..., :size].float()
     if backward:
-        # The transpose of a rotation turns back.
         part = part * angles.cos() - _turned(part * angles.sin(), interleaved)
     else:
         part = part * angles.cos() + _turned(part, interleaved) * angles.sin()

@@ -42,7 +42,6 @@ def prepare() -> None:
     if version not in TESTED:
         sys.modules[_NAME] = None  # type: ignore[assignment]  # as if it were not installed
         return
-    # Just before the folder that holds the real package, so that other packages keep their order.
     folder = os.path.dirname(os.path.dirname(spec.origin))
     sys.path.insert(sys.path.index(folder) if folder in sys.path else 0, _SHADOW)
 
@@ -122,11 +121,10 @@ def _load_into(module: types.ModuleType) -> None:
         kernels = extension.refusing_module(f"{prefix}.triton.{name}", functions)
         sys.modules[f"{prefix}.triton.{name}"] = kernels
         setattr(package, name, kernels)
-    # From here on TransformerEngine runs, and finds the modules above in sys.modules.
     script, environment = torch.jit.script, dict(os.environ)
     os.environ |= _SETTINGS
     try:
-        common: Any = importlib.import_module(f"{_NAME}.common")  # without the CUDA libraries
+        common: Any = importlib.import_module(f"{_NAME}.common")
         common.load_framework_extension = lambda framework: None
         torch.jit.script = lambda function: function  # TransformerEngine compiles small functions with it
         spec.loader.exec_module(module)

@@ -2,7 +2,7 @@
 """Make TransformerEngine and megatron-core run on the CPU where they expect a GPU.
 
 TransformerEngine rejects tensors that are not on a GPU, and asks for the GPU's compute capability. Here it takes every
-tensor for one on a GPU of compute capability 9.0, on which every FP8 recipe is supported. Only its own modules are
+tensor for one on a GPU of compute capability 9.0, which supports every FP8 recipe. Only its own modules are
 changed, once, when this room loads it.
 
 If TransformerEngine is installed, megatron-core uses its optimizers and gradient norms, even for models without its
@@ -25,7 +25,6 @@ from lightning_mcore.te_cpu import load
 
 _CAPABILITY = (9, 0)
 _ATTENTION = "attention.dot_product_attention"
-# Methods that assert that their tensors are on a GPU.
 _ASK_FOR_CUDA = (
     ("module.base", "TransformerEngineBaseModule", "prepare_forward"),
     (f"{_ATTENTION}.dot_product_attention", "DotProductAttention", "forward"),
@@ -97,7 +96,6 @@ def _waited_once(communicate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _made_on_the_cpu(new: Callable[..., Any]) -> Callable[..., Any]:
-    # Without a device, TransformerEngine would ask for the current GPU.
     @functools.wraps(new)
     def made(*args: Any, **kwargs: Any) -> Any:
         return new(*args, **(kwargs | {"device": torch.device("cpu")}))

@@ -95,7 +95,6 @@ def _empty(quantizer: Any, shape: tuple[int, ...], dtype: torch.dtype, internal:
         fields["is_2D_scaled"] = quantizer.block_scaling_dim == 2
     if kind == "NVFP4Tensor":
         fields |= {"amax_rowwise": None, "amax_columnwise": None}
-    # The constructors of the releases differ.
     accepted = inspect.signature(storage.__new__).parameters
     if "data_format" in accepted:  # until 2.11
         formats = importlib.import_module("transformer_engine_torch").Float8BlockScaleTensorFormat
@@ -177,10 +176,9 @@ def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Tensor | Non
 
 def lost(values: Tensor, output: Any) -> tuple[int, int]:
     """Count the values that a cast lost: beyond the range of their scale, and not zero but cast to zero."""
-    # Only a scale of earlier steps can be too small; the factor allows for its rounding.
     saturated = 0
-    if hasattr(output, "_scale_inv"):  # other scales come from the values themselves
-        limit = fp8_format(output._fp8_dtype)[1] * output._scale_inv * (1 + 2**-20)
+    if hasattr(output, "_scale_inv"):  # only a scale of earlier steps can be too small
+        limit = fp8_format(output._fp8_dtype)[1] * output._scale_inv * (1 + 2**-20)  # for its rounding
         saturated = int((values.abs() > limit).sum())
     return saturated, int(((to_float(output) == 0) & (values != 0)).sum())
 
@@ -219,8 +217,8 @@ def _fill_block(output: Any, values: Tensor, quantizer: Any, dtype: torch.dtype)
     square, compact = quantizer.block_scaling_dim == 2, _is_compact(quantizer)
     top, limit = fp8_format(quantizer.dtype)[1], torch.finfo(dtype).max
 
-    # Weights have square blocks, 128 x 128, and the same scales both ways. Others have blocks of 1 x 128 along the
-    # rows, and 128 x 1 along the columns, so their two orientations hold different FP8 values.
+    # Weights have 128 x 128 blocks. Other tensors have 1 x 128 blocks along the rows and 128 x 1 along the columns, so
+    # their two orientations hold different FP8 values.
     def filled(rows: int, columns: int) -> tuple[Tensor, Tensor]:
         amax = tiles(matrix, rows, columns).abs().amax(dim=(1, 3))
         scale = scale_of(amax, top, quantizer.amax_epsilon, quantizer.force_pow_2_scales, limit)
@@ -242,7 +240,6 @@ def _fill_mxfp8(output: Any, values: Tensor, quantizer: Any, dtype: torch.dtype)
         data = getattr(output, f"{prefix}_data")
         if data is None:
             continue
-        # mxfp8 keeps both orientations untransposed: only the blocks differ.
         exponent = exponent_of(tiles(matrix, rows, columns).abs().amax(dim=(1, 3)), fp8_format(quantizer.dtype)[1])
         factor = spread(reciprocal_of(exponent), matrix.shape, rows, columns)
         data.copy_(cast(matrix * factor, quantizer.dtype).view_as(data))
@@ -251,8 +248,7 @@ def _fill_mxfp8(output: Any, values: Tensor, quantizer: Any, dtype: torch.dtype)
 
 def _fill_nvfp4(output: Any, values: Tensor, quantizer: Any, dtype: torch.dtype) -> None:
     """Quantize the rows as they are, and the columns after the random Hadamard transform if the quantizer has it."""
-    # It has it for inputs and gradients. The transform mixes 16 rows. It is orthogonal, so it cancels out in the
-    # gradient of a weight, whose factors both have it.
+    # The transform of inputs and gradients is orthogonal, so it cancels out in a weight's gradient.
     matrix = _matrix(values)
     columns = matrix.t()
     if quantizer.with_rht:
@@ -288,7 +284,7 @@ def is_quantized(tensor: Any) -> bool:
 
 
 def shared_amax(tensor: Any, columnwise: bool = False) -> Any:
-    """Return the amax [1] that decides ``nvfp4``'s shared scale; for other tensors, the one of a scale of 1."""
+    """Return the amax [1] that decides ``nvfp4``'s shared scale; for other tensors, the amax of a scale of 1."""
     if not hasattr(tensor, "_fp4_dtype"):
         return LARGEST_NVFP4
     return tensor._amax_columnwise if _takes_columns(tensor, columnwise) else tensor._amax_rowwise
@@ -316,8 +312,7 @@ def to_float(tensor: Any, columnwise: bool = False, shared_scale: bool = True) -
     if hasattr(tensor, "_is_2D_scaled"):
         return _block_to_float(tensor, data, scales, columnwise)
     rows, columns = (_BLOCK, 1) if columnwise else (1, _BLOCK)
-    # Scales are E8M0 exponents.
-    factor = power(scales.int() - 127)
+    factor = power(scales.int() - 127)  # E8M0
     matrix = _matrix(data)
     return (matrix * spread(factor, matrix.shape, rows, columns)).view_as(data)
 
@@ -341,7 +336,6 @@ def _block_to_float(tensor: Any, data: Tensor, scales: Tensor, columnwise: bool)
     if columnwise and not compact:
         data = data.movedim(0, -1)
     matrix = _matrix(data)
-    # The kernels transpose scales as their matrix product reads them: see _fill_block(), which writes them.
     if (columnwise and square) or not (columnwise or square or compact):
         scales = scales.t()
     size = 128
