@@ -81,7 +81,7 @@ def read_json(text: str, name: str) -> Any:
     except json.JSONDecodeError as error:
         raise ValueError(f"line {error.lineno} of {name} is not JSON: {error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is not JSON: {error}") from error
+        raise ValueError(f"{name} is not JSON: {error}; use less nesting and shorter numbers") from error
 
 
 def read_yaml(text: str, name: str) -> Any:

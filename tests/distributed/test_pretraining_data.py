@@ -584,7 +584,7 @@ def test_an_index_that_is_not_the_one_that_was_written_is_refused(two: list[str]
     whole = path.read_bytes()
     for place in range(0, len(whole), 37):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        with pytest.raises(ValueError, match=r"(make|create) the dataset|read unchecked"):
+        with pytest.raises(ValueError, match=r"create the dataset|read unchecked"):
             make_data(two[0]).setup("fit")
     path.unlink()
     if file != ".idx":
@@ -598,7 +598,7 @@ def test_an_index_of_megatron_that_contradicts_itself_is_refused(two: list[str])
     for place in range(18, len(whole)):  # behind magic, version and type, which are checked, too
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         if place < len(whole) - 8 * 61 or place >= len(whole) - 8:
-            with pytest.raises(ValueError, match="make the dataset"):
+            with pytest.raises(ValueError, match="create the dataset"):
                 read_index(two[0])
     path.write_bytes(whole + bytes(60))  # of a multimodal dataset, the mode of each sequence
     read_index(two[0])

@@ -122,14 +122,14 @@ def _open_index(prefix: str) -> Index:
     wanted = _HEAD.size + 12 * sequences + 8 * ends
     sizes = (wanted, wanted + sequences)  # the second: Megatron's multimodal datasets have a mode per sequence
     if version != _VERSION or code not in _TYPES or ends < 1 or size not in sizes:
-        raise ValueError(f"{prefix}.idx is damaged or of an unknown version; make the dataset again")
+        raise ValueError(f"{prefix}.idx is damaged or of an unknown version; create the dataset again")
     lengths = np.memmap(prefix + ".idx", np.int32, "r", _HEAD.size, (sequences,)) if sequences else np.zeros(0, "i4")
     index = Index(prefix, _TYPES[code], lengths, ends - 1)
     wanted, found = index.tokens() * np.dtype(index.dtype).itemsize, os.path.getsize(prefix + ".bin")
     if wanted != found:
         raise ValueError(
-            f"{prefix}.bin has {found} bytes but {prefix}.idx expects {wanted}, so they do not belong together; make"
-            " the dataset again"
+            f"{prefix}.bin has {found} bytes but {prefix}.idx expects {wanted}, so they do not belong together;"
+            " create the dataset again"
         )
     return index
 
@@ -168,8 +168,8 @@ def _check_structure(prefix: str) -> None:
             found = np.frombuffer(file.read(8 * len(lengths)), "<i8")
             if (lengths < 0).any() or not np.array_equal(found, np.concatenate(([place], ends[:-1]))):
                 raise ValueError(
-                    f"{prefix}.idx is damaged: the offsets of its sequences do not follow from their lengths; make the"
-                    " dataset again"
+                    f"{prefix}.idx is damaged: the offsets of its sequences do not follow from their lengths;"
+                    " create the dataset again"
                 )
             place = int(ends[-1])
         last = -1
@@ -183,7 +183,7 @@ def _check_structure(prefix: str) -> None:
             last = int(begins[-1])
         if last != count:
             raise ValueError(
-                f"{prefix}.idx is damaged: its documents do not hold its sequences in order; make the dataset again"
+                f"{prefix}.idx is damaged: its documents do not hold its sequences in order; create the dataset again"
             )
 
 

@@ -239,7 +239,7 @@ def test_files_that_are_no_dataset_are_told(tokenizer: str, tmp_path: Path) -> N
     with pytest.raises(ValueError, match=r"out\.bin has 2 bytes but .*out\.idx expects 4, so they do not belong"):
         read_index(prefix)
     os.truncate(prefix + ".idx", 40)
-    with pytest.raises(ValueError, match=r"out\.idx is damaged or of an unknown version; make the dataset again"):
+    with pytest.raises(ValueError, match=r"out\.idx is damaged or of an unknown version; create the dataset again"):
         read_index(prefix)
     Path(prefix + ".idx").write_bytes(b"something else, but long enough for a head")
     with pytest.raises(ValueError, match=r"out\.idx is not an index of Megatron;"):
