@@ -34,12 +34,12 @@ class OptimizerSetting:
 
     inline: bool  # Lightning's own loop runs backward (plain modules), not Megatron's schedule
     precision: Mapping[str, Any]  # fields of Megatron's OptimizerConfig that the precision owns
-    distributed: bool  # shard optimizer state and fp32 copies over the data-parallel ranks
-    overlap_param_gather: bool  # gather parameters in the next forward, after a sharded step
+    distributed: bool
+    overlap_param_gather: bool
     tensor_parallel_size: int  # ranks that share each matrix, including expert matrices
-    expert_model_parallel_size: int  # expert gradients then have their own norm group
-    config: OptimizerConfig | None = None  # everything else; None for Megatron's defaults
-    scaler: LossScaler | None = None  # of the run, under fp16
+    expert_model_parallel_size: int
+    config: OptimizerConfig | None = None
+    scaler: LossScaler | None = None
 
     @property
     def low_precision(self) -> bool:
@@ -79,11 +79,10 @@ def make_optimizer(
         expert_model_parallel_size=setting.expert_model_parallel_size,
         may_skip_steps=setting.scaler is not None,
     )
-    # Sharding needs Megatron's optimizer. Without it, Adam and SGD are rebuilt under the schedule, but a plain module's
-    # optimizer keeps its own step, as under "ddp".
+    # Without sharding, a plain module's Adam or SGD keeps its own step, as under "ddp".
     rebuilt = setting.distributed or (megatron_fields(user) is not None and not setting.inline)
     if setting.config is not None:
-        fields = (megatron_fields(user) if rebuilt else None) or {}  # none if the user's own optimizer steps
+        fields = (megatron_fields(user) if rebuilt else None) or {}
         raise_first(optimizer_option_faults(vars(setting.config), fields, type(user).__name__))
     parameters = list(itertools.chain.from_iterable(group["params"] for group in user.param_groups))
     megatron = _rebuild(user, chunks, setting) if rebuilt else _wrap(user, setting)
@@ -116,8 +115,7 @@ def _rebuild(
     hyperparameters = ("lr", "weight_decay", *own)
     overrides = {}
     for index, group in enumerate(user.param_groups, start=1):
-        # Megatron makes a group of its own for each key, so one user group may become several (dense and expert). Their
-        # GROUP_INDEX, from 1 on, leads back to the user's group.
+        # Megatron may split a user's group (dense, expert); GROUP_INDEX, from 1 on, leads back to the user's.
         values = {name: group[name] for name in hyperparameters}
         overrides[_group_key(index, group["params"])] = {GROUP_INDEX: index, **values, "lr": float(group["lr"])}
     megatron = get_megatron_optimizer(
@@ -137,8 +135,7 @@ def _order_parameters(part: MegatronOptimizer) -> None:
     ``_build_model_and_main_param_groups`` of ``DistributedOptimizer`` (megatron.core.optimizer.distrib_optimizer,
     0.16.1 and 0.19.2).
     """
-    # Megatron counts the parameters as they come, then puts the fp32 ones first. A group of weight (bf16), router
-    # (fp32) and bias (bf16) is counted 0, 1, 2, but its order is router, weight, bias: here they get 1, 0, 2.
+    # Megatron counts weight (bf16), router (fp32), bias (bf16) as 0, 1, 2 and puts fp32 first: here they get 1, 0, 2.
     if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
         for index, groups in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
             for position, parameter in enumerate(itertools.chain(*groups)):
@@ -172,7 +169,7 @@ def _wrap(user: Optimizer, setting: OptimizerSetting) -> MegatronOptimizer:
     # Megatron never steps with this: it only names an optimizer that its config knows.
     config = _config({"optimizer": "sgd", "lr": 0.0}, setting)
     if not setting.inline:
-        for index, group in enumerate(user.param_groups, start=1):  # Megatron tells groups apart by this when it loads
+        for index, group in enumerate(user.param_groups, start=1):
             group |= {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, GROUP_INDEX: index}
     if setting.low_precision:
         scaler = setting.scaler.megatron if setting.scaler is not None else None

@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_mcore.config.fp16 import LossScaling
 from lightning_mcore.optimizer.megatron import optimizer_parts
 
-_NEVER = 2**62  # batches
+_NEVER = 2**62
 
 
 class LossScaler:
@@ -38,9 +38,8 @@ class LossScaler:
         if settings.loss_scale is not None:
             self.megatron = ConstantGradScaler(settings.loss_scale)
         else:
-            # Example with the first scale 65536, hysteresis=2, loss_scale_window=1000. Overflow in three steps running
-            # leaves 65536, then 32768 and 16384: the first one is forgiven. After 1000 steps without overflow the scale
-            # doubles, and the next overflow is forgiven again.
+            # From 65536 with hysteresis=2, three overflows leave 65536, 32768, 16384: the first is forgiven, and
+            # one more each time that the scale has doubled after loss_scale_window steps without overflow.
             self.megatron = DynamicGradScaler(
                 initial_scale=settings.initial_loss_scale,
                 min_scale=settings.min_loss_scale,
@@ -119,8 +118,7 @@ class AgreedGradScaler(MegatronGradScaler):  # type: ignore[misc]  # Megatron's 
 
     def update(self, found_inf: bool) -> None:
         """Record one part's report; after the last one, update the scale of the run."""
-        # Megatron gives dense and expert parameters a scaler each, and scales the loss by the first. If only the
-        # experts overflowed, 65536 and 32768 would differ, and the expert gradients would come out twice too large.
+        # Megatron gives dense and expert parameters a scaler each; after an overflow in one, their scales would differ.
         self._found.append(bool(found_inf))
         if len(self._found) < self._num_parts:
             return
@@ -136,7 +134,6 @@ class AgreedGradScaler(MegatronGradScaler):  # type: ignore[misc]  # Megatron's 
         Source: ``MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan`` in megatron/core/optimizer (0.16).
         """
         found_inf = torch.zeros_like(self.scale)
-        # The kernel takes tensors of one dtype.
         for dtype in {gradient.dtype for gradient in gradients}:
             same_dtype = [gradient for gradient in gradients if gradient.dtype == dtype]
             torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, self.inv_scale)

@@ -32,10 +32,9 @@ if TYPE_CHECKING:
 
 # One of the four fields by which Megatron tells groups apart on loading; it has no other use, so it carries our index.
 GROUP_INDEX = "is_decoupled_lr"
-# Others of these fields (megatron-core 0.19); torch's LR schedulers store their own values in the user's groups under
-# them.
+# Others of these fields (megatron-core 0.19); torch's LR schedulers keep values of their own under these names.
 _IDENTIFY = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult")
-# Options of how a group is computed; an offloaded optimizer has its own for each device.
+# Kernel options of a group; an offloaded optimizer has its own for each device.
 _OF_IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiable")
 
 
@@ -43,10 +42,9 @@ _OF_IMPLEMENTATION = ("params", "fused", "foreach", "capturable", "differentiabl
 class _Gradients:
     """What has happened to the gradients since they were zeroed."""
 
-    # ``self.optimizers()`` returns Lightning's wrapper, which reads the optimizer's attributes but sets its own. So
-    # what zero_grad sets there is in an object that both share.
-    are_ready: bool = False  # handed to the step
-    are_summed: bool = False  # over the ranks
+    # Shared with Lightning's wrapper, which sets its own attributes when zero_grad runs on it.
+    are_ready: bool = False
+    are_summed: bool = False
 
 
 class MCoreOptimizer(Optimizer):
@@ -130,14 +128,13 @@ class MCoreOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, except those that the schedule has just computed."""
-        # Lightning calls training_step, zero_grad, backward. The schedule runs backward inside training_step, and
-        # zeroes the buffers before it starts, so here this zero_grad must not touch the gradients.
+        # Under the schedule, backward has already run in training_step, before this zero_grad; keep its gradients.
         if not self._inline:
             return
-        self.user.zero_grad(set_to_none)  # may be the user's own method
+        self.user.zero_grad(set_to_none)
         self.megatron.zero_grad(set_to_none)
         self._gradients.are_ready = self._gradients.are_summed = False
-        # Of several optimizers (a GAN's), each may zero only its own part of the shared buffers.
+        # With several optimizers (a GAN), each may zero only its own part of the shared buffers.
         owns_all = self._owns_every_parameter
         if owns_all:
             for chunk in self._chunks:
@@ -225,7 +222,7 @@ class MCoreOptimizer(Optimizer):
                             part.optimizer.state[parameter] = self.user.state[parameter]
 
     def _load_wrapped(self, state: dict[str, Any]) -> None:
-        """Do what Megatron's ``load_state_dict`` does, which needs fields that only its own groups have."""
+        """Load like Megatron's ``load_state_dict``, which expects fields that only its own groups have."""
         self.user.load_state_dict(state["optimizer"])
         copies = itertools.chain(*self.megatron.fp32_from_float16_groups)
         saved = itertools.chain(*state["fp32_from_fp16_params"])
@@ -285,13 +282,11 @@ class MCoreOptimizer(Optimizer):
     def follow_user_groups(self) -> None:
         """Copy the user's current hyperparameters into Megatron's groups; loads find state by them, too."""
         own = ("params", *_IDENTIFY, *(_OF_IMPLEMENTATION if self.megatron.config.optimizer_cpu_offload else ()))
-        # A user with groups of lr 1e-4 and 3e-4 may have four Megatron groups, with GROUP_INDEX 1, 1, 2 and 2: after an
-        # LR scheduler halves the rates, they get 5e-5, 5e-5, 1.5e-4 and 1.5e-4.
+        # Groups of lr 1e-4 and 3e-4 may be four of Megatron's, with GROUP_INDEX 1, 1, 2, 2 and these rates twice each.
         for group in self.megatron.param_groups:
             user_group = self.user.param_groups[int(group[GROUP_INDEX]) - 1]
             for name, value in user_group.items():
                 if name not in own and (name in group or name == "lr"):
-                    # torch may hold a learning rate in a tensor; Megatron takes a number.
                     is_number = isinstance(value, torch.Tensor) and value.numel() == 1
                     group[name] = value.item() if is_number else value
             if not self.megatron.config.optimizer_cpu_offload:
@@ -349,8 +344,7 @@ class MCoreOptimizer(Optimizer):
             self._prepare_shown_grads()
         else:
             self._overflow = self.megatron.prepare_grads()
-        # Megatron's mixed-precision optimizers unscale in prepare_grads. A plain module under autocast has fp32
-        # parameters and Megatron's FP32Optimizer, which does not.
+        # Megatron's FP32Optimizer, for a plain module under autocast, does not unscale in prepare_grads.
         if self._scaler is not None and isinstance(self.megatron, FP32Optimizer):
             stepped = self.megatron.get_parameters()
             gradients = [parameter.grad for parameter in stepped if parameter.grad is not None]
@@ -361,7 +355,7 @@ class MCoreOptimizer(Optimizer):
         """Prepare a plain module's gradients; a hook may have replaced the gradient that it was shown."""
         buffered = [p for p in self._own_parameters if hasattr(p, "main_grad")]
         if isinstance(self.megatron, FP32Optimizer) and all(p.main_grad.dtype == p.dtype for p in buffered):
-            self._overflow = False  # the parameters are stepped with the gradients that they show, or with none
+            self._overflow = False
             return
         shown = [p for p in buffered if p.grad is not None]
         for parameter in shown:

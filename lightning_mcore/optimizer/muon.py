@@ -82,9 +82,7 @@ class MuonWithAdamW(Optimizer):
             eps=adamw_eps,
             weight_decay=adamw_weight_decay,
         )
-        # One list of groups for LR schedulers and checkpoints, each marked with the optimizer that steps it. With one
-        # list of matrices and one of others, param_groups[0] is Muon's (lr=0.02 in the example), param_groups[1]
-        # AdamW's (3e-4).
+        # One list of groups for LR schedulers and checkpoints, each marked with the optimizer that steps it.
         self._by_kind: dict[str, Optimizer] = {"muon": muon, "adamw": adamw}
         super().__init__([*muon.param_groups, *adamw.param_groups], {"lr": lr, _KIND: "adamw"})
 

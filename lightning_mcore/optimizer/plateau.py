@@ -45,8 +45,7 @@ class _Strict:
         self._device = device
 
     def __bool__(self) -> bool:
-        # A rank that did not log the value never steps its scheduler: Lightning reads strict, and goes on. The others
-        # are waiting in step() for a sum, so this rank takes part in it, with no value.
+        # Lightning reads strict where the value is missing, and goes on; the other ranks wait in step() for this sum.
         _sum_over_ranks([0.0, 0.0], self._device)
         return self._strict
 
@@ -86,7 +85,6 @@ def _stepping_on_mean(
         rank_zero_warn(f"{missing}; the learning rate does not change", category=RuntimeWarning)
 
     def reduce_ex(self: ReduceLROnPlateau, protocol: Any) -> Any:
-        # A pickled trainer contains the user's scheduler, just as it contains the user's optimizer.
         reduced: Any = kind.__reduce_ex__(self, protocol)
         rebuild, arguments, *state = reduced
         arguments = tuple(kind if argument is type(self) else argument for argument in arguments)

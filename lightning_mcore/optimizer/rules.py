@@ -30,11 +30,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _NOT_IN_MEGATRON = ("amsgrad", "maximize", "dampening", "nesterov")
-# By name, so that optimizers of packages that are not installed are known; a subclass counts as its parents.
-# An optimizer that Megatron lacks runs its own step on each rank's parameters or fp32 copies. That is correct if its
-# rule looks at one element at a time. A rule that looks at a complete matrix (Muon, Adafactor, Shampoo) or at a
-# parameter's norm (LARS, LAMB) gives wrong numbers on a part, without any error, and so does one that looks at all
-# parameters at once (LBFGS).
+# By name, because their packages may not be installed; a subclass counts as its parents. On a rank's part of a matrix,
+# these would compute wrong numbers without an error, because they look at the whole matrix or at its norm.
 _WHOLE_MATRICES = {
     "adafactor",
     "came",
@@ -210,8 +207,7 @@ def check_number(optimizers: "Sequence[Optimizer]", inline: bool, distributed: b
 
 def check_not_summed(optimizers: Iterable[Any]) -> None:
     """Raise ``RuntimeError`` if more gradients would be added to gradients that are already summed over the ranks."""
-    # With shards, each rank keeps the sum of its part in the buffer that backward adds to: a second sum would count the
-    # first one again.
+    # With shards, backward would add to a buffer that already holds the sum, and the sum would be counted twice.
     if any(optimizer.gradients_are_summed for optimizer in optimizers):
         raise RuntimeError(
             "backward ran again before zero_grad(), and with use_distributed_optimizer or overlap_grad_reduce the"
