@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_ALL_BYTES = 2**24  # a value of more bytes is compared in pieces, evenly spread over it
-_PIECE = 2**16  # bytes
+_ALL_BYTES = 2**24
+_PIECE = 2**16
 _DEPTH = 8  # levels of a nested batch
 _SHORT = 60  # characters of a value that an error shows as it is
 
@@ -98,7 +98,7 @@ def _of_array(value: Any, path: str, above: tuple[int, ...]) -> Iterator[Fact]:
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested and not value.is_quantized:
         flat = value.detach().as_subclass(Tensor).cpu().resolve_conj().resolve_neg().reshape(-1)
         yield path, f"{kind} {_checksum(flat.contiguous().view(torch.uint8).numpy()):08x}"
-    elif isinstance(value, Tensor):  # sparse, for example
+    elif isinstance(value, Tensor):
         yield path, kind
     else:
         yield path, f"{kind} {_checksum(np.ascontiguousarray(value).reshape(-1).view(np.uint8)):08x}"

@@ -34,12 +34,12 @@ BLOCK = 1 << 16  # bytes; a sample is a few KiB, and the system reads 128 KiB ah
 
 _log = logging.getLogger(__name__)
 
-_CHECKSUMS = "checksums"  # the checksum file of a cached folder
+_CHECKSUMS = "checksums"
 _FORMAT = 1
 _SPAN = BLOCK * 128  # bytes that one thread reads at a time
 _THREADS = 4
-_WHOLE = 1 << 30  # bytes; up to this total, a fingerprint covers entire files
-_SAMPLED = 1 << 10  # blocks that the fingerprints of larger files cover in all
+_WHOLE = 1 << 30
+_SAMPLED = 1 << 10
 _CRC = struct.Struct("<I")
 
 Marks = tuple[tuple[str, int, int, int] | None, ...]  # of files: path, bytes, time of modification in ns, inode
@@ -51,7 +51,7 @@ class Checksums:
 
     path: str
     files: Mapping[str, tuple[int, NDArray[np.uint32]]]  # file name -> size in bytes, CRC32 of each block
-    identity: str  # 8 hexadecimal digits that identify the content of all files
+    identity: str
 
     def check(self, name: str, path: str) -> None:
         """Compare a file's size and every block. Raises ValueError if it is missing or differs, or OSError."""
@@ -183,7 +183,6 @@ class CheckedBlocks:
 
     def read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
         """Return ``count`` numbers from byte ``offset`` on, [count]. Raises ValueError if a block has changed."""
-        # 512 uint16 from byte 65,000 on end at byte 66,024: they touch blocks 0 and 1.
         stop = offset + count * np.dtype(dtype).itemsize
         for block in range(offset // BLOCK, -(-stop // BLOCK)):
             if not self._checked[block]:
@@ -220,7 +219,7 @@ def cached_folder(folder: str, make: Callable[[str], None], what: str, check: bo
                 _log.warning("%s are rebuilt: %s", what, error)
         try:
             partial = begin(folder)
-        except RuntimeError as error:  # another run is writing it
+        except RuntimeError as error:
             _log.info("waiting for %s, which another run is building: %s", what, error)
             time.sleep(1.0)
             continue

@@ -66,8 +66,7 @@ def _samples(batch: dict[str, Tensor]) -> Iterator[tuple[int, int, int]]:
 
 def _check_runs(vision: Vision, samples: list[list[int]], images: Tensor | None, videos: Tensor | None) -> None:
     """Raise ValueError unless each run of image or video tokens has the length that its image or video needs."""
-    # Kinds 0 1 1 1 1 0 2 2 are runs (0, 1), (1, 4), (0, 1), (2, 2): one image of 4 tokens and one video of 2. Two
-    # images side by side are told apart by the marks around each, which are text.
+    # Two images side by side are told apart by the marks around each, which are text.
     runs = [(kind, len(list(run))) for sample in samples for kind, run in itertools.groupby(sample)]
     for kind, grids in ((IMAGE, images), (VIDEO, videos)):
         sizes = [] if grids is None else grids.tolist()
@@ -87,8 +86,6 @@ def _check_patches(vision: Vision, batch: dict[str, Tensor], seen: dict[str, Ten
     """Raise ValueError unless ``pixel_values`` has the number and size of patches that its grids imply."""
     sizes = [int(vision.config[name]) for name in ("in_channels", "temporal_patch_size", "patch_size", "patch_size")]
     for name, grids in seen.items():
-        # A grid of (1, 4, 6) has 24 patches; with 3 channels, 2 frames per step and 14 x 14 pixels, each has 1,176
-        # values.
         wanted = [int(grids.prod(1).sum()), prod(sizes)]
         found = list(batch[name].shape) if name in batch else None
         if found != wanted:
@@ -107,9 +104,8 @@ def _positions(
     seconds: Tensor | None,
 ) -> Tensor:
     """Return the positions of all tokens, [b, s, 3] int64; each sequence counts from 0."""
-    # get_rope_index takes one sequence per row. So packed sequences become padded rows, and their positions return to
-    # their places in the packed row. ``kinds`` are its token types, and also stand in for tokens, of which only the
-    # shape counts.
+    # get_rope_index takes one sequence per row, so packed sequences become padded rows. ``kinds`` are its token
+    # types, and also stand in for tokens, whose values do not count.
     parts = [kinds[row, start:end] for row, start, end in samples]
     padded = pad_sequence(parts, batch_first=True)
     is_there = pad_sequence([torch.ones_like(part) for part in parts], batch_first=True)

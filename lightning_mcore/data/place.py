@@ -25,7 +25,7 @@ class Place:
 
     # After 3 of 8 batches of the second epoch: epoch=1, in_epoch=True, batches=3, rewound=0. With
     # accumulate_grad_batches=2: batches=2, rewound=1, because the optimizer step of the third batch has not been taken.
-    epoch: int  # the epoch that continues or begins
+    epoch: int
     in_epoch: bool  # this epoch continues; its first hooks have run
     ending: bool  # the epoch was validated after its last batch, but has not ended
     waits: bool  # the previous epoch ended except for its plateau schedulers, which follow its last hooks
@@ -61,7 +61,7 @@ class Place:
         """Write the place into the saved state of Lightning's fit loop, if it is within an epoch."""
         if not self.in_epoch:
             return
-        # The state is that of a checkpoint taken in on_train_batch_end: the last batch is processed but neither
+        # As in a checkpoint taken in on_train_batch_end: the last batch is processed but neither
         # completed nor counted as stepped. Lightning adds 1 to both when it restarts, hence the two "- 1" below.
         epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
         earlier = epochs["total"]["processed"] - epochs["current"]["processed"]
@@ -81,7 +81,7 @@ class EndOfRestart(Checkpoint):
 
     To hooks, the loop is restarting until its first epoch is over, as under any strategy. The schedulers follow the
     hooks. Lightning does not step them in a restarting loop, because it has no metrics then; here the metrics are
-    known. So the restart ends in between, in the last hook of all, which is that of the last checkpoint callback.
+    known. So the restart ends in between, in the very last hook, which the last checkpoint callback has.
 
     Source: ``_FitLoop.on_advance_end`` in lightning/pytorch/loops/fit_loop.py (2.6).
     """
@@ -187,8 +187,7 @@ def recount_batches(fit: Any, batches: int, length: int, remaining: int) -> None
     batches of this run. The epoch keeps the length that it has on the current ranks, and ends when its rest has been
     read.
     """
-    # A checkpoint after 4 of 8 batches on 2 ranks, resumed on 4 ranks with the same batch size: length=4, remaining=2.
-    # The run continues as if 2 of 4 batches were done (first=2).
+    # After 4 of 8 batches on 2 ranks, now on 4: length=4, remaining=2, so 2 of 4 batches count as done (first=2).
     cut_off = length - min(length, fit.max_batches)  # by limit_train_batches
     first = int(fit.max_batches - max(0, remaining - cut_off))
     for progress in (fit.epoch_loop.batch_progress.total, fit.epoch_loop.batch_progress.current):

@@ -33,7 +33,7 @@ from lightning_mcore.parallel.random_state import RandomState, from_plain, put_c
 
 @dataclass(frozen=True)
 class Moment:
-    """The random states that decide what a loader reads: the common one, and those of its own generators."""
+    """The random states that decide what a loader reads: the common state, and its own generators' states."""
 
     common: RandomState
     own: tuple[torch.Tensor, ...]
@@ -58,14 +58,13 @@ class Position:
     """
 
     batches: int  # of the epoch, read by each rank
-    ranks: int  # data-parallel ranks that read them
+    ranks: int
     batch_size: int | None  # in samples; None if the user's own batch sampler decided
     opened: Moment | None = None
     started: Moment | None = None  # None if the order does not depend on it
     seed: int | None = None  # of a distributed sampler; None for any other
 
 
-# The attributes that FollowedLoader does not pass on to the sampler that it replaces.
 _OWN = {"_loader", "_ranks", "_on_request", "_position", "_slot", "_inner", "_opened", "_started", "_open_twice"}
 _OWN |= {"_seed", "_given_seed"}
 
@@ -124,8 +123,6 @@ class FollowedLoader(BatchSampler):
         """Return the number of batches of a full epoch, even if only part of it is left."""
         return len(self._inner)
 
-    # ---- what is read
-
     def __iter__(self) -> Iterator[Any]:
         """Begin or continue an epoch."""
         position = self._position
@@ -162,8 +159,7 @@ class FollowedLoader(BatchSampler):
 
     def _rest(self, position: Position, indices: Iterator[Any]) -> Iterator[Any]:
         """Return the rest of an epoch; the common random state stays as it was."""
-        # The hooks of this run may have drawn random numbers since. The permutation is drawn from the state of the
-        # interrupted run, and then the current state returns.
+        # Hooks of this run may have drawn since: the permutation is drawn from the interrupted run's state.
         now, self._started = take_common(), position.started
         if position.started is not None:
             self._put(position.started)
@@ -176,7 +172,7 @@ class FollowedLoader(BatchSampler):
         return itertools.chain(first, indices)
 
     def is_dealt_as(self, position: Position) -> bool:
-        """Whether ranks and batch size are those of the position."""
+        """Whether ranks and batch size are the position's."""
         return (self._ranks, self.samples_of_batch) == (position.ranks, position.batch_size)
 
     @property
@@ -193,7 +189,6 @@ class FollowedLoader(BatchSampler):
         assert position.batch_size is not None
         assert self.samples_of_batch is not None
         sampler = self._loader_sampler
-        # 64 samples; 4 batches of 4 on 2 ranks have read 32. On 4 ranks, 8 samples are left for each: 2 batches of 4.
         consumed = position.batches * position.ranks * position.batch_size
         samples = rank_share(epoch_size(sampler), consumed, sampler.num_replicas, sampler.drop_last)
         drops_last = isinstance(self._inner, BatchSampler) and self._inner.drop_last
@@ -216,8 +211,6 @@ class FollowedLoader(BatchSampler):
         if self._slot == "sampler":
             return rest
         return BatchSampler(rest, self.samples_of_batch, self._inner.drop_last)
-
-    # ---- properties of the loader
 
     @property
     def _loader_sampler(self) -> Any:
@@ -250,8 +243,6 @@ class FollowedLoader(BatchSampler):
         owners = (self._loader, self._inner, sampler, wrapped)
         found = [getattr(owner, "generator", None) for owner in owners]
         return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
-
-    # ---- its state
 
     def position(self, batches: int) -> Position:
         """Return where it stands when each rank has read ``batches`` of this epoch."""
@@ -315,7 +306,7 @@ def deal(order: list[Any], consumed: int, ranks: int, rank: int, drop_last: bool
 def batches_in_pass(mode: str, batches: int, length: float) -> int:
     """Return how many batches one of several loaders, ``length`` batches long, has given in its current pass.
 
-    ``mode`` is that of Lightning's CombinedLoader, ``batches`` the number of combined batches read. A loader of 3
+    ``mode`` is the mode of Lightning's CombinedLoader, ``batches`` the number of combined batches read. A loader of 3
     batches under ``max_size_cycle`` is 1 batch into its third pass after 7.
     """
     if batches <= length:

@@ -72,8 +72,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         if not self.shuffle:
             return range(rank, self.epoch_size, ranks)
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        # The permutation covers the whole dataset and is cut afterwards, so that each epoch leaves out different
-        # samples.
+        # Cut after permuting the whole dataset, so that each epoch leaves out different samples.
         permutation = torch.randperm(len(cast(Sized, self.dataset)), generator=generator)
         return permutation[rank : self.epoch_size : ranks].tolist()
 
@@ -114,7 +113,6 @@ def training_loader(
     require_size("batch_size", batch_size)
     rank, ranks = data_parallel_place(trainer)
     accumulated = trainer.accumulate_grad_batches if trainer is not None else 1
-    # 2 samples per batch on 4 ranks with accumulate_grad_batches=8: a global batch has 64 samples.
     size = batch_size * ranks * accumulated
     sampler = GlobalOrderSampler(dataset, ranks, rank, size, shuffle, seed, of)
     if sampler.left_over:

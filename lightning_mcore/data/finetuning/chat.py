@@ -111,8 +111,7 @@ class ChatEncoder:
                     f"{name} begins with an assistant turn, and the chat template does not show where it starts; begin"
                     " with a system or user turn, or mark assistant turns in the template with {% generation %}"
                 )
-            # Messages user "Hi", assistant "Yo" under ChatML: ``before`` ends after "<|im_start|>assistant\n",
-            # ``after`` after "Yo<|im_end|>\n"; the turn is what lies between.
+            # Under ChatML, ``before`` ends after "<|im_start|>assistant\n", ``after`` after "Yo<|im_end|>\n".
             before = self._render(messages[:turn], name, add_generation_prompt=True)
             after = text if turn + 1 == len(messages) else self._render(messages[: turn + 1], name)
             for part, count in ((before, turn), (after, turn + 1)):
@@ -398,7 +397,7 @@ class TemplateEncoder:
                 " split them into separate rows, or remove template to use the tokenizer's own"
             )
         tokens, learnt = self._joined(self._exchanges(system, prompts, answers))
-        learnt[:1] = [False]  # nothing predicts the first token
+        learnt[:1] = [False]
         return TokenSample(np.asarray(tokens, np.int32), np.asarray(learnt, np.bool_), sample_id)
 
     def _turns(self, messages: Sequence[Message], name: str) -> tuple[str, list[str], list[str]]:
@@ -446,8 +445,7 @@ class TemplateEncoder:
     def _joined(self, exchanges: list[Exchange]) -> tuple[list[int], list[bool]]:
         """Return the exchanges as one list of tokens, cut to ``longest``, and the mask of what is learnt."""
         # If only the last answer is learnt, room is given from the last exchange backwards. A letter per token,
-        # longest=6, and the exchanges "Hi" "Yo", "abc" "de": that gives H abc de, with de learnt. From the first on, it
-        # gives Hi Yo ab, with Yo learnt.
+        # longest=6, exchanges "Hi" "Yo", "abc" "de": H abc de, with de learnt. From the first on: Hi Yo ab, with Yo.
         last_alone = self.loss_on == "last_assistant"
         tokens: list[int] = []
         learnt: list[bool] = []
@@ -481,7 +479,7 @@ class TemplateEncoder:
 class DocumentEncoder:
     """Tokenises documents for pretraining; the text and the token that ends it are learnt.
 
-    The token is that of ``template``, or the tokenizer's EOS; ValueError if the tokenizer does not have it. ``begins``
+    ``template`` names the token, else it is the tokenizer's EOS; ValueError if the tokenizer lacks it. ``begins``
     writes BOS before each text, if the tokenizer writes one itself.
     """
 

@@ -93,8 +93,6 @@ class ConversationReader:
             return _exchange(prompt, response)
         if self.format == "alpaca":
             instruction, more, output = (_text(row.get(key), key, name) for key in ("instruction", "input", "output"))
-            # Instruction "Translate", input "Hallo", output "Hello": the user says "Translate\n\nHallo", the assistant
-            # "Hello".
             return _exchange(f"{instruction}\n\n{more}" if more else instruction, output)
         if self.format == "sharegpt":
             return _conversation(row["conversations"], "from", "value", _SHAREGPT_ROLES, name)

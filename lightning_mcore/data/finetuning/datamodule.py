@@ -88,7 +88,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
         seed: Seed of the order and of ``validation_share``.
         num_workers: Number of processes per rank that load batches ahead.
         num_proc: Number of processes that tokenise in ``prepare_data``.
-        cache_dir: Folder for the cache of tokens; None for that of ``datasets``.
+        cache_dir: Folder for the cache of tokens; None for the cache of ``datasets``.
         eval_batch_size: Rows in a validation or test batch on one data-parallel rank; None for ``batch_size``.
         pad_to_seq_length: Without packing, pad every row to ``seq_length`` instead of to the longest of its batch.
 
@@ -156,10 +156,10 @@ class MCoreFinetuningData(pl.LightningDataModule):
         self.statistics: dict[str, PackingStatistics] = {}
         self._given_tokenizer = tokenizer
         self._data: dict[str, TokenizedSamples | PackedDataset] = {}  # by split, after setup
-        self._packed_for: PackingMultiples | None = None  # the layout that they were packed for
+        self._packed_for: PackingMultiples | None = None
         self._stream: StreamSettings | None = None
         self._failure: Exception | None = None  # of prepare_data, until setup raises it
-        self._sources: dict[str, Any] = {}  # of the training data, for checkpoints
+        self._sources: dict[str, Any] = {}
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -178,8 +178,6 @@ class MCoreFinetuningData(pl.LightningDataModule):
     def vocab_size(self) -> int:
         """Number of tokens in the tokenizer, including added ones."""
         return len(self.tokenizer)
-
-    # ---- what Lightning calls
 
     def prepare_data(self) -> None:
         """Read and tokenise the files into the cache, in one process on each machine.
@@ -204,7 +202,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
                 pairs; every rank raises the same error.
             ModuleNotFoundError: ``datasets`` is not installed.
         """
-        # Each ``together`` is collective: all ranks take the same steps, and if one fails, all raise its error.
+        # Each call is collective: all ranks take the same steps, and if one fails, all raise its error.
         run_on_all_ranks(self._check_module)
         run_on_all_ranks(self._raise_failure)
         multiples = run_on_all_ranks(self._multiples)
@@ -256,7 +254,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
         return {"sources": self._sources, "in_epoch": Place.of(self.trainer).in_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Compare the training data with that of a checkpoint.
+        """Compare the training data with a checkpoint's.
 
         Raises:
             ValueError: The checkpoint was taken in the middle of an epoch of other data.
@@ -264,8 +262,6 @@ class MCoreFinetuningData(pl.LightningDataModule):
         # A mid-epoch resume requires the same sources; at the end of an epoch, a change is only a warning.
         if state_dict and self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
             compare_sources(state_dict["sources"], self._sources, state_dict["in_epoch"])
-
-    # ---- internals
 
     def _evaluation_loader(self, split: str) -> DataLoader[Any]:
         return evaluation_loader(
@@ -339,7 +335,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
             f" {lengths.mean():.1f} on average and {lengths.max()} at most{counts[1]}{counts[2]}"
         )
 
-    def _samples(self, tokenized: Any, indices: NDArray[np.int64], name: str) -> Any:  # of another kind for pairs
+    def _samples(self, tokenized: Any, indices: NDArray[np.int64], name: str) -> Any:
         return TokenizedSamples(tokenized, indices, self.seq_length, self.overlong, name)
 
     def _chosen(self, split: str) -> tuple[Any, NDArray[np.int64]]:
@@ -347,8 +343,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
         tokenized = self._tokenized(split)
         if not self.validation_share or split == "test":
             return tokenized, np.arange(len(tokenized))
-        # The same on every rank. 1,000 rows with validation_share=0.1: the first 100 of the permutation validate, 900
-        # train.
+        # The same on every rank. 1,000 rows with validation_share=0.1: the first 100 of the permutation validate.
         order = np.random.default_rng(self.seed).permutation(len(tokenized))
         share = self.validation_share
         count = round(len(tokenized) * share) if share < 1 else int(share)

@@ -111,7 +111,7 @@ def explained(files: Sequence[str]) -> Iterator[None]:
 def require_same_columns(files: Sequence[str]) -> None:
     """Raise ValueError unless all files have the same columns.
 
-    Only the first row of a JSON file is read, and the others only if its columns differ from those of the first file.
+    Only the first row of a JSON file is read, and the others only if its columns differ from the first file's.
     """
     reason = _different_columns(files)
     if reason is not None:

@@ -59,7 +59,7 @@ class ImageReading(Reading):
 
     text: Reading = field(default_factory=Reading)  # reads and tokenises the rest of the row
     columns_seen: tuple[str | None, str | None] = ("images", "videos")  # of images and videos; None if there are none
-    media_dir: str = ""  # folder that paths are relative to
+    media_dir: str = ""
     tokens: tuple[int, int] = (-1, -1)  # ids that stand for a part of an image and of a video
     sizes: str = ""  # settings of both processors, as text for the cache's name
     broken: Broken = "error"
@@ -230,8 +230,7 @@ class _Samples(TokenizedSamples):
             self.statistics.samples += 1
             self.statistics.unreadable_image += 1
             return (np.zeros(0, np.int64),) * 3
-        # Called for samples that do not fit as they are. ``lost``: ``encoded`` dropped the tokens of a row with a cut
-        # image.
+        # ``lost``: ``encoded`` dropped the tokens of a row with a cut image.
         inputs = sample.tokens[: self._row_length] if sample.length > self._row_length else sample.tokens
         lost = not len(inputs) and (seen[_IMAGES] or seen[_VIDEOS])
         if lost or None in self._whole(inputs, seen):
@@ -244,8 +243,6 @@ class _Samples(TokenizedSamples):
         """Return how many images and how many videos are in tokens; None if the last one is incomplete."""
         found: list[int | None] = []
         for column, token in zip((_IMAGES, _VIDEOS), self._tokens, strict=True):
-            # Images of 4 and 6 tokens end at 4 and 10 image tokens. 4 tokens are one image, 10 are two; with 7, the
-            # second is incomplete (None).
             ends = [0, *itertools.accumulate(file["tokens"] for file in seen[column])]
             count = int((tokens == token).sum())
             found.append(ends.index(count) if count in ends else None)
@@ -284,7 +281,7 @@ class _Collate:
         self._media_dir = media_dir
 
     def __call__(self, items: list[Any]) -> dict[str, Tensor]:
-        # In order of appearance, row by row: ``multimodal.py`` assigns patches to tokens by this order.
+        # In order of appearance, row by row, as ``multimodal.py`` expects.
         images, videos = (
             [file for item in items for file in (item[name] if isinstance(item, dict) else getattr(item, name))]
             for name in (_IMAGES, _VIDEOS)
@@ -303,9 +300,9 @@ class ImageRows(MCoreFinetuningData):
     """Adds images and videos to a data module of conversations; their paths are relative to ``media_dir``."""
 
     media_dir: str
-    broken_images: Broken = "error"  # for rows with an unusable image or video
+    broken_images: Broken = "error"
     videos: Videos
-    _given_processor: Any  # or the folder or name of a model
+    _given_processor: Any
 
     @cached_property
     def image_processor(self) -> Any:
@@ -370,10 +367,10 @@ class MCoreVisionData(ImageRows):
     Args:
         train_files: As in :class:`~lightning_mcore.MCoreFinetuningData`, which explains the other arguments further.
         tokenizer: Folder or name of a model, or its tokenizer.
-        seq_length: Places in a row, in tokens, including those of images and videos.
-        image_processor: Folder or name of a model, or its image processor; None for that of ``tokenizer``.
-        video_processor: Folder or name of a model, or its video processor; None for that of ``image_processor``, if
-            this is a folder or name.
+        seq_length: Places in a row, in tokens, image and video tokens included.
+        image_processor: Folder or name of a model, or its image processor; None takes it from ``tokenizer``.
+        video_processor: Folder or name of a model, or its video processor; None takes it from ``image_processor``,
+            if this is a folder or name.
         media_dir: Folder that paths of images and videos are relative to.
         broken_images: For a row with an image or a video that does not exist or cannot be read or used: ``error``
             raises, ``drop`` leaves it out and counts it. ``error`` reads headers when rows are tokenised, and finds
@@ -387,7 +384,7 @@ class MCoreVisionData(ImageRows):
         format: Form of a row.
         prompt_column: Column of the prompt, for ``prompt_response``.
         response_column: Column of the response, for ``prompt_response``.
-        loss_on: Which tokens count in the loss; those of images and videos never do.
+        loss_on: Which tokens count in the loss; image and video tokens never do.
         template: How turns are written; None for the tokenizer's own template.
         packing: Put several samples into a row.
         overlong: For a sample longer than a row: ``error`` raises; ``cut`` keeps its beginning with the images and

@@ -28,8 +28,7 @@ def load_processor(given: Any, kind: Kind) -> Any:
         import transformers
 
         loader: Any = transformers.AutoImageProcessor if kind == "image" else transformers.AutoVideoProcessor
-        # Always the Pillow processor, even with torchvision installed, so that patches do not depend on what is
-        # installed.
+        # Always the Pillow processor: patches must not depend on whether torchvision is installed.
         backend = {"backend": "pil"} if kind == "image" else {}
         try:
             processor = loader.from_pretrained(given, trust_remote_code=False, **backend)

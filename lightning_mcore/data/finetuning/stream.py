@@ -50,7 +50,7 @@ class StreamLoader:
         self._rank = rank
         self._ranks = ranks
         self._num_workers = num_workers
-        self._restored: dict[str, Any] | None = None  # until the next epoch begins
+        self._restored: dict[str, Any] | None = None
         self._running: _Epoch | None = None
         self.sampler = EpochNumber()  # where Lightning looks for set_epoch
 
@@ -94,8 +94,6 @@ class StreamLoader:
             # Ends the workers now. An exception would keep them until the garbage collector ends them one by one.
             del items
 
-    # ---- the state that Lightning saves and loads
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch, as numbers and tensors."""
         if self._restored is not None:
@@ -114,7 +112,7 @@ class StreamLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next epoch the rest of the one that the state was taken in.
 
-        Raises ValueError if the state is that of a stream with other settings, or of another rank.
+        Raises ValueError if the state belongs to a stream with other settings, or to another rank.
         """
         self.sampler.set_epoch(state["epoch"])
         self._restored = None
@@ -211,8 +209,8 @@ class _Epoch:
         self._ended: set[int] = set()
         self._counts = [place.skip for place in places]  # batches of each reader since the state it began with
         self._states = [deque([(0, place.state)]) for place in places]  # per reader: (count, state), oldest first
-        self._recent: deque[int] = deque(maxlen=window)  # readers of the last batches handed out
-        self._taken: tuple[int, Item] | None = None  # not handed out yet
+        self._recent: deque[int] = deque(maxlen=window)
+        self._taken: tuple[int, Item] | None = None
 
     def take(self, items: Iterator[Item]) -> Item | None:
         """Return the next batch, or a failure; None if every reader is at its end."""

@@ -38,14 +38,14 @@ class StreamSettings:
     files: list[str]  # shuffled in each epoch, unless shuffle_buffer=1
     reader: RowReader
     encoder: Encoder
-    row_length: int  # places in a row, in tokens
+    row_length: int
     multiple: int  # of each sub-sequence's length; without packing, of the batch's
-    batch_size: int  # rows
+    batch_size: int
     packing: bool
     overlong: Overlong
     shuffle_buffer: int  # samples to draw from; 1 keeps the order
     seed: int
-    vocab_size: int | None = None  # to check tokens against; None for no check
+    vocab_size: int | None = None
     padded_to: int | None = None  # places of a row without packing; None for the longest of the batch
 
 
@@ -55,8 +55,8 @@ class Item:
 
     batch: Batch | None = None  # None after the last one
     state: State | None = None  # to continue from after this batch; None if none was taken
-    failure: Exception | None = None  # why the reader cannot continue
-    statistics: PackingStatistics | None = None  # complete, at the end
+    failure: Exception | None = None
+    statistics: PackingStatistics | None = None
     left_out: int = 0  # at the end, rows that do not fill a batch
 
     def pin_memory(self) -> "Item":
@@ -93,8 +93,8 @@ class ReaderStreams(IterableDataset[Item]):
     def __iter__(self) -> Iterator[Item]:
         worker = get_worker_info()
         # The DataLoader starts with worker 0, so worker 0 runs the reader that is asked first. Rank 1 of 2 with 3
-        # workers runs readers 3, 4 and 5 of 6; resumed with first=2, its workers run 5, 3 and 4. ``share`` is the
-        # number of this reader, and that of all readers.
+        # workers runs readers 3, 4 and 5 of 6; resumed with first=2, its workers run 5, 3 and 4. ``share`` is this
+        # reader's number, and the number of readers.
         number = (self._first + (worker.id if worker is not None else 0)) % len(self._places)
         share = self._rank * len(self._places) + number, self._ranks * len(self._places)
         place = self._places[number]
@@ -160,8 +160,6 @@ class _Reader:
     def _drawn(self) -> Iterator[TokenSample]:
         """Yield the samples in drawing order; a state may be taken at each of them."""
         size, buffer = self._settings.shuffle_buffer, self._buffer
-        # With a buffer of 3 and samples a to f: a, b and c fill it, then d replaces one of them, which is yielded, and
-        # so on. The last three are drawn from what is left.
         for sample in self._samples():
             if size == 1:
                 yield sample
@@ -179,8 +177,6 @@ class _Reader:
     def _samples(self) -> Iterator[TokenSample]:
         """Yield the samples of this reader's share, in the order of the files."""
         settings = self._settings
-        # A turn has one row for each reader. With 4 readers, reader 1 takes row 1 of each turn, that is rows 1, 5, 9
-        # and so on.
         turns = self._rows.iter(batch_size=self._shares)
         while True:
             with explained(settings.files):

@@ -132,8 +132,7 @@ def tokenize_files(
     key = _key(files, tokenizer, reading)
 
     def make(folder: str) -> None:
-        # The rows that ``datasets`` reads meanwhile are not kept, because nothing could tell whether they still match
-        # the files.
+        # The rows are not kept: nothing could tell whether they still match the files.
         rows_folder = os.path.join(folder, "rows")
         rows = load_rows(files, rows_folder)
         chosen = reading.chosen(len(rows))
@@ -192,7 +191,6 @@ def compare_sources(then: Mapping[str, Any], now: Mapping[str, Any], in_epoch: b
     changed = _changed_source(then, now)
     if changed is None:
         return
-    # An epoch cannot continue with the rest of other rows.
     if in_epoch:
         raise ValueError(
             f"the checkpoint was taken in the middle of an epoch over different data, which differs in {changed};"
@@ -264,7 +262,6 @@ class _Tokenize:
 
 def columns_of(sample: TokenSample) -> dict[str, Any]:
     """Return a sample as a row of the cache."""
-    # Tokens 5 6 7 8 with mask 0 0 1 1: length 3, num_targets 2, largest 8.
     return {
         "tokens": sample.tokens,
         "learnt": sample.loss_mask,

@@ -47,7 +47,7 @@ class Header:
 
     frames: int
     rate: float  # frames per second
-    width: int  # pixels
+    width: int
     height: int
     seconds: float
     taken: bool = False  # these frames were sampled before, and all are used
@@ -57,8 +57,8 @@ class Header:
 class Taken:
     """The frames that are sampled from a video."""
 
-    frames: list[int]  # their numbers
-    times: list[float]  # seconds
+    frames: list[int]
+    times: list[float]
     rate: float  # sampled frames per second
 
 
@@ -88,7 +88,7 @@ class Videos:
 
             try:
                 settings = get_video_processor_config(settings) or None  # without one there cannot be videos
-            except OSError:  # nor where there is no such folder or name
+            except OSError:
                 settings = None
         elif settings is not None:
             settings = settings.to_json_string()
@@ -151,7 +151,7 @@ class Videos:
             input_data_format="channels_last",
             return_tensors="pt",
         )
-        # The tokens in the cache follow the header; patches of another number would shift those of every later video.
+        # The tokens in the cache follow the header; another number of patches would shift every later video's.
         for video, grid in zip(videos, made["video_grid_thw"].tolist(), strict=True):
             if grid != video["grid"]:
                 raise UnusableFileError(
@@ -188,8 +188,6 @@ class Videos:
         """Return a frame in RGB, a Pillow image, before the video processor gets it."""
         return image.convert("RGB")
 
-    # ---- internals
-
     @property
     def _writes_times(self) -> bool:
         """Whether the time of each step is written as text."""
@@ -204,8 +202,6 @@ class Videos:
 
         processor: Any = Qwen3VLProcessor
         times = processor._calculate_timestamps(None, [*taken.times], 1.0, int(self.processor.temporal_patch_size))
-        # Qwen3-VL, grid [2, 4, 4] with 8 tokens: "<0.2 seconds>" START, 4 tokens, END, "<1.2 seconds>" START, 4 tokens,
-        # END.
         step = START + tokens // grid[0] * VIDEO_PAD + END
         return "".join(f"<{time:.1f} seconds>{step}" for time in times)
 
@@ -236,7 +232,7 @@ class Videos:
             # Some headers have no frame count (.mkv, .webm), and some count frames that an edit list hides, as after a
             # cut without re-encoding. Decoding the file counts them.
             frames = stream.frames
-            if not frames or (seconds and abs(seconds * rate - frames) > 0.5):  # as where a list of edits cuts some off
+            if not frames or (seconds and abs(seconds * rate - frames) > 0.5):
                 frames = sum(1 for _ in container.decode(stream))
             if not frames:
                 raise _without_frames(video, media_dir, name)
@@ -270,8 +266,7 @@ class Videos:
         wanted, number = set(video["taken"]), -1
         found = {}
         with _opened(video, media_dir, name) as (container, stream):
-            # In order up to the last one needed: seeking lands on key frames, which are not always the ones that are
-            # wanted.
+            # In order up to the last one needed: seeking would land on key frames.
             for number, frame in enumerate(itertools.islice(container.decode(stream), max(wanted) + 1)):
                 if number in wanted:
                     found[number] = self._frame(frame.to_image())

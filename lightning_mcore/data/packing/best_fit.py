@@ -33,20 +33,20 @@ class PackingStatistics:
     samples: int = 0
     packed: int = 0  # samples that are in rows; a split sample counts once
     rows: int = 0
-    tokens: int = 0  # places that hold a token
+    tokens: int = 0
     sub_sequence_padding: int = 0  # places that fill sub-sequences up to their multiple
-    row_padding: int = 0  # the rest of each row
-    cut: int = 0  # samples that were longer than a row and lost their end
-    cut_tokens: int = 0  # tokens lost this way
+    row_padding: int = 0
+    cut: int = 0
+    cut_tokens: int = 0
     split: int = 0
     pieces: int = 0
     # The rest was left out: pieces of split samples, then whole samples by reason.
     pieces_without_target: int = 0
-    too_short: int = 0  # fewer than two tokens
-    without_target: int = 0  # no token that counts in the loss
-    without_answer: int = 0  # no text to learn
-    through_image: int = 0  # cut inside an image or a video
-    unreadable_image: int = 0  # an image or a video cannot be read
+    too_short: int = 0
+    without_target: int = 0
+    without_answer: int = 0
+    through_image: int = 0
+    unreadable_image: int = 0
 
     @property
     def padding(self) -> int:
@@ -199,10 +199,6 @@ def pack_lengths(lengths: NDArray[Any] | Sequence[int], row_length: int, multipl
             f"sample {refused[0]} takes {lengths[refused[0]]} tokens; choose 1 to row_length={row_length}, or let "
             "fit_sample() cut, split or drop what does not fit"
         )
-    # Lengths 3, 5, 8, 2, 5, 3 in rows of 10: sample 2 (8 places) opens row 0, samples 1 and 4 (5 and 5) fill row 1,
-    # sample 0 (3) opens row 2, sample 5 (3) follows it there, and sample 3 (2) fits row 0 exactly. Rows: [2, 3],
-    # [1, 4], [0, 5].
-    #
     # From here on lengths count in units of ``multiple``.
     room = row_length // multiple
     units = -(-lengths // multiple)
@@ -270,7 +266,7 @@ def _best_fit(lengths: list[int], counts: list[int], room: int) -> tuple[list[in
                 del free[left], rooms[place]
             most = left // length
             full = min(stop - start, count // most)
-            if not full:  # fewer samples than one row takes are left
+            if not full:
                 full, most = 1, count
             first.append(start)
             rows.append(full)

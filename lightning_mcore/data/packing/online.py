@@ -120,8 +120,7 @@ class OnlinePacker:
             for sample in samples
         ]
         empty = torch.zeros(0, dtype=torch.int64)
-        # Samples are stored end to end. ``sample_sizes`` splits them again, and ``row_sizes`` deals them to the open
-        # rows.
+        # Samples end to end; ``sample_sizes`` splits them again, ``row_sizes`` deals them to the open rows.
         return {
             "settings": self._settings(),
             "next_number": self._next_number,
@@ -166,8 +165,7 @@ class OnlinePacker:
         # opens row 1; 4 goes into row 1, which now has room for 2.
         length = self._padded(sample)
         done = []
-        # Number -1 sorts before every row of the same room, so this finds the fullest row with at least ``length``
-        # left.
+        # Number -1 sorts before every row of the same room: this finds the fullest row with room for ``length``.
         place = bisect_left(self._open, _OpenRow(length, -1, []))
         if place < len(self._open):
             row = self._open.pop(place)

@@ -43,7 +43,7 @@ from lightning_mcore.data.packing.best_fit import (
     require_multiple,
 )
 
-_PLACES = ("tokens", "labels", "loss_mask", "position_ids")  # one value for each place of a row
+_PLACES = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def pack(
@@ -279,8 +279,7 @@ def packing_multiples(trainer: pl.Trainer | None) -> PackingMultiples:
     row = layout.sequence_multiple
     fp8 = getattr(strategy.precision_plugin, "fp8", None)
     if isinstance(fp8, FP8Settings) and fp8.is_on:
-        # FP8 needs an aligned length on each rank, and a row is divided across CP ranks, and with sequence parallelism
-        # TP ranks.
+        # Each rank needs an aligned length; CP ranks, and with sequence parallelism TP ranks, share a row.
         ranks = cp * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
         row = math.lcm(row, ranks * fp8.alignment)
     return PackingMultiples(2 * cp if cp > 1 else 1, row)
@@ -317,8 +316,7 @@ class TokenizedSamples(Dataset[TokenSample]):
         self.statistics.samples = self.statistics.packed = len(plain)
         found = [(plain, np.zeros_like(plain), lengths[whole])]
         found += [self._pieces(index) for index in indices[~whole].tolist()]
-        # Sample k is piece ``_piece[k]`` of row ``_source[k]``. With rows of 4, a row of 3 places and one of 9 that is
-        # split: _source [0, 1, 1, 1], _piece [0, 0, 1, 2], lengths [3, 4, 4, 1].
+        # Sample k is piece ``_piece[k]`` of row ``_source[k]``.
         self._source, self._piece, self.lengths = (np.concatenate(parts) for parts in zip(*found, strict=True))
         if not len(self.lengths):
             raise ValueError(f"{name} has nothing to learn ({self.statistics}); give rows with answers")
@@ -411,9 +409,8 @@ class TextBlocks(TokenizedSamples):
         self._block = row_length + 1
         self._first_token = first_token
         lengths = np.asarray(tokenized.data.column("length").to_numpy(), np.int64)[indices]
-        counts = np.where(lengths > 0, lengths + 1, 0)  # an empty document has no token
-        # ``_ends`` are the ends of the documents in the joined text. Documents of 5, 0 and 4 tokens with row_length=3:
-        # _ends [5, 5, 9], so 9 tokens, two blocks of 4 (tokens 0..3 and 4..7), and token 8 is left out.
+        counts = np.where(lengths > 0, lengths + 1, 0)
+        # ``_ends``: where each document ends in the joined text.
         self._ends = np.cumsum(counts)
         total = int(self._ends[-1]) if len(counts) else 0
         blocks = total // self._block
@@ -429,8 +426,7 @@ class TextBlocks(TokenizedSamples):
 
     def __getitem__(self, index: int) -> TokenSample:
         start = index * self._block
-        # side="right" skips documents that end where the block begins, empty ones included. Block 1 of the example
-        # reads documents 0 (its last token) to 2 (its first three).
+        # side="right" skips documents that end where the block begins, empty ones included.
         first, last = np.searchsorted(self._ends, [start, start + self._block - 1], side="right").tolist()
         read = self._documents[self._indices[first : last + 1].tolist()]["tokens"]
         tokens = np.concatenate([np.asarray(document, np.int64) for document in read])

@@ -64,12 +64,12 @@ class PairSamples(Dataset[Pair]):
             for column in ("length", "second", "desirable", "left_out")
         )
         used = self.left_out == 0
-        self.is_tagged = bool((desirable[used] >= 0).any())  # the rows have KTO's tags
+        self.is_tagged = bool((desirable[used] >= 0).any())
         self._indices = indices[used]
         # "length" is the sum of both, in places. Tokens 1 2 3 4 5 and 1 2 3 9: second=5, length=4 + 3, so each =
         # [4, 3], or [5, 4] if the last tokens are scored.
         first = second[used] - 1
-        self.each = np.stack([first, length[used] - first], 1) + scored  # [pairs, 2], places of each sequence
+        self.each = np.stack([first, length[used] - first], 1) + scored  # [pairs, 2]
         self.lengths: NDArray[np.int64] = self.each.sum(1)
         count = len(self._indices)
         # ``without_answer`` counts all rows that are left out; ``counts`` tells the reasons apart.
@@ -83,8 +83,7 @@ class PairSamples(Dataset[Pair]):
                 f" {places} tokens, the longest {self.each[number].max()} (row {self._indices[number]}); choose a"
                 " larger seq_length, or overlong='cut'"
             )
-        # The reference's log-probabilities are cached under this key: it changes with the data, the cut and the
-        # selection.
+        # Key of the cached reference log-probabilities: it changes with the data, the cut and the selection.
         digest = hashlib.sha256(json.dumps(sources_of(tokenized)).encode())
         digest.update(self._indices.astype("<i8").tobytes() + self.each.astype("<i8").tobytes())
         self.key = digest.hexdigest()
@@ -192,7 +191,6 @@ class PairLoading(MCoreFinetuningData):
         """Places that a sequence may take; two share a packed row."""
         if not self.packing:
             return self.seq_length
-        # seq_length=1000 with CP=4 (multiple 8): half is 500, rounded down to 496.
         multiple = self._multiples().sub_sequence
         return self.seq_length // 2 // multiple * multiple
 
@@ -249,7 +247,7 @@ class MCorePreferenceData(PairLoading):
         seed: Seed of the order and of ``validation_share``.
         num_workers: Number of processes per rank that load batches ahead.
         num_proc: Number of processes that tokenise.
-        cache_dir: Folder for the cache of tokens and log-probabilities; None for that of ``datasets``.
+        cache_dir: Folder for the cache of tokens and log-probabilities; None for the cache of ``datasets``.
         eval_batch_size: ``batch_size`` of validation and testing; None for ``batch_size``.
         pad_to_seq_length: Without packing, pad every row to ``seq_length``.
 

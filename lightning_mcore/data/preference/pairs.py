@@ -198,7 +198,6 @@ def build_pair_row(
     Raises:
         ValueError: As ``packing.rows.build_row``.
     """
-    # The same pair in a row of 8: tokens 1 2 3 4 1 2 3 0, cu_seqlens 0 4 7, cu_seqlens_padded 0 4 8.
     sequences = [sequence for pair in pairs for sequence in pair.sequences]
     return build_row(sequences, row_length, multiple, vocab_size, pad_token) | _of_pairs(pairs)
 
@@ -286,7 +285,6 @@ def with_last_token(pair: Pair) -> Pair:
         The same with one more token at the end of both, which is a label only and counts nowhere.
     """
 
-    # The chosen tokens 1 2 3 4 5 become 1 2 3 4 5 5. Inputs are then 1 2 3 4 5; the added label counts nowhere.
     def longer(sample: TokenSample) -> TokenSample:
         assert sample.loss_mask is not None
         tokens, mask = np.append(sample.tokens, sample.tokens[-1]), np.append(sample.loss_mask, False)

@@ -27,9 +27,8 @@ from lightning_mcore.data.finetuning.conversations import ConversationReader, Me
 from lightning_mcore.data.finetuning.tokenized import Encoder, Reading, columns_of
 from lightning_mcore.data.packing.best_fit import TokenSample
 
-# Prefix of the columns that come from the row whose answer is the KL example.
 PARTNER = "partner of "
-"""Before the name of a column: that column of the row whose answer is the KL example."""
+"""Prefix of the columns that come from the row with the KL example."""
 
 LEFT_OUT = (
     "",
@@ -50,7 +49,7 @@ class PreferenceRow(NamedTuple):
     prompt: list[Message]  # the last message is the user's; empty if the row is broken
     chosen: str  # the better answer; for KTO, the example's own
     rejected: str  # the other answer; for KTO, another example's
-    desirable: bool | None = None  # for KTO; None for a pair
+    desirable: bool | None = None
 
 
 def preference_row(
@@ -68,7 +67,7 @@ def preference_row(
 
 
 def partner_of(row: Row) -> dict[str, Any]:
-    """Return the row whose answer is the KL example of a row, by its own column names."""
+    """Return the row that has a row's KL example, under its own column names."""
     return {name.removeprefix(PARTNER): value for name, value in row.items() if name.startswith(PARTNER)}
 
 
@@ -101,8 +100,7 @@ class PreferenceReader:
         self.tag = next((name for name in ("label", "kto_tag") if name in self.needed), None)
         self._has_prompt = "prompt" in present
         kind: Any = {"conversations": "sharegpt", "instruction": "alpaca"}.get(self.needed[0], "messages")
-        # Each answer is read as the end of an ordinary conversation; the added names are columns that ``_answered``
-        # makes.
+        # Each answer is read as the end of an ordinary conversation; ``_answered`` makes the added columns.
         self._single = ConversationReader([*present, "output", "messages"], kind)
         self._kind: str = kind
 
@@ -123,7 +121,7 @@ class PreferenceReader:
         if self._kind == "alpaca":
             last = self._single.messages(row if answer is None else {**row, "output": row[answer]}, name)
             return [*_system(row, name), *earlier_exchanges(row.get("history"), "history", name), *last]
-        if answer is None:  # the answer is among the messages
+        if answer is None:
             return self._single.messages(row, name)
         if self._kind == "sharegpt":
             turns = [*_turns(row, "conversations", "", name), *_turns(row, answer, "", name)]
@@ -176,7 +174,7 @@ class EncodedPair(NamedTuple):
     """The two sequences of a row as tokens."""
 
     samples: tuple[TokenSample, TokenSample]  # chosen, rejected; both empty if the row is left out
-    desirable: bool | None  # for KTO; None for a pair
+    desirable: bool | None
     left_out: int  # index in LEFT_OUT, 0 if the row is used
 
 
@@ -220,8 +218,7 @@ class PairEncoder:
         for answer in (row.chosen, row.rejected):
             sample = self._encoder.encode([*row.prompt, {"role": "assistant", "content": answer}], sample_id, name)
             assert sample.loss_mask is not None
-            # The mask marks the answer: what comes before it is the prompt, what follows (such as a line break) is
-            # dropped.
+            # The mask marks the answer; what follows it, such as a line break, is dropped.
             learnt = np.flatnonzero(sample.loss_mask)
             if not learnt.size:
                 return _UNANSWERED, []
@@ -230,16 +227,14 @@ class PairEncoder:
         if self._one_prompt and is_pair:
             parts[1][0] = parts[0][0]
         self._cut(parts, is_pair)
-        if any(len(answer) <= (0 if len(prompt) else 1) for prompt, answer in parts):  # a first token is not learnt
+        if any(len(answer) <= (0 if len(prompt) else 1) for prompt, answer in parts):
             return _CUT, []
         return (_EQUAL if is_pair and np.array_equal(parts[0][1], parts[1][1]) else 0), parts
 
     def _cut(self, parts: list[list[NDArray[np.int32]]], is_pair: bool) -> None:
         if self._most is None:
             return
-        # A pair is cut by its longer answer, so that both keep the same prompt. With most=512, a prompt of 600 tokens
-        # and answers of 400 and 50: kept_lengths(600, 400, 512) is (308, 204), so the prompt keeps 308 tokens and the
-        # answers 204 and 50.
+        # A pair is cut by its longer answer, so that both keep the same prompt.
         longest = max(len(answer) for _, answer in parts)
         for part in parts:
             prompt, answer = kept_lengths(len(part[0]), longest if is_pair else len(part[1]), self._most)
@@ -262,14 +257,13 @@ class PairReading(Reading):
         return PairEncoder(super().encoder(tokenizer), self.template is not None, self.most)
 
     def with_partners(self, rows: Any) -> Any:
-        """Return the rows; for KTO, with the columns of the row whose answer is the KL example."""
+        """Return the rows; for KTO, with the columns of the row that has the KL example."""
         if self.reader(rows.column_names).tag is None or not len(rows):
             return rows
         from datasets import concatenate_datasets
 
-        # KTO estimates its KL term from each prompt with another example's answer: the previous row's, and for the
-        # first row of each block the last one's, as in LLaMA-Factory. Five rows in blocks of 3 have the partners 2 0 1
-        # 4 3.
+        # For the KL term, a prompt takes the previous row's answer, and the first of a block the last row's, as in
+        # LLaMA-Factory. Five rows in blocks of 3 have the partners 2 0 1 4 3.
         order = np.arange(len(rows))
         starts = order // self.block * self.block
         ends = np.minimum(starts + self.block, len(rows))

@@ -2,7 +2,7 @@
 """Input of ``lightning-mcore preprocess``: its files, and how they are cut into pieces for the workers.
 
 Cuts depend only on the files and one size. So they are the same for any number of workers and after an interruption,
-and the tokens of piece 17 always follow those of piece 16. Only what is needed to find the cuts is read here: a few
+and the tokens of piece 17 always come after piece 16's. Only what is needed to find the cuts is read here: a few
 bytes at each cut of a file of lines, the metadata of a parquet file. ``run.py`` calls both functions.
 
 =============  ===============================================================  ============================
@@ -48,10 +48,10 @@ _ROWS_AT_LEAST = 256  # rows of a parquet piece, as the worker reads batches of 
 class InputFile:
     """A file to read."""
 
-    path: str  # as given or found
-    format: str  # text, jsonl or parquet
+    path: str
+    format: str
     real_path: str  # without links
-    size: int  # bytes
+    size: int
     modified: int  # ns
 
 
@@ -94,8 +94,7 @@ def _in_folder(folder: str, format: str) -> tuple[list[str], int]:
     paths: list[str] = []
     left_out = 0
     for place, folders, names in os.walk(folder):
-        # In place, so that os.walk does not descend into the others. The dataset in the making may lie in the same
-        # folder.
+        # In place, so that os.walk skips the others; a dataset in the making may lie in the same folder.
         folders[:] = sorted(name for name in folders if not name.startswith(".") and not name.endswith(UNFINISHED))
         for name in names:
             suffix = os.path.splitext(name)[1].lower()
@@ -126,8 +125,6 @@ def cut(files: Iterable[InputFile], separator: str | None, column: str, size: in
     ``separator`` None makes one document of each text file. Raises ValueError if a parquet file is damaged or lacks
     ``column``, OSError if a file is unreadable.
     """
-    # A file with lines of 13 bytes, 65 in all, and size=20: each piece ends with the line that reaches 20 bytes, so
-    # they are bytes 0-26, 26-52 and 52-65.
     for group in _groups(files, separator, size):
         file = group[0]
         if file.format == "text" and separator is None:
@@ -240,8 +237,7 @@ def _parquet_pieces(file: InputFile, column: str, size: int) -> Iterator[Piece]:
         if part.num_rows == 0:
             continue
         text_bytes = part.column(place).total_uncompressed_size
-        # A piece has about 4 x ``size`` bytes of text. Its worker reads the row group from the beginning to reach these
-        # rows.
+        # About 4 x ``size`` bytes of text: the worker reads the row group from the beginning to reach these rows.
         rows = max(_ROWS_AT_LEAST, -(-part.num_rows * 4 * size // max(text_bytes, 1)))
         for first in range(0, part.num_rows, rows):
             count = min(rows, part.num_rows - first)

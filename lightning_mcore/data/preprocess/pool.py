@@ -64,7 +64,7 @@ class Workers:
     def _end(self) -> None:
         for pipe, process in self._processes.items():
             pipe.close()
-            process.kill()  # a worker has nothing to lose
+            process.kill()
             process.wait()
         self._processes.clear()
 

@@ -34,17 +34,17 @@ TEXT_COLUMN = "text"
 class Options:
     """The options of the command, which ``cli/preprocess.py`` explains."""
 
-    inputs: Sequence[str]  # files, patterns and folders, in dataset order
-    output: str  # prefix of the dataset's files
-    tokenizer: str  # a tokenizer.json, or a folder or name for AutoTokenizer
-    text_column: str = TEXT_COLUMN  # of jsonl and parquet files
-    format: str = "auto"  # text, jsonl, parquet, or auto to go by suffix
-    separator: str | None = None  # between documents of a text file; None makes one document of each
-    append_eod: bool = True  # end each document with the end-of-document token
-    eod_token: str | None = None  # None for the tokenizer's end of sequence
-    add_special_tokens: bool = False  # let the tokenizer add its own, such as one at the beginning
-    workers: int | None = None  # None for one per core of this process
-    overwrite: bool = False  # a dataset of that name, and another command's unfinished work
+    inputs: Sequence[str]
+    output: str
+    tokenizer: str
+    text_column: str = TEXT_COLUMN
+    format: str = "auto"
+    separator: str | None = None
+    append_eod: bool = True
+    eod_token: str | None = None
+    add_special_tokens: bool = False
+    workers: int | None = None
+    overwrite: bool = False
     piece_bytes: int = PIECE_BYTES  # that a worker takes at once; does not change the result
 
     def check(self) -> None:
@@ -101,12 +101,12 @@ class Summary:
     documents: int  # with tokens
     tokens: int  # end-of-document tokens included
     empty: int  # documents without tokens, left out
-    text_bytes: int  # in UTF-8
+    text_bytes: int
     left_out: int  # files in folders, because of their suffix
     vocab_size: int
     seconds: float  # of this run
     bytes_per_second: float  # of text, in this run
-    resumed: bool  # this run continued an interrupted one
+    resumed: bool
 
     def __str__(self) -> str:
         """Return a summary for the terminal, with the next step."""

@@ -24,11 +24,11 @@ LARGEST_ID = 1 << 24  # for a larger table the tokenizers package may end the pr
 class TokenizerFacts:
     """What the command needs to know about a tokenizer."""
 
-    name: str  # name or path that the user gave
+    name: str
     json: str | None  # its tokenizer.json; None if transformers runs it in Python
     vocab_size: int  # largest id + 1
-    eod: int | None  # id of the end-of-document token
-    digest: str  # of its content
+    eod: int | None
+    digest: str
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

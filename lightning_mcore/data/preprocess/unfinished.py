@@ -45,11 +45,11 @@ class Progress:
     """How much is tokenised."""
 
     pieces: int = 0
-    input_bytes: int = 0  # of the input files
-    text_bytes: int = 0  # of the documents in UTF-8
-    documents: int = 0  # those with tokens
-    tokens: int = 0  # of these documents
-    empty: int = 0  # documents without tokens, which are left out
+    input_bytes: int = 0
+    text_bytes: int = 0
+    documents: int = 0
+    tokens: int = 0
+    empty: int = 0
     resumed_bytes: int = 0  # of the text bytes, those that an earlier run tokenised
 
 
@@ -66,12 +66,11 @@ class UnfinishedDataset:
         self.prefix = prefix
         self.folder = Path(prefix + UNFINISHED)
         self.progress = Progress()
-        self._pieces: list[str] = []  # the files of all pieces so far, in input order
+        self._pieces: list[str] = []
         # Through JSON, so that it compares equal to a stored one: tuples become lists.
         self._command = json.loads(json.dumps({**command, "format of the unfinished files": _FORMAT}))
         settings = {name: value for name, value in self._command.items() if name != "inputs"}
-        # In the names of piece files, because a worker may outlive a killed command by one piece, and finish its file
-        # while another command is already writing.
+        # A worker may outlive a killed command by one piece, and finish it while another command is writing.
         self._settings = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
         # Before anything is looked at: until then, another process may still be writing the dataset.
         self._lock = self._take_lock()
@@ -153,7 +152,7 @@ class UnfinishedDataset:
                 self.add(piece, counts, resumed=True)
 
     def add(self, piece: Piece, counts: dict[str, int], resumed: bool = False) -> None:
-        """Count a finished piece; ``counts`` are those of its file."""
+        """Count a finished piece; ``counts`` come from its file."""
         done = {name: getattr(self.progress, name) + count for name, count in counts.items()}
         self.progress = Progress(
             pieces=self.progress.pieces + 1,

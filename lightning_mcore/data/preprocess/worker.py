@@ -57,7 +57,7 @@ def main() -> None:
                 answer = ("failed", traceback.format_exc())
             pipe.send(answer)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # the parent has ended, or has no more work
+        return
 
 
 Encoder = Callable[[list[str]], Iterator[list[int]]]
@@ -139,9 +139,6 @@ def _size(text: str, place: Callable[[], str]) -> int:
         raise RefusedError(
             f"{place()} contains half of a surrogate pair, {text[error.start]!a}, which is not text; fix that line"
         ) from None
-
-
-# ---- readers: every document of a piece
 
 
 def read_lines(piece: Piece, settings: dict[str, Any]) -> Iterator[Text]:

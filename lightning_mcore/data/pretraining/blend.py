@@ -4,8 +4,8 @@
 Megatron cuts documents into samples and shuffles them once, into index files that all ranks map. Its
 ``BlendedMegatronDatasetBuilder`` puts barriers between rank 0, which writes those files, and the other ranks: if rank 0
 fails, they wait until the process group times out. The dataset classes need no barriers. So in :func:`build` rank 0
-builds, every rank learns whether that worked (``parallel/consensus.py``), and then all read. The samples equal those of
-Megatron's builder; a test compares both.
+builds, every rank learns whether that worked (``parallel/consensus.py``), and then all read. Megatron's
+builder makes the same samples; a test compares both.
 
 Megatron reads index files with ``numpy.load(allow_pickle=True)``, which runs whatever code the file contains. The two
 subclasses here write the same files and read them without pickle. What is read of a .bin file that has checksums is
@@ -121,8 +121,8 @@ class SplitRequest:
     samples: int | None  # number to draw; None takes each document once
     seq_length: int
     seed: int
-    reset_position_ids: bool  # positions restart after each end-of-document token
-    eod_mask_loss: bool  # targets after an end-of-document token do not count
+    reset_position_ids: bool
+    eod_mask_loss: bool
     eod: int | None
 
 
@@ -157,9 +157,8 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 def available(index: Index, share: tuple[float, float], seq_length: int) -> int:
     """Return the number of samples that the documents of a split contain, drawing each once."""
     # Source: ``_build_megatron_dataset_splits`` and ``_build_document_sample_shuffle_indices`` in
-    # megatron.core.datasets (0.16.1). For 1,000 documents of 100 tokens, seq_length=2048 and "969,30,1": training has
-    # documents 0 to 968, 96,900 tokens, 47 samples; validation documents 969 to 998, 1 sample; test one document, no
-    # sample. Samples share one token, hence the "- 1".
+    # megatron.core.datasets (0.16.1). Samples share one token, hence the "- 1". For 1,000 documents of 100 tokens,
+    # seq_length=2048 and "969,30,1", training has 96,900 tokens, 47 samples; validation 1 sample; test none.
     first, last = (round(part * float(len(index.lengths))) for part in share)
     return max(0, (index.tokens(first, last) - 1) // seq_length)
 
@@ -235,8 +234,7 @@ def _load(request: SplitRequest, folder: str) -> Rows:
 
 
 def _digest(request: SplitRequest) -> str:
-    # Sizes and times are part of it. Megatron's own names lack them, so it would read a rebuilt dataset with the index
-    # of the old one.
+    # Megatron's own names lack sizes and times, so it would read a rebuilt dataset with the old one's index.
     files = []
     for prefix in request.blend.prefixes:
         for suffix in (".bin", ".idx"):
@@ -348,8 +346,7 @@ def _dataset(request: SplitRequest, folder: str) -> Any:
         size = None if request.samples is None else min(request.samples, total)
         return _Blended(parts, [len(part) for part in parts], size, config)
     assert request.samples is not None
-    # 1,000 samples with weights 3 and 1 are 750 and 250; Megatron draws half a percent more of each (its surplus),
-    # because the blend may take a little more of one than its share.
+    # Megatron draws half a percent more of each (its surplus): the blend may take a little more than a share.
     shares = [weight / math.fsum(blend.weights) for weight in blend.weights]
     targets = [math.ceil(request.samples * share) for share in shares]
     surplus = 1 + config.mid_level_dataset_surplus

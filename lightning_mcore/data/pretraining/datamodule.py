@@ -116,11 +116,9 @@ class MCorePretrainingData(pl.LightningDataModule):
         self._rows: dict[tuple[int, int | None], Rows] = {}  # by split and number of samples
         self._eod: int | None = eod_token_id
         self._held: dict[int, int] = {}  # rows of one pass, by split, after setup
-        self._restored: dict[str, Any] | None = None  # from a checkpoint
+        self._restored: dict[str, Any] | None = None
         self._drawn: int | None = None  # training samples; None shuffles anew in each epoch
-        self._order: dict[str, Any] = {}  # what else decides their order
-
-    # ---- before training
+        self._order: dict[str, Any] = {}
 
     def setup(self, stage: str | None = None) -> None:
         """Check the files of the splits that the stage reads, on rank 0; every rank raises what it finds.
@@ -182,8 +180,6 @@ class MCorePretrainingData(pl.LightningDataModule):
                 f" {'name different ones' if len(tokens - {None}) > 1 else 'do not name one'}; give eod_token_id"
             )
         return tokens.pop()
-
-    # ---- loaders
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of full global batches in Megatron's order.
@@ -250,10 +246,8 @@ class MCorePretrainingData(pl.LightningDataModule):
             self._rows[key] = build(request, self.cache_dir or f"{request.blend.prefixes[0]}.cache")
         return self._rows[key]
 
-    # ---- the number of training samples
-
     def _train_samples(self) -> int | None:
-        """Return how many samples to draw: the number given, that of the checkpoint, or what the steps need."""
+        """Return how many samples to draw: the given number, the checkpoint's, or what the steps need."""
         needed, given = self._needed(), self._samples[0]
         blend = self._blends[0]
         assert blend is not None
@@ -266,7 +260,6 @@ class MCorePretrainingData(pl.LightningDataModule):
     def _needed(self) -> int | None:
         if self.trainer is None or self.trainer.max_steps < 0:
             return None
-        # 1,000 steps of accumulate_grad_batches=4, batch_size=2 on 8 ranks: 64,000 rows.
         _, ranks = data_parallel_place(self.trainer)
         return self.trainer.max_steps * self.trainer.accumulate_grad_batches * self.batch_size * ranks
 
@@ -311,7 +304,7 @@ class MCorePretrainingData(pl.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of training samples, and what else their order depends on."""
-        if not self._order:  # before training
+        if not self._order:
             return dict(self._restored or {})
         return {"train_samples": self._drawn, "order": self._order}
 

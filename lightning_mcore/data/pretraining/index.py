@@ -46,7 +46,7 @@ _TYPES: dict[int, type[np.generic]] = {
     8: np.uint16,  # Megatron's codes; the codes of floats are missing
 }
 _SMALL_VOCABULARY = 65500  # Source: DType.optimal_dtype
-_BLOCK = 1 << 20  # documents written or checked at a time
+_BLOCK = 1 << 20
 
 
 def token_type(vocab_size: int) -> type[np.generic]:
@@ -157,8 +157,7 @@ def _check_structure(prefix: str) -> None:
     """Check that sequence offsets follow from the lengths, and that the documents cover all sequences in order."""
     index = _open_index(prefix)
     count, size, place = len(index.lengths), np.dtype(index.dtype).itemsize, 0
-    # The offsets follow the lengths, and the documents follow the offsets. Both are read in blocks: an index of a
-    # billion sequences has 20 GB.
+    # Read in blocks: an index of a billion sequences has 20 GB.
     places = _HEAD.size + 4 * count
     with open(prefix + ".idx", "rb") as file:
         for start in range(0, count, _BLOCK):
