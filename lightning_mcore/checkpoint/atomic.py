@@ -22,32 +22,25 @@ from collections.abc import Callable
 from functools import cache
 
 # The hidden folder holds, for a directory ``name``:
-#   name              what is being written; after an exchange, what it replaced, until it is deleted
+#   name              what is being written; after an exchange, what it replaced
 #   name.replaced     what had the name before, on disks that cannot exchange two directories
 #   name.removed      what is being deleted
-#   name.mcore-lock   the mark: these entries are ours. Made before them, deleted after them, and locked by the
-#                     process that writes ``name``, so the lock ends with that process
-#
-# Entries without a mark belong to someone else and are left alone. A process knows its own marks by their open
-# descriptors, so it does not matter which path leads to the folder.
-#
-# Example: a save replaces runs/last.ckpt.
-#   begin()     makes .unfinished/last.ckpt.mcore-lock, then the empty directory .unfinished/last.ckpt
-#   publish()   exchanges last.ckpt and .unfinished/last.ckpt in one system call, then deletes the old directory, the
-#               mark, and .unfinished if it is empty
-# A disk without that call needs two renames: last.ckpt to last.ckpt.replaced, then .unfinished/last.ckpt to last.ckpt.
-# After a crash between the two there is nothing at last.ckpt, and recover() renames the .replaced directory back.
+#   name.mcore-lock   the mark: these entries are ours. Made first, deleted last, and locked by the writing process
+# A process knows its own marks by their open descriptors, so it does not matter which path leads to the folder.
+# Example: a save replaces runs/last.ckpt. begin() makes .unfinished/last.ckpt.mcore-lock and .unfinished/last.ckpt.
+# publish() exchanges the two last.ckpt in one system call, then deletes the old one and the mark. A disk without that
+# call needs two renames; after a crash between them, recover() renames last.ckpt.replaced back.
 UNFINISHED = ".unfinished"
 
 _REPLACED, _REMOVED, _MARK = _SUFFIXES = (".replaced", ".removed", ".mcore-lock")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 _CANNOT_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
-_IS_THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)  # errors of renaming to a name that exists
+_IS_THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)  # errors of renaming to an existing name
 _HAS_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # NFS without its lock service, Lustre
 _THIS_PROCESS = "this process"
 
 _log = logging.getLogger(__name__)
-_marks: dict[str, int] = {}  # descriptors of the marks this process holds, by the directory being written
+_marks: dict[str, int] = {}  # descriptors of this process's marks, by directory
 
 
 def unfinished(path: str) -> str:
@@ -86,8 +79,7 @@ def begin(path: str) -> str:
 def publish(path: str) -> None:
     """Replace ``path`` by the finished directory and delete what was there; an ``OSError`` leaves it there."""
     path, source = os.path.abspath(path), unfinished(path)
-    # First the names inside it reach the disk, then the name of the directory itself (in _replace). The other way
-    # round, a power cut could leave a directory in place whose files are missing.
+    # The names inside reach the disk before the directory's own, or a power cut could leave it without files.
     sync_directory(source)
     _replace(source, path)
     _release(source)
@@ -183,7 +175,7 @@ def recover_all(folder: str) -> bool:
 def delete(path: str) -> None:
     """Delete a file, a link or a directory with its contents, if it exists."""
     while os.path.lexists(path):
-        with contextlib.suppress(FileNotFoundError):  # another thread was faster
+        with contextlib.suppress(FileNotFoundError):
             if _is_directory(path):
                 shutil.rmtree(path)
             else:
@@ -196,7 +188,7 @@ def sync_directory(path: str) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF):  # some network disks cannot
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF):
             raise
     finally:
         os.close(descriptor)
@@ -216,14 +208,13 @@ def is_locked_elsewhere(descriptor: int) -> bool:
 
 
 def _replace(source: str, path: str) -> None:
-    # Between moving the old directory aside and renaming the new one, a reader may call recover(), which puts the old
-    # one back: then the rename finds something there, and both steps are tried again.
+    # Between the two renames, a reader may call recover(), which puts the old directory back: try both again.
     for tries_left in (2, 1, 0):
         try:
             _put_in_place(source, path)
             break
         except OSError as error:
-            if error.errno not in _IS_THERE or not tries_left:  # a reader has put the old one back
+            if error.errno not in _IS_THERE or not tries_left:
                 raise
     sync_directory(os.path.dirname(path))
 
@@ -337,8 +328,8 @@ def _take(target: str) -> str | None:
 
     Raises ``ValueError`` if there are files with these names but without a mark.
     """
-    # Source: POSIX record locks. They end with the process, and a forked data loader does not inherit them. A process
-    # loses its lock when it closes any descriptor of the file, so a mark that it holds must never be opened again.
+    # POSIX record locks end with the process and are not inherited by forked data loaders. Closing any descriptor of
+    # the file drops the lock, so a mark that is held must never be opened again.
     mark = target + _MARK
     while True:
         if target in _marks or any(_is_at(descriptor, mark) for descriptor in _marks.values()):
@@ -347,7 +338,7 @@ def _take(target: str) -> str | None:
         is_new = not os.path.lexists(mark)
         try:
             descriptor = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        except FileNotFoundError:  # another process no longer needed the folder and deleted it
+        except FileNotFoundError:
             continue
         try:
             if is_locked_elsewhere(descriptor):

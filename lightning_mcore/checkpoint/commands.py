@@ -53,7 +53,7 @@ from lightning_mcore.config.text import human
 
 __all__ = ["inspect", "main", "verify"]
 
-SINGLE_FILE = "one file"  # the format of checkpoints in one file, which have no manifest
+SINGLE_FILE = "one file"
 TORCH_DIST = "torch_dist"
 
 _PROGRAM = "python -m lightning_mcore.checkpoint"
@@ -191,7 +191,6 @@ def _verify_single_file(fs: AbstractFileSystem, root: str, path: str) -> str:
 def _verify_torch_dist(fs: AbstractFileSystem, root: str, path: str) -> str:
     """Check the sizes of the tensor files, and the checksums that ``torch.save`` wrote for each piece in them."""
     metadata = read_metadata(path, fs.cat_file(f"{root}/{METADATA_FILE}"))
-    # .metadata gives the place of each piece, so a file must reach at least to the end of its last piece.
     sizes = least_sizes(metadata)
     for name, size in sizes.items():
         check_size(fs, root, path, name, size, or_more=True)
@@ -213,7 +212,7 @@ def _has_right_checksums(fs: AbstractFileSystem, root: str, path: str, place: An
             if not has_checksums(archive.infolist()):
                 return False
             broken = archive.testzip()
-    except Exception as error:  # zipfile can raise anything on a damaged archive
+    except Exception as error:
         raise damaged(path, f"{place.relative_path} has no torch.save archive at byte {place.offset}") from error
     if broken is not None:
         raise damaged(path, f"the checksum of a piece at byte {place.offset} of {place.relative_path} is wrong")
@@ -228,7 +227,7 @@ def _torch_dist(fs: AbstractFileSystem, root: str, path: str) -> dict[str, Any]:
         arguments = getattr(common.get("args"), "__dict__", {})
         settings = {name: value for name, value in arguments.items() if isinstance(value, bool | int | str)}
         found["global_step"] = common.get("iteration")
-        if "tensor_model_parallel_size" in settings:  # the arguments of Megatron-LM
+        if "tensor_model_parallel_size" in settings:
             config = {"config": settings, "vocab_size": settings.get("padded_vocab_size")}
             found.update(layout=settings, world_size=settings.get("world_size"), model=config)
     found["tensors"] = tensors_of(read_metadata(path, fs.cat_file(f"{root}/{METADATA_FILE}")))
@@ -376,8 +375,7 @@ def _layout(manifest: Mapping[str, Any]) -> str:
     filled = {**layout, "expert_tensor_parallel_size": layout.get("expert_tensor_parallel_size") or tp}
     parts = [f"{short}{filled.get(name) or 1}" for name, short in _AXES.items()]
     if isinstance(ranks, int):
-        # 8 ranks with TP=2, PP=2, CP=1 make "tp2 pp2 vpp1 cp1 ep1 etp2 dp2 on 8 ranks": the data-parallel size is what
-        # is left.
+        # 8 ranks with TP=2, PP=2 and CP=1 leave 2 for data parallelism.
         cut = tp * (layout.get("pipeline_model_parallel_size") or 1) * (layout.get("context_parallel_size") or 1)
         parts.append(f"dp{ranks // cut} on {ranks} rank{'s' if ranks != 1 else ''}")
     if layout.get("sequence_parallel"):

@@ -49,7 +49,7 @@ class Differences:
         Names may differ unless ``strict``; shapes must always agree. ``advice`` tells the user how to allow different
         names.
         """
-        # All ranks compare the same names and raise together; the warning comes from rank 0 alone.
+        # All ranks compare the same names and raise together.
         if self.shapes or (strict and (self.missing or self.unexpected)):
             other = "" if self.shapes else f", or {advice} to load what fits"
             raise ValueError(f"{path} does not fit this model: {self}; load it into the model that wrote it{other}")

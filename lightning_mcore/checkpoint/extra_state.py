@@ -68,7 +68,7 @@ def checked_extra_state(state: Mapping[str, Any]) -> Iterator[None]:
         if name.rpartition(".")[2].startswith(_NAME) and isinstance(value, Tensor) and value.numel() > 0:
             found = True
             _check(name, value)
-    # Everything in ``state`` has been checked, so the layers may unpickle it; only for the length of the block.
+    # All of ``state`` has been checked, so the layers may unpickle it.
     before = os.environ.get(_ALLOWS_ALL)
     if found:
         os.environ[_ALLOWS_ALL] = "1"
@@ -84,7 +84,7 @@ def checked_extra_state(state: Mapping[str, Any]) -> Iterator[None]:
 def _check(name: str, value: Tensor) -> None:
     try:
         _Reader(io.BytesIO(value.detach().cpu().numpy().tobytes())).load()
-    except Exception as error:  # a damaged pickle raises anything
+    except Exception as error:
         raise ValueError(
             f"{name} of the checkpoint contains something other than TransformerEngine's scales and recipe ({error}),"
             " and reading it could run code; use a checkpoint that you trust"
@@ -97,9 +97,8 @@ def as_tensors(chunk: nn.Module, config: TransformerConfig, state: dict[str, Any
     A layer without a history keeps an empty tensor.
     """
     # With FP8 weights, the first row of a history may hold the maximum of this rank's part of a weight. Only one rank
-    # saves the row, so all get the maximum over the group first, as TransformerEngine does in the next step.
-    #   rank 0 has [1.5, 0.2], rank 1 has [0.7, 0.9]: both save [1.5, 0.9]
-    # All layers' rows travel in one all-reduce.
+    # saves it, so all get the group's maximum first, as TransformerEngine does in the next step: [1.5, 0.2] and [0.7,
+    # 0.9] are both saved as [1.5, 0.9].
     found = {name: _tensors(layer, number) for name, layer, number in _layers(chunk, state)}
     rows = [tensors[name][0] for tensors in found.values() for name in tensors if name.startswith(_HISTORY)]
     if rows:
@@ -134,8 +133,7 @@ def restored(chunk: nn.Module, config: TransformerConfig, state: dict[str, Any])
         found = {}
     found = {layer: [_of_this_rank(part, config) for part in parts] for layer, parts in found.items()}
     for layer, parts in found.items():
-        # Twice: the weights that are filled inside the block are cast with these scales, and the cast records its
-        # maxima in the history, which the second write resets.
+        # Twice: weights filled inside the block are cast with these scales, which records their maxima in the history.
         _write(layer, recipe, parts)
     yield
     for layer, parts in found.items():
@@ -145,7 +143,6 @@ def restored(chunk: nn.Module, config: TransformerConfig, state: dict[str, Any])
 def _layers(chunk: nn.Module, state: Mapping[str, Any]) -> Iterator[tuple[str, Any, int]]:
     """Yield the name of each extra state, its layer, and the expert's number in the layer (0 without experts)."""
     for name in list(state):
-        # "mlp.experts.linear_fc1._extra_state3" is expert 3 of that layer's grouped matrix products.
         path, found, number = name.rpartition(_NAME)
         if found and (not number or number.isdigit()):
             layer = chunk.get_submodule(path.removesuffix("."))
@@ -161,9 +158,8 @@ def _tensors(layer: Any, number: int) -> dict[str, Tensor]:
         scaling = layer.fp8_meta.get(f"scaling_{direction}")
         if hasattr(scaling, "amax_history"):
             history = scaling.amax_history
-            # TransformerEngine keeps each expert's kinds together: [in0, weight0, out0, in1, weight1, out1] are the six
-            # forward scales of two experts. Megatron's TEGroupedLinear._split_extra_state cuts them as if a kind's
-            # experts were together, and gives expert 0 [in0, out0, weight1].
+            # TransformerEngine keeps each expert's kinds together: [in0, weight0, out0, in1, weight1, out1]. Megatron's
+            # TEGroupedLinear._split_extra_state cuts them as if sorted by kind: expert 0 gets [in0, out0, weight1].
             tensors[f"scale_{direction}"] = scaling.scale.view(count, -1)[number]
             tensors[f"{_HISTORY}_{direction}"] = history.view(len(history), count, -1)[:, number]
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}

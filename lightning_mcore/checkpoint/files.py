@@ -96,8 +96,7 @@ def finish(path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord])
     path = absolute(path)
     directory = atomic.unfinished(path)
     for name, record in files.items():
-        # Rank 0 looks at the files of all ranks: a node whose disk is not shared shows here, before the old checkpoint
-        # goes.
+        # A node whose disk is not shared shows here, before the old checkpoint goes.
         _check_written(path, name, record, os.path.join(directory, name))
     with saving(path):
         others = {*files_below(directory)} - {*files, MANIFEST_FILE}
@@ -162,7 +161,7 @@ def is_checkpoint(path: str) -> bool:
     """Return whether ``path`` may be deleted as a checkpoint: a directory of ours, a ``torch.save`` file, or a link."""
     fs, root = open_store(path)
     if writes_directly(path) and os.path.islink(root):
-        return True  # only the link would be deleted
+        return True
     if not fs.isfile(root):
         names = names_in(fs, root)
         return MANIFEST_FILE in names or is_interrupted(names)
@@ -175,7 +174,7 @@ def is_checkpoint(path: str) -> bool:
 
 
 def has_checksums(records: Iterable[zipfile.ZipInfo]) -> bool:
-    """Return whether an archive has checksums; ``torch.serialization.set_crc32_options(False)`` leaves them out."""
+    """Return whether an archive has checksums; ``torch.serialization.set_crc32_options(False)`` omits them."""
     return any(record.CRC for record in records)
 
 
@@ -277,7 +276,7 @@ def require_replaceable(path: str) -> None:
 
 
 def check_size(fs: AbstractFileSystem, root: str, path: str, name: str, size: int, or_more: bool = False) -> None:
-    """Raise ``ValueError`` if a file is missing or does not have ``size`` bytes (``or_more``: at least those)."""
+    """Raise ``ValueError`` if a file is missing, shorter than ``size`` bytes or, without ``or_more``, longer."""
     try:
         found = fs.info(_join(root, name))["size"]
     except FileNotFoundError:
@@ -330,14 +329,13 @@ def _check_sums(path: str, manifest: dict[str, Any], on_progress: Callable[[int,
             saved = records[name].crc32
             raise damaged(path, f"the checksum of {name} is {found.crc32}, but was {saved} when it was saved")
 
-    # With 4 readers and files of 9, 3, 3, 3 and 3 GB, the first reader takes the 9 GB file alone and the three others
-    # share the rest: 9 GB of reading time. In the reverse order, the large file would begin last, after 3 GB.
+    # Largest first, or a reader may begin a large file when the others are done.
     largest_first = sorted(records, key=lambda name: -records[name].size)
     with ThreadPoolExecutor(_READERS) as pool:
         try:
             for future in as_completed([pool.submit(check, name) for name in largest_first]):
                 future.result()
-        finally:  # after a fault, cancel the rest
+        finally:
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
 

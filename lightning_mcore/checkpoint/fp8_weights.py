@@ -15,11 +15,10 @@ _KEPT_IN_FULL = "_high_precision_init_val"  # TransformerEngine's name, also of 
 def fp8_weights_as_plain(modules: Iterable[nn.Module]) -> Iterator[dict[Tensor, Tensor]]:
     """Let FP8 weights be plain parameters inside the block, and quantize what was written into them at its end.
 
-    Yields a dict that has, after the block, each FP8 weight and the values written into it.
+    Yields a dict that maps each FP8 weight to the values written into it; it is filled when the block ends.
     """
-    # A part of an FP8 weight cannot be written, because a block of values shares a scale. Moreover, Megatron's
-    # optimizer makes its fp32 copies from the values that TransformerEngine keeps of the initialisation, so these are
-    # replaced too.
+    # A part of an FP8 weight cannot be written, because blocks of values share a scale. Megatron's optimizer makes its
+    # fp32 copies from the initial values that TransformerEngine keeps, so these are replaced too.
     written: dict[Tensor, Tensor] = {}
     plain: dict[nn.Parameter, nn.Parameter] = {}
     places = [

@@ -58,7 +58,7 @@ from lightning_mcore.parallel.rank_watch import collectives_usable
 
 __all__ = ["CONTENT_METADATA", "MANIFEST", "RANK_STATE", "SHARDED_STATE", "MCoreCheckpointIO"]
 
-_LAST_TIMEOUT = 30.0  # seconds that ranks wait for each other at the end of the run, because one of them may have died
+_LAST_TIMEOUT = 30.0  # seconds that ranks wait for each other at the end of the run
 
 _log = logging.getLogger(__name__)
 _in_use: weakref.WeakSet["MCoreCheckpointIO"] = weakref.WeakSet()
@@ -69,8 +69,8 @@ class Contents:
     """The contents of a directory checkpoint, without its tensors."""
 
     manifest: dict[str, Any]  # empty for a checkpoint that Megatron wrote
-    metadata: Metadata  # of .metadata
-    shapes: dict[str, tuple[int, ...]]  # global shape of each tensor
+    metadata: Metadata
+    shapes: dict[str, tuple[int, ...]]
     objects: set[str]  # names of the entries that are not tensors
 
 
@@ -103,17 +103,12 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             raise ValueError(f"verify={verify!r} is not known; choose 'sizes' or 'checksums'")
         self.async_save = async_save
         self.verify = verify
-        # With async_save=True, a save returns once the tensors are copied, and its files are written while training
-        # continues. Between two steps, poll() puts it in place, once all ranks have written. Until then it is
-        # invisible, in a hidden folder, and whatever Lightning wants to delete is kept, so if the new checkpoint fails,
-        # the old one is still there.
+        # Until a background save is in place, what Lightning wants to delete is kept, in case the save fails.
         # Example: ModelCheckpoint(save_last="link", save_top_k=1); last.ckpt leads to step-100.ckpt.
-        #   step 200   save_checkpoint(step-200.ckpt), remove_checkpoint(step-100.ckpt), link_checkpoint(step-200.ckpt,
-        #              last.ckpt): the save is in flight; the removal and the link wait with it
+        #   step 200   step-200.ckpt is in flight; the removal of step-100.ckpt and the new link wait with it
         #   step 203   poll(): all ranks are done. step-200.ckpt appears, then last.ckpt leads to it, step-100.ckpt goes
-        # If a rank dies at step 202, only step-200.ckpt is lost; the next save in that folder deletes its hidden files.
         self._save: CheckpointSave | None = None
-        self._staging = Staging()  # kept for the next save
+        self._staging = Staging()
         self._lost: BaseException | None = None  # why the last save failed, if its folder was deleted
         self._removals: list[str] = []  # deleted after the next save that succeeds
         self._links: set[str] = set()
@@ -164,7 +159,6 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         with _without_advice_for_megatron():
             self._save = CheckpointSave.start(target, checkpoint, process_group("dp_cp"), self._planner, staging)
         self._lost = None
-        # Without a copy to write from, the save must finish before the next step changes the tensors.
         if not self.async_save:
             self._finish()
 
@@ -193,8 +187,8 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         """
         if self._save is not None and timeout is not None and not _all_come(timeout):
             _log.warning("%s was not saved, because some ranks are missing; use an older checkpoint", self._save.path)
-            # A collective would wait for the missing rank forever, so the hidden files stay; the next save there
-            # deletes them. Its writer may still read the copy, so the next one gets other memory.
+            # A collective would wait for the missing rank forever, so the hidden files stay for the next save to
+            # delete. Their writer may still read the copy, so the next one gets other memory.
             self._save, self._staging = None, Staging()
             return
         if self._save is not None:
@@ -310,8 +304,7 @@ class MCoreCheckpointIO(TorchCheckpointIO):
                 state[RANK_STATE] = _unpacked(where, OLD_RANKS_FILE, list, contents[OLD_RANKS_FILE], weights_only)
             return {**state, MANIFEST: manifest}
 
-        # Rank 0 reads and sends the bytes: with 1,000 ranks, each looking up the sizes of 1,000 files, a shared disk
-        # would get a million look-ups.
+        # Rank 0 sends the bytes: 1,000 ranks that look up 1,000 files would make a million look-ups on a shared disk.
         manifest, contents = run_on_rank0(read)
         return run_on_all_ranks(unpack)
 
@@ -399,8 +392,8 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             is_deleted = isinstance(error, FileNotFoundError) and checkpoint_files.writes_directly(save.path)
             if not (another_follows and is_deleted):
                 raise
-            # Someone deleted the folder during the save. The state in memory may now be the only copy, so training
-            # continues, and the next save makes the folder again. Without a next save, drain() raises this error.
+            # The state in memory may now be the only copy, so training continues, and the next save makes the folder
+            # again. Without a next save, drain() raises this error.
             self._lost = error
             if dist.get_rank() == 0:
                 _log.warning("%s; training continues, and the next save creates the folder again", error)
@@ -439,7 +432,7 @@ def _unpacked(
     safe = True if weights_only is None else weights_only
     try:
         found = torch.load(io.BytesIO(content), map_location or "cpu", weights_only=safe)
-    except Exception as error:  # a damaged pickle can raise anything
+    except Exception as error:
         raise ValueError(
             f"{path} cannot be read: {name} is damaged, or contains objects that could run code when they are read; use"
             " another checkpoint, or load it with weights_only=False if you trust its author"
@@ -455,8 +448,7 @@ def _finish_before_exit(plugin: MCoreCheckpointIO) -> None:
     Source: Lightning 2.6.6, ``fabric.utilities.distributed._init_dist_connection``.
     """
     _in_use.add(plugin)
-    # The function registered last runs first. Lightning registers the destruction of the group when it opens one for
-    # NCCL, so ours is registered again at each save, after that.
+    # The function registered last runs first, and Lightning registers the group's destruction when it opens NCCL.
     atexit.unregister(_finish_at_exit)
     atexit.register(_finish_at_exit)
 
@@ -493,8 +485,7 @@ def _manifest_of(path: str) -> dict[str, Any]:
 def _checked_manifest(path: str) -> dict[str, Any]:
     """Check the sizes of a directory's files, and return its manifest without the ``.distcp`` files."""
     manifest = checkpoint_files.check_sizes(path)
-    # The manifest goes to all ranks. With one .distcp file per saving rank, the traffic would grow with both rank
-    # counts.
+    # Every rank gets the manifest, so .distcp files would make traffic grow with both rank counts.
     shared = {name: record for name, record in manifest["files"].items() if not name.endswith(".distcp")}
     return {**manifest, "files": shared}
 

@@ -34,16 +34,14 @@ if TYPE_CHECKING:
 MANIFEST_FILE = "checkpoint.json"
 FORMAT = "lightning_mcore"
 FORMAT_VERSION = 2  # 1 had the states of all ranks in one file
-LIGHTNING_FILE = "lightning.pt"  # Lightning's state: loops, callbacks, hyper-parameters, LR schedulers, datamodule
+LIGHTNING_FILE = "lightning.pt"  # loops, callbacks, hyper-parameters, LR schedulers, datamodule
 OLD_RANKS_FILE = "ranks.pt"  # in format version 1: a list over the global ranks
 COMMON_FILE = "common.pt"  # Megatron-LM's arguments
 METADATA_FILE = ".metadata"  # names, shapes and places of the tensors
 MEGATRON_FILES = ("metadata.json", METADATA_FILE)  # of every torch_dist checkpoint
 DELETED_FIRST = (MANIFEST_FILE, METADATA_FILE)  # without these, the rest is not taken for a checkpoint
-# .metadata and common.pt are pickles, and a pickle can run anything. read_metadata accepts only the classes that
-# torch.distributed.checkpoint writes into .metadata (_ADMITTED), and read_common replaces every object by an inert one,
-# so a checkpoint from an untrusted source can be shown safely. Source:
-# torch.distributed.checkpoint.filesystem.FileSystemWriter.finish, torch 2.6 to 2.13.
+# Unpickling can run anything, so only these classes are accepted in .metadata, and objects in common.pt become inert.
+# Source: torch.distributed.checkpoint.filesystem.FileSystemWriter.finish, torch 2.6 to 2.13.
 _PLAIN = (bool, int, float, str, type(None))
 _SECTIONS = ("model", "contents", "layout", "versions", "tensors")
 _TORCH_CHECKPOINT = "torch.distributed.checkpoint"
@@ -72,7 +70,7 @@ _ADMITTED = {
 class FileRecord:
     """The manifest's entry for one file."""
 
-    size: int  # bytes
+    size: int
     crc32: str  # 8 hexadecimal digits
 
 
@@ -206,7 +204,7 @@ def describe(
     """Return the manifest of a checkpoint, without its tensors and files.
 
     ``precision`` is as in ``Trainer(precision=)``, ``config`` the TransformerConfig (None for a plain module).
-    ``optimizers`` are those whose state is saved: none if only weights are.
+    ``optimizers`` is empty if only weights are saved.
     """
     import lightning
     import megatron.core
@@ -227,7 +225,7 @@ def describe(
         "use_distributed_optimizer": use_distributed_optimizer,
         "global_step": trainer.global_step if trainer is not None else 0,
         "epoch": trainer.current_epoch if trainer is not None else 0,
-        "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),  # ISO 8601
+        "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "model": {
             "class": f"{type(module).__module__}.{type(module).__qualname__}",
             "vocab_size": _vocabulary(module),
@@ -304,7 +302,7 @@ def read_metadata(path: str, content: bytes) -> "Metadata":
 
     try:
         metadata = _Unpickler(io.BytesIO(content)).load()
-    except Exception as error:  # a damaged pickle can raise anything
+    except Exception as error:
         raise ValueError(
             f"{path} cannot be read, because {METADATA_FILE} is damaged or unsafe: {error}; use another checkpoint"
         ) from error
@@ -346,7 +344,6 @@ def least_sizes(metadata: "Metadata") -> dict[str, int]:
     """Return the smallest possible size of each tensor file, in bytes, by name."""
     places: Mapping[Any, Any] = metadata.storage_data or {}
     sizes: dict[str, int] = {}
-    # Pieces at bytes 0 to 1,000 and 1,024 to 1,424 make 1,424. Padding may follow, so the file may be larger.
     for place in places.values():
         sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
     return sizes

@@ -43,14 +43,11 @@ from lightning_mcore.parallel.consensus import all_reduce_object, run_on_all_ran
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.pipeline import Pipeline
 
-# Who knows where a parameter belongs in its global tensor:
-#   Megatron's modules   themselves (sharded_state_dict). 4 layers whose weights are [8, 6], on PP=2 x TP=2, make one
-#                        tensor [4, 8, 6]: stage 1, TP rank 0 holds layers 2 and 3, rows 0 to 3 of each, if the weight
-#                        is split by rows
-#   a plain module       complete on every rank, under its own names
-#   any other chunk      "chunk<n>.<name>" by its position in the pipeline, so it loads only on as many stages
+# On PP=2 x TP=2, 4 layers with [8, 6] weights, split by rows, make one tensor [4, 8, 6]: stage 1 with TP rank 0 holds
+# layers 2 and 3, rows 0 to 3 of each. Plain modules are complete on every rank. Other chunks are named
+# "chunk<n>.<name>" by their position in the pipeline, so they load only on the same number of stages.
 TRAINED_ONLY = "saves_trained_only"  # attribute of a chunk whose frozen weights come from another place
-OPTIMIZER = "optimizer"  # prefix of the names of optimizer state
+OPTIMIZER = "optimizer"
 STRICT_LOADING = "set strict_loading=False in the module"
 
 
@@ -58,12 +55,9 @@ STRICT_LOADING = "set strict_loading=False in the module"
 class CollectedState:
     """The saved state of a model and its optimizers."""
 
-    tensors: dict[str, Any]  # Megatron's sharded tensors; they share the memory of model and optimizers
+    tensors: dict[str, Any]  # Megatron's sharded tensors, in the memory of model and optimizers
     numbers: list[Numbers]  # the rest of each optimizer's state; the same on every rank
-    num_parameters: int  # of the complete model, over all ranks
-
-
-# ---- a checkpoint and its differences from a model
+    num_parameters: int
 
 
 @dataclass(frozen=True)
@@ -93,9 +87,6 @@ class StoredState:
         """Global shapes of the tensors that are not optimizer state."""
         shapes = self.contents.shapes
         return {name: shape for name, shape in shapes.items() if not name.startswith(f"{OPTIMIZER}.")}
-
-
-# ---- saving
 
 
 def collect(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> CollectedState:
@@ -147,9 +138,8 @@ def _missing_blocks(
     dtypes: Mapping[str, Mapping[str, torch.dtype]],
 ) -> Iterator[ShardedTensor]:
     """Yield blocks for the layers of stacked tensors that have no state, such as frozen ones."""
-    # A stacked tensor covers all layers, so a save must fill all of it. If layer 0 is frozen and layer 1 trained,
-    # exp_avg of both is one tensor [2, ...]: layer 0 gets zeros, as before a first step, and its fp32 copy is the
-    # weight itself.
+    # A save must fill all layers of a stacked tensor. If layer 0 is frozen and layer 1 trained, exp_avg [2, ...] gets
+    # zeros for layer 0, as before a first step, and the fp32 copy of layer 0 is its weight.
     for share in shares:
         own = {share.name_of_copy, *share.tensors()}
         for name, dtype in dtypes.get(share.sharded.key, {}).items():
@@ -234,7 +224,7 @@ def sharded_chunk(chunks: ModelChunks, index: int, whole: bool = False) -> dict[
     if method is not None and method is not MegatronModule.sharded_state_dict:
         metadata = ensure_metadata_has_dp_cp_group(None)  # Megatron's own default fails with multi-token prediction
         if trained_only:
-            metadata["non_homogeneous_layers"] = True  # layers may have different adapters, or none
+            metadata["non_homogeneous_layers"] = True
         state: dict[str, Any] = chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
         if trained_only and not whole:
             return {name: entry for name, entry in state.items() if _is_trained(entry)}
@@ -256,7 +246,7 @@ def _is_trained(entry: Any) -> bool:
 def _whole(key: str, value: Any, replica: tuple[int, int, int]) -> ShardedTensor | ShardedObject:
     if isinstance(value, Tensor) and value.numel() > 0:
         return ShardedTensor.from_rank_offsets(key, value, replica_id=replica)
-    return ShardedObject(key, value, (1,), (0,), replica_id=replica)  # such as the result of get_extra_state()
+    return ShardedObject(key, value, (1,), (0,), replica_id=replica)
 
 
 def state_outside_chunks(module: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -279,9 +269,6 @@ def load_outside_chunks(module: nn.Module, saved: Mapping[str, Any], path: str, 
     Differences(missing, unexpected, shapes).check(path, strict, STRICT_LOADING)
     with extra_state.checked_extra_state(saved):
         module.load_state_dict(saved, strict=False)
-
-
-# ---- loading
 
 
 def load(
@@ -310,7 +297,7 @@ def load(
             chunk.load_state_dict(state, strict=is_all)
     if not optimizers:
         return
-    # Build the state again: loading has replaced the tensors of the first one by the parameters.
+    # Build the state again: loading has replaced its tensors by the parameters.
     model_state, shares = run_on_all_ranks(lambda: _shares(chunks, optimizers))
     for index, own in enumerate(shares):
         _load_optimizer(stored, index, own, model_state)
@@ -340,7 +327,6 @@ def _load_optimizer(stored: StoredState, index: int, shares: Sequence[Share], mo
     read: list[tuple[Share, dict[str, Tensor]]] = []
     for share in shares:
         names = names_of(share.sharded)
-        # A parameter that is not in the checkpoint starts as in a new run.
         own = numbers["own"].get(identity_of(share.sharded), numbers["common"] if names else None)
         targets = share.targets([name for name in names if name not in MAIN_NAMES] if own is not None else [])
         share.set_numbers(own or {})
@@ -371,7 +357,6 @@ def _stored_names(stored: StoredState, index: int) -> Callable[[ShardedTensor | 
     known: dict[str, set[str]] = {}
     for stored_name in stored.contents.shapes:
         if stored_name.startswith(start):
-            # "optimizer.state.exp_avg.decoder.final_layernorm.weight" is "exp_avg" of "decoder.final_layernorm.weight".
             name, _, weight = stored_name.removeprefix(start).partition(".")
             known.setdefault(weight, set()).add(name)
 

@@ -31,11 +31,10 @@ from lightning_mcore.parallel.consensus import all_reduce_object
 #   FP32Optimizer                       steps the parameters themselves
 #   Float16OptimizerWithFloat16Params   steps complete fp32 copies
 #   DistributedOptimizer                steps flat ranges of the parameters, one share on each data-parallel rank
-# A flat range of a matrix is at most three rectangles, so each rank writes and reads its share in place (rectangles()).
-# Megatron gathers the shares first instead, which takes more memory.
+# A flat range of a matrix is at most three rectangles, so each rank writes its share in place; Megatron gathers first.
 Numbers = dict[str, Any]
 _STEP = "step"
-MAIN_NAMES = ("fp32_param", "param")  # names of the copies in Megatron's unsharded and distributed optimizers
+MAIN_NAMES = ("fp32_param", "param")  # Megatron's unsharded and distributed optimizers
 
 
 @dataclass(frozen=True)
@@ -43,19 +42,19 @@ class Piece:
     """A stored part of a parameter on this rank, and its place in the global tensor."""
 
     place: ShardedTensor  # the weight, or the part of it that Megatron stores separately
-    start: int  # where it begins in the flattened parameter, in elements
+    start: int  # in the flattened parameter, in elements
 
 
 @dataclass(frozen=True)
 class Share:
     """The share of one parameter that this rank steps."""
 
-    part: MegatronOptimizer  # the optimizer that steps it
+    part: MegatronOptimizer
     stepped: Tensor  # the parameter, a copy, or a flat range of either
     parameter: Tensor
-    group: dict[str, Any]  # parameter group of the optimizer
-    sharded: ShardedTensor | ShardedTensorFactory  # its entry in the model's sharded state
-    begin: int  # where the range begins in the flattened parameter, in elements
+    group: dict[str, Any]
+    sharded: ShardedTensor | ShardedTensorFactory
+    begin: int  # of the range in the flattened parameter, in elements
 
     @property
     def has_copy(self) -> bool:
@@ -95,7 +94,7 @@ class Share:
             if name == _STEP and _counts_groups(self.part):
                 self.group[_STEP] = int(value)
             elif name == _STEP:
-                on_device = self.group.get("capturable") or self.group.get("fused")  # as in torch's optimizers
+                on_device = self.group.get("capturable") or self.group.get("fused")
                 self.state[_STEP] = torch.tensor(float(value), device=self.stepped.device if on_device else "cpu")
             else:
                 # Each parameter has its own copy. Arrays belong on its device; torch keeps counts on the CPU.
@@ -113,8 +112,6 @@ class Share:
     def copy(self) -> Tensor:
         """Return the fp32 copy that is stepped, of the shape of ``stepped``."""
         return self.stepped.detach()
-
-    # ---- loading
 
     def targets(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return tensors to read these parts into, by name, and drop the other state.
@@ -171,8 +168,7 @@ class PrecisionAwareShare(Share):
 
 def identity_of(sharded: ShardedTensor | ShardedTensorFactory) -> str:
     """Return a parameter's name on every layout; stacked layers share their weight's name, so their number is added."""
-    # Layer 3 of a stack is "decoder.layers.mlp.linear_fc1.weight@3"; expert 5 of layer 3 ends in "@3,5" if both are
-    # stacked.
+    # Expert 5 of layer 3 ends in "@3,5" if both are stacked.
     place = pieces_of(sharded)[0].place
     offset = place.global_offset[: place.prepend_axis_num]
     return f"{sharded.key}@{','.join(map(str, offset))}" if offset else sharded.key
@@ -180,7 +176,6 @@ def identity_of(sharded: ShardedTensor | ShardedTensorFactory) -> str:
 
 def shares_of(optimizer: MCoreOptimizer, model_state: Mapping[str, Any]) -> list[Share]:
     """Return the share of every parameter that this rank steps; ``ValueError`` if the model's state lacks one."""
-    # By identity: the sharded state holds the parameters themselves.
     entries = {id(entry.data): entry for entry in tensors_in(model_state)}
     stepped_here = []
     for part in optimizer_parts(optimizer.megatron):
@@ -199,7 +194,7 @@ def shares_of(optimizer: MCoreOptimizer, model_state: Mapping[str, Any]) -> list
 
 
 def reload_weights(optimizer: MCoreOptimizer, of_fp8: Mapping[Tensor, Tensor]) -> None:
-    """Make the fp32 copies that an optimizer steps again, from the weights.
+    """Copy the weights into the fp32 copies that an optimizer steps.
 
     ``of_fp8`` has the values of FP8 weights before they were rounded, in the weight's shape.
     """
@@ -242,16 +237,12 @@ def _ranges(part: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, dict[str,
             yield copied.get(id(stepped), stepped), stepped, group, 0
 
 
-# ---- places
-
-
 def pieces_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[Piece]:
     """Return a parameter's stored tensors and where each begins in it; ``RuntimeError`` if one is not a flat range."""
     if isinstance(sharded, ShardedTensor):
         return [Piece(sharded, 0)]
-    # A factory stores a parameter in parts, such as gate and up of a gated MLP's first matrix. It is called with a
-    # tensor without memory, and the views that it returns show where the parts lie: for gate and up of [8, 6] together,
-    # two parts [4, 6] that begin at elements 0 and 24.
+    # Called with a tensor without memory, a factory returns views that show where its parts lie: gate and up of [8, 6]
+    # together are two parts [4, 6] that begin at elements 0 and 24.
     template = torch.empty(sharded.data.shape, dtype=sharded.data.dtype, device="meta")
     built = replace(sharded, data=template).build()
     parts: list[ShardedTensor] = [built] if isinstance(built, ShardedTensor) else list(nested_values(built))
@@ -273,8 +264,6 @@ def place_range(
     blocks = []
     for piece in pieces_of(sharded):
         place = piece.place
-        # The overlap of the range with this part: elements 20 to 29 of gate and up [8, 6] are 20 to 23 of gate, 0 to 5
-        # of up.
         first = max(begin, piece.start)
         last = min(begin + flat.numel(), piece.start + prod(place.local_shape))
         position = first - begin
@@ -312,9 +301,6 @@ def place_share(key: str, tensor: Tensor, share: Share) -> list[ShardedTensor]:
     # Ranges of data-parallel ranks are not replicas of each other, except between instances of the optimizer.
     instance = share.part.distributed_optimizer_instance_id
     return [replace(block, replica_id=(*block.replica_id[:-1], instance)) for block in blocks]
-
-
-# ---- numbers
 
 
 def numbers_of(shares: Iterable[Share]) -> dict[str, Numbers | None]:
@@ -366,9 +352,6 @@ def _is_equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else bool(one == other)
 
 
-# ---- from a file
-
-
 def load_whole_state(optimizer: MCoreOptimizer, state: Mapping[str, Any]) -> None:
     """Load this rank's share of an unsharded ``torch.optim.Optimizer.state_dict()``, from a single-file checkpoint.
 
@@ -411,9 +394,9 @@ def rectangles(shape: Sequence[int], begin: int, end: int) -> list[tuple[tuple[i
     if not shape:
         return [((), ())]
     inner = prod(shape[1:])
-    # Rounded up and down: rows first to last - 1 are complete. Here first = 1 and last = 2.
+    # first is rounded up, last down: here 1 and 2.
     first, last = -(-begin // inner), end // inner
-    if first > last:  # within one row
+    if first > last:
         return _of_row(shape, end // inner, begin, end)
     head = _of_row(shape, first - 1, begin, first * inner) if begin < first * inner else []
     tail = _of_row(shape, last, last * inner, end) if last * inner < end else []

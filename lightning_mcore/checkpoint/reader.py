@@ -126,23 +126,21 @@ class ShardReader(FileSystemReader):
 
     def _read_file(self, file: int, items: list[ReadItem], planner: LoadPlanner) -> None:
         place, tensor, asked_for = None, None, 0
-        # In the order of the file, so that the disk reads ahead, and requests for one piece follow each other and share
-        # its map.
+        # In the order of the file: the disk reads ahead, and requests for one piece share its map.
         for item in items:
             info: _StorageInfo = self.storage_data[item.storage_index]
-            if self._check and info.offset + info.length > asked_for:  # the checksum reads all of it, in this order
+            if self._check and info.offset + info.length > asked_for:
                 ahead = max(info.length, _AHEAD)
                 os.posix_fadvise(file, info.offset, ahead, os.POSIX_FADV_WILLNEED)
                 asked_for = info.offset + ahead
             if item.type == LoadItemType.BYTE_IO:
-                # The map begins on a page, so up to a page before the object.
                 content = self._map(file, info)[-info.length :]
                 planner.load_bytes(item, self._object(content, info, item.storage_index.fqn))
                 continue
             if tensor is None or place != info:
                 place, tensor = info, self._tensor(file, info, item.storage_index)
-            # A rank with TP=2 that wants rows 4 to 7 of a stored piece [8, 6] has offsets (4, 0) and lengths (4, 6):
-            # its request takes 96 of the piece's 192 bytes in fp32, straight from the file into the parameter.
+            # A rank with TP=2 that wants rows 4 to 7 of a stored fp32 piece [8, 6] has offsets (4, 0) and lengths (4,
+            # 6): 96 of the piece's 192 bytes, straight from the file into the parameter.
             source = tensor
             for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 source = source.narrow(axis, start, length)
@@ -296,8 +294,7 @@ def find_tensor(archive: mmap.mmap, dtype: torch.dtype, shape: tuple[int, ...], 
     one tensor of this dtype and shape, which ``torch.load`` can read. Raises ``ValueError`` if it is damaged; checksums
     are compared only with ``check``, which reads all of it.
     """
-    # torch.load would copy the bytes once more. Example: in the archive of a [2, 3] fp32 tensor, the records data.pkl,
-    # byteorder and version come first, and data/0 with the 24 bytes of the tensor begins at byte 384.
+    # torch.load would copy the bytes once more.
     places = _records(archive)
     if check:
         _check_all(archive, places)
@@ -340,8 +337,8 @@ def _records(archive: mmap.mmap | bytes) -> dict[str, zipfile.ZipInfo]:
 
 
 def _start(archive: mmap.mmap | bytes, record: zipfile.ZipInfo) -> int:
-    # A local header has 30 bytes, with the lengths of name and extra field in the last four; the content follows them.
-    # The directory's copy of the extra field may have another length, so the header must be read.
+    # A local header has 30 bytes, ending with the lengths of name and extra field. It must be read, because the
+    # directory's extra field may have another length.
     name, extra = struct.unpack_from("<HH", archive, record.header_offset + 26)
     return record.header_offset + 30 + int(name) + int(extra)
 
@@ -355,7 +352,6 @@ def _check_all(archive: mmap.mmap | bytes, records: dict[str, zipfile.ZipInfo]) 
     if not has_checksums(records.values()):
         return
     largest_first = sorted(records.values(), key=lambda record: -record.file_size)
-    # Threads help only where there is more than one large record. A .distcp file's archives have one each.
     if len(largest_first) < 2 or largest_first[1].file_size < _WORTH_A_THREAD:
         for record in largest_first:
             _check(archive, record)

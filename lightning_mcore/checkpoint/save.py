@@ -63,8 +63,8 @@ MANIFEST = "lightning_mcore/manifest"
 RANK_STATE = "lightning_mcore/rank_state"
 CONTENT_METADATA = "lightning_mcore/content_metadata"
 
-_MEGATRON_CHECKPOINT_VERSION = 3.0  # the version of Megatron-LM's checkpoints since 2020
-_PRIORITY = 10  # niceness of a writer that yields to training, from -20 (the highest priority) to 19
+_MEGATRON_CHECKPOINT_VERSION = 3.0  # of Megatron-LM since 2020
+_PRIORITY = 10  # niceness of a writer that yields to training, from -20 to 19
 
 T = TypeVar("T")
 Written = tuple[Places, dict[str, FileRecord]]
@@ -93,7 +93,7 @@ class BackgroundTask(Future[T]):
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the thread to end, for ``timeout`` seconds at most."""
-        if self._thread.ident is not None:  # it was started
+        if self._thread.ident is not None:
             self._thread.join(timeout)
 
     def _run(self, function: Callable[[], T], gives_way: bool) -> None:
@@ -110,8 +110,8 @@ class BackgroundTask(Future[T]):
 class _CachedPlan:
     """Who writes what, without the values."""
 
-    groups: tuple[Any, Any]  # the groups it was made for: the world, and the copies that divide the writing
-    described: list[Any]  # all pieces that this rank holds
+    groups: tuple[Any, Any]  # the world, and the copies that divide the writing
+    described: list[Any]
     # The pieces that this rank writes, as indices into ``described``: one for a tensor, several for an object.
     written: list[tuple[MetadataIndex, list[int]]]
     metadata: Metadata | None  # of all ranks' pieces; on rank 0 only
@@ -139,8 +139,8 @@ class ShardPlanner:
         own, described = run_on_all_ranks(lambda: _describe(sharded_state))
         held: list[Any] = list(nested_values(own))  # before the calls below change which copy is the main one
         groups, cached = (dist.group.WORLD, copies), self._cached
-        # For a new plan, all ranks exchange descriptions of all their pieces, which takes longer than copying the
-        # pieces. Within a run only the values change, so the last plan is used again if it is valid on every rank.
+        # A new plan costs more than copying the pieces, because all ranks exchange descriptions. Within a run only
+        # values change, so the last plan is used again if it is valid on every rank.
         if not all_true(cached is not None and cached.groups == groups and cached.described == described):
             cached = _CachedPlan(groups, described, *_agree(own, held, described, copies))
         assert cached is not None
@@ -162,8 +162,7 @@ def _agree(
 ) -> tuple[list[tuple[MetadataIndex, list[int]]], Metadata | None]:
     """Return the pieces that this rank writes, and on rank 0 the metadata of all pieces; collective over the world."""
     all_reduce_object(lambda: described, _validate)
-    # Each of two data-parallel ranks with the same four 1 GB tensors becomes the main copy of two of them, and writes
-    # those.
+    # Each of two data-parallel ranks with the same four 1 GB tensors becomes the main copy of two and writes them.
     shares = determine_main_replica_uniform_distribution(own, copies)
     distribute_main_replicas_with_precomputed_distribution(own, copies, shares)
     planner: Any = MCoreSavePlanner(
@@ -174,8 +173,8 @@ def _agree(
     def plan_own() -> SavePlan:
         places = {id(piece): place for place, piece in enumerate(held)}
         by_name = _replace_state_dict_keys_with_sharded_keys(own, True)[0]
-        # Several pieces of this rank may have one name, such as the blocks of an optimizer's range. They appear in the
-        # plan in the same order, so each item takes the next place. Objects of one name are saved together.
+        # Pieces of one name, such as the blocks of an optimizer's range, appear in the plan in the same order, so each
+        # item takes the next place. Objects of one name are saved together.
         left = {name: [places[id(piece)] for piece in pieces] for name, pieces in by_name.items()}
         try:
             state = mcore_to_pyt_state_dict(by_name, False)
@@ -231,7 +230,7 @@ class CheckpointSave:
     """A save in flight, created by :meth:`start`."""
 
     def __init__(self, path: str, directory: str, manifest: dict[str, Any], metadata: Metadata | None) -> None:
-        self.path = path  # where the checkpoint will be
+        self.path = path
         self.links: list[str] = []  # to set to this checkpoint once it is complete
         self._directory = directory
         self._manifest = manifest
@@ -282,8 +281,7 @@ class CheckpointSave:
         deleted.
         """
         try:
-            # On a local disk one call does it all. On a store, the first call writes the files and starts the uploads,
-            # and the second one finishes them: io.py calls again once is_done is true on all ranks.
+            # On a store, the first call starts the uploads and the second one finishes them.
             if self._uploading is None:
                 assert self._writing is not None
                 all_reduce_object(

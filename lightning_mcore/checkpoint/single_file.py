@@ -67,8 +67,7 @@ def _check_file(path: str, local: str, checksums: bool) -> None:
     """Reject a file that ``torch.save`` cannot have written, because unpickling it could run any code."""
     with open(local, "rb") as stream:
         begin = stream.read(2)
-        # "PK" begins a zip archive, what torch.save has written since 1.6; byte 0x80 begins a pickle, which it wrote
-        # before.
+        # torch.save writes a zip archive ("PK"), before torch 1.6 a pickle (0x80).
         if begin != b"PK" and begin[:1] != b"\x80":
             raise ValueError(f"{path} is not a checkpoint: torch.save did not write it; give the path of a checkpoint")
         if begin == b"PK" and checksums:

@@ -46,7 +46,6 @@ class StoredDtypes:
             count[dtype] += prod(shapes[name])
             alike.setdefault(_NUMBER.sub(".*", name), set()).add(dtype)
         most = max(count, key=lambda dtype: count[dtype], default=torch.float32)
-        # "layers.0.gate" and "layers.1.gate" are one entry, "layers.*.gate", if their dtypes are equal, else two.
         others = {}
         for name, dtype in dtypes.items():
             stem = _NUMBER.sub(".*", name)
@@ -79,7 +78,6 @@ def holds(dtype: torch.dtype, values: Tensor) -> bool:
     """Return whether a dtype represents all values of a tensor exactly."""
     if torch.promote_types(values.dtype, dtype) == dtype:
         return True
-    # 0.5 in fp32 fits bf16 exactly, 0.1 does not.
     return bool((values.to(dtype).to(values.dtype) == values).all())
 
 

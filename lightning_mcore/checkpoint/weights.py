@@ -146,7 +146,6 @@ def _build(
         check(path, recorded)
     hyper_parameters = {**recorded, **arguments}
     lightning_state = {**state, cls.CHECKPOINT_HYPER_PARAMS_KEY: hyper_parameters}
-    # What lies outside the shards: buffers and frozen parameters that the pipeline does not hold.
     outside = lightning_state["state_dict"]
     with warnings.catch_warnings():
         # Lightning finds nothing in this empty dict; the weights are read from the shards.

@@ -35,12 +35,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 
 from lightning_mcore.checkpoint.manifest import METADATA_FILE, FileRecord
 
-_DCP_VERSION = "1.0.0"  # version of torch.distributed.checkpoint's metadata since torch 2.8
-_ALIGNMENT = 64  # bytes; for tensors in the staging memory, archives in a file, and their data, as in torch's
+_DCP_VERSION = "1.0.0"  # of torch.distributed.checkpoint's metadata since torch 2.8
+_ALIGNMENT = 64  # bytes; for staged tensors, archives in a file, and their data, as in torch's
 _STAGING_BLOCK = 1 << 30  # bytes of staging memory taken at once, unless a tensor is larger
-_BUFFER = 8 << 20  # bytes; large, so that waiting for Python's global lock between two writes costs little
+_BUFFER = 8 << 20  # bytes; large, because waiting for Python's global lock between two writes costs time
 _DISK_BLOCK = 4096  # bytes; a multiple of the block size of common disks
-_REFUSALS = (errno.EINVAL, errno.EFAULT)  # of direct writes: by a disk, and from memory that belongs to a driver
+_REFUSALS = (errno.EINVAL, errno.EFAULT)  # of direct writes, by a disk or for memory of a driver
 _LARGE = 1 << 20  # bytes from which a tensor begins on a block of the disk
 _FOLDER = "archive"
 _PADDING = b"FB"  # the id of the extra field that torch pads with
@@ -53,7 +53,7 @@ Places = dict[MetadataIndex, _StorageInfo]
 class Piece:
     """A part of one tensor or object that this rank writes."""
 
-    index: MetadataIndex  # name and place, as in the metadata
+    index: MetadataIndex
     content: Tensor | bytes  # a tensor on any device, or the bytes of an object
 
 
@@ -69,12 +69,9 @@ def frame_tensor(dtype: torch.dtype, shape: tuple[int, ...], checksum: int, posi
     ``checksum`` is the CRC32 of the tensor's bytes, ``position`` the archive's place in its file. Source: torch 2.13,
     ``torch.serialization._save``; readable since torch 1.6.
     """
-    # A .distcp file is a row of torch.save archives, one for each piece. torch.save computes an archive's checksum in a
-    # slow loop, but the archive is simple: an uncompressed zip file with a pickle of dtype and shape, and the bytes. So
-    # only the parts before and after the bytes are made here; zipfile would take three times as long for small tensors.
-    # Example: a [2, 3] fp32 tensor has 384 bytes before its 24 bytes, and 268 after them, 676 in all. The 2 MiB of a
-    # [1024, 512] tensor begin on a disk block: after 4096 bytes if the archive begins at byte 0 of its file, after 4032
-    # if it begins at byte 4160 (4160 + 4032 = 2 x 4096).
+    # torch.save computes an archive's checksum in a slow loop, and zipfile takes three times as long for small tensors.
+    # Example: a [2, 3] fp32 tensor has 384 bytes before its 24 bytes, and 268 after them. The 2 MiB of a [1024, 512]
+    # tensor begin on a disk block: after 4032 bytes if the archive begins at byte 4160 (4160 + 4032 = 2 x 4096).
     size = prod(shape) * dtype.itemsize
     records = [
         ("data.pkl", tensor_pickle(dtype, shape)),
@@ -140,8 +137,7 @@ def _record(
     short, long = (_LIMIT, struct.pack("<HHQQ", 1, 16, size, size)) if size >= _LIMIT else (size, b"")
     padding = b""
     if alignment is not None:
-        # The header has 30 bytes before the name, the extra field 4 before its padding. From there to the next
-        # multiple.
+        # 30 bytes precede the name, and 4 bytes of the extra field its padding.
         room = -(position + offset + 30 + len(encoded) + len(long) + 4) % alignment
         padding = struct.pack("<2sH", _PADDING, room) + bytes(room)
     fields = struct.pack("<5H3L2H", 45, 0, 0, 0, 33, checksum, short, short, len(encoded), len(long) + len(padding))
@@ -167,11 +163,9 @@ class ChecksummedFile:
     """
 
     def __init__(self, path: str) -> None:
-        # A checkpoint is rarely read soon. In the page cache it would evict pages of the training data, and finding and
-        # clearing memory for it can take longer than the disk does. So writes bypass the cache (O_DIRECT), which takes
-        # memory, places and sizes in whole disk blocks. Large tensors of a Staging copy are aligned and written from
-        # where they are, at half the processor time; the rest passes through a buffer. Disks that do not support this
-        # (memory disks, some network disks) get ordinary writes.
+        # Writes bypass the page cache (O_DIRECT), where a checkpoint would evict training data. That takes memory,
+        # places and sizes in whole disk blocks, so what is not aligned passes through a buffer. Some memory and network
+        # disks get ordinary writes.
         self.path = path
         self.size = 0
         self._checksum = 0
@@ -196,9 +190,7 @@ class ChecksummedFile:
         if checksum is not None:
             self._checksum = crc32_combine(self._checksum, checksum, len(left))
         while len(left):
-            # Both the place in the file and the memory are on a block, and enough is left: write from where it is. With
-            # 384 bytes in the buffer, a tensor that begins at byte 384 goes through the buffer; one that begins at byte
-            # 4096 does not.
+            # File position and memory are both on a disk block: write without the buffer.
             if self._filled % _DISK_BLOCK == left.ctypes.data % _DISK_BLOCK == 0 and len(left) >= _LARGE:
                 part = left[: min(_BUFFER, len(left) // _DISK_BLOCK * _DISK_BLOCK)]
                 self._write(self._buffer[: self._filled])
@@ -206,7 +198,7 @@ class ChecksummedFile:
                 self._filled = 0
             else:
                 part = left[: _BUFFER - self._filled]
-                # numpy copies without Python's global lock, which the training threads need
+                # numpy copies without Python's global lock
                 self._buffer[self._filled : self._filled + len(part)] = part
                 self._filled += len(part)
                 if self._filled == _BUFFER:
@@ -321,11 +313,9 @@ def _places(pieces: Sequence[Piece]) -> tuple[dict[int, tuple[int, int]], list[i
     contents = {number: piece.content for number, piece in enumerate(pieces) if isinstance(piece.content, Tensor)}
     bytes_of = {number: content.numel() * content.dtype.itemsize for number, content in contents.items()}
     lengths = {number: -(-size // _alignment(size)) * _alignment(size) for number, size in bytes_of.items()}
-    # fp32 tensors [2, 3], [1024, 512] and [1024, 257] are placed from the largest on: the second at byte 0 (2 MiB), the
-    # third at 2,097,152 (1,052,672 bytes, a multiple of 4096), the first at 3,149,824, in one block of 3,149,888 bytes.
     places: dict[int, tuple[int, int]] = {}
     sizes: list[int] = []
-    for number in sorted(lengths, key=lambda number: -lengths[number]):  # large ones first: small ones fill the gaps
+    for number in sorted(lengths, key=lambda number: -lengths[number]):
         length = lengths[number]
         block = next((block for block, size in enumerate(sizes) if size + length <= _STAGING_BLOCK), len(sizes))
         if block == len(sizes):
