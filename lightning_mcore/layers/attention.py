@@ -24,17 +24,17 @@ from lightning_mcore.layers.autograd import made_again
 from lightning_mcore.parallel.context import slices_of_rank
 
 _LARGEST_BLOCK = 1024  # queries per mask: larger blocks read fewer keys twice, smaller blocks have smaller masks
-_SMALLEST_BLOCK = 128  # queries; with fewer, the calls cost more than the skipped keys save
+_SMALLEST_BLOCK = 128  # with fewer queries, the calls cost more than the skipped keys save
 _LARGEST_MASK = 2**21  # queries times keys, unless a smallest block needs more: 8 MiB in fp32
-_FLASH_HEAD_SIZE = 256  # largest head of the flash kernel
+_FLASH_HEAD_SIZE = 256
 
 
 @dataclass(frozen=True)
 class Reach:
     """How far a query sees, in tokens; None for the whole sequence on that side."""
 
-    back: int | None = None  # keys before its own
-    ahead: int | None = None  # keys after its own; 0 is causal
+    back: int | None = None
+    ahead: int | None = None  # 0 is causal
 
     @property
     def is_everything(self) -> bool:
@@ -57,17 +57,17 @@ class QueryRun:
 
     rows: range  # among the queries of this rank
     position: int  # index of the first query's own key among all keys
-    keys: range  # among all keys; empty for padding
+    keys: range
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """Settings of the softmax."""
+    """Settings of the softmax; with ``has_sinks``, queries come from :func:`with_sinks`."""
 
-    scale: float  # factor of the scores
-    dropout: float = 0.0  # probability that a weight is dropped
+    scale: float
+    dropout: float = 0.0
     cap: float | None = None  # a score x becomes cap * tanh(x / cap)
-    has_sinks: bool = False  # whether queries come from with_sinks()
+    has_sinks: bool = False
 
     @property
     def is_fused(self) -> bool:
@@ -80,8 +80,6 @@ def sequence_runs(num_queries: int, num_keys: int, rank: int = 0, size: int = 1)
 
     While decoding there are more keys than queries, and the queries are the last tokens of the sequence.
     """
-    # 8 tokens on 2 ranks are 4 slices of 2. Rank 0 holds slices 0 and 3: its rows 0 and 1 are at positions 0 and 1, its
-    # rows 2 and 3 at positions 6 and 7. Rank 1 holds slices 1 and 2.
     keys = range(num_keys)
     if size == 1:
         return [QueryRun(range(num_queries), num_keys - num_queries, keys)]
@@ -108,8 +106,6 @@ def packed_runs(offsets: tuple[int, ...], lengths: tuple[int, ...], rank: int = 
         tokens, parts = (end - start, (0,)) if size == 1 else ((end - start) // (2 * size), slices_of_rank(rank, size))
         for part in parts:
             first = start + part * tokens
-            # The real tokens of a sequence come first, so a slice may be real, padding, or begin real and end as
-            # padding.
             real = min(max(start + length - first, 0), tokens)
             for count, keys in ((real, range(start, start + length)), (tokens - real, range(0))):
                 if count > 0:
@@ -124,7 +120,6 @@ def with_sinks(query: Tensor, sinks: Tensor, scale: float) -> Tensor:
     Every query then also sees a key that is 1 in this channel and 0 in all others, so that its score is the sink of the
     head ([h], a logarithm), and whose value is zero. No kernel needs to know about it.
     """
-    # The kernel multiplies every score by the scale, which must leave the sink as it is.
     column = (sinks / scale).to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
     return torch.cat((query, column), dim=-1)
 
@@ -147,7 +142,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, runs: list[QueryRun], reac
     width = value.size(-1)
     value = _widen(value, query.size(-1))
     mask = _SharedMask(runs, reach)
-    # Everything is split at once: the gradient of a slice is as large as the whole tensor, for each slice.
+    # Split once: a slice's gradient is as large as the whole tensor, for each slice.
     queries = torch.split(query, [len(run.rows) for run in runs], dim=2)
     keys, values = _pieces(key, runs), _pieces(value, runs)
     parts: list[Tensor] = []
@@ -205,7 +200,7 @@ def _attend_run(
 ) -> Iterator[Tensor]:
     """Yield the outputs of a run in order, [b, h, block, d] each; ``key`` and ``value`` hold its sequence only."""
     reach = _within_sequence(run, reach)
-    count, position = len(run.rows), run.position - run.keys.start  # counted within the sequence
+    count, position = len(run.rows), run.position - run.keys.start
     if reach.is_everything:
         yield attend_once(rows, key, value, softmax)
     elif reach.is_causal and position == 0 and not softmax.has_sinks:  # a sink comes before the first query
@@ -215,9 +210,6 @@ def _attend_run(
         yield attend_once(rows, key[:, :, :last], value[:, :, :last], softmax, causal_lower_right(count, last))
     else:
         size = shared.block_size(run, reach)
-        # A window of 512 (back=511) over 8192 tokens: the block of queries 1022 to 1532 reads keys 511 to 1532. Column
-        # 0 of the mask is the key `nearest` tokens from the block's first query, so the block's own columns start at
-        # first - (position + start) - nearest.
         mask, nearest = shared.take(rows.dtype, rows.device)
         for start in range(0, count, size):
             block = rows[:, :, start : start + size]
@@ -259,9 +251,8 @@ class _SharedMask:
 
     def __init__(self, runs: list[QueryRun], reach: Reach) -> None:
         self._runs, self._reach = runs, reach
-        self._longest = (
-            1 << max(len(run.keys) - 1 for run in runs).bit_length()
-        )  # a power of two, so that other rows have the same mask
+        # A power of two, so that other rows have the same mask.
+        self._longest = 1 << max(len(run.keys) - 1 for run in runs).bit_length()
         self._made: tuple[Tensor, int] | None = None
 
     def block_size(self, run: QueryRun, reach: Reach) -> int:
@@ -291,8 +282,6 @@ def _distance_mask(
     Column ``x`` is the key ``nearest + x`` tokens after the block's first query.
     """
     with torch.inference_mode(False):  # a mask first made in validation is kept for backward in training
-        # With size 3 and back=2 (nearest -2, farthest 3), row 0 sees columns 0 to 2, row 1 columns 1 to 3, row 2
-        # columns 2 to 4.
         columns = torch.arange(nearest, farthest, dtype=torch.int32, device=device)
         distance = columns[None] - torch.arange(size, dtype=torch.int32, device=device)[:, None]
         mask = torch.zeros(distance.shape, dtype=dtype, device=device)
@@ -329,8 +318,8 @@ def attend_once(
         return _attend_unfused(query, key, value, softmax, mask, is_causal)
     grouped = key.size(1) != query.size(1)
     if mask is not None and query.is_cuda and not isinstance(mask, CausalBias):
-        mask = mask.contiguous()  # CUDA's kernel for masks needs an aligned address ...
-        if grouped:  # ... and does not support grouped heads
+        mask = mask.contiguous()  # CUDA's kernel for masks needs an aligned address, and no grouped heads
+        if grouped:
             heads = query.size(1) // key.size(1)
             key, value, grouped = key.repeat_interleave(heads, 1), value.repeat_interleave(heads, 1), False
     return functional.scaled_dot_product_attention(
@@ -347,7 +336,6 @@ def attend_once(
 
 def _attend_with_first_key(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, mask: Tensor | None) -> Tensor:
     """Prepend the key that :func:`with_sinks` describes, and call :func:`attend_once`."""
-    # The new key is 1 in the new channel and 0 elsewhere; all other keys are 0 there.
     key, value = functional.pad(key, (0, 1, 1, 0)), functional.pad(value, (0, 0, 1, 0))
     key[:, :, 0, -1] = 1
     plain = replace(softmax, has_sinks=False)
@@ -355,8 +343,7 @@ def _attend_with_first_key(query: Tensor, key: Tensor, value: Tensor, softmax: S
         return attend_once(query, key, value, plain)
     if isinstance(mask, CausalBias):
         return attend_once(query, key, value, plain, causal_lower_right(mask.seq_len_q, mask.seq_len_kv + 1))
-    # Masks are views of one mask that all blocks and layers share. With a column for the new key it becomes a copy,
-    # which autograd would keep for every block. Instead the copy is made again in backward.
+    # With a column for the new key the shared mask becomes a copy, which autograd would keep for every block.
     widened = functools.partial(functional.pad, mask, (1, 0), value=mask.dtype == torch.bool)
     whole = widened()
     with made_again(whole, widened):

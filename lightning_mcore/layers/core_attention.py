@@ -89,7 +89,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         self.attn_mask_type = attn_mask_type
         self.attention_type = attention_type
         self.attention_dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        # Multi-latent attention has heads of another size than kv_channels, and gives it as k_channels.
+        # Multi-latent attention passes its head size as k_channels.
         self.softmax_scale = 1 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
         self.window_size = _window_of_layer(config, self.layer_number)
         check_attention(config, attn_mask_type in _CAUSAL)
@@ -165,14 +165,12 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         softmax = Softmax(scale, dropout if self.training else 0.0, self.cap, sinks is not None)
 
         def over(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            # Megatron has [s, b, h, d], PyTorch's kernels take [b, h, s, d].
             query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
             if sinks is not None:
                 query = with_sinks(query, sinks, scale)
             if attention_mask is None:
                 context = attend(query, key, value, runs, reach, softmax)
             else:
-                # A mask excludes context parallelism, so the queries are one run.
                 seen = visible(runs[0], reach, query.device) & ~attention_mask
                 context = attend_once(query, key, value, softmax, seen)
             return context.permute(2, 0, 1, 3)
@@ -195,8 +193,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         return Reach(back, 0 if mask_type in _CAUSAL else ahead)
 
     def _dropout_state(self, dropout: float) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which each tensor-parallel rank draws other dropout: they hold different heads."""
-        # With sequence parallelism the whole block already runs in that random stream.
+        """Return a context in which each tensor-parallel rank draws its own dropout, because heads differ."""
         if dropout == 0.0 or self.config.sequence_parallel:
             return contextlib.nullcontext()
         fork: contextlib.AbstractContextManager[None] = tensor_parallel.get_cuda_rng_tracker().fork()
@@ -278,7 +275,7 @@ def completed(attention: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass of ``TEDotProductAttention`` that corrects two omissions.
 
     TransformerEngine does not initialise learned sinks, so a run begins with whatever was in that memory; here they
-    begin at 0, as in :class:`TorchAttention`. And without sequence parallelism Megatron leaves the gradient of the
+    begin at 0, as in :class:`TorchAttention`. Without sequence parallelism Megatron also leaves the gradient of the
     shared rotated key as a partial sum on each tensor-parallel rank.
 
     Source: ``DotProductAttention.__init__`` of TransformerEngine (2.11), and ``get_query_key_value_tensors``
@@ -319,8 +316,7 @@ def _sinks(config: TransformerConfig) -> Tensor | None:
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     sinks = torch.zeros(heads, dtype=config.params_dtype, device=torch.cuda.current_device())
     if config.softmax_type == "off-by-one":
-        # The sink stays 0, so exp(0) = 1 is added to the denominator.
-        return sinks
+        return sinks  # exp(0) = 1 is added to the denominator
     return nn.Parameter(sinks)
 
 
@@ -369,12 +365,10 @@ def over_whole_sequences(
     columns. ``offsets`` is where packed sequences begin, padding included, and (0, s) for one sequence. Raises
     ValueError if the ranks' shares do not make up these sequences.
     """
-    # Each rank keeps its queries, and one collective gathers the keys and values of all ranks. Autograd would keep the
-    # gathered tensor until backward: on each rank, for each layer, as much as without context parallelism. So a rank
-    # keeps only its share and gathers again in backward, as TransformerEngine does. Two autograd nodes enclose the
-    # attention. _GatherAgain, which backward reaches first, gathers again. _Gather drops the gathered tensor, and gives
-    # each rank its own tokens' gradients, summed over the ranks that read them. Both run on every rank that has a
-    # query, even if all its queries are padding, so that every rank takes part in every collective.
+    # Autograd would keep the gathered tensor until backward: on each rank, for each layer, as much as without context
+    # parallelism. So a rank keeps its share and gathers again in backward, as TransformerEngine does: _GatherAgain,
+    # which backward reaches first, gathers, and _Gather drops the tensor. Both run even on a rank whose queries are all
+    # padding, so that every rank takes part in every collective.
     check_packed_offsets(offsets, key.size(0) * group.size(), group.size())
     share = torch.cat((key, value), dim=-1)
     width = key.size(-1)
@@ -396,7 +390,7 @@ class _Whole:
 
     def __init__(self, group: dist.ProcessGroup, order: Tensor, positions: Tensor, width: int) -> None:
         self.group, self.positions = group, positions
-        self.again: Tensor | None = None  # the tensor gathered in backward, while it is needed
+        self.again: Tensor | None = None
         self._order, self._width = order, width
 
     def gather(self, share: Tensor) -> Tensor:
@@ -444,7 +438,7 @@ class _GatherAgain(torch.autograd.Function):
         return gradients[0], None, None, None
 
 
-@functools.lru_cache(maxsize=2)  # the layers of a microbatch share them; other rows differ
+@functools.lru_cache(maxsize=2)
 def token_orders(offsets: tuple[int, ...], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return each token's index among the joined shares of the ranks, and each joined token's position; both [s]."""
     with torch.inference_mode(False):  # made in validation, they may be kept for backward in training

@@ -39,9 +39,9 @@ from lightning_mcore.layers.core_attention import token_orders
 from lightning_mcore.layers.packed_sequences import boundaries_of
 from lightning_mcore.parallel.groups import generator_of
 
-_CHUNK = 64  # tokens
-_SHORTEST = 1e-6  # added to the squared length of queries and keys
-_LARGEST_DECAY = 16.0  # of a memory at the start of training, in units of the step
+_CHUNK = 64
+_SHORTEST = 1e-6
+_LARGEST_DECAY = 16.0  # at the start of training, in units of the step
 _SMALLEST_DECAY = 0.01
 _STATES = "delta_net_states"
 
@@ -73,11 +73,9 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         self.cp_group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
         self.key_size, self.value_size = sizes["linear_key_head_dim"], sizes["linear_value_head_dim"]
         heads, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
-        self.heads = heads // tp_group.size()  # on this tensor-parallel rank
+        self.heads = heads // tp_group.size()
         self.values_per_head = values // heads
-        self.mixed_width = 2 * self.key_size + self.values_per_head * self.value_size  # of a head, in the convolution
-        # The input projection also makes the output gate, and two numbers per value head: beta and the step of the
-        # decay.
+        self.mixed_width = 2 * self.key_size + self.values_per_head * self.value_size
         width = self.mixed_width + self.values_per_head * (self.value_size + 2)
         common = {"config": config, "bias": False, "skip_bias_add": False, "tp_group": tp_group}
         self.linear_in = ColumnParallelLinear(
@@ -86,7 +84,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         generator = generator_of(f"delta net of layer {layer_number}")
         kernel = sizes["linear_conv_kernel_dim"]
         convolution = torch.empty(heads * self.mixed_width, 1, kernel)
-        convolution.uniform_(-(kernel**-0.5), kernel**-0.5, generator=generator)  # as PyTorch's convolutions begin
+        convolution.uniform_(-(kernel**-0.5), kernel**-0.5, generator=generator)  # as in torch
         decay = torch.empty(values).uniform_(_SMALLEST_DECAY, _LARGEST_DECAY, generator=generator)
         self.conv1d = _OfHeads(tp_group, convolution, config)
         self.A_log = _OfHeads(tp_group, decay.log(), config)
@@ -121,8 +119,8 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         ranks = self.cp_group.size()
         length = mixed.size(0) * ranks
         offsets = (0, length) if packed_seq_params is None else boundaries_of(packed_seq_params).offsets
-        # The convolution and the memory need every token before their own. So context-parallel ranks exchange: each
-        # gets whole sequences of some of its heads, and after the norm all heads of its own tokens again.
+        # Each token needs all tokens before it, so context-parallel ranks exchange: whole sequences of some heads here,
+        # and after the norm all heads of a rank's own tokens again.
         if ranks > 1:
             order, positions = token_orders(offsets, ranks, mixed.device)
             mixed = self._whole_sequences(mixed).index_select(0, order)
@@ -151,7 +149,6 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
     def _continue(self, mixed: Tensor, attention_mask: Tensor | None, context: Any) -> Tensor:
         """Return the output for the next tokens, [n, b, heads / tp, c], and update the layer's state."""
         if attention_mask is not None:
-            # Zero inputs write nothing into the memory and add nothing to the convolution.
             first = context.sequence_len_offset
             padding = attention_mask[:, 0, -1, first : first + mixed.size(0)]
             mixed = mixed.masked_fill(padding.t()[..., None, None], 0.0)
@@ -175,7 +172,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         decay = -rate[:, None] * functional.softplus(step.float() + bias[:, None])
         tokens = (query * self.key_size**-0.5, key, value, decay, beta.sigmoid().float())
         if self.is_recomputed and state is None:
-            # Megatron's checkpoint may hand on gradients in another layout, and then sums round otherwise.
+            # Megatron's checkpoint may change the gradients' layout, and with it the rounding of sums.
             output, memory = checkpoint(gated_delta_rule, *tokens, use_reentrant=False, preserve_rng_state=False)
         else:
             output, memory = gated_delta_rule(*tokens, None if state is None else state.memory)
@@ -191,7 +188,6 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # megatron-core has 
         weight = self.conv1d(self.cp_group)
         channels = inputs.flatten(2).permute(1, 2, 0).to(weight.dtype)
         before = weight.size(-1) - 1
-        # Padding on the left only: output t sees inputs up to t.
         channels = functional.pad(channels, (before, 0)) if last is None else torch.cat((last, channels), dim=-1)
         mixed = functional.silu(functional.conv1d(channels, weight, groups=len(weight)))
         last = channels[..., channels.size(-1) - before :]
@@ -232,8 +228,8 @@ class _GatedNorm(nn.Module):
         super().__init__()
         self.eps, self.ranks = config.layernorm_epsilon, config.tensor_model_parallel_size
         self.weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype))
-        # Each tensor-parallel rank has some of the heads, so its gradients are partial sums. Megatron averages the
-        # gradients of parameters with this mark, so forward multiplies each rank's part by the number of ranks.
+        # Gradients are partial sums over a rank's heads. Megatron averages them because of this mark, so forward
+        # multiplies them by the number of ranks.
         self.weight.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
 
     def forward(self, heads: Tensor, gate: Tensor) -> Tensor:
@@ -261,8 +257,6 @@ def gated_delta_rule(
     """
     # With d = d_v = 1, keys and queries 1, and beta 0.5: the value 4 moves an empty memory to 2, which is read. The
     # next token halves it to 1, and its value 8 moves it to 1 + 0.5 * (8 - 1) = 4.5.
-    #
-    # Within a chunk of tokens all of this is products of matrices; a loop goes from chunk to chunk.
     length = query.size(2)
     size = min(_CHUNK, length)
     missing = -length % size
@@ -270,13 +264,12 @@ def gated_delta_rule(
         query, key, value = (functional.pad(part, (0, 0, 0, missing)) for part in (query, key, value))
         decay, beta = (functional.pad(part, (0, missing)) for part in (decay, beta))
     query, key, value, decay, beta = (torch.unflatten(part, 2, (-1, size)) for part in (query, key, value, decay, beta))
-    decay, beta = decay.cumsum(-1)[..., None], beta[..., None]  # [b, h, chunks, size, 1]; since the chunk's start
+    decay, beta = decay.cumsum(-1)[..., None], beta[..., None]
     scaled = beta * key
     later = torch.ones(size, size, dtype=torch.bool, device=query.device).triu(1)
-    between = (decay - decay.transpose(-1, -2)).masked_fill(later, float("-inf")).exp()  # from column to row
+    between = (decay - decay.transpose(-1, -2)).masked_fill(later, float("-inf")).exp()
     keys = key.transpose(-1, -2)
-    # Each token of a chunk writes what the memory lacks, and the memory holds what the tokens before it have written.
-    # That is a triangular system: for the values, and for what is read from the memory before the chunk.
+    # A token writes what the memory lacks after the tokens before it: within a chunk, a triangular system.
     system = (scaled @ keys) * between
     wanted = torch.cat((beta * value, decay.exp() * scaled), dim=-1)
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
@@ -287,7 +280,6 @@ def gated_delta_rule(
     left = last.exp()
     if memory is None:
         memory = query.new_zeros(*query.shape[:2], query.size(-1), value.size(-1))
-    # The memory passes from chunk to chunk: decayed over the whole chunk, plus what the chunk's tokens write.
     outputs = []
     chunks = (part.unbind(2) for part in (query, keys, written, reads, seen, left))
     for query_of, keys_of, written_of, reads_of, seen_of, left_of in zip(*chunks, strict=True):

@@ -28,7 +28,7 @@ from lightning_mcore.layers.packed_sequences import (
 )
 from lightning_mcore.parallel.context import sequence_of_tokens, split_for_context_parallel
 
-# Their second dimension counts sequences, not tokens, even where it happens to equal s.
+# Not counted in tokens, even where the second dimension happens to equal s.
 _OF_SEQUENCES = (*OF_ROWS, "sample_ids", "reference_logps", "desirable")
 IGNORED_LABEL = -100
 """The label of a token without a target, as in Hugging Face and torch."""
@@ -39,12 +39,12 @@ class ModelInputs:
     """A rank's share of a batch, as the model takes it."""
 
     tokens: Tensor  # [b, s / cp] int64, packed [1, b * s / cp], as are the tensors below
-    position_ids: Tensor  # each token's position in its sequence
+    position_ids: Tensor
     labels: Tensor | None  # 0 for a token without a target
-    loss_mask: Tensor | None  # fp32, 1 where a token counts; None without labels
+    loss_mask: Tensor | None  # fp32; None without labels
     samples: Tensor  # each token's sample number: its row, or its sub-sequence of a packed row
-    num_samples: int  # some may have no token that counts
-    padding: Tensor | None  # True on padding; None if the batch does not mark padding
+    num_samples: int
+    padding: Tensor | None  # None if the batch does not mark it
     packed: PackedSequences | None
 
     @classmethod
@@ -82,7 +82,7 @@ class ModelInputs:
         tokens = batch["tokens"]
         rows, row_length = tokens.size(0), tokens.size(1) * cp_size
         packed = packed_sequences(real, padded, row_length, cp_size)
-        index = sequence_of_tokens(padded, row_length, cp_size)  # within the row
+        index = sequence_of_tokens(padded, row_length, cp_size)
         place = split_packed_rows(_arange(tokens, row_length), padded, cp_rank, cp_size) - padded.gather(1, index)
         num_sequences = real.size(1) - 1
         row = torch.arange(rows, device=tokens.device)[:, None]

@@ -60,7 +60,8 @@ from torch.nn import functional
 from lightning_mcore.config.lora import NOT_MERGED, LoRA
 from lightning_mcore.parallel.groups import generator_of, process_group
 
-ADAPTERS = "lora"  # name of the child of a layer that holds its adapters
+ADAPTERS = "lora"
+"""The name of a layer's child that holds its adapters."""
 
 LINEAR: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear)
 if te.HAVE_TE:
@@ -72,7 +73,7 @@ ADAPTABLE: tuple[type, ...] = (*LINEAR, VocabParallelEmbedding, Router, SharedEx
 class Rows:
     """Rows of a layer's weight on this rank that belong to one projection."""
 
-    start: int  # the first of them among this rank's rows
+    start: int  # among this rank's rows
     hf_start: int  # the same row in the whole projection
     count: int
 
@@ -82,11 +83,9 @@ class Projection:
     """A Hugging Face projection in a layer of this rank; ``hf/adapters.py`` makes them."""
 
     name: str  # Hugging Face's module name
-    # Its rows of the layer's weight on this rank. There are none if tensor-parallel ranks outnumber key heads and other
-    # ranks have this projection.
-    rows: tuple[Rows, ...]
-    out_features: int  # rows of the whole projection
-    in_features: int  # columns of the whole projection
+    rows: tuple[Rows, ...]  # on this rank; none if only other ranks have it
+    out_features: int  # of the whole projection
+    in_features: int
     column: int  # the first of its columns on this rank
     padding: int = 0  # rows on this rank, after its own, that pad the vocabulary
     is_embedding: bool = False  # its weight is an embedding's, transposed: columns are tokens
@@ -135,12 +134,11 @@ class Adapter(nn.Module):
         self.scale = lora.scale(projection.name)
         rank = lora.rank(projection.name)
         rows = projection.own_rows + projection.padding
-        if projection.is_embedding:  # B begins as noise, as in PEFT
+        if projection.is_embedding:  # as in PEFT
             self.lora_A = nn.Parameter(weight.new_zeros(rank, columns))
             self.lora_B = nn.Parameter(torch.randn(rows, rank, generator=generator_of(projection.name)).to(weight))
         else:
-            # Every rank draws the whole A from the same generator and takes its columns, so A does not depend on the
-            # layout.
+            # Drawn whole on every rank, so that A does not depend on the layout.
             whole = _initial_a(projection, rank, lora)[:, projection.column : projection.column + columns]
             self.lora_A = nn.Parameter(whole.to(weight).contiguous())
             self.lora_B = nn.Parameter(weight.new_zeros(rows, rank), requires_grad=rows > 0)
@@ -173,27 +171,26 @@ class Adapters(nn.ModuleDict):
         weight = layer._parameters[parameter]
         rows, columns = weight.shape[::-1] if isinstance(layer, VocabParallelEmbedding) else weight.shape
         super().__init__({p.name.rpartition(".")[2]: Adapter(p, columns, lora, weight) for p in projections})
-        self.parameter = parameter  # of the layer, to which the adapters belong
+        self.parameter = parameter
         self.enabled = True
         self.split = split
         self.group = group_of(layer) or process_group("tp")
-        # TransformerEngine's layers of experts have no mode of parallelism.
+        # TransformerEngine's layers of experts have no mode of parallelism. The token dispatcher sums their outputs and
+        # input gradients, so change() sends nothing.
         of_experts = split is not None and getattr(layer, "parallel_mode", split) is None
-        # Routed experts: the token dispatcher sums outputs and input gradients over their group, so change() sends
-        # nothing.
         self.is_explicit = bool(getattr(layer, "explicit_expert_comm", of_experts))
         scatters = getattr(layer, "sequence_parallel", getattr(layer, "reduce_scatter_embeddings", False))
         self.is_sequence_parallel = bool(scatters) and not self.is_explicit and split is not None
         self.dropout = lora.lora_dropout
         self.sees_own_tokens = bool(getattr(weight, "sequence_parallel", False))
         self.uses_dora = lora.use_dora
-        self._known: tuple[Any, Tensor] | None = None  # the frozen weight at that time, and its rows' squared lengths
+        self._known: tuple[Any, Tensor] | None = None  # a state of the frozen weight, and its rows' squared lengths
         adapters: list[Adapter] = list(self.values())  # type: ignore[arg-type]
         self._adapters = adapters
         self._projections = {p.name.rpartition(".")[2]: p for p in projections}
         order = _order(adapters, rows)
         is_as_stacked = torch.equal(order, torch.arange(len(order)))
-        self.order: Tensor | None  # None if the stacked rows are in the layer's order
+        self.order: Tensor | None
         self.register_buffer("order", None if is_as_stacked else order.to(weight.device), persistent=False)
         self._mark_parameters(weight)
 
@@ -207,7 +204,6 @@ class Adapters(nn.ModuleDict):
             parameter.sequence_parallel = (  # type: ignore[attr-defined]
                 sees_some_tokens or getattr(weight, "sequence_parallel", False)
             )
-            # Counted in the norm of the gradients where this is True, and on tensor-parallel rank 0.
             is_counted = not is_whole or self.group.rank() == 0
             set_tensor_model_parallel_attributes(parameter, is_counted, int(name.endswith("lora_A")), 1)
 
@@ -217,11 +213,8 @@ class Adapters(nn.ModuleDict):
         ``inputs`` is what the layer multiplied by its weight: [s, b, h], for experts [tokens, h]. ``bias`` is what
         ``output`` already contains, None for none: DoRA's ratio applies to the output without it.
         """
-        # The calls themselves matter: overlap_param_gather gathers parameters when a module is called.
         for adapter in self._adapters:
-            adapter()
-        # One product for all A and one for all B. With q, k and v of rank 8, hidden has 24 columns, and _b() is
-        # block-diagonal with 24 columns.
+            adapter()  # overlap_param_gather gathers parameters at this call
         hidden = functional.linear(self._dropped(inputs), self._a())
         hidden = self._with_other_ranks(hidden) * self._scales(hidden)
         b = self._b()
@@ -240,9 +233,8 @@ class Adapters(nn.ModuleDict):
         (adapter,) = self._adapters
         a, b, _ = adapter()
         if self.split is None:
-            hidden = functional.embedding(tokens, a.t())  # [b, s, r]
+            hidden = functional.embedding(tokens, a.t())
         else:
-            # As in VocabParallelEmbedding: another rank's token looks up column 0 and is zeroed.
             own = (tokens >= layer.vocab_start_index) & (tokens < layer.vocab_end_index)
             hidden = functional.embedding((tokens - layer.vocab_start_index).where(own, 0), a.t()) * own[..., None]
         if layer.reduce_scatter_embeddings:
@@ -259,8 +251,7 @@ class Adapters(nn.ModuleDict):
     def _dropped(self, inputs: Tensor) -> Tensor:
         if not (self.dropout and self.training):
             return inputs
-        # Ranks with the same inputs must drop the same ones. Ranks with other tokens or columns draw their own mask: a
-        # whole weight that sees some of the tokens has a gradient that is summed.
+        # Ranks with the same inputs must drop the same ones; ranks with other tokens or columns draw their own mask.
         is_own = self.is_sequence_parallel or self.split == 1 or self.sees_own_tokens
         with get_cuda_rng_tracker().fork() if is_own else contextlib.nullcontext():
             return functional.dropout(inputs, self.dropout)
@@ -309,7 +300,7 @@ class Adapters(nn.ModuleDict):
         """Move rows of the stacked projections to their places in the layer."""
         if self.order is None:
             return stacked
-        padded = functional.pad(stacked, (0, 0, 0, 1) if stacked.dim() > 1 else (0, 1))  # for rows without adapter
+        padded = functional.pad(stacked, (0, 0, 0, 1) if stacked.dim() > 1 else (0, 1))
         return padded[self.order]
 
     def ratio(self, weight: Tensor) -> Tensor:
@@ -332,14 +323,12 @@ class Adapters(nn.ModuleDict):
     def _magnitudes(self) -> Tensor:
         """Return the trained magnitude of each row on this rank, 1 without an adapter."""
         lengths = torch.cat([x.lora_magnitude_vector for x in self._adapters if x.lora_magnitude_vector is not None])
-        # Rows without an adapter get the padding 0, plus 1.
-        return self._in_rows(lengths - 1) + 1
+        return self._in_rows(lengths - 1) + 1  # rows without an adapter are padded with 0
 
     @torch.no_grad()
     def _lengths(self, weight: Tensor) -> Tensor:
         """Return the length of each row of ``W + scale * B A``, a constant for autograd; 1 without an adapter."""
         # With c = b A, row by row: |w + c|^2 = |w|^2 + 2 w.c + |c|^2, where w.c = (w A^T).b and |c|^2 = b (A A^T) b^T.
-        # With columns on several ranks each of the three is a sum over the ranks, and none needs B A, as large as W.
         own = self._squares(weight)
         weight, a, b = weight.float(), torch.cat([x.lora_A for x in self._adapters]).float(), self._b().float()
         b = b * self._scales(b)
@@ -384,7 +373,7 @@ class Adapters(nn.ModuleDict):
             if self.split == axis and self.group.size() > 1:
                 axes[name] = axis
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            dict(self.named_parameters()),  # one that is shared, once
+            dict(self.named_parameters()),
             prefix,
             axes,
             sharded_offsets,
@@ -408,8 +397,6 @@ class Adapters(nn.ModuleDict):
 
 def _in_whole(entry: Any, projection: Projection) -> Any:
     """Return a sharded tensor of a projection's rows on this rank, at its place in the whole projection."""
-    # Ranks have equally many rows, unless there are more ranks than key heads: with 4 query heads and 1 key head, the
-    # first of 2 ranks has query heads 0 to 2, the second has query head 3, the key and the value head.
     return _placed(entry, projection.out_features, projection.first_row)
 
 
@@ -426,14 +413,12 @@ def _placed(entry: Any, rows: int, first: int) -> Any:
 def _in_runs(entry: Any, projection: Projection) -> Any:
     """Return a sharded tensor as several, one for each run of consecutive rows in the whole projection."""
 
-    # A `gate_up_proj` of 8 rows on 2 ranks: the first has rows 0 and 1 (gate) and rows 4 and 5 (up), so two runs,
-    # Rows(0, 0, 2) and Rows(2, 4, 2).
     def build(key: str, data: Tensor, replica_id: Any, flattened_range: Any = None) -> list[Any]:
         found = []
         for run in projection.runs:
             part = data[run.start : run.start + run.count]
             own = replace(entry, key=key, replica_id=replica_id, data=part, dtype=part.dtype, local_shape=part.shape)
-            own = replace(own, axis_fragmentations=None)  # runs may have any size
+            own = replace(own, axis_fragmentations=None)
             found.append(_placed(own, projection.out_features, run.hf_start))
         return found
 
@@ -451,7 +436,7 @@ class _Adapted:
         """Return the sharded tensors of the layer and of its adapters."""
         inner = f"{prefix}{ADAPTERS}."
         own = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
-        # The layer's own method may list the adapters' parameters as if they were whole on every rank.
+        # The layer's own method may list adapters as if they were whole on every rank.
         own = {name: entry for name, entry in own.items() if not name.startswith(inner)}
         return own | self.lora.sharded_state_dict(inner, sharded_offsets, metadata)
 
@@ -464,9 +449,9 @@ class _AdaptedLinear(_Adapted):
         output, bias = super().forward(inputs, *args, **kwargs)  # type: ignore[misc]
         if not self.lora.enabled:
             return output, bias
-        # A layer with skip_bias_add returns its bias; otherwise the bias is already in the output.
+        # Without skip_bias_add the bias is already in the output.
         added = getattr(self, "bias", None) if bias is None else None
-        if added is not None and added.numel() == 0:  # how TransformerEngine says that there is none
+        if added is not None and added.numel() == 0:  # TransformerEngine's None
             added = None
         return self.lora.change(_normalised(self, inputs), output, self, added), bias
 
@@ -524,7 +509,6 @@ def adapt(layer: Any, projections: Sequence[Projection], lora: LoRA, split: int 
         own = {adapters.parameter: property(_changed_weight)}
     else:
         bases = (_AdaptedEmbedding if isinstance(layer, VocabParallelEmbedding) else _AdaptedLinear, base)
-    # The layer keeps its identity, its class name and its weights, so code that looks for them still finds them.
     layer.__class__ = type(base.__name__, bases, own)
     layer.add_module(ADAPTERS, adapters)
     if lora.use_dora:
@@ -604,8 +588,7 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 def _order(adapters: Sequence[Adapter], rows: int) -> Tensor:
     """Return for each row of the layer its row among all stacked B; one past the last if it has no adapter."""
     # 2 key heads, each with 2 query heads, of size 1: the layer's rows are q0 q1 k0 v0 q2 q3 k1 v1. Stacked, q k v are
-    # q0 q1 q2 q3 k0 k1 v0 v1, so the order is 0 1 4 6 2 3 5 7. With adapters on q and v only: 0 1 6 4 2 3 6 5, where 6
-    # is the row of zeros that _in_rows() appends.
+    # q0 q1 q2 q3 k0 k1 v0 v1, so the order is 0 1 4 6 2 3 5 7.
     stacked = sum(adapter.lora_B.shape[0] for adapter in adapters)
     order = torch.full((rows,), stacked, dtype=torch.int64)
     start = 0

@@ -21,7 +21,6 @@ def token_mean(losses: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
     Both tensors are [b, s / cp], packed [1, t]. A token counts unless its mask is 0; its loss is multiplied by the
     mask, so a fraction lets it weigh less.
     """
-    # Losses 1 2 3 4 | 10 0 0 0 with mask 1 1 1 1 | 1 0 0 0: (10 + 10) / 5 = 4, weight 5.
     count = (loss_mask != 0).sum()
     return (losses * loss_mask.to(losses.dtype)).sum() / count.clamp(min=1), count.int()
 
@@ -32,10 +31,7 @@ def sample_mean(losses: Tensor, inputs: ModelInputs, cp_group: dist.ProcessGroup
     Shapes as in :func:`token_mean`. ``cp_group`` None means that this rank has whole sequences.
     """
     # Losses 1 2 3 4 | 10 0 0 0 with mask 1 1 1 1 | 1 0 0 0: (2.5 + 10) / 2 = 6.25, weight 2.
-    #
-    # A context-parallel rank has some tokens of each sample, so the ranks add up their counts first. Each rank then
-    # returns its own part of the mean times the number of ranks, with all samples as its weight: the weighted mean over
-    # ranks is the mean again.
+    # A context-parallel rank's part of the mean, times the number of ranks: the mean over ranks is the mean again.
     assert inputs.loss_mask is not None
     mask = inputs.loss_mask
     counting = (mask != 0).to(mask.dtype).reshape(-1)
@@ -43,7 +39,7 @@ def sample_mean(losses: Tensor, inputs: ModelInputs, cp_group: dist.ProcessGroup
     size = 1 if cp_group is None else cp_group.size()
     if cp_group is not None and size > 1:
         dist.all_reduce(counts, group=cp_group)
-    weights = mask / counts.clamp(min=1)[inputs.samples]  # the share of each token in its sample
+    weights = mask / counts.clamp(min=1)[inputs.samples]
     num_samples = (counts > 0).sum().int()
     return (losses * weights).sum() * size / num_samples.clamp(min=1), num_samples
 
@@ -65,13 +61,11 @@ def tail_weights(inputs: ModelInputs, lengths: Tensor, alpha: float, cp_group: d
     Samples 2i and 2i + 1 are a pair. The tokens that count in a sample, its answer, must be consecutive; ``lengths``
     [samples] counts them over all context-parallel ranks. The result is [b, s / cp], packed [1, t].
     """
-    # Answers at places 1 to 3 and at place 1, so lengths 3 and 1: the first answer weighs 1, alpha, alpha.
     assert inputs.loss_mask is not None
     samples, places = inputs.samples.reshape(-1), inputs.position_ids.reshape(-1)
     far = torch.iinfo(places.dtype).max
     counted = places.masked_fill(inputs.loss_mask.reshape(-1) == 0, far)
     first = places.new_full((inputs.num_samples,), far).scatter_reduce(0, samples, counted, "amin")
-    # An answer may begin on another rank.
     if cp_group is not None and cp_group.size() > 1:
         dist.all_reduce(first, op=dist.ReduceOp.MIN, group=cp_group)
     shared = lengths.view(-1, 2).amin(dim=1).repeat_interleave(2)

@@ -45,7 +45,6 @@ class _ExactMetric(Metric):
         exact = {name: value for name, value in self.metric_state.items() if isinstance(value, Tensor)}
         super()._apply(fn, exclude_state)
         for name, value in exact.items():
-            # `_apply` has moved the state, and `fn` may have rounded it: take the old value and the new device.
             device = getattr(self, name).device
             setattr(self, name, value.to(device))
             self._defaults[name] = torch.zeros_like(value, device=device)
@@ -192,8 +191,6 @@ class PackingEfficiency(_ExactMetric):
     def _count(self, batch: Batch) -> tuple[Tensor, Tensor | int]:
         if "cu_seqlens" in batch:
             return _real_tokens(batch), batch["cu_seqlens_padded"][:, -1].sum()
-        # Boundaries and lengths describe whole rows, but under context parallelism `tokens` is this rank's share of
-        # them.
         if "lengths" in batch:
             return _real_tokens(batch), batch["tokens"].numel() * _context_place()[1]
         if self.pad_token is None:
@@ -232,7 +229,7 @@ class TokensSeen(_ExactMetric):
     def __init__(self) -> None:
         super().__init__()
         zero = torch.zeros((), dtype=torch.int64)
-        self.add_state("before", zero, dist_reduce_fx="max", persistent=True)  # of all ranks, the same on each
+        self.add_state("before", zero, dist_reduce_fx="max", persistent=True)  # of all ranks
         self.add_state("since", zero.clone(), dist_reduce_fx="sum")  # of this rank
 
     def update(self, batch: Batch | Tensor | int) -> None:
@@ -261,7 +258,6 @@ class TokensSeen(_ExactMetric):
         total = self.since.clone()
         if self._num_ranks() > 1:
             dist.all_reduce(total, group=self.process_group)
-        # What all ranks have read moves to `before`, which a checkpoint saves and each rank holds in full.
         self.before = self.before + total
         self.since = torch.zeros_like(total)
         self._computed = None
@@ -289,8 +285,6 @@ class TokensSeen(_ExactMetric):
     def _number(batch: Batch | Tensor | int) -> Tensor | int:
         if not isinstance(batch, Mapping):
             return batch.detach().sum().long() if isinstance(batch, Tensor) else batch
-        # Whole rows are the same on each context-parallel rank, so one of them counts. Shares of rows are counted
-        # everywhere.
         if "cu_seqlens" in batch or "lengths" in batch:
             return _real_tokens(batch) if _context_place()[0] == 0 else 0
         return int(batch["tokens"].numel())
@@ -310,8 +304,8 @@ class MeansOfKinds(_ExactMetric):
 
     def update(self, rewards: Tensor, logps: Tensor, is_chosen: Tensor, counts: Tensor) -> None:
         """Add answers: rewards, log-probabilities, kinds, and whether each counts, all [n]."""
-        values = torch.stack([rewards, logps, torch.ones_like(rewards)]).detach().double()  # [3, n]
-        kinds = torch.stack([counts & is_chosen, counts & ~is_chosen])  # [2, n]
+        values = torch.stack([rewards, logps, torch.ones_like(rewards)]).detach().double()
+        kinds = torch.stack([counts & is_chosen, counts & ~is_chosen])
         self.sums = self.sums + torch.where(kinds[None], values[:, None], 0.0).sum(-1)
 
     def means(self, sums: Tensor | None = None) -> Tensor:

@@ -33,7 +33,7 @@ from lightning_mcore.layers.packed_sequences import all_real
 from lightning_mcore.layers.score import HiddenStates
 from lightning_mcore.layers.spec import TorchNorm, last_layer_spec
 
-_MEGATRON = __version__.partition("+")[0]  # 0.19 adds the commit of the folder that it runs in
+_MEGATRON = __version__.partition("+")[0]  # 0.19 adds a commit
 _COUNTS_OWN_TOKENS = hasattr(multi_token_prediction, "process_mtp_loss")  # since 0.17
 _RECORDED = "loss_values" if _COUNTS_OWN_TOKENS else "values"
 # 0.16 has this argument; its recomputation saves every other argument as if it were a tensor.
@@ -49,15 +49,13 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
     """
 
     existing_tokens: int | None = None
-    _shares_left: Iterator[Tensor] = iter(())  # for the next losses of multi-token prediction
+    _shares_left: Iterator[Tensor] = iter(())
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Return the loss of each token, [b, s] fp32, from ``labels`` [b, s] and ``logits`` [s, b, v / tp].
 
         The logits' padding columns are overwritten.
         """
-        # Rows that pad the vocabulary are not tokens. Without them the loss equals that of an unpadded model, and does
-        # not depend on the parallel sizes, which decide the padding.
         if self.existing_tokens is not None and self.existing_tokens < self.vocab_size:
             first = logits.size(-1) * self.pg_collection.tp.rank() if self.parallel_output else 0
             padding = logits.detach()[..., max(0, self.existing_tokens - first) :]
@@ -69,17 +67,14 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
     def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
         if labels is not None or not self.config.mtp_num_layers or not self.post_process:
             # Megatron would shift tokens, labels and the loss mask by the boundaries of the real tokens
-            # (`_roll_tensor_packed_seq` reads `cu_seqlens_q`, 0.16.1 and 0.19.2), as if there were no padding in
-            # between. With padded boundaries, a sequence's last real token gets the padding after it, which the loss
-            # mask hides.
+            # (`_roll_tensor_packed_seq` reads `cu_seqlens_q`, 0.16.1 and 0.19.2), as if there were no padding. With
+            # padded boundaries, a sequence's last real token gets padding, which the loss mask hides.
             if self.config.mtp_num_layers and kwargs.get("packed_seq_params") is not None:
                 kwargs["packed_seq_params"] = all_real(kwargs["packed_seq_params"])
             padding = kwargs.get("padding_mask")
             if padding is not None and padding.size(1) != kwargs["input_ids"].size(1):
                 kwargs["padding_mask"] = self._whole_padding(padding)
-            # The record of earlier microbatches waits here, so that what Megatron records now can be weighed on its
-            # own.
-            before = mtp_tracker().pop(_RECORDED, None)
+            before = mtp_tracker().pop(_RECORDED, None)  # already weighed
             if _COUNTS_OWN_TOKENS and labels is not None and self.config.mtp_num_layers and self.post_process:
                 mask = kwargs.get("loss_mask")
                 self._shares_left = self._shares(
@@ -90,7 +85,7 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
                 self._weigh_recorded(before, kwargs.get("loss_mask"), kwargs.get("packed_seq_params"))
             return result
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(hidden_states, weight=weight)  # [s, b, v / tp]
+        logits, _ = self.output_layer(hidden_states, weight=weight)
         transposed: Tensor = logits.transpose(0, 1).contiguous()
         return transposed
 
@@ -115,10 +110,8 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
     def _shares(self, mask: Tensor, packed: PackedSeqParams | None) -> Iterator[Tensor]:
         """Yield for each layer the share of a microbatch's tokens that is left after its shift; ``mask`` is [b, s]."""
         # Mask 0 1 1 1, shifted once to 1 1 1 0, keeps all its tokens: share 1. Mask 1 1 1 1 becomes 1 1 1 0: share 3/4.
-        # With calculate_per_token_loss a loss is divided by the tokens of the whole step, as the main loss is. Since
-        # 0.17 Megatron multiplies these losses by the inverse of the share (`process_mtp_loss`, 0.19.2). Gradients
-        # would then depend on how rows are cut into microbatches, so compute_language_model_loss() takes the factor out
-        # again.
+        # Since 0.17 Megatron divides these losses by the share (`process_mtp_loss`, 0.19.2), which would make gradients
+        # depend on how rows are cut into microbatches. So compute_language_model_loss() multiplies by it again.
         if not self.config.calculate_per_token_loss:
             return
         whole = mask.sum().clamp(min=1)
@@ -131,8 +124,7 @@ class MultiTokenGPT(GPTModel):  # type: ignore[misc]  # megatron-core has no typ
 
         ``before`` is the record of earlier microbatches, [layers]; ``mask`` is [b, s / cp], None if all tokens count.
         """
-        # Megatron records each rank's mean, which is nan for a rank without tokens (0.16.1), and the logs average over
-        # ranks. Two context-parallel ranks with 30 and 10 tokens record their means times 1.5 and 0.5.
+        # Megatron records each rank's mean, nan without tokens (0.16.1), and the logs average over ranks.
         recorded = mtp_tracker()[_RECORDED]
         if mask is not None:
             counts = []
@@ -157,7 +149,7 @@ class PackedMultiTokenLayer(MultiTokenPredictionLayer):  # type: ignore[misc]  #
         packed, names = kwargs["packed_seq_params"], list(kwargs)
 
         def forward(*values: Any, **named: Any) -> Tensor:
-            given = {**dict(zip(names, values, strict=False)), **named}  # by position, or by name if not recomputed
+            given = {**dict(zip(names, values, strict=False)), **named}
             return forward_func(**{**given, "packed_seq_params": packed})
 
         return super()._checkpointed_forward(forward, *args, **{**kwargs, "packed_seq_params": None})

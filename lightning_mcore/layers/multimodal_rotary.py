@@ -33,7 +33,7 @@ class MultimodalRotary(nn.Module):
                 f"mrope_section={list(sections)} adds up to {sum(sections)}, and a head of {head_size} channels has"
                 f" {head_size // 2} pairs; give three numbers that add up to it"
             )
-        # Plain attributes, not buffers, so that the frequencies stay fp32 whatever the model's dtype.
+        # Not buffers, so that the frequencies stay fp32 whatever the model's dtype.
         self._axes = torch.tensor(channel_axes(sections, interleaved), device="cpu")
         places = torch.arange(0, head_size, 2, dtype=torch.float, device="cpu")
         self._frequencies = 1.0 / (base ** (places / head_size))
@@ -47,9 +47,8 @@ class MultimodalRotary(nn.Module):
         device = self.positions.device
         if self._axes.device != device:
             self._axes, self._frequencies = self._axes.to(device), self._frequencies.to(device)
-        angles = self.positions[self._axes].permute(2, 1, 0).float() * self._frequencies  # [s, b, head_size / 2]
-        # Pairs are channel i and i + head_size / 2, so the angles are repeated.
-        return torch.cat((angles, angles), dim=-1)[:, :, None]
+        angles = self.positions[self._axes].permute(2, 1, 0).float() * self._frequencies
+        return torch.cat((angles, angles), dim=-1)[:, :, None]  # pairs are channels i and i + head_size / 2
 
 
 def channel_axes(sections: tuple[int, int, int], interleaved: bool) -> list[int]:
@@ -57,8 +56,7 @@ def channel_axes(sections: tuple[int, int, int], interleaved: bool) -> list[int]
 
     Source: ``recomposition_frequencies`` in transformers' ``modeling_qwen2_vl.py`` and ``modeling_qwen3_vl.py`` (5.23).
     """
-    # Sections (3, 2, 1): 0 0 0 1 1 2; interleaved 0 1 2 0 1 0, where an axis that has its number of pairs leaves its
-    # turn to time.
+    # Sections (3, 2, 1): 0 0 0 1 1 2; interleaved 0 1 2 0 1 0, where time takes the turns that an axis has left.
     if not interleaved:
         return [axis for axis, count in enumerate(sections) for _ in range(count)]
     return [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(sum(sections))]

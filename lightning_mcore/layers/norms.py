@@ -29,9 +29,8 @@ class TorchNorm(nn.Module):
         self.bias: nn.Parameter | None = None
         if config.normalization == "LayerNorm":
             self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
-        # Under sequence parallelism each tensor-parallel rank normalises its own tokens, so gradients of the weights
-        # are partial sums, and this mark makes Megatron's finalize_model_grads add them up. Norms of queries and keys
-        # see some of the heads instead; Megatron finds those by name, with or without sequence parallelism.
+        # Under sequence parallelism a rank's gradients are partial sums: the mark makes Megatron's finalize_model_grads
+        # add them up. Norms of queries and keys see some of the heads; Megatron finds those by name.
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -69,9 +68,8 @@ class LatentQueryNorm(LatentNorm):
     """The norm of multi-latent attention's compressed queries."""
 
     def _weights(self) -> tuple[Tensor, Tensor | None]:
-        # Without sequence parallelism every tensor-parallel rank sees the same tokens here, and has the whole gradient.
-        # But finalize_model_grads, which goes by the norm's name, takes it for a norm of some of the heads and sums
-        # over the ranks. With TP=2 each rank therefore contributes half.
+        # Without sequence parallelism every tensor-parallel rank has the whole gradient, but finalize_model_grads knows
+        # the norm by its name and sums over the ranks. With TP=2 each rank therefore contributes half.
         ranks = self.config.tensor_model_parallel_size
         if ranks == 1 or self.config.sequence_parallel:
             return super()._weights()
@@ -84,8 +82,8 @@ class RotatedHeadNorm(TorchNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(config, hidden_size, eps)
-        # Each tensor-parallel rank has some of the heads, so its gradients are partial sums. Megatron averages the
-        # gradients of parameters with this mark, so _weights() multiplies each rank's part by the number of ranks.
+        # Gradients are partial sums over a rank's heads. Megatron averages them because of this mark, so _weights()
+        # multiplies them by the number of ranks.
         for parameter in self.parameters():
             parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
 

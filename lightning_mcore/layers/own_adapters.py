@@ -16,7 +16,7 @@ def add_lora(model: nn.Module, lora: LoRA) -> None:
     """Freeze the model of your own module, and put adapters on its linear layers; collective over the world.
 
     Call it at the end of ``configure_model``, on what ``pipeline()`` returned, with the weights in it. Names of targets
-    are those of Megatron's layers, such as ``"linear_qkv"``. A layer has one adapter; ``linear_fc1`` of a gated MLP has
+    are Megatron's layer names, such as ``"linear_qkv"``. A layer has one adapter; ``linear_fc1`` of a gated MLP has
     two, ``linear_fc1.gate`` and ``linear_fc1.up`` to patterns of ranks. Called again, it does nothing.
 
     Args:
@@ -37,14 +37,14 @@ def add_lora(model: nn.Module, lora: LoRA) -> None:
     is_linear = {name: kind for of_rank in all_gather_object(own) for name, kind in of_rank.items()}
     names = sorted(is_linear)
     lora.check_targets(names)
-    for name in names if not isinstance(lora.target_modules, str) else ():  # a pattern may match what it likes
+    for name in names if not isinstance(lora.target_modules, str) else ():
         if lora.adapts(name) and not is_linear[name]:
             raise ValueError(
                 f"target_modules has {name}, and add_lora() puts adapters on linear layers only; train it whole with"
                 " modules_to_save, or leave it out"
             )
     lora.check_layers(getattr(chunks[0], "config", None), names)
-    gated: set[nn.Module] = set()  # first layers whose rows are a gate's and then the others, on each rank
+    gated: set[nn.Module] = set()
     for chunk in chunks:
         freeze(chunk)
         gated |= {x.linear_fc1 for x in chunk.modules() if isinstance(x, MLP) and x.config.gated_linear_unit}
@@ -65,8 +65,6 @@ def _global_name(chunk: nn.Module, path: str) -> str:
     parts = path.split(".")
     whole = list(parts)
     for index, part in enumerate(parts):
-        # The second stage's "decoder.layers.0" has layer_number 5 if the first stage holds four layers: it becomes
-        # "decoder.layers.4".
         number = getattr(chunk.get_submodule(".".join(parts[: index + 1])), "layer_number", None)
         if part.isdigit() and isinstance(number, int):
             whole[index] = str(number - 1)

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from lightning_mcore.parallel.context import check_packed_offsets, packed_positions
 
-_BOUNDARIES = "_boundaries_on_the_host"  # attribute in which boundaries_of stores its result
-_NUMBERS = "_numbers_on_the_host"  # attribute in which keep_numbers stores a tensor's version and values
+_BOUNDARIES = "_boundaries_on_the_host"
+_NUMBERS = "_numbers_on_the_host"
 OF_ROWS = ("cu_seqlens", "cu_seqlens_padded")
 """The boundaries in a packed batch."""
 _HAS_PAD_BETWEEN_SEQS = "pad_between_seqs" in {field.name for field in fields(PackedSeqParams)}  # 0.16 lacks it
@@ -38,7 +38,7 @@ class Boundaries:
     """Where a row's packed sequences lie, in tokens."""
 
     offsets: tuple[int, ...]  # where the sequences begin, padding included, and where the last one ends: n + 1
-    lengths: tuple[int, ...]  # each sequence's real tokens; its other tokens are padding
+    lengths: tuple[int, ...]  # real tokens
 
     @property
     def padded_lengths(self) -> tuple[int, ...]:
@@ -60,9 +60,8 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core h
     def on(self, device: torch.device) -> "PackedSequences":
         """Return the description for TransformerEngine's kernels, with its tensors on ``device``."""
         assert self.boundaries is not None
-        # Padding counts as real here: it follows its sequence's tokens, where causal attention does not see it, and the
-        # loss leaves it out. All boundaries are one tensor, because TransformerEngine has only its fused attention for
-        # padding between sequences, and before 2.18 compares the tensors in each layer.
+        # Padding counts as real: causal attention does not see it, and the loss leaves it out. All boundaries are one
+        # tensor: TransformerEngine has only fused attention for padding, and before 2.18 compares them in each layer.
         padded = torch.tensor(self.boundaries.offsets, dtype=torch.int32).to(device, non_blocking=True)
         return _of_tensors(padded, padded, self.boundaries)
 
@@ -101,7 +100,6 @@ def packed_sequences(
     # Two rows of 8: the first has sequences of 3 and 2 tokens, each padded to 4, the second one of 7, padded to 8.
     #     cu_seqlens         0 3 5 | 0 7 7    joined: 0 3 5 12
     #     cu_seqlens_padded  0 4 8 | 0 8 8    joined: 0 4 8 16
-    # The third sequence, of zero tokens, is left out. max_seqlen is 8: padded tokens are rotated too.
     if cu_seqlens.dim() != 2 or cu_seqlens.shape != cu_seqlens_padded.shape or cu_seqlens.size(1) < 2:
         raise ValueError(
             f"cu_seqlens has shape {list(cu_seqlens.shape)} and cu_seqlens_padded {list(cu_seqlens_padded.shape)}; "
@@ -150,8 +148,7 @@ def split_packed_rows(tensor: Tensor, cu_seqlens_padded: Tensor, rank: int, size
     """
     if size == 1:
         return tensor
-    # Two sequences of 4 in a row of 8, on 2 ranks: rank 0 gets positions 0 3 4 7, rank 1 gets 1 2 5 6. Clamped, because
-    # wrong boundaries would otherwise be an assertion in a CUDA kernel.
+    # Clamped, because wrong boundaries would otherwise be an assertion in a CUDA kernel.
     positions = packed_positions(cu_seqlens_padded, tensor.size(1), rank, size).clamp(0, tensor.size(1) - 1)
     index = positions.view(*positions.shape, *[1] * (tensor.dim() - 2)).expand(-1, -1, *tensor.shape[2:])
     return tensor.gather(1, index)
@@ -176,7 +173,6 @@ def _of_tensors(real: Tensor, padded: Tensor, boundaries: Boundaries) -> PackedS
         max_seqlen_kv=longest,
         boundaries=boundaries,
     )
-    # One tensor for both means that padding counts as real: see PackedSequences.on().
     if _HAS_PAD_BETWEEN_SEQS:
         packed.pad_between_seqs = real is not padded and boundaries.has_padding
     return packed
@@ -220,7 +216,6 @@ def _read(params: PackedSeqParams) -> Boundaries:
         raise ValueError(f"packed_seq_params has qkv_format={params.qkv_format!r}; the torch backend takes 'thd'")
     real, padded = _of_queries_or_keys(params.cu_seqlens_q, params.cu_seqlens_q_padded)
     if params.cu_seqlens_kv is not params.cu_seqlens_q or params.cu_seqlens_kv_padded is not params.cu_seqlens_q_padded:
-        # Only if they are other tensors: each read waits for the device.
         keys = _of_queries_or_keys(params.cu_seqlens_kv, params.cu_seqlens_kv_padded)
         if keys != (real, padded):
             raise ValueError(

@@ -20,12 +20,12 @@ from lightning_mcore.parallel.context import split_for_context_parallel
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """The places of the tokens in each row."""
+    """The places of the tokens in each row; ``shape`` is (b, s)."""
 
-    shape: tuple[int, int]  # rows and columns as given, (b, s)
-    starts: Tensor | None  # [b], column of each row's first token; None if all rows begin with a token
-    lengths: Tensor | None  # [b], tokens of each row; None if no row has padding
-    length: int  # columns that the layers get: s, rounded up to a multiple that the layout needs
+    shape: tuple[int, int]
+    starts: Tensor | None  # [b], column of each row's first token; None if all are 0
+    lengths: Tensor | None  # [b]; None if no row has padding
+    length: int  # s, rounded up to a multiple that the layout needs
 
     @classmethod
     def of(
@@ -64,7 +64,6 @@ class PaddedRows:
         columns = torch.arange(self.shape[1], device=seen.device)
         expected = (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])
         wrong = (seen != expected).any() | ((attention_mask != 0) & (attention_mask != 1)).any()
-        # One read from the device for all three answers.
         is_wrong, is_moved, is_padded = torch.stack(
             [wrong, (starts > 0).any(), (lengths < self.shape[1]).any()]
         ).tolist()
@@ -79,7 +78,6 @@ class PaddedRows:
         positions = position_ids.expand(self.shape)
         steps = positions.diff(dim=1) == 1
         if self.tokens is not None:
-            # Only between two tokens of a row; positions of padding may be anything.
             steps = steps | ~(self.tokens[:, 1:] & self.tokens[:, :-1])
         if not bool(steps.all()):
             raise ValueError(
@@ -129,8 +127,6 @@ class PaddedRows:
             raise ValueError(
                 f"labels have the shape {list(labels.shape)} and input_ids {list(self.shape)}; give one for each token"
             )
-        # Labels . . 7 8 9 become targets . . 8 9 . : the first token has no token before it that would predict it,
-        # wherever the padding is, so the place before it is masked below.
         targets = functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
         if self.tokens is None:
             return targets

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from lightning_mcore.layers.autograd import made_again
 from lightning_mcore.layers.lora import Projection, group_of
 
-# A 4096 x 4096 weight: 8 MiB of codes, and 262,144 lengths, 1 MiB in fp32. Double quantization keeps the lengths as
-# 256 KiB of bytes, 4 KiB of scales and 96 KiB of indices. bf16 takes 32 MiB.
-_BLOCK = 64  # values that share a length
-_OF_LENGTHS = 256  # lengths that share a length
+# A 4096 x 4096 weight has 8 MiB of codes and 1 MiB of lengths, 356 KiB with double quantization. bf16 takes 32 MiB.
+_BLOCK = 64
+_OF_LENGTHS = 256
 
 
 def require_bitsandbytes() -> Any:
@@ -50,9 +49,9 @@ class NF4Weight(nn.Module):
     """
 
     codes: Tensor  # two values to a byte
-    lengths: Tensor  # one for each block, fp32 or 8 bits
-    scales: Tensor  # of double quantization: one for 256 lengths of a projection
-    offsets: Tensor  # the mean length of each projection
+    lengths: Tensor
+    scales: Tensor  # one for 256 lengths of a projection
+    offsets: Tensor  # mean lengths
     row: Tensor
 
     def __init__(
@@ -79,12 +78,11 @@ class NF4Weight(nn.Module):
         for number, projection in enumerate(projections):
             first = projection.column // _BLOCK
             columns = slice(first, first + blocks)
-            # The mean and the blocks of 256 span the whole projection, so the ranks gather its lengths once.
-            # The weights of all ranks together then equal a single rank's, bit for bit.
+            # The mean and the blocks of 256 span the whole projection, so that weights do not depend on the layout.
             whole = lengths.new_zeros(projection.out_features, projection.in_features // _BLOCK)
             for own in projection.rows:
                 whole[own.hf_start : own.hf_start + own.count, columns] = lengths[own.start : own.start + own.count]
-            if group is not None:  # one rank has the value, the others zero
+            if group is not None:
                 dist.all_reduce(whole, group=group)
             offset = whole.flatten().mean()
             centred = whole.flatten() - offset
@@ -113,8 +111,6 @@ class NF4Weight(nn.Module):
         if self.is_double:
             levels = _table(self.inner_levels, self.codes.device)
             row = self.row.view(torch.int64).view(-1, 3)
-            # The number of a row's block in the whole projection, divided by 256, is its scale's; row[:, 1] is the
-            # projection's first scale, row[:, 2] the row's first block.
             scale = row[:, 1:2] + (row[:, 2:] + torch.arange(blocks, device=row.device)) // _OF_LENGTHS
             lengths = levels[self.lengths.long()] * self.scales.view(torch.float32)[scale]
             lengths = lengths + self.offsets.view(torch.float32)[row[:, :1]]
@@ -145,11 +141,10 @@ class _Quantized:
 
     def forward(self, inputs: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer with a weight that lives for this call only."""
-        # Autograd would keep the dense weight of every layer until backward; so it is made again there.
         stored, dtype = self.quantized, inputs.dtype
         made = stored.dense(dtype)
         with made_again(made, lambda: stored.dense(dtype)):
-            object.__setattr__(self, "made", made)  # without nn.Module's bookkeeping
+            object.__setattr__(self, "made", made)
             try:
                 return super().forward(inputs, *args, **kwargs)  # type: ignore[misc]
             finally:
@@ -175,7 +170,6 @@ def check_blocks(columns: Mapping[str, int], tp: int, etp: int) -> None:
     """
     for name, whole in columns.items():
         if name.startswith("decoder.") and "linear_" in name and name.endswith(".weight"):
-            # Only these have their columns split; all others have their rows split, if anything.
             is_split = name.endswith(("linear_proj.weight", "linear_out.weight", "linear_fc2.weight"))
             _require_blocks(name, whole // ((etp if ".experts.experts." in name else tp) if is_split else 1))
 

@@ -38,7 +38,7 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.weighs_tokens: bool = self.config.calculate_per_token_loss
-        self.calculate_per_token_loss = False  # Megatron's multiplication
+        self.calculate_per_token_loss = False
         if architecture_of(self.config).expert_bias:
             self.bias = nn.Parameter(torch.zeros_like(self.weight[:, 0]))
             self.bias.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
@@ -52,7 +52,6 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
 
         ``input`` is [s / cp / tp, b, h]; / tp only with sequence parallelism.
         """
-        # TransformerEngine multiplies matrices of one dtype only.
         scores: Tensor = super().gating(input.to(torch.promote_types(input.dtype, self.weight.dtype)))
         return scores
 
@@ -70,10 +69,9 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
 
     def _set_scales(self, logits: Tensor, padding_mask: Tensor | None) -> None:
         """Compute the factors of this microbatch's losses."""
-        # A balancing loss is a mean over the tokens of all ranks that share a sequence. The z-loss is the mean over
-        # ranks of each rank's mean, and padding is not spread evenly. Two ranks with 60 and 40 real tokens: the shares
-        # are 60 * 2 / 100 = 1.2 and 0.8, so the z-loss is (1.2 a + 0.8 b) / 2 = 0.6 a + 0.4 b. A loss weighted by
-        # tokens is multiplied by all 100, so the z-losses by 120 and 80, and the balancing loss by 100.
+        # A balancing loss is a mean over all tokens of these ranks, the z-loss the mean over ranks of each rank's mean.
+        # Two ranks with 60 and 40 real tokens have the shares 60 * 2 / 100 = 1.2 and 0.8: the z-loss becomes
+        # (1.2 a + 0.8 b) / 2 = 0.6 a + 0.4 b, and with weighs_tokens both are multiplied by 100.
         ranks = self.tp_cp_group.size()
         own: Tensor | int = logits.shape[0] * logits.shape[1] if padding_mask is None else (~padding_mask).sum()
         total = own * ranks
@@ -120,8 +118,7 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
 
         ``aux_loss`` is a scalar: a mean over the tokens of all ranks that share a sequence, or of a row.
         """
-        # The loss over all model copies is the sum of their parts, but Megatron averages gradients over the copies, in
-        # every version. Only the gradient is scaled, so the logs keep the loss itself.
+        # The global loss is a sum over model copies, but every version of Megatron averages its gradients over them.
         if aux_loss_name == "global_load_balancing_loss":
             aux_loss = scale_gradient(aux_loss, self.tp_dp_cp_group.size() / self.tp_cp_group.size())
         aux_loss = scale_gradient(aux_loss, self.balancing_scale)
@@ -135,8 +132,7 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
         if isinstance(self.z_scale, int) and self.z_scale == 1:
             attached: Tensor = super().apply_z_loss(logits, padding_mask=padding_mask)
             return attached
-        # The z-loss acts on the gradient of a copy of the logits, which scale_gradient() multiplies. attach() gives
-        # this copy no other gradient, so the loss is scaled and the logits' own gradient is not.
+        # attach() gives `aside` no gradient but the z-loss's, so the logits' own gradient is not scaled.
         with _recorded_as("z_loss", self.z_share):
             aside = super().apply_z_loss(scale_gradient(logits, self.z_scale), padding_mask=padding_mask)
         return attach(logits, aside)
@@ -165,8 +161,7 @@ class ChoiceBiasRouter(ExactRouter):
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose the experts of each token, as in :class:`ExactRouter`."""
-        # The chosen experts' weights are their probabilities divided by the sum of these: a softmax over the chosen
-        # ones alone. So the others are hidden from Megatron's router, which then chooses and weighs the same experts.
+        # The weights are a softmax over the chosen experts alone, so the others are hidden from Megatron's router.
         with torch.no_grad():
             scores = torch.softmax(logits, dim=-1, dtype=torch.float32) + self.choice_bias
             chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(

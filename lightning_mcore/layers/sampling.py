@@ -26,8 +26,6 @@ def vocab_parallel_argmax(logits: Tensor, vocab_size: int, tp_group: dist.Proces
 
     ``logits`` is [b, s, v / tp], a slice of the padded vocabulary; ``vocab_size`` is without padding.
     """
-    # 6 tokens padded to 8 on 2 ranks: rank 1 holds ids 4 to 7, of which the first two are real. Each rank sends one
-    # value and one id per position, and max() and argmax() return the first of equals, so the lowest rank and id win.
     first = tp_group.rank() * logits.size(-1)
     real = min(max(vocab_size - first, 0), logits.size(-1))
     padding = torch.arange(logits.size(-1), device=logits.device) >= real
@@ -50,7 +48,7 @@ def logits_at(
     """
     asked = (position_ids == position[:, None])[..., None]
     found = torch.where(asked, logits.float(), 0.0).sum(dim=1)
-    if cp_group.size() > 1:  # one rank has the position, the others add zeros
+    if cp_group.size() > 1:
         dist.all_reduce(found, group=cp_group)
     slices = _gather(found, tp_group)
     return slices.transpose(0, 1).flatten(1)[:, :vocab_size]
@@ -65,7 +63,6 @@ def gather_sequence(shares: Tensor, cp_group: dist.ProcessGroup, cu_seqlens_padd
     if cu_seqlens_padded is None or cp_group.size() == 1:
         return unsplit_from_context_parallel(gathered)
     size = cp_group.size()
-    # The inverse of the split: write each share back to the positions that it came from.
     places = [packed_positions(cu_seqlens_padded, shares.size(1) * size, rank, size) for rank in range(size)]
     joined = torch.cat(gathered, dim=1)
     return torch.empty_like(joined).scatter_(1, torch.cat(places, dim=1), joined)

@@ -23,7 +23,7 @@ class ScoreLayer(nn.Module):
     def __init__(self, config: TransformerConfig, num_scores: int = 1) -> None:
         super().__init__()
         self.sequence_parallel: bool = config.sequence_parallel
-        drawn = torch.randn(num_scores, config.hidden_size, generator=generator_of("score"))  # alike on all ranks
+        drawn = torch.randn(num_scores, config.hidden_size, generator=generator_of("score"))
         drawn *= config.init_method_std
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = nn.Parameter(drawn.to(device, config.params_dtype))
@@ -37,8 +37,7 @@ class ScoreLayer(nn.Module):
         """
         assert weight is None
         if self.sequence_parallel:
-            # All ranks compute the same scores and the same gradients, so backward takes its part instead of
-            # summing.
+            # All ranks have the same gradients, so backward takes its part instead of summing.
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return functional.linear(hidden.float(), self.weight.float()), None
 

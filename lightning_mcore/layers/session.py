@@ -55,7 +55,6 @@ def single_process() -> Iterator[None]:
         )
     with contextlib.ExitStack() as stack:
         stack.enter_context(choice_of_attention_restored())
-        # Callbacks run last in, first out: groups are closed before the process group that they live in.
         stack.enter_context(absent_names_bound() if torch.cuda.is_available() else cpu_runtime())
         if not process_groups_are_open():
             if open_single_process():
@@ -97,10 +96,8 @@ class SingleModelSession(Callback):
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Turn the layers' own losses into means over a batch; undone when the run ends."""
-        # Experts and multi-token prediction add their own losses to the gradient, and expect Megatron's loop around
-        # them. In Lightning's loop the loss is the mean over a batch, divided by accumulate_grad_batches. These
-        # losses follow that rule here, whatever calculate_per_token_loss says: with accumulate_grad_batches=4 their
-        # scale is 0.25. They are not logged.
+        # Losses of experts and multi-token prediction expect Megatron's loop. Here they follow Lightning's, whatever
+        # calculate_per_token_loss says: with accumulate_grad_batches=4 their scale is 0.25. They are not logged.
         for child in pl_module.modules():
             if isinstance(child, TopKRouter):
                 for name in ("weighs_tokens", "calculate_per_token_loss"):

@@ -63,7 +63,7 @@ TESTED_TRANSFORMER_ENGINE: Mapping[str, str] = {"<0.17": ">=2.9,<2.12", ">=0.17"
 def choice_of_attention_restored() -> Iterator[None]:
     """Restore at the end the environment variables that pass ``attention_backend`` from Megatron to TransformerEngine.
 
-    Megatron sets them when it builds a model, and refuses to build one if they have other values. Source:
+    Megatron sets them when it builds a model, and raises if they have other values. Source:
     ``LanguageModule._set_attention_backend`` (0.16.1 and 0.19.2).
     """
     before = {name: os.environ.get(name) for name in _CHOICE_OF_ATTENTION}
@@ -198,7 +198,6 @@ def gpt_block_spec(
         _use_our_modules(layer, config, transformer_impl)
     architecture = architecture_of(config)
     if architecture.delta_net is not None:
-        # Layer specs are shared objects that know no number: index + offset is the layer's index in the whole model.
         first = get_transformer_layer_offset(config, vp_stage)
         block.layer_specs = [
             _with_delta_net(layer) if architecture.has_delta_net(first + index) else layer
@@ -242,8 +241,8 @@ def check_backend(
 
 def _check_latent(config: TransformerConfig, device_type: str | None) -> None:
     """Reject multi-latent attention that the installed megatron-core cannot build from its local layers."""
-    # 0.16 mistakes its stand-in for TransformerEngine for the real one. In a run, the CPU runtime or
-    # absent_names_bound() has corrected that; before the run, a device type is given.
+    # 0.16 mistakes its stand-in for TransformerEngine for the real one. In a run that is corrected already; before the
+    # run, a device type is given.
     if device_type is None and multi_latent_attention.HAVE_TE and not HAVE_TE:
         raise ValueError(
             "multi_latent_attention=True needs TransformerEngine in megatron-core 0.16; install lightning-mcore[te], "
@@ -261,7 +260,6 @@ def _use_our_modules(
     layer: ModuleSpec, config: TransformerConfig, transformer_impl: Literal["local", "transformer_engine"]
 ) -> None:
     """Put our router, norms and core attention into Megatron's spec, in place; a second call changes nothing."""
-    # Megatron reuses one spec for all layers of a kind, so this runs several times on the same one.
     submodules = layer.submodules
     experts = _submodules_of_experts(submodules.mlp)
     architecture = architecture_of(config)
@@ -269,7 +267,6 @@ def _use_our_modules(
         experts.router = ChoiceBiasRouter if architecture.softmax_choice_bias else ExactRouter
     if architecture.layer_norms != "before" or architecture.residual_scale != 1.0:
         submodules.self_attn_bda = submodules.mlp_bda = ModuleSpec(module=NormAndAdd, params={"config": config})
-    # Then several tensor-parallel ranks share a group of heads, and each gets the output gates of the whole group.
     splits_gates = config.attention_output_gate and config.num_query_groups < config.tensor_model_parallel_size
     if architecture.window_rotary_base is not None or architecture.head_norms == "all_heads" or splits_gates:
         submodules.self_attention.module = VariantAttention
@@ -287,7 +284,6 @@ def _use_our_modules(
         projections = _submodules_of(experts.experts)
         projections.linear_fc1, projections.linear_fc2 = with_bias(projections.linear_fc1), BiasedExpertOutput
     if config.multi_latent_attention:
-        # Megatron's spec has a norm of compressed queries even if queries are not compressed.
         _replace_norm(attention, "q_layernorm", IdentityOp if config.q_lora_rank is None else LatentQueryNorm)
         _replace_norm(attention, "kv_layernorm", LatentNorm)
     else:

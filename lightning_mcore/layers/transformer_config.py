@@ -28,7 +28,7 @@ from lightning_mcore.config.value_checks import accepts, choices_of, is_callable
 
 __all__ = ["DEFAULTS", "MODULE_FIELDS", "build_transformer_config", "check_transformer_fields"]
 
-_MEGATRON = __version__.partition("+")[0]  # 0.19 adds the commit of the folder that it runs in
+_MEGATRON = __version__.partition("+")[0]  # 0.19 adds a commit
 
 _ACTIVATIONS = ("torch.nn.functional", "megatron.core.activations", "lightning_mcore.layers.activations")
 _INIT_METHODS = ("torch.nn.init",)
@@ -94,7 +94,7 @@ def _is_function_of(modules: tuple[str, ...], path: str) -> bool:
     if module not in modules:
         return False
     function = getattr(importlib.import_module(module), name, None)
-    is_own = isinstance(function, FunctionType) and function.__module__ == module  # not one that the module imports
+    is_own = isinstance(function, FunctionType) and function.__module__ == module
     return not name.startswith("_") and (is_own or isinstance(function, BuiltinFunctionType))
 
 
@@ -110,10 +110,8 @@ def build_transformer_config(fields: Mapping[str, Any], owned: Mapping[str, Any]
     given = {name: _resolve(name, value, hints[name]) for name, value in fields.items()}
     config_class = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="full scope is deprecated")  # Megatron's own default causes it
+        warnings.filterwarnings("ignore", message="full scope is deprecated")
         try:
-            # Later dicts win: the defaults are ours, the model's fields replace them, and owned fields have the last
-            # word.
             return config_class(**{**DEFAULTS, **given, **owned})
         except (AssertionError, NotImplementedError, ValueError) as error:
             failed = traceback.extract_tb(error.__traceback__)[-1].line  # the condition of an assert without a message
@@ -138,7 +136,7 @@ def _unknown(name: str, hints: Mapping[str, Any]) -> str:
     if name in typing.get_type_hints(MLATransformerConfig):
         return f"{name} is a field of multi-latent attention; set multi_latent_attention=True or remove it"
     close = difflib.get_close_matches(name, hints, n=1)
-    suggestion = f"did you mean {close[0]}?" if close else "see TransformerConfig for those there are"
+    suggestion = f"did you mean {close[0]}?" if close else "see TransformerConfig for the fields there are"
     return f"TransformerConfig of megatron-core {_MEGATRON} has no field {name}; {suggestion}"
 
 
@@ -158,7 +156,6 @@ def _resolve(name: str, value: Any, hint: Any) -> Any:
         return _import(name, value)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return hint[value]
-    # YAML and JSON have lists only: window_size [127, 0] becomes (127, 0).
     if any(typing.get_origin(choice) is tuple for choice in (hint, *typing.get_args(hint))):
         return tuple(value)
     return value

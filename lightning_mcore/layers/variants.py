@@ -68,11 +68,9 @@ class _NormOfAllHeads(nn.Module):
         self.eps = eps
         self.group = parallel_state.get_tensor_model_parallel_group()
         self.width = self.heads(config) * hidden_size
-        self.size = hidden_size  # channels of a head
-        # With more ranks than key heads, several ranks have the same key head, each for its own query heads, and each
-        # keeps a part of that head's weights. With 2 key heads of 8 channels on 4 ranks, copies is 2: the first rank
-        # has channels 0 to 3 of the first head, the second channels 4 to 7. They are gathered for the norm, and their
-        # gradients summed.
+        self.size = hidden_size
+        # With 2 key heads of 8 channels on 4 ranks, the first rank keeps channels 0 to 3 of the first head, the second
+        # rank channels 4 to 7.
         self.copies = max(1, self.group.size() // self.heads(config))  # ranks that have the same head
         own = self.width // self.group.size()
         self.weight = nn.Parameter(torch.ones(own, dtype=config.params_dtype))
@@ -86,7 +84,6 @@ class _NormOfAllHeads(nn.Module):
     def forward(self, heads: Tensor) -> Tensor:
         """Return normalised queries or keys, [s / cp, b, heads / tp, d] or [t, heads / tp, d]; computed in fp32."""
         values = heads.float()
-        # Each copy of a head adds its squares to the sum over ranks.
         squares = values.square().sum(dim=(-2, -1), keepdim=True) / self.copies
         if self.group.size() > 1:
             squares = sum_over_ranks(squares, self.group)
@@ -97,7 +94,7 @@ class _NormOfAllHeads(nn.Module):
         """Return the weights of this rank's heads, [heads / tp * d], or [d] of a head that several ranks have."""
         if self.copies == 1:
             return self.weight
-        gather: Any = gather_from_sequence_parallel_region  # whose backward sums and scatters
+        gather: Any = gather_from_sequence_parallel_region
         whole: Tensor = gather(self.weight, tensor_parallel_output_grad=True, group=self.group)
         return whole.view(-1, self.size)[self.group.rank() // self.copies]
 
@@ -144,8 +141,8 @@ class VariantAttention(SelfAttention):  # type: ignore[misc]  # megatron-core ha
             for name in [name for name in vars(config) if name.startswith("yarn_")]:
                 delattr(config, name)  # otherwise Megatron scales every rotation by YaRN's factor
         super().__init__(config, *args, layer_number=layer_number, **kwargs)
-        # Set after construction: Megatron's spec accepts such norms only with qk_layernorm, and then treats their
-        # gradients as those of weights that all heads share.
+        # Set after construction: Megatron's spec accepts such norms only with qk_layernorm, and then sums their
+        # gradients as if all heads shared the weights.
         if architecture.head_norms == "all_heads":
             size = self.hidden_size_per_attention_head
             self.q_layernorm = NormOfAllQueries(config, size, config.layernorm_epsilon)
@@ -166,8 +163,7 @@ class VariantAttention(SelfAttention):  # type: ignore[misc]  # megatron-core ha
         if not self.config.attention_output_gate or found[3].size(2) == found[0].size(2):
             return found
         query, key, value, gate = found
-        # If ranks share a group of heads, Megatron returns the whole group's gates. 8 heads in 2 groups on 4 ranks:
-        # each has 2 queries and gets the gates of 4 heads. Ranks 0 and 2 take the first half, ranks 1 and 3 the second.
+        # Megatron returns the gates of a whole group of heads, which several ranks share.
         parts = gate.chunk(gate.size(2) // query.size(2), dim=2)
         return query, key, value, parts[parallel_state.get_tensor_model_parallel_rank() % len(parts)]
 
@@ -175,7 +171,6 @@ class VariantAttention(SelfAttention):  # type: ignore[misc]  # megatron-core ha
         """Compute attention; ``rotary_pos_emb`` is [s / cp, 1, 1, d], for packed rows [t, 1, 1, d]."""
         if self.rotation is not None and rotary_pos_emb is not None:
             packed = kwargs.get("packed_seq_params") is not None
-            # RotaryEmbedding takes the whole length and cuts out this rank's part, except for packed rows.
             ranks = 1 if packed else self.config.context_parallel_size
             rotary_pos_emb = self.rotation(rotary_pos_emb.size(0) * ranks, packed_seq=packed)
         return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
@@ -189,29 +184,26 @@ class BiasedExpertOutput(RowParallelLinear):  # type: ignore[misc]  # megatron-c
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "bias": True})
-        # Each tensor-parallel rank may have experts of its own. Megatron would sum the gradients of their biases, as in
-        # a layer that all ranks share.
+        # Otherwise Megatron would sum the gradients over ranks that may have other experts.
         self.bias.sequence_parallel = False
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output, [tokens, h], and the bias, [h], for inputs of [tokens, ffn / etp]."""
         output, bias = super().forward(inputs)
         ranks = self.tp_group.size()
-        # Ranks that share an expert sum their outputs, so each adds its share of the bias. Megatron adds the bias in
-        # place, which autograd rejects on a single rank, where the output is a view.
+        # Outputs are summed over the ranks. Megatron adds the bias in place, which autograd rejects for a view.
         return output.clone() if output._is_view() else output, scale_gradient(bias / ranks, ranks)
 
 
 class StretchedRotation(RotaryEmbedding):  # type: ignore[misc]  # megatron-core has no type information
     """Megatron's rotary positions, stretched as ``Architecture.stretch`` says.
 
-    A stretch that depends on a length takes the batch's, or its longest packed sequence's. ``plain`` is
-    the rotation without the stretch, ``base`` the base of its wavelengths.
+    A stretch that depends on a length uses the batch's length, or its longest packed sequence's. ``plain`` is the
+    rotation without the stretch, ``base`` the base of its wavelengths.
     """
 
     def __init__(self, plain: RotaryEmbedding, base: float, stretch: Mapping[str, Any]) -> None:
-        # RotaryEmbedding's constructor would compute frequencies that are already there.
-        nn.Module.__init__(self)
+        nn.Module.__init__(self)  # RotaryEmbedding's computes frequencies
         self.rotary_interleaved, self.cp_group = plain.rotary_interleaved, plain.cp_group
         self.seq_len_interpolation_factor = None
         self.inv_freq = plain.inv_freq
@@ -229,8 +221,6 @@ class StretchedRotation(RotaryEmbedding):  # type: ignore[misc]  # megatron-core
             factors = stretch["long_factor" if length > original else "short_factor"]
             return plain / torch.tensor(factors, dtype=torch.float32, device=plain.device)
         if stretch["kind"] == "dynamic":
-            # Factor 2 and 8 channels, for 8 tokens where the model knows 4: the base grows by
-            # (2 * 8 / 4 - 1) ** (8 / 6) = 4.33. Up to 4 tokens it stays as it is.
             size, factor = 2 * plain.numel(), float(stretch["factor"])
             grown: float = (factor * max(length, original) / original - (factor - 1)) ** (size / (size - 2))
             powers = torch.arange(0, size, 2, dtype=torch.float32, device=plain.device) / size

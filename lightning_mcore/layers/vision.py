@@ -38,13 +38,13 @@ from lightning_mcore.parallel.groups import process_group
 
 @dataclass(frozen=True)
 class VisionInputs(ModelInputs):
-    """A rank's share of a batch with images."""
+    """A rank's share of a batch with images; ``cp`` is rank and size of the context-parallel group."""
 
     rope_positions: Tensor  # [3, b, s / cp] int64: time, height and width of each token
     vision_rows: Tensor  # [b, s / cp]: the row of the tower's outputs that replaces the token; -1 for text
     patches: Tensor | None  # [n, values of a patch]; None without images, and on stages without the tower
-    vision_grids: Tensor | None  # [images and videos, 3], sizes in patches; None without patches
-    cp: tuple[int, int]  # rank and size of the context-parallel group
+    vision_grids: Tensor | None  # [images and videos, 3], in patches
+    cp: tuple[int, int]
 
     @classmethod
     def of_batch(cls, inputs: ModelInputs, batch: dict[str, Tensor], cp_rank: int, cp_size: int) -> "VisionInputs":
@@ -83,12 +83,10 @@ class VisionInputs(ModelInputs):
 
 def with_own_images(part: dict[str, Tensor], seen: dict[str, Tensor], vision: Vision) -> dict[str, Tensor]:
     """Return some rows of a batch, ``part``, with their own images and videos from the whole batch, ``seen``."""
-    # Three images of 4, 1 and 1 tokens: `image` is 0 0 0 0 1 2. Rows that use only the last image keep its patches, and
-    # its `vision_rows` 5 becomes 0.
     grids, rows = seen["vision_grids"], part["vision_rows"]
     tokens = [vision.tokens_of((time, height, width)) for time, height, width in grids.tolist()]
     image = torch.arange(len(tokens), device=rows.device)
-    image = image.repeat_interleave(torch.tensor(tokens, device=rows.device))  # of each row of the tower's outputs
+    image = image.repeat_interleave(torch.tensor(tokens, device=rows.device))
     is_here = torch.zeros(len(tokens), dtype=torch.bool, device=rows.device)
     is_here[image[rows[rows >= 0]]] = True
     if not is_here.any():
@@ -114,11 +112,9 @@ class VisionTower(nn.Module):
         self.tower: nn.Module = tower(tower.config_class(**vision.config))
         self.to(config.params_dtype)
         self._vision = vision
-        # Backward of the all-gather is a reduce-scatter: each rank gets the gradients of its frames' outputs, summed
-        # over the ranks whose tokens they replaced. Without sequence parallelism, tensor-parallel ranks have the same
-        # tokens, so that sum counts each token once per rank, and averaging the weights' gradients over them makes it
-        # right. With sequence parallelism each rank has its own tokens, and they are summed. Over context-parallel
-        # ranks, the data-parallel reduction sums, as for all other weights.
+        # Backward of the all-gather sums the gradients of a rank's frames over the ranks. Without sequence parallelism
+        # tensor-parallel ranks have the same tokens, which the sum counts once per rank, so weights' gradients are
+        # averaged over them. With it each rank has its own tokens, so they are summed.
         flag = "sequence_parallel" if config.sequence_parallel else "average_gradients_across_tp_domain"
         for parameter in self.parameters():
             setattr(parameter, flag, True)
@@ -143,7 +139,6 @@ class VisionTower(nn.Module):
         group = process_group("tp_cp")
         if group.size() == 1:
             return self._see(patches, grids)
-        # A video is cut into its frames, which attend only to themselves; an image is one frame.
         frames = [(1, height, width) for count, height, width in grids.tolist() for _ in range(count)]
         sizes = [prod(frame) for frame in frames]
         shares = share_out([self._vision.load_of(size) for size in sizes], group.size())
@@ -154,7 +149,6 @@ class VisionTower(nn.Module):
         else:
             seen = self._see(*self._blank())
         tokens = [self._vision.tokens_of(frame) for frame in frames]
-        # An all-gather needs equal sizes, so each share is padded to the largest one.
         most = max(sum(tokens[frame] for frame in share) for share in shares)
         padded = functional.pad(seen, (0, 0, 0, 0, 0, most - len(seen)))
         gathered: Tensor = tensor_parallel.gather_from_sequence_parallel_region(padded, group=group)
@@ -173,7 +167,7 @@ class VisionTower(nn.Module):
         return weight.new_zeros(side * side, weight[0].numel()), grids
 
     def _apply(self, fn: Any, recurse: bool = True) -> "VisionTower":
-        # Rotary tables stay fp32, whatever dtype the model is cast to; only their device changes.
+        # Rotary tables stay fp32; only their device changes.
         tables = {name: table.clone() for name, table in self.named_buffers()}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, table in self.named_buffers():
@@ -195,8 +189,6 @@ def share_out(loads: Sequence[int], ranks: int) -> list[list[int]]:
 
 def _places(shares: list[list[int]], tokens: list[int], most: int) -> Tensor:
     """Return where the outputs of all frames, in order, lie in all ranks' outputs, each padded to ``most`` tokens."""
-    # Shares [1] and [0, 2, 3] with 2 4 1 1 tokens, most = 4: frame 0 is at 4 5, frame 1 at 0 to 3, frames 2 and 3 at 6
-    # and 7.
     places = {}
     for rank, share in enumerate(shares):
         ends = itertools.accumulate((tokens[frame] for frame in share), initial=rank * most)
@@ -221,7 +213,7 @@ class VisionGPT(MultiTokenGPT):
         super().__init__(config, spec, pre_process=pre_process, rotary_base=rotary_base, **arguments)
         interleaved = vision.family.interleaved
         self.rotary_pos_emb = MultimodalRotary(config.kv_channels, rotary_base, vision.sections, interleaved)
-        self._seen: tuple[Tensor, Tensor] | None = None  # places and outputs of the projector, during a forward pass
+        self._seen: tuple[Tensor, Tensor] | None = None
         if not pre_process:
             return
         self.vision = VisionTower(vision, config)
@@ -247,17 +239,13 @@ class VisionGPT(MultiTokenGPT):
         ``rope_positions`` is [3, b, s / cp], for packed rows [3, 1, b * s] (``positions_in_row``). The others are as in
         :class:`VisionInputs`.
         """
-        # MultimodalRotary is called by GPTModel.forward, which knows no positions of three axes.
         self.rotary_pos_emb.positions = rope_positions
         if self.pre_process and (patches is not None or self.vision.learns):
-            # Places of image tokens among this rank's hidden states, and the outputs that belong there.
             rows = self._own_rows(vision_rows).flatten()
             places = (rows >= 0).nonzero().flatten()
             seen = self.vision(patches, vision_grids).index_select(0, rows[places])
             self._seen = places, seen[:, 0]
             if seen.size(1) > 1:
-                # Megatron passes these two through its layers, for cross-attention that these models do not have: see
-                # _adds().
                 kwargs["extra_block_kwargs"] = {"context": seen[:, 1:], "context_mask": places}
         try:
             output: Tensor = super().forward(*args, **kwargs)
@@ -285,9 +273,8 @@ class VisionGPT(MultiTokenGPT):
 def _adds(number: int, is_last: bool) -> Any:
     """Return a hook that adds outputs from inside the tower to a layer's output."""
 
-    # Megatron passes `context` and `context_mask` from layer to layer, for models with cross-attention. Here they are
-    # these outputs, [images' tokens of this rank, number of layers that add them, h], and their places among the
-    # tokens. Recomputed layers get those of their own microbatch.
+    # Megatron passes `context` and `context_mask` from layer to layer for cross-attention. Here they are these outputs,
+    # [images' tokens of this rank, number of layers that add them, h], and their places among the tokens.
     def add(
         module: nn.Module, args: Any, kwargs: dict[str, Any], output: tuple[Tensor, Tensor | None]
     ) -> tuple[Tensor, Tensor | None]:

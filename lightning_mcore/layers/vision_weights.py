@@ -24,7 +24,7 @@ def tower_weights(vision: Vision) -> dict[str, tuple[int, ...]]:
     return _weights(vision.family.package, vision.family.tower, json.dumps(vision.config, sort_keys=True))
 
 
-@functools.lru_cache(maxsize=8)  # plans of many layouts ask for the same tower
+@functools.lru_cache(maxsize=8)
 def _weights(package: str, name: str, config: str) -> dict[str, tuple[int, ...]]:
     kind: Any = getattr(importlib.import_module(package), name)
     with torch.device("meta"):
@@ -42,13 +42,11 @@ def tower_flops_per_token(vision: Vision, frozen: Collection[str] = (), recomput
     learns = {part: part not in frozen for part in (TOWER, PROJECTOR)}
     found = 0
     for name, shape in tower_weights(vision).items():
-        if len(shape) < 2 or name.startswith("pos_embed."):  # a table, which is looked up
+        if len(shape) < 2 or name.startswith("pos_embed."):
             continue
         part = vision.part_of(name)
-        # A trained [1280, 1280] matrix with 4 patches per token: 13.1 million operations forward, and three times that
-        # in all.
         forward = 2 * prod(shape) * (patches if part == TOWER else 1)
-        # Pixels need no gradient. The gradient of the projector's inputs also reaches its norms.
+        # Pixels need no gradient; the projector's inputs do, for its norms.
         has_input_gradient = (learns[TOWER] or learns[part]) and not name.startswith("patch_embed.")
         # PyTorch recomputes a block up to the inputs of its last matrix.
         again = recomputes and learns[part] and name.startswith("blocks.") and not name.endswith(_LAST)
