@@ -41,7 +41,7 @@ from lightning_mcore.parallel.pipeline import Pipeline
 
 Head = Literal["causal-lm", "sequence-classification", "hidden-states"]
 _Compute = Callable[[Callable[..., Tensor]], Tensor]  # calls a function with the output of the last stage
-_BUILT = "_hf_model"  # the attribute of the user's module that keeps the model
+_BUILT = "_hf_model"
 _DEFAULTS = {
     "mtp_num_layers": None,  # transformers does not run these layers
     "moe_token_dispatcher_type": "alltoall",  # allgather needs batches of one shape on all data-parallel ranks
@@ -134,7 +134,7 @@ class _Call(NamedTuple):
     input_ids: Tensor
     rows: PaddedRows
     labels: Tensor | None  # [b, s], [b] or None: targets, or classes of rows
-    num_items: Tensor | int | None  # divides the sum of the losses
+    num_items: Tensor | int | None
 
 
 class HFModel(nn.Module):
@@ -289,8 +289,7 @@ class HFModel(nn.Module):
         multiple = self.pipeline.layout.sequence_multiple
         rows = PaddedRows.of(input_ids, attention_mask, position_ids, multiple, is_relative)
         call = _Call(input_ids, rows, self._checked(labels, rows), num_items_in_batch)
-        # In a training step the schedule calls each stage in turn, and the last one's loss is all that counts.
-        # Elsewhere, the other stages have no output, so the last stage sends them what it computes.
+        # Outside training steps, the last stage sends what it computes to the other stages
         staged = self.pipeline.is_staged and not self.pipeline.is_active
         local = self._run(rows, input_ids)
         return self._output(call, partial(_on_all_stages if staged else _here, local, device=input_ids.device))
@@ -319,7 +318,6 @@ class HFModel(nn.Module):
 
     def _mean_loss(self, logits: Tensor, call: _Call, targets: Tensor) -> Tensor:
         group = process_group("cp")
-        # CP=2 with rows of 8: each rank has 4 tokens per row and sums their losses; sum_for_one_loss adds them up
         own = call.rows.share(targets, IGNORED_LABEL, group.rank(), group.size())
         counts = own != IGNORED_LABEL
         # Megatron's loss wants [s, b, v]
@@ -396,7 +394,7 @@ class HFModel(nn.Module):
 class HFClassifier(HFModel):
     """Like ``AutoModelForSequenceClassification``: scores of each row, from its last token; labels are [b].
 
-    ``logits`` are [b, num_labels] fp32, on all ranks. The loss is that of transformers for the config's
+    ``logits`` are [b, num_labels] fp32, on all ranks. The loss is transformers' loss for the config's
     ``problem_type``, a mean over the rows of this batch.
     """
 
@@ -492,7 +490,6 @@ class HFOutput:
         if name.startswith("_") or name not in self._parts:
             raise AttributeError(f"the output has {', '.join(self.keys())}, not {name!r}")
         value = self._parts[name]()
-        # __getattr__ is called for missing attributes only, so the value is gathered once
         setattr(self, name, value)
         return value
 

@@ -4,8 +4,8 @@
 The weights are written from the running model's memory, so its Hugging Face form may exist while a checkpoint is still
 being saved asynchronously. ModelCheckpoint decides how checkpoints are named and which are kept. After each of its
 hooks, before the weights change, this callback looks for checkpoints that are new or deleted. At the end of an epoch,
-Lightning calls ModelCheckpoint's hook after those of all other callbacks; a checkpoint saved there is noticed when the
-next epoch starts, or when training ends.
+Lightning calls ModelCheckpoint's hook last; a checkpoint saved there is noticed when the next epoch starts, or when
+training ends.
 """
 
 import logging
@@ -182,7 +182,7 @@ class SaveHFModel(Callback):
         saved = sorted({path for tracked in self._tracked for path in tracked.saved_since()})
         if not saved:
             return
-        # Links are a matter of the disk: rank 0 looks for all
+        # Rank 0 looks at the disk for all
         for path in run_on_rank0(lambda: [found for found in saved if not os.path.islink(found)]):
             self._write(module, path + SUFFIX, replace=True)
             self._beside.add(path)
@@ -203,7 +203,6 @@ class SaveHFModel(Callback):
         for path in {path for path in self._there if not os.path.lexists(path)}:
             beside = path + SUFFIX
             try:
-                # Delete only what looks like an export next to this run's checkpoints
                 if _is_beside(beside, trainer):
                     atomic.remove(beside)
                 elif os.path.lexists(beside):
@@ -237,7 +236,6 @@ class _SavedCheckpoints:
         step, scores = self._now()
         if (step, scores) == (self._step, self._scores):
             return set()
-        # New paths, and paths with another score: these were saved again under the same name
         ranked = {path for path, score in scores.items() if self._scores.get(path) != score}
         # Without a monitor there are no scores; the newest checkpoint is the best one
         if self._checkpoint.monitor is None and self._checkpoint.save_top_k != 0:

@@ -60,8 +60,8 @@ from lightning_mcore.parallel.chunks import built_chunks
 from lightning_mcore.parallel.consensus import run_on_all_ranks, run_on_rank0
 from lightning_mcore.strategy import MCoreStrategy
 
-_SILENT_SECONDS = 2.0  # shorter exports show no progress
-_WRITERS = 4  # files written at the same time
+_SILENT_SECONDS = 2.0
+_WRITERS = 4
 
 
 def export_checkpoint(
@@ -175,8 +175,7 @@ def export_model(
         plan = model.plan
         run_on_rank0(lambda: warn_of_losses(model.description, dict(module.hparams), like))
         with shared_folder(out) as folder, _progress(plan, out) as bar:
-            # Rounds of one file per rank: with 5 files and 4 ranks, ranks 0-3 write
-            # files 0-3, then rank 0 writes file 4
+            # With 5 files and 4 ranks, ranks 0-3 write files 0-3, then rank 0 writes file 4
             files, ranks = list(plan.files), dist.get_world_size()
             for first in range(0, len(files), ranks):
                 of_round = files[first : first + ranks]
@@ -198,7 +197,7 @@ def check_export(module: pl.LightningModule, options: ExportOptions) -> None:
 class _LiveModel:
     """The running model, and the plan of its export."""
 
-    pieces: ModelPieces  # of this rank
+    pieces: ModelPieces
     description: Description
     plan: ExportPlan  # the same on every rank
 
@@ -252,7 +251,7 @@ def _write_all(plan: ExportPlan, folder: str, read: Callable[[Place], Tensor], b
         try:
             for future in as_completed([pool.submit(write, file) for file in plan.files]):
                 future.result()
-        finally:  # after an error, cancel the rest
+        finally:
             stopped.set()
             pool.shutdown(cancel_futures=True)
 

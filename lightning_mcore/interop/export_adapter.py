@@ -38,7 +38,7 @@ from lightning_mcore.layers.lora import Adapter
 from lightning_mcore.parallel.consensus import all_gather_object, control_group, run_on_rank0
 
 _BATCH = 1 << 26  # bytes that ranks send to rank 0 at a time
-_TOWER = r".*\bvisual\b.*"  # pattern of the names of modules of a vision tower
+_TOWER = r".*\bvisual\b.*"
 
 
 def require_adapters(module: pl.LightningModule) -> LoRA:
@@ -100,7 +100,7 @@ def save_adapter(
     if embedding is not None and fields.get("share_embeddings_and_output_weights"):
         tensors[TIED] = tensors[embedding]  # PEFT writes both names
     base = (names.hparams.get("hf") or {}).get("path")
-    run_on_rank0(lambda: _write(out, tensors, config, base))  # which has all tensors
+    run_on_rank0(lambda: _write(out, tensors, config, base))
 
 
 def _owned(pieces: list[Piece]) -> list[Piece]:
@@ -118,7 +118,6 @@ def _batches(pieces: list[Piece]) -> list[list[Piece]]:
     """Return the pieces in batches of limited size, the same number of batches on every rank."""
     batches: list[list[Piece]] = [[]]
     size = 0
-    # A batch closes once it exceeds 64 MiB: three pieces of 40 MiB make batches of two and one
     for piece in pieces:
         if size > _BATCH:
             batches.append([])
@@ -152,7 +151,7 @@ def _write(out: str, tensors: dict[str, Tensor], config: Mapping[str, Any], base
 
 def _config(lora: LoRA, names: Iterable[str]) -> dict[str, Any]:
     """Return ``adapter_config.json`` without the names of the modules that have adapters."""
-    scores = any(name.endswith(f".{SCORE}") for name in names)  # a reward model
+    scores = any(name.endswith(f".{SCORE}") for name in names)
     return {
         **{name: value for name, value in lora.plain().items() if name in SETTINGS},
         "peft_type": "LORA",

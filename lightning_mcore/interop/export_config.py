@@ -66,7 +66,7 @@ _NOT_OF_THE_MODEL = {"transformer_impl", "seq_length", "make_vocab_size_divisibl
 class Description:
     """A model to export, as plain data."""
 
-    family: str  # name or path
+    family: str
     fields: dict[str, Any]  # all of them, by Megatron's and ``MCoreGPT``'s names
     config: dict[str, Any]  # content of config.json, without the dtype of the weights
     generation_config: dict[str, Any] | None
@@ -106,7 +106,7 @@ def describe(
             f"{what} does not describe its model, as MCoreGPT's checkpoints do; give a Hugging Face model of the same "
             "shape with like (--like FOLDER)"
         )
-    _check_layers(what, fields, shapes)  # the code below iterates over all of them
+    _check_layers(what, fields, shapes)
     # What counts is which multi-token prediction layers have weights, not what the settings say
     fields = complete_fields({**fields, "mtp_num_layers": _count_layers("mtp", shapes) or None})
     # In this order: the user's choice, the source's family, the family of the vision tower, the first that fits
@@ -182,7 +182,7 @@ def _config(
 
 
 def _labels(given: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Return class names for a config: those of a given config, if it has as many."""
+    """Return class names for a config, from a given config if it has as many."""
     names = given.get("id2label") or {}
     if count == 1 or len(names) != count:
         names = {str(number): f"LABEL_{number}" for number in range(count)}
@@ -194,12 +194,10 @@ def _adapted(family: Family, fields: Mapping[str, Any], given: Mapping[str, Any]
     before = _read(family, given)
     if not differences(before, fields):
         return dict(given)
-    # Compare what the rules write before and after, not the given config itself: it
-    # may use other names for the same keys
+    # Compare what the rules write: the given config itself may have other names for the same keys
     told = family.write_config(before)
     changed = {key: value for key, value in family.write_config(fields).items() if told.get(key, value) != value}
-    # If a changed key is not written out in the given config, write the completed
-    # one, in which no old name is left over
+    # A changed key that is not written out may have an old name there: then write the completed config
     base = dict(given) if changed.keys() <= flat(given).keys() else complete_config(family, given)
     return _nested({**flat(base), **changed}) if "vision_config" in given else {**base, **changed}
 

@@ -26,7 +26,7 @@ MAX_SHARD_SIZE = "5GB"
 _FILE_NAMES = "model{suffix}.safetensors"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]?B|)", re.IGNORECASE)
-_SHOWN = 5  # names in an error
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ExportOptions:
 class Place:
     """A rectangle of a Megatron tensor, and where its values are."""
 
-    start: Shape  # in the tensor
+    start: Shape
     shape: Shape
     dtype: torch.dtype
     source: Any  # for the function that reads it: (rank, number of the piece), or an entry of the checkpoint
@@ -83,9 +83,9 @@ class ExportPlan:
     """The file of each tensor, and the places of its values.
 
     ``places`` are the rectangles that make up each Megatron tensor, by its whole name. ``dtype`` is the dtype to write;
-    with None, it is that of ``stored`` (the dtypes in the model's source), and without ``stored`` that of the places. A
-    file has at most ``max_shard_size`` bytes of tensors, unless a single tensor has more. ``read`` returns a place's
-    values; None if they can be read only while writing.
+    None means the dtypes in the model's source (``stored``), or in the places if ``stored`` is None as well. A file has
+    at most ``max_shard_size`` bytes of tensors, unless a single tensor has more. ``read`` returns a place's values;
+    None if they can be read only while writing.
 
     Raises ValueError if the places do not form whole tensors.
     """
@@ -205,8 +205,7 @@ class ExportPlan:
             megatron = self._weights.of(name)[0][0]
             in_layer = re.search(r"\.\d+\.", name) is not None
             part = 1 if in_layer else 0 if megatron.startswith("embedding.") else 2
-            # Numbers compare as numbers: layer 2 comes before layer 10. A word is
-            # (-1, word), so it sorts before a number.
+            # Layer 2 comes before layer 10; a word sorts before a number
             return part, [(int(word), "") if word.isdigit() else (-1, word) for word in name.split(".")]
 
         return sorted(self.shapes, key=place)
@@ -240,7 +239,7 @@ def parse_size(size: str | int) -> int:
 def _split(sizes: dict[str, int], most: int) -> dict[str, list[str]]:
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    # As save_pretrained splits: three tensors of 4 bytes with at most 10 make files of two and one, in the given order
+    # As save_pretrained splits
     return split_state_dict_into_shards_factory(
         sizes, get_storage_size=lambda size: size, filename_pattern=_FILE_NAMES, max_shard_size=most
     ).filename_to_tensors

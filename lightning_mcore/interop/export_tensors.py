@@ -39,16 +39,16 @@ from lightning_mcore.parallel.consensus import all_gather_object, control_group,
 from lightning_mcore.strategy.precision import dtype_of
 
 _ON_THEIR_WAY = 256 << 20  # bytes that a rank sends at once, unless one rectangle is larger
-_ALIGNMENT = 8  # bytes; a suitable alignment for any dtype
+_ALIGNMENT = 8  # bytes
 
 
 @dataclass(frozen=True)
 class _Transfer:
     """A rectangle that one rank sends to another."""
 
-    owner: int  # the rank that holds it
-    writer: int  # the rank that writes it
-    name: str  # of the Hugging Face tensor
+    owner: int
+    writer: int
+    name: str
     part: Part
 
 
@@ -73,7 +73,6 @@ def exchange(plan: ExportPlan, pieces: ModelPieces, files: Sequence[str]) -> dic
     same error is raised on every rank if one lacks memory, or holds values that the new dtype cannot represent.
     """
     rank = dist.get_rank()
-    # Every rank lists all transfers of the round in the same order, and picks its own
     transfers = list(_transfers(plan, files))
     leaving = [transfer for transfer in transfers if transfer.owner == rank != transfer.writer]
     filled, arriving, waiting_room = run_on_all_ranks(lambda: _memory(plan, files, transfers, leaving))
@@ -82,8 +81,7 @@ def exchange(plan: ExportPlan, pieces: ModelPieces, files: Sequence[str]) -> dic
     failures: list[Exception] = []
     for batch in _batches(leaving, plan, waiting_room.nbytes):
         _send(batch, plan, pieces, waiting_room, failures)
-    # Sends and receives between two ranks match by their order, so an error must
-    # not skip one: failures are raised below
+    # Sends and receives match by their order, so an error must not skip one: failures are raised below
     for work in received:
         work.wait()
 
@@ -91,7 +89,6 @@ def exchange(plan: ExportPlan, pieces: ModelPieces, files: Sequence[str]) -> dic
         for failure in failures:
             raise failure
         for transfer in transfers:
-            # This rank's own rectangles are not sent at all
             if transfer.owner == rank == transfer.writer:
                 target = transfer.part.within_target(filled[transfer.name])
                 plan.convert(transfer.name, _held(pieces, transfer.part), target)
@@ -220,7 +217,7 @@ class StoredTensors:
         # Other programs' checkpoints have no checksums of files and do not describe their model
         self.is_ours = not checkpoint_files.is_megatron_checkpoint(path)
         manifest = checkpoint_files.check_sizes(path) if self.is_ours else None
-        self.runs_in = None if manifest is None else dtype_of(manifest["precision"])  # of the run
+        self.runs_in = None if manifest is None else dtype_of(manifest["precision"])
         content = self._read(METADATA_FILE)
         record = None if manifest is None else manifest["files"].get(METADATA_FILE)
         if record is not None and f"{crc32(content):08x}" != record["crc32"]:
@@ -228,13 +225,12 @@ class StoredTensors:
         self._metadata = read_metadata(path, content)
         for name, size in least_sizes(self._metadata).items():
             checkpoint_files.check_size(fs, self._root, path, name, size, or_more=True)
-        # One reader compares checksums, the other does not: a piece is compared when it is read first
         self._readers = {check: self._reader(check) for check in (True, False)}
         self._lock = Lock()
         self._checked: set[MetadataIndex] = set()
         self._open: OrderedDict[MetadataIndex, Tensor] = OrderedDict()
-        self.shapes: dict[str, Shape] = {}  # by whole name
-        self.places: dict[str, list[Place]] = {}  # the rectangles that each tensor consists of
+        self.shapes: dict[str, Shape] = {}
+        self.places: dict[str, list[Place]] = {}
         for key, entry in self._metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata) and not key.startswith(OF_AN_OPTIMIZER):
                 self._add(key, entry)
@@ -258,8 +254,7 @@ class StoredTensors:
                 index = MetadataIndex(key, start)
                 if stored.layer is None:
                     places.append(Place(start, size, dtype, (index, None)))
-                # Layers are stacked: a piece with start (4, 0, 0) and size (2, 8, 8) holds
-                # layers 4 and 5, and layer 5 is its [1]
+                # Stacked layers: a piece at (4, 0, 0) of size (2, 8, 8) holds layers 4 and 5, and layer 5 is its [1]
                 elif start[0] <= stored.layer < start[0] + size[0]:
                     places.append(Place(start[1:], size[1:], dtype, (index, stored.layer - start[0])))
 

@@ -128,14 +128,13 @@ class KeyValueCache:
             inference_context=self._context,
             runtime_gather_output=True,
         )
-        # Where the next call writes its keys and values
         self._context.sequence_len_offset = tokens.size(1)
         self._context.enable_decode_mode()
         self._tokens = marked
-        if whole is None:  # this stage has no logits
+        if whole is None:
             logits = torch.empty(tokens.size(0), 1, self._model.vocab_size, device=tokens.device)
         else:
-            logits = whole[:, -1:, : self._model.vocab_size].float().contiguous()  # 0.19 gives those of all tokens
+            logits = whole[:, -1:, : self._model.vocab_size].float().contiguous()  # 0.19 returns logits of all tokens
         if group.size() > 1:
             dist.broadcast(logits, src=dist.get_global_rank(group, group.size() - 1), group=group)
         return logits
@@ -150,7 +149,7 @@ class KeyValueCache:
         if same is None or not bool(same.any(dim=1).all()):
             self._context = StaticInferenceContext(rows, length + _ROOM)
             return 0
-        # Beam search keeps rows 1, 1 and 0 of three: order is [1, 1, 0], the first cached row that each row continues
+        # Beam search repeats and drops rows; order says which cached row each row continues
         order = same.int().argmax(dim=1)
         is_moved = len(order) != same.size(1) or not bool((order == torch.arange(rows, device=order.device)).all())
         if is_moved or length > self._context.max_sequence_length:

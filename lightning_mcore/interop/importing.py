@@ -42,7 +42,7 @@ from lightning_mcore.parallel.groups import process_group
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 PRECISIONS = {torch.bfloat16: "bf16-true", torch.float16: "16-true", torch.float32: "32-true"}
-_SILENT_SECONDS = 2.0  # shorter imports show no progress
+_SILENT_SECONDS = 2.0
 
 
 def import_checkpoint(
@@ -68,7 +68,6 @@ def import_checkpoint(
     """
     path, out = os.fspath(path), os.fspath(out)
     if os.path.islink(out):
-        # A link to an empty directory: write there, and keep the link
         out = os.path.realpath(out)
     given = parse_dtype(dtype)
     if checkpoint_files.names_in(*checkpoint_files.open_store(out)) or os.path.isfile(out):
@@ -149,7 +148,6 @@ def _write(module: MCoreGPT, planner: ShardPlanner, out: str, dtype: torch.dtype
     chunks = built_chunks(module)
     chunks.config.params_dtype = dtype  # for the manifest
     state = model_state.collect(chunks, [])
-    # The layout of one rank, without an optimizer; any layout can load it
     manifest = checkpoint_manifest.describe(
         module,
         ParallelLayout(),
@@ -237,8 +235,7 @@ class _PiecesToRead(Sequence[Piece]):
         piece = self._planned[index]
         if not isinstance(piece.content, Tensor):
             return piece
-        # Piece 0 is in buffer 0, piece 1 in buffer 1, piece 2 in buffer 0 again: the
-        # writer must be done with piece 0 then.
+        # When piece 2 is read into buffer 0, the writer must be done with piece 0
         memory = self._memory[index % 2, : piece.content.nbytes]
         values = memory.view(piece.content.dtype).view(piece.content.shape)
         name, start, shape = whole_name(piece.index.fqn, tuple(piece.index.offset or ()), tuple(values.shape))
@@ -255,8 +252,7 @@ class _PiecesToRead(Sequence[Piece]):
                 piece = coming.pop().result()
                 if self._stopped.is_set():
                     raise RuntimeError("the import was stopped")
-                # Read piece n + 1 now. The writer has just asked for piece n, so it no
-                # longer needs n - 1, whose buffer this is.
+                # The writer has just asked for piece n, so it no longer needs n - 1, whose buffer n + 1 takes
                 if place + 1 < len(self):
                     coming.append(reader.submit(self.__getitem__, place + 1))
                 yield piece
