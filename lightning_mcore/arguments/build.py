@@ -134,8 +134,7 @@ def _check_optimizer(settings: Mapping[str, Any]) -> None:
         raise ValueError(sentence)
     aware = config.get("use_precision_aware_optimizer")
     if aware and importlib.util.find_spec("transformer_engine") is None:
-        # mapping.py sets the precision-aware optimizer together with the offload, so blame the option that the user
-        # set.
+        # mapping.py sets it together with the offload: blame the option that the user set.
         name = "optimizer_cpu_offload" if config.get("optimizer_cpu_offload") else "use_precision_aware_optimizer"
         raise ModuleNotFoundError(
             f"{name}=True needs TransformerEngine, whose optimizer Megatron's offload uses, and it is not installed; "
@@ -174,7 +173,6 @@ def make_trainer(arguments: Any, settings: RunSettings, overrides: Mapping[str, 
     TypeError for an unknown argument, and ModuleNotFoundError for a logger that is not installed.
     """
     _check_names("argument of Trainer", overrides, pl.Trainer)
-    # In a Ray worker, devices and ranks come from Ray.
     if ON_RAY in os.environ:
         from lightning_mcore.ray.launch import worker_arguments
 
@@ -227,7 +225,7 @@ def make_loggers(arguments: Any) -> list[Logger]:
 
 
 def seed_everything(arguments: Any) -> None:
-    """Seed all random number generators, including those of loader workers."""
+    """Seed all random number generators, also in loader workers."""
     pl.seed_everything(arguments.seed, workers=True, verbose=False)
 
 

@@ -59,7 +59,6 @@ def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _stage_of(config: Mapping[str, Any], name: str) -> int:
     stage = _part(config, "zero_optimization").get("stage", 0)
-    # True would be stage 1, because Python has ``True == 1``.
     if stage not in _STAGES or isinstance(stage, bool):
         raise ValueError(f"deepspeed: {name} has stage {stage!r} of zero_optimization; choose 0, 1, 2 or 3")
     return int(stage)

@@ -59,8 +59,8 @@ def check_type(name: str, value: Any, hint: Any) -> None:
     hint = _with_values(hint)
     if accepts(hint, value):
         return
-    # ``Literal["a"] | None`` has the choices "a" and None; ``int | None`` has only None, so its error is about the
-    # type.
+    # ``int
+    #  None`` has only the choice None, so its error is about the type.
     choices = _choices(hint)
     if any(choice is not None for choice in choices):
         written = " (YAML reads an unquoted no as False)" if value is False and "no" in choices else ""
@@ -87,8 +87,7 @@ def take_words(name: str, words: list[str], hint: Any) -> Any:
 
 def _taken(words: list[str], hint: Any) -> Any:
     """Return the value that words begin with, and remove its words."""
-    # A value ends at the next option. For ``list[str]``, ["a", "b", "--seed", "1"] gives ["a", "b"] and leaves the last
-    # two.
+    # A value ends at the next option.
     end = next((number for number, word in enumerate(words) if word.startswith("--")), len(words))
     is_flag, is_list = accepts(hint, True), hint is not Any and accepts(hint, [""])
     count = end if is_list else min(end, 1)

@@ -80,12 +80,11 @@ LANDINGS: Mapping[str, str] = {
 }
 """Fields that keep their value, and their places in ``RunSettings``; fields that are None are skipped."""
 
-_NEVER = 10**9  # epochs
-# Fields of additional_configs that do not go to TransformerConfig: arguments of MCoreStrategy, and fields of
-# CommunicationOptions.
+_NEVER = 10**9
+# Fields of additional_configs that go to MCoreStrategy and CommunicationOptions, not to TransformerConfig.
 _STRATEGY_EXTRAS = ("microbatch_group_size_per_vp_stage", "tp_comm_overlap")
 _COMMUNICATION_EXTRAS = ("batch_p2p_comm", "overlap_p2p_comm_warmup_flush", "deallocate_pipeline_outputs")
-_EXPERTS_IN_CONFIGS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in Hugging Face configs
+_EXPERTS_IN_CONFIGS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def run_settings(
@@ -105,7 +104,6 @@ def run_settings(
         value = getattr(arguments, name)
         if value is not None:
             put_at(parts, place, value)
-    # Now the fields that change their value or depend on others; each function adds to what LANDINGS has put.
     parts["strategy"] |= _strategy(arguments, parts["strategy"].pop("ddp_config", {}))
     parts["precision"] |= _precision(arguments)
     transformer = {**parts["model"].pop("transformer", {}), **_transformer(arguments)}

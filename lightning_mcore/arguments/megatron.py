@@ -24,7 +24,6 @@ class MegatronArguments(DistributingParallelArguments):
         ValueError: A value is not available, contradicts another one, or needs one that is not set.
     """
 
-    # Gradients and their reduction over data-parallel ranks
     accumulate_allreduce_grads_in_fp32: bool = flag(
         "Sum gradients in fp32. bf16 and fp32 always do; with fp16 this flag decides.", default=False
     )
@@ -58,7 +57,6 @@ class MegatronArguments(DistributingParallelArguments):
     ddp_bucket_size: int | None = option(
         "Parameters in a bucket of gradients; needs overlap_grad_reduce. Default: Megatron's."
     )
-    # The optimizer
     optimizer: Literal["adam", "sgd"] = option("AdamW, or SGD with momentum 0.9, Megatron's default.", default="adam")
     optimizer_cpu_offload: bool = flag(
         "Keep optimizer state on the host; needs CUDA, TransformerEngine and the distributed optimizer.", default=False
@@ -66,7 +64,6 @@ class MegatronArguments(DistributingParallelArguments):
     optimizer_offload_fraction: float = option(
         "Share of the state that optimizer_cpu_offload moves (mcore_adapter: 0.0, which moves nothing).", default=1.0
     )
-    # Checkpoints
     save_hf_model: bool = flag("Also write the model in Hugging Face form with every checkpoint.", default=False)
     save_merged_model: bool = flag(
         "Save LoRA merged into the weights. Not available; `lightning-mcore export --merge` does it.", default=False

@@ -108,8 +108,7 @@ def check_variable_lengths(arguments: Any, experts: bool, because: str) -> None:
 
 
 def _check_experts(arguments: Any, extra: Mapping[str, Any]) -> None:
-    # The model is not known yet, so look for other signs of experts; mapping.py looks again when it has the model's
-    # folder.
+    # The model is not known yet, so look for other signs; mapping.py looks again when it has the model's folder.
     ep, experts = arguments.expert_model_parallel_size or 1, extra.get("num_moe_experts")
     because = f"expert_model_parallel_size={ep}" if ep > 1 else f"num_moe_experts={experts}"
     check_variable_lengths(arguments, ep > 1 or bool(experts), because)

@@ -35,7 +35,6 @@ class DistributingParallelArguments:
         ValueError: A value is not available, contradicts another one, or needs one that is not set.
     """
 
-    # The layout
     tensor_model_parallel_size: int | None = option("Ranks that share each matrix. Default: 1.")
     pipeline_model_parallel_size: int | None = option("Ranks that share the layers; each is a stage. Default: 1.")
     sequence_parallel: bool = flag(
@@ -66,7 +65,6 @@ class DistributingParallelArguments:
         "with a pipeline, all rows have the full length. Not with the allgather dispatcher of experts.",
         default=False,
     )
-    # Recomputed activations
     recompute_granularity: Literal["full", "selective"] | None = option(
         "Recompute activations in backward: whole layers ('full') or parts of them ('selective'). 'full' without"
         " recompute_method and recompute_num_layers means 'uniform' and 1."
@@ -81,7 +79,6 @@ class DistributingParallelArguments:
         " mlp, moe, shared_experts. Default: core_attn."
     )
     recompute_num_layers: int | None = option("With 'full': layers of a group ('uniform'), or of a stage ('block').")
-    # Kernels
     bias_activation_fusion: bool | None = flag(f"Fuse bias and activation. {_KEEPS}")
     apply_rope_fusion: bool | None = flag(f"Fuse rotary positions; needs TransformerEngine. {_KEEPS}")
     cross_entropy_loss_fusion: bool | None = flag(f"Fuse the cross entropy, at any tensor-parallel size. {_KEEPS}")
@@ -89,7 +86,6 @@ class DistributingParallelArguments:
         "Recompute the layers of experts in backward: adds 'moe' to recompute_modules, as Megatron does. Not with"
         f" recompute_granularity='full'. {_KEEPS}"
     )
-    # Experts
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] | None = option(
         "How tokens travel to experts; 'flex' (DeepEP) is not available. Default: the checkpoint's, or else"
         " allgather (mcore_adapter overwrites it with allgather and does not offer flex)."
@@ -108,7 +104,6 @@ class DistributingParallelArguments:
         "Record and replay the choices of routers, for reinforcement learning. Not available yet."
     )
     moe_router_dtype: Literal["fp32", "fp64"] | None = option("Number format of the router.")
-    # The loss, the layers' implementation and FP8
     mtp_num_layers: int | None = option(
         "Layers of multi-token prediction; 0 for none. Default: the checkpoint's (mcore_adapter: 0, which drops them)."
     )
@@ -159,7 +154,7 @@ class DistributingParallelArguments:
         return {name: value for name, value in self.additional_configs.items() if name not in own}
 
     def get_config_dict(self) -> dict[str, Any]:
-        """Return the fields that are not None, including those of ``additional_configs``."""
+        """Return the fields that are not None, ``additional_configs`` included."""
         own = {field.name for field in dataclasses.fields(DistributingParallelArguments)} - {"additional_configs"}
         given = {name: getattr(self, name) for name in sorted(own)}
         return {**self.extra_fields, **{name: value for name, value in given.items() if value is not None}}

@@ -83,7 +83,6 @@ def _values(words: list[str], classes: Any) -> dict[str, Any]:
             raise ValueError(f"{word!r} belongs to no option")
         if name not in hints:
             raise ValueError(unknown_name("option", name, hints))
-        # ``--name=value`` brings its own word; ``--name value`` takes words from the list.
         values[name] = take_words(name, [value] if equals else words, hints[name])
     return values
 
@@ -92,7 +91,6 @@ def _made(values: Mapping[str, Any], classes: Any) -> tuple[Any, ...]:
     """Return an object of each class, with the FP8 format that ``Fp8Arguments`` asks for in the others."""
     from lightning_mcore.arguments.llamafactory.fp8 import Fp8Arguments
 
-    # fp8=True in Fp8Arguments becomes fp8="hybrid" in the other classes, unless a format is given.
     chooses = Fp8Arguments in classes and len(classes) > 1
     own = {name: value for name, value in values.items() if name in Fp8Arguments.__dataclass_fields__}
     others = dict(values)

@@ -60,7 +60,6 @@ class RayArguments:
         if isinstance(port, int) and not isinstance(port, bool):  # as YAML reads it
             self.master_port = str(port)
         self._check_types()
-        # JSON text becomes a dict.
         self.ray_init_kwargs = read_init_kwargs("ray_init_kwargs", self.ray_init_kwargs)
         self.resources_per_worker = read_init_kwargs("resources_per_worker", self.resources_per_worker)
         if self.master_port is not None and not self.master_port.isdigit():

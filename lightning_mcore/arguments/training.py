@@ -115,8 +115,6 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
 
         return torch.device("cpu")
 
-    # ---- the run
-
     @property
     def stages(self) -> list[str]:
         """The stages of ``do_train``, ``do_eval`` and ``do_predict``, in this order, with Lightning's names."""
@@ -267,7 +265,7 @@ class TrainingArguments(MegatronArguments, HFTrainingArguments):
         return make_data({"train_files": train_files, "tokenizer": tokenizer, **settings, **given}, kind)
 
     def seed_everything(self) -> None:
-        """Seed all random number generators with ``seed``, including those of loader workers, as ``trainer`` does."""
+        """Seed all random number generators with ``seed``, also in loader workers, as ``trainer`` does."""
         from lightning_mcore.arguments.build import seed_everything
 
         seed_everything(self)

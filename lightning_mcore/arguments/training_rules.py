@@ -107,7 +107,6 @@ def _check_formats(arguments: Any) -> None:
                 f"{name}_full_eval=True with {name}=False is not available: evaluation computes in the format of"
                 f" training; set {name}=True, or leave it out"
             )
-    # Fields of FP8 come from arguments and from additional_configs.
     given = fp8_settings(arguments, arguments.extra_fields)
     if given and not arguments.bf16:
         name = next(iter(given))
@@ -294,7 +293,7 @@ def _check_steps(arguments: Any, name: str) -> None:
         )
     if steps < 1 and arguments.max_steps < 1:
         raise ValueError(
-            f"{name}={steps} is a share of all steps, whose number is not known here; set max_steps, or give a number"
+            f"{name}={steps} is a share of all steps, and their number is not known here; set max_steps, or give a number"
             " of steps"
         )
 

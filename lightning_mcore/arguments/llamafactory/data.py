@@ -67,7 +67,6 @@ class FactoryRows:
     """
 
     def __init__(self, entry: DatasetEntry, columns: Sequence[str]) -> None:
-        # The columns that each row must have
         self.needed = tuple(name for name in self._wanted(entry) if name is not None)
         missing = [name for name in self.needed if name not in columns]
         if missing:
@@ -113,8 +112,6 @@ class FactoryRows:
         history = row[columns.history] if columns.history is not None else None
         turns = earlier_exchanges(history if isinstance(history, list) else None, str(columns.history), name)
         parts = [_text(row, column, name) for column in (columns.prompt, columns.query) if column is not None]
-        # {"instruction": "Add", "input": "1 + 1", "output": "2"} becomes the user's "Add\n1 + 1" and the assistant's
-        # "2".
         prompt = "\n".join(part for part in parts if part)
         answer = _text(row, response, name) if response is not None else ""
         return [*turns, {"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]

@@ -66,7 +66,7 @@ class DatasetEntry:
     """A dataset in ``dataset_info.json``."""
 
     name: str
-    files: tuple[str, ...]  # sorted
+    files: tuple[str, ...]
     formatting: str = "alpaca"
     columns: Columns = Columns()
     tags: Tags = Tags()
@@ -126,7 +126,6 @@ def _ranks(says: Mapping[str, Any], columns: Columns, place: str) -> bool:
     ranking = says.get("ranking", False)
     if not isinstance(ranking, bool):
         raise ValueError(f"{place} has ranking: {ranking!r}; choose true or false")
-    # A pair needs both columns and ranking: true.
     named = [name for name in ("chosen", "rejected") if getattr(columns, name) is not None]
     if ranking and len(named) < 2:
         raise ValueError(f"{place} has ranking: true, and lacks a column for each answer; name chosen and rejected")

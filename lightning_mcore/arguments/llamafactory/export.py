@@ -21,7 +21,7 @@ class FactoryExport:
     model: str
     adapters: tuple[str, ...]  # folders, merged in this order
     out: str
-    max_shard_size: str  # such as "5GB"
+    max_shard_size: str
 
     def write(self) -> None:
         """Merge the adapters and write the model, all in this process.

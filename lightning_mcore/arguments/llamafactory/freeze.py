@@ -20,7 +20,7 @@ def trained_parts(keys: FactoryKeys) -> list[str]:
     """
     family, fields = family_and_fields(planned_settings(str(keys.model_name_or_path)))
     names = [name for of_weight in tensor_names(family, fields).values() for name in of_weight]
-    prefix = family.layer_prefix.partition("{layer}")[0]  # such as "model.layers."
+    prefix = family.layer_prefix.partition("{layer}")[0]
     # "model.layers.0.self_attn.q_proj.weight" has the module self_attn; "model.norm.weight", outside, has norm.
     in_layers = {name.removeprefix(prefix).split(".")[1] for name in names if name.startswith(prefix)}
     outside = {name.split(".")[-2] for name in names if not name.startswith(prefix)}
@@ -28,8 +28,7 @@ def trained_parts(keys: FactoryKeys) -> list[str]:
     layers = range(max(0, total - count), total) if count > 0 else range(min(-count, total))
     modules = _chosen("freeze_trainable_modules", keys.freeze_trainable_modules, {"all", *in_layers})
     extra = _chosen("freeze_extra_modules", keys.freeze_extra_modules, outside)
-    # The last 2 of 4 layers are "model.layers.2." and "model.layers.3."; with freeze_trainable_modules: mlp they are
-    # "model.layers.2.mlp." and "model.layers.3.mlp.".
+    # The last 2 of 4 layers are "model.layers.2." and "model.layers.3."; with modules, "model.layers.2.mlp." etc.
     parts = [f"{prefix}{layer}.{'' if name == 'all' else f'{name}.'}" for name in modules for layer in layers] + extra
     if not parts:
         raise ValueError(

@@ -19,7 +19,7 @@ from lightning_mcore.data.finetuning.videos import Header, Taken, Videos
 
 _LEAST_SIDE = 28  # in pixels
 # A longer image than 200:1 becomes 180:1, as in LLaMA-Factory.
-_LARGEST_RATIO, _NEW_RATIO = 200, 180  # of the sides
+_LARGEST_RATIO, _NEW_RATIO = 200, 180
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Limits:
     the same order.
     """
 
-    kind: str  # "image" or "video", for errors
+    kind: str
     most: int  # a larger image is shrunk to this many pixels
-    least: int  # a smaller image is enlarged to this many pixels
+    least: int
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Return the width and height of an image after resizing; ValueError if a side would have no pixel.

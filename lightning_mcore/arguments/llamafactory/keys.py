@@ -64,7 +64,7 @@ class FactoryKeys(VisionKeys, PreferenceKeys):
     )
     adapter_folder: str | None = option("The folder inside each of them that contains the adapter.")
     create_new_adapter: bool = option("Merge all adapters of ``adapter_name_or_path``, and train a new one.", False)
-    loraplus_lr_ratio: float | None = option("The learning rate of B is this many times that of A (LoRA+).")
+    loraplus_lr_ratio: float | None = option("How many times as large B's learning rate is as A's (LoRA+).")
     loraplus_lr_embedding: float = option(
         "With ``loraplus_lr_ratio``: the learning rate of the embedding's adapters.", 1e-6
     )

@@ -45,7 +45,6 @@ class LossRecord(Callback):
         super().__init__()
         if picture:
             _require_matplotlib()
-        # Optimizer steps with their losses
         self.training: list[tuple[int, float]] = []
         self.evaluation: list[tuple[int, float]] = []
         self._folder = folder
@@ -104,8 +103,7 @@ class LossRecord(Callback):
         total = _all_steps(trainer)
         step = trainer.global_step
         elapsed = 0.0 if self._began is None else time.monotonic() - self._began
-        # Steps of an earlier run took no time in this one. At step 15 of 40, resumed from 10 and after 20 seconds, five
-        # steps have taken 4 seconds each, and 25 steps are left: 100 seconds.
+        # Steps of an earlier run took no time in this one.
         left = elapsed / (step - self._first) * (total - step) if step > self._first else 0.0
         accuracy = more.get("rewards/accuracies")
         line = {
@@ -235,8 +233,7 @@ def unfinished(output_dir: str) -> str:
 def is_waiting(output_dir: str) -> bool:
     """Return whether the inner folder contains a complete model that is not moved yet, or only partly."""
     source = Path(unfinished(output_dir))
-    # The folder appears only when it is complete, so a config in it is enough. The list of names means that a move has
-    # begun.
+    # The folder appears only when complete, so a config in it is enough; the list of names means a move has begun.
     return any((source / name).is_file() for name in (_NAMES, *_CONFIGS))
 
 

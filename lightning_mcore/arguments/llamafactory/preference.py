@@ -70,11 +70,9 @@ def check_preferences(keys: PreferenceKeys, stage: str) -> None:
         name, value = field.name, getattr(keys, field.name)
         if value == field.default:
             continue
-        # The stages that have this key
         stages = [known for known, names in _SETTINGS_BY_STAGE.items() if name in names]
         if stage not in stages:
             raise ValueError(f"{name}: {value!r} is for stage: {choices(stages)}; leave it out, or choose that")
-        # The losses that use the setting, such as only simpo for simpo_gamma
         of_setting = used_by(_SETTINGS_BY_STAGE[stage][name])
         losses = [loss for loss in get_args(PreferenceLossKey) if loss in of_setting]
         if stage == "dpo" and keys.pref_loss not in losses:
