@@ -46,7 +46,7 @@ COMMANDS = {
 }
 """For each command: its module, and what it does."""
 
-_NAMED = ("lightning_mcore.cli.fit", "lightning_mcore.cli.hf")  # modules of several commands
+_NAMED = ("lightning_mcore.cli.fit", "lightning_mcore.cli.hf")
 
 
 def console() -> int:
@@ -90,8 +90,7 @@ def _imported(name: str) -> ModuleType:
     """Import the module of a command, and let the garbage collector skip what it brought."""
     if name in sys.modules or not gc.isenabled():
         return importlib.import_module(name)
-    # Half a million objects stay until the process ends. Scanning them again and again takes a third of a short
-    # command's time.
+    # Half a million objects stay until the process ends; scanning them takes a third of a short command's time.
     gc.disable()
     try:
         module = importlib.import_module(name)

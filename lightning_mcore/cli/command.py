@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from lightning_mcore.config.text import unknown_name
 
 DONE = 0
-FAILED = 1  # an error while the command ran
+FAILED = 1
 WRONG = 2  # wrong input, as in argparse
 INTERRUPTED = 130  # as in shells: 128 plus the number of SIGINT
 
@@ -54,7 +54,7 @@ def refused(error: Exception | str, code: int = WRONG) -> int:
 def sentence(error: Exception | str) -> str:
     """Return the text of an error as one line."""
     text = str(error)
-    if isinstance(error, OSError) and error.strerror:  # without the error number
+    if isinstance(error, OSError) and error.strerror:
         text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     text = " ".join(text.split()) or type(error).__name__
     if isinstance(error, Exception) and is_of_transformer_engine(error):

@@ -24,7 +24,7 @@ from lightning_mcore.config.value_checks import accepts, choices_of
 
 _CONFIG = ("-c", "--config")
 _CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
-_CLASSES = ("model", "data", "optimizer", "lr_scheduler")  # top-level keys whose value is a class
+_CLASSES = ("model", "data", "optimizer", "lr_scheduler")
 
 
 def explain(parser: Any, arguments: Sequence[str], message: str, documents: Sequence[Mapping[str, Any]] = ()) -> str:

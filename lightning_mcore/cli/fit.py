@@ -208,8 +208,8 @@ class CommandCLI(TrainingCLI):
 def train(arguments: Sequence[str], beginning: Beginning) -> None:
     """Run a command of LightningCLI: ``fit``, ``validate``, ``test`` or ``predict``, and the words after it.
 
-    ``beginning`` records when the run has begun. Raises ValueError if the arguments are wrong, or the file that they
-    name.
+    ``beginning`` records when the run has begun. Raises ValueError if the arguments, or the file that they name, are
+    wrong.
     """
     # jsonargparse then raises instead of printing its usage and exiting.
     quiet = {"exit_on_error": False}

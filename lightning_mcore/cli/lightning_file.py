@@ -21,7 +21,6 @@ from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.planning.signatures import Arguments, fields_of, of_model, of_precision, of_strategy, of_trainer
 
-# A file may have one of these as its top level, such as fit:.
 COMMANDS = ("fit", "validate", "test", "predict")
 TOP_KEYS = ("trainer", "model", "data", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path", "verbose", "ray")
 # Keys of a file that only another command than fit has

@@ -47,7 +47,6 @@ def run(
 def _check_devices(settings: RaySettings, trainer: Mapping[str, Any]) -> None:
     """Reject numbers of devices and nodes that do not make the number of Ray's workers."""
     devices, nodes = number_of_devices(trainer["devices"]), trainer["num_nodes"] or 1
-    # 8 devices on 2 nodes are 16 workers.
     if devices is not None and devices * nodes != settings.max_workers:
         raise ValueError(
             f"devices={trainer['devices']} times num_nodes={nodes} is not num_workers={settings.max_workers}, the ranks"
