@@ -293,7 +293,7 @@ def _check_steps(arguments: Any, name: str) -> None:
         )
     if steps < 1 and arguments.max_steps < 1:
         raise ValueError(
-            f"{name}={steps} is a share of all steps, and their number is not known here; set max_steps, or give a number"
+            f"{name}={steps} is a share of all steps, but their number is unknown here; set max_steps, or give a number"
             " of steps"
         )
 

@@ -212,7 +212,6 @@ def _check(name: str, value: Any) -> None:
         return
     choices = _CHOICES.get(name)
     if choices is not None:
-        # Python has ``1 == True``, so flags are compared by identity.
         if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
             raise ValueError(f"architecture has {name}={value!r}; choose {' or '.join(map(repr, choices))}")
         return

@@ -23,7 +23,6 @@ DEFAULTS: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "ca
 # Fields of TransformerConfig without a default
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
-# Fields that may be a list with one entry per layer
 PER_LAYER_FIELDS = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq")
 
 # Activation functions that files may name without a path

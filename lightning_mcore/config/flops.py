@@ -29,9 +29,9 @@ def training_flops_per_token(
     the last layer, plus the projection before it and another output layer. A gated delta net writes and reads its
     memory token by token; what it computes beyond that, in chunks, does not count.
 
-    ``fields`` are fields of ``TransformerConfig`` by name, with those of ``Architecture.delta_net``; an absent one has
-    Megatron's default. ``vocab_size`` includes padding. ``trained`` is for frozen weights: the multiplications per
-    token with the weights that are still trained, and with the adapters' matrices.
+    ``fields`` are fields of ``TransformerConfig`` by name, plus the keys of ``Architecture.delta_net``; an absent one
+    has Megatron's default. ``vocab_size`` includes padding. ``trained`` is for frozen weights: the multiplications
+    per token with the weights that are still trained, and with the adapters' matrices.
 
     Source: ``num_floating_point_operations`` of megatron.training 0.19.2, which differs in two points: it leaves out
     the router and gives every layer full attention.
@@ -117,8 +117,7 @@ def _latent_attention(fields: Mapping[str, Any], keys: float) -> float:
         projections = _product(hidden, query)
     else:
         projections = _product(hidden, query_latent) + _product(query_latent, query)
-    # Down to the latent, which all heads share, and up to each head's key and value; all heads share the rotated part
-    # too.
+    # Down to the latent, and up to each head's key and value; all heads share the latent and the rotated part.
     projections += _product(hidden, latent + rotated) + _product(latent, heads * (plain + value))
     projections += _product(heads * value, hidden)
     return projections + keys * _product(1, query + heads * value)

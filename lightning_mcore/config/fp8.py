@@ -152,8 +152,6 @@ class FP8Settings:
                 " are zeroed while the weights still wait in their buffer; set overlap_param_gather=False"
             )
 
-    # ---- fields of Megatron's configs
-
     @property
     def is_on(self) -> bool:
         """Whether a format or a recipe is given."""
@@ -254,7 +252,7 @@ def check_microbatch(settings: FP8Settings, shape: tuple[int, int] | None, layou
     """Raise ValueError for microbatches whose tokens on each rank the recipe cannot divide into blocks.
 
     ``shape`` is (sequence length, rows) before it is split over ranks. 4096 tokens and 2 rows on CP=2, TP=4 with
-    sequence parallelism are 8192 / 8 = 1024 tokens per rank, which all recipes accept.
+    sequence parallelism are 8192 / 8 = 1024 tokens per rank; all recipes accept that.
     """
     if not settings.is_on or shape is None:
         return

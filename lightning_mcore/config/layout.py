@@ -225,7 +225,6 @@ class ParallelLayout:
         Raises:
             ValueError: The ranks of the experts do not divide the world.
         """
-        # TP=2, EP=4 and ETP=1 on 8 ranks: 4 replicas of the dense layers, and 8 / 4 = 2 of each expert.
         axes = {axis: getattr(self, axis) for axis in ("expert_model_parallel_size", "pipeline_model_parallel_size")}
         return _share_of_world(world_size, {_name_of_expert_tensor_size(self): self.expert_tensor_size, **axes})
 
@@ -438,7 +437,6 @@ def _share_of_world(world_size: int, axes: dict[str, int]) -> int:
 
 def _unravel(rank: int, sizes: Sequence[int]) -> list[int]:
     """Return the place of ``rank`` on each axis, the first varying fastest, and then on the remaining axis."""
-    # Rank 5 on sizes (2, 1, 2): 1, 0, 0, and 1 on the axis that is left.
     places = []
     for size in sizes:
         rank, place = divmod(rank, size)

@@ -26,7 +26,7 @@ ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of routers' nam
 _NOT_ALL_LINEAR = (OUTPUT, EMBEDDING, *ROUTERS, "layer", "conv1d", "output_layer")
 _EXPERT = re.compile(r"(.*\.)?\w+\.experts\.\d+\.(\w+)")
 _HEADS = ["classifier", "score"]  # PEFT adds both to modules_to_save for every classifier, which has only one
-_INSIDE_EXPERTS = re.compile(r"(?<=\.experts)\.\d+\..*")  # cuts a name after "experts"
+_INSIDE_EXPERTS = re.compile(r"(?<=\.experts)\.\d+\..*")
 NOT_MERGED = (
     "adapters cannot be merged into weights with quantization='nf4'; write them alone (adapter=True), and merge them"
     " into the model that was quantized"
@@ -127,7 +127,6 @@ class LoRA:
             if name == "target_modules" and given == "all":
                 raise ValueError(f"target_modules='all' is not a target; for all linear layers give {ALL_LINEAR!r}")
             if isinstance(given, str) and name in ("target_modules", "exclude_modules"):
-                # Compile now, so that a wrong pattern raises here and not when the model is built.
                 _compiled(name, given)
             elif not isinstance(given, list | tuple) or not all(isinstance(item, str) for item in given):
                 raise TypeError(f"{name}={given!r} is not a list of names of modules; give one, such as ['q_proj']")
@@ -457,7 +456,7 @@ class Pair:
     rank: int  # rows of A, columns of B
     rows: int  # of B
     columns: int  # of A
-    expert: int = 0  # number of the expert; 0 outside experts
+    expert: int = 0
     has_a: bool = True  # whether it has its own A, or shares the A of the pair before it
     has_lengths: bool = False  # whether it also has DoRA's trained length of each row
     looks_up: bool = False  # belongs to an embedding, which looks up columns of A
@@ -472,7 +471,7 @@ class Pair:
 class Trained:
     """How one of Megatron's weights is trained."""
 
-    is_saved: bool  # trained in full
+    is_saved: bool
     shape: tuple[int, ...]  # of the whole weight; for experts, their number comes first
     pairs: tuple[Pair, ...]  # adapters in order; for experts, one expert after the other
 
@@ -481,9 +480,9 @@ class Trained:
 class AdaptedModel:
     """What is trained in a model with frozen weights."""
 
-    lora: LoRA | None  # None without adapters
+    lora: LoRA | None
     of: Mapping[str, Trained]  # by name in a checkpoint; an absent weight is frozen and has no adapter
-    is_tied: bool = False  # whether the embedding is also the output layer
+    is_tied: bool = False
 
     def multiplications(self, prefix: str | tuple[str, ...] = "", topk: int = 0) -> tuple[float, float]:
         """Return the multiplications per token with weights that are trained in full, and with A and B.
@@ -494,8 +493,7 @@ class AdaptedModel:
         for name, trained in self.of.items():
             if not name.startswith(prefix):
                 continue
-            # Rank 8 on a 4096 x 1024 weight: 8 * (4096 + 1024) = 40,960. Rank 8 on 8 experts of 64 x 32 with topk=2:
-            # each token sees 2 of the 8 adapters, 2 * 8 * (64 + 32) = 1,536.
+            # Rank 8 on 8 experts of 64 x 32 with topk=2: a token sees 2 of the 8 adapters, 2 * 8 * (64 + 32) = 1,536.
             share = topk / trained.shape[0] if len(trained.shape) == 3 else 1.0
             multiplies = len(trained.shape) > 1 and (self.is_tied or not name.startswith("embedding."))
             saved += share * math.prod(trained.shape) if trained.is_saved and multiplies else 0

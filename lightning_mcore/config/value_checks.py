@@ -23,7 +23,6 @@ T = TypeVar("T")
 
 def require_size(name: str, value: object, at_least: int = 1) -> None:
     """Raise TypeError or ValueError for a value that is not a whole number of ranks, layers or tokens."""
-    # True would silently mean 1.
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r} is not an int; give an int of {at_least} or more")
     if value < at_least:

@@ -189,8 +189,8 @@ def _check_quantization(keys: FactoryKeys) -> None:
         raise ValueError(f"quantization_bit: {bits} with quantization_type: {kind} is not supported; choose 4 and nf4")
     if keys.ref_model is not None:
         raise ValueError(
-            f"ref_model: {keys.ref_model} contradicts quantization_bit: 4, because 4-bit weights cannot make room"
-            " for another model's; leave one of them out"
+            f"ref_model: {keys.ref_model} contradicts quantization_bit: 4, because weights in 4 bits cannot make room"
+            " for those of another model; leave one of them out"
         )
     if keys.finetuning_type != "lora" or keys.merged_adapters:
         raise ValueError(

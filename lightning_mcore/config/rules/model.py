@@ -30,7 +30,6 @@ LossNormalization: TypeAlias = Literal["tokens", "samples"]
 """The unit over which the loss of a language model is a mean."""
 
 NEEDS_TRANSFORMER_ENGINE: Collection[str] = (
-    # attention
     "experimental_attention_variant",
     "fused_single_qkv_rope",
     "kitchen_attention_backend",
@@ -38,7 +37,6 @@ NEEDS_TRANSFORMER_ENGINE: Collection[str] = (
     "mla_down_proj_fusion",
     "qk_clip",
     "use_kitchen_attention",
-    # layers
     "apply_rope_fusion",
     "batch_invariant_mode",
     "delay_wgrad_compute",
@@ -51,11 +49,9 @@ NEEDS_TRANSFORMER_ENGINE: Collection[str] = (
     "use_kitchen",
     "use_te_activation_func",
     "use_transformer_engine_op_fuser",
-    # number formats
     "activation_func_fp8_input_store",
     "fp4",
     "fp8",
-    # experts
     "moe_grouped_gemm",
     "moe_latent_size",
     "moe_permute_fusion",
@@ -66,7 +62,6 @@ NEEDS_TRANSFORMER_ENGINE: Collection[str] = (
     "overlap_dispatch_backward_with_experts_wgrad",
     "use_grouped_gemm_for_dense_mlp",
     "use_grouped_gemm_for_shared_expert",
-    # memory
     "cpu_offloading",
 )
 """Fields read only by TransformerEngine's layers or kernels; they raise with the torch backend."""
