@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 _ALL_BYTES = 2**24
 _PIECE = 2**16
-_DEPTH = 8  # levels of a nested batch
+_DEPTH = 8
 _SHORT = 60  # characters of a value that an error shows as it is
 
 Fact = tuple[str, str]

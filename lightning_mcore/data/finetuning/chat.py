@@ -449,7 +449,7 @@ class TemplateEncoder:
         last_alone = self.loss_on == "last_assistant"
         tokens: list[int] = []
         learnt: list[bool] = []
-        taken = 1 if self.template.one_eos else 0  # room for the EOS
+        taken = 1 if self.template.one_eos else 0
         for turn, (prompt, answer) in enumerate(reversed(exchanges) if last_alone else exchanges):
             if self.longest is not None:
                 if taken >= self.longest:

@@ -155,7 +155,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
         self.cache_dir = cache_dir
         self.statistics: dict[str, PackingStatistics] = {}
         self._given_tokenizer = tokenizer
-        self._data: dict[str, TokenizedSamples | PackedDataset] = {}  # by split, after setup
+        self._data: dict[str, TokenizedSamples | PackedDataset] = {}
         self._packed_for: PackingMultiples | None = None
         self._stream: StreamSettings | None = None
         self._failure: Exception | None = None  # of prepare_data, until setup raises it

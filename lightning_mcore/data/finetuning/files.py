@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # suffix -> format of ``datasets``
-_DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json"}  # of the data in a folder
+_DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json"}
 
 
 def find_files(given: str | Sequence[str], name: str) -> list[str]:

@@ -28,7 +28,7 @@ from lightning_mcore.data.packing.rows import collate_padded, collate_rows
 Batch = dict[str, Tensor]
 State = dict[str, Any]
 BATCHES_BETWEEN_STATES = 16  # at least, for each reader
-OPEN_ROWS = 64  # of each reader's packer
+OPEN_ROWS = 64
 
 
 @dataclass(frozen=True)

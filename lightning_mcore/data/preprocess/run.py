@@ -98,11 +98,11 @@ class Summary:
     """The result of the command."""
 
     prefix: str
-    documents: int  # with tokens
+    documents: int
     tokens: int  # end-of-document tokens included
     empty: int  # documents without tokens, left out
     text_bytes: int
-    left_out: int  # files in folders, because of their suffix
+    left_out: int
     vocab_size: int
     seconds: float  # of this run
     bytes_per_second: float  # of text, in this run

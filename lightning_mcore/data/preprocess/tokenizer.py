@@ -101,7 +101,7 @@ def _of_file(name: str, eod_token: str | None) -> TokenizerFacts:
     try:
         _check_ids(Path(name))
         loaded = kind.from_file(name)
-    except Exception as error:  # the package raises plain Exception
+    except Exception as error:
         raise ValueError(
             f"{name} is not a tokenizer.json ({first_line(error)}); give one, or a folder or name for transformers"
         ) from None

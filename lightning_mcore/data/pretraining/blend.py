@@ -39,7 +39,7 @@ from lightning_mcore.data.checked_files import CheckedBlocks, cached_folder, is_
 from lightning_mcore.data.pretraining.index import Index, checksums_path, read_index
 from lightning_mcore.parallel.consensus import run_on_all_ranks, run_on_rank0
 
-SPLITS = ("train", "val", "test")  # in Megatron's order
+SPLITS = ("train", "val", "test")
 
 
 @dataclass(frozen=True)

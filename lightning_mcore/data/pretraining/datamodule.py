@@ -113,7 +113,7 @@ class MCorePretrainingData(pl.LightningDataModule):
         self.eod_mask_loss = eod_mask_loss
         self.eod_token_id = eod_token_id
         self._samples = [train_samples, val_samples, test_samples]
-        self._rows: dict[tuple[int, int | None], Rows] = {}  # by split and number of samples
+        self._rows: dict[tuple[int, int | None], Rows] = {}
         self._eod: int | None = eod_token_id
         self._held: dict[int, int] = {}  # rows of one pass, by split, after setup
         self._restored: dict[str, Any] | None = None
