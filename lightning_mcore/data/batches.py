@@ -8,13 +8,13 @@ the global rank. With TP=2 on 4 processes, global ranks 0 and 1 are shard 0 of 2
 :func:`batch_facts` lists the leaves of a batch, each with a checksum. ``strategy/same_batches.py`` compares them.
 """
 
-import zlib
 from collections.abc import Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from isal.isal_zlib import crc32
 from torch import Tensor, nn
 
 _ALL_BYTES = 2**24
@@ -108,10 +108,10 @@ def _checksum(data: Any) -> int:
     """Return a checksum of ``bytes`` or a uint8 array [n]; of large values, from evenly spread pieces only."""
     size = len(data)
     if size <= _ALL_BYTES:
-        return zlib.crc32(data)
+        return crc32(data)
     # 256 pieces of 64 KiB; the first begins at byte 0, and the last ends with the last byte.
     pieces, checksum = _ALL_BYTES // _PIECE, 0
     for piece in range(pieces):
         first = (size - _PIECE) * piece // (pieces - 1)
-        checksum = zlib.crc32(data[first : first + _PIECE], checksum)
+        checksum = crc32(data[first : first + _PIECE], checksum)
     return checksum

@@ -24,11 +24,12 @@ import json
 import os
 import sys
 import traceback
-import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
+
+from isal.isal_zlib import crc32
 
 Piece = dict[str, Any]
 Text = tuple[str | None, Callable[[], str]]  # a document, and its location for errors
@@ -112,7 +113,7 @@ def write_tokens(path: str, counts: dict[str, int], lengths: bytes, tokens: byte
     content = json.dumps(counts).encode() + b"\n" + lengths + tokens
     partial = f"{path}.{os.getpid()}"  # a worker of a killed command may still be writing the same piece
     with open(partial, "wb") as file:
-        file.write(content + zlib.crc32(content).to_bytes(4, "little"))
+        file.write(content + crc32(content).to_bytes(4, "little"))
     os.replace(partial, path)
 
 
@@ -124,7 +125,7 @@ def read_tokens(path: str) -> tuple[dict[str, int], bytes, bytes]:
     with open(path, "rb") as file:
         content = file.read()
     content, checksum = content[:-4], content[-4:]
-    if zlib.crc32(content).to_bytes(4, "little") != checksum:
+    if crc32(content).to_bytes(4, "little") != checksum:
         raise ValueError(f"{path} is damaged; repeat the command to rebuild it")
     head, _, arrays = content.partition(b"\n")
     counts: dict[str, int] = json.loads(head)
