@@ -58,7 +58,7 @@ _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_a
 EXCEPTION_TIMEOUT = 30.0
 """Seconds for all ranks to arrive, after all have raised an exception."""
 
-_DEVICE_TIMEOUT = 10.0  # seconds for the work that was queued on the device before the exception
+_DEVICE_TIMEOUT = 10.0  # seconds for work queued on the device before the exception
 
 
 class Checkpoints:
@@ -66,16 +66,14 @@ class Checkpoints:
 
     def __init__(self, strategy: "MCoreStrategy") -> None:
         self._strategy = strategy
-        self._pending: StoredState | None = None  # shards that wait for the model
+        self._pending: StoredState | None = None
         self._saved: set[str] = set()  # paths of this process's checkpoints
-
-    # ---- the plugin that writes and reads
 
     @staticmethod
     def resolve_io(io: CheckpointIO | None) -> CheckpointIO:
         """Return the plugin that writes and reads checkpoints; a wrapper around no plugin gets ours."""
         if isinstance(io, _WrappingCheckpointIO):
-            io.checkpoint_io = MCoreCheckpointIO()  # set on the innermost wrapper, if it wraps nothing yet
+            io.checkpoint_io = MCoreCheckpointIO()
         return io if io is not None else MCoreCheckpointIO()
 
     @property
@@ -109,8 +107,6 @@ class Checkpoints:
             return chunks.pipeline is None
         module = self._strategy.lightning_module
         return module is None or not (isinstance(module, MCoreModule) or find_pipeline(module))
-
-    # ---- saving
 
     def module_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return ``state`` for a single-file checkpoint; for a split model, only what is outside the shards."""
@@ -172,8 +168,7 @@ class Checkpoints:
         def have_all_issued_the_same(positions: list[dict[str, int]]) -> str | None:
             return rank_watch.out_of_step(dict(enumerate(positions)))
 
-        # Ranks that have issued different collectives would pair the next one with an old one: rank 0's 41st all-reduce
-        # with rank 1's 40th.
+        # Unequal counts would pair the wrong collectives: rank 0's 41st all-reduce with rank 1's 40th.
         if (said := all_reduce_object(collectives_issued, have_all_issued_the_same)) is not None:
             return said
         # A kernel of NCCL whose peers never came stays at the head of its queue, and copies would wait behind it.
@@ -188,7 +183,7 @@ class Checkpoints:
             if strategy.is_global_zero:
                 strategy.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
-        run_on_all_ranks(write)  # rank 0 writes, and the others wait for it
+        run_on_all_ranks(write)
 
     def remove(self, filepath: str | Path) -> None:
         """Delete a checkpoint of this run (rank 0); others stay, with a warning."""
@@ -199,8 +194,7 @@ class Checkpoints:
         callbacks = trainer.checkpoint_callbacks if trainer is not None else []
         folders = {str(getattr(callback, "dirpath", None) or "") for callback in callbacks} - {""}
         path = str(filepath)
-        # The paths come from Lightning, which copies them from the checkpoint that a run resumes from: without this
-        # test, a checkpoint file could name any folder for deletion.
+        # The paths may come from the checkpoint that a run resumes from, which could name any folder for deletion.
         if path in self._saved or any(checkpoint_files.lies_in(path, folder) for folder in folders):
             self._strategy.checkpoint_io.remove_checkpoint(filepath)
         else:
@@ -247,8 +241,6 @@ class Checkpoints:
             chunks.config if chunks.pipeline is not None else None,
             [optimizer.user for optimizer in optimizers],
         )
-
-    # ---- loading
 
     def load(self, checkpoint_path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         """Read a file, or Lightning's part of a directory; the shards are read in ``setup``.
@@ -348,8 +340,7 @@ class Checkpoints:
         if resumed:
             model_state.load(stored, chunks, resumed, strict)
             return
-        # Only weights: the optimizers' fp32 copies must follow them. FP8 weights are rounded, so their copies are made
-        # from the values before rounding.
+        # The fp32 copies must follow the weights; copies of FP8 weights come from the values before rounding.
         with fp8_weights_as_plain(chunks.bare) as written:
             model_state.load(stored, chunks, [], strict)
         for optimizer in optimizers:

@@ -34,13 +34,11 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# ---- the constructor
-
 
 def check_schedule(
     overlap_p2p_comm: bool | None, group_size: int | None, gradients: GradientSettings, layout: ParallelLayout
 ) -> None:
-    """Reject options of overlap, grouping and alignment that need a pipeline which this layout does not have."""
+    """Reject overlap, grouping and alignment options that need a pipeline if this layout has none."""
     require_flag("overlap_p2p_comm", overlap_p2p_comm, or_none=True)
     if group_size is not None:
         require_size("microbatch_group_size_per_vp_stage", group_size)
@@ -68,13 +66,9 @@ def check_backend(name: str | None) -> None:
 def planned_world_size(strategy: "MCoreStrategy") -> int:
     """Return a run's number of ranks before its process group is open."""
     environment = strategy.cluster_environment
-    # The environment's number, if it started the ranks: Ray may put 3 workers on one machine and 1 on another, where
-    # the product is not 4.
+    # Ray may put 3 workers on one machine and 1 on another, so the environment's number counts, not the product.
     started = environment is not None and environment.creates_processes_externally
     return max(strategy.num_nodes * strategy.num_processes, environment.world_size() if started and environment else 1)
-
-
-# ---- the strategy gets the module
 
 
 def validate_module(strategy: "MCoreStrategy", module: pl.LightningModule) -> None:
@@ -104,7 +98,7 @@ def validate_module(strategy: "MCoreStrategy", module: pl.LightningModule) -> No
         raise ValueError(
             "sync_batchnorm=True needs GPUs, because torch's SyncBatchNorm runs only there; set it to False"
         )
-    if module._trainer is not None:  # Trainer(...).strategy.connect(model) has none: it can save a model before any run
+    if module._trainer is not None:  # None with Trainer(...).strategy.connect(model)
         asked = module.trainer._accelerator_connector._precision_flag
         raise_first(precision_faults(asked, precision.precision))
         if module.trainer.state.fn == TrainerFn.FITTING:
@@ -176,10 +170,9 @@ def check_backward_is_free(module: pl.LightningModule) -> None:
 
 def check_averaging(module: pl.LightningModule, distributed: bool) -> None:
     """Raise ``ValueError`` for Lightning's callbacks that average weights, in runs where their copy would be wrong."""
-    # WeightAveraging copies the module when a run begins, StochasticWeightAveraging before configure_model. A module
-    # that uses pipeline() has no parameters yet then, or holds process groups, which cannot be copied. WeightAveraging
-    # also reads the parameters after each step, when the sharded optimizer may have left them scattered, and puts the
-    # average into each checkpoint, where shards have no place for it.
+    # WeightAveraging copies the module when a run begins, StochasticWeightAveraging before configure_model: too early
+    # for pipeline(). WeightAveraging also reads parameters that the sharded optimizer may have scattered, and puts the
+    # average into the checkpoint, where shards have no place for it.
     for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
         name = type(callback).__name__
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and isinstance(module, MCoreModule):
@@ -192,9 +185,6 @@ def check_averaging(module: pl.LightningModule, distributed: bool) -> None:
                 f"{name} writes its average to single-file checkpoints and reads parameters after every step, but"
                 " use_distributed_optimizer=True writes shards and may leave parameters scattered; set it to False"
             )
-
-
-# ---- the run
 
 
 def check_batches_to_predict(trainer: pl.Trainer, expert_parallel_size: int) -> None:

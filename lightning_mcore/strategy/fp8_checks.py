@@ -63,7 +63,7 @@ def check_fp8(
     check_model(settings, shape, layout.tensor_model_parallel_size, layout.expert_tensor_size)
     if shape.num_layers is not None:
         check_layers(settings, shape.num_layers, layout.pipeline_model_parallel_size)
-    # Otherwise the shape is known only with the first batch; the schedule checks it then.
+    # Otherwise the schedule checks the shape, with the first batch.
     if shape.seq_length is not None and micro_batch_size is not None:
         check_microbatch(settings, (shape.seq_length, micro_batch_size), layout)
 
@@ -74,9 +74,9 @@ class FP8Machine:
 
     type: str  # of the torch device
     capability: tuple[int, int] = (0, 0)  # compute capability of the GPU
-    cuda: str = "0"  # that torch was built with
-    transformer_engine: str | None = None  # version; None if it is not installed
-    on_the_cpu: bool = False  # whether it is TransformerEngine on the CPU
+    cuda: str = "0"  # of the torch build
+    transformer_engine: str | None = None  # version, if installed
+    on_the_cpu: bool = False
 
     @classmethod
     def of(cls, device: torch.device) -> "FP8Machine":
@@ -170,7 +170,7 @@ def check_chunks(settings: FP8Settings, chunks: Sequence[nn.Module]) -> None:
     grouped = any(getattr(getattr(chunk, "config", None), "moe_grouped_gemm", False) for chunk in chunks)
     check_versions(settings, grouped, installed_version("megatron-core"), installed_version("transformer-engine"))
     found = any(parent.__module__.startswith("transformer_engine") for kind in modules for parent in kind.__mro__)
-    # One stage may have none of these layers (only an embedding, for example), so all ranks are asked.
+    # One stage may have only an embedding, so all ranks are asked.
     if all_true(not found):
         raise ValueError(
             f"{asked_for(settings.recipe)} needs TransformerEngine's layers, but the model has none; build it from"

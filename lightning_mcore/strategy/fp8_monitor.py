@@ -17,7 +17,7 @@ _PER_PRODUCT = {"scaling_fwd": 3, "scaling_bwd": 2}  # quantizers that Transform
 
 
 class FP8Monitor(pl.Callback):
-    """Logs which share of the values that are cast to FP8 saturates, and which share underflows.
+    """Logs the shares of the values cast to FP8 that saturate and that underflow.
 
     For each kind of tensor (``inputs`` and ``weights`` of the linear layers, ``gradients`` of their outputs) the
     loggers get ``fp8/<kind>_saturated`` and ``fp8/<kind>_underflowed``, between 0 and 1, over all ranks and
@@ -79,7 +79,6 @@ class FP8Monitor(pl.Callback):
         metrics = {}
         for kind, (values, saturated, underflowed) in zip(self._counts, counts.tolist(), strict=True):
             if values:
-                # 1,000,000 cast values, 20 saturated, 6,000 underflowed: 0.00002 and 0.006.
                 metrics[f"fp8/{kind}_saturated"] = saturated / values
                 metrics[f"fp8/{kind}_underflowed"] = underflowed / values
         for logger in trainer.loggers:
@@ -105,8 +104,7 @@ def _kinds_of(module: torch.nn.Module) -> Iterator[tuple[int, str]]:
     for layer in module.modules():
         for direction, quantizers in getattr(layer, "quantizers", {}).items():
             for index, quantizer in enumerate(quantizers):
-                # Forward: input, weight, output, and again for the next matrix product. Outputs are not cast, so they
-                # have no kind.
+                # Forward: input, weight and output of each matrix product; outputs are not cast.
                 place = index % _PER_PRODUCT[direction]
                 if place < len(_KINDS[direction]):
                     yield id(quantizer), _KINDS[direction][place]

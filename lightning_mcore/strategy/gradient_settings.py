@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of how gradients and parameters travel between data-parallel ranks.
+"""Settings for the traffic of gradients and parameters between data-parallel ranks.
 
 Megatron keeps these settings in its ``DistributedDataParallelConfig``. The strategy has arguments for the common ones
 and takes the config for the rest. A setting with different values in both places is an error, and so is one that would
@@ -31,9 +31,9 @@ _DEFAULTS = DistributedDataParallelConfig()
 class GradientSettings:
     """The strategy's arguments on gradients; None leaves a setting to ``ddp_config`` or Megatron's default."""
 
-    use_distributed_optimizer: bool | None = None  # shard the optimizer state over the data-parallel ranks
-    overlap_grad_reduce: bool | None = None  # reduce gradients while backward runs
-    overlap_param_gather: bool | None = None  # gather updated parameters while the next forward runs
+    use_distributed_optimizer: bool | None = None
+    overlap_grad_reduce: bool | None = None
+    overlap_param_gather: bool | None = None
     ddp_config: DistributedDataParallelConfig | None = field(default=None)
     align_grad_reduce: bool = False  # with overlap in a pipeline: reduce on all stages at the same time
 
@@ -63,7 +63,7 @@ class GradientSettings:
     @property
     def check_nan(self) -> bool:
         """Whether a NaN or an infinity in the summed gradients ends the run, on every rank."""
-        # The strategy checks the sum. Megatron would check before the sum, and raise only on the rank that has the NaN.
+        # Megatron would check before the sum, and raise only on the rank that has the NaN.
         return self.ddp_config is not None and self.ddp_config.check_for_nan_in_grad
 
     @property
@@ -108,7 +108,6 @@ class GradientSettings:
 
 def reduce_scatter_restored() -> AbstractContextManager[Any]:
     """Restore Megatron's reduce-scatter at the end of the ``with`` block."""
-    # reduce_scatter_with_fp32_accumulation replaces it in a global of Megatron's module. A later run in this process
-    # without the option would use the replacement, and with overlap it would never collect the result.
+    # reduce_scatter_with_fp32_accumulation replaces this global of Megatron's, also for later runs in this process.
     name = "dist_reduce_scatter_func"
     return mock.patch.object(param_and_grad_buffer, name, getattr(param_and_grad_buffer, name))

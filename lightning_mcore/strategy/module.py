@@ -72,7 +72,7 @@ class MCoreModule(pl.LightningModule):
         host = self._host()
         built: Pipeline | None = self.__dict__.get("_built_pipeline")
         layout = host.layout if host is not None else ParallelLayout()
-        # Under another strategy, or without a trainer: Megatron's layers still need process groups, of one rank.
+        # Under another strategy, Megatron's layers still need process groups, of one rank.
         if host is None:
             self._open_session()
         if built is not None:
@@ -236,7 +236,7 @@ class MCoreModule(pl.LightningModule):
         """Run a batch through the model and return its loss in the form that ``training_step`` returns.
 
         The model must be called like Megatron's ``GPTModel``. Under ``MCoreStrategy`` the losses of microbatches are
-        weighed so that the loss of the optimizer step is the mean over all its tokens, or samples, on every layout;
+        weighted so that the loss of the optimizer step is the mean over all its tokens, or samples, on every layout;
         Lightning's own strategies average microbatches and ranks.
 
         Args:
@@ -354,9 +354,8 @@ class MCoreModule(pl.LightningModule):
         Returns:
             A scalar, ``[]``, in the dtype of ``losses``, that can be differentiated.
         """
-        # Two ranks with losses [1, 3] and [5, 9], masks [1, 1] and [1, 0]: totals 4 and 5, and 3 tokens in all. The
-        # ranks return 4 * 2 / 3 and 5 * 2 / 3, whose mean is 9 / 3 = 3.0. The mean of the ranks' own means, 2 and 5,
-        # would be 3.5.
+        # Two ranks with losses [1, 3] and [5, 9], masks [1, 1] and [1, 0]: totals 4 and 5, and 3 tokens in all. They
+        # return 4 * 2 / 3 and 5 * 2 / 3, with mean 9 / 3 = 3.0; the mean of their own means would be 3.5.
         mask = loss_mask.to(losses.dtype)
         total = (losses * mask).sum()
         count = mask.sum()
@@ -411,8 +410,7 @@ class MCoreModule(pl.LightningModule):
         chunks, is_last = [], []
         for index in range(layout.num_chunks):
             vp_stage = None if layout.virtual_pipeline_model_parallel_size is None else index
-            # On 2 stages with 2 chunks each, stage 0 builds chunks 0 and 2 of the model, stage 1 chunks 1 and 3; only
-            # chunk 0 has the embedding, only chunk 3 the output layer.
+            # On 2 stages with 2 chunks each, stage 0 builds chunks 0 and 2, stage 1 chunks 1 and 3.
             first, last = pipeline_stage(vp_stage)
             chunks.append(factory(pre_process=first, post_process=last, vp_stage=vp_stage))
             is_last.append(last)
@@ -450,8 +448,7 @@ def rows_of(batch: Any, total: int, start: int, stop: int) -> Any:
 
 def _device_of_layers() -> AbstractContextManager[Any]:
     """Return the context in which a complete model is built on one device."""
-    # Megatron puts projections on the current CUDA device, norms and routers on torch's default device. Under a
-    # Trainer, Lightning makes both the same.
+    # Megatron puts projections on the current CUDA device, but norms and routers on torch's default device.
     if torch.get_default_device().type != "cpu":
         return contextlib.nullcontext()  # Lightning or the user has chosen the device
     return torch.device(torch.cuda.current_device())

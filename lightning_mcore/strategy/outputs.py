@@ -76,7 +76,7 @@ def _join_dicts(outputs: Sequence[Mapping[Any, Any]], rows: Sequence[int]) -> An
     if any(set(output) != keys for output in outputs):
         different = sorted(str(key) for output in outputs for key in keys ^ set(output))
         raise ValueError(f"a dict with {different[0]!r} for some parts only; return the same keys for all rows")
-    joined: Any = copy.copy(outputs[0])  # of the same class
+    joined: Any = copy.copy(outputs[0])  # keeps the class
     for key in outputs[0]:
         values = [output[key] for output in outputs]
         if key == "num_tokens":
@@ -98,8 +98,8 @@ def _join_entries(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
 
 def _is_of_rows(outputs: Sequence[list[Any]], rows: Sequence[int]) -> bool:
     """Return whether lists have an entry for each row, or lengths that fit nothing else."""
-    # Parts of 2 and 1 rows: ["a", "b"] and ["c"] have an entry for each row; [x, y] and [z, w] are two results of each.
-    # Parts of 2 and 2 rows leave it open, unless the entries are tensors with a row for each row: [x, y] of [2, s].
+    # Parts of 2 and 1 rows: ["a", "b"] and ["c"] have an entry for each row; [x, y] and [z, w] are two results of
+    # each part. Parts of 2 and 2 rows are ambiguous, unless [x, y] are tensors of [2, s].
     lengths = [len(output) for output in outputs]
     if lengths != list(rows):
         return len(set(lengths)) > 1

@@ -69,7 +69,7 @@ class TensorParallelOverlap:
                 f"tp_comm_overlap=True allocated buffers for microbatches of {self._shape} (sequence length, rows), but"
                 f" one has {shape}; use one shape in training and validation, with drop_last where needed"
             )
-        # Here, because importing TransformerEngine takes seconds and most runs do not overlap.
+        # Here, because importing TransformerEngine takes seconds.
         module = importlib.import_module("transformer_engine.pytorch.module.base")
         buffers = _read_yaml(self._config_path) if self._config_path is not None else {}
         version = Version(importlib.metadata.version("transformer_engine")).release
@@ -110,8 +110,7 @@ def user_buffer_arguments(
     Source: ``_initialize_tp_communicators`` in megatron/training/initialize.py (0.16 to 0.19).
     """
     seq_length, rows = shape
-    # Rows of the activations: 4096 tokens x 2 rows on 2 context-parallel ranks make 4096 rows of hidden_size. Sequence
-    # parallelism cuts them further, which TransformerEngine does itself with tp_size.
+    # 4096 tokens x 2 rows on 2 context-parallel ranks make 4096 rows. TransformerEngine divides them by tp_size.
     arguments = {
         "shape": [seq_length * rows // config.context_parallel_size, config.hidden_size],
         "tp_size": config.tensor_model_parallel_size,
@@ -124,7 +123,6 @@ def user_buffer_arguments(
     quantization = [modes.FP8 if config.fp8 else modes.NONE]
     ends = config.num_layers_at_start_in_bf16 > 0 or config.num_layers_at_end_in_bf16 > 0
     if config.fp8 is not None and config.first_last_layers_bf16 and ends:
-        # The layers in bf16 need buffers of their own.
         quantization.append(modes.NONE)
     return {**arguments, "quantization_modes": quantization}
 
@@ -133,7 +131,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
     yaml = importlib.import_module("yaml")
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except Exception as error:  # a damaged file can raise anything
+    except Exception as error:
         raise ValueError(f"tp_comm_overlap_cfg={path!r} is not YAML: {' '.join(str(error).split())[:300]}") from error
     if not isinstance(content, dict):
         raise ValueError(

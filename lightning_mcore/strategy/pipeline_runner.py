@@ -53,7 +53,7 @@ from lightning_mcore.strategy.module import MCoreModule, rows_of, split_rows
 if TYPE_CHECKING:
     from lightning_mcore.strategy.strategy import MCoreStrategy
 
-_Shape = tuple[int, int] | None  # (sequence length, rows); None if the stages must exchange it
+_Shape = tuple[int, int] | None  # (sequence length, rows); None if stages exchange it
 _ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, Callable[[Tensor], Any] | None]]  # Megatron's
 
 
@@ -62,10 +62,10 @@ class Microbatch:
     """One unit of the schedule."""
 
     batch: Any  # on the device
-    arguments: tuple[Any, ...]  # of the step, after the batch
+    arguments: tuple[Any, ...]  # after the batch
     shape: _Shape = None
     weight: float = 1.0  # share of a DataLoader batch
-    is_padding: bool = False  # only completes a group of the interleaved schedule, with weight zero
+    is_padding: bool = False  # completes a group of the interleaved schedule, with weight zero
 
 
 def wrap_pipeline(
@@ -120,8 +120,6 @@ class PipelineRunner:
         self._window: list[Microbatch] = []
         self._seen_full_window = False
 
-    # ---- training
-
     def training_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep the batch until the window of ``accumulate_grad_batches`` is full, then run the step.
 
@@ -134,7 +132,7 @@ class PipelineRunner:
         if batch_idx % num_batches == 0:
             self._window = []
         self._window += self.split(args[0], args[1:], strategy.micro_batch_size)
-        # With accumulate_grad_batches=4, batches 0 to 2 end here. Batch 3 runs all four through the schedule.
+        # With accumulate_grad_batches=4, batches 0 to 2 end here.
         if loop._should_accumulate():
             return self._last_loss if self._last_loss is not None else torch.zeros((), device=self.root_device)
         # A window at the end of an epoch may include a short last batch; a resumed run may begin with that one.
@@ -185,10 +183,9 @@ class PipelineRunner:
         config, divisor, changes = self._chunks.config, num_batches, {}
         here = round(sum(microbatch.weight for microbatch in microbatches))
         if here != num_batches and not config.calculate_per_token_loss:
-            # Megatron divides the layers' own losses (routers, multi-token prediction) by the microbatches that there
-            # are. With 2 batches left of accumulate_grad_batches=4 it divides by 2; scaled by 2 / 4, these losses and
-            # that of the step are divided by 4, as in Lightning. Megatron scales in forward_step_calc_loss and
-            # backward_step (pipeline_parallel/schedules.py, 0.16).
+            # Megatron divides the layers' own losses by the microbatches that there are. With 2 batches left of
+            # accumulate_grad_batches=4, all losses are scaled by 2 / 4, as in Lightning. Source: forward_step_calc_loss
+            # and backward_step (pipeline_parallel/schedules.py, 0.16).
             scale, share = config.grad_scale_func, here / num_batches
             changes["grad_scale_func"] = lambda loss: (loss if scale is None else scale(loss)) * share
             divisor = here
@@ -197,8 +194,6 @@ class PipelineRunner:
         assert loss is not None
         last, self._last_output = self._last_output, {}
         return {**last, "loss": loss} if last else loss
-
-    # ---- evaluation
 
     def evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any], shares_output: bool) -> Any:
         """Run a step forward only; return its output for the complete batch, on every rank of the pipeline.
@@ -220,8 +215,7 @@ class PipelineRunner:
     def _part_size(self, args: tuple[Any, ...]) -> int | None:
         """Return the rows of a part of an evaluation batch; None for the complete batch."""
         # Some dispatchers need the same number of tokens on all ranks that share experts. Batches of 3 rows on one rank
-        # and 2 on another, where the sampler's repeated sample is cut off, then run as 3 and 2 parts of one row, to
-        # which the second rank adds one that only pads.
+        # and 2 on another run as 3 parts of one row on both ranks; the second rank pads.
         size, config, group = self._strategy.micro_batch_size, self._chunks.config, process_group("experts")
         takes_any = config.moe_token_dispatcher_type != "allgather" and not config.moe_pad_expert_input_to_capacity
         if not config.num_moe_experts or takes_any or group.size() == 1:
@@ -241,8 +235,7 @@ class PipelineRunner:
         # Ranks that share experts need the same number. So do model copies if a step communicates with the others.
         if size is None:
             return own
-        # With size 2, a batch of 5 rows is three parts. If 3 of them are repeated here, 2 rows are left, one part; it
-        # must be three here too.
+        # With size 2, a batch of 5 rows is three parts, even where 3 of them are repeated and 2 rows are left.
         own = max(own, -(-rows_of_others // size))
         group = process_group("experts")
         if group.size() == 1:
@@ -320,15 +313,13 @@ class PipelineRunner:
         """The number of which the schedule needs a multiple of microbatches."""
         return self._layout.pipeline_model_parallel_size if self._is_interleaved else 1
 
-    # ---- Megatron's schedule
-
     def _pass_through(
         self, forward_step: _ForwardStep, microbatches: Sequence[Any], shape: _Shape, forward_only: bool
     ) -> list[Any]:
         """Run Megatron's schedule over microbatches; ``shape`` is None if their shapes differ or are not known."""
         config, count, wrapped = self._chunks.config, len(microbatches), self._chunks.wrapped
         group = self._layout.microbatch_group_size(count, config.microbatch_group_size_per_vp_stage)
-        config.variable_seq_lengths = shape is None  # set before each run, so it is not put back
+        config.variable_seq_lengths = shape is None  # not restored, because each run sets it
         seq_length, micro_batch_size = shape or (1, 1)
         # One iterator per chunk: the interleaved schedule reads every microbatch once for each.
         iterators = [iter(microbatches) for _ in wrapped]
@@ -383,7 +374,6 @@ class PipelineRunner:
         Raises ``RuntimeError`` in training with experts or multi-token prediction, whose losses a repeated microbatch
         changes.
         """
-        # 6 microbatches on 4 pipeline stages: 2 that pad make 8.
         missing = -len(microbatches) % self._microbatch_multiple
         config = self._chunks.config
         if missing and (config.num_moe_experts or config.mtp_num_layers) and torch.is_grad_enabled():
@@ -397,8 +387,7 @@ class PipelineRunner:
 
     def _forward_step(self, step: str, num_microbatches: int, forward_only: bool, num_batches: int) -> _ForwardStep:
         """Return Megatron's ``forward_step_func`` for one run of the schedule."""
-        # Megatron multiplies a mean by the context-parallel size and divides it by the number of microbatches. Of 4
-        # microbatches on 2 context-parallel ranks, its factor is 2 / 4 for each, and 4 / (4 * 2) here makes it 1 / 4.
+        # Megatron's factor for 4 microbatches on 2 context-parallel ranks is 2 / 4; 4 / (4 * 2) makes it 1 / 4.
         factor = num_microbatches / (num_batches * self._layout.context_parallel_size)
 
         def forward_step(iterator: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any] | None]:
@@ -414,8 +403,8 @@ class PipelineRunner:
                 self._recorder.add_loss(loss, microbatch.weight if num_tokens is None else num_tokens)
                 if isinstance(output, dict):
                     self._last_output = apply_to_collection(output, Tensor, Tensor.detach)
-            # The product is a new tensor, because Megatron scales it in place. Megatron keeps the last value until the
-            # step ends; it is None, because what training_step returned would keep its activations alive.
+            # A new tensor, because Megatron scales it in place. The last value is None: Megatron keeps it until the
+            # step ends, and an output would keep its activations alive.
             if num_tokens is None:
                 weight = microbatch.weight * factor
                 return loss, lambda loss: (loss * weight, None)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class PlainModuleRunner:
-    """Runs the steps of a module that did not use ``pipeline()``, and those of any module after a run."""
+    """Runs the steps of a module that did not use ``pipeline()``, and of any module after a run."""
 
     inline = True
 
@@ -80,17 +80,15 @@ class PlainModuleRunner:
     @contextlib.contextmanager
     def backward_context(self) -> Iterator[None]:
         """Reduce the gradients after the last batch of a window, and show them to hooks if they are complete."""
-        # With accumulate_grad_batches=4, three backward passes only add to the buffers, inside no_sync(); the fourth
-        # one's gradients are summed over the ranks, during it (overlap_grad_reduce) or in finalize_model_grads after
-        # it.
+        # With accumulate_grad_batches=4, three backward passes add to the buffers in no_sync(); the fourth one's
+        # gradients are summed over the ranks during it (overlap_grad_reduce) or in finalize_model_grads.
         gradients, chunks = self._strategy.gradients, self._strategy.chunks
         optimizers = self._strategy.megatron_optimizers
         if gradients.reduces_only_once:
             check_not_summed(optimizers)
         # Sharded gradients are not complete on this rank.
         parameters = [] if gradients.distributed else _parameters_with_visible_gradients(chunks)
-        # What hooks have changed in .grad goes back into the buffers. Then .grad is empty, or autograd would add to it
-        # too.
+        # Hooks' changes of .grad go back into the buffers. Then .grad is emptied, or autograd would add to it too.
         _copy_user_grads_to_main_grad(parameters, self._gradients_are_shown)
         with contextlib.ExitStack() as stack:
             if self._sync_blocked:  # not earlier, because zeroing the buffers would undo it
@@ -103,7 +101,7 @@ class PlainModuleRunner:
             finalize_model_grads(chunks.ddp, None)
         if gradients.check_nan:
             check_gradients(chunks)
-        # What on_after_backward, on_before_optimizer_step and gradient clipping of a LightningModule read.
+        # For on_after_backward, on_before_optimizer_step and gradient clipping.
         for parameter in parameters:
             parameter.grad = parameter.main_grad
         self._gradients_are_shown = True
@@ -125,4 +123,4 @@ def _copy_user_grads_to_main_grad(parameters: Sequence[Any], were_shown: bool) -
             parameter.main_grad.zero_()  # module.zero_grad() does not reach the buffer
         elif parameter.grad is not None and parameter.grad is not parameter.main_grad:
             parameter.main_grad.copy_(parameter.grad)  # a hook has replaced it
-        parameter.grad = None  # autograd would add to it
+        parameter.grad = None

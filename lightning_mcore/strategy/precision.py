@@ -46,8 +46,7 @@ from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from lightning_mcore.strategy.module import MCoreModule
 from lightning_mcore.strategy.step_runner import StepRunner
 
-# On a CPU, Lightning's Trainer turns the string "16-mixed" into "bf16-mixed", with a warning, before the strategy sees
-# it; plugins=MCorePrecision("16-mixed") trains in fp16 there too.
+# On a CPU, Lightning turns "16-mixed" into "bf16-mixed"; plugins=MCorePrecision("16-mixed") trains in fp16 there.
 PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
 
 # Bytes per parameter with Adam, unsharded: weight, gradient, fp32 copy, two moments.
@@ -143,9 +142,8 @@ class MCorePrecision(Precision):
                 f"precision={precision!r} is not available under MCoreStrategy; choose one of {allowed}{hint}"
             )
         self.precision = precision
-        # Lightning's plugin for a plain module with bf16 or fp16 parameters.
         self._half = HalfPrecision(precision) if precision == "bf16-true" or precision == "16-true" else None
-        self._runner: StepRunner | None = None  # during a run
+        self._runner: StepRunner | None = None
         self._builds_plain_module = False
         self.scaler: LossScaler | None = None
         scaling = LossScaling(loss_scale, initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis)
@@ -327,16 +325,14 @@ class MCorePrecision(Precision):
         self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Step; with fp16, unscale the gradients for hooks where parameters are fp32, and log the loss scale."""
-        # A step whose gradients overflow is skipped on every rank: weights, optimizer state and per-step schedules do
-        # not change. Lightning counts it like any other in global_step and max_steps. Each step logs loss_scale (of the
-        # next step) and skipped_steps (so far); callbacks find loss_scale, step_skipped and num_skipped_steps on the
-        # optimizer.
+        # A step that overflows is skipped on every rank: weights, optimizer state and per-step schedules do not change,
+        # but Lightning counts it in global_step and max_steps.
         if self.scaler is None or not isinstance(optimizer, MCoreOptimizer):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
 
         def unscaled() -> Any:
             result = closure()
-            # Only if the parameters are fp32; otherwise on_before_optimizer_step sees gradients of the scaled loss.
+            # With fp16 parameters, on_before_optimizer_step sees gradients of the scaled loss.
             optimizer.unscale()
             return result
 

@@ -31,21 +31,16 @@ from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 
 logger = logging.getLogger(__name__)
 
-_SHELL_CODE = 128  # plus the signal's number, the exit code of a process that it ended, as in shells
+_SHELL_CODE = 128  # plus the signal's number: the exit code of shells
 
 SignalName = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"]
 
 
-# Lightning's own handlers do more: the SIGTERM handler broadcasts, which collides with whatever the other ranks are
-# communicating at that moment, and the handler of SLURM's requeue signal saves. Both are replaced during a fit, and
-# their work is done between steps: Lightning still ends the run (SIGTERMException on every rank) and requeues the job
-# for SLURMEnvironment(auto_requeue=True).
-#
+# Lightning's SIGTERM handler broadcasts, which collides with what other ranks communicate at that moment, and its
+# handler of SLURM's requeue signal saves. Both are replaced during a fit; their work is done between steps.
 # Example with 2 ranks and accumulate_grad_batches=4: rank 1 gets SIGTERM during batch 5. Both ranks finish batches 5, 6
-# and 7, which end an optimizer step, find that a signal has come, save last-preempted.ckpt, and stop.
-#
-# A rank that waits for a dead peer inside a collective runs no Python, so its handler cannot run either. It ends some
-# seconds after the peer (parallel/rank_watch.py), with or without this callback.
+# and 7, an optimizer step, find the signal, save last-preempted.ckpt and stop.
+# A rank that waits for a dead peer in a collective runs no handler; parallel/rank_watch.py ends it.
 class PreemptionCheckpoint(Checkpoint):
     """Save a checkpoint and end the run when any rank receives a signal.
 
@@ -59,7 +54,7 @@ class PreemptionCheckpoint(Checkpoint):
     ``fit`` raises Lightning's ``SIGTERMException``, which ends a script with exit code 0.
 
     Under ``SLURMEnvironment(auto_requeue=True)`` the requeue signal has the same effect as in Lightning, but between
-    steps: save ``hpc_ckpt_<n>.ckpt`` in ``default_root_dir`` and requeue the job. Leave ``ckpt_path`` out in that case:
+    steps: save ``hpc_ckpt_<n>.ckpt`` in ``default_root_dir`` and requeue the job. Do not set ``ckpt_path`` then:
     Lightning finds the newest of these files.
 
     Works under every strategy. It runs after all other callbacks, so that the checkpoint includes their changes.
@@ -76,7 +71,7 @@ class PreemptionCheckpoint(Checkpoint):
         ValueError: A signal cannot be handled, or the file name cannot be stored or found again.
     """
 
-    best_model_path = ""  # Lightning reads this from the first of its checkpoint callbacks
+    best_model_path = ""  # Lightning reads this from its first checkpoint callback
 
     def __init__(
         self,
@@ -192,8 +187,7 @@ class PreemptionCheckpoint(Checkpoint):
 
     def _save(self, trainer: pl.Trainer, more_follows: bool = False) -> None:
         """Save what the received signals ask for; collective over the world."""
-        # Only the requeue signal: no checkpoint of our own, because _stop lets Lightning save one. If more follows,
-        # _stop does not come yet, so its checkpoint is saved here already.
+        # For the requeue signal Lightning saves, in _stop; if more follows before that, its checkpoint is saved here.
         paths = [self._path(trainer)] if set(self._arrived) - {self._requeue_signal} else []
         if more_follows and self._requeue_signal in self._arrived:
             paths += [trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)]
@@ -226,14 +220,13 @@ def prepare_signals(trainer: pl.Trainer, restores: contextlib.ExitStack) -> None
     Lightning saves in the handler of that signal. If each rank has a part of the model, ranks that are interrupted at
     different lines of a step would wait for each other forever.
     """
-    # Lightning broadcasts before each batch that rank 0 has received SIGTERM, and the host waits there until the GPU
-    # has finished. Here only PreemptionCheckpoint records that, on all ranks.
+    # Lightning broadcasts SIGTERM before each batch, and the host waits there for the GPU.
     loop: Any = trainer.fit_loop.epoch_loop
     restores.enter_context(mock.patch.object(loop, "_broadcast_sigterm_tensor", _broadcast_nothing))
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     if _requeue_signal(trainer) and not any(isinstance(callback, PreemptionCheckpoint) for callback in callbacks):
         added = PreemptionCheckpoint()
-        added.signals = ()  # only SLURM's
+        added.signals = ()
         run_last(trainer, added)
         restores.callback(_remove, trainer, added)
 

@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 
 from lightning_mcore.config.text import human
 
-_TOKENS = ("tokens", "input_ids")  # the keys of tokens in a batch of a language model
+_TOKENS = ("tokens", "input_ids")
 _OWN = ("tokens_per_second", "grad_norm", "skipped_steps", "loss_scale", "v_num")  # shown already, or not worth it
 
 
@@ -134,8 +134,7 @@ class MCoreProgressBar(RichProgressBar):
         return not super().is_enabled
 
     def _measure(self, trainer: pl.Trainer) -> None:
-        # This rank has read 2 x 8,192 tokens in 0.5 s: 32,768 tok/s. On 4 model copies, 131,072 tok/s. The ranks of one
-        # copy read the same tokens, so they do not count.
+        # 2 x 8,192 tokens in 0.5 s are 32,768 tok/s here, and 131,072 tok/s on 4 model copies.
         rate = self._clock.step() * model_copies(trainer.strategy)
         self._shown = {}
         if self._losses:  # Lightning has divided these by the number of batches of a step

@@ -51,19 +51,14 @@ if TYPE_CHECKING:
     from lightning_mcore.strategy.strategy import MCoreStrategy
 
 
-# The place is an epoch and the number of its batches that are done. Lightning's own counters differ between the moments
-# at which a checkpoint may be saved, so restore() writes one of two places into the loops' state before Lightning reads
-# it:
-#   in an epoch    the run continues with the next batch, as after a checkpoint of on_train_batch_end. This includes a
-#                  run that max_steps or should_stop ended there, for which Lightning would start another epoch
-#   at its end     the next epoch starts with all of its hooks and a new iterator. What an uninterrupted run does after
-#                  on_train_batch_end of the last batch (a validation, on_train_epoch_end) is not repeated, because its
-#                  metrics are gone. After a checkpoint of that validation, or of on_train_epoch_end, the rest follows
-# A checkpoint that is saved while batches accumulate (by a timer or a signal) belongs to the last optimizer step, and
-# the batches since then are read again. With accumulate_grad_batches=4, one saved after 6 of 10 batches continues with
-# batch 4, and with the random state from before it. Buffers that a plain module changes in its forward pass (batch
-# norm) have already seen batches 4 and 5. Random numbers drawn in validation do not affect training, so it makes no
-# difference whether one follows.
+# Lightning's counters differ between the moments at which a checkpoint may be saved, so restore() writes one of two
+# places into the loops' state:
+#   in an epoch    the run continues with the next batch, as after a checkpoint of on_train_batch_end
+#   at its end     the next epoch starts with all of its hooks and a new iterator. Validation and on_train_epoch_end of
+#                  the last batch are not repeated, because their metrics are gone
+# A checkpoint that is saved while batches accumulate belongs to the last optimizer step. With
+# accumulate_grad_batches=4, one saved after 6 of 10 batches continues with batch 4, and with the random state from
+# before it. Buffers of a plain module (batch norm) have already seen batches 4 and 5.
 @dataclass(frozen=True)
 class _Restored:
     """The state from a checkpoint, kept until training starts."""
@@ -107,7 +102,6 @@ class _Restored:
         position = Position(saved["batches"], saved["ranks"], saved["batch_size"], opened, started, saved["seed"])
         if not self.place.in_epoch:
             return replace(position, batches=0, opened=opened if self.makes_iterator else None, started=None)
-        # Skipping by reading reads every loader from its first batch, including one that could have skipped by index.
         reads_all = self.skips_by_reading and "stateful" not in self.kinds
         return replace(position, batches=0) if reads_all else position
 
@@ -118,8 +112,8 @@ class ExactResume:
     def __init__(self, strategy: "MCoreStrategy", layout: ParallelLayout) -> None:
         self._strategy = strategy
         self._layout = layout
-        self._restores = contextlib.ExitStack()  # restores the loaders
-        self._quiet = contextlib.ExitStack()  # hides Lightning's warnings about cases handled here
+        self._restores = contextlib.ExitStack()
+        self._quiet = contextlib.ExitStack()  # hides Lightning's warnings
         self._forget()
 
     def _forget(self) -> None:
@@ -137,8 +131,6 @@ class ExactResume:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start without the state of the other process."""
         self.__init__(state["_strategy"], state["_layout"])  # type: ignore[misc]
-
-    # ---- saving
 
     def rank_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a checkpoint, in numbers and tensors; empty if there is nothing to resume."""
@@ -215,12 +207,10 @@ class ExactResume:
             )
         return described
 
-    # ---- loading
-
     def restore(
         self, saved: Mapping[str, int] | None, read: Callable[[int], dict[str, Any]], checkpoint: dict[str, Any]
     ) -> None:
-        """Take a state of the ranks that saved, before Lightning reads the rest of the checkpoint; collective.
+        """Take over the state of a rank that saved, before Lightning reads the rest of the checkpoint; collective.
 
         ``saved`` has the coordinates of one of them (None leaves everything to Lightning), ``read`` returns any rank's
         :meth:`rank_state`. Loops and loaders in ``checkpoint`` are changed for this rank. Raises ``ValueError`` if
@@ -234,8 +224,7 @@ class ExactResume:
         state = run_on_all_ranks(lambda: read(number))
         data = state if ranks == now else run_on_all_ranks(lambda: read(0))  # all ranks share the same order
         place, random = Place(**state["place"]), from_plain(state["random"])
-        # Another layout: states of the device and of Megatron's tracker belong to other parts of the model. Only those
-        # that the ranks of a model copy share are taken.
+        # On another layout, states of the device and of Megatron's tracker belong to other parts of the model.
         if not is_own:
             random = replace(random, device=None, tracker=None)
         loops = checkpoint["loops"]["fit_loop"]
@@ -249,8 +238,6 @@ class ExactResume:
                 f" ranks, which {now} ranks cannot use; resume on {ranks}, or from the end of an epoch"
             )
         self._restored = _Restored(place, random, data["loaders"], ranks, state["metrics"])
-
-    # ---- hooks
 
     def setup(self) -> None:
         """Forget an earlier run, but keep the checkpoint that was read for this one."""
@@ -360,7 +347,7 @@ class ExactResume:
             [followed] = self._loaders.values()
             if not followed.is_dealt_as(position):
                 recount_batches(fit, restored.place.batches, len(followed), followed.remaining(position))
-        if loop._should_accumulate():  # Lightning then does not count the step, which it does at the end of a window
+        if loop._should_accumulate():  # Lightning counts this step only at the end of a window
             loop._batches_that_stepped += 1
         # Lightning looks for a loader with its own state and finds none, so it warns before the first batch.
         self._quiet.enter_context(warnings.catch_warnings())

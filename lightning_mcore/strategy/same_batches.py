@@ -34,17 +34,16 @@ from lightning_mcore.parallel.random_state import RandomState, put_common, take_
 if TYPE_CHECKING:
     from lightning_mcore.strategy.strategy import MCoreStrategy
 
-# Compared are the contents of batches 0, 1, 2, 100, 200 and so on of every pass, and the number of batches: once where
-# the loader reads by index in batches of one size, otherwise before each batch, because a rank without a next batch
-# would leave the others in a collective.
+# The number of batches is compared once if the loader reads by index in batches of one size, otherwise before each
+# batch, because a rank without a next batch would leave the others in a collective.
 FIRST_BATCHES = 3
 """Batches at the beginning of each pass over a loader whose contents are compared."""
 
 EVERY_BATCHES = 100
-"""Of the later batches, one in so many is compared."""
+"""After these, one batch in this many is compared."""
 
 _END = object()
-_MARK = "_is_followed"  # of a class that is extended here
+_MARK = "_is_followed"
 
 
 class SameBatches:
@@ -70,13 +69,12 @@ class SameBatches:
         Returns the loader itself if its class can be extended, otherwise an iterable in its place. Raises
         ``ValueError`` if the ranks of a copy have loaders of different lengths.
         """
-        # Nothing to compare with.
         if self._strategy.layout.model_parallel_size == 1:
             return loader
         length = sized_len(loader)
         self.compare(f"{self.name_of(loader)} has {'no known number of' if length is None else length} batches", [])
         kind = type(loader)
-        if _MARK in vars(kind):  # it is read in two stages, or once more after a reload
+        if _MARK in vars(kind):  # read in two stages, or after a reload
             return loader
         try:
             loader.__class__ = _followed(kind, self)
@@ -95,8 +93,7 @@ class SameBatches:
         if not self._sends:
             return _Pass(self, loader, begin)
         if not any(other is loader for other in self._compared):
-            # The first batch is still read and compared on every rank: a dataset that shards itself by the rank in the
-            # world would otherwise lose the shards of the ranks that only receive.
+            # Every rank still reads the first batch: a dataset that shards itself by rank would lose shards otherwise.
             self._compared.append(loader)
             return _Sent(self, loader, _Pass(self, loader, begin))
         return _Sent(self, loader, None, begin() if self.reads else None)
@@ -130,7 +127,7 @@ class SameBatches:
             message = ("batch", move_data_to_device(batch, "cpu"), take_common())
         try:
             kind, sent, state = self.from_reader(message)
-        except (TypeError, AttributeError, pickle.PicklingError) as error:  # on the reader, before anything is sent
+        except (TypeError, AttributeError, pickle.PicklingError) as error:  # on the reader, before sending
             kind, sent, state = self.from_reader(("error", str(error), None))
         if kind == "error":
             raise ValueError(
@@ -161,8 +158,7 @@ class SameBatches:
         of the batch, or empty.
         """
         group = model_copy_group()
-        # One reduction tells whether all numbers are equal: their least and their greatest. Of 5 and 7: (5, -7).
-        # The shift leaves 63 bits, so that a negative fits into int64 too.
+        # The minimum of number and -number tells whether all are equal: 5 and 7 give (5, -7). The shift leaves 63 bits.
         number = int.from_bytes(hashlib.blake2b(repr((moment, facts)).encode(), digest_size=8).digest()) >> 1
         bounds = torch.tensor([number, -number], device="cpu")
         dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=group)
@@ -232,7 +228,6 @@ class _Pass(Iterator[Any]):
         """Return the next batch, which the other ranks of the model copy have read too."""
         number, self._number = self._number, self._number + 1
         batch = next(self.inner, _END)
-        # Batches 0, 1, 2, 100, 200 and so on.
         shows_contents = number < FIRST_BATCHES or number % EVERY_BATCHES == 0
         if batch is _END:
             if not self._is_counted:

@@ -2,7 +2,7 @@
 """``MCoreStrategy``: Lightning's hooks on megatron-core, in the order in which the trainer calls them.
 
 Each hook is a few lines that delegate: checks to ``checks.py``, process groups to ``parallel/groups.py``, steps of a
-model built with ``pipeline()`` to ``pipeline_runner.py`` and those of a plain module to ``plain_module_runner.py``,
+model built with ``pipeline()`` to ``pipeline_runner.py`` and of a plain module to ``plain_module_runner.py``,
 logging to ``logs/step.py``, the optimizer to ``optimizer/megatron.py``, number formats to ``precision.py``, checkpoints
 to ``checkpointing.py``, exact resume to ``resume.py``. Everything that a run changes outside the strategy (metrics,
 callbacks, loaders, settings of torch and Megatron) is restored in ``teardown``, even if a part of it fails.
@@ -224,7 +224,6 @@ class MCoreStrategy(DDPStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Arguments that make ranks of one model copy read the same samples, and model copies read different ones."""
-        # 8 ranks with TP=2 and PP=2 are 2 model copies: num_replicas=2, and rank is 0 or 1.
         world_size = planned_world_size(self)
         rank = self.layout.coordinates(self.global_rank, world_size).data_parallel_rank
         return {"num_replicas": self.layout.data_parallel_size(world_size), "rank": rank}
@@ -240,7 +239,7 @@ class MCoreStrategy(DDPStrategy):
         self._checkpoint_io = io
 
     def _configure_launcher(self) -> None:
-        if self.num_processes * self.num_nodes > 1:  # one process needs no launcher
+        if self.num_processes * self.num_nodes > 1:
             assert self.cluster_environment is not None
             self._launcher = rank_watch.Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
@@ -274,7 +273,6 @@ class MCoreStrategy(DDPStrategy):
         seed = os.environ.get("PL_GLOBAL_SEED") or self.broadcast(new_seed())
         options: dict[str, Any] = {"num_distributed_optimizer_instances": self.gradients.num_instances}
         options |= self.communication.group_arguments()
-        # Lightning's group is the world; each axis of the layout gets its own.
         open_process_groups(self.layout, int(seed) % 2**31, timeout, options)
         align_random_state()
         rank_zero_info(f"MCoreStrategy: {self.layout.describe(dist.get_world_size())}")
@@ -295,8 +293,7 @@ class MCoreStrategy(DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Wrap the model, create the optimizers and read the waiting checkpoint."""
         assert self.accelerator is not None
-        # In this order: links and metrics, the wrapped model, optimizers over its parameters, then the shards that fill
-        # both.
+        # In this order: links and metrics, the wrapped model, its optimizers, then the shards that fill both.
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.checkpoints.prepare_links(trainer, self._restores)
@@ -522,7 +519,7 @@ class MCoreStrategy(DDPStrategy):
         The weights are kept.
         """
         with contextlib.ExitStack() as stack:  # called in reverse order
-            # Read from the bottom up. The stack runs all of them even if one raises, and then raises the last error.
+            # Read from the bottom up: all of them run even if one raises.
             stack.callback(rank_watch.mark_cleanup_done)
             stack.push(self._restore_signal_handlers)
             stack.callback(self._restores.close)

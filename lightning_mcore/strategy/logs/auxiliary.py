@@ -79,8 +79,7 @@ class AuxiliaryLogs:
         values = recorded_mtp_losses()
         if values is not None:
             rows[-1, : self._mtp_layers] = values
-        # Over all ranks, in two steps: the same layer on other data, then the layers of other stages, whose rows are
-        # zero here.
+        # The same layer on other data, then the layers of other stages, whose rows are zero here.
         for axis in ("dp_cp", "model"):
             dist.all_reduce(rows, group=process_group(axis))
         names = (*self._router_losses, "")
@@ -88,10 +87,8 @@ class AuxiliaryLogs:
 
     def _copies(self, name: str) -> float:
         """Return what the sum of a loss over all ranks is divided by."""
-        # A rank holds a part of a balancing loss: the loss of its model copy's microbatch or, if global, of all
-        # copies'. Of another loss it holds the mean over its own tokens. With DP=2, CP=2, TP=2 (8 ranks): a global
-        # balancing loss is the plain sum (1), another balancing loss is divided by 2, z_loss and multi-token losses by
-        # 4 * 2 = 8.
+        # With DP=2, CP=2, TP=2 (8 ranks): global balancing losses are the plain sum. Each rank holds a part of its
+        # copy's other balancing losses, so their sum is divided by 2. Means over a rank's own tokens are divided by 4 * 2 = 8.
         data_and_context = process_group("dp_cp").size()
         if name == "global_load_balancing_loss":
             return 1.0

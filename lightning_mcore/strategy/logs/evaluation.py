@@ -44,7 +44,7 @@ _FUNCTIONS = {
     max: "max",
 }
 _LEAVE_OUTPUTS_ASIDE = ("lightning", "pytorch_lightning", "lightning_mcore")  # packages whose hooks ignore outputs
-_NOTHING = {"min": math.inf, "max": -math.inf, "mean": 0.0, "sum": 0.0}  # values that do not change the result
+_NOTHING = {"min": math.inf, "max": -math.inf, "mean": 0.0, "sum": 0.0}  # neutral values
 _NAMES = {"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max"}
 
 
@@ -57,7 +57,7 @@ def reduction_name(reduce_fx: Any) -> str | None:
 
 
 def num_new_samples(dataloader: object, batch_idx: int) -> tuple[int, int] | None:
-    """Return how many samples of a batch are not repeated, and how many it has; batches, if the dataset has those.
+    """Return how many samples of a batch are not repeated, and how many it has (batches, if the dataset has these).
 
     None without a distributed sampler that repeats samples, or if a batch sampler of the user's forms the batches.
     Source: ``DistributedSampler.__iter__`` in torch.utils.data (2.13): the repeated samples come last.
@@ -70,10 +70,9 @@ def num_new_samples(dataloader: object, batch_idx: int) -> tuple[int, int] | Non
     if batch_size is None:
         if dataloader.batch_sampler is not None:  # the user's own, which may form batches in any way
             return None
-        batch_size = 1  # the sampler chooses batches
-    # 10 samples on 4 ranks: 3 places each, 12 in all, so the sampler repeats two samples. Rank r has the samples r,
-    # 4 + r and 8 + r. With batch_size=2, batch 1 is sample 8 on rank 0, new: (1, 1); on rank 2 it would be sample 10,
-    # which does not exist: (0, 1).
+        batch_size = 1
+    # 10 samples on 4 ranks: rank r has samples r, 4 + r and 8 + r. With batch_size=2, batch 1 is sample 8 on rank 0,
+    # new: (1, 1); on rank 2 it would be sample 10, which does not exist: (0, 1).
     first = batch_idx * batch_size
     places = range(first, min(first + batch_size, len(sampler)))
     num_samples = len(sampler.dataset)  # type: ignore[arg-type]
@@ -84,8 +83,7 @@ def reads_outputs(trainer: pl.Trainer) -> bool:
     """Return whether a hook on this rank may read the output of the validation or test step."""
     name = "on_test_batch_end" if trainer.testing else "on_validation_batch_end"
     hooks = [getattr(owner, name) for owner in (*trainer.callbacks, trainer.lightning_module)]  # type: ignore[attr-defined]
-    # Lightning passes outputs only to the hooks at the end of a batch. Its own callbacks (progress bars) ignore them,
-    # and so do ours.
+    # Lightning passes outputs only to these hooks; its own callbacks and ours ignore them.
     return any(hook.__module__.partition(".")[0] not in _LEAVE_OUTPUTS_ASIDE for hook in hooks)
 
 
@@ -94,7 +92,7 @@ class RepeatedRows:
 
     def __init__(self) -> None:
         self._num_batches: Counter[int] = Counter()
-        self.place = (0, 0)  # indices of the last batch that was cut, and of its dataloader
+        self.place = (0, 0)  # of the last batch that was cut, and of its dataloader
         self.whole_batch = False  # that batch has only repeated samples
         self.only_batch = False  # and this rank has no other batch
         self.rows_before = 0  # before the cut, as on other ranks; 0 if it was not cut
@@ -183,9 +181,6 @@ def _log_without_weight(
     pl.LightningModule.log(module, **options)
 
 
-# ---- names
-
-
 @dataclass(frozen=True)
 class _Logged:
     """A name in the results of a run, and how it was logged; ``attribute`` is the name of a metric object."""
@@ -207,10 +202,8 @@ class EvaluationNames:
     """Makes the data-parallel ranks agree on the names that an evaluation run logs, once for each dataloader."""
 
     def __init__(self) -> None:
-        # With sync_dist=True, Lightning merges each name over the data-parallel ranks at the end of the run. If only
-        # rank 0 has logged "rare", rank 1 would not take part: rank 0 would wait for it, or merge "rare" with rank 1's
-        # next name. So after the last batch of each dataloader, the ranks compare their names, log missing ones with
-        # weight zero, and sort all names.
+        # With sync_dist=True, Lightning merges each name over the ranks at the end of the run. If only rank 0 has
+        # logged "rare", it would wait, or merge "rare" with rank 1's next name.
         self._last_batches: list[int | None] = []
 
     def start(self, max_batches: Sequence[int | float], device: torch.device) -> None:
@@ -252,7 +245,7 @@ def agree_on_names(module: pl.LightningModule) -> None:
         return
     names = {logged.key for logged in own}
     for logged in (logged for others in found for logged in others):
-        if logged.key not in names and not logged.on_step:  # names merged at each step were handled there
+        if logged.key not in names and not logged.on_step:
             names.add(logged.key)
             _log_nothing(module, logged)
     results: Any = module.trainer._results

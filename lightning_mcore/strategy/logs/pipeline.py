@@ -32,7 +32,7 @@ from lightning_mcore.strategy.logs.override import log_replaced_by
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 _LOSS = "loss that the step returns"
 _TOKENS, _IMAGE_TOKENS = "tokens that the step reads", "tokens of images that the step reads"
-_COUNTERS = ("_update_count", "_forward_cache", "_computed")  # a metric's attributes besides its state
+_COUNTERS = ("_update_count", "_forward_cache", "_computed")  # a metric's attributes in addition to its state
 _Place = tuple[str, int | None]  # a step and, if there are several, the index of the evaluation dataloader
 ALREADY_MERGED = "merged by PipelineLogs"
 """A ``sync_dist_group`` for values that are equal on every rank; ``MCoreStrategy.reduce`` returns them unchanged."""
@@ -76,7 +76,7 @@ class PipelineLogs:
         self._muted = False
         self._metrics = {path: child for path, child in module.named_modules() if isinstance(child, Metric)}
         self._changed: set[str] = set()
-        self._known: dict[_Place, list[_Name]] = {}  # as Lightning keeps a result for each
+        self._known: dict[_Place, list[_Name]] = {}
         self._error: str | None = None  # of the first wrong call of log, raised in finish()
         self._counted: dict[str, Any] = {}
         self._counts: dict[str, float] = {}
@@ -142,16 +142,11 @@ class PipelineLogs:
         ranks. Raises ``ValueError``, on all of them, if a name has different options on different batches or ranks.
         """
         # 1. Merge each name over the microbatches, weighted by batch_size.
-        # 2. Merge over the context-parallel ranks, each of which has seen a part of every sequence, and in training,
-        #    for names with sync_dist=True, over the model copies. The same collective says whether there are new names;
-        #    then the ranks agree on the names and merge again.
-        # 3. Send from the last stage to the others: one small tensor; names and options only when they change.
-        # 4. Replay on every rank.
-        # In evaluation, model copies may have different numbers of batches, so Lightning merges over them at the end.
-        #
+        # 2. Merge over the context-parallel ranks and, in training with sync_dist=True, over the model copies (in
+        #    evaluation, Lightning does it at the end). The same collective tells of new names; then merge again.
+        # 3. Send from the last stage to the others, and replay on every rank.
         # Example: two microbatches log acc=0.5 (batch_size=2) and acc=1.0 (batch_size=6) on copy 0, acc=0.25 (8) twice
-        # on copy 1. Packed are [0.5 * 2 + 1.0 * 6, 8, 2] = [7, 8, 2] and [4, 16, 2]. Their sum is [11, 24, 4], so all
-        # ranks log 11 / 24 = 0.458.
+        # on copy 1: [0.5 * 2 + 1.0 * 6, 8, 2] + [4, 16, 2] = [11, 24, 4], so all ranks log 11 / 24 = 0.458.
         group = process_group("dp_cp" if over_copies else "cp")
         stages = process_group("pp")
         place = (step, self._dataloader_index())
@@ -260,7 +255,7 @@ class PipelineLogs:
         known = {name.name: name for name in self._known.get(place, [])}
         new = [entry.name for entry in self._entries.values() if not _is_known(entry.name, known)]
         packed, is_news = self._merge(list(known.values()), group, bool(new) or self._error is not None)
-        # Nearly every step ends here. If a rank has logged a new name or failed, all ranks exchange names and errors.
+        # If a rank has logged a new name or failed, all ranks exchange names and errors.
         if not is_news:
             return packed
         found: list[tuple[list[_Name], str | None]] = [(new, self._error)] * group.size()
@@ -282,7 +277,6 @@ class PipelineLogs:
         packed = torch.cat([news, *(self._packed(name)[None] for name in names)])
         reductions = ["sum", *(name.reduction for name in names)]
         synced = [0, *(row for row, name in enumerate(names, 1) if name.is_synced)]
-        # Without sync_dist, a value is this copy's own: only its context-parallel ranks merge it.
         apart = [row for row, name in enumerate(names, 1) if not name.is_synced]
         for rows, ranks in ((synced, group), (apart, process_group("cp"))):
             if rows and ranks.size() > 1:
@@ -313,8 +307,7 @@ class PipelineLogs:
         """
         group = process_group("pp")
         source = dist.get_global_rank(group, group.size() - 1)
-        # [are names new, have metrics changed, then 3 numbers for each known name]: with 4 names, 14 numbers, 112
-        # bytes. Names and options follow as objects only if the first number is 1.
+        # [are names new, have metrics changed, then 3 numbers for each known name]; new names follow as objects.
         message = torch.zeros(2 + 3 * num_known, dtype=torch.float64, device=self._device)
         if packed is not None:
             message[1] = float(bool(self._changed))
@@ -343,7 +336,7 @@ class PipelineLogs:
             states = from_last_stage(states, self._device)
         for path, metric in self._metrics.items():
             if path not in states:
-                metric._computed = None  # on every stage; otherwise those with a muted run would compute it alone
+                metric._computed = None  # on every stage, or only some would compute it again
             elif not is_source:
                 for name, value in states[path].items():
                     setattr(metric, name, value)

@@ -56,14 +56,13 @@ class StepLogger:
     def setup(self, restores: contextlib.ExitStack) -> None:
         """Start a run, in which metrics reduce their state over the ranks that see different tokens.
 
-        ``restores`` gives them a function after the run that does the same, because a group cannot be pickled.
+        Closing ``restores`` replaces the group by a function that does the same, because a group cannot be pickled.
         """
         self._rows, self._names = RepeatedRows(), EvaluationNames()
         self._pipeline = self._auxiliary = None
         self.shares_outputs = True
         pipeline = find_pipeline(self._module)
-        # A model that takes complete batches shows all context-parallel ranks the same samples, so each would count
-        # them.
+        # With complete batches, all context-parallel ranks see the same samples, which must count once.
         axis: _Axis = "dp" if pipeline is not None and pipeline.takes_whole_batches else "dp_cp"
         group = process_group(axis)
         if group.size() < dist.get_world_size():  # otherwise it is the default group
@@ -94,8 +93,6 @@ class StepLogger:
         assert module is not None
         return module
 
-    # ---- training
-
     @contextlib.contextmanager
     def layer_losses(self, num_microbatches: int) -> Iterator[None]:
         """Log the losses of layers over the microbatches that run inside the ``with`` block."""
@@ -108,8 +105,6 @@ class StepLogger:
         """At the end of a plain module's epoch, agree on names, because its ranks merge them there."""
         if ends_the_epoch(self._module.trainer):
             agree_on_names(self._module)
-
-    # ---- evaluation
 
     def start_evaluation(self) -> None:
         """Begin a run over the evaluation dataloaders; collective over the world."""
@@ -157,8 +152,8 @@ def _give_back(metric: Metric, group: dist.ProcessGroup | None, gather: Callable
 
 def gather_over_data(tensor: Tensor, group: dist.ProcessGroup | None = None, axis: _Axis = "dp_cp") -> list[Tensor]:
     """Gather a metric's state as torchmetrics does, but over the ranks that see different tokens."""
-    # Over the whole world (torchmetrics' default), the ranks of one model copy would count the same samples several
-    # times. With TP=2 and DP=2, ranks 0 and 2 have different samples: they, and ranks 1 and 3, gather two tensors each.
+    # Over the world, samples would count several times. With TP=2 and DP=2, ranks 0 and 2 gather two tensors, and so do
+    # ranks 1 and 3.
     if group is None and process_groups_are_open():
         group = process_group(axis)
     gathered: list[Tensor] = gather_all_tensors(tensor, group)
