@@ -14,7 +14,7 @@ Ray Train places the workers, opens torch's process group and calls a function o
 
 ``launch.py`` does this for the commands and for arguments in the style of Hugging Face.
 
-Only this room imports ``ray``, and nothing imports this room before a run on Ray is asked for.
+Only this subpackage imports ``ray``, and it is imported only for a run on Ray.
 """
 
 try:

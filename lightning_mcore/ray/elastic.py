@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elastic runs: as many of Ray's workers as there is room for, of the numbers that the layout admits."""
+"""Elastic runs: the largest number of Ray workers that fits both the cluster and the layout."""
 
 import time
 from collections.abc import Callable, Collection
@@ -15,9 +15,9 @@ _LOSS_IS_KNOWN = 30.0  # seconds after which Ray's health checks have noticed th
 
 
 class ElasticTorchTrainer(TorchTrainer):  # type: ignore[misc]  # Ray has no types
-    """A ``TorchTrainer`` whose number of workers follows the machines that are there, but is always admissible.
+    """A ``TorchTrainer`` that adapts its number of workers to the machines, and uses only admissible numbers.
 
-    Ray alone takes as many workers as there is room for. Here it takes the largest admissible number::
+    Ray alone starts as many workers as fit. This class starts the largest admissible number of them::
 
         sizes = elastic_sizes(ParallelLayout(tensor_model_parallel_size=2), least=2, most=8)
         ElasticTorchTrainer(train, sizes=sizes, scaling_config=ScalingConfig(num_workers=(2, 8))).fit()
@@ -92,7 +92,6 @@ class _AdmissibleSizes(ElasticScalingPolicy):  # type: ignore[misc]
     def _count_possible_workers(self, reserved_resources: Any) -> int:
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         there = {node: each for node, each in reserved_resources.items() if node in alive}
-        # Room for 7 workers and sizes [2, 4, 8]: start 4.
         return largest_size(self._sizes, super()._count_possible_workers(there))
 
 

@@ -60,8 +60,7 @@ def worker_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         **given,
         "accelerator": ray.train.torch.get_device().type,
         "devices": here,
-        # 8 workers, 4 of them here: devices=4, num_nodes=2. Unequal numbers, such as 3 and 1, have no such product;
-        # planned_world_size() then asks the environment.
+        # 3 workers here and 1 elsewhere do not multiply to 4; planned_world_size() then asks the environment.
         "num_nodes": world // here if world % here == 0 else 1,
         "plugins": [*plugins, RayLightningEnvironment()],
         "callbacks": callbacks,
@@ -90,7 +89,7 @@ def launch(
         raise RuntimeError(
             "torchrun or srun started this process, and Ray would start the ranks again; use only one of them"
         )
-    # workers run in the folder of this process, and print to stdout instead of Ray's log
+    # Workers run in the folder of this process, and print to stdout instead of Ray's log.
     os.environ |= {"RAY_CHDIR_TO_TRIAL_DIR": "0", "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "300")  # there is room, but imports may be slow
     with _cluster(settings):

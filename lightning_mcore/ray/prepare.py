@@ -87,7 +87,7 @@ def _check_device(strategy: MCoreStrategy) -> None:
 
 
 def check_storage() -> None:
-    """Reject a storage path that is not the one of the process that started the run."""
+    """Reject a storage path that differs from the folder of the process that started the run."""
     storage = ray.train.get_context().get_storage()
     if storage.storage_filesystem.get_file_info(f"{storage.experiment_fs_path}/{_MARK}").type == FileType.NotFound:
         raise WorkerError(

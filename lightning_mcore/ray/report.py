@@ -33,7 +33,7 @@ def _url(filesystem: FileSystem, path: str) -> str:
 
 
 class RayReport(pl.Callback):
-    """Saves checkpoints where Ray keeps those of the run, and reports them with the metrics.
+    """Saves checkpoints in the run's Ray storage, and reports them with the metrics.
 
     All ranks write one checkpoint to one URL under ``RunConfig(storage_path=...)``, so nothing is copied and nothing
     stays behind on a machine. An asynchronous save (``async_save``) is reported once it is complete. Each
@@ -58,7 +58,6 @@ class RayReport(pl.Callback):
             require_size("every_n_train_steps", every_n_train_steps)
         self.every_n_train_steps = every_n_train_steps
         self.watch_preemption = watch_preemption
-        # A restarted run resumes from a saved step, which is not saved again.
         self._saved_step = 0
         self._waiting: list[tuple[str, dict[str, Any]]] = []  # URLs of saves, and what to report once they are complete
         self._announced: Any = None  # by Ray: the loss of a machine
@@ -116,7 +115,6 @@ class RayReport(pl.Callback):
             "metrics": metrics | {"epoch": trainer.current_epoch, "step": step},
             "checkpoint": ray.train.Checkpoint(path, storage.storage_filesystem),
             "checkpoint_dir_name": folder,
-            # The ranks have written it to its place already.
             "checkpoint_upload_mode": CheckpointUploadMode.NO_UPLOAD,
         }
         self._saved_step = step
