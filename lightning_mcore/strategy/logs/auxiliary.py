@@ -88,7 +88,7 @@ class AuxiliaryLogs:
     def _copies(self, name: str) -> float:
         """Return what the sum of a loss over all ranks is divided by."""
         # With DP=2, CP=2, TP=2 (8 ranks): global balancing losses are the plain sum. Each rank holds a part of its
-        # copy's other balancing losses, so their sum is divided by 2. Means over a rank's own tokens are divided by 4 * 2 = 8.
+        # copy's other balancing losses, so their sum is divided by 2. Other losses, by 4 * 2 = 8.
         data_and_context = process_group("dp_cp").size()
         if name == "global_load_balancing_loss":
             return 1.0
