@@ -31,7 +31,6 @@ def continue_prompt(
     """
     check_sampling(prompt, module.vocab_size, max_new_tokens, temperature, top_k)
     host = module._host()
-    # Context and sequence parallelism split the row, so its length must be a multiple of the ranks
     multiple = host.layout.sequence_multiple if host is not None else 1
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
@@ -54,7 +53,7 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, generator: tor
     if temperature == 0:
         return int(logits.argmax())
     if top_k is not None and top_k < logits.numel():
-        # Equal logits at the limit all stay, so there may be more than top_k
+        # More than top_k stay if logits at the limit are equal
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
     probabilities = torch.softmax(logits / temperature, dim=-1)
     return int(torch.multinomial(probabilities, 1, generator=generator))

@@ -69,7 +69,7 @@ from lightning_mcore.parallel.chunks import built_chunks
 from lightning_mcore.parallel.groups import process_group
 
 Batch = dict[str, Tensor]
-_BASE = "lora_base_digest"  # key of a checkpoint; an older one, "lora_base", saw eight values of each tensor
+_BASE = "lora_base_digest"  # not "lora_base", an older digest
 
 
 def _with_plain_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,19 +167,18 @@ class MCoreGPT(SpeedLogs):
         self.transformer = check_transformer_fields(transformer)
         check_positions(self.hparams, self.transformer)
         self.architecture = Architecture.of(architecture)
-        # Rounded up: 50257 tokens with multiples of 128 make 50304 rows
+        # 50257 tokens with multiples of 128 make 50304 rows
         self.padded_vocab_size = -(-vocab_size // make_vocab_size_divisible_by) * make_vocab_size_divisible_by
         self.metrics = nn.ModuleDict()
-        # Metrics are submodules, so that Lightning moves them to the device and resets them
         for stage in ("val", "test"):
             self.metrics[f"{stage}_perplexity"] = TokenPerplexity()
             self.metrics[f"{stage}_accuracy"] = TokenAccuracy(vocab_size)
         self._config: TransformerConfig | None = None
-        # What configure_model reads, once: the base's folder, adapters to merge into it, and an adapter to continue
+        # What configure_model reads, once
         self._starts_from = None if self.lora is None else self.lora.base_model_name_or_path
         self._merged = [] if self.lora is None else list(self.lora.merged_adapters or [])
         self._adapter: str | None = None
-        self._base: str | None = None  # identifies the frozen weights
+        self._base: str | None = None  # of the frozen weights
         self._given_family: str | None = None  # a path in hparams comes from a file and is not imported
 
     @classmethod
@@ -278,7 +277,7 @@ class MCoreGPT(SpeedLogs):
 
     @property
     def config(self) -> TransformerConfig:
-        """Megatron's config: the fields of ``transformer`` and those that the strategy owns."""
+        """Megatron's config: the fields of ``transformer`` and the fields that the strategy owns."""
         if self._config is None:
             self._config = self._build_config()
         return self._config
@@ -323,13 +322,12 @@ class MCoreGPT(SpeedLogs):
             self._config = None  # left by a run that ended before a model was built
         self.model = self.pipeline(self.build_chunk)
         if self.hparams["hf"]:
-            # Before any weight is read: rounding to bf16 and back would lose the bits that the file has
+            # Before any weight is read, so that fp32 weights keep their bits
             keep_wide(self, self.hf_names, self.hparams["hf"])
         # Adapters' checkpoints lack the base's weights, so a resumed run with lora reads them again
         if self._starts_from is not None and (self.lora is not None or not self._resumes):
             self._start_from(self._starts_from)
             self._starts_from = None  # the next run keeps the trained weights
-        # fit and then validate: the chunks have been frozen, and have their adapters
         if hasattr(self.model.chunks[0], TRAINED_ONLY):
             return  # from an earlier run
         if self.train_only is not None:
@@ -457,14 +455,12 @@ class MCoreGPT(SpeedLogs):
             max_sequence_length=self.seq_length,
             pre_process=pre_process,
             post_process=post_process,
-            # Each tensor-parallel rank keeps the logits of its part of the vocabulary; the loss works on these
             parallel_output=True,
             share_embeddings_and_output_weights=self.hparams["share_embeddings_and_output_weights"],
             mtp_block_spec=gpt_mtp_block_spec(self.config, impl, vp_stage),
             vp_stage=vp_stage,
             **gpt_arguments(self.hparams),
         )
-        # The loss excludes the padding rows of the output layer
         chunk.existing_tokens = self.vocab_size
         change_ends(chunk, self.architecture)
         return chunk
@@ -534,11 +530,9 @@ class MCoreGPT(SpeedLogs):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the most probable next token after each position, [b, s] int64."""
-        logits, _ = self.token_logits(batch)  # [b, s / cp, v / tp]
+        logits, _ = self.token_logits(batch)
         best = sampling.vocab_parallel_argmax(logits, self.vocab_size, process_group("tp"))
-        # Packed rows were joined into one; with cu_seqlens_padded, their
-        # context-parallel shares go back to their places
-        best = best.view(len(batch["tokens"]), -1)
+        best = best.view(len(batch["tokens"]), -1)  # packed rows were joined into one
         return sampling.gather_sequence(best, process_group("cp"), batch.get("cu_seqlens_padded"))
 
     def next_logits(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -588,8 +582,7 @@ class MCoreGPT(SpeedLogs):
         mean, weight = (
             (loss["loss"], loss["num_tokens"]) if isinstance(loss, dict) else token_mean(losses, inputs.loss_mask)
         )
-        # Lightning's mean over batches is weighted by batch_size: a batch with 900
-        # tokens counts three times one with 300
+        # A batch with 900 tokens counts three times one with 300
         self.log(name, mean.detach(), batch_size=weight, sync_dist=True, prog_bar=True)  # type: ignore[arg-type]
         return loss
 
@@ -631,7 +624,6 @@ class MCoreGPT(SpeedLogs):
 
     def _impl(self, device_type: str) -> Literal["local", "transformer_engine"]:
         choice = self.hparams["transformer_impl"]
-        # "auto" avoids TransformerEngine for a model that its layers cannot compute; asking for it is an error
         if choice == "auto" and not self.architecture.fits_transformer_engine:
             return "local"
         return resolve_transformer_impl(choice, device_type)
@@ -639,5 +631,4 @@ class MCoreGPT(SpeedLogs):
     def _device_type(self) -> str:
         if self._trainer is not None:
             return str(self._trainer.strategy.root_device.type)
-        # Without a Trainer, as when a plan or an export builds the config
         return "cuda" if torch.cuda.is_available() else "cpu"

@@ -69,7 +69,6 @@ class _Answers:
 
     def mean(self, values: Tensor, of: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the mean of [n] values over the pairs that are there (and ``of`` [n] bool), and their number."""
-        # An empty microbatch has the mean 0 and the weight 0, so it changes no sum over microbatches
         counted = self.there if of is None else self.there & of
         count = counted.sum()
         return torch.where(counted, values, 0.0).sum() / count.clamp(min=1), count
@@ -167,7 +166,6 @@ class MCorePreference(MCoreGPT):
         )
         self.preference = setting
         if setting.gives_scores:
-            # A reward model's output layer cannot be the embedding, whatever the language model had
             self.hparams["share_embeddings_and_output_weights"] = False
             self._name_family()
         self.reference_mark: str | None = None  # tells the reference of this run from any other
@@ -300,7 +298,6 @@ class MCorePreference(MCoreGPT):
         super().on_train_batch_end(outputs, batch, batch_idx)
         if has_stepped and self.preference.loss == "kto":
             kinds = self._kinds("train")
-            # Sums over all ranks; their quotient is exact even if a batch had only one kind
             of_rewards, of_logps = kinds.means(
                 self.trainer.strategy.reduce(kinds.sums.clone(), reduce_op="sum")
             ).float()
@@ -309,7 +306,6 @@ class MCorePreference(MCoreGPT):
             self.log("rewards/margins", of_rewards[0] - of_rewards[1])
             every = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
             if every and self.trainer.global_step % every == 0:
-                # Only when a logger has got the values: between its steps, the window grows
                 kinds.reset()
 
     def _kinds(self, stage: str) -> MeansOfKinds:
@@ -429,12 +425,10 @@ class MCorePreference(MCoreGPT):
         return {"loss": mean.float(), "num_tokens": count.int()} if weighs else mean.float()
 
     def _scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return each sequence's score, that of its last token, and the sequences' lengths, both [sequences]."""
-        scores, inputs = self.token_logits(batch)  # [b, s / cp, 1]
+        """Return each sequence's score, which its last token has, and the sequences' lengths, both [sequences]."""
+        scores, inputs = self.token_logits(batch)
         lengths = batch["cu_seqlens"].diff(dim=1) if inputs.packed is not None else batch["lengths"]
         lengths = lengths.reshape(-1)
-        # Positions count from 0 in each sequence, so a sequence of 5 tokens ends at position 4. Only the rank that
-        # holds this token adds its score, and sample_sums sums over the context-parallel ranks.
         is_last = inputs.position_ids == lengths[inputs.samples] - 1
         return sample_sums(scores.squeeze(-1) * is_last, inputs, self._cp_group), lengths
 
@@ -454,7 +448,6 @@ class MCorePreference(MCoreGPT):
         assert mask is not None
         lengths = sample_sums(mask, inputs, group)
         alpha = self.preference.ld_alpha
-        # LD-DPO: tokens beyond the shorter answer's length weigh alpha instead of 1
         weights = mask if alpha is None else mask * tail_weights(inputs, lengths, alpha, group)
         logps = -sample_sums(losses * weights, inputs, group)
         logps = torch.where(lengths > 0, logps, -1.0).view(-1, 2)
@@ -480,7 +473,6 @@ class MCorePreference(MCoreGPT):
         rewards = beta * ratios
         if setting.bco_weight:
             term = losses_of.bco_term(rewards[:, 0], rewards[:, 1], self._baseline(rewards.detach(), answers))
-            # A weighted mean of the two losses, with the weights 1 and bco_weight
             each = (each + setting.bco_weight * term) / (1 + setting.bco_weight)
         if setting.sft_weight:
             each = each - setting.sft_weight * answers.means[:, 0]
@@ -502,11 +494,10 @@ class MCorePreference(MCoreGPT):
         return self.baseline.mean
 
     def _kto(self, answers: _Answers, desirable: Tensor, prefix: str) -> tuple[Tensor, Values]:
-        """Return the loss per example, [n], and the values to log with their weights, besides those of a window."""
+        """Return the loss per example, [n], and the values to log with their weights, except the values of a window."""
         setting = self.preference
         assert answers.reference is not None
-        # An example is a pair in the batch: its answer, then an answer of another
-        # example, which estimates the divergence
+        # A pair is an example's answer and another example's, which estimates the divergence
         is_good, there = desirable.view(-1, 2)[:, 0], answers.there
         ratios = answers.logps - answers.reference
         rewards, logps = setting.beta * ratios[:, 0], answers.logps[:, 0]
@@ -516,7 +507,6 @@ class MCorePreference(MCoreGPT):
         if isinstance(strategy, MCoreStrategy) and not strategy.logs.counts:
             sums = sums * 0  # examples that are repeated
         divergence, examples = strategy.reduce(sums, reduce_op="sum")
-        # The mean over all data-parallel ranks, without gradient, and never negative
         kl = (divergence / examples.clamp(min=1)).clamp(min=0)
         each = losses_of.kto_loss(
             ratios[:, 0], is_good, kl, setting.beta, setting.desirable_weight, setting.undesirable_weight

@@ -41,7 +41,6 @@ def robust_loss(delta: Tensor, beta: float, label_smoothing: float) -> Tensor:
     ``label_smoothing`` is the probability of the wrong order, below 0.5.
     """
     margin = beta * delta
-    # The margin of 0.5 above with a smoothing of 0.1: (0.9 * 0.474 - 0.1 * 0.974) / 0.8 = 0.412
     right, wrong = -logsigmoid(margin), -logsigmoid(-margin)
     return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
 
@@ -53,7 +52,6 @@ def hinge_loss(delta: Tensor, beta: float) -> Tensor:
 
 def ipo_loss(delta: Tensor, beta: float) -> Tensor:
     """Return ``(delta - 1 / (2 * beta)) ** 2``; ``delta`` is of means over an answer's tokens."""
-    # It pulls delta towards a target, 5 for beta 0.1, instead of pushing it without end
     return (delta - 1 / (2 * beta)) ** 2
 
 
@@ -94,8 +92,6 @@ def kto_loss(
     """
     good = desirable.to(log_ratio)
     weight = desirable_weight * good + undesirable_weight * (1 - good)
-    # log_ratio 5, kl 1, beta 0.1: sigmoid(-0.4) = 0.401 for a desirable answer,
-    # sigmoid(0.4) = 0.599 for an undesirable one
     return weight * torch.sigmoid(beta * (1 - 2 * good) * (log_ratio - kl))  # 1 - sigmoid(x) is sigmoid(-x)
 
 

@@ -175,15 +175,13 @@ class Recipe:
         """Return the optimizer, with weight decay on matrices only; ``parameters`` are the trained ones, by name."""
         from torch.optim import SGD, AdamW
 
-        # By name, so that the order does not depend on how the model was built
         parameters = sorted(parameters, key=lambda pair: pair[0])
         if self.loraplus_lr_ratio is not None:
             rates = (self.learning_rate, self.loraplus_lr_ratio, self.weight_decay, self.loraplus_lr_embedding)
             groups = loraplus_groups(parameters, *rates)
         else:
             tensors = [parameter for _, parameter in parameters]
-            # A pipeline stage may leave a group empty. Both always exist, so that
-            # their order means the same on every rank.
+            # Both exist on every stage, so that their order means the same on every rank
             groups = [
                 {"params": [p for p in tensors if p.dim() > 1], "weight_decay": self.weight_decay},
                 {"params": [p for p in tensors if p.dim() <= 1], "weight_decay": 0.0},
@@ -199,7 +197,6 @@ class Recipe:
         warmup = int(self.warmup_steps)
         if 0 < self.warmup_steps < 1:
             assert total is not None, "check_end refuses a share of an unknown number"
-            # warmup_steps=0.03 of 1000 steps are 30
             warmup = math.ceil(total * self.warmup_steps)
         if self.lr_scheduler_type is None:
             from torch.optim.lr_scheduler import LambdaLR
@@ -225,7 +222,6 @@ class Recipe:
         betas = tuple(_number(f"betas[{i}]", beta) for i, beta in enumerate(self.betas))  # YAML has lists
         if len(betas) != 2:
             raise ValueError(f"betas={betas} are not two numbers; give two, such as (0.9, 0.95)")
-        # The dataclass is frozen; values from YAML or numpy become plain Python numbers here
         object.__setattr__(self, "betas", betas)
         rates = ("learning_rate", "min_learning_rate", "loraplus_lr_embedding")
         for name in (*rates, "weight_decay", "eps", "sgd_momentum"):
@@ -272,7 +268,6 @@ def _number(name: str, value: Any, advice: str = "one") -> float:
     """
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
-    # bool is a Number to Python
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r} is not a number; give {advice}")
     if not math.isfinite(value):
@@ -320,8 +315,6 @@ def loraplus_groups(
     ]
     for name, parameter in parameters:
         if parameter.requires_grad:
-            # lr=1e-4 and ratio=16: A and other matrices learn with 1e-4 (group 0), vectors (1) and B (2) with 1.6e-3,
-            # and the embedding's adapters with their own rate (3)
             group = 1 if parameter.dim() <= 1 else 2 if name.endswith("lora_B") else 0
             group = 3 if ".word_embeddings.lora." in name else group
             groups[group]["params"].append(parameter)

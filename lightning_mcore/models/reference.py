@@ -2,9 +2,9 @@
 """Compute the log-probabilities of all answers under the reference model once, before training.
 
 A forward pass over the pairs, on the run's layout, takes a third of the time of one epoch; after it, no step of any
-epoch needs the reference. The reference's weights are those that the run begins with, or those of another model's
-folder, which replace the trained ones during the pass; these wait on the host. So there is never a second model on a
-device.
+epoch needs the reference. The reference has the weights that the run begins with, or another model's, from its
+folder. These replace the trained weights during the pass, which wait on the host, so there is never a second model on
+a device.
 
 Each split's results, two numbers per pair, are in a file next to the data. Its name is a digest of the reference's
 weights, of the pairs (``PairSource.key``: files, template, lengths) and of the number format. Rank 0 appends to it
@@ -47,7 +47,7 @@ def compute_reference(module: "MCorePreference") -> None:
     """Give each of the data module's splits its reference, from files or by a pass over its pairs; collective.
 
     Without ``pair_sources()`` in the trainer's data module, nothing happens. Raises ValueError if the run's weights are
-    not those of the reference (any more) and the files lack some pairs, or if a log-probability is not finite.
+    not the reference's (any more) and the files lack some pairs, or if a log-probability is not finite.
     """
     offered: dict[str, PairSource] = getattr(getattr(module.trainer, "datamodule", None), "pair_sources", dict)()
     sources = {name: source for name, source in offered.items() if source.reference is None}
@@ -67,7 +67,6 @@ def compute_reference(module: "MCorePreference") -> None:
                     else f" {module.preference.reference} is another model than it began with; give that one"
                 )
             )
-        # Saved with the next checkpoint
         module.reference_mark = mark
         for name, source in sources.items():
             source.reference = _complete(module, name, source)
@@ -96,7 +95,6 @@ def _weights_of_reference(module: "MCorePreference") -> Iterator[None]:
 def _mark(module: "MCorePreference") -> str:
     """Return what identifies the reference's weights, the same on any layout; collective."""
     if module.adapters_can_be_off and module.preference.reference is None and module._base is not None:
-        # The frozen base has been identified already, and without adapters the model is the base
         return module._base
     return fingerprint(module)
 
@@ -126,7 +124,7 @@ def _stored(module: "MCorePreference", source: PairSource) -> _Table:
         if not os.path.exists(path):
             return np.zeros((0, 2))
         values = np.fromfile(path, "<f8")[: 2 * len(source)]
-        # A crash may have left half a row: 5 numbers are 2 rows
+        # A crash may have left half a row
         return values[: len(values) // 2 * 2].reshape(-1, 2)
 
     return run_on_rank0(read)
@@ -167,7 +165,6 @@ def _complete(module: "MCorePreference", name: str, source: PairSource) -> _Tabl
             batch = module.on_before_batch_transfer(batch, 0)
             logps = module.run_forward("answer_logps", move_data_to_device(batch, module.device))
             gathered: Any = trainer.strategy.all_gather(logps)
-            # all_gather returns the ranks in order, so row i is pair start + i
             rows = gathered.reshape(-1, 2)[: len(source) - start].cpu()
             if not torch.isfinite(rows).all():
                 bad = start + int((~torch.isfinite(rows)).any(dim=1).nonzero()[0])
@@ -191,8 +188,7 @@ def _appending(path: str, rows: int, is_writer: bool) -> Iterator[Any]:
         return
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "ab") as file:
-        # A row is two numbers of 8 bytes
-        file.truncate(rows * 16)
+        file.truncate(rows * 16)  # two numbers of 8 bytes
 
         def append(values: _Table) -> None:
             file.write(values.astype("<f8").tobytes())

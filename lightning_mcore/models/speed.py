@@ -73,10 +73,8 @@ class SpeedLogs(MCoreModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the gradient norm and the speed, once per optimizer step."""
-        # Without MCoreStrategy, each rank counts its own batches, and _over_copies sums them when the clock stops
         if self._counter is None:
             self._clock.add(num_tokens(batch))
-        # Between two optimizer steps, batches only accumulate
         if self.trainer.global_step == self._stepped:
             return
         self._stepped = self.trainer.global_step
@@ -87,9 +85,9 @@ class SpeedLogs(MCoreModule):
         self.log("tokens_per_second", tokens_per_second, prog_bar=True)
         self.log("model_tflops", flops / 1e12)
         optimizer = self.trainer.optimizers[0]
-        grad_norm = getattr(optimizer, "grad_norm", self._local_grad_norm)  # Megatron's own, or ours
+        grad_norm = getattr(optimizer, "grad_norm", self._local_grad_norm)
         if getattr(optimizer, "step_skipped", False):
-            grad_norm = math.inf  # Megatron does not measure it, and Lightning would repeat that of the step before
+            grad_norm = math.inf  # not measured, and Lightning would repeat the last one
         if grad_norm is not None:
             self.log("grad_norm", grad_norm)
 

@@ -2,7 +2,7 @@
 """``MCoreVisionGPT``: a vision-language model, ready to train on every layout.
 
 It is an :class:`~lightning_mcore.MCoreGPT` behind transformers' vision tower (``layers/vision.py``). A batch has the
-entries that ``MCoreGPT`` takes, and those that a Hugging Face processor returns for images and videos: ``pixel_values``
+entries that ``MCoreGPT`` takes, and what a Hugging Face processor returns for images and videos: ``pixel_values``
 and ``image_grid_thw``, ``pixel_values_videos`` and ``video_grid_thw`` (``data/multimodal.py``). On its way to the
 device, :meth:`~MCoreVisionGPT.on_before_batch_transfer` turns these into patches, positions and the places of images.
 When a batch is split into microbatches or over context-parallel ranks, its tokens are cut by the base class, and each
@@ -178,7 +178,6 @@ class MCoreVisionGPT(MCoreGPT):
         chunk = super().build_chunk(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
         for name, parameter in chunk.named_parameters():
             sees = name.startswith("vision.tower.")
-            # The tower has two parts, the tower proper and the projector; everything else is the language model
             part = self.vision.part_of(name.removeprefix("vision.tower.")) if sees else LANGUAGE_MODEL
             if part in self.freeze_parts:
                 parameter.requires_grad_(False)
@@ -202,8 +201,7 @@ class MCoreVisionGPT(MCoreGPT):
 
     def split_rows(self, batch: Batch, rows: int) -> Iterator[tuple[Batch, float]]:
         """Cut a batch into microbatches, each with the images of its rows."""
-        # Patches of all rows lie one after the other, without a row axis: with 4 rows of one image each, the second
-        # microbatch of 2 rows gets the patches of images 2 and 3
+        # Patches have no row axis: with 4 rows of one image each, the second microbatch gets images 2 and 3
         of_tokens, seen = _parts(batch)
         for part, share in super().split_rows(of_tokens, rows):
             yield with_own_images(part, seen, self.vision) if seen else part, share
@@ -230,8 +228,6 @@ class MCoreVisionGPT(MCoreGPT):
     def flops_per_token(self) -> float:
         """Return the floating-point operations per token of the last step, including the tower's for images."""
         counter = self._counter
-        # The tower works for image tokens only: a quarter of the step's tokens means
-        # a quarter of its operations per token
         share = counter.image_tokens / counter.tokens if counter is not None and counter.tokens else 0.0
         return super().flops_per_token() + share * self._tower_flops
 
@@ -275,8 +271,7 @@ class MCoreVisionGPT(MCoreGPT):
                 all fit into ``seq_length``.
         """
         seen = {name: value for name, value in (images or {}).items() if name in INPUTS}
-        # The window of the last seq_length tokens must not move, because it would
-        # cut image tokens off from their images
+        # A window that moves would cut image tokens off from their images
         if seen and len(prompt) + max_new_tokens > self.seq_length:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens with images and {max_new_tokens} new tokens do not fit into"
@@ -303,6 +298,6 @@ def check_parts(freeze: Sequence[str], lora: Any) -> None:
 
 
 def _parts(batch: Batch) -> tuple[Batch, Batch]:
-    """Return the entries of a batch that belong to tokens, and those that belong to the tower."""
+    """Return the entries of a batch that belong to tokens, and the entries that belong to the tower."""
     of_tokens = {name: value for name, value in batch.items() if name not in _OF_THE_TOWER}
     return of_tokens, {name: value for name, value in batch.items() if name in _OF_THE_TOWER}
