@@ -38,7 +38,6 @@ TAKES_FP32 = "takes_fp32"
 """An attribute of a layer that computes the same way if its own tensors are fp32 and its inputs are not."""
 
 _T = TypeVar("_T")
-# A model's config must have the values of the strategy and the precision in these fields.
 _OWNED_FIELDS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -58,7 +57,6 @@ _OWNED_FIELDS_BETWEEN_STAGES = (
     "deallocate_pipeline_outputs",
     "microbatch_group_size_per_vp_stage",
 )
-# Functions that Megatron's schedule reads from the config; set for one run.
 _SCHEDULE_FUNCTIONS = (
     "finalize_model_grads_func",
     "no_sync_func",
@@ -72,10 +70,9 @@ _SCHEDULE_FUNCTIONS = (
 class ModelChunks:
     """This rank's chunks and their config."""
 
-    config: TransformerConfig  # shared by all chunks; Megatron's schedule reads its hooks from it
-    wrapped: list[nn.Module]  # in their wrappers, in the order of their virtual stages
-    pipeline: Pipeline | None  # what the user calls; None for a plain module, which runs without a schedule
-    # With overlap_param_gather: the modules of each wrapped chunk for which no hook waits.
+    config: TransformerConfig
+    wrapped: list[nn.Module]
+    pipeline: Pipeline | None  # None for a plain module
     uncalled: Mapping[nn.Module, "UncalledModules"] = field(default_factory=dict)
 
     @property
@@ -110,18 +107,16 @@ class UncalledModules:
     """
 
     def __init__(self, chunk: DistributedDataParallel) -> None:
-        # overlap_param_gather gathers a parameter before its module is called. But a parameter may also be read from
-        # outside, as in functional.linear(x, self.projection.weight), or belong to a LightningModule, whose forward()
-        # does not run in a step. It would then have the values of the step before. So each module counts as uncalled
-        # until it is called in training, and the strategy waits for the uncalled ones before each forward pass.
+        # overlap_param_gather gathers a parameter before its module is called. One that is read from outside, as in
+        # functional.linear(x, self.projection.weight), would have the values of the step before.
         self._wait_for = chunk._make_forward_pre_hook()
-        self._modules: dict[int, tuple[nn.Module, RemovableHandle]] = {}  # by identity: metrics change their hash
+        self._modules: dict[int, tuple[nn.Module, RemovableHandle]] = {}  # metrics change their hash
         for module in chunk.module.modules():
             if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
                 self._modules[id(module)] = module, module.register_forward_pre_hook(self._called)
 
     def _called(self, module: nn.Module, inputs: Any) -> None:
-        if torch.is_grad_enabled():  # evaluation may call a module that training does not
+        if torch.is_grad_enabled():
             self._modules.pop(id(module))[1].remove()
 
     def wait(self) -> None:
@@ -153,7 +148,6 @@ def find_pipeline(module: nn.Module) -> Pipeline | None:
 
     Raises ValueError if there are several, or if parameters outside the model need gradients.
     """
-    # With duplicates, because a second pipeline() call returns the same model, which then has two names.
     pipelines = [child for _, child in module.named_modules(remove_duplicate=False) if isinstance(child, Pipeline)]
     if not pipelines:
         return None
@@ -188,7 +182,6 @@ def pipeline_config(pipeline: Pipeline, owned: Mapping[str, Any]) -> Transformer
             f"{type(pipeline.chunks[0]).__name__} has {type(config).__name__}"
         )
     staged = owned["pipeline_model_parallel_size"] > 1
-    # Without FP8 the precision owns no FP8 field, and the config must then have Megatron's defaults.
     defaults = {each.name: each.default for each in fields(TransformerConfig) if each.name in FP8_FIELDS}
     wanted_values = {**defaults, **owned}
     for name in (*_OWNED_FIELDS, *FP8_FIELDS, *(_OWNED_FIELDS_BETWEEN_STAGES if staged else ())):
@@ -235,8 +228,7 @@ def wrap_chunks(
             _broadcast_parameters(module)
         return ModelChunks(config, wrapped, pipeline)
     ddp = [
-        # Only the first chunk's gradients are reduced in buckets, as in Megatron-LM: the others overlap with the chunks
-        # that run after them in backward.
+        # Buckets for the first chunk only, as in Megatron-LM: the others overlap with chunks after them in backward.
         DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
         for index, module in enumerate(wrapped)
     ]
@@ -262,7 +254,6 @@ def _cast(config: TransformerConfig, module: nn.Module) -> Float16Module:
         if tensor is not None and tensor.dtype == torch.float32
     ]
     cast = Float16Module(config, module)
-    # The cast changes the data of a parameter, and puts another tensor in the place of a buffer. Undo both.
     for table, name, tensor, values in kept:
         tensor.data = values
         table[name] = tensor
@@ -276,14 +267,12 @@ def _mark_shares_of_norm(modules: Sequence[nn.Module]) -> None:
     TransformerEngine's ``Linear``, ``DotProductAttention`` of both, and ``param_is_not_tensor_parallel_duplicate``
     (megatron.core.tensor_parallel, 0.16.1; in 0.19 it knows the ranks that share an expert).
     """
-    # Megatron counts a parameter on every rank if its mark says that it is a slice, else on tensor-parallel rank 0.
-    # Three marks are wrong. TransformerEngine marks the weights of all its linear layers as slices, but compressed
-    # attention and latent experts have layers that are not cut. Sinks of attention are slices, and have no mark. And
-    # experts may be distributed over tensor-parallel ranks: with tp2-ep2-etp1, rank 1 has experts of its own, whose
-    # output biases have no mark either, so rank 1's would not be counted at all.
+    # Megatron counts a slice on every rank, any other parameter on tensor-parallel rank 0. Three marks are wrong:
+    # TransformerEngine marks linear layers that are not cut; sinks are slices without a mark; and with tp2-ep2-etp1 the
+    # output biases of rank 1's own experts have no mark, so they would not be counted at all.
     for module in modules:
         for layer in module.modules():
-            if transformer_engine.HAVE_TE and type(layer) is transformer_engine.TELinear:  # its subclasses are cut
+            if transformer_engine.HAVE_TE and type(layer) is transformer_engine.TELinear:
                 for parameter in layer.parameters(recurse=False):
                     parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
             sinks = layer._parameters.get("softmax_offset")
@@ -302,8 +291,7 @@ def _forget_earlier_run(modules: Sequence[nn.Module]) -> None:
 
     Source: ``FP8GlobalStateManager`` in transformer_engine/pytorch/quantization.py (2.11).
     """
-    # Delayed scaling would also reduce the largest values of those layers, over process groups that have been closed or
-    # replaced, and the ranks would wait for each other. This run's layers register again in their first pass.
+    # Delayed scaling would reduce the largest values of those layers over process groups that are closed by now.
     manager = transformer_engine.FP8GlobalStateManager
     manager.reset()
     for module in modules:
@@ -320,8 +308,7 @@ def unwrap_chunks(chunks: ModelChunks) -> ModelChunks:
         modules.close()
     for chunk in chunks.ddp:
         _remove_forward_hooks(chunk)
-        # The hooks that add gradients to this wrapper's buffers are on nodes of autograd. Such a node outlives the
-        # wrapper if a graph is kept somewhere; its hook then does nothing, because it looks up its parameter here.
+        # Hooks on nodes of a graph that is kept somewhere look up their parameters here, and then do nothing.
         chunk.grad_accs.clear()
         chunk.param_to_bucket_group.clear()
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
@@ -353,7 +340,7 @@ def check_gradients(chunks: ModelChunks) -> None:
     """Raise RuntimeError on every rank if summed gradients hold a NaN or infinity on any; collective over the world."""
     buffers = [buffer for chunk in chunks.ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     device = next(chunks.ddp[0].parameters()).device
-    finite = [buffer.grad_data.isfinite().all() for buffer in buffers]  # empty on a stage that is entirely frozen
+    finite = [buffer.grad_data.isfinite().all() for buffer in buffers]
     wrong = (~torch.stack([torch.ones((), dtype=torch.bool, device=device), *finite])).any().int()
     dist.all_reduce(wrong, op=dist.ReduceOp.MAX)
     if not wrong:
@@ -394,7 +381,6 @@ def _set_schedule_functions(
 
 
 def _one_or_all(functions: list[_T]) -> "_T | list[_T]":
-    # Megatron's schedules take a function for one chunk, and a list for several.
     return functions[0] if len(functions) == 1 else functions
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Classes that can be rebuilt from their text on another rank, subclasses first: FileNotFoundError is an OSError.
+# Subclasses first: FileNotFoundError is an OSError.
 _KNOWN: tuple[type[Exception], ...] = (
     FileNotFoundError,
     OSError,
@@ -30,7 +30,7 @@ _KNOWN: tuple[type[Exception], ...] = (
     TypeError,
     RuntimeError,
 )
-_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # a closed world drops out
+_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def control_group() -> dist.ProcessGroup:
@@ -72,7 +72,6 @@ def all_reduce_object(function: Callable[[], T], combine: Callable[[list[T]], R]
         if first is None:
             result, failure = _attempt(lambda: combine([part for part, _ in parts]))
             first = (0, _describe(failure)) if failure is not None else None
-    # Ranks wait here for rank 0 even if they have failed themselves.
     answer: list[Any] = [(first, result)]
     dist.broadcast_object_list(answer, src=0, group=group)
     first, result = answer[0]
@@ -132,7 +131,6 @@ def _describe(error: Exception | None) -> tuple[str, str, int | None] | None:
     known = next((kind for kind in _KNOWN if isinstance(error, kind)), None)
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
-        # str() of an OSError begins with "[Errno 2]"; _rebuild() sets the number as `errno` instead.
         text = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
     if known is None or not text:
         text = f"{type(error).__name__}: {error}"

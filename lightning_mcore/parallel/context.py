@@ -77,13 +77,10 @@ def packed_positions(offsets: Tensor, length: int, rank: int, size: int) -> Tens
     ``offsets`` is [..., n + 1], where each row's sequences begin, padding included, up to ``length``. Equal neighbours
     mean an empty sequence.
     """
-    # Two sequences of 4 in a row of 8: rank 0 of 2 holds positions 0 3 | 4 7, rank 1 holds 1 2 | 5 6.
-    #
-    # A sequence of t tokens has t / size of them on each rank, in two slices of t / (2 * size). `within` counts a
-    # rank's tokens of the sequence. In its second half it has already counted one slice, hence late - 1.
+    # `within` counts a rank's tokens of the sequence: in the second half one slice more, hence late - 1.
     index = sequence_of_tokens(offsets, length, size)
     starts = offsets.long().gather(-1, index)
-    slices = (offsets.long().gather(-1, index + 1) - starts) // (2 * size)  # tokens of a slice
+    slices = (offsets.long().gather(-1, index + 1) - starts) // (2 * size)
     within = torch.arange(length // size, device=offsets.device) - starts // size
     early, late = slices_of_rank(rank, size)
     return starts + within + torch.where(within < slices, early * slices, (late - 1) * slices)
@@ -91,20 +88,17 @@ def packed_positions(offsets: Tensor, length: int, rank: int, size: int) -> Tens
 
 def packed_order(offsets: Tensor, length: int, size: int) -> Tensor:
     """Return the index of each token of a row in the joined shares of all ranks, [length]."""
-    # The inverse permutation. In the example above, the joined shares are positions 0 3 4 7 1 2 5 6. The order is
-    # 0 4 5 1 2 6 7 3: token 1 is the fifth of them.
     positions = torch.cat([packed_positions(offsets, length, rank, size) for rank in range(size)])
     return torch.empty_like(positions).scatter_(0, positions, torch.arange(length, device=offsets.device))
 
 
 def sequence_of_tokens(offsets: Tensor, length: int, size: int = 1) -> Tensor:
     """Return the packed sequence that each token of a rank belongs to, [..., length / size]; the same on every rank."""
-    # On a rank, a sequence ends at its end in the row divided by `size`. With right=True, a token at an end belongs to
-    # the next sequence that has tokens.
+    # With right=True, a token at an end belongs to the next sequence that has tokens.
     tokens = torch.arange(length // size, device=offsets.device, dtype=offsets.dtype)
     ends = (offsets[..., 1:] // size).contiguous()
     found = torch.searchsorted(ends, tokens.expand(*ends.shape[:-1], -1).contiguous(), right=True)
-    return found.clamp(max=ends.size(-1) - 1)  # boundaries that end too early raise later, when they are read
+    return found.clamp(max=ends.size(-1) - 1)  # wrong boundaries raise later
 
 
 def check_packed_offsets(offsets: Sequence[int], length: int, size: int) -> None:
@@ -119,7 +113,6 @@ def check_packed_offsets(offsets: Sequence[int], length: int, size: int) -> None
                 f"the boundaries of packed sequences decrease from {offsets[index]} to {offsets[index + 1]}; "
                 "give them in increasing order"
             )
-        # 2 * size slices for each sequence, as for a whole row.
         if size > 1 and tokens % (2 * size):
             padded = -(-tokens // (2 * size)) * 2 * size
             raise ValueError(

@@ -54,8 +54,8 @@ def cpu_runtime() -> Iterator[None]:
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
     """Make ``torch.compile`` return functions as they are, if this torch is built without CUDA."""
-    # megatron-core compiles some thirty small functions while it is imported. That imports torch's compiler, which
-    # takes longer than everything else in megatron-core, although those functions run uncompiled on the CPU.
+    # megatron-core compiles small functions while it is imported, and importing torch's compiler takes longer than
+    # everything else in megatron-core.
     with contextlib.ExitStack() as stack:
         if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
             stack.enter_context(_replaced(torch, "compile", _uncompiled))
@@ -81,10 +81,9 @@ def absent_names_bound() -> Iterator[None]:
 @functools.cache
 def _functions_of_a_device() -> list[tuple[Any, str, Any]]:
     """Return ``(owner, attribute, replacement)`` for the torch functions that take a device, the same at each call."""
-    # A TorchFunctionMode would replace them too, but is called for every operation of a model: a step of a small model
-    # then takes a fifth longer.
+    # With a TorchFunctionMode, a step of a small model takes a fifth longer.
     with _CPU:
-        torch.empty(0)  # the context of a device keeps the list of its functions from its first use on
+        torch.empty(0)  # the device's context lists its functions at its first use
     named = [(torch, name) for name in _FACTORIES.split()] + [(torch.Tensor, name) for name in _METHODS.split()]
     return [
         *((owner, name, _cuda_means_cpu(getattr(owner, name))) for owner, name in named),
@@ -143,7 +142,7 @@ def _says_a_type_of_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(type_of)
     def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = type_of(tensor, *args, **kwargs)
-        if args or kwargs or result.startswith("torch.cuda."):  # a subclass of Tensor calls this function again
+        if args or kwargs or result.startswith("torch.cuda."):  # in a subclass
             return result
         return result.replace("torch.", "torch.cuda.", 1)
 
@@ -189,7 +188,7 @@ class _CpuGenerators:
     def __getitem__(self, index: Any) -> torch.Generator:
         return torch.default_generator
 
-    def __iter__(self) -> Iterator[torch.Generator]:  # without it, a loop over the generators would never end
+    def __iter__(self) -> Iterator[torch.Generator]:  # else a loop would never end
         yield torch.default_generator
 
 

@@ -37,9 +37,8 @@ from lightning_mcore.parallel.random_state import (
 
 Axis = Literal["tp", "pp", "cp", "tp_cp", "dp", "dp_cp", "ep", "experts", "expert_tp", "expert_dp", "model"]
 
-# Ranks are in Megatron's default order tp-cp-ep-dp-pp: tensor-parallel ranks are neighbours, pipeline stages are
-# farthest apart. 8 ranks with TP=2 and PP=2: rank 0 shares "tp" with rank 1, "dp" with rank 2 and "pp" with rank 4, and
-# "model" with ranks 1, 4 and 5.
+# In Megatron's default order tp-cp-ep-dp-pp, 8 ranks with TP=2 and PP=2: rank 0 shares "tp" with rank 1, "dp" with rank
+# 2, "pp" with rank 4, and "model" with ranks 1, 4 and 5.
 _GROUP_OF_AXIS = {
     "tp": parallel_state.get_tensor_model_parallel_group,
     "pp": parallel_state.get_pipeline_model_parallel_group,
@@ -60,18 +59,17 @@ class _Opened:
     """What the open groups were made for; ``layout`` and ``arguments`` are None without open groups."""
 
     layout: ParallelLayout | None = None
-    arguments: Mapping[str, Any] | None = None  # the other arguments of initialize_model_parallel
+    arguments: Mapping[str, Any] | None = None  # of initialize_model_parallel
     world: Callable[[], Any] = lambda: None  # returns the default group while it exists
-    groups: list[dist.ProcessGroup] = field(default_factory=list)  # all that this rank is in
-    # Models that hold some of the groups and may run again.
-    users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    seed: int = 0  # the run's, the same on every rank
+    groups: list[dist.ProcessGroup] = field(default_factory=list)
+    users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # models that may run again
+    seed: int = 0
     building: RandomState | None = None  # for the run's next model; None before the first one
     copy: dist.ProcessGroup | None = None  # gloo group of this model copy; None for one rank, or the whole world
 
 
 _opened = _Opened()
-_replaced: list[_Opened] = []  # groups that existing models may still use
+_replaced: list[_Opened] = []
 
 
 def open_process_groups(
@@ -89,14 +87,13 @@ def open_process_groups(
         raise RuntimeError("Megatron's process groups need that of torch.distributed; call init_process_group() first")
     arguments = {
         "create_gloo_process_groups": False,
-        # Megatron counts whole minutes: 90 seconds become 2.
         "distributed_timeout_minutes": max(1, math.ceil(timeout.total_seconds() / 60)),
         **(options or {}),
     }
     ours = _opened.layout == layout and _opened.arguments == arguments and _opened.world() is dist.group.WORLD
     if not (process_groups_are_open() and ours):
         if _opened.users or _replaced:
-            gc.collect()  # a trainer and its model refer to each other, and keep their groups until then
+            gc.collect()  # a trainer and its model refer to each other
         close_process_groups()
         _destroy_unused_groups()
         parallel_state.initialize_model_parallel(
@@ -127,24 +124,20 @@ def close_process_groups() -> None:
         parallel_state.destroy_model_parallel()
     if _opened.groups:
         _replaced.append(_opened)
-        for kind in (
-            RotaryEmbedding,
-            YarnRotaryEmbedding,
-        ):  # Megatron caches the last 32 embeddings, and with them their groups
-            kind.forward.cache_clear()
+        for kind in (RotaryEmbedding, YarnRotaryEmbedding):
+            kind.forward.cache_clear()  # of the last 32 embeddings, which keep their groups
     _opened = _Opened()
 
 
 def _destroy_unused_groups() -> None:
     """Destroy replaced groups that no existing model of any rank was built with; collective."""
-    # A model may be used again. A rank may keep one longer than others, and NCCL destroys a communicator on all its
-    # ranks or waits for them, so all ranks must agree.
+    # NCCL destroys a communicator on all its ranks or waits for them, so all ranks must agree.
     for opened in list(_replaced):
-        exists = opened.world() is not None and opened.world() is dist.group.WORLD  # otherwise they were closed with it
+        exists = opened.world() is not None and opened.world() is dist.group.WORLD
         if not exists or all_true(not opened.users):
             _replaced.remove(opened)
             for group in opened.groups if exists else ():
-                with contextlib.suppress(ValueError):  # Megatron has already destroyed the gloo groups among them
+                with contextlib.suppress(ValueError):  # Megatron has already destroyed gloo groups
                     dist.destroy_process_group(group)
 
 
@@ -191,10 +184,9 @@ def _open_copy_group(layout: ParallelLayout, timeout: timedelta) -> dist.Process
         return None
     places = [layout.coordinates(rank, world_size).data_parallel_rank for rank in range(world_size)]
     mine = None
-    # Every rank takes part in making the group of every copy, as Megatron does, because torch numbers them.
+    # Every rank takes part in making every group, because torch numbers them.
     for copy in range(layout.data_parallel_size(world_size)):
         ranks = [rank for rank, place in enumerate(places) if place == copy]
-        # Where one process plays a rank of a world without others, gloo would wait for them.
         group = dist.new_group(ranks, timeout, "fake" if dist.get_backend() == "fake" else "gloo")
         mine = group if dist.get_rank() in ranks else mine
     return mine
@@ -237,9 +229,7 @@ def generator_of(name: str) -> torch.Generator:
 
 def align_random_state() -> None:
     """Give every rank of a model copy its first rank's random state: python, numpy and torch; collective."""
-    # Pipeline stages draw different numbers of initial weights. With different states, a dataset or a sampler would
-    # draw other numbers on each stage, and the stages would see different batches. Along each axis in turn the first
-    # rank's state goes to the others, so that the copy's first rank reaches all.
+    # Pipeline stages draw different numbers of initial weights, but samplers must draw the same ones on all of them.
     for axis in ("tp", "cp", "pp"):
         group = process_group(axis)
         if group.size() == 1:
@@ -255,7 +245,6 @@ def from_last_stage(value: Any, device: torch.device) -> Any:
     The value is pickled; its tensors arrive on the CPU. ``device`` is this rank's, for the communication.
     """
     group = process_group("pp")
-    # Unpickled directly, tensors would be on the sender's device.
     box = [apply_to_collection(value, torch.Tensor, lambda tensor: tensor.detach().cpu())]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, group.size() - 1), group=group, device=device)
     return box[0]
@@ -264,10 +253,8 @@ def from_last_stage(value: Any, device: torch.device) -> Any:
 @contextlib.contextmanager
 def random_state_of_build() -> Iterator[None]:
     """Let the common generators belong to this pipeline stage inside the ``with`` block, without lasting effect."""
-    # Routers, position tables and the user's own layers draw their weights from the default generator. On CUDA,
-    # Megatron-LM seeds it once for each stage. On the CPU it is also the generator of the data, which must be equal on
-    # all stages, so the state for building is kept apart; a second model of the run continues where the first one
-    # ended.
+    # Routers and the user's own layers draw weights from the default generator, which Megatron-LM seeds for each stage.
+    # On the CPU it is also the generator of the data, which must be equal on all stages, so the state is kept apart.
     common = take_common()
     if _opened.building is None:
         seed_common(seed_of_stage(_opened.seed))
@@ -283,15 +270,13 @@ def random_state_of_build() -> Iterator[None]:
 @contextlib.contextmanager
 def random_state_of_stage() -> Iterator[None]:
     """Let each pipeline stage draw its own random numbers inside the ``with`` block, without lasting effect."""
-    # A stage draws as many numbers as its part of the model needs (dropout on the CPU, code after self.model in a
-    # step). If that changed the common state, datasets and samplers of the stages would soon draw different numbers,
-    # and inputs and labels would come from different samples. CUDA's generators do not change, because data does not
-    # use them.
+    # Stages draw different numbers (dropout on the CPU, code after self.model). If that changed the common state,
+    # inputs and labels would soon come from different samples. Data does not use CUDA's generators.
     group = process_group("pp")
     if group.size() == 1:
         yield
         return
-    seed = int(torch.randint(2**31, ())) + group.rank()  # the only draw from the common state, equal on every stage
+    seed = int(torch.randint(2**31, ())) + group.rank()
     common = take_common()
     seed_common(seed)
     try:

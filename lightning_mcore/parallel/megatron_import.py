@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Import megatron-core without its hints that TransformerEngine and Apex are not installed.
 
-megatron-core warns of that several times while it is imported, and ``transformer_impl="auto"`` already does what can be
-done about it. The hints are hidden during this import only: the process's warning filters stay as they are. If torch is
+megatron-core warns several times while it is imported, and ``transformer_impl="auto"`` already does what can be done
+about it. The hints are hidden during this import only: the process's warning filters stay as they are. If torch is
 built without CUDA, the import also skips torch's compiler. ``lightning_mcore``, ``lightning_mcore.hf`` and
 ``lightning_mcore.strategy`` call it before their names are imported; the command line hides the hints during a command.
 """
@@ -20,7 +20,7 @@ def import_megatron() -> None:
     name = "megatron.core.models.gpt.gpt_layer_specs"
     if name in sys.modules:
         return
-    runtime = importlib.import_module("lightning_mcore.parallel.cpu_runtime")  # imports torch, which may set filters
+    runtime = importlib.import_module("lightning_mcore.parallel.cpu_runtime")
     with warnings.catch_warnings(), runtime.without_compiler():
         warnings.filterwarnings("ignore", message=HINTS, category=UserWarning)
         importlib.import_module(name)

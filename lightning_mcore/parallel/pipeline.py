@@ -51,7 +51,6 @@ class StageOutput(BaseException):
     """Carries a chunk's output, [s, b, h], out of the user's step on all stages but the last."""
 
     def __init__(self, value: Tensor) -> None:
-        # Only `value` matters; no message, because users never see it.
         super().__init__()
         self.value = value
 
@@ -63,11 +62,10 @@ class Pipeline(nn.Module):
     schedule. ``boundaries_on_host`` tells whether the layers take packed boundaries in host tensors.
     """
 
-    # Whether the pipeline's caller splits batches for context-parallel ranks, so that steps see whole batches. Such a
-    # model may be called anywhere, and several times in a step, except in training as a pipeline.
+    # Whether the caller splits batches for context-parallel ranks; then it may be called anywhere, and several times in
+    # a step, except in training as a pipeline.
     takes_whole_batches = False
-    # Runs all stages outside a schedule, for a model that takes whole batches. Set by pipeline_runner.py in a run and
-    # kept after it. Returns the output on the last stage, None on the others.
+    # Set by pipeline_runner.py: runs all stages outside a schedule. Returns the output on the last stage, else None.
     run_stages: Callable[..., Any] | None = None
 
     def __init__(
@@ -84,7 +82,7 @@ class Pipeline(nn.Module):
         self.layout = layout
         self._active: tuple[nn.Module, bool] | None = None
         self.num_calls = 0
-        self._was_called = False  # since the chunk became active
+        self._was_called = False
         layers = (layer for chunk in chunks for layer in chunk.modules())
         self.boundaries_on_host = any(getattr(layer, "boundaries_on_host", False) for layer in layers)
 
@@ -100,9 +98,6 @@ class Pipeline(nn.Module):
             run = self._whole_model() if self.run_stages is None else self.run_stages
             return run(*args, **kwargs)
         chunk, is_last = self._active
-        # With two stages and one microbatch: stage 0 activates its chunk and runs training_step, whose self.model(...)
-        # call ends here with StageOutput(hidden states). The schedule sends them to stage 1, where the same call
-        # returns the logits, and training_step goes on to its loss.
         if self.takes_whole_batches and self.is_staged:
             self._refuse_second_call()
         output = chunk(*args, **kwargs)
@@ -113,7 +108,7 @@ class Pipeline(nn.Module):
     @contextlib.contextmanager
     def activate(self, chunk: nn.Module, is_last: bool) -> Iterator[None]:
         """Make calls run ``chunk``, in the strategy's wrappers, inside the ``with`` block."""
-        object.__setattr__(self, "_active", (chunk, is_last))  # not a submodule: the wrapped chunk contains ours
+        object.__setattr__(self, "_active", (chunk, is_last))  # not a submodule: the chunk contains ours
         self._was_called = False
         try:
             yield

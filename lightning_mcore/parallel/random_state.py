@@ -36,11 +36,11 @@ Source: ``_set_random_seed`` in Megatron-LM's training/initialize.py.
 class RandomState:
     """The generators of one rank at one moment, as the module's table describes them."""
 
-    python: tuple[Any, ...]  # random.getstate()
-    numpy: tuple[Any, ...]  # numpy.random.get_state()
-    torch: Tensor  # torch.get_rng_state()
-    device: Tensor | None = None  # torch.cuda.get_rng_state(); None on the CPU
-    tracker: Mapping[str, Any] | None = None  # Megatron's states by name; None in a common state
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+    torch: Tensor
+    device: Tensor | None = None
+    tracker: Mapping[str, Any] | None = None  # None in a common state
 
 
 def take_common() -> RandomState:
@@ -75,15 +75,14 @@ def put(state: RandomState, device: torch.device) -> None:
     if state.device is not None and device.type == "cuda":
         torch.cuda.set_rng_state(state.device, device)
     tracker = tensor_parallel.get_cuda_rng_tracker()
-    # A tracker for CUDA graphs keeps its states in another form, whatever the run that saved them used.
     graphs = is_graph_safe_cuda_rng_tracker(tracker)
     tracker.set_states({name: convert_cuda_rng_state(s, to_graphable=graphs) for name, s in state.tracker.items()})
 
 
 def new_seed() -> int:
     """Return a seed below 2**31 for a run, the same on ranks whose torch generators have the same state."""
-    # The user's own seed if nothing was drawn since seed_everything, so that all strategies begin alike; else a drawn
-    # one. The generator moves on in either case: the next run begins with other numbers.
+    # The user's own seed if nothing was drawn since seed_everything, so that all strategies begin alike. The generator
+    # moves on in either case: the next run begins with other numbers.
     seed = torch.initial_seed()
     is_as_seeded = torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(seed).get_state())
     drawn = int(torch.randint(2**31, ()))
@@ -104,7 +103,7 @@ def seed_common(seed: int) -> None:
 
 def _seed_device_and_tracker(state: RandomState) -> None:
     """Seed Megatron's tracker, and on CUDA the default generator, with a number drawn from the common state."""
-    # A copy of the generator: the common state itself must not move, because it decides the data.
+    # The common state must not move, because it decides the data.
     generator = torch.Generator()
     generator.set_state(state.torch)
     seed_stage(int(torch.randint(2**31 - 2**20, (), generator=generator)))
@@ -126,17 +125,15 @@ def seed_stage(seed: int) -> None:
     ``seed`` is the same on every rank, and below 2**31 minus 100 for each stage. The state of the CPU's generator does
     not change.
     """
-    # The seeds are Megatron-LM's: seed + 100 * stage, to which model_parallel_cuda_manual_seed adds a distance for
-    # tensor-parallel ranks and one for expert-parallel ranks. The latter is also 100, so stage 1 would draw the experts
-    # that stage 0 draws on its second expert-parallel rank. Here, each stage continues counting where the stage before
-    # it ended. With two stages of two expert-parallel ranks, the distances are 0 and 100, then 200 and 300; in
-    # Megatron-LM 0 and 100, then 100 and 200.
+    # Megatron-LM's seed is seed + 100 * stage, and 100 more for the next expert-parallel rank: stage 1 would draw the
+    # experts of stage 0's second rank. With two stages of two such ranks, the distances are 0 and 100, then 200 and
+    # 300; in Megatron-LM 0 and 100, then 100 and 200.
     stage = parallel_state.get_pipeline_model_parallel_rank()
     experts = parallel_state.get_expert_model_parallel_world_size()
     ep_rank = parallel_state.get_expert_model_parallel_rank() + stage * (experts - 1)
     state = torch.get_rng_state()
     tensor_parallel.model_parallel_cuda_manual_seed(seed_of_stage(seed), ep_rank=ep_rank)
-    torch.set_rng_state(state)  # on the CPU, the line above also seeds torch's generator
+    torch.set_rng_state(state)  # which the line above seeds on the CPU
 
 
 def to_plain(state: RandomState) -> Plain:
@@ -194,11 +191,8 @@ def pick(saved: Mapping[str, int], mine: Mapping[str, int], rank: int) -> tuple[
 
     ``saved`` has the coordinates of any rank that saved, and the sizes of its axes; ``mine`` the same of this rank.
     """
-    # On another layout the tracker's states belong to ranks that no longer exist. All ranks of one model copy must draw
-    # the same data, so they take the common state of the first rank with the same data-parallel rank, modulo their
-    # number if there were fewer. Saved with TP=2 on two copies, resumed with TP=1 on four: copies 0 and 2 take rank 0's
-    # state, copies 1 and 3 rank 2's. put() then seeds the rest from it: reproducible, but not what the interrupted run
-    # would have drawn.
+    # Saved with TP=2 on two copies, resumed with TP=1 on four: copies 0 and 2 take rank 0's common state, copies 1 and
+    # 3 rank 2's, because all ranks of a copy must draw the same data. put() seeds the rest from it.
     if all(mine[name] == value for name, value in saved.items() if name.endswith("_size")):
         return rank, True
     copy = mine["data_parallel_rank"] % saved["data_parallel_size"]

@@ -34,11 +34,11 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-_ANSWER = 12.0  # seconds for torch's store on rank 0 to answer
-_TIMEOUT = 20.0  # seconds for all ranks to connect
+_ANSWER = 12.0  # seconds for torch's store on rank 0
+_TIMEOUT = 20.0
 _NOTICE = 60.0  # seconds until a rank logs which ranks it is waiting for
-_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 9}  # a machine that is gone is noticed in 60 s
-_LONGEST_GREETING = 100  # characters
+_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 9}  # 60 s
+_LONGEST_GREETING = 100
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -47,8 +47,8 @@ _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 class Connections:
     """This rank's connections."""
 
-    own: socket.socket  # to rank 0; rank 0 has one to itself
-    of_first: Mapping[int, socket.socket]  # on rank 0, the other ends by rank; empty elsewhere
+    own: socket.socket  # to rank 0
+    of_first: Mapping[int, socket.socket]  # the other ends by rank; empty except on rank 0
 
     def close(self) -> None:
         """Close them for both sides; threads that wait for a message wake up."""
@@ -69,7 +69,6 @@ def connect(introduction: T) -> tuple[Connections, list[T]] | None:
         server.append(_create_server(size))
         return server[0].getsockname()[1], secrets.token_hex(16), socket.gethostname()
 
-    # Rank 0 picks a free port, and the process groups tell the other ranks. The token keeps strangers out.
     port, token, name = consensus.run_on_rank0(listen)
     own: socket.socket | None = None
     of_first: dict[int, socket.socket] = {}
@@ -106,10 +105,9 @@ def rendezvous(place: ClusterEnvironment, timeout: float) -> Store | None:
     single rank, and under torchrun, which has the store and ends all ranks if one ends. Raises RuntimeError if another
     program has the port or rank 0 ended, and TimeoutError if a rank did not arrive.
     """
-    # torch alone waits silently for the whole timeout, does not name the missing ranks, and waits for ever if another
-    # program has the port.
+    # torch alone does not name the missing ranks, and waits for ever if another program has the port.
     rank, size = place.global_rank(), place.world_size()
-    torchrun_has_the_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # as torch reads it
+    torchrun_has_the_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if size == 1 or (rank == 0 and torchrun_has_the_store):
         return None
     deadline = time.monotonic() + timeout
@@ -131,8 +129,6 @@ def _sign_in(store: Store, rank: int, size: int, deadline: float, where: str) ->
     notice = time.monotonic() + _NOTICE if rank == 0 else math.inf
     pause = 0.05
     try:
-        # With 4 ranks of which rank 3 is late: keys lightning_mcore/0 to /2 are set, the counter stands at 3, and after
-        # the deadline check() finds that /3 is missing.
         store.set(f"lightning_mcore/{rank}", "here")
         store.add("lightning_mcore", 1)
         while store.add("lightning_mcore", 0) < size:  # torch's own wait prints a warning at each timeout
@@ -148,7 +144,7 @@ def _sign_in(store: Store, rank: int, size: int, deadline: float, where: str) ->
                 _log.warning("still waiting for %s to reach %s; see their own output", _some_of(missing, size), where)
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
-    except RuntimeError as error:  # the store is gone
+    except RuntimeError as error:
         raise RuntimeError(f"rank 0 ended before all ranks had reached {where}; its own output says why") from error
 
 
@@ -165,7 +161,7 @@ def _find_store(place: ClusterEnvironment, deadline: float, timeout: float) -> S
     while True:
         try:
             with socket.create_connection((address, port), timeout=_ANSWER) as connection:
-                if connection.getsockname() == connection.getpeername():  # the kernel gave this end the port of rank 0
+                if connection.getsockname() == connection.getpeername():  # to itself
                     raise ConnectionRefusedError("nothing listens there")
             break
         except OSError as error:

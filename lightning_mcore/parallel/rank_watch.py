@@ -58,11 +58,11 @@ from lightning_mcore.parallel.rank_connections import Connections, Lines, connec
 
 _GRACE = 10.0  # seconds for a rank to end by itself, once another has failed
 _LAST_GRACE = 20.0  # seconds for the rank that failed to clear up, if the others have not failed too
-_MEETING = 15.0  # seconds to wait for the exceptions of the others: they are ended before that, and this rank after
+_MEETING = 15.0  # seconds to wait for the exceptions of the others; more than _GRACE, less than _LAST_GRACE
 _STOPPED = 10  # seconds that a rank may be stopped while another is not
-_TICK = 1.0  # seconds between two checks of another process
-_CAUSE_TIMEOUT = 1.0  # seconds to wait until rank 0 has passed on a message
-_LENGTH = 200  # characters from the beginning and from the end of an error that the other ranks are told
+_TICK = 1.0
+_CAUSE_TIMEOUT = 1.0
+_LENGTH = 200  # characters from the beginning and from the end of an error
 
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 
@@ -77,16 +77,14 @@ LAUNCHED_BY = "LIGHTNING_MCORE_LAUNCHED_BY"
 class _ProcessState:
     """The state of this process."""
 
-    runs: int = 0  # that it has begun; the same number on every rank
+    runs: int = 0  # the same number on every rank
     is_running: bool = False
     # The id() of the error that ended the last run; a reference would keep alive everything it leads to.
     failure: int | None = None
-    # Ranks that this process started, if its run failed before all ranks were connected.
     children: Sequence[subprocess.Popen[bytes]] = ()
-    # Set when the ranks of this run are connected, or when the run is over.
     connected: threading.Event = dataclasses.field(default_factory=threading.Event)
-    watch: "_Watch | None" = None  # listens to rank 0; None with a single rank
-    world: Callable[[], Any] = lambda: None  # returns the group that `watch` was made for, while it exists
+    watch: "_Watch | None" = None
+    world: Callable[[], Any] = lambda: None  # returns the group of `watch` while it exists
 
 
 _process_state = _ProcessState()
@@ -98,7 +96,7 @@ def run(children: Callable[[], Sequence[subprocess.Popen[bytes]]]) -> Iterator[N
 
     ``children`` returns the ranks that this process has started.
     """
-    if _process_state.is_running:  # a run inside a run
+    if _process_state.is_running:
         yield
         return
     _process_state.runs += 1
@@ -145,7 +143,6 @@ def begin(positions: Mapping[str, int], timeout: float) -> None:
     """
     if not _process_state.is_running or dist.get_world_size() == 1:
         return
-    # One watch for each default group: the ranks may be connected in another way the next time.
     world: Any = dist.group.WORLD
     if _process_state.world() is not world:
         if _process_state.watch is not None:
@@ -190,13 +187,13 @@ class _Watch:
         self._connections = connections
         self._neighbour = neighbour
         self._changed = threading.Condition()
-        self._run = 0  # the number of the run that it is in, or was in
+        self._run = 0
         self._is_in = False
         self._error: BaseException | None = None  # why this rank failed
         self._cause: str | None = None  # why another rank failed
         self._answer: tuple[int, str | None] = (0, None)
-        self._verdict: bool | None = None  # whether all ranks failed in this run, once no rank is in it any more
-        self._absent: int | None = None  # a rank whose process has ended
+        self._verdict: bool | None = None  # whether all ranks failed, once no rank is in the run
+        self._absent: int | None = None
         self._first_has_left = False
         self._deadline: float | None = None
         self._seconds_stopped = 0.0
@@ -234,18 +231,17 @@ class _Watch:
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank has failed, and add to the error what is known about the cause."""
         with self._changed:
-            if self._run != _process_state.runs:  # it failed before all ranks reached the run
+            if self._run != _process_state.runs:
                 self._start(is_in=True)
-            # Such an error often follows another rank's: give rank 0 a moment to pass on the first one.
-            if _is_of_a_connection(error):
+            if _is_of_a_connection(error):  # often follows another rank's error
                 self._wait_for_cause()
-            is_first = self._cause is None or self._cause.endswith(describe(error))  # or the same error on all ranks
+            is_first = self._cause is None or self._cause.endswith(describe(error))
             error.add_note(f"(on {self._me})" if is_first else f"(on {self._me}, after {self._cause})")
             self._error = error
             self._deadline = time.monotonic() + _LAST_GRACE
             self._send("failed", self._run, describe(error))
             self.end_stopped_neighbour()
-            self._wait_for_cause()  # rank 0 passes on the first failure: this one, or an earlier one
+            self._wait_for_cause()
         if is_first and not isinstance(error, Exception):  # such an error prints no traceback
             say(f"{self._me} failed: {describe(error)}")
 
@@ -287,7 +283,6 @@ class _Watch:
         while True:
             received = receive(self._connections.own)
             with self._changed:
-                # Rank 0 sends answer, cause, verdict, absent and first_has_left: each has its _on_ method below.
                 for name, *arguments in lines.split(received or b""):
                     getattr(self, f"_on_{name}")(*arguments)
                 if received == b"":
@@ -297,7 +292,6 @@ class _Watch:
             if received == b"":
                 break
             self._end_in_time()
-        # Rank 0 is gone, but this rank must still end in time.
         while self._deadline is not None:
             time.sleep(_TICK)
             self._end_in_time()
@@ -309,7 +303,6 @@ class _Watch:
         if run != _process_state.runs or self._cause is not None:
             return
         self._cause = cause
-        # A rank with an error of its own is clearing up already, under another deadline.
         if self._is_in and self._error is None:
             self._deadline = time.monotonic() + _GRACE
 
@@ -341,7 +334,7 @@ class _Watch:
             rank = self._neighbour[0]
             cause = f"rank {rank} was stopped (SIGSTOP) for {_STOPPED} s while others were not, and was killed"
             self._send("stopped", self._run, cause)
-            if rank == 0:  # rank 0 does not receive this
+            if rank == 0:  # it does not receive this
                 self._on_cause(self._run, cause)
             self.end_stopped_neighbour()
 
@@ -354,7 +347,6 @@ class _Watch:
         """End a rank that is stopped: it would not learn that the run is over, and would stay for ever."""
         if self._neighbour is not None and self._neighbour_is_stopped():
             with contextlib.suppress(psutil.Error):
-                # psutil compares start times, so it never kills another process with the same number.
                 self._neighbour[1].kill()
 
     def _end_in_time(self) -> None:
@@ -379,7 +371,7 @@ class _Hub:
         self._states = dict.fromkeys(connections, "out")  # of a run: "out", "in" or "failed"
         self._runs = dict.fromkeys(connections, 0)
         self._positions: dict[int, dict[str, int]] = {}
-        self._told = 0  # the number of the last run that failed
+        self._told = 0
         _start_thread("rank watch hub", self._listen)
 
     def _listen(self) -> None:
@@ -403,8 +395,7 @@ class _Hub:
 
     def _on_enter(self, rank: int, run: int, positions: dict[str, int]) -> None:
         self._states[rank], self._runs[rank], self._positions[rank] = "in", run, positions
-        # After a failed run, ranks may have issued different numbers of collectives, so only the next run is checked
-        # for that.
+        # Only a failed run leaves ranks with different numbers of collectives.
         if all(state == "in" for state in self._states.values()) and set(self._runs.values()) == {run}:
             self._send("answer", run, out_of_step(self._positions) if self._told == run - 1 else None)
 
@@ -430,7 +421,7 @@ class _Hub:
         self._send("absent", rank)
         if self._states[rank] == "in":
             if self._told != self._runs[rank] and self._states[0] == "in":
-                say(f"{_without_a_word(rank)}; the run ends on all ranks")  # at once: a launcher may end this one too
+                say(f"{_without_a_word(rank)}; the run ends on all ranks")
             self._send_cause(self._runs[rank], _without_a_word(rank))
         self._judge(self._runs[rank])
 
@@ -489,7 +480,7 @@ def describe(error: BaseException) -> str:
         text = " ".join(str(error).split())
     except Exception:
         text = ""
-    if len(text) > 2 * _LENGTH:  # the message of a worker's error, for example, follows its traceback
+    if len(text) > 2 * _LENGTH:
         text = f"{text[:_LENGTH]} ... {text[-_LENGTH:]}"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -530,7 +521,6 @@ def _end_soon_at_exit() -> None:
         _start_thread("rank watch ends", end_soon)
         if _process_state.watch is not None:
             _process_state.watch.end_stopped_neighbour()
-        # This error ends the process, and the children have not been told.
         if id(getattr(sys, "last_value", None)) == _process_state.failure:
             for child in _process_state.children:
                 child.kill()
@@ -560,8 +550,7 @@ def _lives(process: int) -> bool:
 
 def _neighbour(rank: int, processes: Sequence[tuple[str, str, int, float]]) -> tuple[int, psutil.Process] | None:
     """Return the next rank on this machine, and its process; each rank looks after one other."""
-    # Ranks 0 to 3 on one machine watch 1, 2, 3 and 0. A process number means something within one container only, and
-    # its start time tells a new process with the same number.
+    # Ranks 0 to 3 on one machine watch 1, 2, 3 and 0; a start time tells a new process with the same number.
     ring = [other for other, process in enumerate(processes) if process[:2] == processes[rank][:2]]
     other = ring[(ring.index(rank) + 1) % len(ring)]
     with contextlib.suppress(psutil.Error):
@@ -573,14 +562,13 @@ def _neighbour(rank: int, processes: Sequence[tuple[str, str, int, float]]) -> t
 
 def _watch_the_start(children: Callable[[], Sequence[subprocess.Popen[bytes]]], connected: threading.Event) -> None:
     """Notice ranks that end before all are connected, if one has started the others."""
-    launcher = int(os.environ.pop(LAUNCHED_BY, "0"))  # programs that this rank starts must not see it
+    launcher = int(os.environ.pop(LAUNCHED_BY, "0"))  # not for programs that this rank starts
     if os.getppid() == launcher and sys.platform == "linux":
-        # So that a stopped rank wakes up when its launcher ends.
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)  # wakes it up if it is stopped
 
     def watch() -> None:
         while not connected.wait(_TICK / 4):
-            if launcher and not _lives(launcher):  # it may have ended while this process was importing
+            if launcher and not _lives(launcher):
                 _end("this rank is ended, because the process that started it ended before all ranks were connected")
             for rank, child in enumerate(children(), start=1):
                 if child.poll():

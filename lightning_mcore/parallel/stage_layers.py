@@ -10,7 +10,7 @@ def check_uniform_recompute(config: TransformerConfig) -> None:
     """Raise ValueError if ``recompute_num_layers`` does not divide the layers of each chunk."""
     if config.recompute_granularity != "full" or config.recompute_method != "uniform":
         return
-    # Groups are counted within a chunk: 12 layers on 4 stages are chunks of 3, so groups of 2 are rejected.
+    # 12 layers on 4 stages are chunks of 3, so groups of 2 are rejected.
     group = config.recompute_num_layers
     uneven = sorted(layers for layers in _layers_of_chunks(config) if layers % group)
     if uneven:
