@@ -33,7 +33,6 @@ from lightning_mcore.parallel.chunks import ModelChunks
 from lightning_mcore.parallel.consensus import all_gather_object
 
 _DIGESTED = 1 << 17  # values digested at once, few enough for a processor's cache
-# In the names of tensors that belong to one expert each
 EACH_EXPERT = re.compile(r"\.experts\.\d")
 _TRANSLATED = """
     deepseek_v3 dots1 ernie4_5_moe glm4_moe minimax_m2 mixtral olmoe qwen3_moe qwen3_next
@@ -45,22 +44,21 @@ _ADAPTED_OUTSIDE = (
     "output_layer",
 )  # Megatron's modules that may have adapters, besides linear_*
 _OF_EXPERTS, _OF_DENSE_LAYERS = ("mlp.experts.", "mlp.router.", "mlp.shared_experts."), ("mlp.linear_fc",)
-_ADAPTED = (".weight", ".gate_weight")  # suffixes of the names of weights that may have adapters
+_ADAPTED = (".weight", ".gate_weight")
 
 
 @dataclass(frozen=True)
 class ChunkWeight:
     """A parameter of this rank and the Hugging Face tensors that it holds rows of."""
 
-    name: str  # whole name
-    module: nn.Module  # that it belongs to
+    name: str
+    module: nn.Module
     parameter: nn.Parameter
     whole: Shape  # of the whole model's tensor, without leading axes of experts
     # What it holds: a block within this rank's rectangle, and the block's first row in the parameter
     parts: list[tuple[Block, int]]
-    shapes: Mapping[str, Shape]  # of the whole Hugging Face tensors
-    # Hugging Face tensors in the whole weight, in order, unless experts make it up; then those in the parameter. With
-    # more tensor-parallel ranks than key heads, a rank may hold no row of some.
+    shapes: Mapping[str, Shape]
+    # In the whole weight, in order; for experts, in the parameter. A tensor-parallel rank may hold no row of some.
     names: list[str]
 
     @property
@@ -90,8 +88,7 @@ def _put_on(chunks: ModelChunks, family: Family, fields: Mapping[str, Any], lora
         for weight in found:
             _train(weight, lora)
         for weight in found if lora.quantization else ():
-            # QLoRA quantizes frozen linear layers only, after adapters are on: a
-            # weight in modules_to_save stays as it is
+            # Only after adapters are on: a weight in modules_to_save is not frozen, and is not quantized
             is_linear = isinstance(weight.module, LINEAR) and weight.name.startswith("decoder.")
             if is_linear and weight.name.endswith(".weight") and not weight.parameter.requires_grad:
                 projections = [_projection(weight, name) for name in weight.modules]
@@ -105,7 +102,6 @@ def merge_adapters(
 
     ``fill`` is called when the adapters are on the model, to give them their values.
     """
-    # Adapters freeze the model; afterwards it is trained as before
     trained = [(p, p.requires_grad) for chunk in chunks.bare for p in chunk.parameters()]
     _put_on(chunks, family, fields, lora)
     fill()
@@ -182,7 +178,6 @@ def check_held(family: Family, fields: Mapping[str, Any], lora: LoRA) -> None:
                 f"modules_to_save has {saved[0]}, a router that PEFT keeps in another module, with its bias; leave it"
                 " out"
             )
-        # Megatron trains a weight as a whole: q_proj alone in modules_to_save would also train k_proj and v_proj
         if saved and others:
             raise ValueError(
                 f"modules_to_save has {saved[0]}, which Megatron keeps in one weight with {', '.join(others)}; name"
@@ -226,7 +221,7 @@ def _check_place(weight: str, module: str, lora: LoRA) -> None:
     """Raise ValueError if a Hugging Face module cannot have an adapter, because of what it is in Megatron."""
     last = module.rpartition(".")[2]
     if lora.target_modules == ALL_LINEAR and not lora.targets_parameter(module):
-        return  # "all-linear" means linear layers only, so the others are simply skipped
+        return
     kind = weight.rpartition(".")[0].rpartition(".")[2]
     if kind == "router" and last not in ROUTERS:
         raise ValueError(f"target_modules has {module}, a router for which PEFT has no adapters; leave it out")
@@ -238,7 +233,7 @@ def _check_place(weight: str, module: str, lora: LoRA) -> None:
 
 
 def _of_all_experts(weight: str, tensors: Sequence[str]) -> bool:
-    """Return whether a Megatron weight is that of all experts of a layer, and Hugging Face's too."""
+    """Return whether both Megatron and Hugging Face keep all experts of a layer in one tensor."""
     return ".experts.experts." in weight and not all(map(EACH_EXPERT.search, tensors))
 
 
@@ -308,7 +303,7 @@ def _projection(weight: ChunkWeight, name: str) -> Projection:
 def weights_of_chunk(
     chunks: ModelChunks, index: int, family: Family, fields: Mapping[str, Any]
 ) -> Iterator[ChunkWeight]:
-    """Yield a chunk's parameters with what each of them holds, without those of adapters."""
+    """Yield a chunk's parameters with what each holds, without adapters."""
     maps: dict[str, WeightMap] = {}
     owners = {id(p): module for module in chunks.bare[index].modules() for p in module.parameters(recurse=False)}
     for entry in sharded_tensors(chunks, index):
@@ -323,12 +318,10 @@ def weights_of_chunk(
             whole = whole_names(place.key, tuple(place.global_shape))[name][1]
             known = maps[name] = maps.get(name) or WeightMap(family, fields, {name: whole})
             shapes = known.shapes
-            # A piece starts at an element of the parameter; divide by the row's length to get the row
             row = piece.start // (entry.data.shape[-1] if entry.data.dim() > 1 else 1)
             for block in known.blocks[name]:
                 part = block.within(start, size)
                 if part is not None:
-                    # Skip the expert axis, which this parameter does not have
                     axis = len(start) - entry.data.dim()
                     parts.append((part, row + part.start[axis] - start[axis]))
         blocks = maps[name].blocks[name] if len(whole) == entry.data.dim() else [block for block, _ in parts]
@@ -364,7 +357,6 @@ def adapted_model(tensors: Mapping[str, Shape], family: Family, fields: Mapping[
         for block in blocks:
             module = block.hf.rpartition(".")[0]
             expert = block.start[0] if len(shape) > 2 else 0
-            # A module's rows come in several blocks, one per group of heads: add them up
             sizes[module] = (sizes.get(module, (0,))[0] + block.shape[-2:][0], block.shape[-1], expert)
         looks_up = name.startswith("embedding.")
         if len(sizes) == 1 and len(shape) == 2:  # with the padding of a vocabulary
@@ -425,7 +417,7 @@ def tensor_names(family: Family, fields: Mapping[str, Any]) -> dict[str, list[st
     found = {}
     for rule in family.outside:
         if rule.megatron == "output_layer.weight" and fields.get("share_embeddings_and_output_weights"):
-            continue  # it is the embedding
+            continue
         blocks = rule.blocks((size, size), {**fields, "vocab_size": size})
         found[rule.megatron] = [block.hf for block in blocks]
     for layer in range(int(fields["num_layers"])):

@@ -19,7 +19,7 @@ Fields = Mapping[str, Any]
 LONGEST_SEQUENCE = 1 << 40
 """A sequence length, in tokens, that no model reaches."""
 
-_LONGEST_VALUE = 80  # characters of a value in an error
+_LONGEST_VALUE = 80
 
 LARGEST_SIZE = 1 << 24
 """A size that no model reaches; a larger value in a config is damaged, and would allocate all memory."""
@@ -135,7 +135,6 @@ class Constants(Preset):
 
     def write(self, fields: Fields) -> dict[str, Any]:
         """Raise ValueError for other values, because the config has no key for them."""
-        # A model that was changed through `transformer` fails here at export, not silently in transformers
         for name, value in self.fields.items():
             if fields[name] != value:
                 raise ValueError(
@@ -225,8 +224,7 @@ def shortened(value: Any) -> str:
 
 
 def refuse_unless(key: str, value: Any, allowed: tuple[Any, ...], why: str) -> None:
-    """Raise ValueError unless the value is one of those allowed."""
+    """Raise ValueError unless the value is allowed."""
     if value not in allowed:
-        # The message lists what is allowed, so that a user can fix the config without reading this file
         choices = " or ".join(map(repr, allowed))
         raise ValueError(f"{key}={shortened(value)} is not supported, because {why}; only {choices} is")

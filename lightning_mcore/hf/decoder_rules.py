@@ -33,8 +33,6 @@ from lightning_mcore.hf.config_rules import (
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.weight_rules import JoinedQueryKeyValue, QueryKeyValue, Rename, Rows, Vocabulary, WeightRule
 
-# ---- rotary positions
-
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _NO_SUCH = "Megatron does not have such positions"
 _FASTEST, _SLOWEST = 32.0, 1.0  # defaults of YaRN
@@ -139,7 +137,6 @@ def _refuse_rest(kind: str, rope: Rope) -> None:
     if kind == "default":  # only the length that the model was trained with; nothing is stretched
         rope.pop("original_max_position_embeddings", None)
     if rope.get("partial_rotary_factor") == 1.0:
-        # A share of 1.0 means whole heads, which every reader understands
         del rope["partial_rotary_factor"]
     for key, value in rope.items():
         raise ValueError(f"rope_parameters.{key}={value!r} is not supported with rope_type={kind!r}; remove it")
@@ -150,7 +147,6 @@ def _read_yarn(rope: Rope, config: Config) -> dict[str, Any]:
     original = rope.pop("original_max_position_embeddings", None)
     refuse_outside("rope_parameters.original_max_position_embeddings", original, 1, LONGEST_SEQUENCE)
     if rope.get("factor") is None:
-        # A model of 131072 positions that was trained with 32768 has the factor 4.0
         rope["factor"] = config["max_position_embeddings"] / original
     return {
         "rotary_scaling_factor": _number(rope, "factor", 1.0),
@@ -220,7 +216,6 @@ def _write_yarn(yarn: Mapping[str, Any]) -> Rope:
 def _base(rope: Rope) -> int | float:
     value: float = rope.pop("rope_theta", 10000.0)
     refuse_outside("rope_parameters.rope_theta", value, _SMALLEST, _LARGEST)
-    # Megatron's default is an int; equal models must have equal fields
     return int(value) if float(value).is_integer() else value
 
 
@@ -237,20 +232,15 @@ def _number(rope: Rope, key: str, default: float) -> float:
     return float(value)
 
 
-# Positions of whole heads
 ROPE = Derived(("rope_parameters",), _read, _write)
 
-# Positions of a part of each head
 PARTIAL_ROPE = Derived(("rope_parameters",), _read_partial, _write_partial)
 
 
 def _read_by_window(config: Config) -> dict[str, Any]:
     ropes = config["rope_parameters"]
     for key in sorted(ropes.keys() - {"full_attention", "sliding_attention"}):
-        raise ValueError(
-            f"rope_parameters.{key}={ropes[key]!r} is not that of a kind of layers; move it to full_attention"
-        )
-    # Two sets of parameters: the full-attention one is read as usual, the window's may only have another base
+        raise ValueError(f"rope_parameters.{key}={ropes[key]!r} names no kind of layers; move it to full_attention")
     window = _parameters({"rope_parameters": ropes["sliding_attention"]})
     kind = window.pop("rope_type")
     refuse_unless("rope_parameters.sliding_attention.rope_type", kind, ("default",), "only full attention is stretched")
@@ -270,7 +260,6 @@ def _write_by_window(fields: Fields) -> dict[str, Any]:
     return {"rope_parameters": {"sliding_attention": window, "full_attention": _write(fields)["rope_parameters"]}}
 
 
-# Positions of whole heads, others in layers with a window
 ROPE_BY_WINDOW = Derived(("rope_parameters",), _read_by_window, _write_by_window)
 
 
@@ -283,11 +272,10 @@ def _read_alpha(config: Config) -> dict[str, Any]:
     alpha, size = _number(rope, "alpha", 1.0), config.get("head_dim")
     size = size or config["hidden_size"] // config["num_attention_heads"]
     refuse_outside("head_dim", size, 3)  # the exponent divides by two less
-    # alpha 1000, base 10000 and head size 128 give a base of 10000 * 1000 ** (128 / 126) = 11158840
     return {"rotary_base": _base(rope) * alpha ** (size / (size - 2))}
 
 
-# Positions of whole heads whose base ``alpha`` may stretch; the stretched base is written
+# The stretched base is written, without ``alpha``
 ALPHA_ROPE = Derived(("rope_parameters",), _read_alpha, _write)
 
 
@@ -306,19 +294,15 @@ def _write_growing(fields: Fields) -> dict[str, Any]:
     if growth is None:
         raise ValueError("its queries do not grow with the position")
     keys = _write(fields)
-    # "beta" is the field's name and llama_4_scaling_beta the key's; the original length has the same name in both
     own = {**growth, "llama_4_scaling_beta": growth["beta"]}
     del own["beta"]
     return {**keys, "rope_parameters": {**keys["rope_parameters"], **own}}
 
 
-# Positions of whole heads, with queries that grow with the position
 GROWING_ROPE = Derived(("rope_parameters",), _read_growing, _write_growing)
 
-# Positions of latent attention
 LATENT_ROPE = Derived(("rope_parameters",), _read_latent, _write_latent)
 
-# ---- configs
 
 MOST_LAYERS = 10_000
 
@@ -331,7 +315,6 @@ SIZES: tuple[ConfigRule, ...] = (
     Same("num_key_value_heads", "num_query_groups", at_least=1),
 )
 
-# Sizes, RMSNorm, and gated linear units
 WITHOUT_ACTIVATION: tuple[ConfigRule, ...] = (
     *SIZES,
     Same("rms_norm_eps", "layernorm_epsilon", at_least=0.0),
@@ -340,7 +323,6 @@ WITHOUT_ACTIVATION: tuple[ConfigRule, ...] = (
     Constants({"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}),
 )
 
-# The same with SiLU
 WITHOUT_POSITIONS: tuple[ConfigRule, ...] = (
     *WITHOUT_ACTIVATION,
     Only("hidden_act", "silu"),
@@ -349,7 +331,6 @@ WITHOUT_POSITIONS: tuple[ConfigRule, ...] = (
 
 HEAD_SIZE = Same("head_dim", "kv_channels", at_least=1)
 
-# The same, with rotary positions of whole heads
 DECODER: tuple[ConfigRule, ...] = (*WITHOUT_POSITIONS, ROPE, HEAD_SIZE)
 
 
@@ -358,13 +339,11 @@ def _read_attention_bias(config: Config) -> dict[str, Any]:
 
 
 def _write_attention_bias(fields: Fields) -> dict[str, Any]:
-    # Megatron has two switches where the config has one
     if fields["add_qkv_bias"] != fields["attention_output_bias"]:
         raise ValueError("some of the projections of attention have biases, but in its config either all or none do")
     return {"attention_bias": fields["add_qkv_bias"]}
 
 
-# All projections of attention have biases, or none
 ATTENTION_BIAS = Derived(("attention_bias",), _read_attention_bias, _write_attention_bias)
 
 MLP_BIAS = Same("mlp_bias", "mlp_bias")
@@ -376,7 +355,6 @@ def _read_dropout(config: Config) -> dict[str, Any]:
     return {"hidden_dropout": share}
 
 
-# Dropout of the embedding and of what each layer adds
 ONE_DROPOUT = Derived(
     ("resid_pdrop", "embd_pdrop"),
     _read_dropout,
@@ -394,7 +372,7 @@ def _read_window(config: Config) -> dict[str, Any]:
     size = config.get("sliding_window")
     if size is None:
         return {}
-    refuse_outside("sliding_window", size, 1, LONGEST_SEQUENCE)  # a query sees itself
+    refuse_outside("sliding_window", size, 1, LONGEST_SEQUENCE)
     return {"window_size": [size - 1, 0]}
 
 
@@ -407,7 +385,6 @@ def _write_window(fields: Fields) -> dict[str, Any]:
 def _keys_seen(fields: Fields) -> int | None:
     if fields["window_size"] is None:
         return None
-    # sliding_window=4096 is Megatron's (4095, 0): 4095 keys before the query, and its own
     back, ahead = fields["window_size"]
     if back < 0 or ahead not in (0, -1):
         raise ValueError(f"window_size={fields['window_size']!r} cannot be expressed in its config; only (n, 0) can")
@@ -445,16 +422,13 @@ def _write_windows(fields: Fields) -> dict[str, Any]:
     return {"sliding_window": size, "use_sliding_window": size is not None, "layer_types": kinds}
 
 
-# All layers have a window, or none
 WINDOW = Derived(("sliding_window",), _read_window, _write_window)
 
-# The same with a switch; that model does not read ``max_window_layers``
 OPTIONAL_WINDOW = Derived(
     ("sliding_window", "use_sliding_window", "max_window_layers"), _read_optional_window, _write_optional_window
 )
 
-# The kind of a layer decides whether it has a window; without kinds, transformers
-# derives them from ``max_window_layers``
+# Without ``layer_types``, transformers derives them from ``max_window_layers``
 WINDOWS = Derived(
     ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"), _read_windows, _write_windows
 )
@@ -470,12 +444,9 @@ def _write_layer_windows(fields: Fields) -> dict[str, Any]:
     return {key: keys[key] for key in ("sliding_window", "layer_types")}
 
 
-# The same without a switch
 LAYER_WINDOWS = Derived(
     ("sliding_window", "layer_types", "max_window_layers"), _read_layer_windows, _write_layer_windows
 )
-
-# ---- layers without positions
 
 
 def _read_unrotated(config: Config) -> dict[str, Any]:
@@ -489,10 +460,7 @@ def _write_unrotated(fields: Fields) -> dict[str, Any]:
     return {"no_rope_layers": [int(not flag) for flag in unrotated]}
 
 
-# Some layers have no positions; transformers makes the list from the interval
 UNROTATED_LAYERS = Derived(("no_rope_layers", "no_rope_layer_interval"), _read_unrotated, _write_unrotated)
-
-# ---- layers for multi-token prediction
 
 
 def _read_multi_token(config: Config) -> dict[str, Any]:
@@ -508,7 +476,6 @@ MULTI_TOKEN_LAYERS = Derived(
     lambda fields: {"num_nextn_predict_layers": fields["mtp_num_layers"] or 0},
 )
 
-# Norms of the next token's embedding and of the hidden state, the projection of both, and the last norm
 MULTI_TOKEN: tuple[WeightRule, ...] = (
     Rename("enorm.weight", "enorm.weight"),
     Rename("hnorm.weight", "hnorm.weight"),
@@ -518,8 +485,6 @@ MULTI_TOKEN: tuple[WeightRule, ...] = (
 
 # Checkpoints repeat the embedding and the output layer in each of those layers
 REPEATED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
-
-# ---- weights
 
 
 def outside(prefix: str = "model.") -> tuple[WeightRule, ...]:
@@ -562,14 +527,12 @@ QK_NORM: tuple[WeightRule, ...] = (
     Rename("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
 )
 
-# Queries, keys and values in one tensor
 JOINED_ATTENTION: tuple[WeightRule, ...] = (
     Rename("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
     JoinedQueryKeyValue("self_attention.linear_qkv.weight", "self_attn.qkv_proj.weight"),
     Rename("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
 )
 
-# Gate and up projection in one tensor
 JOINED_MLP: tuple[WeightRule, ...] = (
     Rename("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight"),
     Rename("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight"),
@@ -582,9 +545,7 @@ MLP: tuple[WeightRule, ...] = (
     Rename("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
 )
 
-# ---- families
 
-# A rule for config keys or for a weight, or a tuple of parts
 Part = ConfigRule | WeightRule | tuple[Any, ...]
 
 
@@ -594,7 +555,7 @@ def family(model_type: str, name: str, *parts: Part) -> Family:
     ``name`` is the transformers class without ``ForCausalLM``; the order of ``parts`` does not matter.
     """
     rules = list(_flat(parts))
-    layer = tuple(rule for rule in rules if hasattr(rule, "megatron"))  # only rules for weights have it
+    layer = tuple(rule for rule in rules if hasattr(rule, "megatron"))
     config = tuple(rule for rule in rules if not hasattr(rule, "megatron"))
     return Family(model_type, f"{name}ForCausalLM", config, layer, OUTSIDE)
 

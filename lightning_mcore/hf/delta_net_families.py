@@ -47,7 +47,6 @@ def _read_delta_nets(config: Config) -> dict[str, Any]:
         raise ValueError(
             f"linear_num_value_heads={values} is not supported; only multiples of linear_num_key_heads={heads} are"
         )
-    # Layers (linear, linear, linear, full) become linear_attention_freq=[1, 1, 1, 0]
     flags = [int(kind == _DELTA_NET) for kind in kinds]
     sizes = {key: config[key] for key in DELTA_NET}
     return {"delta_net": {"linear_attention_freq": flags, **sizes}} if any(flags) else {}
@@ -74,7 +73,6 @@ def _gated(kind: str) -> WeightRule:
     return GatedQueryKeyValue(f"self_attention.linear_qkv.{kind}", query, key, value)
 
 
-# Llama's attention, with the query-key-value rule replaced by the gated one
 _GATED_ATTENTION: tuple[WeightRule, ...] = (
     d.ATTENTION[0],
     _gated("weight"),
@@ -105,7 +103,6 @@ _SHARED_EXPERT: tuple[ConfigRule, ...] = (
 
 _UNREAD = ("rotary_emb.inv_freq", "mtp.")
 
-# Qwen3-Next: gated delta nets and gated attention, with experts
 QWEN3_NEXT = replace(
     d.family(
         *("qwen3_next", "Qwen3Next", d.WITHOUT_POSITIONS, d.PARTIAL_ROPE, _MIXED_LAYERS, _SHARED_EXPERT),
@@ -115,9 +112,8 @@ QWEN3_NEXT = replace(
         DeltaNetRows(
             "self_attention.linear_in.weight",
             (
-                # Qwen3-Next stores these head by head already: query, key, values and gates of head 0, then those of
-                # head 1. With 2 key heads of 2 channels and 4 value heads of 3, a head has 16 rows (2, 2, 6 and 6) in
-                # the first tensor, and 4 (2 and 2) in the second.
+                # Head by head already. With 2 key heads of 2 channels and 4 value heads of 3, a head has 16 rows
+                # (2, 2, 6 and 6) in the first tensor, and 4 (2 and 2) in the second.
                 ("linear_attn.in_proj_qkvz.weight", ("key", "key", "value", "value")),
                 ("linear_attn.in_proj_ba.weight", ("head", "head")),
             ),
@@ -156,7 +152,6 @@ _MORE_WEIGHTS: tuple[WeightRule, ...] = (
     ),
 )
 
-# Qwen3.5, text only: gated delta nets and gated attention
 QWEN3_5 = replace(
     d.family(
         *("qwen3_5_text", "Qwen3_5", d.WITHOUT_POSITIONS, _TEXT_ROPE, _MIXED_LAYERS, _MORE_KEYS),
@@ -165,7 +160,6 @@ QWEN3_5 = replace(
     unread=_UNREAD,
 )
 
-# The same with experts in every layer
 QWEN3_5_MOE = replace(
     QWEN3_5,
     model_type="qwen3_5_moe_text",

@@ -25,15 +25,12 @@ from lightning_mcore.hf.weight_rules import Experts, Rename, Rows, WeightRule
 
 _BEST_OF_GROUP = 2  # number of experts by which transformers ranks a group
 
-# ---- numbers of experts
 
 LOCAL_EXPERTS = Same("num_local_experts", "num_moe_experts", others=("num_experts",), at_least=1)
 
 NUM_EXPERTS = Same("num_experts", "num_moe_experts", others=("num_local_experts",), at_least=1)
 
 CHOSEN_EXPERTS = Same("num_experts_per_tok", "moe_router_topk", at_least=1)
-
-# ---- which layers
 
 
 def _layers_with_experts(fields: Fields) -> list[bool]:
@@ -87,21 +84,15 @@ def _write_all(fields: Fields) -> dict[str, Any]:
     return {}
 
 
-# Every n-th layer has experts, except some
 SPARSE_LAYERS = Derived(("decoder_sparse_step", "mlp_only_layers"), _read_sparse, _write_sparse)
 
-# The first layers have no experts
 FIRST_DENSE = Derived(("first_k_dense_replace",), _read_first_dense, _write_first_dense)
 
-# Every layer has experts
 ALL_LAYERS = Derived((), lambda config: {}, _write_all)
-
-# ---- how tokens are routed
 
 
 def _read_softmax(config: Config) -> dict[str, Any]:
-    # Softmax over all experts, then the choice. Normalising the chosen ones equals a softmax over them alone, which is
-    # what Megatron computes without moe_router_pre_softmax.
+    # Normalised weights equal a softmax over the chosen alone: Megatron's without moe_router_pre_softmax
     if not config.get("norm_topk_prob", False):
         return {"moe_router_pre_softmax": True}
     _refuse_one_expert(config)
@@ -134,7 +125,7 @@ def _read_groups(config: Config) -> dict[str, Any]:
     groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
     for key, value in (("n_group", groups), ("topk_group", chosen)):
         refuse_outside(key, value, 1)
-    if chosen >= groups:  # all of them
+    if chosen >= groups:
         return {}
     experts = config.get("n_routed_experts") or config["num_local_experts"]
     if experts % groups or experts // groups < _BEST_OF_GROUP:
@@ -179,15 +170,12 @@ NO_ROUTER_LOSS: tuple[ConfigRule, ...] = (
     Unused(("router_aux_loss_coef",)),
 )
 
-# A softmax over all experts; the weights of the chosen ones may be normalised to add up to 1
 SOFTMAX_ROUTER = Derived(
     ("norm_topk_prob",), _read_softmax, lambda fields: {"norm_topk_prob": not fields["moe_router_pre_softmax"]}
 )
 
-# A softmax over all experts; the weights of the chosen ones always add up to 1
 NORMALISED_ROUTER = Derived((), _read_normalised, lambda fields: {})
 
-# A sigmoid for each expert in fp32, with or without groups; its bias is fixed unless the user sets an update rate
 SIGMOID_ROUTER: tuple[ConfigRule, ...] = (
     Constants({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
     Preset({"moe_router_dtype": "fp32", "moe_router_bias_update_rate": 0.0}),
@@ -200,7 +188,6 @@ SIGMOID_ROUTER: tuple[ConfigRule, ...] = (
     ),
 )
 
-# ---- sizes
 
 EXPERT_SIZES: tuple[ConfigRule, ...] = (
     CHOSEN_EXPERTS,
@@ -211,7 +198,6 @@ EXPERT_SIZES: tuple[ConfigRule, ...] = (
 def _read_shared_experts(config: Config) -> dict[str, Any]:
     shared = config.get("n_shared_experts", 1)
     refuse_outside("n_shared_experts", shared, 1)
-    # Two shared experts of 1408 are one MLP of 2816
     return {"moe_shared_expert_intermediate_size": shared * config["moe_intermediate_size"]}
 
 
@@ -225,10 +211,8 @@ def _write_shared_experts(fields: Fields) -> dict[str, Any]:
     return {"n_shared_experts": size // of_one}
 
 
-# Experts that see every token, each as large as the others, stored as one
 SHARED_EXPERTS = Derived(("n_shared_experts",), _read_shared_experts, _write_shared_experts)
 
-# Experts as in DeepSeek-V3: shared ones and routed ones that a sigmoid chooses, after some dense layers
 SIGMOID_EXPERTS: tuple[ConfigRule, ...] = (
     Same("n_routed_experts", "num_moe_experts", others=("num_local_experts",), at_least=1),
     *EXPERT_SIZES,
@@ -237,8 +221,6 @@ SIGMOID_EXPERTS: tuple[ConfigRule, ...] = (
     *SIGMOID_ROUTER,
     *NO_ROUTER_LOSS,
 )
-
-# ---- weights
 
 
 def expert_weights(gate: str, expert: str, names: tuple[str, str, str]) -> tuple[WeightRule, ...]:
@@ -266,7 +248,6 @@ def shared_expert_weights(expert: str) -> tuple[WeightRule, ...]:
 
 EXPERTS = expert_weights("mlp.gate", "mlp.experts.{expert}", ("gate_proj", "up_proj", "down_proj"))
 
-# An expert that sees every token, through a gate
 GATED_SHARED_EXPERT: tuple[ConfigRule, ...] = (
     Same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", at_least=1),
     Constants({"moe_shared_expert_gate": True}),

@@ -37,14 +37,11 @@ def _read_only(read: Callable[[Config], dict[str, Any]], *keys: str) -> Derived:
     return Derived(keys, read, lambda fields: {})
 
 
-# ---- parts of attention
-
 BIASES = (d.ATTENTION_BIAS, *d.ATTENTION_BIASES)
 SOME_BIASES = (Same("attention_bias", "add_qkv_bias"), d.QKV_BIAS)
 HEAD_NORMS = (Constants({"qk_layernorm": True}), *d.QK_NORM)
 NORM_OF_ALL_HEADS = (Constants({"head_norms": "all_heads"}), *d.QK_NORM)
 INTERLEAVED = Constants({"rotary_interleaved": True})
-# Parts whose names start with `d.` are shared (decoder_rules.py); those that start with `e.` concern experts
 PARTIAL = (d.WITHOUT_POSITIONS, d.PARTIAL_ROPE, d.HEAD_SIZE)  # DECODER with a part of each head rotated
 BASICS = (
     *(d.SIZES, d.ROPE, d.HEAD_SIZE, Same("rms_norm_eps", "layernorm_epsilon", at_least=0.0)),
@@ -52,10 +49,8 @@ BASICS = (
     Same("tie_word_embeddings", "share_embeddings_and_output_weights"),
 )  # DECODER without what its MLP computes
 
-# ---- parts of the MLP
 
 MLP_BIASES = (d.MLP_BIAS, *d.MLP_BIASES)
-# Granite already stacks its experts as Megatron does
 GRANITE_EXPERTS = (
     Rename("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
     Rename("mlp.router.weight", "block_sparse_moe.router.layer.weight"),
@@ -79,8 +74,6 @@ MULTIPLIERS = (
     Same("attention_multiplier", "softmax_scale"),
 )
 
-# ---- norms in other places
-
 
 def _norms(attention: str, mlp: str) -> tuple[Rename, Rename]:
     """Return the norms after attention and after the MLP."""
@@ -99,7 +92,6 @@ AROUND = (
     Rename("mlp.linear_fc1.layer_norm_weight", "pre_feedforward_layernorm.weight"),
 )
 
-# ---- what single families have of their own
 
 _LATENT_SIZES = tuple(
     Same(key, field, at_least=1)
@@ -116,7 +108,7 @@ _LATENT_WEIGHTS = tuple(
         ("linear_proj", "o_proj"),
     )
 )
-_EPSILON_OF_LATENTS = 1e-6  # always, in transformers; rms_norm_eps is that of the other norms
+_EPSILON_OF_LATENTS = 1e-6  # fixed in transformers; rms_norm_eps applies to the other norms
 
 
 def _read_latents(config: Config) -> dict[str, Any]:
@@ -156,7 +148,7 @@ def _read_hybrid(config: Config) -> dict[str, Any]:
     return {"no_rope_freq": [int(not has_window) for has_window in windowed]}
 
 
-HYBRID = _read_only(_read_hybrid)  # layers without a window have no rotary positions
+HYBRID = _read_only(_read_hybrid)
 
 
 def _gelu(key: str) -> Derived:
@@ -214,7 +206,6 @@ def _read_interval(config: Config) -> dict[str, Any]:
     first, last = config.get("moe_layer_start_index", 0), config.get("moe_layer_end_index", -1)
     refuse_outside("moe_layer_interval", step, 1)
     last = layers - 1 if last == -1 else last
-    # 6 layers, start 1, end -1, interval 2: last is 5, and the flags are [0, 1, 0, 1, 0, 1]
     flags = [int(first <= layer <= last and (layer + 1) % step == 0) for layer in range(layers)]
     return {} if all(flags) else {"moe_layer_freq": flags}
 
@@ -225,7 +216,6 @@ def _write_interval(fields: Fields) -> dict[str, Any]:
     with_experts = [layer for layer in range(layers) if given == 1 or given[layer]] or [layers]
     keys = {"moe_layer_start_index": with_experts[0], "moe_layer_end_index": with_experts[-1]}
     wanted = [layer in with_experts for layer in range(layers)]
-    # The smallest interval that gives these layers back; [0, 1, 0, 1, 0, 1] needs 2
     for step in range(1, layers + 1):
         if [with_experts[0] <= n <= with_experts[-1] and (n + 1) % step == 0 for n in range(layers)] == wanted:
             return {**keys, "moe_layer_interval": step}
@@ -265,7 +255,6 @@ SQUARED_RELU = (
     *(Rename(f"mlp.linear_fc1.{kind}", f"mlp.up_proj.{kind}") for kind in ("weight", "bias")),
     *(Rename(f"mlp.linear_fc2.{kind}", f"mlp.down_proj.{kind}") for kind in ("weight", "bias")),
 )
-# gpt-oss: biases in router and experts, and one learned logit (sink) per head in the softmax
 GPT_OSS_EXPERTS = (
     Same("swiglu_limit", "activation_func_clamp_value", at_least=0.0),
     Only("swiglu_alpha", 1.702, "Megatron's activation has no other"),
@@ -299,7 +288,7 @@ def _unwritten(**values: Any) -> tuple[Only, ...]:
 
 
 DECODER = (d.DECODER, d.ATTENTION)
-LLAMA = family("llama", "Llama", DECODER, BIASES, d.MLP, MLP_BIASES, d.PRETRAINING_TP)  # Llama 2 and 3
+LLAMA = family("llama", "Llama", DECODER, BIASES, d.MLP, MLP_BIASES, d.PRETRAINING_TP)
 QWEN2 = family(  # and Qwen2.5
     *("qwen2", "Qwen2", DECODER, d.WINDOWS, Constants({"add_qkv_bias": True}), d.QKV_BIAS, d.MLP),
     *_unwritten(use_mrope=False),
@@ -319,7 +308,7 @@ _ROWS = (
     family("mistral", "Mistral", DECODER, d.WINDOW, d.MLP),
     family("mixtral", "Mixtral", DECODER, d.WINDOW, CHOSEN, BLOCK_SPARSE),
     QWEN2,
-    family(  # and Qwen1.5-MoE: one expert sees every token through a gate
+    family(  # and Qwen1.5-MoE
         *("qwen2_moe", "Qwen2Moe", DECODER, d.WINDOWS, Same("qkv_bias", "add_qkv_bias"), d.QKV_BIAS, d.MLP),
         *(e.NUM_EXPERTS, SPARSE, e.GATED_SHARED_EXPERT, e.GATED_SHARED_EXPERT_WEIGHTS),
     ),
@@ -337,24 +326,24 @@ _ROWS = (
         *("seed_oss", "SeedOss", DECODER, SOME_BIASES, Same("attention_out_bias", "attention_output_bias")),
         *(d.OUTPUT_BIAS, Same("residual_dropout", "hidden_dropout"), d.MLP, MLP_BIASES, d.PRETRAINING_TP),
     ),
-    family(  # and Phi-4; Phi-4-mini rotates a part of each head
+    family(  # and Phi-4
         *("phi3", "Phi3", PARTIAL, d.WINDOW, d.ONE_DROPOUT, d.JOINED_ATTENTION, d.JOINED_MLP),
-        Derived(("original_max_position_embeddings",), lambda config: {}, _write_original),  # beside rope_parameters
+        # In the config itself, not in rope_parameters
+        Derived(("original_max_position_embeddings",), lambda config: {}, _write_original),
     ),
     # GLM-4 of 2024 and GLM-Edge
     family("glm", "Glm", PARTIAL, d.ATTENTION, INTERLEAVED, SOME_BIASES, d.JOINED_MLP),
     family("ernie4_5", "Ernie4_5", DECODER, INTERLEAVED, USE_BIAS, d.ATTENTION_BIASES, d.MLP, d.MLP_BIASES),
-    # dots.llm1: Qwen3's attention, and experts as in DeepSeek-V3
     family("dots1", "Dots1", DECODER, d.LAYER_WINDOWS, BIASES, HEAD_NORMS, d.MLP, SIGMOID),
     # Granite 3 and 4
     family("granite", "Granite", DECODER, BIASES, d.MLP, MLP_BIASES, MULTIPLIERS),
     family("granitemoe", "GraniteMoe", DECODER, BIASES, MULTIPLIERS, CHOSEN, GRANITE_EXPERTS),
     family("olmo2", "Olmo2", d.DECODER, BIASES, AFTER, NORM_OF_ALL_HEADS),
-    family(  # OLMo 2 with windows in some layers, which have their own rotary settings
+    family(
         *("olmo3", "Olmo3", d.WITHOUT_POSITIONS, d.HEAD_SIZE, d.ROPE_BY_WINDOW, d.LAYER_WINDOWS),
         *(BIASES, AFTER, NORM_OF_ALL_HEADS),
     ),
-    family(  # windows in some layers, and rotary positions only in these
+    family(
         *("exaone4", "Exaone4", d.DECODER, d.LAYER_WINDOWS, HYBRID, AFTER, HEAD_NORMS),
         Unused(("sliding_window_pattern",)),  # transformers makes layer_types from it
     ),
@@ -364,11 +353,11 @@ _ROWS = (
         *_norms("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"),
     ),
     family("gemma", "Gemma", GEMMA, d.ROPE, _gelu("hidden_act"), d.ATTENTION, d.MLP),
-    family(  # capped scores and logits, windows in every second layer
+    family(
         *("gemma2", "Gemma2", LATER_GEMMA, d.ROPE, Same("attn_logit_softcapping", "attention_cap")),
         Unused(("cache_implementation",)),
     ),
-    family(  # norms of queries and keys instead of capped scores, and two rotary settings
+    family(
         *("gemma3_text", "Gemma3", LATER_GEMMA, d.ROPE_BY_WINDOW, HEAD_NORMS),
         Only("attn_logit_softcapping", None, "transformers does not apply it"),
         Unused(("cache_implementation", "_sliding_window_pattern", "sliding_window_pattern")),
@@ -394,13 +383,11 @@ _ROWS = (
         _read_only(_read_attention_kinds, "attn_type_list"),
         Unused(("rotary_dim", "use_mtp", "num_mtp_modules", "mtp_transformer_layers")),
     ),
-    family(  # attention sinks, experts with biases and a clamped activation
+    family(
         *("gpt_oss", "GptOss", BASICS, d.LAYER_WINDOWS, d.ATTENTION, BIASES, CHOSEN, GPT_OSS_EXPERTS),
         Unused(("experts_per_token", "initial_context_length")),  # other names of two of its keys
     ),
-    # Mistral with YaRN, and queries that grow with the position, as in Llama 4
     family("ministral3", "Ministral3", d.WITHOUT_POSITIONS, d.HEAD_SIZE, d.GROWING_ROPE, d.WINDOW, d.ATTENTION, d.MLP),
-    # a bias that affects only the choice of the softmax router, and shared experts
     family("ernie4_5_moe", "Ernie4_5_Moe", DECODER, INTERLEAVED, d.MLP, ERNIE_EXPERTS),
 )
 

@@ -49,14 +49,13 @@ class Family:
             ``layer_prefix``.
         outside: The weights outside layers, with their full names.
         multi_token: The weights that a multi-token prediction layer has in addition to ``layer``: Megatron's names
-            after
-            ``mtp.layers.<n>.``, Hugging Face's after the prefix of a layer after the last.
+            after ``mtp.layers.<n>.``, Hugging Face's after the prefix of a layer after the last.
         repeated: Tensors of such a layer that repeat a tensor of the model, mapped to the name of that tensor.
         unread: Suffixes of tensor names that are not weights, and prefixes (ending with a dot) of names that
             transformers does not read either.
         layer_prefix: Prefix of Hugging Face's names of a layer's weights; ``{layer}`` is its number.
         optional: Tensors that a folder may lack; the model then keeps their initial values.
-        more_config: Keys added to a written config, beyond those of the rules.
+        more_config: Keys added to a written config, in addition to the rules' keys.
         config_class: The ``model_type`` whose transformers config class supplies the defaults, if transformers does not
             know ``model_type``.
         tower: Prefix of Hugging Face's names of a vision tower's weights; None without one.
@@ -106,7 +105,7 @@ class Family:
         )
 
     def in_adapters(self) -> "Family":
-        """Return the rules with the names that adapters use: those of a transformers model in memory.
+        """Return the rules with the names that adapters use, as in a transformers model in memory.
 
         If a family has one tensor for all experts of a layer, each expert's projections are named as in other families.
         """
@@ -149,7 +148,6 @@ class Family:
             except (TypeError, ArithmeticError, LookupError, AttributeError) as error:
                 given = ", ".join(f"{key}={shortened(config.get(key))}" for key in rule.keys)
                 raise ValueError(f"{given} does not have the type that transformers writes ({error})") from error
-        # A key without a rule might change the numbers. None is the absence of a value, whatever the key.
         known = IRRELEVANT.union(*(rule.keys for rule in self.config))
         for key, value in config.items():
             if key not in known and value is not None:
@@ -241,7 +239,6 @@ def complete_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     whole |= {**MODULE_DEFAULTS, **ARCHITECTURE_DEFAULTS, **DEFAULTS, **fields}
     # In MCoreGPT's arguments, the architecture's fields are nested in a dict; rules see them flat
     whole |= whole.pop("architecture", None) or {}
-    # YAML and JSON have lists, Python code has tuples
     whole = {name: tuple(value) if isinstance(value, list) else value for name, value in whole.items()}
     # In this order: the size of an expert falls back to the size of a dense MLP, which is derived just before
     derived: dict[str, Callable[[], Any]] = {

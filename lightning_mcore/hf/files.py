@@ -21,8 +21,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLED_FILE, PICKLED_INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
-_LONGEST_JSON = 100 << 20  # bytes of a JSON file; a longer one is damaged
-_DEEPEST = 64  # levels of JSON
+_LONGEST_JSON = 100 << 20  # bytes
+_DEEPEST = 64
 _GIT, _SHA256 = 40, 64  # hexadecimal digits
 _ETAG = re.compile(rf"[0-9a-f]{{{_GIT}}}|[0-9a-f]{{{_SHA256}}}")
 _CHUNK = 8 << 20  # bytes
@@ -76,7 +76,6 @@ def check_download(path: str) -> bool:
     told = _of_cache(path) or _of_folder(path)
     if told is None:
         return False
-    # The length tells the kind: 64 hexadecimal digits are SHA-256, 40 are git's SHA-1
     digest = hashlib.sha256() if len(told) == _SHA256 else hashlib.sha1(usedforsecurity=False)
     with open(path, "rb") as file:
         if len(told) == _GIT:

@@ -26,7 +26,6 @@ def check_trained(family: Family, fields: Mapping[str, Any], train_only: Sequenc
     known = [name for names in weights for name in names]
     for part in train_only:
         if not any(part in name for name in known):
-            # Suggest the components of names that look most like the last component of the user's
             words = sorted({word for name in known for word in name.split(".") if not word.isdigit()})
             near = difflib.get_close_matches(part.strip(".").rpartition(".")[2], words, 3) or words
             raise ValueError(

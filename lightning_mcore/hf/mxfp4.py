@@ -16,7 +16,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 """Suffixes of the two tensors' names."""
 
 _BYTES, _VALUES = 16, 32  # per block
-_BIAS = 127  # of the exponents
+_BIAS = 127
 # The values of the 4-bit codes 0 to 7; codes 8 to 15 are the same with a minus sign
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

@@ -74,7 +74,7 @@ _BEGINNINGS = ("model.language_model.", "model.")  # prefixes of a language mode
 _BEGINNING = re.compile(rf"{re.escape(PREFIX)}model\.(?:language_model\.)?(?=layers\.|embed_tokens\.|norm\.)")
 TIED = f"{PREFIX}{OUTPUT}.weight"  # in the file next to an embedding that is the output layer too
 _EXPERTS = r".*\.experts\..*"
-_OF_EXPERTS = {"gate_up_proj": "gate_proj|up_proj|w1|w3", "down_proj": "down_proj|w2"}  # parameters of all experts
+_OF_EXPERTS = {"gate_up_proj": "gate_proj|up_proj|w1|w3", "down_proj": "down_proj|w2"}
 _ONLY: Mapping[str, Any] = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False}
 
 
@@ -89,7 +89,6 @@ def read_lora(path: str) -> LoRA:
     _refuse_variants(f"{folder}/{ADAPTER_CONFIG_FILE}", config)
     given = {key: value for key, value in config.items() if key in SETTINGS and value not in (None, {}, [])}
     if "target_modules" not in given and "target_parameters" in given:
-        # PEFT allows adapters on parameters alone
         given["target_modules"] = []
     if given.get("init_lora_weights") != "gaussian":
         given.pop("init_lora_weights", None)  # its weights are read
@@ -259,7 +258,6 @@ def load_adapter(module: pl.LightningModule, path: str, lora: LoRA) -> None:
     folder = run_on_all_ranks(lambda: _folder_with_weights(path))
     # The file's own layout counts, whatever the settings describe
     pieces = list(adapter_pieces(module, lora, run_on_all_ranks(lambda: _layout(_keys(folder)))))
-    # Every rank holds parts of some tensors; the shapes of whole tensors need all ranks, and every rank compares them
     shapes = whole_shapes(pieces)
     names: Any = module
     family = names.hf_names()[0]
@@ -392,7 +390,7 @@ def _check(path: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str,
 
 
 def has_tower(family: Family) -> bool:
-    """Return whether a family's names are those of a language model next to a vision tower."""
+    """Return whether a family is a language model with a vision tower."""
     return family.in_adapters().layer_prefix.startswith(_BEGINNINGS[0])
 
 

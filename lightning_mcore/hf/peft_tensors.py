@@ -48,8 +48,8 @@ Shape = tuple[int, ...]
 class Piece:
     """A part of a tensor of the file that this rank holds."""
 
-    key: str  # name of the tensor in the file
-    data: Tensor  # in the model's memory
+    key: str
+    data: Tensor
     shape: Shape  # of the whole tensor
     start: Shape  # where the part begins in the tensor, seen as ``view``
     view: Shape | None = None  # with stacked experts, the shape in which the part is a rectangle
@@ -72,10 +72,10 @@ class Slot:
     rank: int  # of the tensors, per expert: 16 for gate and up of rank 8 with an A each
     first: int  # the projection's first index within that rank: 8 for that up projection
     row: int  # its first row of B: the up projection's follow the gate's
-    outputs: int  # rows of B
-    inputs: int  # columns of A
+    outputs: int
+    inputs: int
     expert: int | None = None  # its number, if the tensors hold all experts
-    experts: int = 1  # how many experts the tensors hold
+    experts: int = 1
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -155,8 +155,7 @@ def adapter_pieces(module: pl.LightningModule, lora: LoRA, layout: ExpertLayout 
             p = child.projection
             slot = slot_of(p.name, (p.out_features, p.in_features), lora, experts, layout)
             yield slot.a(child.lora_A, p.column)
-            # q_proj's rows on this rank are consecutive in the projection, but not in
-            # Megatron's weight; lora_B has them in order
+            # lora_B has the rows in order; consecutive rows of the projection may be apart in Megatron's weight
             for run in p.runs:
                 own = slice(run.start, run.start + run.count)
                 yield slot.b(child.lora_B[own], run.hf_start)
@@ -214,8 +213,7 @@ def _shapes_of_experts(names: Iterable[str], shapes: Mapping[str, Shape], hidden
         whole = shapes.get(parameter_of(name), ()) if is_stacked(name) else ()
         if len(whole) == 3:
             is_down = parameter_of(name).endswith("down_proj")
-            # [E, 2f, h] or, transposed, [E, h, 2f]: the axis that is not the hidden size is
-            # the experts' width, twice for gate_up
+            # [E, 2f, h] or, transposed, [E, h, 2f]: the axis that is not hidden is the width, twice for gate_up
             inner = (whole[1] if whole[2] == hidden else whole[2]) // (1 if is_down else 2)
             found[f"{name}.weight"] = (hidden, inner) if is_down else (inner, hidden)
     return found
@@ -256,17 +254,17 @@ def described_targets(
 ) -> dict[str, Any]:
     """Return the settings of ``adapter_config.json`` that say which modules have adapters.
 
-    PEFT reads ``gate_proj`` and the like among ``target_modules`` as routed experts, whatever else has that name, and
-    then skips everything else of that name. So the others are listed in ``target_parameters``, as their weights. With
-    the layout ``"each"``, experts are in both, for PEFT with transformers 5 and for programs that read older files.
+    PEFT takes ``gate_proj`` and the like among ``target_modules`` for routed experts only, and skips other modules of
+    that name. So the weights of the others are listed in ``target_parameters``. With the layout ``"each"``, experts are
+    in both, for PEFT with transformers 5 and for programs that read older files.
     ``is_translated`` says whether PEFT reads such names this way (:func:`~lightning_mcore.hf.adapters.is_translated`).
     """
     has_experts = any(map(is_stacked, names))
     is_plain = not (lora.lora_dropout or lora.use_dora)  # PEFT supports neither on parameters
-    # PEFT translates a name of experts to those of all layers.
+    # PEFT turns the name of an expert's projection into the names in all layers.
     are_named = not is_translated or all(map(lora.adapts, filter(is_stacked, names)))
     is_whole = layout == "stacked" or _differing(lora, names) is None
-    modules: dict[str, tuple[int, float]] = {}  # rank and alpha by name
+    modules: dict[str, tuple[int, float]] = {}
     parameters: dict[str, tuple[int, float]] = {}
     for name in adapted:
         rank, alpha = lora.rank(name), lora.alpha(name)
@@ -301,8 +299,7 @@ def _endings(chosen: Collection[str], names: Iterable[str], shortest: int = 0) -
     def endings(name: str) -> list[str]:
         return [name.rpartition(".")[2], _within_layer(name)][shortest:]
 
-    # With experts in the model, mlp.gate_proj is not "gate_proj", which experts
-    # have too; q_proj needs no more than that
+    # With experts, "gate_proj" means theirs too, so a dense layer's is "mlp.gate_proj"
     ambiguous = {ending for name in names if name not in chosen for ending in endings(name)}
     return sorted({next((ending for ending in endings(name) if ending not in ambiguous), name) for name in chosen})
 

@@ -42,10 +42,10 @@ from lightning_mcore.layers.lora import ADAPTERS, adapted_weight, merging
 from lightning_mcore.parallel.chunks import TAKES_FP32, ModelChunks, built_chunks, find_pipeline
 from lightning_mcore.parallel.consensus import all_gather_object, all_reduce_object, run_on_all_ranks
 
-_FILLED = "_filled_from_hugging_face"  # set on a model that load_pretrained has filled
-_HASHED = 4  # files that a rank checks at the same time
-_SHOWN = 2  # names of files in a line of the log
-_SILENT_SECONDS = 2.0  # shorter reads show no progress
+_FILLED = "_filled_from_hugging_face"
+_HASHED = 4
+_SHOWN = 2
+_SILENT_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class ModelPiece:
     """A rectangle of a tensor of the whole model that this rank holds."""
 
     name: str  # whole name, as in weight_map.py
-    start: Shape  # in the whole tensor
+    start: Shape
     shape: Shape  # may have leading axes of size 1 that ``data`` lacks
-    read: Callable[[], Tensor]  # the values in the model's memory, or merged with adapters
+    read: Callable[[], Tensor]
     dtype: torch.dtype
-    is_main: bool  # whether this rank is the main one among those with the same values
+    is_main: bool
 
     @property
     def data(self) -> Tensor:
@@ -89,12 +89,12 @@ def load_pretrained(module: pl.LightningModule, path: str, family: str | None = 
     Raises:
         FileNotFoundError: There is no such model, or one of its files is missing.
         RuntimeError: The module has no model yet, or it is being trained.
-        ValueError: The weights are not those of this model or are damaged; the same on every rank.
+        ValueError: The weights belong to another model or are damaged; the same on every rank.
     """
     pipeline = find_pipeline(module)
     if pipeline is not None and pipeline.__dict__.get(_FILLED):
         return
-    # Megatron's DDP gives parameters a main_grad when it wraps them; the optimizer has its own copies from then on
+    # Megatron's DDP sets main_grad; from then on, the optimizer has its own copies
     if any(hasattr(parameter, "main_grad") for parameter in module.parameters()):
         raise RuntimeError("load_pretrained() was called after training began; call it in configure_model()")
     fill_weights(module, path, family)
@@ -140,8 +140,7 @@ def keep_wide(
         return
     chunks, (family, fields) = built_chunks(module), names()
     for index, chunk in enumerate(chunks.bare):
-        # A bf16 model whose router gates are stored in fp32 keeps those in fp32: our
-        # routers and delta nets set takes_fp32
+        # Our routers and delta nets set takes_fp32
         layers = [layer for layer in chunk.modules() if getattr(layer, TAKES_FP32, False)]
         taking = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
         for entry in sharded_tensors(chunks, index):
@@ -156,7 +155,7 @@ def keep_wide(
 
 
 def running_fields(source: HFSource, module: pl.LightningModule) -> dict[str, Any]:
-    """Return a built model's settings: those in its own config, and the others from its source."""
+    """Return a built model's settings, from its own config if that has them, and otherwise from its source."""
     pipeline = find_pipeline(module)
     config = getattr(pipeline.chunks[0], "config", None) if pipeline is not None else None
     fields = complete_fields(source.fields)
@@ -238,7 +237,6 @@ def _own_pieces(chunks: ModelChunks, of_adapters: bool) -> tuple[list[ModelPiece
     own, stored = [], {}
     latest = lru_cache(maxsize=1)(lambda read: read())  # a merged weight is read for each of its projections
     for index, chunk in enumerate(chunks.bare):
-        # Keyed by id(): the entries below have the same parameters as the layers
         merged = {id(adapted_weight(layer)): read for layer in chunk.modules() if (read := merging(layer)) is not None}
         for entry in sharded_tensors(chunks, index):
             if (f".{ADAPTERS}." in entry.key) != of_adapters:
@@ -258,8 +256,7 @@ def _piece(
         data = whole()
         if prod(place.local_shape) == data.numel():
             return data
-        # A gated MLP's first weight [2f, h] of this rank is stored as two tensors of f
-        # rows: the second starts at element f*h
+        # A gated MLP's weight [2f, h] is stored as two tensors of f rows: the second starts at element f*h
         return data.view(-1)[start : start + prod(place.local_shape)].view(place.local_shape)
 
     return ModelPiece(

@@ -39,7 +39,7 @@ def find_family(name: str) -> Family:
             end in ``"+score"`` for reward models and classifiers, or ``"+hidden"`` for models without a head.
 
     Raises:
-        ValueError: There is no such family; the message lists those that exist.
+        ValueError: There is no such family; the message lists the families that exist.
     """
     if name.endswith(SCORING):
         return find_family(name.removesuffix(SCORING)).scoring()

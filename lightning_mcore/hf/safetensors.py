@@ -56,8 +56,8 @@ class SafetensorsFolder:
 
     def __init__(self, folder: str, unread: tuple[str, ...] = ()) -> None:
         self.folder = folder
-        self.shapes: dict[str, Shape] = {}  # of every tensor that is not ignored, by name
-        self.dtypes: dict[str, torch.dtype] = {}  # of the same tensors, floating-point types
+        self.shapes: dict[str, Shape] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
         self._unread = unread
         # By file name: what it contains, and the function that returns a tensor as a view
         self._opened: dict[str, tuple[_Entries, Callable[[str], Tensor]]] = {}
@@ -139,8 +139,6 @@ class SafetensorsFolder:
     def _is_unread(self, name: str) -> bool:
         return any(name.startswith(part) if part.endswith(".") else name.endswith(part) for part in self._unread)
 
-    # ---- files
-
     def _open(self, file_name: str) -> tuple[_Entries, Callable[[str], Tensor]]:
         """Return what is in a file, and the function that returns a tensor of it as a view."""
         if file_name not in self._opened:
@@ -199,7 +197,6 @@ class SafetensorsFolder:
                     " one matrix in MXFP4; download the model again"
                 )
             self.shapes[stem], self.dtypes[stem] = shape, torch.bfloat16
-        # Drop the dtypes of the pairs, whose shapes are gone
         self.dtypes = {name: self.dtypes[name] for name in self.shapes}
 
     def _compare(self, index: dict[str, str], announced: Any) -> None:
@@ -245,11 +242,8 @@ def write_safetensors(
     ``tensors`` are the dtype and shape of each tensor. ``read`` returns one of them, contiguous and on the CPU, and is
     called once per name.
     """
-    # Widest dtypes first. For an fp32 [2, 3] and a bf16 [4], the header (152 bytes with its length) is followed by
-    # bytes 0-23 of the first and 24-31 of the second; the offsets are known before any value is.
-    names = sorted(
-        tensors, key=lambda name: -tensors[name][0].itemsize
-    )  # so that each starts at a multiple of its item size
+    # Widest first, so that each starts at a multiple of its item size: fp32 [2, 3] at bytes 0-23, bf16 [4] at 24-31
+    names = sorted(tensors, key=lambda name: -tensors[name][0].itemsize)
     with ChecksummedFile(path) as file:
         file.write(_header(names, tensors))
         for name in names:

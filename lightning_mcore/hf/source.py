@@ -44,7 +44,7 @@ _MOST_LABELS = 1_000_000
 
 _DESCRIPTIONS = ("*.json",)
 _DOWNLOADED = (*_DESCRIPTIONS, "*.safetensors", "*.model", "*.jinja", "*.txt", "tokenizer*")
-_PICKLED = ("pytorch_model*.bin",)  # where there are no safetensors
+_PICKLED = ("pytorch_model*.bin",)
 _NOT_DOWNLOADED = ("*/*", "consolidated*")  # patterns match in subfolders too, which hold the weights once more
 
 _KEPT = sorted(MODULE_FIELDS - {"make_vocab_size_divisible_by", "transformer_impl"})  # of the model, not of its runs
@@ -74,7 +74,6 @@ def local_folder(path: str | os.PathLike[str], weights: bool = True) -> str:
 
     try:
         folder = downloaded(*(_DOWNLOADED if weights else _DESCRIPTIONS))
-        # Pickled weights are downloaded only if the repository has no safetensors, because many repositories have both
         has_weights = any(name.endswith(".safetensors") for name in os.listdir(folder))
         return folder if has_weights or not weights else downloaded(*_DOWNLOADED, *_PICKLED)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -166,7 +165,6 @@ def complete_config(family: Family, content: Mapping[str, Any]) -> dict[str, Any
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with the keys of its ``text_config``, if it has one; its own keys win."""
-    # A vision-language config has the language model's sizes in text_config; rules see them at the top level
     text = config.get("text_config")
     return {**(text if isinstance(text, dict) else {}), **{key: config[key] for key in config if key != "text_config"}}
 
@@ -190,8 +188,7 @@ def _completed(text: str) -> dict[str, Any]:
 
 
 def family_of(config: Mapping[str, Any], family: str | None) -> Family:
-    """Return the family of a config: the user's choice, or that of ``model_type``, which must be a registered name."""
-    # The user may name a path, which is imported; a downloaded file may not
+    """Return the family of a config: the user's choice, or the registered family of ``model_type``."""
     return find_family(family) if family else registered_family(str(config["model_type"]))
 
 
@@ -202,7 +199,7 @@ def variant_name(path: str, family: str | None, suffix: str) -> str | None:
     ``HIDDEN`` or "". With ``SCORING``, the folder of a Llama is read by "llama+score".
     """
     if not suffix or is_own_checkpoint(path):
-        return family  # a checkpoint knows its family
+        return family
     name = family or str(read_config(local_folder(path, weights=False))["model_type"])
     return name if name.endswith(suffix) else name + suffix
 
@@ -273,14 +270,13 @@ class HFSource:
         from lightning_mcore.hf.safetensors import SafetensorsFolder
 
         tensors = SafetensorsFolder(self.folder, self.family.unread)
-        # AutoModel writes names without "model."; heads never have it
         tensors.put_under(_BASE, f"{self.family.layer_prefix.partition('{')[0]}", except_for=("lm_head.", "score."))
-        # A reward model of LLaMA-Factory: its score layer is in a file next to the language model
+        # LLaMA-Factory keeps a reward model's score layer in a file next to the language model
         is_lacking = SCORE in self.family.optional and SCORE not in tensors.shapes
         if is_lacking and os.path.exists(os.path.join(self.folder, VALUE_HEAD_FILE)):
             tensors.adopt(VALUE_HEAD_FILE, VALUE_HEAD, SCORE)
         there, least = sum(map(prod, tensors.shapes.values())), _least_weights(self.fields)
-        if least > _TIMES * there:  # refuse before the model is built
+        if least > _TIMES * there:
             raise ValueError(
                 f"{self.folder}/config.json describes a model of {least} weights or more, and its files hold {there};"
                 " give config and weights of one model"
@@ -389,8 +385,7 @@ def settings_of_source(
     what the user gave, for the record in ``hf``.
     """
     module, fields = split_fields(source.fields)
-    # transformers has no such layers, so a model that it saved lacks the weights although the config counts them: with
-    # 61 ordinary layers, no name starts with model.layers.61.
+    # transformers saves a model without these layers: with 61 ordinary ones, no name starts with model.layers.61.
     [behind] = source.family.multi_token_prefixes(source.fields["num_layers"], 1)
     unpredicted = tensors is not None and not any(name.startswith(behind) for name in tensors)
     if fields.get("mtp_num_layers") and unpredicted:
@@ -436,7 +431,7 @@ def is_own_checkpoint(path: str) -> bool:
 
 
 def _settings_of_checkpoint(path: str, family: str | None, chosen: Collection[str]) -> dict[str, Any]:
-    """Return the model settings in a checkpoint directory, without those of its training run.
+    """Return the model settings in a checkpoint directory, without its training run's settings.
 
     ``chosen`` are the names of fields that the user overrides.
     """

@@ -37,7 +37,6 @@ def _vision_rule(model_type: str) -> ConfigRule:
         )
         sections = rope.pop("mrope_section", None) or _SECTIONS[interleaved]
         tower = {key: value for key, value in config["vision_config"].items() if key not in IRRELEVANT}
-        # The tower's own config stays a dict of transformers keys: transformers' class builds the tower from it
         ids = {name: config[name] for name in _IDS}
         vision = Vision(model_type, tower, **ids, sections=tuple(sections))
         return {**ROPE.read({**config, "rope_parameters": rope}), "vision": vision.plain()}
@@ -47,7 +46,7 @@ def _vision_rule(model_type: str) -> ConfigRule:
             raise ValueError("it has no vision tower")
         vision = Vision.of(fields["vision"])
         if vision.model_type != model_type:
-            raise ValueError(f"its vision tower is that of the model type {vision.model_type!r}")
+            raise ValueError(f"its vision tower belongs to the model type {vision.model_type!r}")
         rope = {**ROPE.write(fields)["rope_parameters"], "mrope_section": list(vision.sections)}
         if vision.family.interleaved:
             rope["mrope_interleaved"] = True
@@ -64,9 +63,8 @@ _ONE_WAY = "models of this type always share channels out that way"
 def _seeing(text: Family, model_type: str, architecture: str, prefix: str, tower: str) -> Family:
     """Return the family of a text family and a tower.
 
-    ``prefix`` starts the names of the language model's weights, instead of ``model.``; ``tower`` those of the tower.
+    ``prefix`` starts the names of the language model's weights, instead of ``model.``; ``tower`` starts the tower's.
     """
-    # Positions, router and biases of these models have one setting only; the rules added here say which
     rules = [rule for rule in text.config if rule not in (ROPE, SOFTMAX_ROUTER, ATTENTION_BIAS)]
     if ATTENTION_BIAS in text.config:
         rules.append(Only("attention_bias", False, "models with a vision tower have none here"))
@@ -85,19 +83,15 @@ def _seeing(text: Family, model_type: str, architecture: str, prefix: str, tower
 
 _MODEL, _LANGUAGE_MODEL = "model.", "model.language_model."
 
-# Qwen2-VL: Qwen2 with a tower that attends to whole frames
 QWEN2_VL = _seeing(QWEN2, "qwen2_vl", "Qwen2VLForConditionalGeneration", _MODEL, "visual.")
 
-# Qwen2.5-VL: Qwen2 with a tower that attends within windows
 QWEN2_5_VL = _seeing(QWEN2, "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _MODEL, "visual.")
 
-# Qwen3-VL: Qwen3 with a tower whose inner outputs are added after the first layers of the language model
 QWEN3_VL = _seeing(QWEN3, "qwen3_vl", "Qwen3VLForConditionalGeneration", _LANGUAGE_MODEL, "model.visual.")
 
 
 def _stacked(transposed: bool) -> Family:
     """Return the family with experts; a layer has one tensor for each projection, transposed (the hub) or not."""
-    # One tensor per projection for all experts of a layer
     experts = ("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")
     family = _seeing(
         dataclasses.replace(QWEN3_MOE, config=(*QWEN3_MOE.config, NORMALISED_ROUTER, _NORMALISED)),
@@ -118,9 +112,7 @@ def _stacked(transposed: bool) -> Family:
 
 _NORMALISED = Only("norm_topk_prob", True, "transformers always normalises them", is_written=False)
 
-# Qwen3-VL-MoE: the same with experts. Their matrices are transposed on the hub, but not in what transformers 5 writes.
-# Both forms are read. That of the hub is written, because every version of transformers reads it.
+# Matrices are transposed on the hub (the form written here), but not in what transformers 5 writes; both are read.
 QWEN3_VL_MOE = dataclasses.replace(_stacked(transposed=True), variants=(_stacked(transposed=False),))
 
-# The families, by the ``model_type`` of their ``config.json``
 VISION_LANGUAGE_FAMILIES = {family.model_type: family for family in (QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE)}

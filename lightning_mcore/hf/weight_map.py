@@ -76,9 +76,9 @@ class WeightMap:
     """
 
     def __init__(self, family: Family, fields: Mapping[str, Any], tensors: Mapping[str, Shape]) -> None:
-        self.blocks: dict[str, list[Block]] = {}  # of each Megatron tensor, by whole name
-        self.shapes: dict[str, Shape] = {}  # of each Hugging Face tensor
-        self.in_fp32: set[str] = set()  # Hugging Face tensors that stay in fp32
+        self.blocks: dict[str, list[Block]] = {}
+        self.shapes: dict[str, Shape] = {}
+        self.in_fp32: set[str] = set()
         self.repeated: dict[str, str] = {}  # a Hugging Face tensor that repeats another, and that other
         self._rules = _Rules(family, int(fields["num_layers"]))
         for name, shape in tensors.items():
@@ -97,7 +97,6 @@ class WeightMap:
 
     @cached_property
     def _by_hf(self) -> dict[str, list[tuple[str, Block]]]:
-        # Built on first use, because export needs it and import does not
         found: dict[str, list[tuple[str, Block]]] = {}
         for name, blocks in self.blocks.items():
             for block in blocks:
@@ -128,8 +127,7 @@ class _Rules:
             # A multi-token prediction layer contains an ordinary layer, and has weights around it
             inner = _MULTI_TOKEN_LAYER.fullmatch(layer[3])
             found = self._layer.get(inner[1]) if inner else self._multi_token.get(layer[3])
-            # Hugging Face numbers these layers after the ordinary ones: mtp.layers.0
-            # of a 61-layer model is model.layers.61
+            # mtp.layers.0 of a 61-layer model is model.layers.61 of Hugging Face
             prefix = self._prefix(self._num_layers + int(layer[2]))
         if found is None:
             raise ValueError(
@@ -157,7 +155,6 @@ def _prefixed(block: Block, prefix: str) -> Block:
 def _shapes(blocks: Iterable[Block]) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     for block in blocks:
-        # A tensor ends where the farthest of its blocks ends
         last = tuple(axis.stop for axis in block.hf_index)
         known = shapes.get(block.hf, last)
         shapes[block.hf] = tuple(map(max, known, last))

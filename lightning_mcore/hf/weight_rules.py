@@ -73,7 +73,7 @@ class Block:
 def index_of(start: Shape, shape: Shape, steps: Shape = ()) -> tuple[slice, ...]:
     """Return the index of a rectangle that begins at ``start``, with strides ``steps`` (all 1 if empty)."""
     steps = steps or (1,) * len(start)
-    # The stop is one past the last value: start 1, 3 values, stride 2 is slice(1, 6, 2), the indices 1, 3 and 5
+    # The stop is one past the last value, whatever the stride
     return tuple(slice(a, a + (n - 1) * step + 1, step) for a, n, step in zip(start, shape, steps, strict=True))
 
 
@@ -172,9 +172,7 @@ class InterleavedStack(Stack):
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
         """Return one block for the gates and one for the up projections."""
-        # With 6 rows per expert, Megatron has gate rows 0-2 and up rows 3-5. Hugging Face has gate, up,
-        # gate, up, ...: gates are at 0, 2, 4 and up projections at 1, 3, 5. Transposed, these are
-        # columns, hence the stride on the last axis.
+        # Of 6 rows, gates are 0, 2, 4 and ups 1, 3, 5; transposed, they are columns, hence the stride on the last axis
         rows, rest = shape[1] // 2, shape[2:]
         zeros = (0,) * len(rest)
         steps = (1, *(1 for _ in rest), 2) if self.transposed else (1, 2, *(1 for _ in rest))
@@ -198,7 +196,6 @@ class Vocabulary(_OneToOne):
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
         """Return one block: the rows without padding."""
         origin = (0,) * len(shape)
-        # With vocab_size=1000 padded to 1024, rows 1000-1023 belong to no block, so import leaves them zero
         return [Block(self.hf, origin, origin, (fields["vocab_size"], *shape[1:]))]
 
 
@@ -251,7 +248,6 @@ class QueryKeyValue:
         groups, channels = fields["num_query_groups"], fields["kv_channels"]
         query_rows = fields["num_attention_heads"] // groups * channels
         rest, row, found = shape[1:], 0, []
-        # A bias has no further axes: rest and zeros are empty then
         zeros = (0,) * len(rest)
         for group in range(groups):
             for name, rows in ((self.query, query_rows), (self.key, channels), (self.value, channels)):
@@ -302,9 +298,8 @@ class DeltaNetRows:
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
         """Return one block per part of each key head."""
-        # 2 key heads of 2 channels, 4 value heads of 3: a key head has key=2, value=2*3=6, head=2 rows. Parts
-        # key, key, value of one tensor (Qwen's convolution) give Megatron's head 0 the rows 0-1, 4-5 and
-        # 8-13, and head 1 2-3, 6-7 and 14-19.
+        # Parts key, key, value of one tensor, 2 key heads of 2 channels and 4 value heads of 3: Megatron's head 0 has
+        # rows 0-1, 4-5 and 8-13, and head 1 has 2-3, 6-7 and 14-19.
         sizes = fields["delta_net"]
         heads, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"] // sizes["linear_num_key_heads"]
         rows_of = {
@@ -339,7 +334,6 @@ class JoinedQueryKeyValue:
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
         """Return three blocks per group of heads."""
-        # 4 heads in 2 groups, 2 channels: queries are rows 0-7, keys 8-11 and values 12-15
         keys = fields["num_attention_heads"] * fields["kv_channels"]
         starts = {"query": 0, "key": keys, "value": keys + fields["num_query_groups"] * fields["kv_channels"]}
         return [

@@ -29,7 +29,7 @@ from lightning_mcore.hf.weight_rules import Block, Shape
 
 _OUTPUT_IN_HF = "lm_head.weight"
 _SAME_MODEL = "give config and weights of one model, and do not change its sizes"
-_SHOWN = 5  # names in an error
+_SHOWN = 5
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -57,12 +57,10 @@ class HFWeights:
         self._fields = fields
         self._shapes = shapes
         self._stored = None if rounds else folder.stored
-        # A family may come in variants (stacked experts, one tensor per expert): take the one whose shapes agree with
-        # the files, and among these the one with most names in common
+        # The variant whose shapes agree with the files, and of several the one with most names in common
         maps = [WeightMap(each, fields, shapes) for each in (family, *family.variants)]
         fitting = [each for each in maps if _agree(each.shapes, folder.shapes)] or maps[:1]
         self._map = max(fitting, key=lambda each: len(each.shapes.keys() & folder.shapes.keys()))
-        # Tensors that repeat another: the folder may have them, and they must be equal to it
         self._aliases: dict[str, list[str]] = {}
         for alias, name in self._map.repeated.items():
             if alias in folder.shapes:
@@ -96,7 +94,6 @@ class HFWeights:
             require_fits(part.hf, values, place.dtype)
             if self._stored is not None:
                 require_kept(part.hf, values, place.dtype, self._stored)
-            # Where the part lies within the rectangle
             first = tuple(a - b for a, b in zip(part.start, start, strict=True))
             inside = place[tuple(slice(a, a + n) for a, n in zip(first, part.shape, strict=True))]
             inside.copy_((values.mT if part.transposed else values).view_as(inside))
@@ -147,7 +144,6 @@ class HFWeights:
             output = block.within(part.start, part.shape)
             if output is None:
                 continue
-            # Cut both to the rows that they share, then compare the two files' bytes
             rows = part.within(output.start, output.shape)
             assert rows is not None
             first, second = (self._folder.read(each.hf, each.hf_start, each.hf_shape) for each in (rows, output))
@@ -180,15 +176,12 @@ class HFWeights:
             prefix + b.hf in self._folder.shapes for rule in rules for b in rule.blocks((size, size), self._fields)
         )
 
-    # ---- checks
-
     def _check(self) -> None:
         wanted, found = self._map.shapes, self._folder.shapes
         missing = wanted.keys() - found.keys() - self._map.repeated.keys() - set(self._family.optional)
         extra = [name for name in found.keys() - wanted.keys() if not self._is_left_out(name)]
         extra += sorted({block.hf for block in self._tied} - self._whole_tied())
         other = Differences.between(found, wanted).shapes
-        # One sentence for everything that is wrong, so that a mix-up of models is seen at once
         parts = []
         if missing:
             parts.append(f"it lacks {some_of(missing, _SHOWN)}")
@@ -199,7 +192,6 @@ class HFWeights:
         if not parts:
             parts = self._too_small()
         if parts:
-            # If shapes differ as well, it is simply another model
             remedy = self._remedy(missing, extra) if len(parts) == bool(missing) + bool(extra) else _SAME_MODEL
             raise ValueError(
                 f"the weights in {self._folder.folder} do not belong to this model: {'; '.join(parts)}; {remedy}"
@@ -230,7 +222,7 @@ class HFWeights:
         return []
 
     def _whole_tied(self) -> set[str]:
-        """Return the tensors of a tied output layer that have the size that the rules give them."""
+        """Return the tensors of a tied output layer that have the size in the rules."""
         sizes: Counter[str] = Counter()
         for block in self._tied:
             sizes[block.hf] += prod(block.shape)
@@ -264,7 +256,7 @@ def require_fits(name: str, values: Tensor, dtype: torch.dtype) -> None:
     """Raise ValueError for finite values that would become infinite in ``dtype``; infinite values may stay infinite."""
     if not values.numel() or torch.finfo(values.dtype).max <= torch.finfo(dtype).max:
         return
-    ends = torch.stack(torch.aminmax(values))  # needs no memory; the code below rarely runs
+    ends = torch.stack(torch.aminmax(values))
     if ends.to(dtype).isfinite().all():
         return
     # 65519 rounds down to float16's largest, 65504; 65520 rounds up to infinity, so it is the conversion that decides
