@@ -39,7 +39,7 @@ from lightning_mcore.checkpoint.optimizer_state import (
 )
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from lightning_mcore.parallel.chunks import ModelChunks
-from lightning_mcore.parallel.consensus import all_reduce_object, run_on_all_ranks
+from lightning_mcore.parallel.consensus import combine_on_rank0, run_on_all_ranks
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.pipeline import Pipeline
 
@@ -171,7 +171,7 @@ def _state_dtypes(shares: Sequence[Share]) -> dict[str, dict[str, torch.dtype]]:
                 merged.setdefault(key, {}).update(dtypes)
         return merged
 
-    return all_reduce_object(own, combine)
+    return combine_on_rank0(own, combine)
 
 
 def _untrained(shares: Sequence[Share], model_state: dict[str, Any]) -> list[ShardedTensor | ShardedTensorFactory]:
@@ -196,7 +196,7 @@ def _global_shapes(entries: Iterable[ShardedTensor | ShardedTensorFactory]) -> d
             merged.update(found)
         return merged
 
-    return all_reduce_object(lambda: shapes, combine)
+    return combine_on_rank0(lambda: shapes, combine)
 
 
 def _speaks_for_copies() -> bool:

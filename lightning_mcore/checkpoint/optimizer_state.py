@@ -25,7 +25,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 from torch import Tensor
 
 from lightning_mcore.optimizer.megatron import MCoreOptimizer, optimizer_parts
-from lightning_mcore.parallel.consensus import all_reduce_object
+from lightning_mcore.parallel.consensus import combine_on_rank0
 
 # Megatron's optimizers hold the state in three ways:
 #   FP32Optimizer                       steps the parameters themselves
@@ -322,7 +322,7 @@ def gather_numbers(numbers: Mapping[str, Numbers | None]) -> dict[str, Any]:
             merged |= {**dict.fromkeys(names, split["common"]), **split["own"]}
         return _split(merged)
 
-    return all_reduce_object(lambda: (list(numbers), _split(numbers)), combine)
+    return combine_on_rank0(lambda: (list(numbers), _split(numbers)), combine)
 
 
 def _split(numbers: Mapping[str, Numbers | None]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ from lightning_mcore.checkpoint.files import has_checksums, open_store
 from lightning_mcore.checkpoint.manifest import METADATA_FILE, damaged, some_of
 from lightning_mcore.checkpoint.stored_dtypes import StoredDtypes, require_kept
 from lightning_mcore.checkpoint.writer import tensor_pickle
-from lightning_mcore.parallel.consensus import all_reduce_object, run_on_all_ranks
+from lightning_mcore.parallel.consensus import combine_on_rank0, run_on_all_ranks
 
 OF_AN_OPTIMIZER = ("optimizer.", "chained_", "optimizer_")
 """How names of an optimizer's state begin."""
@@ -251,8 +251,8 @@ def load_shards(reader: ShardReader, sharded_state: dict[str, Any], copies: dist
 
     wanted, result, factories = run_on_all_ranks(prepare)
     # All ranks send their mismatches to rank 0, so the error names what any of them misses, before anything is read.
-    all_reduce_object(lambda: _mismatches(reader.metadata, wanted), lambda found: _refuse(reader, found))
-    all_reduce_object(lambda: [piece.without_data() for piece in nested_values(wanted)], validate_sharding_integrity)
+    combine_on_rank0(lambda: _mismatches(reader.metadata, wanted), lambda found: _refuse(reader, found))
+    combine_on_rank0(lambda: [piece.without_data() for piece in nested_values(wanted)], validate_sharding_integrity)
     strategy = FullyParallelLoadStrategyWrapper(ShardLoadStrategy(reader), copies)
     merge(result, strategy.load(wanted, reader.path))
     merged: dict[str, Any] = apply_factory_merges(result, factories)

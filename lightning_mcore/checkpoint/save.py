@@ -56,7 +56,7 @@ from lightning_mcore.checkpoint.manifest import (
 )
 from lightning_mcore.checkpoint.remote import begin_upload, finish_upload, upload_files
 from lightning_mcore.checkpoint.writer import Piece, Places, Staging, write_metadata, write_pieces
-from lightning_mcore.parallel.consensus import all_reduce_object, all_true, run_on_all_ranks, run_on_rank0
+from lightning_mcore.parallel.consensus import all_true, combine_on_rank0, run_on_all_ranks, run_on_rank0
 
 SHARDED_STATE = "lightning_mcore/sharded_state"
 MANIFEST = "lightning_mcore/manifest"
@@ -161,7 +161,7 @@ def _agree(
     own: dict[str, Any], held: list[Any], described: list[Any], copies: dist.ProcessGroup
 ) -> tuple[list[tuple[MetadataIndex, list[int]]], Metadata | None]:
     """Return the pieces that this rank writes, and on rank 0 the metadata of all pieces; collective over the world."""
-    all_reduce_object(lambda: described, _validate)
+    combine_on_rank0(lambda: described, _validate)
     # Each of two data-parallel ranks with the same four 1 GB tensors becomes the main copy of two and writes them.
     shares = determine_main_replica_uniform_distribution(own, copies)
     distribute_main_replicas_with_precomputed_distribution(own, copies, shares)
@@ -197,7 +197,7 @@ def _agree(
         except (ValueError, AssertionError) as error:
             raise _not_whole(error) from error
 
-    all_reduce_object(plan_own, plan_all)
+    combine_on_rank0(plan_own, plan_all)
     return written, metadata[0] if metadata else None
 
 
@@ -284,7 +284,7 @@ class CheckpointSave:
             # On a store, the first call starts the uploads and the second one finishes them.
             if self._uploading is None:
                 assert self._writing is not None
-                all_reduce_object(
+                combine_on_rank0(
                     partial(self._unless_deleted, self._writing.result),
                     lambda written: self._unless_deleted(partial(self._complete, written)),
                 )

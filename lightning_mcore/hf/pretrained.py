@@ -40,7 +40,7 @@ from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.hf.weights import HFWeights
 from lightning_mcore.layers.lora import ADAPTERS, adapted_weight, merging
 from lightning_mcore.parallel.chunks import TAKES_FP32, ModelChunks, built_chunks, find_pipeline
-from lightning_mcore.parallel.consensus import all_gather_object, all_reduce_object, run_on_all_ranks
+from lightning_mcore.parallel.consensus import all_gather_object, combine_on_rank0, run_on_all_ranks
 
 _FILLED = "_filled_from_hugging_face"
 _HASHED = 4
@@ -194,7 +194,7 @@ def check_downloads(folder: str, files: Collection[str]) -> None:
                 " them is noticed only if a weight becomes infinite or NaN"
             )
 
-    all_reduce_object(unchecked, tell)
+    combine_on_rank0(unchecked, tell)
 
 
 def _fill(folder: str, weights: HFWeights, pieces: ModelPieces) -> None:

@@ -3,7 +3,7 @@
 
 Saving a checkpoint has several stages, in which each rank does something and rank 0 combines the results. If a rank
 left such a stage by an exception, the others would wait for it for half an hour. So each stage goes through
-:func:`all_reduce_object`, which tells every rank about failures on any of them.
+:func:`combine_on_rank0`, which tells every rank about failures on any of them.
 
 Only small objects are sent, over a CPU process group (:func:`control_group`). It neither waits for queued GPU work nor
 shares a communicator with training. Without process groups, this process is the only rank. Checkpoints, data
@@ -51,7 +51,7 @@ def default_timeout() -> datetime.timedelta:
     return timeout
 
 
-def all_reduce_object(function: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
+def combine_on_rank0(function: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
     """Run ``function`` on every rank; return on every rank what ``combine`` makes of all results on rank 0; collective.
 
     The results come in rank order. The first failure of any rank is raised on all of them: with the same class if it is
@@ -85,21 +85,21 @@ def all_reduce_object(function: Callable[[], T], combine: Callable[[list[T]], R]
 
 
 def run_on_rank0(function: Callable[[], T]) -> T:
-    """Return on every rank what rank 0's ``function()`` returns; collective, raises as :func:`all_reduce_object`."""
-    return all_reduce_object(lambda: None, lambda _: function())
+    """Return on every rank what rank 0's ``function()`` returns; collective, raises as :func:`combine_on_rank0`."""
+    return combine_on_rank0(lambda: None, lambda _: function())
 
 
 def run_on_all_ranks(function: Callable[[], T]) -> T:
-    """Return ``function()`` of this rank if no rank fails; collective, raises as :func:`all_reduce_object`."""
+    """Return ``function()`` of this rank if no rank fails; collective, raises as :func:`combine_on_rank0`."""
     kept: list[T] = []
-    all_reduce_object(lambda: kept.append(function()), lambda _: None)
+    combine_on_rank0(lambda: kept.append(function()), lambda _: None)
     return kept[0]
 
 
 def all_gather_object(own: T) -> list[T]:
     """Return the objects of all ranks, in rank order, on every rank; collective.
 
-    With :func:`all_reduce_object` each object travels only to rank 0.
+    With :func:`combine_on_rank0` each object is sent only to rank 0.
     """
     if not dist.is_initialized():
         return [own]

@@ -42,7 +42,7 @@ from lightning_mcore.checkpoint.save import BackgroundTask
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from lightning_mcore.parallel import rank_watch
 from lightning_mcore.parallel.chunks import ModelChunks, find_pipeline, synchronize_parameters
-from lightning_mcore.parallel.consensus import all_reduce_object, all_true, run_on_all_ranks, run_on_rank0
+from lightning_mcore.parallel.consensus import all_true, combine_on_rank0, run_on_all_ranks, run_on_rank0
 from lightning_mcore.parallel.groups import collectives_issued
 from lightning_mcore.strategy.module import MCoreModule
 
@@ -169,7 +169,7 @@ class Checkpoints:
             return rank_watch.out_of_step(dict(enumerate(positions)))
 
         # Unequal counts would pair the wrong collectives: rank 0's 41st all-reduce with rank 1's 40th.
-        if (said := all_reduce_object(collectives_issued, have_all_issued_the_same)) is not None:
+        if (said := combine_on_rank0(collectives_issued, have_all_issued_the_same)) is not None:
             return said
         # A kernel of NCCL whose peers never came stays at the head of its queue, and copies would wait behind it.
         if device.type == "cuda" and not all_true(_finishes(partial(torch.cuda.synchronize, device))):
