@@ -46,9 +46,9 @@ from lightning_mcore.checkpoint.save import (
     RANK_STATE,
     SHARDED_STATE,
     CheckpointSave,
-    ShardPlanner,
     rank_object,
 )
+from lightning_mcore.checkpoint.save_plan import ShardPlanner
 from lightning_mcore.checkpoint.single_file import checked_file, save_file
 from lightning_mcore.checkpoint.writer import Staging
 from lightning_mcore.config.value_checks import require_flag, require_size

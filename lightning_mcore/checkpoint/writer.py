@@ -63,6 +63,16 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(content)
 
 
+def object_bytes(content: Any) -> bytes:
+    """Return what ``torch.save`` writes of an object; ``TypeError`` if a part of it cannot be pickled."""
+    stream = io.BytesIO()
+    try:
+        torch.save(content, stream)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(f"the checkpoint contains an object that cannot be saved, {error}; remove it") from error
+    return stream.getvalue()
+
+
 def frame_tensor(dtype: torch.dtype, shape: tuple[int, ...], checksum: int, position: int = 0) -> tuple[bytes, bytes]:
     """Return the bytes before and after a contiguous tensor's bytes in an archive of ``torch.save``.
 

@@ -24,7 +24,8 @@ from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint import manifest as checkpoint_manifest
 from lightning_mcore.checkpoint import model_state
 from lightning_mcore.checkpoint.optimizer_state import pieces_of
-from lightning_mcore.checkpoint.save import MANIFEST, SHARDED_STATE, CheckpointSave, ShardPlanner
+from lightning_mcore.checkpoint.save import MANIFEST, SHARDED_STATE, CheckpointSave
+from lightning_mcore.checkpoint.save_plan import ShardPlanner
 from lightning_mcore.checkpoint.writer import Piece
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.hf.peft_folder import adapter_dtype
@@ -195,9 +196,9 @@ class _ReadingPlanner(ShardPlanner):
         if self._pieces is not None:
             self._pieces.stop()
 
-    def plan(self, sharded_state: dict[str, Any], copies: Any) -> tuple[Sequence[Piece], Metadata | None]:
+    def plan(self, sharded_state: dict[str, Any], replica_group: Any) -> tuple[Sequence[Piece], Metadata | None]:
         """Plan as usual, for tensors without memory."""
-        planned, metadata = super().plan(sharded_state, copies)
+        planned, metadata = super().plan(sharded_state, replica_group)
         self._pieces = _PiecesToRead(planned, self._weights)
         return self._pieces, metadata
 

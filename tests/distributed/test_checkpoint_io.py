@@ -31,7 +31,9 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint import save as checkpoint_save
+from lightning_mcore.checkpoint import save_plan
 from lightning_mcore.checkpoint import writer as checkpoint_writer
+from lightning_mcore.checkpoint.background import BackgroundTask
 from lightning_mcore.checkpoint.io import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
@@ -190,7 +192,7 @@ def save_without_waiting(folder: str) -> None:
 
 
 def plan_again_where_needed(path: str) -> None:
-    with groups(), mock.patch.object(checkpoint_save, "_agree", wraps=checkpoint_save._agree) as agree:
+    with groups(), mock.patch.object(save_plan, "_agree", wraps=save_plan._agree) as agree:
         plugin = MCoreCheckpointIO()
         for scale, more, plans in ((1.0, False, 1), (2.0, False, 1), (3.0, True, 2), (4.0, True, 2), (5.0, False, 3)):
             given, wanted = checkpoint(scale), blank()
@@ -254,9 +256,9 @@ def fail_beside_writers(folder: str) -> None:
         finally:
             running[0] -= 1
 
-    def abandon(*arguments: Any) -> None:
+    def delete_folder(*arguments: Any) -> None:
         overlaps.append(running[0])
-        _abandon(*arguments)
+        _delete_folder(*arguments)
 
     def no_memory(*_: Any) -> Any:
         raise MemoryError("no room for a copy")
@@ -264,7 +266,7 @@ def fail_beside_writers(folder: str) -> None:
     with (
         groups(),
         mock.patch.object(checkpoint_save, "write_pieces", write_slowly),
-        mock.patch.object(checkpoint_save, "_abandon", abandon),
+        mock.patch.object(checkpoint_save, "_delete_folder", delete_folder),
     ):
         plugin = MCoreCheckpointIO(async_save=True)
         with (
@@ -274,7 +276,7 @@ def fail_beside_writers(folder: str) -> None:
             plugin.save_checkpoint(checkpoint(), path)
         plugin.save_checkpoint(checkpoint(), path)
         with (  # a Ctrl-C on all ranks
-            mock.patch.object(checkpoint_save.BackgroundTask, "result", side_effect=KeyboardInterrupt),
+            mock.patch.object(BackgroundTask, "result", side_effect=KeyboardInterrupt),
             pytest.raises(KeyboardInterrupt),
         ):
             plugin.drain()
@@ -286,7 +288,7 @@ def fail_beside_writers(folder: str) -> None:
         assert os.listdir(folder) == ["a.ckpt"]
 
 
-_abandon = checkpoint_save._abandon
+_delete_folder = checkpoint_save._delete_folder
 _copy = checkpoint_writer.Staging.copy
 _write_pieces = checkpoint_writer.write_pieces
 

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_mcore.checkpoint import writer as checkpoint_writer
 from lightning_mcore.checkpoint.manifest import FileRecord
-from lightning_mcore.checkpoint.save import Piece
-from lightning_mcore.checkpoint.writer import Staging
+from lightning_mcore.checkpoint.writer import Piece, Staging
 
 BLOCK = 1024
 
