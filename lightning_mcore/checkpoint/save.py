@@ -212,7 +212,7 @@ def _shards(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return this rank's shards, with its own state as one more."""
     shards: dict[str, Any] = checkpoint[SHARDED_STATE]
     state = checkpoint.get(RANK_STATE)
-    if not state:
+    if state is None:
         return shards
     return {**shards, RANK_STATE: rank_object(dist.get_rank(), dist.get_world_size(), state)}
 

@@ -213,6 +213,20 @@ def test_a_plan_is_kept_until_some_rank_holds_something_else(tmp_path: Path) -> 
     run_ranks(2, plan_again_where_needed, str(tmp_path / "a.ckpt"))
 
 
+def save_where_only_rank_0_has_a_state(path: str) -> None:
+    with groups():
+        plugin, given = MCoreCheckpointIO(), checkpoint()
+        if dist.get_rank() == 1:
+            given[RANK_STATE] = {}
+        plugin.save_checkpoint(given, path)
+        assert rank_state(plugin, path, 0)["rank"] == 0
+        assert rank_state(plugin, path, 1) == {}
+
+
+def test_a_rank_state_may_be_empty(tmp_path: Path) -> None:
+    run_ranks(2, save_where_only_rank_0_has_a_state, str(tmp_path / "a.ckpt"))
+
+
 def poll_until_done(plugin: MCoreCheckpointIO) -> None:
     deadline = time.monotonic() + 30
     while plugin.has_saves_in_flight:
