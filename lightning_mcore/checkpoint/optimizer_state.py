@@ -24,7 +24,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from torch import Tensor
 
-from lightning_mcore.optimizer.megatron import MCoreOptimizer, optimizer_parts
+from lightning_mcore.optimizer.megatron import MCoreOptimizer
+from lightning_mcore.optimizer.parts import optimizer_parts
 from lightning_mcore.parallel.consensus import combine_on_rank0
 
 # Megatron's optimizers hold the state in three ways:

@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 
 from lightning_mcore.config.rules import raise_first
 from lightning_mcore.optimizer.loss_scale import LossScaler
-from lightning_mcore.optimizer.megatron import GROUP_INDEX, MCoreOptimizer, optimizer_parts
+from lightning_mcore.optimizer.megatron import MCoreOptimizer, RebuiltOptimizer, WrappedOptimizer
+from lightning_mcore.optimizer.parts import GROUP_INDEX, follow_user_groups, optimizer_parts
 from lightning_mcore.optimizer.rules import check_kind, megatron_fields, optimizer_option_faults
 from lightning_mcore.parallel.groups import process_group
 
@@ -69,7 +70,7 @@ def make_optimizer(
     """Put Megatron's step behind a torch optimizer and return it, as an instance of the user's class; collective.
 
     Raises ``TypeError`` if the optimizer must be rebuilt and cannot be, and ``ValueError`` if ``setting.config`` has an
-    option that it lacks, or a parameter that needs gradients is in no group.
+    option that it lacks, a parameter that needs gradients is in no group, or the gradients of one have another dtype.
     """
     check_kind(
         user,
@@ -85,12 +86,24 @@ def make_optimizer(
         fields = (megatron_fields(user) if rebuilt else None) or {}
         raise_first(optimizer_option_faults(vars(setting.config), fields, type(user).__name__))
     parameters = list(itertools.chain.from_iterable(group["params"] for group in user.param_groups))
+    if not setting.distributed and not setting.low_precision:
+        _check_dtypes(parameters)
     megatron = _rebuild(user, chunks, setting) if rebuilt else _wrap(user, setting)
     scaler = setting.scaler.attach(megatron) if setting.scaler is not None else None
-    made = MCoreOptimizer(user, megatron, parameters, chunks, rebuilt=rebuilt, inline=setting.inline, scaler=scaler)
-    if rebuilt:
-        made.follow_user_groups()
-    return made
+    kind = RebuiltOptimizer if rebuilt else WrappedOptimizer
+    return kind(user, megatron, parameters, chunks, setting.inline, scaler)
+
+
+def _check_dtypes(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Raise ``ValueError`` for a parameter whose ``grad`` cannot be its gradient buffer, which has another dtype."""
+    differ = [p for p in parameters if hasattr(p, "main_grad") and p.main_grad.dtype != p.dtype]
+    if differ:
+        first, summed = differ[0], differ[0].main_grad.dtype
+        raise ValueError(
+            f"{len(differ)} parameters are trained in {first.dtype}, the first of shape {list(first.shape)}, but their"
+            f" gradients are summed in {summed}, which their optimizer cannot step with; convert them to {summed}, use"
+            " Trainer(precision=...) of their dtype, or set MCoreStrategy(use_distributed_optimizer=True)"
+        )
 
 
 def _config(fields: dict[str, Any], setting: OptimizerSetting) -> OptimizerConfig:
@@ -125,6 +138,7 @@ def _rebuild(
         _order_parameters(part)
         if getattr(part, "init_state_fn", _no_initial_state) is None:  # SGD's; Megatron calls it when it loads
             part.init_state_fn = _no_initial_state
+    follow_user_groups(megatron, user.param_groups)
     return megatron
 
 

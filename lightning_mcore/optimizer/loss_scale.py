@@ -22,7 +22,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from lightning_mcore.config.fp16 import LossScaling
-from lightning_mcore.optimizer.megatron import optimizer_parts
+from lightning_mcore.optimizer.parts import optimizer_parts
 
 _NEVER = 2**62
 

@@ -208,7 +208,7 @@ def check_number(optimizers: "Sequence[Optimizer]", inline: bool, distributed: b
 def check_not_summed(optimizers: Iterable[Any]) -> None:
     """Raise ``RuntimeError`` if more gradients would be added to gradients that are already summed over the ranks."""
     # With shards, backward would add to a buffer that already holds the sum, and the sum would be counted twice.
-    if any(optimizer.gradients_are_summed for optimizer in optimizers):
+    if any(optimizer.gradients.are_summed for optimizer in optimizers):
         raise RuntimeError(
             "backward ran again before zero_grad(), and with use_distributed_optimizer or overlap_grad_reduce the"
             " gradients are already summed over the ranks then; add the losses up, or set both to False"

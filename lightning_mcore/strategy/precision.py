@@ -353,7 +353,11 @@ class MCorePrecision(Precision):
         if not isinstance(owner, MCoreOptimizer):
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
             return
-        owner.clip(float(clip_val or 0.0), by_value=gradient_clip_algorithm == GradClipAlgorithmType.VALUE)
+        limit = float(clip_val or 0.0)
+        if limit > 0 and gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            owner.clip_grad_value(limit)
+        elif limit > 0:
+            owner.clip_grad_norm(limit)
 
     @property
     def _is_inline(self) -> bool:

@@ -252,6 +252,7 @@ def refusals(folder: str) -> dict[str, str]:
     momentum = Run(module=partial(Staged, MOMENTUM), strategy=PP2)
     fit(staged, 1, folder=f"{folder}/pp2")
     fit(Run(module=Plain, strategy={}), 1, folder=f"{folder}/file")
+    fit(Run(module=Plain, strategy={}, precision="bf16-true"), 1, folder=f"{folder}/copies")
     for name, path, run in (
         ("nothing", "nothing", staged),
         ("absent", "absent.ckpt", staged),
@@ -261,6 +262,7 @@ def refusals(folder: str) -> dict[str, str]:
         ("file", "file/last.ckpt", staged),
         ("file-groups", "file/last.ckpt", Run(module=partial(Plain, ADAMW), strategy=SHARDED)),
         ("file-precision", "file/last.ckpt", Run(module=Plain, strategy={}, precision="bf16-true")),
+        ("file-copies", "copies/last.ckpt", Run(module=Plain, strategy={})),
     ):
         with pytest.raises((ValueError, FileNotFoundError)) as refusal:
             fit(run, 2, resume=f"{folder}/{path}")
@@ -289,6 +291,8 @@ def test_what_a_run_cannot_read_is_refused_in_one_sentence(tmp_path: Path) -> No
         " configure_optimizers has [4]; resume with the groups of the run that saved it",
         "file-precision": "the checkpoint's optimizer state was saved in another precision or without Megatron, so it"
         " lacks the fp32 copies of the parameters; load only its weights, or train in the precision of the save",
+        "file-copies": "the checkpoint's optimizer state was saved in another precision, with fp32 copies of the"
+        " parameters, which this run does not have; load only its weights, or train in the precision of the save",
     }
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -22,6 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
@@ -29,8 +31,8 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DistributedSampler
 
 from lightning_mcore import CommunicationOptions, MuonWithAdamW
-from lightning_mcore.optimizer.megatron import MCoreOptimizer
-from tests.support.ranks import RanksFailedError, run_ranks
+from lightning_mcore.optimizer.megatron import MCoreOptimizer, RebuiltOptimizer
+from tests.support.ranks import run_ranks
 from tests.support.toy import (
     FEATURES,
     NUM_LAYERS,
@@ -444,7 +446,7 @@ class Rates(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         optimizer = trainer.optimizers[0]
         if isinstance(optimizer, MCoreOptimizer):
-            assert optimizer.rebuilt
+            assert isinstance(optimizer, RebuiltOptimizer)
             self.used.append(self.read(optimizer.megatron.param_groups))
         else:
             self.used.append(self.before)
@@ -688,11 +690,149 @@ class UnfreezeLater(pl.Callback):
             trainer.optimizers[0].add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
 
 
-def unfreeze_a_stage() -> None:
-    """Train with a callback that unfreezes."""
-    run_fit(Frozen(ADAMW), PP2, loader(4, 2), max_epochs=2, callbacks=[UnfreezeLater()])
+def unfreeze(make: MakeOptimizer, strategy: dict[str, Any]) -> str:
+    """Return how a group is refused that is added during training."""
+    with pytest.raises(RuntimeError) as refusal:
+        run_fit(Frozen(only(make)), strategy, loader(4, 2), max_epochs=2, callbacks=[UnfreezeLater()])
+    return str(refusal.value)
 
 
 def test_a_group_that_is_added_during_training_is_refused_in_a_pipeline() -> None:
-    with pytest.raises(RanksFailedError, match="parameter groups are fixed once Megatron's optimizer exists"):
-        run_ranks(2, unfreeze_a_stage)
+    for message in run_ranks(2, unfreeze, partial(torch.optim.AdamW, lr=1e-2), PP2):
+        assert message.startswith("parameter groups are fixed once Megatron's optimizer exists")
+
+
+def test_a_group_is_refused_where_context_parallel_ranks_would_not_reduce_its_gradients() -> None:
+    for message in run_ranks(2, unfreeze, partial(torch.optim.RMSprop, lr=1e-3), {"context_parallel_size": 2}):
+        assert "were frozen when training began" in message
+
+
+# The user's hooks and Megatron's numbers
+
+
+class Hooked(StagedNet):
+    """Its optimizer has hooks of its step, the first of which moves the learning rate."""
+
+    def __init__(self, make_optimizer: MakeOptimizer) -> None:
+        super().__init__(make_optimizer)
+        self.fired: list[str] = []
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_pre_hook(self.before)
+        optimizer.register_step_post_hook(lambda *_: self.fired.append("after"))
+        return optimizer
+
+    def before(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+        self.fired.append("before")
+        optimizer.param_groups[0]["lr"] = 0.0
+
+
+def run_hooks(make: MakeOptimizer, precision: str) -> tuple[list[str], bool]:
+    """Return the hooks that ran in two steps, and whether the weights moved at the rate that they set."""
+    module = Hooked(make)
+    before: dict[str, Tensor] = {}
+    start = pl.callbacks.LambdaCallback(on_train_start=lambda *_: before.update(weights(module)))
+    run_fit(module, {}, loader(4, 2), precision=precision, callbacks=[start])
+    return module.fired, any(not torch.equal(value, before[name]) for name, value in weights(module).items())
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("make", [partial(torch.optim.AdamW, lr=1.0), partial(torch.optim.RMSprop, lr=1.0)])
+def test_step_hooks_of_the_users_optimizer_run(make: MakeOptimizer, precision: str) -> None:
+    [(fired, moved)] = run_ranks(1, run_hooks, make, precision)
+    assert fired == ["before", "after"] * 2
+    assert not moved
+
+
+class ClipsTheFirstStep(PlainNet):
+    """Manual optimization; reads the norm after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.norms: list[float | None] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward((self.predictions(batch) - batch["y"]).square().mean())
+        if batch_idx == 0:
+            self.clip_gradients(optimizer, 1.0, "norm")
+        optimizer.step()
+        self.norms.append(optimizer.grad_norm)
+
+
+def clip_once() -> list[float | None]:
+    """Return the norm after each of three steps."""
+    module = ClipsTheFirstStep()
+    run_fit(module, {}, loader(6, 2))
+    return module.norms
+
+
+def test_a_step_that_is_not_clipped_does_not_show_the_norm_of_another() -> None:
+    [(first, *others)] = run_ranks(1, clip_once)
+    assert first is not None
+    assert others == [None, None]
+
+
+def count_counts() -> dict[str, int]:
+    """Return how often two steps counted the zeros in their gradients."""
+    counts = {}
+    config = OptimizerConfig(log_num_zeros_in_grad=True)
+    for kind in (PlainNet, StagedNet):
+        for precision in ("32-true", "bf16-true"):
+            with mock.patch.object(megatron_optimizer, "count_zeros_fp32", return_value=0.0) as count:
+                module = kind(partial(torch.optim.RMSprop, lr=1e-3))
+                run_fit(module, {"optimizer_config": config}, loader(4, 2), precision=precision)
+            counts[f"{kind.__name__} {precision}"] = count.call_count
+    return counts
+
+
+def test_zeros_are_counted_once_in_a_step() -> None:
+    [counts] = run_ranks(1, count_counts)
+    assert set(counts.values()) == {2}, counts
+
+
+class PartlyInBf16(PlainNet):
+    """A plain module that keeps one layer in bf16, whatever the precision of the run."""
+
+    def configure_model(self) -> None:
+        self.net[2].to(torch.bfloat16)
+
+    def predictions(self, batch: Batch) -> Tensor:
+        return self.net[2](self.net[:2](batch["x"]).bfloat16())
+
+
+def train_partly_in_bf16() -> str:
+    """Return how a parameter is refused whose gradient is summed in another dtype; sharded, it trains."""
+    run_fit(PartlyInBf16(), SHARDED, loader(4, 2))
+    with pytest.raises(ValueError, match="2 parameters") as refusal:
+        run_fit(PartlyInBf16(), {}, loader(4, 2))
+    return str(refusal.value)
+
+
+def test_parameters_that_cannot_take_the_dtype_of_their_gradients_are_refused() -> None:
+    [message] = run_ranks(1, train_partly_in_bf16)
+    assert message == (
+        "2 parameters are trained in torch.bfloat16, the first of shape [1, 8], but their gradients are summed in"
+        " torch.float32, which their optimizer cannot step with; convert them to torch.float32, use"
+        " Trainer(precision=...) of their dtype, or set MCoreStrategy(use_distributed_optimizer=True)"
+    )
+
+
+def state_of_megatron() -> int:
+    """Return how many states the user's optimizer keeps after the state of Megatron's was read."""
+    kept = []
+    read = pl.callbacks.LambdaCallback(on_train_end=lambda trainer, _: kept.append(_read_state(trainer.optimizers[0])))
+    run_fit(StagedNet(), {}, loader(4, 2), callbacks=[read])
+    return kept[0]
+
+
+def _read_state(optimizer: Any) -> int:
+    assert len(optimizer.state_dict()["state"]) == len(optimizer.param_groups[0]["params"])
+    return len(optimizer.user.state)
+
+
+def test_reading_the_state_changes_nothing() -> None:
+    assert run_ranks(1, state_of_megatron) == [0]

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_mcore import MCoreGPT, MCorePreference, MCoreStrategy, MCoreVisionGPT
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.vision import Vision
-from lightning_mcore.optimizer.megatron import optimizer_parts
+from lightning_mcore.optimizer.parts import optimizer_parts
 from lightning_mcore.planning.adapters import with_adapters
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.state_memory import RankMemory, optimizer_of, rank_memory

@@ -19,7 +19,7 @@ from lightning_mcore import MCoreGPT
 from lightning_mcore.checkpoint.optimizer_state import _ranges
 from lightning_mcore.checkpoint.weights import load_weights
 from lightning_mcore.interop.export import export_model
-from lightning_mcore.optimizer.megatron import optimizer_parts
+from lightning_mcore.optimizer.parts import optimizer_parts
 from tests.distributed.test_hf_export import check_same
 from tests.support.hf_models import VOCAB_SIZE, read_tensors, save_tiny
 from tests.support.ranks import run_ranks

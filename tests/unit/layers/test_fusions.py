@@ -13,7 +13,7 @@ from lightning_mcore.config.field_homes import fusion_defaults
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.layers.inputs import ModelInputs
 from lightning_mcore.models import gpt
-from lightning_mcore.optimizer.megatron import fused_kernel
+from lightning_mcore.optimizer.parts import fused_kernel
 from lightning_mcore.planning.rules import check_run
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}

@@ -5,6 +5,7 @@ import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import jsonargparse
 import pytest
@@ -14,7 +15,7 @@ from megatron.core.optimizer import OptimizerConfig
 from torch import nn
 
 from lightning_mcore import CommunicationOptions, MCoreStrategy, MuonWithAdamW, ParallelLayout
-from lightning_mcore.optimizer.megatron import MCoreOptimizer
+from lightning_mcore.optimizer.megatron import MCoreOptimizer, RebuiltOptimizer, WrappedOptimizer
 from lightning_mcore.optimizer.rules import (
     check_kind,
     check_optimizer_config,
@@ -561,7 +562,7 @@ def test_a_gpu_that_may_overtake_its_communication_is_named(
 def test_the_adapters_of_a_class_share_one_class() -> None:
     def adapter(user: torch.optim.Optimizer) -> MCoreOptimizer:
         megatron: Any = None
-        return MCoreOptimizer(user, megatron, [], [], rebuilt=False, inline=True)
+        return WrappedOptimizer(user, megatron, [], [], inline=True)
 
     parameters = [nn.Parameter(torch.zeros(1))]
     one, other = (adapter(torch.optim.AdamW(parameters)) for _ in range(2))
@@ -569,6 +570,16 @@ def test_the_adapters_of_a_class_share_one_class() -> None:
     assert type(one) is type(other)
     assert isinstance(one, torch.optim.AdamW)
     assert type(sgd) is not type(one)
+
+
+def test_zeros_are_counted_before_a_step_that_may_reuse_the_memory_of_gradients() -> None:
+    megatron = mock.MagicMock(chained_optimizers=[], param_groups=[])
+    megatron.prepare_grads.return_value = False
+    optimizer = RebuiltOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), megatron, [], [], inline=True)
+    optimizer.clip_grad_value(1.0)
+    optimizer.step()
+    calls = [name for name, *_ in megatron.method_calls]
+    assert calls == ["prepare_grads", "get_grad_norm", "count_zeros", "step_with_ready_grads"]
 
 
 def test_a_decision_is_taken_without_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
