@@ -1,50 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
 """The position of a run in a DataLoader: recorded while it trains, restored after a resume.
 
-Lightning counts batches, but a resumed run reads its DataLoader from the beginning: some samples are repeated, others
-lost. A :class:`FollowedLoader` replaces a DataLoader's batch sampler while the trainer fits. It never changes what is
-read. It records the random states from which an epoch's iterator started. In a resumed epoch it skips the indices that
-have been read, without loading their samples:
+A resumed run would begin its epoch again: some samples would be repeated, others lost. So while a trainer fits, a
+:class:`PositionTracker` replaces the loader's batch sampler by a :class:`TrackedSampler`, which takes part in each
+*pass*, an iteration over the loader. In a resumed pass it skips what has been read, without loading the samples. With
+the same number of data-parallel ranks and the same batch size, it skips the first batches, whatever the batch sampler
+is. Otherwise it deals out the rest of the global order again (``global_order.py``). 45 samples, interrupted twice::
 
-* with the same number of data-parallel ranks and the same batch size, it skips the first batches of the same iteration,
-  whatever the batch sampler is;
-* otherwise it deals out the rest of the *global order* again. ``DistributedSampler`` gives rank ``r`` of ``n`` every
-  n-th sample of one permutation, so what all ranks together have read is always a prefix of it.
+    ranks x batch size   Lightning's batches   samples consumed   position at the end
+    2 x 2                0, 1, 2               12                 batches=3
+    4 x 2                1                     12 + 8 = 20        batches=2, offset=20 - 2 * 8 = 4
 
-``place.py`` has the position in Lightning's loops. ``strategy/resume.py`` calls both files, and decides about epochs,
-ranks and checkpoints.
+On 4 ranks a full pass has 6 batches. The rest of 33 samples has 5, so Lightning counts the first of them as batch 1.
+The offset is what was consumed in addition to the counted batches.
 """
 
-import copy
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Generator, Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
+from lightning_mcore.data.global_order import deal, global_length, global_order, rank_share
 from lightning_mcore.data.sampling import GlobalOrderSampler
 from lightning_mcore.parallel.random_state import RandomState, from_plain, put_common, take_common, to_plain
 
 
 @dataclass(frozen=True)
-class Moment:
-    """The random states that decide what a loader reads: the common state, and its own generators' states."""
+class LoaderRandomState:
+    """All random states that decide what a loader reads: the common state, and its own generators' states."""
 
     common: RandomState
-    own: tuple[torch.Tensor, ...]
+    own: tuple[Tensor, ...]  # of the generators that the user gave to the loader or its samplers, each [bytes] uint8
 
     def to_plain(self) -> dict[str, Any]:
         """Return the states as numbers and tensors."""
         return {"common": to_plain(self.common), "own": list(self.own)}
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "Moment":
-        """Rebuild a moment from the result of :meth:`to_plain`."""
+    def from_plain(cls, plain: Mapping[str, Any]) -> "LoaderRandomState":
+        """Rebuild the result of :meth:`to_plain`."""
         return cls(from_plain(plain["common"]), tuple(plain["own"]))
 
 
@@ -52,102 +51,109 @@ class Moment:
 class Position:
     """Where a loader continues.
 
-    Random states matter at two moments. *Opened*: the iterator is made, and torch's generator draws the workers' seed.
-    *Started*: the first index is requested, and most samplers draw their permutation. Without workers this comes later,
-    after user hooks that may draw random numbers too.
+    A pass draws random numbers at two moments. *Opened*: the iterator is made, and torch's generator draws the workers'
+    seed. *Started*: the first index is requested, and most samplers draw their permutation. Without workers this comes
+    later, after user hooks that may draw random numbers too.
     """
 
-    batches: int  # of the epoch, read by each rank
+    batches: int  # of the pass, read by each rank
     ranks: int
-    batch_size: int | None  # in samples; None if the user's own batch sampler decided
-    opened: Moment | None = None
-    started: Moment | None = None  # None if the order does not depend on it
+    batch_size: int | None  # in samples; None if the user's own batch sampler or dataset decides
+    opened: LoaderRandomState | None = None
+    started: LoaderRandomState | None = None  # None if the order does not depend on it
     seed: int | None = None  # of a distributed sampler; None for any other
+    own: tuple[Tensor, ...] = ()  # states of the loader's own generators when the position was taken
+    offset: int = 0  # samples consumed in addition to the counted batches (fewer if negative)
+
+    @property
+    def consumed(self) -> int:
+        """Samples of the global order that all ranks together have read."""
+        assert self.batch_size is not None
+        return self.batches * self.ranks * self.batch_size + self.offset
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the position as numbers and tensors."""
+        opened = self.opened.to_plain() if self.opened is not None else None
+        started = self.started.to_plain() if self.started is not None else None
+        return {**vars(self), "opened": opened, "started": started, "own": list(self.own)}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "Position":
+        """Rebuild the result of :meth:`to_plain`."""
+        opened = LoaderRandomState.from_plain(plain["opened"]) if plain["opened"] is not None else None
+        started = LoaderRandomState.from_plain(plain["started"]) if plain["started"] is not None else None
+        return cls(**{**plain, "opened": opened, "started": started, "own": tuple(plain["own"])})
 
 
-_OWN = {"_loader", "_ranks", "_on_request", "_position", "_slot", "_inner", "_opened", "_started", "_open_twice"}
-_OWN |= {"_seed", "_given_seed"}
+class PositionTracker:
+    """Tracks the passes over one DataLoader until :meth:`detach`; the first one continues at ``resume_at``.
 
-
-class FollowedLoader(BatchSampler):
-    """Replaces a DataLoader's batch sampler, or its sampler if it has no batch sampler.
-
-    It takes that place when it is made and gives it back in :meth:`leave`. It shows the attributes of the replaced
-    sampler. ``on_request`` is called before each batch of indices is made, if that happens in step with training (no
-    workers). ``position`` says where to continue; None at the beginning of an epoch.
+    ``strategy/resume.py`` makes one for each training loader. It counts the batches, checks that
+    :meth:`has_same_batches` or :meth:`can_deal` accepts ``resume_at``, and restores the common random state at the end,
+    because opening and starting a resumed pass may leave an earlier one. It also reads and drops the batches of an
+    ``IterableDataset``, whose samples have no index to skip. ``on_request`` is called before each batch of indices if
+    this process loads the samples (no workers), because the dataset may draw random numbers.
     """
 
     def __init__(
-        self,
-        loader: DataLoader[Any],
-        ranks: int,
-        on_request: Callable[[], None],
-        position: Position | None = None,
+        self, loader: DataLoader[Any], ranks: int, on_request: Callable[[], None], resume_at: Position | None = None
     ) -> None:
         self._loader = loader
         self._ranks = ranks
         self._on_request = on_request
-        self._position = position
+        self._resume_at = resume_at  # None once the resumed pass has started
+        self._offset = 0
+        self._opened: LoaderRandomState | None = None
+        self._started: LoaderRandomState | None = None
+        self._second_call_follows = False
+        # With batch_size=None a loader has no batch sampler: each index of its sampler makes a batch.
         self._slot = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        self._inner = getattr(loader, self._slot)
-        self._opened: Moment | None = None
-        self._started: Moment | None = None
-        self._open_twice = False
-        sampler = self._loader_sampler
-        self._given_seed = self._seed = sampler.seed if isinstance(sampler, DistributedSampler) else None
-        # The epoch in progress was permuted with the seed of the interrupted run.
-        if position is not None and position.seed is not None and self._seed is not None:
-            self._seed = sampler.seed = position.seed
-        vars(loader)[self._slot] = self  # DataLoader rejects a normal assignment
+        self._replaced: Any = getattr(loader, self._slot)
+        self._users_seed = self._seed
+        # This pass was permuted with the interrupted run's seed, and the later ones would have been.
+        if resume_at is not None and resume_at.seed is not None and self._users_seed is not None:
+            self._index_sampler.seed = resume_at.seed
+        vars(loader)[self._slot] = TrackedSampler(self, self._replaced)  # DataLoader rejects a normal assignment
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Give the loader back its own sampler, and the sampler its own seed."""
-        vars(self._loader)[self._slot] = self._inner
-        if self._given_seed is not None:
-            self._loader_sampler.seed = self._given_seed
+        vars(self._loader)[self._slot] = self._replaced
+        if self._users_seed is not None:
+            self._index_sampler.seed = self._users_seed
 
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the sampler that it replaces."""
-        if name == "_inner":  # not set yet, as in a copy in the making
-            raise AttributeError(name)
-        return getattr(self._inner, name)
+    # ---- a pass
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the sampler that it replaces, unless the attribute is its own."""
-        if name in _OWN:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._inner, name, value)
-
-    def __len__(self) -> int:
-        """Return the number of batches of a full epoch, even if only part of it is left."""
-        return len(self._inner)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Begin or continue an epoch."""
-        position = self._position
-        if position is not None and position.opened is not None and self._opened is None:
-            self._put(position.opened)
-        # With workers, torch asks twice for the iterator and uses the second one; only the first call precedes the draw
-        # of the workers' seeds. Persistent workers get seeds once. Source: ``_BaseDataLoaderIter.__init__`` and
+    def open_pass(self) -> Iterator[Any]:
+        """Return the index batches of a pass, or of its rest, when torch makes the loader's iterator."""
+        if self._resume_at is not None and self._resume_at.opened is not None and self._opened is None:
+            self._put(self._resume_at.opened)
+        # With workers, torch asks twice for the index batches and uses the second answer; it draws the workers' seed
+        # in between. Persistent workers keep the seed of the first pass. Source: ``_BaseDataLoaderIter.__init__`` and
         # ``_MultiProcessingDataLoaderIter._reset`` in torch.utils.data (2.13).
-        workers, persistent = self._loader.num_workers > 0, self._loader.persistent_workers
-        if not (workers and (self._open_twice or (persistent and self._opened is not None))):
+        keeps_seed = self._loader.persistent_workers and self._opened is not None
+        if not self._second_call_follows and not keeps_seed:
             self._opened = self._take()
-        self._open_twice = workers
-        return self._indices(iter(self._inner))
+        self._second_call_follows = self._loader.num_workers > 0
+        # iter() is called now, because a user's sampler may draw its order in it. _start_pass() is a generator: its
+        # body runs when the first index is requested.
+        return self._start_pass(iter(self._replaced))
 
-    def _indices(self, indices: Iterator[Any]) -> Iterator[Any]:
-        self._open_twice = False
-        # Used once: the next epoch begins at its beginning.
-        position, self._position = self._position, None
-        if position is not None and position.batches > 0 and self.reads_by_index:
-            indices = self._rest(position, indices)
-        else:
-            if position is not None and position.started is not None:
-                self._put(position.started)
-            if not self._has_fixed_order:
-                self._started = self._take()
+    def _start_pass(self, indices: Iterator[Any]) -> Iterator[Any]:
+        """Yield the index batches of an opened pass."""
+        self._second_call_follows = False
+        resume_at = self._resume_at
+        self._resume_at = None
+        self._offset = 0
+        common = take_common()
+        if resume_at is not None and resume_at.started is not None:
+            self._put(resume_at.started)  # hooks of this run may have drawn since
+        if not self._has_fixed_order:
+            self._started = self._take()
+        has_read = resume_at is not None and (resume_at.batches > 0 or resume_at.offset != 0)
+        if resume_at is not None and has_read and self.reads_by_index:
+            indices = self._skip(indices, resume_at)
+            # Only the common state: the loader's own generators have moved as in the interrupted run.
+            put_common(common)
         while True:
             if self._loader.num_workers == 0:
                 self._on_request()
@@ -157,73 +163,88 @@ class FollowedLoader(BatchSampler):
                 return
             yield index
 
-    def _rest(self, position: Position, indices: Iterator[Any]) -> Iterator[Any]:
-        """Return the rest of an epoch; the common random state stays as it was."""
-        # Hooks of this run may have drawn since: the permutation is drawn from the interrupted run's state.
-        now, self._started = take_common(), position.started
-        if position.started is not None:
-            self._put(position.started)
-        if self.is_dealt_as(position):
-            indices = itertools.islice(indices, position.batches, None)
+    def _skip(self, indices: Iterator[Any], position: Position) -> Iterator[Any]:
+        """Return the rest of a pass behind a position, once its permutation is drawn."""
+        if self.has_same_batches(position):
+            rest = itertools.islice(indices, position.batches, None)
         else:
-            indices = iter(self._dealt(position))
-        first = list(itertools.islice(indices, 1))  # samplers draw when their first index is asked for
-        put_common(now)
-        return itertools.chain(first, indices)
+            rest = iter(self._deal(position))
+        first = list(itertools.islice(rest, 1))  # samplers draw when their first index is requested
+        return itertools.chain(first, rest)
 
-    def is_dealt_as(self, position: Position) -> bool:
-        """Whether ranks and batch size are the position's."""
-        return (self._ranks, self.samples_of_batch) == (position.ranks, position.batch_size)
+    def _deal(self, position: Position) -> Any:
+        """Return this rank's index batches (or indices) in the rest of the global order."""
+        assert self.batch_size is not None
+        sampler = self._index_sampler
+        batch_on_all_ranks = self._ranks * self.batch_size
+        remaining = self.remaining(position)
+        self._offset = position.consumed - (len(self._replaced) - remaining) * batch_on_all_ranks
+        order = global_order(sampler)
+        skipped = len(order) - position.consumed - remaining * batch_on_all_ranks
+        # In addition to the samples that GlobalOrderSampler leaves out in every epoch.
+        if isinstance(sampler, GlobalOrderSampler) and skipped > 0:
+            rank_zero_info(
+                f"the rest of this epoch skips {skipped} more samples, because the checkpoint was taken with another"
+                " global batch size"
+            )
+        return self._in_batches(deal(order, position.consumed, self._ranks, sampler.rank, sampler.drop_last))
 
-    @property
-    def can_be_dealt_anew(self) -> bool:
-        """Whether the loader reads a global order in turns, in batches of one size."""
-        wrapped = [] if self._slot == "sampler" else [DistributedSamplerWrapper]
-        kinds = (DistributedSampler, GlobalOrderSampler, *wrapped)
-        return self.samples_of_batch is not None and type(self._loader_sampler) in kinds
+    def _in_batches(self, indices: Sequence[Any]) -> Any:
+        """Return indices in batches, or as they are if each makes a batch."""
+        if self._slot == "sampler":
+            return indices
+        return BatchSampler(indices, self._replaced.batch_size, self._replaced.drop_last)
+
+    # ---- positions
+
+    def current_position(self, batches: int) -> Position:
+        """Return the position after ``batches`` of this pass on each rank."""
+        if self._resume_at is not None:  # nothing has been read since the resume
+            return replace(self._resume_at, opened=self._opened or self._resume_at.opened)
+        return Position(
+            batches=batches,
+            ranks=self._ranks,
+            batch_size=self.batch_size,
+            opened=self._opened,
+            started=self._started,
+            seed=self._seed,
+            own=self._own_states(),
+            offset=self._offset,
+        )
+
+    def has_same_batches(self, position: Position) -> bool:
+        """Whether the batches counted for the position are the first ones of a pass here."""
+        return position.offset == 0 and (position.ranks, position.batch_size) == (self._ranks, self.batch_size)
+
+    def can_deal(self, position: Position) -> bool:
+        """Whether the position is in a global order whose rest can be dealt out here, in batches of one size."""
+        # Exactly these classes, because a subclass may order its samples in any way.
+        kinds: list[type] = [DistributedSampler, GlobalOrderSampler]
+        # Lightning's wrapper draws the order of the sampler inside it in iter(). Without a batch sampler around it,
+        # open_pass() has called that, and global_order() would draw another one.
+        if self._slot == "batch_sampler":
+            kinds.append(DistributedSamplerWrapper)
+        had_global_order = position.seed is not None and position.batch_size is not None
+        return had_global_order and type(self._index_sampler) in kinds and self.batch_size is not None
 
     def remaining(self, position: Position) -> int:
-        """Return how many batches each rank reads until the epoch ends, with the current ranks and batch size."""
-        if self.is_dealt_as(position):
-            return max(0, len(self._inner) - position.batches)
-        assert position.batch_size is not None
-        assert self.samples_of_batch is not None
-        sampler = self._loader_sampler
-        consumed = position.batches * position.ranks * position.batch_size
-        samples = rank_share(epoch_size(sampler), consumed, sampler.num_replicas, sampler.drop_last)
-        drops_last = isinstance(self._inner, BatchSampler) and self._inner.drop_last
-        return samples // self.samples_of_batch if drops_last else math.ceil(samples / self.samples_of_batch)
+        """Return how many batches each rank reads until the pass ends, with this run's ranks and batch size."""
+        if self.has_same_batches(position):
+            return max(0, len(self._replaced) - position.batches)
+        sampler = self._index_sampler
+        share = rank_share(global_length(sampler), position.consumed, self._ranks, sampler.drop_last)
+        return len(self._in_batches(range(share)))
 
-    def _dealt(self, position: Position) -> Any:
-        """Return this rank's index batches (or indices) in what is left of the global order."""
-        assert position.batch_size is not None
-        assert self.samples_of_batch is not None
-        sampler = self._loader_sampler
-        consumed = position.batches * position.ranks * position.batch_size
-        order = global_order(sampler)
-        rest = deal(order, consumed, sampler.num_replicas, sampler.rank, sampler.drop_last)
-        read = self.remaining(position) * self.samples_of_batch * sampler.num_replicas
-        if isinstance(sampler, GlobalOrderSampler) and consumed + read < len(order):
-            rank_zero_info(
-                f"the rest of this epoch skips {len(order) - consumed - read} more samples, because the checkpoint"
-                " was taken with another global batch size"
-            )
-        if self._slot == "sampler":
-            return rest
-        return BatchSampler(rest, self.samples_of_batch, self._inner.drop_last)
+    # ---- the loader
 
     @property
-    def _loader_sampler(self) -> Any:
-        return self._inner if self._slot == "sampler" else getattr(self._inner, "sampler", None)
-
-    @property
-    def samples_of_batch(self) -> int | None:
+    def batch_size(self) -> int | None:
         """Samples in a batch of one rank; None if the user's own batch sampler or dataset decides."""
-        if isinstance(self._loader.dataset, IterableDataset):
+        if not self.reads_by_index:
             return None
         if self._slot == "sampler":
             return 1
-        return self._inner.batch_size if type(self._inner) is BatchSampler else None
+        return self._replaced.batch_size if type(self._replaced) is BatchSampler else None
 
     @property
     def reads_by_index(self) -> bool:
@@ -231,86 +252,82 @@ class FollowedLoader(BatchSampler):
         return not isinstance(self._loader.dataset, IterableDataset)
 
     @property
-    def _has_fixed_order(self) -> bool:
-        """Whether the order depends only on the epoch."""
-        fixed = type(self._loader_sampler) in (DistributedSampler, GlobalOrderSampler, SequentialSampler)
-        return fixed and self.samples_of_batch is not None
+    def _index_sampler(self) -> Any:
+        """The sampler of single indices; None if the user's own batch sampler has no such attribute."""
+        return self._replaced if self._slot == "sampler" else getattr(self._replaced, "sampler", None)
 
     @property
-    def _generators(self) -> list[torch.Generator]:
-        sampler = self._loader_sampler
-        wrapped = getattr(getattr(sampler, "dataset", None), "_sampler", None)
-        owners = (self._loader, self._inner, sampler, wrapped)
-        found = [getattr(owner, "generator", None) for owner in owners]
-        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+    def _seed(self) -> int | None:
+        """The seed of a distributed sampler or a subclass; None for any other."""
+        sampler = self._index_sampler
+        return sampler.seed if isinstance(sampler, DistributedSampler) else None
 
-    def position(self, batches: int) -> Position:
-        """Return where it stands when each rank has read ``batches`` of this epoch."""
-        return Position(batches, self._ranks, self.samples_of_batch, self._opened, self._started, self._seed)
+    @property
+    def _has_fixed_order(self) -> bool:
+        """Whether the order depends only on the seed and the epoch."""
+        fixed = type(self._index_sampler) in (DistributedSampler, GlobalOrderSampler, SequentialSampler)
+        return fixed and self.batch_size is not None
 
-    def _take(self) -> Moment:
-        return Moment(take_common(), self.own_states())
+    # ---- random states
 
-    def _put(self, moment: Moment) -> None:
-        put_common(moment.common)
-        self.put_own_states(moment.own)
+    def _take(self) -> LoaderRandomState:
+        return LoaderRandomState(take_common(), self._own_states())
 
-    def own_states(self) -> tuple[torch.Tensor, ...]:
-        """Return the states of the generators that the user gave to the loader or its sampler, each [bytes] uint8."""
+    def _put(self, state: LoaderRandomState) -> None:
+        put_common(state.common)
+        self.put_own_states(state.own)
+
+    def _own_states(self) -> tuple[Tensor, ...]:
         return tuple(generator.get_state() for generator in self._generators)
 
-    def put_own_states(self, states: Sequence[torch.Tensor]) -> None:
-        """Set the states of these generators, if their number fits."""
+    def put_own_states(self, states: Sequence[Tensor]) -> None:
+        """Restore the states of the loader's own generators; warn if there are more or fewer than were saved."""
         generators = self._generators
-        if len(generators) == len(states):
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+        if len(generators) != len(states):
+            rank_zero_warn(
+                f"a train dataloader has {len(generators)} random generators of its own, but had {len(states)} in the"
+                " run that saved the checkpoint, so its order may differ; resume with the dataloaders of that run"
+            )
+            return
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+    @property
+    def _generators(self) -> list[Generator]:
+        """The generators of the loader and its samplers, each once."""
+        # Lightning's DistributedSamplerWrapper has the user's sampler at ``dataset._sampler``, which is private.
+        wrapped = getattr(getattr(self._index_sampler, "dataset", None), "_sampler", None)
+        owners = (self._loader, self._replaced, self._index_sampler, wrapped)
+        found = [getattr(owner, "generator", None) for owner in owners]
+        return list({id(generator): generator for generator in found if isinstance(generator, Generator)}.values())
 
 
-def global_order(sampler: Any) -> list[Any]:
-    """Return this epoch's samples in the order in which all ranks of a distributed sampler together read them."""
-    if isinstance(sampler, GlobalOrderSampler):
-        return list(sampler.order())
-    # The same sampler as one rank of one, so that it neither skips nor pads.
-    whole = copy.copy(sampler)
-    whole.num_replicas, whole.rank, whole.drop_last = 1, 0, False
-    whole.num_samples = whole.total_size = len(whole.dataset)
-    return list(whole)
+class TrackedSampler(BatchSampler):
+    """Replaces a loader's batch sampler, or its sampler if it has no batch sampler.
 
-
-def epoch_size(sampler: Any) -> int:
-    """Return the length of :func:`global_order`."""
-    return sampler.epoch_size if isinstance(sampler, GlobalOrderSampler) else len(sampler.dataset)
-
-
-def rank_share(size: int, consumed: int, ranks: int, drop_last: bool) -> int:
-    """Return how many of the remaining samples each rank reads."""
-    left = max(0, size - consumed)
-    return left // ranks if drop_last else math.ceil(left / ranks)
-
-
-def deal(order: list[Any], consumed: int, ranks: int, rank: int, drop_last: bool) -> list[Any]:
-    """Return one rank's part of ``order`` behind the first ``consumed`` samples.
-
-    With ``drop_last``, samples that do not fill the last turn are left out; otherwise the epoch's first samples fill
-    it. Source: ``DistributedSampler.__iter__`` in torch.utils.data (2.13), which this equals for ``consumed=0``.
+    Every attribute except these two is the replaced sampler's, for Lightning, which calls ``set_epoch``, and for hooks
+    that use their own sampler. It is a ``BatchSampler`` for code that asks for one, without ``super().__init__``, which
+    would set attributes that hide the replaced sampler's.
     """
-    # Order 0 to 9, 4 consumed, 4 ranks: the rest 4 to 9 is one turn and a half. With drop_last, the ranks get [4], [5],
-    # [6] and [7]; without, [4, 8], [5, 9], [6, 0] and [7, 1].
-    share = rank_share(len(order), consumed, ranks, drop_last)
-    rest = order[consumed:]
-    filled = itertools.chain(rest, itertools.cycle(order))
-    return list(itertools.islice(filled, rank, share * ranks, ranks))
 
+    position_tracker: PositionTracker
+    replaced_sampler: Any
 
-def batches_in_pass(mode: str, batches: int, length: float) -> int:
-    """Return how many batches one of several loaders, ``length`` batches long, has given in its current pass.
+    def __init__(self, tracker: PositionTracker, replaced: Any) -> None:
+        vars(self).update(position_tracker=tracker, replaced_sampler=replaced)  # __setattr__ is the replaced sampler's
 
-    ``mode`` is the mode of Lightning's CombinedLoader, ``batches`` the number of combined batches read. A loader of 3
-    batches under ``max_size_cycle`` is 1 batch into its third pass after 7.
-    """
-    if batches <= length:
-        return batches
-    if mode != "max_size_cycle":
-        return int(length)
-    return (batches - 1) % int(length) + 1
+    def __iter__(self) -> Iterator[Any]:
+        """Begin or continue an epoch."""
+        return self.position_tracker.open_pass()
+
+    def __len__(self) -> int:
+        """Return the number of batches of a full epoch, even if only part of it is left."""
+        return len(self.replaced_sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("position_tracker", "replaced_sampler"):  # not set yet, as in a copy in the making
+            raise AttributeError(name)
+        return getattr(self.replaced_sampler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.replaced_sampler, name, value)

@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_mcore.data.batches import Fact, batch_facts
-from lightning_mcore.data.position import FollowedLoader
+from lightning_mcore.data.position import TrackedSampler
 from lightning_mcore.parallel.groups import model_copy_group
 from lightning_mcore.parallel.random_state import RandomState, put_common, take_common
 
@@ -282,8 +282,8 @@ def ends_with_its_length(loader: Any) -> bool:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     sampler: Any = loader.batch_sampler
-    if isinstance(sampler, FollowedLoader):
-        return sampler.samples_of_batch is not None
+    if isinstance(sampler, TrackedSampler):
+        return sampler.position_tracker.batch_size is not None
     return sampler is None or type(sampler) is BatchSampler
 
 

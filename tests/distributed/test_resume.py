@@ -624,9 +624,13 @@ def save_deals(deals: dict[str, tuple[Deal, int]], folder: str) -> None:
         deal.train(callbacks=[save.watch, save])
 
 
-def go_on_dealing(deals: dict[str, tuple[Deal, str]]) -> dict[str, Any]:
-    """Go on with each from a checkpoint."""
-    return {name: deal.train(ckpt_path=path) for name, (deal, path) in deals.items()}
+def go_on_dealing(deals: dict[str, tuple[Deal, str]], folder: str) -> dict[str, Any]:
+    """Go on with each from a checkpoint, and take another one after its first batch."""
+    results = {}
+    for name, (deal, path) in deals.items():
+        save = Save(f"{folder}/{name}", ("batch 1",), Watch())
+        results[name] = deal.train(ckpt_path=path, callbacks=[save.watch, save])
+    return results
 
 
 def in_order(ranks: list[list[tuple[int, int, list[int]]]], epoch: int) -> list[int]:
@@ -646,6 +650,10 @@ DEALS: dict[str, tuple[Deal, int, Deal]] = {
 }
 
 
+# From the checkpoint after one more batch of "2 to 1, other batches": 4 * 4 + 3 samples, no multiple of 3 or of 4.
+AGAIN = {"as before": Deal(1, batch_size=3, strategy=SHARDED), "on 2 ranks": Deal(2, strategy=SHARDED)}
+
+
 @pytest.fixture(scope="module")
 def dealt(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[tuple[int, int, list[int]]]]]:
     """Save each deal, and go on with it as another; one launch for each number of ranks."""
@@ -655,28 +663,40 @@ def dealt(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[tuple
     results = {}
     for ranks in (1, 2, 4):
         deals = {k: (b, f"{folder}/{k}/batch {n}.ckpt") for k, (_, n, b) in DEALS.items() if b.ranks == ranks}
-        resumed = run_ranks(ranks, go_on_dealing, deals)
+        resumed = run_ranks(ranks, go_on_dealing, deals, str(folder))
         results |= {name: [rank[name] for rank in resumed] for name in deals}
+    for name, deal in AGAIN.items():
+        deals = {name: (deal, f"{folder}/2 to 1, other batches/batch 1.ckpt")}
+        results[name] = [rank[name] for rank in run_ranks(deal.ranks, go_on_dealing, deals, str(folder))]
     return results
 
 
 @pytest.mark.parametrize("name", DEALS)
 def test_no_sample_is_lost_or_repeated_on_another_number_of_ranks(dealt: Any, name: str) -> None:
     first, batches, second = DEALS[name]
-    ranks = dealt[name]
-    consumed = batches * first.batch_size * first.ranks
-    turn = second.batch_size * second.ranks
+    check_deal(dealt[name], second, batches * first.batch_size * first.ranks)
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_no_sample_is_lost_or_repeated_after_a_second_interruption(dealt: Any, name: str) -> None:
+    first, batches, second = DEALS["2 to 1, other batches"]
+    check_deal(dealt[name], AGAIN[name], batches * first.batch_size * first.ranks + second.batch_size * second.ranks)
+
+
+def check_deal(ranks: list[list[tuple[int, int, list[int]]]], deal: Deal, consumed: int) -> None:
+    """Check what all ranks have read of two epochs, of which ``consumed`` samples of the first had been read."""
+    turn = deal.batch_size * deal.ranks
     for epoch, start in ((0, consumed), (1, 0)):
         order = torch.randperm(SIZE, generator=torch.Generator().manual_seed(7 + epoch)).tolist()
         wanted = order[start:]
-        wanted += order[: -len(wanted) % second.ranks]  # the distributed sampler gives each rank as many
-        if second.limit is not None:  # whole batches, of which one has been read in part
-            wanted = wanted[: (second.limit - start // turn) * turn]
-        elif second.drop_last:
+        wanted += order[: -len(wanted) % deal.ranks]  # the distributed sampler gives each rank as many
+        if deal.limit is not None:  # whole batches, of which one has been read in part
+            wanted = wanted[: (deal.limit - start // turn) * turn]
+        elif deal.drop_last:
             wanted = wanted[: len(wanted) // turn * turn]
         assert in_order(ranks, epoch) == wanted
-    share = -(-SIZE // second.ranks)
-    length = second.limit or (share // second.batch_size if second.drop_last else -(-share // second.batch_size))
+    share = -(-SIZE // deal.ranks)
+    length = deal.limit or (share // deal.batch_size if deal.drop_last else -(-share // deal.batch_size))
     for rank in ranks:
         numbers = [number for epoch, number, _ in rank if epoch == 0]
         assert numbers == list(range(length - len(numbers), length))
@@ -711,13 +731,24 @@ def refuse(folder: str) -> dict[str, str]:
 def refuse_other_loaders(folder: str) -> list[str]:
     """Return what is said of loaders that cannot use the place of those that were saved, on one rank."""
     texts = []
-    for name, data in (("stateful", partial(stream, Stream)), ("own", Reader), ("own", Remembering)):
+    for name, data in (
+        ("stateful", partial(stream, Stream)),
+        ("own", Reader),
+        ("own", Remembering),
+        ("own", partial(stream, Stream)),
+    ):
         module, _, trainer = TO_REFUSE[name]
         case = Case(module=module, data=data, trainer={"max_epochs": 2, **trainer})
         with pytest.raises(ValueError, match="cannot continue from there; resume with the dataloaders") as refusal:
             train(case, folder, resume=f"{folder}/{name}/batch 2.ckpt")
         texts.append(str(refusal.value).partition(";")[0])
         assert train(case, folder, resume=f"{folder}/{name}/epoch 0.ckpt").batches[0].startswith("1 0 "), name
+    case = Case(module=Dropping, data=partial(shuffled, 12, 2), trainer={"max_epochs": 1, **OWN})
+    train(case, f"{folder}/random", ("batch 2",))
+    case = Case(module=Dropping, data=partial(noisy, 12, 3, shuffle=True), trainer={"max_epochs": 1})
+    with pytest.raises(ValueError, match="without Lightning's distributed sampler cannot continue") as refusal:
+        train(case, folder, resume=f"{folder}/random/batch 2.ckpt")
+    texts.append(str(refusal.value).partition(";")[0])
     case = Case(module=Dropping, data=partial(own_batches, 18), trainer={"max_epochs": 1, **OWN})
     again = train(case, folder, resume=f"{folder}/reader/batch 2.ckpt")  # what was read is read again, and dropped
     assert again.batches[0].startswith("0 2 ")
@@ -759,17 +790,21 @@ def test_what_cannot_go_on_in_an_epoch_says_so_and_begins_the_next_one(tmp_path:
         "the checkpoint was taken in the middle of an epoch over 1 dataloaders, but there are 2 now; resume with the"
         " dataloaders of the run that saved it"
     )
-    assert alone.pop("stateful").endswith(
-        "of a dataloader that keeps its own state, but DataLoader cannot continue"
-        " from there; resume with the dataloaders of the run that saved it, or from the end of an epoch"
-    )
+    for name, was in (("stateful", "a dataloader that keeps its own state"), ("own", "a DataLoader of torch")):
+        assert alone.pop(name).endswith(
+            f"of {was}, but an iterable dataset cannot continue from there; resume with the dataloaders of the run that"
+            " saved it, or from the end of an epoch"
+        )
     assert set(alone.values()) == {sentence}
     [others] = run_ranks(1, refuse_other_loaders, str(tmp_path))
     taken = "the checkpoint was taken after 2 batches of an epoch of"
     assert others == [
-        f"{taken} a dataloader that keeps its own state, but DataLoader cannot continue from there",
+        f"{taken} a dataloader that keeps its own state, but an iterable dataset cannot continue from there",
         f"{taken} a DataLoader of torch, but Reader cannot continue from there",
         f"{taken} a DataLoader of torch, but Remembering cannot continue from there",
+        f"{taken} a DataLoader of torch, but an iterable dataset cannot continue from there",
+        f"{taken[:-3]} on 1 data-parallel ranks with batch_size=2, but a train dataloader without Lightning's"
+        " distributed sampler cannot continue from there on 1 with batch_size=3",
     ]
 
 

@@ -39,6 +39,7 @@ from lightning_mcore.data.finetuning.tokenized import (
     sources_of,
     tokenize_files,
 )
+from lightning_mcore.data.loop_progress import LoopProgress
 from lightning_mcore.data.packing.best_fit import Overlong, PackingStatistics
 from lightning_mcore.data.packing.rows import (
     PackedDataset,
@@ -48,7 +49,6 @@ from lightning_mcore.data.packing.rows import (
     collate_rows,
     packing_multiples,
 )
-from lightning_mcore.data.place import Place
 from lightning_mcore.data.preprocess.tokenizer import auto_tokenizer
 from lightning_mcore.data.sampling import data_parallel_place, evaluation_loader, is_on_cuda, training_loader
 from lightning_mcore.parallel.consensus import run_on_all_ranks, run_on_rank0
@@ -251,7 +251,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
         """Return the sources of the training data, and whether training is within an epoch."""
         if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
             return {}
-        return {"sources": self._sources, "in_epoch": Place.of(self.trainer).in_epoch}
+        return {"sources": self._sources, "in_epoch": LoopProgress.of(self.trainer).in_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Compare the training data with a checkpoint's.

@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore.data.checked_files import first_change, named_fingerprints
 from lightning_mcore.data.finetuning.stream_reader import Batch, Item, ReaderPlace, ReaderStreams, StreamSettings
+from lightning_mcore.data.loop_progress import LoopProgress
 from lightning_mcore.data.packing.best_fit import PackingStatistics
-from lightning_mcore.data.place import Place
 from lightning_mcore.data.sampling import is_on_cuda
 from lightning_mcore.parallel.consensus import all_gather_object, all_true, run_on_all_ranks
 
@@ -103,8 +103,8 @@ class StreamLoader:
         # Counts batches that were trained on, not those handed out: Lightning reads one batch ahead, and a checkpoint
         # between two optimizer steps belongs to the first of them.
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            place = Place.of(trainer)
-            epoch, batches = place.epoch, place.batches if place.in_epoch else 0
+            progress = LoopProgress.of(trainer)
+            epoch, batches = progress.epoch, progress.batches if progress.in_epoch else 0
         if running is None or not batches:
             return {"epoch": epoch, "batches": 0}
         return {"epoch": running.epoch, "batches": batches, "stream": self._marks(), **running.state(batches)}

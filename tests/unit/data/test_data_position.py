@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The place in an epoch's data: followed without changing what is read, taken up again without reading it twice."""
 
+import copy
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -11,8 +13,10 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_mcore.data.position import FollowedLoader, Moment, batches_in_pass, deal, global_order, rank_share
-from lightning_mcore.parallel.random_state import from_plain, pick, put_common, take_common, to_plain
+from lightning_mcore.data.global_order import deal, global_order, rank_share
+from lightning_mcore.data.loop_progress import batches_in_pass
+from lightning_mcore.data.position import LoaderRandomState, Position, PositionTracker, TrackedSampler
+from lightning_mcore.parallel.random_state import pick, put_common, take_common
 from tests.support.ranks import in_a_rank
 
 
@@ -56,11 +60,11 @@ def test_what_is_left_is_dealt_once(consumed: int, ranks: int) -> None:
         ("max_size_cycle", 5, 5, 5),
         ("max_size_cycle", 6, 5, 1),
         ("max_size_cycle", 10, 5, 5),
-        ("max_size_cycle", 7, float("inf"), 7),
+        ("max_size_cycle", 7, None, 7),
     ],
 )
 def test_a_loader_beside_a_longer_one_has_given_what_its_mode_says(
-    mode: str, batches: int, length: float, expected: int
+    mode: str, batches: int, length: int | None, expected: int
 ) -> None:
     assert batches_in_pass(mode, batches, length) == expected
 
@@ -109,27 +113,28 @@ def read_with_and_without_being_followed(kind: str, num_workers: int) -> None:
     for follows in (False, True):
         seed_all(1)
         loader = make(kind, num_workers=num_workers)
-        followed = FollowedLoader(loader, 1, nothing) if follows else None
+        tracker = PositionTracker(loader, 1, nothing) if follows else None
         epochs = [read(loader), read(loader)]
         assert len(loader) == len(epochs[0])
         results.append((epochs, random.random(), numpy.random.rand(), float(torch.rand(()))))
-        if followed is not None:
-            followed.leave()
+        if tracker is not None:
+            tracker.detach()
     assert results[0] == results[1]
-    assert not isinstance(loader.batch_sampler, FollowedLoader)
-    assert not isinstance(loader.sampler, FollowedLoader)
+    assert not isinstance(loader.batch_sampler, TrackedSampler)
+    assert not isinstance(loader.sampler, TrackedSampler)
 
 
 def read_on_where_another_was(kind: str, num_workers: int) -> None:
     seed_all(1)
     loader = make(kind, num_workers=num_workers)
-    followed = FollowedLoader(loader, 1, nothing)
+    tracker = PositionTracker(loader, 1, nothing)
     read(loader)
     whole = read(loader)
-    position = followed.position(2)
+    position = tracker.current_position(2)
+    following = read(loader)
     seed_all(2)
     other = make(kind, num_workers=num_workers)
-    again = FollowedLoader(other, 1, nothing, position)
+    again = PositionTracker(other, 1, nothing, position)
     iterator = iter(other)
     state = random.getstate(), torch.get_rng_state()
     rest = [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in iterator]
@@ -138,7 +143,9 @@ def read_on_where_another_was(kind: str, num_workers: int) -> None:
     assert torch.equal(torch.get_rng_state(), state[1])
     assert len(other) == len(whole)
     assert again.remaining(position) == len(whole) - 2
-    assert len(read(other)) == len(whole)  # the next epoch is whole again
+    next_epoch = read(other)  # is whole again
+    assert len(next_epoch) == len(whole)
+    assert kind != "generator" or next_epoch == following  # the permutation has moved the loader's own generator on
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -162,41 +169,95 @@ def test_with_a_worker_it_is_the_same() -> None:
 def test_what_stands_in_for_a_batch_sampler_answers_as_it_does() -> None:
     loader = make("batch_sampler")
     own: Any = loader.batch_sampler
-    followed: Any = FollowedLoader(loader, 1, nothing)
-    assert loader.batch_sampler is followed
-    assert isinstance(followed, BatchSampler)
-    assert followed.sampler is own.sampler
-    followed.bucket = 5
+    PositionTracker(loader, 1, nothing)
+    tracked: Any = loader.batch_sampler
+    assert isinstance(tracked, BatchSampler)
+    assert tracked.sampler is own.sampler
+    tracked.bucket = 5
     assert own.bucket == 5
     with pytest.raises(AttributeError, match="bucketx"):
-        _ = followed.bucketx
+        _ = tracked.bucketx
+    assert copy.copy(tracked).sampler is own.sampler
 
 
 def test_a_request_is_told_before_each_batch_without_workers() -> None:
     told: list[int] = []
     loader = make("order")
-    FollowedLoader(loader, 1, lambda: told.append(len(told)))
+    PositionTracker(loader, 1, lambda: told.append(len(told)))
     assert told == []
     for number, _ in enumerate(loader):
         assert len(told) == number + 1
 
 
+# Another number of ranks
+
+
+def read_all(ranks: int, batch_size: int, position: Position | None, batches: int | None) -> tuple[list[int], Position]:
+    """Return what all ranks read together of 45 shuffled samples, and the position after that."""
+    loaders: list[DataLoader[Any]] = []
+    for rank in range(ranks):
+        sampler = DistributedSampler(range(45), ranks, rank, seed=7)  # type: ignore[arg-type]
+        loaders.append(DataLoader(list(range(45)), batch_size, sampler=sampler))  # type: ignore[arg-type]
+    trackers = [PositionTracker(loader, ranks, nothing, position) for loader in loaders]
+    counted = len(loaders[0]) - trackers[0].remaining(position) if position is not None else 0
+    read_by = [read(loader, batches) for loader in loaders]
+    turns = (turn for batch in zip(*read_by, strict=True) for turn in zip(*batch, strict=True))
+    return [index for turn in turns for index in turn], trackers[0].current_position(counted + len(read_by[0]))
+
+
+@pytest.mark.parametrize(("ranks", "batch_size"), [(4, 2), (2, 2), (1, 3), (3, 5)])
+def test_a_run_that_was_interrupted_twice_reads_each_sample_once(ranks: int, batch_size: int) -> None:
+    order = torch.randperm(45, generator=torch.Generator().manual_seed(7)).tolist()
+    first, position = read_all(2, 2, None, 3)
+    second, position = read_all(4, 2, position, 1)
+    assert (position.batches, position.offset, position.consumed) == (2, 4, 20)
+    third, _ = read_all(ranks, batch_size, position, None)
+    assert [*first, *second, *third][:45] == order
+
+
+def test_a_position_is_kept_until_something_is_read_behind_it() -> None:
+    loader = make("shuffle")
+    tracker = PositionTracker(loader, 1, nothing)
+    read(loader, 2)
+    position = tracker.current_position(2)
+    other = make("shuffle")
+    again = PositionTracker(other, 4, nothing, position)
+    for kept in (again.current_position(1), iter(other) and again.current_position(1)):
+        assert (kept.batches, kept.ranks, kept.started) == (2, 1, position.started)
+
+
+def test_a_loader_with_other_generators_is_told_to_the_user() -> None:
+    loader = make("generator")
+    tracker = PositionTracker(loader, 1, nothing)
+    read(loader, 2)
+    other = make("shuffle")
+    PositionTracker(other, 1, nothing, tracker.current_position(2))
+    with pytest.warns(UserWarning, match="has 0 random generators of its own, but had 1 in the run that saved"):
+        read(other)
+
+
 # States as plain values
 
 
-def test_a_moment_is_plain_values_and_comes_back(tmp_path: Any) -> None:
+def test_a_position_is_plain_values_and_comes_back(tmp_path: Any) -> None:
     seed_all(3)
     random.gauss(0, 1)
     numpy.random.standard_normal()  # both keep a second number for later
-    moment = Moment(take_common(), (torch.Generator().manual_seed(5).get_state(),))
-    torch.save(moment.to_plain(), tmp_path / "moment.pt")
+    own = torch.Generator().manual_seed(5).get_state()
+    position = Position(3, 2, None, started=LoaderRandomState(take_common(), (own,)), seed=7, own=(own,), offset=-1)
+    torch.save(position.to_plain(), tmp_path / "position.pt")
     drawn = [random.gauss(0, 1), numpy.random.standard_normal(), float(torch.rand(()))]
     seed_all(4)
-    loaded = Moment.from_plain(torch.load(tmp_path / "moment.pt", weights_only=True))
-    put_common(loaded.common)
+    plain = torch.load(tmp_path / "position.pt", weights_only=True)
+    loaded = Position.from_plain(plain)
+    assert loaded.started is not None
+    put_common(loaded.started.common)
     assert [random.gauss(0, 1), numpy.random.standard_normal(), float(torch.rand(()))] == drawn
-    assert torch.equal(loaded.own[0], moment.own[0])
-    assert from_plain(to_plain(loaded.common)).python == moment.common.python
+    assert torch.equal(loaded.started.own[0], own)
+    assert torch.equal(loaded.own[0], own)
+    assert replace(loaded, started=None, own=()) == Position(3, 2, None, seed=7, offset=-1)
+    del plain["offset"]  # as older checkpoints have it
+    assert Position.from_plain(plain).offset == 0
 
 
 def place(data: int, tensor: int, tensor_size: int, data_size: int = 2) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_mcore.data.position import global_order
+from lightning_mcore.data.global_order import global_order
 from lightning_mcore.data.sampling import GlobalOrderSampler, data_parallel_place, training_loader
 from tests.support.toy import Samples
 

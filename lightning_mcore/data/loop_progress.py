@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where training stands in Lightning's loops, and how the loops continue from there.
+"""How far Lightning's loops have come, and how they continue from there.
 
 Lightning keeps four counters each for epochs and batches, and flags that tell its loops how to restart. Their meaning
-depends on the hook in which a checkpoint was taken. A :class:`Place` has one meaning; the functions below make the
+depends on the hook in which a checkpoint was taken. :class:`LoopProgress` has one meaning; the functions below make the
 loops continue from one. ``strategy/resume.py`` decides when to call them. No other file uses the internals of these
-loops.
+loops. Which samples the counted batches have is known to ``position.py``.
 """
 
 import logging
@@ -20,8 +20,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where training stands."""
+class LoopProgress:
+    """Epochs, batches and steps of a run; a checkpoint has the fields by these names."""
 
     # After 3 of 8 batches of the second epoch: epoch=1, in_epoch=True, batches=3, rewound=0. With
     # accumulate_grad_batches=2: batches=2, rewound=1, because the optimizer step of the third batch has not been taken.
@@ -34,8 +34,8 @@ class Place:
     stepped: int  # batches that ended with an optimizer step; Lightning numbers its logs by them
 
     @classmethod
-    def of(cls, trainer: pl.Trainer) -> "Place":
-        """Return the place of a trainer, at any moment at which a checkpoint may be taken."""
+    def of(cls, trainer: pl.Trainer) -> "LoopProgress":
+        """Return the progress of a trainer, at any moment at which a checkpoint may be taken."""
         # Source: ``_FitLoop`` and ``_TrainingEpochLoop`` in lightning/pytorch/loops (2.6), which count an epoch as
         # processed before its last hooks and a batch before ``on_train_batch_end``.
         loop = trainer.fit_loop.epoch_loop
@@ -58,7 +58,7 @@ class Place:
         return cls(epochs.processed, False, False, epochs.completed < epochs.processed, 0, 0, stepped)
 
     def write(self, loops: dict[str, Any]) -> None:
-        """Write the place into the saved state of Lightning's fit loop, if it is within an epoch."""
+        """Write it into the saved state of Lightning's fit loop, if it is within an epoch."""
         if not self.in_epoch:
             return
         # As in a checkpoint taken in on_train_batch_end: the last batch is processed but neither
@@ -116,7 +116,7 @@ def step_plateaus(fit: Any) -> None:
     progress.completed += 1
 
 
-def begin_epoch(fit: Any, place: Place, makes_iterator: bool) -> None:
+def begin_epoch(fit: Any, progress: LoopProgress, makes_iterator: bool) -> None:
     """Let Lightning begin an epoch, at ``on_train_start``, as if it had run the earlier ones in this process.
 
     ``makes_iterator``: the epoch gets a new iterator instead of the one made in advance.
@@ -125,10 +125,10 @@ def begin_epoch(fit: Any, place: Place, makes_iterator: bool) -> None:
     # hooks of the epoch's start and makes no iterator. So every trace of a restart is removed.
     epochs, batches = fit.epoch_progress, fit.epoch_loop.batch_progress
     earlier = epochs.total.processed - epochs.current.processed
-    for progress, number in ((epochs.current, place.epoch), (epochs.total, earlier + place.epoch)):
-        progress.ready = progress.started = progress.processed = progress.completed = number
+    for counters, number in ((epochs.current, progress.epoch), (epochs.total, earlier + progress.epoch)):
+        counters.ready = counters.started = counters.processed = counters.completed = number
     batches.total.completed = batches.total.processed
-    fit.epoch_loop._batches_that_stepped = place.stepped
+    fit.epoch_loop._batches_that_stepped = progress.stepped
     # The base class's setter: _FitLoop's own turns False into True in a run that counts steps (max_steps).
     _Loop.restarting.fset(fit, False)  # type: ignore[attr-defined]
     for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop):
@@ -194,3 +194,14 @@ def recount_batches(fit: Any, batches: int, length: int, remaining: int) -> None
         moved = progress.processed + first - batches
         progress.ready = progress.started = progress.processed = moved
         progress.completed = moved - 1
+
+
+def batches_in_pass(mode: str, batches: int, length: int | None) -> int:
+    """Return how many batches one of several loaders has yielded in its current pass.
+
+    ``mode`` is the mode of Lightning's CombinedLoader, ``batches`` the number of combined batches read, ``length`` the
+    loader's batches, if known. A loader of 3 batches under ``max_size_cycle`` is 1 batch into its third pass after 7.
+    """
+    if not length or batches <= length:
+        return batches
+    return (batches - 1) % length + 1 if mode == "max_size_cycle" else length
