@@ -25,6 +25,10 @@ from torch import Tensor, nn
 from lightning_mcore.config.architecture import architecture_of
 from lightning_mcore.layers.autograd import attach, scale_gradient
 
+GLOBAL_BALANCING_LOSS = "global_load_balancing_loss"
+Z_LOSS = "z_loss"
+"""Names under which Megatron's routers record these losses."""
+
 _FEW = 1e-9  # a count too small to change any other, whose square is not zero in fp32
 # Buffers that a cast of the model would make bf16, in which a count stops at 256.
 _COUNTERS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
@@ -119,7 +123,7 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
         ``aux_loss`` is a scalar: a mean over the tokens of all ranks that share a sequence, or of a row.
         """
         # The global loss is a sum over model copies, but every version of Megatron averages its gradients over them.
-        if aux_loss_name == "global_load_balancing_loss":
+        if aux_loss_name == GLOBAL_BALANCING_LOSS:
             aux_loss = scale_gradient(aux_loss, self.tp_dp_cp_group.size() / self.tp_cp_group.size())
         aux_loss = scale_gradient(aux_loss, self.balancing_scale)
         attached: Tensor = super().attach_and_log_load_balancing_loss(
@@ -133,7 +137,7 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
             attached: Tensor = super().apply_z_loss(logits, padding_mask=padding_mask)
             return attached
         # attach() gives `aside` no gradient but the z-loss's, so the logits' own gradient is not scaled.
-        with _recorded_as("z_loss", self.z_share):
+        with _recorded_as(Z_LOSS, self.z_share):
             aside = super().apply_z_loss(scale_gradient(logits, self.z_scale), padding_mask=padding_mask)
         return attach(logits, aside)
 

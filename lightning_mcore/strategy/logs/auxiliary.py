@@ -14,13 +14,13 @@ from torch import Tensor
 
 from lightning_mcore.config.flops import moe_layers
 from lightning_mcore.layers.multi_token import mtp_tracker, recorded_mtp_losses
-from lightning_mcore.layers.router import recorded_values, router_tracker
+from lightning_mcore.layers.router import GLOBAL_BALANCING_LOSS, Z_LOSS, recorded_values, router_tracker
 from lightning_mcore.parallel.groups import process_group
 
 _BALANCING = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
-    "global_aux_loss": "global_load_balancing_loss",
+    "global_aux_loss": GLOBAL_BALANCING_LOSS,
 }
 
 
@@ -90,7 +90,7 @@ class AuxiliaryLogs:
         # With DP=2, CP=2, TP=2 (8 ranks): global balancing losses are the plain sum. Each rank holds a part of its
         # copy's other balancing losses, so their sum is divided by 2. Other losses, by 4 * 2 = 8.
         data_and_context = process_group("dp_cp").size()
-        if name == "global_load_balancing_loss":
+        if name == GLOBAL_BALANCING_LOSS:
             return 1.0
         if name in _BALANCING.values():
             return data_and_context / process_group("cp").size()
@@ -105,7 +105,7 @@ def router_losses(config: TransformerConfig) -> list[str]:
     if isinstance(kinds, str):
         kinds, weights = [kinds], [weights]
     names = [_BALANCING[kind] for kind, weight in zip(kinds, weights, strict=True) if kind in _BALANCING and weight > 0]
-    return [*names, "z_loss"] if config.moe_z_loss_coeff is not None else names
+    return [*names, Z_LOSS] if config.moe_z_loss_coeff is not None else names
 
 
 def layers_with_experts(config: TransformerConfig) -> list[int]:

@@ -31,29 +31,11 @@ from torchmetrics import Metric
 
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.strategy.logs.override import log_replaced_by
+from lightning_mcore.strategy.logs.reductions import NEUTRAL, Reduction, reduction_name
 from lightning_mcore.strategy.module import rows_of
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
-_FUNCTIONS = {
-    torch.mean: "mean",
-    torch.sum: "sum",
-    sum: "sum",
-    torch.min: "min",
-    min: "min",
-    torch.max: "max",
-    max: "max",
-}
 _LEAVE_OUTPUTS_ASIDE = ("lightning", "pytorch_lightning", "lightning_mcore")  # packages whose hooks ignore outputs
-_NOTHING = {"min": math.inf, "max": -math.inf, "mean": 0.0, "sum": 0.0}  # neutral values
-_NAMES = {"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max"}
-
-
-def reduction_name(reduce_fx: Any) -> str | None:
-    """Return whether the ``reduce_fx`` of ``self.log`` means mean, sum, min or max; None for anything else.
-
-    Source: ``_Metadata`` in lightning/pytorch/trainer/connectors/logger_connector/result.py (2.6).
-    """
-    return _NAMES.get(reduce_fx.lower()) if isinstance(reduce_fx, str) else _FUNCTIONS.get(reduce_fx)
 
 
 def num_new_samples(dataloader: object, batch_idx: int) -> tuple[int, int] | None:
@@ -188,7 +170,7 @@ class _Logged:
     key: str
     name: str
     attribute: str | None
-    reduction: str
+    reduction: Reduction
     prog_bar: bool
     logger: bool
     on_step: bool
@@ -267,7 +249,7 @@ def _log_nothing(module: pl.LightningModule, logged: _Logged) -> None:
         value: Metric | Tensor = metric
         weight = None
     else:
-        value = torch.full((), _NOTHING[logged.reduction], dtype=logged.dtype, device=module.device)
+        value = torch.full((), NEUTRAL[logged.reduction], dtype=logged.dtype, device=module.device)
         weight = torch.zeros((), dtype=logged.weight_dtype, device=module.device)
     module.log(
         logged.name,
@@ -293,7 +275,7 @@ def _logged(module: pl.LightningModule) -> list[_Logged]:
         is_merged = meta.sync.should or not result.is_tensor
         if not is_merged or module._current_fx_name not in meta.fx:
             continue
-        reduction = next(name for name in _NOTHING if getattr(meta, f"is_{name}_reduction"))
+        reduction = next(name for name in NEUTRAL if getattr(meta, f"is_{name}_reduction"))
         weighted = result.is_tensor and reduction == "mean"
         found.append(
             _Logged(

@@ -12,10 +12,9 @@ torchmetrics objects are updated on the last stage; the state of those that a st
 
 import contextlib
 import inspect
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -26,8 +25,9 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_mcore.parallel.groups import from_last_stage, process_group
-from lightning_mcore.strategy.logs.evaluation import metrics_unchanged, reduction_name
+from lightning_mcore.strategy.logs.evaluation import metrics_unchanged
 from lightning_mcore.strategy.logs.override import log_replaced_by
+from lightning_mcore.strategy.logs.reductions import NEUTRAL, Reduction, reduction_name
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 _LOSS = "loss that the step returns"
@@ -43,7 +43,7 @@ class _Name(NamedTuple):
 
     name: str
     options: dict[str, Any]
-    reduction: str
+    reduction: Reduction | Literal["metric"]
     dtype: torch.dtype
 
     @property
@@ -289,9 +289,8 @@ class PipelineLogs:
         """Return this rank's value of a name (for a mean, the weighted sum), its weight and its count, [3] fp64."""
         entry = self._entries.get(name.name)
         if entry is None:
-            nothing = {"min": math.inf, "max": -math.inf}.get(name.reduction, 0.0)
             row = torch.zeros(3, dtype=torch.float64, device=self._device)
-            row[0] = nothing
+            row[0] = 0.0 if name.reduction == "metric" else NEUTRAL[name.reduction]
             return row
         values = torch.stack(entry.values)
         merged = {"min": values.amin, "max": values.amax}.get(name.reduction, values.sum)()
