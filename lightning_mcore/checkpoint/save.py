@@ -2,8 +2,9 @@
 """One save of a sharded checkpoint by all ranks together: :class:`CheckpointSave`, here of ``last.ckpt`` on a disk.
 
     start()    rank 0     makes the folder ``.unfinished/last.ckpt``
-               all ranks  agree on who writes what (``save_plan.py``); an asynchronous save copies that
-               each rank  starts a thread that writes its pieces, and on rank 0 the files common to all ranks
+               all ranks  agree on who writes what (``save_plan.py``)
+               each rank  copies its pieces if the save is asynchronous, and starts a thread that writes them; that of
+                          rank 0 also writes the files common to all ranks
     advance()  all ranks  wait for their threads
                rank 0     writes ``.metadata`` and the manifest, and moves the folder to ``last.ckpt``
 
@@ -120,8 +121,8 @@ class CheckpointSave:
     def advance(self) -> bool:
         """Wait for all ranks, take the next step, and return whether the checkpoint is in place; collective.
 
-        Raises ``OSError`` on all ranks if a disk or store failed on one: ``FileNotFoundError`` if the folder was
-        deleted.
+        Raises on all ranks, if it happened to one: ``OSError`` if a disk or store failed, ``FileNotFoundError`` if the
+        folder was deleted, ``ValueError`` if an upload is incomplete.
         """
         try:
             if self._uploader is not None:
