@@ -269,8 +269,8 @@ class MCoreStrategy(DDPStrategy):
         super().setup_distributed()
         del store  # torch now has its own on the same server
         rank_watch.begin(collectives_issued(), timeout.total_seconds())
-        # Without seed_everything, each run begins unlike the one before it in the same process.
-        seed = os.environ.get("PL_GLOBAL_SEED") or self.broadcast(new_seed())
+        # On all ranks the one of rank 0: from seed_everything, or else another one for each run of this process.
+        seed = self.broadcast(os.environ.get("PL_GLOBAL_SEED") or new_seed())
         options: dict[str, Any] = {"num_distributed_optimizer_instances": self.gradients.num_instances}
         options |= self.communication.group_arguments()
         open_process_groups(self.layout, int(seed) % 2**31, timeout, options)

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a run is and what it starts from: steps as schedules count them, and the user's seed."""
 
+import os
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from lightning_mcore import MCoreGPT
+from lightning_mcore.parallel.groups import generator_of
 from tests.support.ranks import run_ranks
 from tests.support.toy import PlainNet, StagedNet, loader, make_trainer, weights
 
@@ -94,3 +97,19 @@ def test_the_seed_of_the_user_is_that_of_every_weight() -> None:
         assert not any(torch.equal(first[name], other[name]) for name in drawn)
     split = [name for name in drawn if "position" not in name]
     assert not any(torch.equal(ranks[0][0][name], ranks[1][0][name]) for name in split)  # not the same part twice
+
+
+def seed_that_only_some_ranks_set(seeded_ranks: tuple[int, ...]) -> int:
+    """Return the seed of a run in which rank ``r`` called ``seed_everything(7 + r)``, if it is among those ranks."""
+    os.environ.pop("PL_GLOBAL_SEED", None)
+    rank = dist.get_rank()
+    if rank in seeded_ranks:
+        pl.seed_everything(7 + rank, verbose=False)
+    make_trainer(PP2, max_steps=1, use_distributed_sampler=False).fit(StagedNet(), loader(4, 2))
+    return generator_of("a weight").initial_seed()
+
+
+@pytest.mark.parametrize("seeded_ranks", [(0,), (1,), (0, 1)])
+def test_all_ranks_use_the_seed_of_rank_0(seeded_ranks: tuple[int, ...]) -> None:
+    first, second = run_ranks(2, seed_that_only_some_ranks_set, seeded_ranks, timeout=20)
+    assert first == second
