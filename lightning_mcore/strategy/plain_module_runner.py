@@ -42,13 +42,22 @@ class PlainModuleRunner:
         """The device that the module runs on."""
         return self._strategy.root_device
 
-    def wrap(self, module: pl.LightningModule, ddp_config: DistributedDataParallelConfig | None) -> ModelChunks:
-        """Wrap a module, on its device, as one chunk; without ``ddp_config`` only for evaluation."""
+    def wrap(
+        self,
+        module: pl.LightningModule,
+        ddp_config: DistributedDataParallelConfig | None,
+        restores: contextlib.ExitStack,
+    ) -> ModelChunks:
+        """Wrap a module, on its device, as one chunk; without ``ddp_config`` only for evaluation.
+
+        Closing ``restores`` undoes ``Trainer(sync_batchnorm=True)``.
+        """
         strategy = self._strategy
         self._gradients_are_shown = False
         check_plain(strategy, module)
         if ddp_config is not None and strategy._layer_sync is not None:
             strategy._layer_sync.apply(module)
+            restores.callback(strategy._layer_sync.revert, module)
         precision = strategy.precision_plugin
         precision.convert_module(module)
         return wrap_chunks([module], plain_config(precision.dtype), None, ddp_config)

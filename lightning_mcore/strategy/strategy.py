@@ -317,7 +317,7 @@ class MCoreStrategy(DDPStrategy):
         self._runner = plain = PlainModuleRunner(self)
         self.precision_plugin.attach(plain)
         if pipeline is None:
-            self._chunks = plain.wrap(module, ddp_config)
+            self._chunks = plain.wrap(module, ddp_config, self._restores)
         else:
             self._chunks = wrap_pipeline(self, module, pipeline, ddp_config)
             self._runner = PipelineRunner(self, module, self._chunks)
@@ -533,8 +533,6 @@ class MCoreStrategy(DDPStrategy):
             stack.callback(self.cluster_environment.teardown)
             stack.callback(self.precision_plugin.detach)
             stack.callback(self.tensor_overlap.close)
-            if self._chunks is not None and self._layer_sync is not None and self.lightning_module is not None:
-                stack.callback(self._layer_sync.revert, self.lightning_module)
             stack.callback(self._take_chunks_off)
             stack.callback(self.logs.teardown)
             stack.callback(self.checkpoints.forget_pending)

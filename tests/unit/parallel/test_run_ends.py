@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -69,6 +70,38 @@ def test_teardown_restores_everything_though_a_plugin_of_it_fails(module: type[p
     assert not hygiene.changes(names, hygiene.snapshot())
     assert signal.getsignal(signal.SIGTERM) is handler
     assert _attention_variables() == environment
+
+
+def test_teardown_unwraps_the_model_though_the_cluster_environment_is_gone() -> None:
+    trainer = make_trainer(MCoreStrategy(), max_steps=1)
+    strategy: Any = trainer.strategy
+    with contextlib.suppress(AssertionError):
+        trainer.fit(InStep(lambda: setattr(strategy, "cluster_environment", None)), loader(4, 2))
+    assert not strategy.is_set_up
+
+
+class Normalizes(PlainNet):
+    """Has a batch norm, which its steps do not use.
+
+    Args:
+        norm: The batch norm.
+    """
+
+    def __init__(self, norm: torch.nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def setup(self, stage: str) -> None:
+        self.trainer.strategy._layer_sync = TorchSyncBatchNorm()  # type: ignore[attr-defined]
+
+
+def test_synchronized_batch_norm_lasts_as_long_as_the_fit_that_needs_it() -> None:
+    module = Normalizes(torch.nn.BatchNorm1d(4).requires_grad_(False))
+    make_trainer(MCoreStrategy(), max_steps=1).fit(module, loader(4, 2))
+    assert not isinstance(module.norm, torch.nn.SyncBatchNorm)
+    own = Normalizes(torch.nn.SyncBatchNorm(4))
+    make_trainer(MCoreStrategy()).validate(own, loader(4, 2), verbose=False)
+    assert isinstance(own.norm, torch.nn.SyncBatchNorm)
 
 
 class BrokenEnvironment(LightningEnvironment):
