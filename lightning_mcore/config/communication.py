@@ -110,13 +110,13 @@ class CommunicationOptions:
                 "sharp_enabled_group='dp_replica' needs several distributed-optimizer instances; set"
                 " ddp_config=DistributedDataParallelConfig(num_distributed_optimizer_instances=2) or more"
             )
-        pp, interleaved = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size is not None
+        pp = layout.pipeline_model_parallel_size
         if self.pipeline_model_parallel_comm_backend is not None and pp == 1:
             yield (
                 f"pipeline_model_parallel_comm_backend={self.pipeline_model_parallel_comm_backend!r} needs"
                 " pipeline_model_parallel_size of 2 or more, but it is 1; leave the backend None"
             )
-        if interleaved and pp == 2 and not overlap_p2p_comm:
+        if layout.is_interleaved and pp == 2 and not overlap_p2p_comm:
             yield (
                 "overlap_p2p_comm=False with the interleaved schedule needs pipeline_model_parallel_size of 3 or more,"
                 " but it is 2, where the two ranks would send to each other twice in one batch; leave it None"

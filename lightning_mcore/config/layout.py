@@ -191,6 +191,11 @@ class ParallelLayout:
         return self.virtual_pipeline_model_parallel_size or 1
 
     @property
+    def is_interleaved(self) -> bool:
+        """Whether the interleaved schedule runs several chunks on each rank."""
+        return self.virtual_pipeline_model_parallel_size is not None
+
+    @property
     def expert_tensor_size(self) -> int:
         """Tensor-parallel ranks of an expert, with Megatron's default filled in."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size

@@ -184,7 +184,7 @@ class PlannedStrategy:
     def overlap_p2p_comm(self) -> bool:
         """Whether stages send while computing, with the default filled in."""
         given = self.strategy.get("overlap_p2p_comm")
-        interleaved = self.layout is not None and self.layout.virtual_pipeline_model_parallel_size is not None
+        interleaved = self.layout is not None and self.layout.is_interleaved
         return interleaved if given is None else bool(given)
 
     def resolved(self, name: str) -> Any:

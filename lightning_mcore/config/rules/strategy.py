@@ -88,18 +88,17 @@ def world_faults(ddp: Mapping[str, Any], layout: ParallelLayout, world_size: int
 
 def schedule_faults(given: Mapping[str, Any], ddp: Mapping[str, Any], layout: ParallelLayout) -> Iterator[str]:
     """Yield settings of overlap, grouping and alignment that the pipeline does not support."""
-    interleaved = layout.virtual_pipeline_model_parallel_size is not None
-    if given.get("overlap_p2p_comm") and not interleaved:
+    if given.get("overlap_p2p_comm") and not layout.is_interleaved:
         yield f"overlap_p2p_comm=True {_INTERLEAVED}"
     group = given.get("microbatch_group_size_per_vp_stage")
-    if group is not None and not interleaved:
+    if group is not None and not layout.is_interleaved:
         yield f"microbatch_group_size_per_vp_stage={group} {_INTERLEAVED}, or leave it None"
     if given.get("align_grad_reduce") and layout.pipeline_model_parallel_size == 1:
         yield (
             "align_grad_reduce=True acts between pipeline stages only; set pipeline_model_parallel_size=2 or more, or"
             " leave it out"
         )
-    if ddp.get("align_param_gather") and not interleaved:
+    if ddp.get("align_param_gather") and not layout.is_interleaved:
         yield (
             "ddp_config.align_param_gather=True acts in the interleaved schedule only; set"
             " virtual_pipeline_model_parallel_size=2 or more, or leave it out"
