@@ -348,7 +348,7 @@ class RunningMean(_ExactMetric):
         return self.mean.float()
 
 
-def settle_tokens_seen(module: nn.Module) -> None:
+def sum_tokens_seen(module: nn.Module) -> None:
     """Call ``settle()`` on every :class:`TokensSeen` of a module; collective over the world."""
     for child in module.modules():
         if isinstance(child, TokensSeen):

@@ -7,7 +7,7 @@ format: :func:`packed_sequences` turns the boundaries into that row's ``PackedSe
 
 The torch backend, the checks here, Megatron's rotary embeddings and multi-token prediction need the boundaries as plain
 numbers, in every layer. Reading them from a GPU waits until it has finished its work. So the strategy keeps the numbers
-next to the tensors that it moves to the device (:func:`keep_numbers`), and the torch backend's layers get a
+next to the tensors that it moves to the device (:func:`keep_boundaries_on_host`), and the torch backend's layers get a
 :class:`PackedSequences` of numbers and host tensors. TransformerEngine's kernels take device tensors
 (:meth:`PackedSequences.on`).
 
@@ -66,7 +66,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core h
         return _of_tensors(padded, padded, self.boundaries)
 
 
-def keep_numbers(moved: Any, on_host: Any) -> None:
+def keep_boundaries_on_host(moved: Any, on_host: Any) -> None:
     """Keep a packed batch's boundaries on the host, next to the tensors that were moved to the device.
 
     The strategy calls it after each transfer; anything but a packed batch is ignored.
@@ -80,7 +80,7 @@ def keep_numbers(moved: Any, on_host: Any) -> None:
 
 
 def rows_between(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """Return rows ``start`` to ``stop - 1`` of a tensor, with the numbers that :func:`keep_numbers` kept."""
+    """Return rows ``start`` to ``stop - 1`` of a tensor, with the numbers that :func:`keep_boundaries_on_host` kept."""
     rows = tensor[start:stop]
     numbers = _kept_numbers(tensor)
     if numbers is not None:
@@ -179,7 +179,7 @@ def _of_tensors(real: Tensor, padded: Tensor, boundaries: Boundaries) -> PackedS
 
 
 def _kept_numbers(tensor: Tensor) -> list[list[int]] | None:
-    """Return the values that :func:`keep_numbers` stored, if the tensor has not changed since."""
+    """Return the values that :func:`keep_boundaries_on_host` stored, if the tensor has not changed since."""
     version, numbers = getattr(tensor, _NUMBERS, (None, None))
     return numbers if version == _version(tensor) else None
 

@@ -23,8 +23,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.layers.spec import choice_of_attention_restored
-from lightning_mcore.parallel.cpu_runtime import absent_names_bound, cpu_runtime
+from lightning_mcore.layers.spec import attention_environment_restored
+from lightning_mcore.parallel.cpu_runtime import cpu_runtime, missing_names_defined
 from lightning_mcore.parallel.groups import (
     close_process_groups,
     open_process_groups,
@@ -54,8 +54,8 @@ def single_process() -> Iterator[None]:
             " its own; use another script, or start a run from the weights with load_weights(path)"
         )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(choice_of_attention_restored())
-        stack.enter_context(absent_names_bound() if torch.cuda.is_available() else cpu_runtime())
+        stack.enter_context(attention_environment_restored())
+        stack.enter_context(missing_names_defined() if torch.cuda.is_available() else cpu_runtime())
         if not process_groups_are_open():
             if open_single_process():
                 stack.callback(dist.destroy_process_group)
@@ -82,9 +82,9 @@ class SingleModelSession(Callback):
         trainer.callbacks.append(session)  # type: ignore[attr-defined]
 
     def _enter(self, trainer: "pl.Trainer") -> None:
-        self._open.enter_context(choice_of_attention_restored())
+        self._open.enter_context(attention_environment_restored())
         on_cpu = trainer.strategy.root_device.type == "cpu"
-        self._open.enter_context(cpu_runtime() if on_cpu else absent_names_bound())
+        self._open.enter_context(cpu_runtime() if on_cpu else missing_names_defined())
         if open_single_process():
             self._open.callback(dist.destroy_process_group)
         self._open.callback(close_process_groups)

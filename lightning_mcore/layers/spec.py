@@ -53,20 +53,20 @@ TransformerImpl: TypeAlias = Literal["auto", "local", "transformer_engine"]
 
 logger = logging.getLogger(__name__)
 
-_CHOICE_OF_ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+_ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 TESTED_TRANSFORMER_ENGINE: Mapping[str, str] = {"<0.17": ">=2.9,<2.12", ">=0.17": ">=2.14,<2.21"}
 """Tested versions of TransformerEngine for each version of megatron-core, as in the extra ``te`` of this package."""
 
 
 @contextlib.contextmanager
-def choice_of_attention_restored() -> Iterator[None]:
+def attention_environment_restored() -> Iterator[None]:
     """Restore at the end the environment variables that pass ``attention_backend`` from Megatron to TransformerEngine.
 
     Megatron sets them when it builds a model, and raises if they have other values. Source:
     ``LanguageModule._set_attention_backend`` (0.16.1 and 0.19.2).
     """
-    before = {name: os.environ.get(name) for name in _CHOICE_OF_ATTENTION}
+    before = {name: os.environ.get(name) for name in _ATTENTION_VARIABLES}
     try:
         yield
     finally:
@@ -76,7 +76,7 @@ def choice_of_attention_restored() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def choose_attention(chunk: nn.Module) -> None:
+def set_attention_environment(chunk: nn.Module) -> None:
     """Set the environment variables for ``attention_backend`` again, for a model built in an earlier run."""
     if isinstance(chunk, LanguageModule):
         chunk._set_attention_backend()

@@ -190,7 +190,9 @@ def megatron_fields(user: "Optimizer") -> dict[str, Any] | None:
     return None
 
 
-def check_number(optimizers: "Sequence[Optimizer]", inline: bool, distributed: bool, overlap_grad_reduce: bool) -> None:
+def check_number_of_optimizers(
+    optimizers: "Sequence[Optimizer]", inline: bool, distributed: bool, overlap_grad_reduce: bool
+) -> None:
     """Raise ``TypeError`` for several optimizers if Megatron uses one for all parameters, or sums all at once."""
     reasons = {
         "a model built with pipeline()": not inline,

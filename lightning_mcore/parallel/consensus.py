@@ -117,6 +117,11 @@ def all_true(own: bool) -> bool:
     return bool(flag.item())
 
 
+def any_true(own: bool) -> bool:
+    """Return whether ``own`` is true on some rank; collective, and cheap."""
+    return not all_true(not own)
+
+
 def _attempt(function: Callable[[], T]) -> tuple[Any, Exception | None]:
     try:
         return function(), None

@@ -67,7 +67,7 @@ def _uncompiled(function: Callable[..., Any] | None = None, **_: Any) -> Any:
 
 
 @contextlib.contextmanager
-def absent_names_bound() -> Iterator[None]:
+def missing_names_defined() -> Iterator[None]:
     """Bind names that megatron-core reads but defines only with TransformerEngine, on any device.
 
     Otherwise layers with experts and multi-latent attention of 0.16 fail on a GPU without TransformerEngine.

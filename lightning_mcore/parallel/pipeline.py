@@ -65,8 +65,9 @@ class Pipeline(nn.Module):
     # Whether the caller splits batches for context-parallel ranks; then it may be called anywhere, and several times in
     # a step, except in training as a pipeline.
     takes_whole_batches = False
-    # Set by pipeline_runner.py: runs all stages outside a schedule. Returns the output on the last stage, else None.
-    run_stages: Callable[..., Any] | None = None
+    # Set by pipeline_evaluation.py for a model that takes whole batches, and kept after the run: calls all stages, and
+    # returns the output on the last one, else None.
+    call_outside_schedule: Callable[..., Any] | None = None
 
     def __init__(
         self,
@@ -95,8 +96,8 @@ class Pipeline(nn.Module):
         self.num_calls += 1
         if self._active is None:
             self._renew_quantized_weights()
-            run = self._whole_model() if self.run_stages is None else self.run_stages
-            return run(*args, **kwargs)
+            call = self._whole_model() if self.call_outside_schedule is None else self.call_outside_schedule
+            return call(*args, **kwargs)
         chunk, is_last = self._active
         if self.takes_whole_batches and self.is_staged:
             self._refuse_second_call()
@@ -157,7 +158,7 @@ class Pipeline(nn.Module):
             "is_last": [],
             "_prepare": None,
             "_active": None,
-            "run_stages": None,
+            "call_outside_schedule": None,
         }
 
     def _whole_model(self) -> nn.Module:

@@ -1,30 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reject settings, modules, machines and callbacks that do not fit the strategy, before anything is allocated.
 
-The constructor calls :func:`check_schedule`; :func:`validate_module` has the checks that the strategy makes when it
-gets the module. The rules themselves are in ``config/rules``, as plain data.
+The constructor calls :func:`check_arguments` and :func:`check_against_layout`; :func:`validate_module` has the checks
+that the strategy makes when it gets the module. The rules themselves are in ``config/rules``, as plain data.
 """
 
 import functools
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.strategy import expert_faults, precision_faults, schedule_faults
-from lightning_mcore.config.value_checks import require_flag, require_size
+from lightning_mcore.config.value_checks import require_flag, require_instance, require_size
 from lightning_mcore.optimizer.rules import optimizer_device_faults
 from lightning_mcore.parallel.consensus import all_gather_object
 from lightning_mcore.strategy.fp8_checks import FP8Machine, check_fp8
-from lightning_mcore.strategy.gradient_settings import GradientSettings
 from lightning_mcore.strategy.module import MCoreModule
 from lightning_mcore.strategy.overlap import queue_hint
 
@@ -35,32 +38,50 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def check_schedule(
-    overlap_p2p_comm: bool | None, group_size: int | None, gradients: GradientSettings, layout: ParallelLayout
+def check_arguments(
+    *,
+    communication: object,
+    cluster_environment: object,
+    checkpoint_io: object,
+    process_group_backend: str | None,
+    timeout: object,
+    micro_batch_size: int | None,
+    overlap_p2p_comm: bool | None,
+    microbatch_group_size_per_vp_stage: int | None,
 ) -> None:
-    """Reject overlap, grouping and alignment options that need a pipeline if this layout has none."""
+    """Reject a wrong type, size or backend among those of the strategy's arguments that no other object checks."""
+    require_instance("communication", communication, CommunicationOptions)
+    require_instance("cluster_environment", cluster_environment, ClusterEnvironment)
+    require_instance("checkpoint_io", checkpoint_io, CheckpointIO)
+    require_instance("process_group_backend", process_group_backend, str)
+    require_instance("timeout", timeout, timedelta)
     require_flag("overlap_p2p_comm", overlap_p2p_comm, or_none=True)
-    if group_size is not None:
-        require_size("microbatch_group_size_per_vp_stage", group_size)
-    given = {
-        "overlap_p2p_comm": overlap_p2p_comm,
-        "microbatch_group_size_per_vp_stage": group_size,
-        "align_grad_reduce": gradients.align_grad_reduce,
-    }
-    raise_first(schedule_faults(given, gradients.changed, layout))
-    if group_size is not None:
-        layout.validate_microbatches(group_size, group_size)
-
-
-def check_backend(name: str | None) -> None:
-    """Reject backends that torch does not know, in ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``."""
-    for part in (name or "gloo").split(","):
+    if micro_batch_size is not None:
+        require_size("micro_batch_size", micro_batch_size)
+    if microbatch_group_size_per_vp_stage is not None:
+        require_size("microbatch_group_size_per_vp_stage", microbatch_group_size_per_vp_stage)
+    for part in (process_group_backend or "gloo").split(","):  # such as "gloo" or "cpu:gloo,cuda:nccl"
         backend = part.rpartition(":")[2].lower()
         if backend not in dist.Backend.backend_list or backend == dist.Backend.UNDEFINED:
             known = [known for known in dist.Backend.backend_list if known != dist.Backend.UNDEFINED]
             raise ValueError(
-                f"process_group_backend={name!r} has the unknown backend {backend!r}; choose from {', '.join(known)}"
+                f"process_group_backend={process_group_backend!r} has the unknown backend {backend!r}; choose from"
+                f" {', '.join(known)}"
             )
+
+
+def check_against_layout(strategy: "MCoreStrategy", asked_overlap_p2p_comm: bool | None) -> None:
+    """Reject settings of the schedule and of process groups that the layout has no use for; None is not asked for."""
+    layout, gradients, group_size = strategy.layout, strategy.gradients, strategy.microbatch_group_size
+    asked = {
+        "overlap_p2p_comm": asked_overlap_p2p_comm,
+        "microbatch_group_size_per_vp_stage": group_size,
+        "align_grad_reduce": gradients.align_grad_reduce,
+    }
+    raise_first(schedule_faults(asked, gradients.changed, layout))
+    if group_size is not None:
+        layout.validate_microbatches(group_size, group_size)
+    raise_first(strategy.communication.layout_faults(layout, strategy.overlap_p2p_comm, gradients.num_instances))
 
 
 def planned_world_size(strategy: "MCoreStrategy") -> int:
@@ -81,7 +102,7 @@ def validate_module(strategy: "MCoreStrategy", module: pl.LightningModule) -> No
     world_size = planned_world_size(strategy)
     layout.validate_world(world_size)
     _check_module(module, layout)
-    ddp_config = strategy.gradients.resolve(precision.ddp_fields())
+    ddp_config = strategy.gradients.megatron_config(precision.ddp_fields())
     machine = FP8Machine.of(strategy.root_device)
     hint = queue_hint(layout, machine.capability, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
     if hint is not None and machine.type == "cuda":
@@ -168,6 +189,16 @@ def check_backward_is_free(module: pl.LightningModule) -> None:
         )
 
 
+def check_steps_take_batches(module: pl.LightningModule) -> None:
+    """Raise ``TypeError`` for ``dataloader_iter``: a step that draws its batches would draw another for every chunk."""
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+            raise TypeError(
+                f"{type(module).__name__}.{step}(dataloader_iter) is not supported for a model built with pipeline(),"
+                f" whose schedule fetches the batches; define {step}(batch, batch_idx)"
+            )
+
+
 def check_averaging(module: pl.LightningModule, distributed: bool) -> None:
     """Raise ``ValueError`` for Lightning's callbacks that average weights, in runs where their copy would be wrong."""
     # WeightAveraging copies the module when a run begins, StochasticWeightAveraging before configure_model: too early
@@ -200,7 +231,7 @@ def check_batches_to_predict(trainer: pl.Trainer, expert_parallel_size: int) -> 
         )
 
 
-def refuse_to_stop_iterating(hook: Callable[P, T]) -> Callable[P, T]:
+def stop_iteration_is_an_error(hook: Callable[P, T]) -> Callable[P, T]:
     """Turn a StopIteration from the user's code into a RuntimeError, as Python does for generators.
 
     Lightning's loops would take it for the end of the data, and end the epoch only on this rank.

@@ -74,22 +74,26 @@ class GradientSettings:
     @cached_property
     def distributed(self) -> bool:
         """Whether the optimizer state is sharded."""
-        return bool(self.resolve().use_distributed_optimizer)
+        return bool(self.megatron_config().use_distributed_optimizer)
 
     @cached_property
     def reduces_only_once(self) -> bool:
         """Whether gradients can be summed over ranks only once before they are zeroed: shards are summed in place."""
-        resolved = self.resolve()
-        return bool(resolved.use_distributed_optimizer or resolved.overlap_grad_reduce)
+        config = self.megatron_config()
+        return bool(config.use_distributed_optimizer or config.overlap_grad_reduce)
 
-    def resolve(self, owned: Mapping[str, Any] | None = None) -> DistributedDataParallelConfig:
+    def check_precision(self, owned: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` if ``ddp_config`` has another value for a field that the precision owns."""
+        check_owned_by_precision(self.changed, owned)
+
+    def megatron_config(self, owned: Mapping[str, Any] | None = None) -> DistributedDataParallelConfig:
         """Return Megatron's config with the strategy's arguments and the fields ``owned`` by the precision filled in.
 
-        Raises ``ValueError`` if ``ddp_config`` has another value for one of these fields.
+        Raises ``ValueError`` as :meth:`check_precision` does.
         """
+        self.check_precision(owned or {})
         config = self.ddp_config or _DEFAULTS
         values = {name: getattr(self, name) for name in GRADIENT_SETTINGS if getattr(self, name) is not None}
-        check_owned_by_precision(self.changed, owned or {})
         return dataclasses.replace(config, **{**values, **(owned or {}), "check_for_nan_in_grad": False})
 
     def check_run(self, layout: ParallelLayout, world_size: int, device: torch.device) -> None:

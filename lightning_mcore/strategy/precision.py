@@ -247,16 +247,16 @@ class MCorePrecision(Precision):
         self.scaler = LossScaler(self._scaling) if self._scaling is not None else None
         return self.scaler
 
-    def expect(self, module: pl.LightningModule) -> None:
-        """Get ready for a module to build its parameters."""
+    def prepare_to_build(self, module: pl.LightningModule) -> None:
+        """Choose the dtype in which a module will create its parameters, which a plain module does not choose."""
         self._builds_plain_module = not isinstance(module, MCoreModule)
 
-    def attach(self, runner: StepRunner) -> None:
-        """Let backward and forward of the module go through ``runner``, until :meth:`detach`."""
+    def attach_runner(self, runner: StepRunner) -> None:
+        """Let backward and forward of the module go through ``runner``, until :meth:`detach_runner`."""
         self._runner = runner
 
-    def detach(self) -> None:
-        """End a run."""
+    def detach_runner(self) -> None:
+        """Run backward as Lightning does: nothing is wrapped any more."""
         self._runner = None
 
     def connect(

@@ -7,7 +7,8 @@ the run. The same command with ``ckpt_path="last"`` continues from there.
 
 A signal may reach only one rank, and each rank may be at another line of its step. A save needs all ranks, so it cannot
 happen in the handler. The handler only records the signal, and after each optimizer step the ranks ask each other
-whether any has received one. The strategy calls :func:`prepare_signals` and :func:`end_on_sigterm` in every run.
+whether any has received one. The strategy calls :func:`prepare_signals` and :func:`install_sigterm_handler` in every
+run.
 """
 
 import contextlib
@@ -246,7 +247,7 @@ def _remove(trainer: pl.Trainer, callback: pl.Callback) -> None:
     trainer.callbacks = [other for other in trainer.callbacks if other is not callback]  # type: ignore[attr-defined]
 
 
-def end_on_sigterm(trainer: pl.Trainer) -> None:
+def install_sigterm_handler(trainer: pl.Trainer) -> None:
     """Let SIGTERM end the run on this rank if no PreemptionCheckpoint handles it; the other ranks then learn of it.
 
     Lightning broadcasts in the handler, where ranks at other lines of their step never arrive.

@@ -1,20 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """``MCoreStrategy``: Lightning's hooks on megatron-core, in the order in which the trainer calls them.
 
-Each hook is a few lines that delegate: checks to ``checks.py``, process groups to ``parallel/groups.py``, steps of a
-model built with ``pipeline()`` to ``pipeline_runner.py`` and of a plain module to ``plain_module_runner.py``,
-logging to ``logs/step.py``, the optimizer to ``optimizer/megatron.py``, number formats to ``precision.py``, checkpoints
-to ``checkpointing.py``, exact resume to ``resume.py``. Everything that a run changes outside the strategy (metrics,
-callbacks, loaders, settings of torch and Megatron) is restored in ``teardown``, even if a part of it fails.
+Each hook is a few lines that delegate to another file. The words that they share:
+
+* *run*: one call of ``fit``, ``validate``, ``test`` or ``predict``, from ``setup_environment`` to ``teardown``.
+* *chunk*: the layers of one virtual pipeline stage. Between ``setup`` and ``teardown``, chunks are in Megatron's
+  wrappers. A *plain module*, which does not use ``pipeline()``, is a single chunk.
+* *runner*: what runs the module's steps. :class:`PipelineRunner` runs them on Megatron's schedules, which include the
+  backward pass; :class:`PlainModuleRunner` runs a plain module *inline*, in Lightning's own loop.
+* *shards*: the files of a checkpoint directory, for a model built with ``pipeline()`` or a sharded optimizer. Any other
+  run saves one file.
+* *scattered parameters*: with ``overlap_param_gather``, each rank has a part of the updated parameters until the next
+  forward pass gathers them.
+* *CPU runtime*: replaces the CUDA functions that Megatron calls (``parallel/cpu_runtime.py``).
+
+``DDPStrategy``, the base, opens torch's process group and knows ranks and devices. ``setup`` and ``teardown`` do not
+call it: it would wrap the module in torch's DDP, and move it to the CPU. Everything that a run changes outside the
+strategy (metrics, callbacks, loaders, settings of torch and Megatron) is restored in ``teardown``.
 """
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -33,19 +43,17 @@ from torch import Tensor
 
 from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.config.rules import raise_first
-from lightning_mcore.config.value_checks import require_instance, require_size
-from lightning_mcore.layers.metrics import settle_tokens_seen
-from lightning_mcore.layers.packed_sequences import keep_numbers
-from lightning_mcore.layers.spec import choice_of_attention_restored
+from lightning_mcore.layers.metrics import sum_tokens_seen
+from lightning_mcore.layers.packed_sequences import keep_boundaries_on_host
+from lightning_mcore.layers.spec import attention_environment_restored
 from lightning_mcore.optimizer.factory import configure_optimizers, make_optimizer
 from lightning_mcore.optimizer.megatron import MCoreOptimizer, optimizer_after_run
 from lightning_mcore.optimizer.plateau import agree_on_plateaus
-from lightning_mcore.optimizer.rules import check_number, check_optimizer_config
+from lightning_mcore.optimizer.rules import check_number_of_optimizers, check_optimizer_config
 from lightning_mcore.parallel import rank_watch
 from lightning_mcore.parallel.chunks import ModelChunks, find_pipeline, synchronize_parameters, unwrap_chunks
-from lightning_mcore.parallel.consensus import all_true, run_on_all_ranks
-from lightning_mcore.parallel.cpu_runtime import absent_names_bound, cpu_runtime
+from lightning_mcore.parallel.consensus import all_true, any_true, run_on_all_ranks
+from lightning_mcore.parallel.cpu_runtime import cpu_runtime, missing_names_defined
 from lightning_mcore.parallel.groups import (
     align_random_state,
     collectives_issued,
@@ -55,27 +63,29 @@ from lightning_mcore.parallel.groups import (
 )
 from lightning_mcore.parallel.random_state import new_seed
 from lightning_mcore.parallel.rank_connections import rendezvous
+from lightning_mcore.strategy.attributes import attributes_set
 from lightning_mcore.strategy.checkpointing import EXCEPTION_TIMEOUT, Checkpoints
 from lightning_mcore.strategy.checks import (
-    check_backend,
+    check_against_layout,
+    check_arguments,
     check_batches_to_predict,
-    check_schedule,
     planned_world_size,
-    refuse_to_stop_iterating,
+    stop_iteration_is_an_error,
     validate_module,
 )
 from lightning_mcore.strategy.gradient_settings import GradientSettings, reduce_scatter_restored
-from lightning_mcore.strategy.logs.evaluation import ends_the_epoch
 from lightning_mcore.strategy.logs.pipeline import ALREADY_MERGED
 from lightning_mcore.strategy.logs.step import StepLogger
 from lightning_mcore.strategy.overlap import TensorParallelOverlap
 from lightning_mcore.strategy.pipeline_runner import PipelineRunner, wrap_pipeline
 from lightning_mcore.strategy.plain_module_runner import PlainModuleRunner
 from lightning_mcore.strategy.precision import MCorePrecision
-from lightning_mcore.strategy.preemption import end_on_sigterm, prepare_signals
+from lightning_mcore.strategy.preemption import install_sigterm_handler, prepare_signals
 from lightning_mcore.strategy.resume import ExactResume
 from lightning_mcore.strategy.same_batches import SameBatches
 from lightning_mcore.strategy.step_runner import StepRunner
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class MCoreStrategy(DDPStrategy):
@@ -123,8 +133,9 @@ class MCoreStrategy(DDPStrategy):
             gets the model, or when the model is built; always before process groups or parameters that they affect.
     """
 
-    _chunks: ModelChunks | None = None
-    _finished_chunks: ModelChunks | None = None  # after a run
+    # Of the class, because __getstate__ drops those of the instance.
+    _chunks: ModelChunks | None = None  # of this run
+    _finished_chunks: ModelChunks | None = None  # of the last run, unwrapped; trainer.save_checkpoint() saves them
 
     def __init__(
         self,
@@ -154,17 +165,19 @@ class MCoreStrategy(DDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta = timedelta(minutes=30),
+        timeout: timedelta = _DEFAULT_TIMEOUT,
     ) -> None:
-        for name, value, kind in (
-            ("communication", communication, CommunicationOptions),
-            ("cluster_environment", cluster_environment, ClusterEnvironment),
-            ("checkpoint_io", checkpoint_io, CheckpointIO),
-            ("process_group_backend", process_group_backend, str),
-            ("timeout", timeout, timedelta),
-        ):
-            require_instance(name, value, kind)
-        check_backend(process_group_backend)
+        # ParallelLayout, GradientSettings and TensorParallelOverlap check their own arguments.
+        check_arguments(
+            communication=communication,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            micro_batch_size=micro_batch_size,
+            overlap_p2p_comm=overlap_p2p_comm,
+            microbatch_group_size_per_vp_stage=microbatch_group_size_per_vp_stage,
+        )
         self.layout = ParallelLayout(
             tensor_model_parallel_size=tensor_model_parallel_size,
             pipeline_model_parallel_size=pipeline_model_parallel_size,
@@ -176,27 +189,27 @@ class MCoreStrategy(DDPStrategy):
             sequence_parallel=sequence_parallel,
         )
         self.gradients = GradientSettings(
-            use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather, ddp_config, align_grad_reduce
+            use_distributed_optimizer=use_distributed_optimizer,
+            overlap_grad_reduce=overlap_grad_reduce,
+            overlap_param_gather=overlap_param_gather,
+            ddp_config=ddp_config,
+            align_grad_reduce=align_grad_reduce,
         )
-        check_optimizer_config(optimizer_config, self.gradients.distributed)
-        self.optimizer_config = optimizer_config
-        check_schedule(overlap_p2p_comm, microbatch_group_size_per_vp_stage, self.gradients, self.layout)
-        interleaved = self.layout.virtual_pipeline_model_parallel_size is not None
-        self.overlap_p2p_comm = interleaved if overlap_p2p_comm is None else overlap_p2p_comm
-        self.microbatch_group_size = microbatch_group_size_per_vp_stage
-        self.communication = communication or CommunicationOptions()
-        num_instances = self.gradients.num_instances
-        raise_first(self.communication.layout_faults(self.layout, self.overlap_p2p_comm, num_instances))
         self.tensor_overlap = TensorParallelOverlap(tp_comm_overlap, tp_comm_overlap_cfg, self.layout)
-        if micro_batch_size is not None:
-            require_size("micro_batch_size", micro_batch_size)
+        self.communication = communication or CommunicationOptions()
+        self.overlap_p2p_comm = self.layout.is_interleaved if overlap_p2p_comm is None else overlap_p2p_comm
+        self.microbatch_group_size = microbatch_group_size_per_vp_stage
+        check_against_layout(self, overlap_p2p_comm)
+        check_optimizer_config(optimizer_config, self.gradients.distributed)
         self.micro_batch_size = micro_batch_size
+        self.optimizer_config = optimizer_config
         self.checkpoints = Checkpoints(self)
         self.resume = ExactResume(self, self.layout)
         self.batches = SameBatches(self, broadcast_batches)
         self.logs = StepLogger(self)
         self._runner: StepRunner = PlainModuleRunner(self)
-        self._restores = contextlib.ExitStack()
+        self._restores = contextlib.ExitStack()  # undoes at teardown what the run changes outside
+        # Last, because it sets precision_plugin, whose setter reads self.gradients.
         super().__init__(
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
@@ -210,7 +223,7 @@ class MCoreStrategy(DDPStrategy):
     @property
     def precision_plugin(self) -> MCorePrecision:
         """The number formats; ``32-true`` by default."""
-        if self._precision_plugin is None:
+        if self._precision_plugin is None:  # Lightning sets its own after __init__, if it has one
             self._precision_plugin = MCorePrecision()
         assert isinstance(self._precision_plugin, MCorePrecision)
         return self._precision_plugin
@@ -219,7 +232,7 @@ class MCoreStrategy(DDPStrategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = MCorePrecision.from_lightning(plugin) if plugin is not None else None
         if self._precision_plugin is not None:
-            self.gradients.resolve(self._precision_plugin.ddp_fields())
+            self.gradients.check_precision(self._precision_plugin.ddp_fields())
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -231,6 +244,7 @@ class MCoreStrategy(DDPStrategy):
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """The plugin that writes and reads checkpoints; :class:`~lightning_mcore.MCoreCheckpointIO` by default."""
+        # Not in __init__, after which Lightning may set a plugin of the user's, also one that wraps the default.
         self._checkpoint_io = self.checkpoints.resolve_io(self._checkpoint_io)
         return self._checkpoint_io
 
@@ -239,6 +253,7 @@ class MCoreStrategy(DDPStrategy):
         self._checkpoint_io = io
 
     def _configure_launcher(self) -> None:
+        """Start other ranks as Lightning does, but end all ranks if one fails; a single rank needs no launcher."""
         if self.num_processes * self.num_nodes > 1:
             assert self.cluster_environment is not None
             self._launcher = rank_watch.Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -248,38 +263,40 @@ class MCoreStrategy(DDPStrategy):
     def connect(self, model: pl.LightningModule) -> None:
         """Attach the model and check it against the settings, before process groups form."""
         validate_module(self, model)
-        self.precision_plugin.expect(model)
+        self.precision_plugin.prepare_to_build(model)
         super().connect(model)
 
     def setup_environment(self) -> None:
         """Open the process groups; on the CPU, inside the CPU runtime."""
         self._restores.enter_context(self.runtime())
-        self._restores.enter_context(reduce_scatter_restored())
-        self._restores.enter_context(choice_of_attention_restored())
-        super().setup_environment()
+        self._restores.enter_context(reduce_scatter_restored())  # Megatron's DistributedDataParallel may replace it
+        self._restores.enter_context(attention_environment_restored())  # Megatron's models set its variables
+        super().setup_environment()  # calls setup_distributed
         if self.lightning_module is not None:
             prepare_signals(self.lightning_module.trainer, self._restores)
 
     def setup_distributed(self) -> None:
         """Let Lightning open the default group, then open Megatron's and make random states agree."""
-        timeout = self._timeout or timedelta(minutes=30)
+        timeout = self._timeout or _DEFAULT_TIMEOUT
         assert self.cluster_environment is not None
-        # The ranks meet before torch's group opens, so that a rank that never comes is named in the error.
+        # The ranks meet before torch's group opens, so that a rank that never comes is named in the error. The store
+        # keeps the server alive until torch, in super(), has a store on it too.
         store = None if dist.is_initialized() else rendezvous(self.cluster_environment, timeout.total_seconds())
         super().setup_distributed()
-        del store  # torch now has its own on the same server
-        rank_watch.begin(collectives_issued(), timeout.total_seconds())
+        del store
+        rank_watch.begin(collectives_issued(), timeout.total_seconds())  # from now on, a failed rank ends the others
         # On all ranks the one of rank 0: from seed_everything, or else another one for each run of this process.
-        seed = self.broadcast(os.environ.get("PL_GLOBAL_SEED") or new_seed())
+        seed = int(self.broadcast(os.environ.get("PL_GLOBAL_SEED") or new_seed()))
         options: dict[str, Any] = {"num_distributed_optimizer_instances": self.gradients.num_instances}
         options |= self.communication.group_arguments()
-        open_process_groups(self.layout, int(seed) % 2**31, timeout, options)
-        align_random_state()
+        # The seeds of stages are larger than this one, and numpy takes seeds below 2**32.
+        open_process_groups(self.layout, seed % 2**31, timeout, options)
+        align_random_state()  # for hooks, configure_model and samplers
         rank_zero_info(f"MCoreStrategy: {self.layout.describe(dist.get_world_size())}")
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Lightning reads its own part before ``setup``; shards are read at the end of it."""
+        """Let Lightning read its own part before ``setup``, where shards are read into the wrapped model."""
         return False
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -287,52 +304,55 @@ class MCoreStrategy(DDPStrategy):
         return self.checkpoints.load(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights of a single-file checkpoint, or the state outside the shards of a split model."""
+        """Load the weights of a single-file checkpoint; next to shards, only module state that is in no chunk."""
         self.checkpoints.load_model(checkpoint, strict)
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Wrap the model, create the optimizers and read the waiting checkpoint."""
+        """Wrap the model, create the optimizers and read the shards of the checkpoint to resume from."""
         assert self.accelerator is not None
-        # In this order: links and metrics, the wrapped model, its optimizers, then the shards that fill both.
         self.accelerator.setup(trainer)
-        fitting = trainer.state.fn == TrainerFn.FITTING
         self.checkpoints.prepare_links(trainer, self._restores)
         self.resume.setup()
         self.logs.setup(self._restores)
-        self._setup_chunks(self._module, fitting)
+        # Optimizers need the gradient buffers of the wrapped model, and shards fill both.
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self._wrap_model(self._module, fitting)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self.checkpoints.load_pending(fitting)
+        # Megatron caches tensors, which could not be used in training if inference mode had created them.
         of_fit = trainer.fit_loop.epoch_loop.val_loop
-        for loop in (of_fit, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            # Megatron caches tensors; those created in inference mode would break training.
-            self._restores.enter_context(mock.patch.object(loop, "inference_mode", False))
-        align_random_state()
+        loops = [of_fit, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+        self._restores.enter_context(attributes_set(loops, {"inference_mode": False}))
+        align_random_state()  # again, because stages may have drawn different numbers for their weights
 
-    def _setup_chunks(self, module: pl.LightningModule, fitting: bool) -> None:
+    def _wrap_model(self, module: pl.LightningModule, fitting: bool) -> None:
+        """Put the model into Megatron's wrappers and choose the runner of its steps, until :meth:`_unwrap_model`."""
         module.to(self.root_device)
-        ddp_config = self.gradients.resolve(self.precision_plugin.ddp_fields()) if fitting else None
+        ddp_config = self.gradients.megatron_config(self.precision_plugin.ddp_fields()) if fitting else None
         pipeline = find_pipeline(module)
-        self._runner = plain = PlainModuleRunner(self)
-        self.precision_plugin.attach(plain)
-        if pipeline is None:
-            self._chunks = plain.wrap(module, ddp_config, self._restores)
-        else:
+        if pipeline is not None:
             self._chunks = wrap_pipeline(self, module, pipeline, ddp_config)
             self._runner = PipelineRunner(self, module, self._chunks)
-            self.precision_plugin.attach(self._runner)
+            self.precision_plugin.attach_runner(self._runner)
+        else:
+            self._runner = plain = PlainModuleRunner(self)
+            self.precision_plugin.attach_runner(plain)  # earlier, because wrap() lets the plugin cast the module
+            self._chunks = plain.wrap(module, ddp_config, self._restores)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Put Megatron's step behind the optimizers of ``configure_optimizers``."""
         self._reset_optimizers_and_schedulers()
         optimizers, self.lr_scheduler_configs = run_on_all_ranks(lambda: configure_optimizers(self._module))
         agree_on_plateaus(self.lr_scheduler_configs, self.root_device)
-        resolved = self.gradients.resolve()
-        check_number(optimizers, self.inline, resolved.use_distributed_optimizer, resolved.overlap_grad_reduce)
-        setting = self.precision_plugin.optimizer_setting(self.layout, resolved, self.optimizer_config, self.inline)
+        ddp_config = self.gradients.megatron_config()
+        check_number_of_optimizers(
+            optimizers, self.inline, ddp_config.use_distributed_optimizer, ddp_config.overlap_grad_reduce
+        )
+        setting = self.precision_plugin.optimizer_setting(self.layout, ddp_config, self.optimizer_config, self.inline)
         self.optimizers = [make_optimizer(optimizer, self.chunks.ddp, setting) for optimizer in optimizers]
-        if setting.scaler is not None and not self.inline:
+        if setting.scaler is not None and not self.inline:  # then there is one optimizer, as checked above
             self.chunks.scale_losses(self.megatron_optimizers[0].megatron.scale_loss)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -348,33 +368,34 @@ class MCoreStrategy(DDPStrategy):
 
     def on_train_start(self) -> None:
         """Continue from the checkpoint."""
-        end_on_sigterm(self._module.trainer)
+        install_sigterm_handler(self._module.trainer)
         self.resume.on_train_start()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Put a save in place once its files are written."""
+        """Complete an asynchronous save if all its files are written."""
         self.checkpoints.poll()
 
-    @refuse_to_stop_iterating
+    @stop_iteration_is_an_error
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device; in evaluation, without samples that the sampler repeats."""
-        batch = self._moved(batch, device, dataloader_idx)
+        batch = self._move_to_device(batch, device, dataloader_idx)
         trainer = self._module.trainer
         self.resume.batch_arrives()
         if trainer.validating or trainer.sanity_checking or trainer.testing:
-            batch = self.logs.cut(batch, dataloader_idx)
+            batch = self.logs.drop_repeated_rows(batch, dataloader_idx)
         return batch
 
-    def _moved(self, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
-        """Move a batch; keep what the host knows about it unless a hook of the user may have changed it."""
+    def _move_to_device(self, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
+        """Move a batch as Lightning does; the boundaries of packed sequences also stay on the host."""
         moved = super().batch_to_device(batch, device, dataloader_idx)
+        # Unless a user's hook may have changed them. Lightning's selector finds its owner: the module or datamodule.
         hooks = self._module.trainer._data_connector._datahook_selector
         changing = ("transfer_batch_to_device", "on_after_batch_transfer")
         if hooks is not None and not any(is_overridden(name, hooks.get_instance(name)) for name in changing):
-            keep_numbers(moved, batch)
+            keep_boundaries_on_host(moved, batch)
         return moved
 
-    @refuse_to_stop_iterating
+    @stop_iteration_is_an_error
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step; with a pipeline, keep the batch until the window of ``accumulate_grad_batches`` is full."""
         return self._runner.training_step(args, kwargs)
@@ -384,18 +405,16 @@ class MCoreStrategy(DDPStrategy):
         return self._runner.block_backward_sync()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Do nothing with the loss, a scalar ``[]``: there is no torch DDP to prepare."""
+        """Do nothing, because there is no torch DDP to prepare for the loss, a scalar ``[]``."""
 
-    @refuse_to_stop_iterating
+    @stop_iteration_is_an_error
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step; gather scattered parameters where something other than the next step may read them.
+        """Step; then gather scattered parameters if something other than the next step may read them.
 
-        That is at the end of an epoch or of the run, for hooks, and in manual optimization, where a training step may
-        go on after this.
+        At the end of an epoch or of the run, hooks may. In manual optimization, the rest of the training step may.
         """
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        module = self._module
-        if self.is_set_up and (ends_the_epoch(module.trainer) or not module.automatic_optimization):
+        if self.is_set_up and (self.ends_epoch or not self._module.automatic_optimization):
             self.complete_parameters()
         return result
 
@@ -408,18 +427,21 @@ class MCoreStrategy(DDPStrategy):
     # ---- evaluation
 
     def on_validation_start(self) -> None:
-        """Count batches from the start."""
+        """Count batches from the start; inside ``fit``, keep the random state of training."""
         self.resume.on_validation_start()
-        self.on_test_start()
+        self._start_evaluation()
 
     def on_test_start(self) -> None:
         """Count batches from the start."""
-        end_on_sigterm(self._module.trainer)
+        self._start_evaluation()
+
+    def _start_evaluation(self) -> None:
+        install_sigterm_handler(self._module.trainer)
         self.logs.start_evaluation()
 
     def on_predict_start(self) -> None:
         """Reject a dataset that gives ranks with shared experts different numbers of batches, which would hang."""
-        end_on_sigterm(self._module.trainer)
+        install_sigterm_handler(self._module.trainer)
         check_batches_to_predict(self._module.trainer, self.layout.expert_model_parallel_size)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -439,24 +461,25 @@ class MCoreStrategy(DDPStrategy):
         self.logs.end_evaluation_step()
         return output
 
-    @refuse_to_stop_iterating
+    @stop_iteration_is_an_error
     def _evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any], shares_output: bool) -> Any:
         with self.logs.evaluation_step():
             return self._runner.evaluate(step, args, kwargs, shares_output)
 
     def on_validation_end(self) -> None:
-        """Log later steps normally again."""
+        """Restore the random state of training, and let later steps log normally again."""
         self.resume.on_validation_end()
         self.logs.end_evaluation()
 
     def on_test_end(self) -> None:
-        """Log later steps normally again."""
+        """Let later steps log normally again."""
         self.logs.end_evaluation()
 
     # ---- collectives: metrics over the data-parallel ranks, decisions over the world
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the data-parallel ranks; ranks of one model copy already hold the same value."""
+        # PipelineLogs logs merged values with ALREADY_MERGED, a string, as their group.
         if group == ALREADY_MERGED or not isinstance(tensor, Tensor):
             return tensor
         if str(reduce_op).lower() in ("mean", "avg") and not tensor.is_floating_point():
@@ -464,10 +487,10 @@ class MCoreStrategy(DDPStrategy):
         return _sync_ddp_if_available(tensor, self._or_data_parallel(group), reduce_op=reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather a tensor of any shape and dtype from the data-parallel ranks, stacked along a new first dimension.
+        """Gather a tensor from the data-parallel ranks, stacked along a new first dimension.
 
         Args:
-            tensor: The tensor of this rank, with the same shape on all of them.
+            tensor: The tensor of this rank, [...] in any dtype; the shape is the same on all ranks.
             group: The ranks to gather from. The world means the data-parallel ranks, because
                 ``LightningModule.all_gather`` asks for it where the user names no group.
             sync_grads: Send gradients back to the rank that each part came from, summed over the ranks.
@@ -475,11 +498,12 @@ class MCoreStrategy(DDPStrategy):
         group = self._or_data_parallel(None if group is dist.group.WORLD else group)
         if not (sync_grads and process_groups_are_open()):
             return super().all_gather(tensor, group)
+        # Megatron's all-gather along the first dimension, which can be differentiated.
         return gather_from_sequence_parallel_region(tensor.unsqueeze(0), group=group)  # type: ignore[no-any-return]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return a decision of the whole world: True if all ranks say so, or with ``all=False``, if any does."""
-        return all_true(decision) if all else not all_true(not decision)  # without waiting for a GPU
+        """Return whether all ranks of the world decide so; with ``all=False``, whether any does."""
+        return all_true(decision) if all else any_true(decision)  # on the host, where DDPStrategy would use the GPU
 
     @staticmethod
     def _or_data_parallel(group: Any) -> Any:
@@ -488,12 +512,12 @@ class MCoreStrategy(DDPStrategy):
     # ---- saving
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights for a single-file checkpoint; for a split model, only what is outside the shards."""
-        settle_tokens_seen(self._module)
+        """Return the weights for a single-file checkpoint; next to shards, only module state that is in no chunk."""
+        sum_tokens_seen(self._module)  # over all ranks, because the metric's state is about to be saved
         return self.checkpoints.module_state(super().lightning_module_state_dict())
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the optimizer's state; for a directory, only the part that LR schedulers read back."""
+        """Return the optimizer's state; next to shards, only the part that LR schedulers read back."""
         return self.checkpoints.optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -514,42 +538,44 @@ class MCoreStrategy(DDPStrategy):
         self.checkpoints.finish(EXCEPTION_TIMEOUT)
 
     def teardown(self) -> None:
-        """Remove the wrappers and restore everything that the run has changed, even if a part of it fails.
+        """Unwrap the model, keeping its weights, and restore everything that the run has changed.
 
-        The weights are kept.
+        All parts run, even if some raise an error.
         """
-        with contextlib.ExitStack() as stack:  # called in reverse order
-            # Read from the bottom up: all of them run even if one raises.
-            stack.callback(rank_watch.mark_cleanup_done)
-            stack.push(self._restore_signal_handlers)
-            stack.callback(self._restores.close)
-            stack.callback(self.resume.teardown)
-            stack.callback(self.batches.teardown)
-            stack.callback(self.checkpoint_io.teardown)
-            if self.accelerator is not None:
-                stack.callback(self.accelerator.teardown)
-            stack.callback(self.precision_plugin.teardown)
-            assert self.cluster_environment is not None
-            stack.callback(self.cluster_environment.teardown)
-            stack.callback(self.precision_plugin.detach)
-            stack.callback(self.tensor_overlap.close)
-            stack.callback(self._take_chunks_off)
-            stack.callback(self.logs.teardown)
-            stack.callback(self.checkpoints.forget_pending)
+        plugins = (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io)
+        try:
+            _call_all(
+                self.checkpoints.forget_pending,
+                self.logs.teardown,
+                self._unwrap_model,
+                self.tensor_overlap.close,
+                self.precision_plugin.detach_runner,
+                *(plugin.teardown for plugin in plugins if plugin is not None),
+                self.batches.teardown,
+                self.resume.teardown,
+                self._restores.close,
+            )
+        except BaseException:
+            self._restore_signal_handlers()
+            raise
+        finally:
+            rank_watch.mark_cleanup_done()
 
-    def _restore_signal_handlers(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Do what the trainer does after this teardown, because it does not if the teardown raises."""
-        if kind is not None and self.lightning_module is not None and self.lightning_module._trainer is not None:
-            self.lightning_module.trainer._signal_connector.teardown()
-
-    def _take_chunks_off(self) -> None:
-        chunks, self._chunks, self._runner = self._chunks, None, PlainModuleRunner(self)
+    def _unwrap_model(self) -> None:
+        chunks = self._chunks
+        self._runner = PlainModuleRunner(self)
         if chunks is None:
             return
-        self._finished_chunks = chunks
+        self._chunks = None
+        self._finished_chunks = chunks  # saves_one_file reads them
         if self.checkpoints.saves_one_file:  # shards are written through Megatron's optimizers, even after the run
             self.optimizers = [optimizer_after_run(optimizer) for optimizer in self.optimizers]
         self._finished_chunks = unwrap_chunks(chunks)
+
+    def _restore_signal_handlers(self) -> None:
+        """Do what the trainer does after teardown, but not if teardown raises."""
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
+            self.lightning_module.trainer._signal_connector.teardown()
 
     # ---- for the rest of the package
 
@@ -569,6 +595,13 @@ class MCoreStrategy(DDPStrategy):
         return self._chunks is not None
 
     @property
+    def ends_epoch(self) -> bool:
+        """Whether this batch is the last one of a training epoch or of the run."""
+        trainer = self._module.trainer
+        is_last_step = trainer.global_step + 1 == trainer.max_steps and not trainer.fit_loop._should_accumulate()
+        return trainer.is_last_batch or is_last_step
+
+    @property
     def chunks(self) -> ModelChunks:
         """The wrapped chunks of the model on this rank, during a run."""
         assert self._chunks is not None
@@ -580,8 +613,8 @@ class MCoreStrategy(DDPStrategy):
         return [optimizer for optimizer in self.optimizers if isinstance(optimizer, MCoreOptimizer)]
 
     def runtime(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which Megatron's code runs: on the CPU, the CPU runtime. It is re-entrant."""
-        return cpu_runtime() if self.root_device.type == "cpu" else absent_names_bound()
+        """Return the context in which Megatron's code runs, which may be entered again inside itself."""
+        return cpu_runtime() if self.root_device.type == "cpu" else missing_names_defined()
 
     def megatron_fields(self) -> dict[str, Any]:
         """Return the ``TransformerConfig`` fields that this strategy and its precision own."""
@@ -598,10 +631,11 @@ class MCoreStrategy(DDPStrategy):
     def run_forward(self, step: str, batch: Any) -> Any:
         """Run a method of the module on a batch without gradients, through the pipeline if there is one."""
         with torch.no_grad():
-            return self._evaluate(step, (self._moved(batch, self.root_device, 0), 0), {}, shares_output=True)
+            batch = self._move_to_device(batch, self.root_device, dataloader_idx=0)
+            return self._evaluate(step, (batch, 0), {}, shares_output=True)
 
     def complete_parameters(self) -> None:
-        """Gather the parameters that overlap_param_gather would gather in the next step; collective, during a run."""
+        """Gather scattered parameters before the next step does; collective over the data-parallel ranks."""
         if self._chunks is not None:
             synchronize_parameters(self._chunks)
 
@@ -609,20 +643,30 @@ class MCoreStrategy(DDPStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the state of this process: wrappers, groups and Megatron's optimizers."""
-        own = ("logs", "_runner", "_restores", "_chunks", "_finished_chunks")
-        state = {name: value for name, value in super().__getstate__().items() if name not in own}
-        return {**state, "_optimizers": [getattr(optimizer, "user", optimizer) for optimizer in state["_optimizers"]]}
+        dropped = ("logs", "_runner", "_restores", "_chunks", "_finished_chunks")
+        state = {name: value for name, value in super().__getstate__().items() if name not in dropped}
+        state["_optimizers"] = [
+            optimizer.user if isinstance(optimizer, MCoreOptimizer) else optimizer for optimizer in state["_optimizers"]
+        ]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start without the state of the other process."""
-        own = {"logs": StepLogger(self), "_runner": PlainModuleRunner(self), "_restores": contextlib.ExitStack()}
-        super().__setstate__({**state, **own})
+        fresh = {"logs": StepLogger(self), "_runner": PlainModuleRunner(self), "_restores": contextlib.ExitStack()}
+        super().__setstate__({**state, **fresh})
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the name ``"mcore"``."""
         if "mcore" not in strategy_registry.available_strategies():
             strategy_registry.register("mcore", cls, description=f"Class: {cls.__name__}")
+
+
+def _call_all(*functions: Callable[[], object]) -> None:
+    """Call all functions in order; then raise the last error of any of them."""
+    with contextlib.ExitStack() as stack:  # calls what is pushed last first
+        for function in reversed(functions):
+            stack.callback(function)
 
 
 MCoreStrategy.register_strategies(StrategyRegistry)

@@ -121,17 +121,17 @@ def passes(strategy: dict[str, Any]) -> list[int]:
     """Return the number of microbatches of each run of the schedule."""
     module, seen = StagedNet(), list[int]()
     trainer = make_trainer(strategy)
-    run = PipelineRunner._pass_through
+    run = PipelineRunner.run_schedule
 
-    def counting(self: Any, forward_step: Any, microbatches: Any, *rest: Any, **others: Any) -> Any:
+    def counting(self: Any, forward_chunk: Any, microbatches: Any, *rest: Any, **others: Any) -> Any:
         seen.append(len(microbatches))
-        return run(self, forward_step, microbatches, *rest, **others)
+        return run(self, forward_chunk, microbatches, *rest, **others)
 
-    PipelineRunner._pass_through = counting  # type: ignore[method-assign]
+    PipelineRunner.run_schedule = counting  # type: ignore[method-assign]
     try:
         trainer.validate(module, loader(9, 8), verbose=False)
     finally:
-        PipelineRunner._pass_through = run  # type: ignore[method-assign]
+        PipelineRunner.run_schedule = run  # type: ignore[method-assign]
     return seen
 
 

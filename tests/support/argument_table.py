@@ -258,7 +258,7 @@ ON_CONFIGS: tuple[tuple[dict[str, Any], Landing], ...] = (
     ),
     (
         {"calculate_per_token_loss": False},
-        Landing("ddp_average_in_collective", True, "strategy.gradients.resolve().average_in_collective"),
+        Landing("ddp_average_in_collective", True, "strategy.gradients.megatron_config().average_in_collective"),
     ),
     (
         {"use_distributed_optimizer": True},

@@ -107,7 +107,7 @@ def _check_module(module: Any, strategy: Any, device_type: str) -> None:
     learned_positions = module.hparams["position_embedding_type"] == "learned_absolute"
     check_multi_token(config, module.hparams["share_embeddings_and_output_weights"], learned_positions)
     check_normalization(module.loss_normalization, config)
-    check_average_in_collective(strategy.gradients.resolve().average_in_collective, config)
+    check_average_in_collective(strategy.gradients.megatron_config().average_in_collective, config)
     if used == "local" and not HAVE_TE and device_type == "cpu":
         check_without_transformer_engine(config)
     raise_first(expert_faults(strategy.layout, strategy.root_device.type))

@@ -236,12 +236,6 @@ def agree_on_names(module: pl.LightningModule) -> None:
     results.update(in_order)
 
 
-def ends_the_epoch(trainer: pl.Trainer) -> bool:
-    """Return whether this is the last batch of a training epoch or of the run."""
-    is_last_step = trainer.global_step + 1 == trainer.max_steps and not trainer.fit_loop._should_accumulate()
-    return trainer.is_last_batch or is_last_step
-
-
 def _log_nothing(module: pl.LightningModule, logged: _Logged) -> None:
     if logged.attribute is not None:
         metric = module.get_submodule(logged.attribute)

@@ -22,14 +22,13 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_mcore.parallel.chunks import find_pipeline
-from lightning_mcore.parallel.consensus import all_true
+from lightning_mcore.parallel.consensus import any_true
 from lightning_mcore.parallel.groups import process_group, process_groups_are_open
 from lightning_mcore.strategy.logs.auxiliary import AuxiliaryLogs
 from lightning_mcore.strategy.logs.evaluation import (
     EvaluationNames,
     RepeatedRows,
     agree_on_names,
-    ends_the_epoch,
     reads_outputs,
     without_weight,
 )
@@ -103,7 +102,7 @@ class StepLogger:
 
     def end_plain_step(self) -> None:
         """At the end of a plain module's epoch, agree on names, because its ranks merge them there."""
-        if ends_the_epoch(self._module.trainer):
+        if self._strategy.ends_epoch:
             agree_on_names(self._module)
 
     def start_evaluation(self) -> None:
@@ -113,9 +112,9 @@ class StepLogger:
         loop = trainer._evaluation_loop
         self._names.start(loop.max_batches if loop._is_sequential else [], self._strategy.root_device)
         if self._strategy.layout.pipeline_model_parallel_size > 1:  # callbacks may differ from rank to rank
-            self.shares_outputs = not all_true(not reads_outputs(trainer))
+            self.shares_outputs = any_true(reads_outputs(trainer))
 
-    def cut(self, batch: Any, dataloader_idx: int) -> Any:
+    def drop_repeated_rows(self, batch: Any, dataloader_idx: int) -> Any:
         """Return a validation or test batch without samples that the sampler repeats."""
         return self._rows.cut(batch, self._module.trainer._evaluation_loop._combined_loader, dataloader_idx)
 

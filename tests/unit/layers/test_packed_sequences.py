@@ -14,7 +14,7 @@ from lightning_mcore.layers.packed_sequences import (
     PackedSequences,
     all_real,
     boundaries_of,
-    keep_numbers,
+    keep_boundaries_on_host,
     packed_sequences,
     rows_between,
     split_packed_rows,
@@ -122,7 +122,7 @@ def test_a_batch_is_read_from_the_device_once(monkeypatch: pytest.MonkeyPatch) -
 def test_numbers_kept_on_the_host_are_not_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = packed_sequences(REAL, PADDED, ROW)
     batch = {"cu_seqlens": REAL.clone(), "cu_seqlens_padded": PADDED.clone()}
-    keep_numbers(batch, {"cu_seqlens": REAL, "cu_seqlens_padded": PADDED})
+    keep_boundaries_on_host(batch, {"cu_seqlens": REAL, "cu_seqlens_padded": PADDED})
     second = {name: rows_between(tensor, 1, 2) for name, tensor in batch.items()}
     for name in ("tolist", "item", "__int__", "__bool__", "__index__"):
         monkeypatch.setattr(Tensor, name, lambda *_: pytest.fail("read from the device"))
@@ -133,7 +133,7 @@ def test_numbers_kept_on_the_host_are_not_read_from_the_device(monkeypatch: pyte
 
 def test_a_tensor_that_was_changed_is_read_again() -> None:
     batch = {"cu_seqlens": REAL.clone(), "cu_seqlens_padded": PADDED.clone()}
-    keep_numbers(batch, {"cu_seqlens": REAL, "cu_seqlens_padded": PADDED})
+    keep_boundaries_on_host(batch, {"cu_seqlens": REAL, "cu_seqlens_padded": PADDED})
     batch["cu_seqlens"][0, 1] -= 1
 
     assert packed_sequences(*batch.values(), ROW).boundaries.lengths[:2] == (4, 16)

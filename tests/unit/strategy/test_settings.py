@@ -16,26 +16,28 @@ NAMES = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gath
 
 
 def test_nothing_asked_for_is_the_config_of_megatron() -> None:
-    assert GradientSettings().resolve() == DistributedDataParallelConfig()
+    assert GradientSettings().megatron_config() == DistributedDataParallelConfig()
     assert not GradientSettings().distributed
 
 
 def test_arguments_reach_the_config() -> None:
-    resolved = GradientSettings(True, True, True).resolve()
+    resolved = GradientSettings(True, True, True).megatron_config()
     assert all(getattr(resolved, name) for name in NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_setting_of_the_config_counts_as_if_it_were_an_argument(name: str) -> None:
     everything = DistributedDataParallelConfig(**dict.fromkeys(NAMES, True))
-    assert getattr(GradientSettings(ddp_config=everything).resolve(), name)
+    assert getattr(GradientSettings(ddp_config=everything).megatron_config(), name)
     assert GradientSettings(ddp_config=everything).distributed
 
 
 def test_what_has_no_argument_passes_through_and_the_given_config_stays_as_it_is() -> None:
     given = DistributedDataParallelConfig(bucket_size=123, check_for_nan_in_grad=True)
     before = dataclasses.asdict(given)
-    resolved = GradientSettings(use_distributed_optimizer=True, ddp_config=given).resolve({"grad_reduce_in_fp32": True})
+    resolved = GradientSettings(use_distributed_optimizer=True, ddp_config=given).megatron_config(
+        {"grad_reduce_in_fp32": True}
+    )
     assert resolved.bucket_size == 123
     assert resolved.use_distributed_optimizer
     assert resolved.grad_reduce_in_fp32
@@ -46,7 +48,7 @@ def test_the_check_for_nan_is_the_strategys_and_not_megatrons() -> None:
     """Megatron's raises on the rank that has one, while the others wait for it."""
     settings = GradientSettings(ddp_config=DistributedDataParallelConfig(check_for_nan_in_grad=True))
     assert settings.check_nan
-    assert not settings.resolve().check_for_nan_in_grad
+    assert not settings.megatron_config().check_for_nan_in_grad
     assert not GradientSettings().check_nan
 
 
@@ -60,7 +62,7 @@ def test_two_values_for_one_setting_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_value_in_both_places_is_no_contradiction(name: str) -> None:
     everything = DistributedDataParallelConfig(**dict.fromkeys(NAMES, True))
-    assert getattr(GradientSettings(**{name: True}, ddp_config=everything).resolve(), name)
+    assert getattr(GradientSettings(**{name: True}, ddp_config=everything).megatron_config(), name)
 
 
 @pytest.mark.parametrize(
