@@ -2,7 +2,8 @@
 """StableLM, a family that the package lacks: LayerNorm with biases, and rotary positions on part of each head."""
 
 from lightning_mcore.hf import Constants, Family, Only, Rename, Same
-from lightning_mcore.hf.decoder_rules import ATTENTION, MLP, OUTSIDE, PARTIAL_ROPE, QKV_BIAS, SIZES
+from lightning_mcore.hf.decoder_rules import ATTENTION, MLP, OUTSIDE, QKV_BIAS, SIZES
+from lightning_mcore.hf.rope_rules import PARTIAL_ROPE
 
 FAMILY = Family(
     model_type="stablelm",

@@ -199,8 +199,10 @@ class Derived:
 
     Args:
         keys: Keys that the functions handle.
-        read: Turns the config into fields.
-        write: Turns fields into keys.
+        read: Turns the config into fields. A field that it omits keeps its default.
+        write: Turns fields, with defaults, into keys; also into a key without a rule, such as
+            ``max_position_embeddings``. The message of its ValueError follows "the model is not one of 'llama':", so
+            "it" is the model.
     """
 
     keys: tuple[str, ...]

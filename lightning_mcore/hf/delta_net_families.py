@@ -24,6 +24,7 @@ from lightning_mcore.hf.config_rules import (
     refuse_unless,
 )
 from lightning_mcore.hf.family import Family
+from lightning_mcore.hf.rope_rules import PARTIAL_ROPE
 from lightning_mcore.hf.weight_rules import (
     DeltaNetRows,
     Experts,
@@ -105,7 +106,7 @@ _UNREAD = ("rotary_emb.inv_freq", "mtp.")
 
 QWEN3_NEXT = replace(
     d.family(
-        *("qwen3_next", "Qwen3Next", d.WITHOUT_POSITIONS, d.PARTIAL_ROPE, _MIXED_LAYERS, _SHARED_EXPERT),
+        *("qwen3_next", "Qwen3Next", d.SWIGLU_LAYERS, PARTIAL_ROPE, _MIXED_LAYERS, _SHARED_EXPERT),
         *(e.SPARSE_LAYERS, e.SOFTMAX_ROUTER),
         Only("use_sliding_window", False, "transformers does not apply it", is_written=False),
         *(_GATED_ATTENTION, _AROUND_MEMORY, d.MLP, e.GATED_SHARED_EXPERT_WEIGHTS),
@@ -126,10 +127,11 @@ QWEN3_NEXT = replace(
 def _read_text_rope(config: Config) -> dict[str, Any]:
     rope = config.get("rope_parameters") or {}
     of_images = ("mrope_section", "mrope_interleaved")  # the three positions of a token of text are equal
-    return d.PARTIAL_ROPE.read({"rope_parameters": {key: rope[key] for key in rope if key not in of_images}})
+    text_rope = {key: rope[key] for key in rope if key not in of_images}
+    return PARTIAL_ROPE.read({**config, "rope_parameters": text_rope})
 
 
-_TEXT_ROPE = Derived(("rope_parameters",), _read_text_rope, d.PARTIAL_ROPE.write)
+_TEXT_ROPE = Derived(("rope_parameters",), _read_text_rope, PARTIAL_ROPE.write)
 
 _MORE_KEYS: tuple[ConfigRule, ...] = (
     Only("attn_output_gate", True, is_written=False),
@@ -154,7 +156,7 @@ _MORE_WEIGHTS: tuple[WeightRule, ...] = (
 
 QWEN3_5 = replace(
     d.family(
-        *("qwen3_5_text", "Qwen3_5", d.WITHOUT_POSITIONS, _TEXT_ROPE, _MIXED_LAYERS, _MORE_KEYS),
+        *("qwen3_5_text", "Qwen3_5", d.SWIGLU_LAYERS, _TEXT_ROPE, _MIXED_LAYERS, _MORE_KEYS),
         *(_MORE_WEIGHTS, d.MLP),
     ),
     unread=_UNREAD,
@@ -187,7 +189,7 @@ def _text_of(text: Family) -> Family:
     return replace(
         text,
         config=(*text.config, _OF_IMAGES),
-        outside=d.outside(prefix),
+        outside=d.weights_outside_layers(prefix),
         layer_prefix=f"{prefix}layers.{{layer}}.",
         unread=(*text.unread, "model.visual."),
     )

@@ -5,7 +5,7 @@ A *part* is a tuple of rules: config keys (``config_rules.py``) together with th
 (``weight_rules.py``), so that a family names each thing once. :func:`family` sorts a row's rules into the two tables.
 ``registry.py`` finds a row by its name.
 
-``family("mistral", "Mistral", DECODER, d.WINDOW, d.MLP)`` reads: the class ``MistralForCausalLM`` has a Llama-like
+``family("mistral", "Mistral", DECODER, WINDOW, d.MLP)`` reads: the class ``MistralForCausalLM`` has a Llama-like
 decoder, an optional window in all layers, and a gated MLP.
 """
 
@@ -29,7 +29,16 @@ from lightning_mcore.hf.config_rules import (
 )
 from lightning_mcore.hf.decoder_rules import family
 from lightning_mcore.hf.delta_net_families import DELTA_NETS, WITH_TOWERS
+from lightning_mcore.hf.rope_rules import (
+    ALPHA_ROPE,
+    GROWING_ROPE,
+    LATENT_ROPE,
+    ROPE,
+    ROPE_BY_LAYER_TYPE,
+    UNROTATED_LAYERS,
+)
 from lightning_mcore.hf.weight_rules import InterleavedStack, Rename, Stack
+from lightning_mcore.hf.window_rules import LAYER_WINDOWS, SWITCHED_LAYER_WINDOWS, SWITCHED_WINDOW, WINDOW
 
 
 def _read_only(read: Callable[[Config], dict[str, Any]], *keys: str) -> Derived:
@@ -42,9 +51,8 @@ SOME_BIASES = (Same("attention_bias", "add_qkv_bias"), d.QKV_BIAS)
 HEAD_NORMS = (Constants({"qk_layernorm": True}), *d.QK_NORM)
 NORM_OF_ALL_HEADS = (Constants({"head_norms": "all_heads"}), *d.QK_NORM)
 INTERLEAVED = Constants({"rotary_interleaved": True})
-PARTIAL = (d.WITHOUT_POSITIONS, d.PARTIAL_ROPE, d.HEAD_SIZE)  # DECODER with a part of each head rotated
 BASICS = (
-    *(d.SIZES, d.ROPE, d.HEAD_SIZE, Same("rms_norm_eps", "layernorm_epsilon", at_least=0.0)),
+    *(d.SIZES, ROPE, d.HEAD_SIZE, Same("rms_norm_eps", "layernorm_epsilon", at_least=0.0)),
     Same("attention_dropout", "attention_dropout"),
     Same("tie_word_embeddings", "share_embeddings_and_output_weights"),
 )  # DECODER without what its MLP computes
@@ -124,7 +132,7 @@ def _read_latents(config: Config) -> dict[str, Any]:
 
 LATENT_ATTENTION = (
     Constants({"multi_latent_attention": True, "qk_layernorm": True}),
-    *(d.WITHOUT_POSITIONS, d.LATENT_ROPE, *_LATENT_SIZES),
+    *(d.SWIGLU_LAYERS, LATENT_ROPE, *_LATENT_SIZES),
     Derived(("q_lora_rank", "head_dim", "qk_head_dim"), _read_latents, lambda f: {"q_lora_rank": f["q_lora_rank"]}),
     Only("attention_bias", False, "Megatron's latent attention has none"),
     Only("rope_interleave", True, "Megatron rotates neighbouring channels of latent attention"),
@@ -182,13 +190,13 @@ def _read_direction(config: Config) -> dict[str, Any]:
 
 
 GEMMA = (
-    *(d.WITHOUT_ACTIVATION, d.HEAD_SIZE, BIASES),
+    *(d.GATED_LAYERS, d.HEAD_SIZE, BIASES),
     _read_only(lambda config: {"embedding_scale": float(config["hidden_size"] ** 0.5)}),
     Constants({"layernorm_zero_centered_gamma": True}),
     Derived(("use_bidirectional_attention",), _read_direction, lambda fields: {"use_bidirectional_attention": False}),
 )
 LATER_GEMMA = (
-    *(GEMMA, _gelu("hidden_activation"), d.LAYER_WINDOWS, AROUND),
+    *(GEMMA, _gelu("hidden_activation"), LAYER_WINDOWS, AROUND),
     Derived(("query_pre_attn_scalar",), _read_scalar, _write_scalar),
     Same("final_logit_softcapping", "logits_cap"),
 )
@@ -290,12 +298,12 @@ def _unwritten(**values: Any) -> tuple[Only, ...]:
 DECODER = (d.DECODER, d.ATTENTION)
 LLAMA = family("llama", "Llama", DECODER, BIASES, d.MLP, MLP_BIASES, d.PRETRAINING_TP)
 QWEN2 = family(  # and Qwen2.5
-    *("qwen2", "Qwen2", DECODER, d.WINDOWS, Constants({"add_qkv_bias": True}), d.QKV_BIAS, d.MLP),
+    *("qwen2", "Qwen2", DECODER, SWITCHED_LAYER_WINDOWS, Constants({"add_qkv_bias": True}), d.QKV_BIAS, d.MLP),
     *_unwritten(use_mrope=False),
 )
-QWEN3 = family("qwen3", "Qwen3", DECODER, d.WINDOWS, BIASES, HEAD_NORMS, d.MLP)
+QWEN3 = family("qwen3", "Qwen3", DECODER, SWITCHED_LAYER_WINDOWS, BIASES, HEAD_NORMS, d.MLP)
 QWEN3_MOE = family(
-    *("qwen3_moe", "Qwen3Moe", DECODER, d.OPTIONAL_WINDOW, BIASES, HEAD_NORMS),
+    *("qwen3_moe", "Qwen3Moe", DECODER, SWITCHED_WINDOW, BIASES, HEAD_NORMS),
     *(d.MLP, e.LOCAL_EXPERTS, SPARSE, e.EXPERTS),
 )
 DEEPSEEK_V3 = d.with_multi_token(  # and R1
@@ -305,60 +313,63 @@ DEEPSEEK_V3 = d.with_multi_token(  # and R1
 )
 _ROWS = (
     LLAMA,
-    family("mistral", "Mistral", DECODER, d.WINDOW, d.MLP),
-    family("mixtral", "Mixtral", DECODER, d.WINDOW, CHOSEN, BLOCK_SPARSE),
+    family("mistral", "Mistral", DECODER, WINDOW, d.MLP),
+    family("mixtral", "Mixtral", DECODER, WINDOW, CHOSEN, BLOCK_SPARSE),
     QWEN2,
     family(  # and Qwen1.5-MoE
-        *("qwen2_moe", "Qwen2Moe", DECODER, d.WINDOWS, Same("qkv_bias", "add_qkv_bias"), d.QKV_BIAS, d.MLP),
-        *(e.NUM_EXPERTS, SPARSE, e.GATED_SHARED_EXPERT, e.GATED_SHARED_EXPERT_WEIGHTS),
+        *("qwen2_moe", "Qwen2Moe", DECODER, SWITCHED_LAYER_WINDOWS, Same("qkv_bias", "add_qkv_bias"), d.QKV_BIAS),
+        *(d.MLP, e.NUM_EXPERTS, SPARSE, e.GATED_SHARED_EXPERT, e.GATED_SHARED_EXPERT_WEIGHTS),
     ),
     QWEN3,
     QWEN3_MOE,
     DEEPSEEK_V3,
     d.with_multi_token(  # GLM-4.5 and 4.6
-        *("glm4_moe", "Glm4Moe", PARTIAL, d.ATTENTION, SOME_BIASES, d.MLP, SIGMOID),
+        *("glm4_moe", "Glm4Moe", d.PARTIAL_DECODER, d.ATTENTION, SOME_BIASES, d.MLP, SIGMOID),
         *(Same("use_qk_norm", "qk_layernorm"), d.QK_NORM),
     ),
     replace(DEEPSEEK_V3, model_type="kimi_k2", config_class="deepseek_v3"),  # which transformers does not know
-    family("ministral", "Ministral", DECODER, d.LAYER_WINDOWS, d.MLP),
-    family("smollm3", "SmolLM3", DECODER, d.WINDOWS, d.UNROTATED_LAYERS, BIASES, d.MLP, MLP_BIASES, d.PRETRAINING_TP),
+    family("ministral", "Ministral", DECODER, LAYER_WINDOWS, d.MLP),
+    family(
+        *("smollm3", "SmolLM3", DECODER, SWITCHED_LAYER_WINDOWS, UNROTATED_LAYERS, BIASES),
+        *(d.MLP, MLP_BIASES, d.PRETRAINING_TP),
+    ),
     family(  # its dropout also acts on the embedding here
         *("seed_oss", "SeedOss", DECODER, SOME_BIASES, Same("attention_out_bias", "attention_output_bias")),
         *(d.OUTPUT_BIAS, Same("residual_dropout", "hidden_dropout"), d.MLP, MLP_BIASES, d.PRETRAINING_TP),
     ),
     family(  # and Phi-4
-        *("phi3", "Phi3", PARTIAL, d.WINDOW, d.ONE_DROPOUT, d.JOINED_ATTENTION, d.JOINED_MLP),
+        *("phi3", "Phi3", d.PARTIAL_DECODER, WINDOW, d.ONE_DROPOUT, d.JOINED_ATTENTION, d.JOINED_MLP),
         # In the config itself, not in rope_parameters
         Derived(("original_max_position_embeddings",), lambda config: {}, _write_original),
     ),
     # GLM-4 of 2024 and GLM-Edge
-    family("glm", "Glm", PARTIAL, d.ATTENTION, INTERLEAVED, SOME_BIASES, d.JOINED_MLP),
+    family("glm", "Glm", d.PARTIAL_DECODER, d.ATTENTION, INTERLEAVED, SOME_BIASES, d.JOINED_MLP),
     family("ernie4_5", "Ernie4_5", DECODER, INTERLEAVED, USE_BIAS, d.ATTENTION_BIASES, d.MLP, d.MLP_BIASES),
-    family("dots1", "Dots1", DECODER, d.LAYER_WINDOWS, BIASES, HEAD_NORMS, d.MLP, SIGMOID),
+    family("dots1", "Dots1", DECODER, LAYER_WINDOWS, BIASES, HEAD_NORMS, d.MLP, SIGMOID),
     # Granite 3 and 4
     family("granite", "Granite", DECODER, BIASES, d.MLP, MLP_BIASES, MULTIPLIERS),
     family("granitemoe", "GraniteMoe", DECODER, BIASES, MULTIPLIERS, CHOSEN, GRANITE_EXPERTS),
     family("olmo2", "Olmo2", d.DECODER, BIASES, AFTER, NORM_OF_ALL_HEADS),
     family(
-        *("olmo3", "Olmo3", d.WITHOUT_POSITIONS, d.HEAD_SIZE, d.ROPE_BY_WINDOW, d.LAYER_WINDOWS),
+        *("olmo3", "Olmo3", d.SWIGLU_LAYERS, d.HEAD_SIZE, ROPE_BY_LAYER_TYPE, LAYER_WINDOWS),
         *(BIASES, AFTER, NORM_OF_ALL_HEADS),
     ),
     family(
-        *("exaone4", "Exaone4", d.DECODER, d.LAYER_WINDOWS, HYBRID, AFTER, HEAD_NORMS),
+        *("exaone4", "Exaone4", d.DECODER, LAYER_WINDOWS, HYBRID, AFTER, HEAD_NORMS),
         Unused(("sliding_window_pattern",)),  # transformers makes layer_types from it
     ),
     family(  # GLM-4-0414 and GLM-Z1
-        *("glm4", "Glm4", PARTIAL, d.ATTENTION, INTERLEAVED, SOME_BIASES, d.JOINED_MLP),
+        *("glm4", "Glm4", d.PARTIAL_DECODER, d.ATTENTION, INTERLEAVED, SOME_BIASES, d.JOINED_MLP),
         Constants({"layer_norms": "around"}),
         *_norms("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"),
     ),
-    family("gemma", "Gemma", GEMMA, d.ROPE, _gelu("hidden_act"), d.ATTENTION, d.MLP),
+    family("gemma", "Gemma", GEMMA, ROPE, _gelu("hidden_act"), d.ATTENTION, d.MLP),
     family(
-        *("gemma2", "Gemma2", LATER_GEMMA, d.ROPE, Same("attn_logit_softcapping", "attention_cap")),
+        *("gemma2", "Gemma2", LATER_GEMMA, ROPE, Same("attn_logit_softcapping", "attention_cap")),
         Unused(("cache_implementation",)),
     ),
     family(
-        *("gemma3_text", "Gemma3", LATER_GEMMA, d.ROPE_BY_WINDOW, HEAD_NORMS),
+        *("gemma3_text", "Gemma3", LATER_GEMMA, ROPE_BY_LAYER_TYPE, HEAD_NORMS),
         Only("attn_logit_softcapping", None, "transformers does not apply it"),
         Unused(("cache_implementation", "_sliding_window_pattern", "sliding_window_pattern")),
     ),
@@ -369,7 +380,7 @@ _ROWS = (
         *(e.CHOSEN_EXPERTS, e.ALL_LAYERS, e.SOFTMAX_ROUTER, e.NO_ROUTER_LOSS, e.EXPERTS),
     ),
     family(
-        *("hunyuan_v1_dense", "HunYuanDenseV1", d.WITHOUT_POSITIONS, d.HEAD_SIZE, d.ALPHA_ROPE, d.ATTENTION, BIASES),
+        *("hunyuan_v1_dense", "HunYuanDenseV1", d.SWIGLU_LAYERS, d.HEAD_SIZE, ALPHA_ROPE, d.ATTENTION, BIASES),
         *(d.PRETRAINING_TP, Constants({"head_norms": "after_rotation"}), d.MLP),
         *_unwritten(use_qk_norm=True, use_cla=False),
         Unused(("eod_token_id", "sep_token_id", "cla_share_factor", "attention_head_dim")),
@@ -377,17 +388,18 @@ _ROWS = (
         Rename("self_attention.core_attention.k_layernorm.weight", "self_attn.key_layernorm.weight"),
     ),
     family(  # multi-token prediction is left out
-        *("minimax_m2", "MiniMaxM2", PARTIAL, d.ATTENTION, NORM_OF_ALL_HEADS, CHOSEN, BLOCK_SPARSE, MINIMAX_ROUTER),
+        *("minimax_m2", "MiniMaxM2", d.PARTIAL_DECODER, d.ATTENTION, NORM_OF_ALL_HEADS),
+        *(CHOSEN, BLOCK_SPARSE, MINIMAX_ROUTER),
         *_unwritten(use_qk_norm=True, qk_norm_type="per_layer", scoring_func="sigmoid", use_routing_bias=True),
         *_unwritten(shared_intermediate_size=0),
         _read_only(_read_attention_kinds, "attn_type_list"),
         Unused(("rotary_dim", "use_mtp", "num_mtp_modules", "mtp_transformer_layers")),
     ),
     family(
-        *("gpt_oss", "GptOss", BASICS, d.LAYER_WINDOWS, d.ATTENTION, BIASES, CHOSEN, GPT_OSS_EXPERTS),
+        *("gpt_oss", "GptOss", BASICS, LAYER_WINDOWS, d.ATTENTION, BIASES, CHOSEN, GPT_OSS_EXPERTS),
         Unused(("experts_per_token", "initial_context_length")),  # other names of two of its keys
     ),
-    family("ministral3", "Ministral3", d.WITHOUT_POSITIONS, d.HEAD_SIZE, d.GROWING_ROPE, d.WINDOW, d.ATTENTION, d.MLP),
+    family("ministral3", "Ministral3", d.SWIGLU_LAYERS, d.HEAD_SIZE, GROWING_ROPE, WINDOW, d.ATTENTION, d.MLP),
     family("ernie4_5_moe", "Ernie4_5_Moe", DECODER, INTERLEAVED, d.MLP, ERNIE_EXPERTS),
 )
 

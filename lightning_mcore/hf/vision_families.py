@@ -11,10 +11,11 @@ from typing import Any
 
 from lightning_mcore.config.vision import VISION_FAMILIES, Vision
 from lightning_mcore.hf.config_rules import Config, ConfigRule, Derived, Fields, Only, Unused, refuse_unless
-from lightning_mcore.hf.decoder_rules import ATTENTION_BIAS, ROPE, outside
+from lightning_mcore.hf.decoder_rules import ATTENTION_BIAS, weights_outside_layers
 from lightning_mcore.hf.expert_rules import NORMALISED_ROUTER, SOFTMAX_ROUTER
 from lightning_mcore.hf.families import QWEN2, QWEN3, QWEN3_MOE
 from lightning_mcore.hf.family import IRRELEVANT, Family
+from lightning_mcore.hf.rope_rules import ROPE
 from lightning_mcore.hf.weight_rules import Experts, Stack
 
 _IDS = ("image_token_id", "video_token_id")
@@ -74,7 +75,7 @@ def _seeing(text: Family, model_type: str, architecture: str, prefix: str, tower
         model_type=model_type,
         architecture=architecture,
         config=(*rules, _vision_rule(model_type), more),
-        outside=outside(prefix),
+        outside=weights_outside_layers(prefix),
         layer_prefix=f"{prefix}layers.{{layer}}.",
         tower=tower,
         in_memory=None if prefix == _LANGUAGE_MODEL else (prefix, _LANGUAGE_MODEL),

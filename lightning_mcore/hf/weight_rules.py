@@ -13,7 +13,7 @@ Megatron's names are the names in checkpoints. Layer weights are named without t
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 # Sizes or indices of a tensor or rectangle, one per axis
 Shape = tuple[int, ...]
@@ -81,6 +81,7 @@ def _swapped(axes: Shape) -> Shape:
     return (*axes[:-2], axes[-1], axes[-2])
 
 
+@runtime_checkable
 class WeightRule(Protocol):
     """The interface of a rule; your own class may implement it."""
 

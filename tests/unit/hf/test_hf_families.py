@@ -63,6 +63,46 @@ def test_keys_are_written_as_they_were(name: str) -> None:
     assert {key: written["rope_parameters"].get(key, 1.0) for key in rope} == rope
 
 
+DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+OF_WINDOWS: dict[str, Any] = {"rope_type": "default", "rope_theta": 500.0}
+BY_LAYER_TYPE = {"sliding_attention": OF_WINDOWS, "full_attention": DYNAMIC}
+
+
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        ("olmo3", BY_LAYER_TYPE),
+        ("gemma3_text", BY_LAYER_TYPE),
+        ("qwen3_5_text", {**DYNAMIC, "mrope_section": [1, 1, 1]}),
+    ],
+)
+def test_the_original_length_of_a_dynamic_stretch_is_kept(family: str, rope: dict[str, Any]) -> None:
+    fields = read(family, max_position_embeddings=64, rope_parameters=rope)
+    assert fields["stretch"]["original_max_position_embeddings"] == 64
+    assert find_family(family).write_config(fields)["max_position_embeddings"] == 64
+
+
+def test_the_original_length_of_llama3_stays_a_whole_number() -> None:
+    fields = read("llama", **VARIANTS["llama, other constants"][1])
+    lengths = [
+        fields["stretch"]["original_max_position_embeddings"],
+        find_family("llama").write_config(fields)["rope_parameters"]["original_max_position_embeddings"],
+    ]
+    assert [(length, type(length)) for length in lengths] == [(32, int)] * 2
+
+
+def test_a_model_that_stretches_positions_twice_is_not_written() -> None:
+    fields = {**read("qwen2", rope_parameters=YARN), "seq_len_interpolation_factor": 2.0}
+    with pytest.raises(ValueError, match="not one of 'qwen2': it stretches positions as in linear and yarn, but its"):
+        find_family("qwen2").write_config(fields)
+
+
+@pytest.mark.parametrize("window", [(7, -1), (7, 1), (-1, 0)])
+def test_a_window_that_is_no_number_of_earlier_keys_is_not_written(window: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"cannot be expressed in its config; only \(n, 0\) can"):
+        find_family("mistral").write_config({**read("mistral"), "window_size": window})
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_fields_of_a_config_are_arguments_of_the_module(name: str) -> None:
     family, overrides = ALL[name]
@@ -214,6 +254,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1.*moe_input_jitter_eps"),
     ("mixtral", {"output_router_logits": True}, "output_router_logits=True.*moe_aux_loss_coeff"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window=False.*give both"),
+    ("ministral", {"sliding_window": None}, "sliding_window=None does not give its size; give it"),
     ("qwen2", {"use_mrope": True}, "use_mrope=True"),
     ("qwen2", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor=2.0"),
     ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 is not supported; only whole numbers from 1"),
