@@ -86,6 +86,8 @@ OWNERS: dict[str, type | ModuleType] = {
     "_logger_connector": pl.Trainer,
     "_mode": CombinedLoader,
     "_monitor_candidates": ModelCheckpoint,
+    "_optimizer_step_post_hooks": torch.optim.Optimizer,
+    "_optimizer_step_pre_hooks": torch.optim.Optimizer,
     "_optimizers": LightningArgumentParser,
     "_option_string_actions": jsonargparse.ArgumentParser,
     "_pickle_storage_type": torch.FloatStorage,
