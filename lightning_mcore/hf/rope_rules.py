@@ -78,7 +78,7 @@ ROPE = Derived(("rope_parameters",), _read_rope, _write_rope)
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
-# Megatron's values with which the scale of YaRN's rotation depends on the factor alone
+# With Megatron's defaults, the scale of YaRN's rotation depends on the factor alone: 1 + 0.1 * ln(factor)
 _DEFAULT_SCALES = {"mscale": 1.0, "mscale_all_dim": 0.0}
 
 
@@ -89,7 +89,7 @@ def _read_linear(rope: Rope, config: Config) -> dict[str, Any]:
 
 
 def _read_llama3(rope: Rope, config: Config) -> dict[str, Any]:
-    """Llama 3.1 and later: the factor multiplies long wavelengths, and a part of it those in between."""
+    """Llama 3.1 and later: long wavelengths get the whole factor, short ones none of it, those in between a part."""
     factor = _number(rope, "factor")
     constants = {key: _number(rope, key, value) for key, value in _LLAMA3.items()}
     constants["original_max_position_embeddings"] = _whole(constants["original_max_position_embeddings"])
@@ -100,7 +100,7 @@ def _read_llama3(rope: Rope, config: Config) -> dict[str, Any]:
 
 
 def _read_yarn(rope: Rope, config: Config) -> dict[str, Any]:
-    """Qwen3, gpt-oss and OLMo 3: as in Llama 3, and the rotation is scaled."""
+    """Qwen3, gpt-oss and OLMo 3: as in Llama 3, with other limits, and the rotated channels are scaled."""
     rounded = bool(rope.get("truncate", True))
     yarn = {**_yarn_fields(rope, config), "correction_range_round_to_int": rounded}
     return {"position_embedding_type": "yarn", "yarn": yarn}
