@@ -63,7 +63,12 @@ class Position:
     started: LoaderRandomState | None = None  # None if the order does not depend on it
     seed: int | None = None  # of a distributed sampler; None for any other
     own: tuple[Tensor, ...] = ()  # states of the loader's own generators when the position was taken
-    offset: int = 0  # samples consumed in addition to the counted batches (fewer if negative)
+    offset: int = 0  # samples consumed in addition to the counted batches (fewer if negative); older files lack it
+
+    @property
+    def is_at_start(self) -> bool:
+        """Whether nothing of the pass has been read."""
+        return self.batches == 0 and self.offset == 0
 
     @property
     def consumed(self) -> int:
@@ -88,9 +93,9 @@ class Position:
 class PositionTracker:
     """Tracks the passes over one DataLoader until :meth:`detach`; the first one continues at ``resume_at``.
 
-    ``strategy/resume.py`` makes one for each training loader. It counts the batches, checks that
-    :meth:`has_same_batches` or :meth:`can_deal` accepts ``resume_at``, and restores the common random state at the end,
-    because opening and starting a resumed pass may leave an earlier one. It also reads and drops the batches of an
+    ``strategy/resume.py`` makes one for each training loader. It counts the batches, and checks that
+    :meth:`has_same_batches` or :meth:`can_deal` accepts ``resume_at``. A resumed pass sets the common random state back
+    when it is opened and started, so ``resume.py`` restores that after both. It also reads and drops the batches of an
     ``IterableDataset``, whose samples have no index to skip. ``on_request`` is called before each batch of indices if
     this process loads the samples (no workers), because the dataset may draw random numbers.
     """
@@ -125,12 +130,13 @@ class PositionTracker:
 
     def open_pass(self) -> Iterator[Any]:
         """Return the index batches of a pass, or of its rest, when torch makes the loader's iterator."""
-        if self._resume_at is not None and self._resume_at.opened is not None and self._opened is None:
+        is_first_call = self._opened is None
+        if self._resume_at is not None and is_first_call:
             self._put(self._resume_at.opened)
         # With workers, torch asks twice for the index batches and uses the second answer; it draws the workers' seed
         # in between. Persistent workers keep the seed of the first pass. Source: ``_BaseDataLoaderIter.__init__`` and
         # ``_MultiProcessingDataLoaderIter._reset`` in torch.utils.data (2.13).
-        keeps_seed = self._loader.persistent_workers and self._opened is not None
+        keeps_seed = self._loader.persistent_workers and not is_first_call
         if not self._second_call_follows and not keeps_seed:
             self._opened = self._take()
         self._second_call_follows = self._loader.num_workers > 0
@@ -145,12 +151,11 @@ class PositionTracker:
         self._resume_at = None
         self._offset = 0
         common = take_common()
-        if resume_at is not None and resume_at.started is not None:
+        if resume_at is not None:
             self._put(resume_at.started)  # hooks of this run may have drawn since
         if not self._has_fixed_order:
             self._started = self._take()
-        has_read = resume_at is not None and (resume_at.batches > 0 or resume_at.offset != 0)
-        if resume_at is not None and has_read and self.reads_by_index:
+        if resume_at is not None and not resume_at.is_at_start and self.reads_by_index:
             indices = self._skip(indices, resume_at)
             # Only the common state: the loader's own generators have moved as in the interrupted run.
             put_common(common)
@@ -181,7 +186,7 @@ class PositionTracker:
         self._offset = position.consumed - (len(self._replaced) - remaining) * batch_on_all_ranks
         order = global_order(sampler)
         skipped = len(order) - position.consumed - remaining * batch_on_all_ranks
-        # In addition to the samples that GlobalOrderSampler leaves out in every epoch.
+        # "More", because GlobalOrderSampler leaves out some samples of every epoch.
         if isinstance(sampler, GlobalOrderSampler) and skipped > 0:
             rank_zero_info(
                 f"the rest of this epoch skips {skipped} more samples, because the checkpoint was taken with another"
@@ -190,7 +195,7 @@ class PositionTracker:
         return self._in_batches(deal(order, position.consumed, self._ranks, sampler.rank, sampler.drop_last))
 
     def _in_batches(self, indices: Sequence[Any]) -> Any:
-        """Return indices in batches, or as they are if each makes a batch."""
+        """Return indices in batches, with or without a short last one; or as they are if each makes a batch."""
         if self._slot == "sampler":
             return indices
         return BatchSampler(indices, self._replaced.batch_size, self._replaced.drop_last)
@@ -273,9 +278,10 @@ class PositionTracker:
     def _take(self) -> LoaderRandomState:
         return LoaderRandomState(take_common(), self._own_states())
 
-    def _put(self, state: LoaderRandomState) -> None:
-        put_common(state.common)
-        self.put_own_states(state.own)
+    def _put(self, state: LoaderRandomState | None) -> None:
+        if state is not None:
+            put_common(state.common)
+            self.put_own_states(state.own)
 
     def _own_states(self) -> tuple[Tensor, ...]:
         return tuple(generator.get_state() for generator in self._generators)

@@ -49,7 +49,16 @@ if TYPE_CHECKING:
 
 
 class ExactResume:
-    """Saves and restores the random states and the position in the data of one rank."""
+    """Saves and restores the random states and the position in the data of one rank.
+
+    A checkpoint may need an earlier random state than the current one:
+
+    =======================================  =============================================
+    before the first batch after a resume    the one from the checkpoint that was read
+    within a window of accumulated batches   the one from before the window's first batch
+    during validation, and after the run     the one that training set aside
+    =======================================  =============================================
+    """
 
     def __init__(self, strategy: "MCoreStrategy", layout: ParallelLayout) -> None:
         self._strategy = strategy
