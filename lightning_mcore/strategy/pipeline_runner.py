@@ -117,7 +117,7 @@ class PipelineRunner:
         assert chunks.pipeline is not None
         check_chunks(strategy.precision_plugin.fp8, chunks.bare)
         for chunk in chunks.bare:
-            set_attention_environment(chunk)
+            set_attention_environment(chunk)  # which the end of an earlier run may have restored
         self._strategy = strategy
         self._module = module
         self._chunks = chunks
@@ -165,11 +165,11 @@ class PipelineRunner:
         yield from module.split_rows(batch, rows) if isinstance(module, MCoreModule) else split_rows(batch, rows)
 
     def _microbatch(self, batch: Any, step_arguments: tuple[Any, ...], weight: float) -> Microbatch:
-        """Return a microbatch with this context-parallel rank's part of the sequences."""
+        """Return a microbatch with this context-parallel rank's part of the sequences; a HF model cuts them itself."""
         module = self._module
         if not isinstance(module, MCoreModule) or self._pipeline.takes_whole_batches:
             return Microbatch(batch, step_arguments, weight=weight)
-        shape = module.microbatch_shape(batch)  # before the sequences are cut
+        shape = module.microbatch_shape(batch)  # before context parallelism cuts the sequences
         if self._layout.context_parallel_size > 1:
             batch = module.shard_context(batch)
         return Microbatch(batch, step_arguments, shape, weight)
@@ -205,14 +205,14 @@ class PipelineRunner:
         padded = self._pad(microbatches)
         read_loss = partial(
             self._loss_and_function,
-            factor=_factor_of_mean(len(padded), num_batches, self._layout.context_parallel_size),
+            factor=_mean_loss_factor(len(padded), num_batches, self._layout.context_parallel_size),
             last=microbatches[-1],
         )
         share_of_window = num_batches / accumulate_grad_batches  # below 1 at the end of an epoch
         with self._strategy.logs.layer_losses(len(microbatches)), self._losses_multiplied_by(share_of_window):
             reports, loss = self.run_step("training_step", padded, read_loss)
         assert loss is not None
-        last_output = reports[len(microbatches) - 1] if reports else None
+        last_output = reports[len(microbatches) - 1] if reports else None  # padding comes after it
         return loss if last_output is None else {**last_output, "loss": loss}
 
     def _pad(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
@@ -307,7 +307,7 @@ class PipelineRunner:
             batch = copy.copy(microbatch.batch)  # a step may take entries out of it, and runs for every chunk
             output = getattr(self._module, step)(batch, *microbatch.step_arguments)
         calls = self._pipeline.num_calls - calls_before
-        may_call_again = self._pipeline.takes_whole_batches and not self._pipeline.is_staged
+        may_call_again = self._pipeline.takes_whole_batches and not self._pipeline.is_staged  # a HF model, on one stage
         if calls != 1 and not may_call_again:
             raise RuntimeError(
                 f"{type(self._module).__name__}.{step} called the model built with pipeline() {calls} times; a step"
@@ -375,7 +375,7 @@ class PipelineRunner:
         return self._evaluation.evaluate(step, args, shares_output)
 
 
-def _factor_of_mean(num_microbatches: int, num_batches: int, context_parallel_size: int) -> float:
+def _mean_loss_factor(num_microbatches: int, num_batches: int, context_parallel_size: int) -> float:
     """Return the factor of a microbatch's mean loss that makes up for what Megatron multiplies it by.
 
     Two batches are left of ``accumulate_grad_batches=4``, each cut into two microbatches, on two context ranks::

@@ -311,7 +311,7 @@ class MCoreStrategy(DDPStrategy):
         """Wrap the model, create the optimizers and read the shards of the checkpoint to resume from."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self.checkpoints.prepare_links(trainer, self._restores)
+        self.checkpoints.prepare_links(trainer, self._restores)  # of ModelCheckpoint(save_last="link")
         self.resume.setup()
         self.logs.setup(self._restores)
         # Optimizers need the gradient buffers of the wrapped model, and shards fill both.
