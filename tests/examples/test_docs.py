@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The README and every page of ``docs/`` keep their promises: code runs, YAML is accepted, files and commands exist."""
 
+import ast
 import re
+from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +53,7 @@ def files_of_the_runs(path: Path, folder: Path) -> list[Path]:
     write(folder / "chats.jsonl", exchanges(16))
     write(folder / "pairs.jsonl", [{"prompt": "q", "chosen": "a" * n, "rejected": "b"} for n in range(1, 9)])
     make_dataset(folder / "corpus", first=0)
+    make_dataset(folder / "corpus_text_document", first=0, documents=2000)
     for code in blocks(path, "python")[:1]:
         (folder / "train.py").write_text(code)
     written = []
@@ -122,6 +126,53 @@ def test_the_commands_of_the_page_for_llamafactory_are_accepted(
         assert main(words) == 0, (words, capsys.readouterr().err)
     assert [words[0] for words in commands].count("torchrun") == 1
     assert len(started) == len(commands) - 1  # all but plan
+
+
+def texts_in_the_code() -> Iterator[str]:
+    """Yield the parts of strings between their placeholders."""
+    for file in (ROOT / "lightning_mcore").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield from re.split(r"%[sd]", node.value)
+
+
+def test_the_messages_that_the_page_explains_are_in_the_code() -> None:
+    known = "\n".join(texts_in_the_code())
+    text = guide("when-it-goes-wrong").read_text()
+    tables = re.findall(r"^\| Message \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
+    quoted = [
+        message for row in "".join(tables).splitlines() for message in re.findall("`([^`]+)`", row.split(" | ")[0])
+    ]
+    assert len(quoted) > 50
+    parts = [part.strip() for message in quoted for part in message.split("…")]
+    assert [part for part in parts if part not in known] == []
+
+
+@pytest.mark.filterwarnings("ignore")  # of Megatron
+def test_the_settings_beside_megatrons_flags_exist() -> None:
+    import lightning.pytorch as pl
+    from megatron.core.transformer import TransformerConfig
+
+    from lightning_mcore import MCoreGPT, MCorePretrainingData, MCoreStrategy, Recipe
+
+    homes = {
+        "trainer": pl.Trainer,
+        "strategy": MCoreStrategy,
+        "model": MCoreGPT,
+        "model.transformer": TransformerConfig,
+        "model.recipe": Recipe,
+        "data": MCorePretrainingData,
+    }
+    text = guide("from-megatron-lm").read_text()
+    named = {name.rpartition(".")[::2] for name in re.findall(r"`((?:trainer|strategy|model|data)\.[a-z_.]+)", text)}
+    assert len(named) > 50
+    assert [name for home, name in sorted(named) if name not in signature(homes[home]).parameters] == []
+    in_strategy = re.findall(r"^\| (.*) \| the same names in `strategy`", text, re.MULTILINE)
+    in_transformer = re.findall(r"^\| (.*) \| the same names in `model.transformer`", text, re.MULTILINE)
+    for home, rows in ((MCoreStrategy, in_strategy), (TransformerConfig, in_transformer)):
+        flags = re.findall("`--([a-z-]+)`", "".join(rows))
+        assert len(flags) > 5
+        assert [flag for flag in flags if flag.replace("-", "_") not in signature(home).parameters] == []
 
 
 def test_every_page_has_its_place_in_the_site() -> None:
