@@ -56,13 +56,17 @@ def test_the_pages_have_their_rows() -> None:
 
 def test_defaults_that_differ_from_megatrons() -> None:
     megatrons = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
-    ours = MCoreGPT(64, 8, {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1})._build_config()
+    model = MCoreGPT(64, 8, {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1})
+    ours = model._build_config()
     for name, theirs, here in (
         ("hidden_dropout", 0.1, 0.0),
         ("attention_dropout", 0.1, 0.0),
         ("calculate_per_token_loss", False, True),
     ):
         assert (megatrons[name], getattr(ours, name)) == (theirs, here)
+    # Megatron-LM's flags: --position-embedding-type learned_absolute, and no --untie-embeddings-and-output-weights
+    assert model.hparams["position_embedding_type"] == "rope"
+    assert not model.hparams["share_embeddings_and_output_weights"]
     optimizer, recipe, scale = OptimizerConfig(), Recipe(), LossScaling()
     assert (optimizer.weight_decay, optimizer.adam_beta1, optimizer.adam_beta2) == (0.01, 0.9, 0.999)
     assert (recipe.weight_decay, recipe.betas) == (0.1, (0.9, 0.95))
