@@ -8,8 +8,6 @@ explains every argument.
 
 from lightning.pytorch.cli import LightningCLI
 
-import quiet  # noqa: F401
-
 
 def make_cli(run: bool = True) -> LightningCLI:
     """Build trainer, module and data from the command line, and run its subcommand.

@@ -13,8 +13,6 @@ stages.
 import argparse
 import sys
 
-import quiet  # noqa: F401
-
 # isort: split
 import lightning.pytorch as pl
 import torch

@@ -31,9 +31,16 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-import quiet  # noqa: F401
-from lightning_mcore import MCoreStrategy, MCoreVisionData, MCoreVisionGPT, Recipe, SaveHFModel
-from run_report import LayoutTable, StepBar, read_curve
+from lightning_mcore import (
+    MCoreProgressBar,
+    MCoreStrategy,
+    MCoreVisionData,
+    MCoreVisionGPT,
+    Recipe,
+    RunReport,
+    SaveHFModel,
+)
+from run_report import read_curve
 
 COLOURS = {"red": (214, 39, 40), "green": (44, 160, 44), "blue": (31, 119, 180), "yellow": (240, 200, 0)}
 SHAPES = ("circle", "square", "triangle")
@@ -224,7 +231,7 @@ def build_trainer(options: argparse.Namespace, *callbacks: pl.Callback) -> pl.Tr
         gradient_clip_val=1.0,
         log_every_n_steps=1,
         logger=CSVLogger(options.output, name="metrics", version=""),
-        callbacks=[LayoutTable(), StepBar(), *callbacks],
+        callbacks=[MCoreProgressBar(), RunReport(), *callbacks],
         enable_checkpointing=False,
         enable_model_summary=False,
     )

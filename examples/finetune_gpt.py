@@ -17,9 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger
 
-import quiet  # noqa: F401
-from lightning_mcore import MCoreGPT, MCoreStrategy, Recipe
-from run_report import LayoutTable, LossCurve, StepBar, TextSample
+from lightning_mcore import MCoreGPT, MCoreProgressBar, MCoreStrategy, Recipe, RunReport
 from stdlib_dialogues import StdlibDialogues
 
 QUESTION = "What does shutil.copytree(src, dst, symlinks=False) do?"
@@ -129,11 +127,9 @@ def build_trainer(options: argparse.Namespace) -> pl.Trainer:
         log_every_n_steps=1,
         logger=CSVLogger(options.output.parent, name=options.output.name, version=""),
         callbacks=[
-            LayoutTable(),
-            StepBar(),
+            MCoreProgressBar(),
             RealTokens(),
-            TextSample(str(options.output / "sample.txt"), QUESTION, options.sample_tokens),
-            LossCurve(str(options.output / "loss.png")),
+            RunReport(str(options.output), prompt=QUESTION, max_new_tokens=options.sample_tokens),
         ],
         enable_checkpointing=False,
         enable_model_summary=False,

@@ -15,9 +15,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-import quiet  # noqa: F401
-from lightning_mcore import MCoreFinetuningData, MCoreGPT, MCoreStrategy, Recipe, SaveHFModel
-from run_report import LayoutTable, StepBar
+from lightning_mcore import (
+    MCoreFinetuningData,
+    MCoreGPT,
+    MCoreProgressBar,
+    MCoreStrategy,
+    Recipe,
+    RunReport,
+    SaveHFModel,
+)
 from stdlib_dialogues import StdlibDialogues
 
 QUESTION = "What does shutil.copytree(src, dst, symlinks=False) do?"
@@ -84,7 +90,7 @@ def build_trainer(options: argparse.Namespace, save: SaveHFModel) -> pl.Trainer:
         max_steps=options.max_steps,
         gradient_clip_val=1.0,
         limit_val_batches=8,
-        callbacks=[LayoutTable(), StepBar(), save],
+        callbacks=[MCoreProgressBar(), RunReport(), save],
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,

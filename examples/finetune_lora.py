@@ -14,7 +14,6 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 
-import quiet  # noqa: F401
 from finetune_hf import build_data, build_trainer, make_model
 from lightning_mcore import LoRA, MCoreGPT, Recipe, SaveHFModel
 from stdlib_dialogues import StdlibDialogues

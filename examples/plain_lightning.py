@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-import quiet  # noqa: F401
 from lightning_mcore import MCoreStrategy
 from stdlib_text import StdlibText
 

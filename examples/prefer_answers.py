@@ -23,13 +23,21 @@ import numpy as np
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-import quiet  # noqa: F401
-from lightning_mcore import MCoreGPT, MCorePreference, MCoreStrategy, Preference, Recipe, SaveHFModel
+from lightning_mcore import (
+    MCoreGPT,
+    MCorePreference,
+    MCoreProgressBar,
+    MCoreStrategy,
+    Preference,
+    Recipe,
+    RunReport,
+    SaveHFModel,
+)
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.packing.rows import collate_padded
 from lightning_mcore.data.preference.pairs import Pair, PairDataset, collate_padded_pairs
 from lightning_mcore.data.sampling import training_loader
-from run_report import LayoutTable, StepBar, draw_side_by_side
+from run_report import draw_side_by_side
 
 PLACES = ("here", "at home", "in Rome", "in Oslo", "at sea", "in town", "at work", "in bed")
 _PEOPLE = (
@@ -168,7 +176,7 @@ def build_trainer(options: argparse.Namespace, max_steps: int, name: str, *callb
         gradient_clip_val=1.0,
         log_every_n_steps=1,
         logger=CSVLogger(options.output, name=name, version=""),
-        callbacks=[LayoutTable(), StepBar(), *callbacks],
+        callbacks=[MCoreProgressBar(), RunReport(), *callbacks],
         enable_checkpointing=False,
         enable_model_summary=False,
     )

@@ -17,10 +17,11 @@ from typing import Literal
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger
 
-import quiet  # noqa: F401
-from lightning_mcore import MCoreGPT, MCoreStrategy, Recipe
-from run_report import InTransformers, LayoutTable, LossCurve, StepBar, TextSample
+from lightning_mcore import MCoreGPT, MCoreProgressBar, MCoreStrategy, Recipe, RunReport
+from run_report import InTransformers
 from stdlib_text import StdlibText
+
+PROMPT = "import os\n\n\ndef "
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -100,11 +101,9 @@ def build_trainer(options: argparse.Namespace) -> pl.Trainer:
         log_every_n_steps=1,
         logger=CSVLogger(options.output.parent, name=options.output.name, version=""),
         callbacks=[
-            LayoutTable(),
-            StepBar(),
-            TextSample(str(options.output / "sample.txt"), max_new_tokens=options.sample_tokens),
-            InTransformers(str(options.output / "hf")),
-            LossCurve(str(options.output / "loss.png")),
+            MCoreProgressBar(),
+            RunReport(str(options.output), prompt=PROMPT, max_new_tokens=options.sample_tokens),
+            InTransformers(str(options.output / "hf"), PROMPT),
         ],
         enable_checkpointing=False,
         enable_model_summary=False,

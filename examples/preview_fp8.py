@@ -17,10 +17,9 @@ from statistics import mean
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger
 
-import quiet  # noqa: F401
-from lightning_mcore import FP8Monitor, MCorePrecision, MCoreStrategy
+from lightning_mcore import FP8Monitor, MCorePrecision, MCoreProgressBar, MCoreStrategy
 from pretrain_gpt import build_data, build_model
-from run_report import Curve, StepBar, draw_side_by_side, read_curve
+from run_report import Curve, draw_side_by_side, read_curve
 
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 LAST = 20  # the mean over these last steps is printed
@@ -63,7 +62,7 @@ def train(options: argparse.Namespace, recipe: str | None) -> Path:
         gradient_clip_val=1.0,
         log_every_n_steps=1,
         logger=logger,
-        callbacks=[StepBar(), *([FP8Monitor()] if recipe else [])],
+        callbacks=[MCoreProgressBar(), *([FP8Monitor()] if recipe else [])],
         enable_checkpointing=False,
         enable_model_summary=False,
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run prints and plots: the layout at the start, the progress, and a loss curve and sample text at the end.
+"""What the examples add to ``lightning_mcore.RunReport``: the trained model in transformers, and plots of several runs.
 
-These are ordinary Lightning callbacks, used by the scripts and the YAML files alike. All they know about the strategy
-is that a model may be split: whatever needs the whole model (generating text) is called on every rank, and only rank 0
+``InTransformers`` is an ordinary Lightning callback, used by the scripts and the YAML files alike. All it knows about
+the strategy is that a model may be split: whatever needs the whole model is called on every rank, and only rank 0
 prints and writes.
 """
 
@@ -14,9 +14,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import matplotlib
-import torch.distributed as dist
-from lightning.pytorch.callbacks import TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger
 
 from lightning_mcore.hf import export_model
 
@@ -24,118 +21,6 @@ matplotlib.use("Agg")  # plots to files; needs no display
 from matplotlib import pyplot
 
 Curve = list[tuple[int, float]]
-
-
-class StepBar(TQDMProgressBar):
-    """Lightning's progress bar, with the loss and the speed in readable numbers.
-
-    Args:
-        refresh_rate: Number of steps between updates.
-    """
-
-    def __init__(self, refresh_rate: int = 5) -> None:
-        super().__init__(refresh_rate=refresh_rate)
-
-    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        """Return the text after the bar."""
-        metrics = super().get_metrics(trainer, pl_module)
-        metrics.pop("v_num", None)
-        speed = metrics.pop("tokens_per_second", None)
-        losses = {name: f"{value:.2f}" for name, value in metrics.items()}
-        return losses | ({} if speed is None else {"tokens/s": f"{speed:,.0f}"})
-
-
-class LayoutTable(pl.Callback):
-    """Prints each rank's parallel coordinates, and how much of the model it holds."""
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Collect a line from every rank and print them on rank 0."""
-        layout = getattr(trainer.strategy, "layout", None)
-        place = str(layout.coordinates(trainer.global_rank, trainer.world_size)) if layout else "a whole replica"
-        parameters = sum(parameter.numel() for parameter in pl_module.parameters())
-        lines = [f"  rank {trainer.global_rank}  {place}  {parameters / 1e6:6.2f} M parameters"]
-        if dist.is_initialized():
-            lines = _gather(lines[0])
-        title = layout.describe(trainer.world_size) if layout else type(trainer.strategy).__name__
-        _print(trainer, f"layout: {_count(trainer.world_size)}, {title}", *lines)
-
-
-class LossCurve(pl.Callback):
-    """Plots training and validation loss over the optimizer steps, from the file of ``CSVLogger``.
-
-    Args:
-        file: Image file to write; its suffix selects the format.
-    """
-
-    def __init__(self, file: str = "outputs/pretrain_gpt/loss.png") -> None:
-        self.file = Path(file)
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Reject a trainer without the logger whose file is plotted.
-
-        Raises:
-            ValueError: There is no ``CSVLogger``.
-        """
-        if not _csv_loggers(trainer):
-            raise ValueError("LossCurve reads what a CSVLogger writes; give the Trainer logger=CSVLogger(...)")
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Plot on rank 0."""
-        if not trainer.is_global_zero:
-            return
-        logger = _csv_loggers(trainer)[0]
-        logger.save()
-        metrics = Path(logger.log_dir) / "metrics.csv"
-        train, val = read_curve(metrics, "train_loss"), read_curve(metrics, "val_loss")
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        draw_losses(self.file, train, val, trainer.strategy)
-        validated = f", val_loss {val[-1][1]:.2f}" if val else ""
-        _print(
-            trainer,
-            f"\ntrain_loss {train[0][1]:.2f} -> {train[-1][1]:.2f} in {train[-1][0]} steps{validated}",
-            f"metrics:    {metrics}",
-            f"loss curve: {self.file}",
-        )
-
-
-class TextSample(pl.Callback):
-    """Lets the trained model continue a prompt; needs a data module with ``encode`` and ``decode``.
-
-    Args:
-        file: File to write the prompt and its continuation to.
-        prompt: What the text starts with.
-        max_new_tokens: Tokens to generate.
-        temperature: Below 1, likely tokens become even likelier.
-        top_k: Sample from the k likeliest tokens.
-    """
-
-    def __init__(
-        self,
-        file: str = "outputs/pretrain_gpt/sample.txt",
-        prompt: str = "import os\n\n\ndef ",
-        max_new_tokens: int = 120,
-        temperature: float = 0.7,
-        top_k: int = 40,
-    ) -> None:
-        self.file = Path(file)
-        self.prompt = prompt
-        self.max_new_tokens = max_new_tokens
-        self.temperature = temperature
-        self.top_k = top_k
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Generate on every rank, because each holds a part of the model; print and write on rank 0."""
-        data: Any = trainer.datamodule
-        _print(trainer, f"\ngenerating {self.max_new_tokens} tokens ...")
-        tokens = pl_module.generate(
-            data.encode(self.prompt), self.max_new_tokens, temperature=self.temperature, top_k=self.top_k
-        )
-        if not trainer.is_global_zero:
-            return
-        text = data.decode(tokens)
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(text, encoding="utf-8")
-        _print(trainer, *(f"  | {line}" for line in text.splitlines()), f"sample:     {self.file}")
 
 
 class InTransformers(pl.Callback):
@@ -198,26 +83,6 @@ def read_curve(metrics: Path, name: str) -> Curve:
         return [(int(row["step"]) + 1, float(row[name])) for row in csv.DictReader(rows) if row.get(name)]
 
 
-def draw_losses(file: Path, train: Curve, val: Curve, strategy: Any) -> None:
-    """Plot both curves to ``file``."""
-    figure, axes = pyplot.subplots(figsize=(8, 5), dpi=120)
-    axes.plot(*zip(*train, strict=True), color="tab:blue", linewidth=1, label=f"training, last {train[-1][1]:.2f}")
-    if val:
-        axes.plot(*zip(*val, strict=True), color="tab:orange", marker="o", label=f"validation, last {val[-1][1]:.2f}")
-    layout = getattr(strategy, "layout", None)
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    subtitle = f"{_count(ranks)}, {layout.describe(ranks) if layout else type(strategy).__name__}"
-    axes.set_title(f"GPT on the Python standard library\n{subtitle}", fontsize=11)
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("cross entropy per token [nats]")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(file)
-    pyplot.close(figure)
-
-
 def draw_side_by_side(file: Path, metrics: dict[str, Path], names: dict[str, str]) -> None:
     """Plot metrics of several runs in one image.
 
@@ -238,20 +103,6 @@ def draw_side_by_side(file: Path, metrics: dict[str, Path], names: dict[str, str
     figure.tight_layout()
     figure.savefig(file)
     pyplot.close(figure)
-
-
-def _csv_loggers(trainer: pl.Trainer) -> list[CSVLogger]:
-    return [logger for logger in trainer.loggers if isinstance(logger, CSVLogger)]
-
-
-def _count(ranks: int) -> str:
-    return f"{ranks} rank" + ("" if ranks == 1 else "s")
-
-
-def _gather(line: str) -> list[str]:
-    lines = [""] * dist.get_world_size()
-    dist.all_gather_object(lines, line)
-    return lines
 
 
 def _print(trainer: pl.Trainer, *lines: str) -> None:

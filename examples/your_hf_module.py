@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-import quiet  # noqa: F401
 from lightning_mcore import MCoreStrategy, hf_model
 
 Batch = dict[str, Tensor]

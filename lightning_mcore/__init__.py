@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from lightning_mcore.strategy.precision import MCorePrecision
     from lightning_mcore.strategy.preemption import PreemptionCheckpoint
     from lightning_mcore.strategy.progress import MCoreProgressBar
+    from lightning_mcore.strategy.run_report import RunReport
     from lightning_mcore.strategy.strategy import MCoreStrategy
 
 __version__ = "0.1.0"
@@ -87,6 +88,7 @@ __all__ = [
     "PreemptionCheckpoint",
     "Preference",
     "Recipe",
+    "RunReport",
     "SaveHFModel",
     "TokenAccuracy",
     "TokenLoss",
@@ -131,6 +133,7 @@ _HOMES = {
     "PreemptionCheckpoint": "strategy.preemption",
     "Preference": "config.preference",
     "Recipe": "models.recipe",
+    "RunReport": "strategy.run_report",
     "SaveHFModel": "interop.callback",
     "TokenAccuracy": "layers.metrics",
     "TokenLoss": "layers.metrics",

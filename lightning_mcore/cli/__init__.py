@@ -23,7 +23,8 @@ import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
-from lightning_mcore.cli.command import DONE, is_of_transformer_engine, refused
+from lightning_mcore.cli.command import DONE, WRONG, is_of_transformer_engine, refused
+from lightning_mcore.cli.quick_checks import refuse_early
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.parallel.megatron_import import HINTS
 
@@ -46,6 +47,8 @@ COMMANDS = {
 }
 """For each command: its module, and what it does."""
 
+TRAINING = ("fit", "validate", "test", "predict")
+ALL_OPTIONS = "--help-all"
 _NAMED = ("lightning_mcore.cli.fit", "lightning_mcore.cli.hf")
 
 
@@ -62,17 +65,25 @@ def console() -> int:
 def main(arguments: Sequence[str]) -> int:
     """Run a command, whose words come after the name of the program, and return the exit code."""
     name, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
-    if name in ("-h", "--help"):
+    if name in ("-h", "--help", ""):
         print(overview())
-        return DONE
+        return DONE if name else WRONG
     if name == "--version":
         from lightning_mcore import __version__
 
         print(f"lightning-mcore {__version__}")
         return DONE
     if name not in COMMANDS:
-        known = ", ".join(COMMANDS)
-        return refused(unknown_name("command", name, COMMANDS) if name else f"no command is given; choose from {known}")
+        return refused(unknown_name("command", name, COMMANDS))
+    if name in TRAINING and rest in (["-h"], ["--help"]):
+        print(training_help(name))
+        return DONE
+    if rest == [ALL_OPTIONS]:
+        rest = ["--help"]
+    try:
+        refuse_early(name, rest)
+    except (ValueError, OSError) as error:
+        return refused(error)
     module = COMMANDS[name][0]
     try:
         with warnings.catch_warnings():  # so that a command's filters end with it
@@ -112,6 +123,56 @@ def overview() -> str:
             "",
             *lines,
             "",
+            "examples:",
+            "  lightning-mcore plan run.yaml --devices 8       what the run will be, without running it",
+            "  lightning-mcore fit --config run.yaml           train",
+            "  lightning-mcore export CHECKPOINT OUT           the trained model for transformers",
+            "",
             "lightning-mcore COMMAND --help shows the options of a command.",
         ]
     )
+
+
+_TRAINING_HELP = """\
+usage: lightning-mcore {name} --config run.yaml [--option value ...]
+
+{what}, split over the devices by MCoreStrategy. Options override the file.
+
+examples:
+  lightning-mcore {name} --config run.yaml
+  lightning-mcore {name} --config run.yaml --trainer.devices 8 --trainer.strategy.tensor_model_parallel_size 4
+  lightning-mcore {name} --config run.yaml --ckpt_path CHECKPOINT
+
+often used:
+  --config FILE                                         YAML with trainer:, model: and data:
+  --ckpt_path PATH                                      {checkpoint}
+  --seed_everything N                                   seed of every random generator
+  --trainer.devices N                                   ranks on each node
+  --trainer.num_nodes N                                 nodes
+  --trainer.accelerator cpu|gpu                         where the ranks run
+  --trainer.precision bf16-mixed                        number format of the computation
+  --trainer.max_steps N                                 optimizer steps
+  --trainer.accumulate_grad_batches N                   batches of one optimizer step
+  --trainer.strategy MCoreStrategy                      the strategy, whose sizes follow
+  --trainer.strategy.tensor_model_parallel_size N       ranks that share every matrix
+  --trainer.strategy.pipeline_model_parallel_size N     stages of consecutive layers
+  --trainer.strategy.context_parallel_size N            ranks that share every row
+  --trainer.default_root_dir FOLDER                     where logs and checkpoints go
+  --print_config                                        print the whole configuration, and stop
+
+lightning-mcore {name} --help-all                  all options of Lightning's trainer
+lightning-mcore {name} --model.help MCoreGPT       the options of a model; --data.help CLASS those of a data module
+lightning-mcore plan run.yaml                 what the run will be, and all its errors
+"""
+_WHAT = {
+    "fit": "Train the model of a YAML file",
+    "validate": "Run the validation of a YAML file's model",
+    "test": "Run the test of a YAML file's model",
+    "predict": "Run the prediction of a YAML file's model",
+}
+
+
+def training_help(name: str) -> str:
+    """Return the text of ``lightning-mcore fit --help``, which needs no import."""
+    checkpoint = "continue from a checkpoint; 'last' finds it" if name == "fit" else "the checkpoint to load"
+    return _TRAINING_HELP.format(name=name, what=_WHAT[name], checkpoint=checkpoint).rstrip()

@@ -47,7 +47,10 @@ def find_modules_here() -> None:
 
 def refused(error: Exception | str, code: int = WRONG) -> int:
     """Print an error as one line, and return the exit code."""
-    print(f"error: {sentence(error)}", file=sys.stderr)
+    label = "error:"
+    if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+        label = f"\033[1;31m{label}\033[0m"
+    print(label, sentence(error), file=sys.stderr)
     return code
 
 

@@ -11,13 +11,13 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
-import os
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning_mcore.arguments.documents import read_text, read_yaml
+from lightning_mcore.arguments.documents import read_yaml
+from lightning_mcore.cli.quick_checks import load, options
 from lightning_mcore.config.ray import RaySettings
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.config.value_checks import accepts, choices_of
@@ -98,9 +98,9 @@ def _read(parser: Any, arguments: Sequence[str], documents: Sequence[Mapping[str
     settings: dict[str, Any] = {}
     for document in documents:
         _merge(settings, document)
-    for name, value in _options(arguments):
+    for name, value in options(arguments):
         if name in _CONFIG:
-            _merge(settings, _load(value))
+            _merge(settings, load(value))
             continue
         # --trainer.callbacks+=X appends to a list, which is left to jsonargparse.
         path = name.removeprefix("--").removesuffix("+").split(".")
@@ -109,28 +109,6 @@ def _read(parser: Any, arguments: Sequence[str], documents: Sequence[Mapping[str
         if not name.endswith("+"):
             _put(settings, path, _plain(value))
     return settings
-
-
-def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield options and their values, written ``--name value`` or ``--name=value``."""
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if not name.startswith("-"):
-            raise ValueError(f"{word!r} is not an option; give --name=value")
-        if not equals:
-            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-        yield name, value
-
-
-def _load(path: str) -> dict[str, Any]:
-    if not os.path.isfile(path):
-        raise ValueError(f"--config {path} is not a file; give the path of a YAML file")
-    content = read_yaml(read_text(path), path)
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} does not hold keys; give a YAML file with trainer:, model: and data:")
-    return content
 
 
 def _is_below_a_class(path: list[str], parser: Any) -> bool:

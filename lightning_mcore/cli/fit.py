@@ -18,6 +18,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
 
 from lightning_mcore.checkpoint.weights import hyper_parameters_of, refuse_code
@@ -40,6 +41,7 @@ from lightning_mcore.strategy.fp8_monitor import FP8Monitor
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.strategy.preemption import PreemptionCheckpoint
 from lightning_mcore.strategy.progress import MCoreProgressBar
+from lightning_mcore.strategy.run_report import RunReport
 from lightning_mcore.strategy.strategy import MCoreStrategy
 
 # Imported, so that jsonargparse finds a class by its short name: --model=MCoreGPT, --trainer.strategy=MCoreStrategy
@@ -56,6 +58,7 @@ SHORT_NAMES = (
     MCoreVisionData,
     MCoreVisionGPT,
     PreemptionCheckpoint,
+    RunReport,
     SaveHFModel,
 )
 """Classes that a file may name without their module."""
@@ -178,6 +181,7 @@ class CommandCLI(TrainingCLI):
 
     def parse_arguments(self, parser: Any, args: Any) -> None:
         """Parse the command line, and leave the constructor if Ray is to start the ranks."""
+        self._command_line: list[str] = list(args)
         super().parse_arguments(parser, args)
         values = self.config[self.config["subcommand"]]
         given = values.pop("ray", None)  # the saved config must not have it: plain LightningCLI reads it too
@@ -187,6 +191,7 @@ class CommandCLI(TrainingCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Create the trainer; in a Ray worker, with Ray's ranks."""
+        kwargs["callbacks"] = self._with_reports(kwargs.get("callbacks"))
         if ON_RAY not in os.environ:
             return super().instantiate_trainer(**kwargs)
         from lightning_mcore.ray import prepare_trainer
@@ -194,6 +199,21 @@ class CommandCLI(TrainingCLI):
 
         given = {**self._get(self.config_init, "trainer"), **kwargs}
         return prepare_trainer(super().instantiate_trainer(**worker_arguments(given)))
+
+    def _with_reports(self, given: Any) -> list[pl.Callback]:
+        """Return the callbacks of the file, and those that show progress and results unless the file has its own."""
+        config = self._get(self.config_init, "trainer")
+        given = given or config["callbacks"] or []
+        callbacks: list[pl.Callback] = [*given] if isinstance(given, list) else [given]
+        has_bar = any(isinstance(callback, ProgressBar) for callback in callbacks)
+        if not has_bar and config["enable_progress_bar"] is not False and importlib.util.find_spec("rich"):
+            callbacks.append(MCoreProgressBar())
+        if not any(isinstance(callback, RunReport) for callback in callbacks):
+            callbacks.append(RunReport())
+        for callback in callbacks:
+            if isinstance(callback, RunReport):
+                callback.command = callback.command or _without_checkpoint(["lightning-mcore", *self._command_line])
+        return callbacks
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Return the arguments of the trainer's function; a run that Ray has restarted resumes from its checkpoint."""
@@ -243,6 +263,15 @@ def _check_checkpoint(path: Any) -> None:
     if not isinstance(path, str) or path.partition(":")[0] in _KEYWORDS or "://" in path or os.path.exists(path):
         return
     raise FileNotFoundError(f"ckpt_path={path!r} does not exist; give the path of a checkpoint, or 'last'")
+
+
+def _without_checkpoint(words: list[str]) -> list[str]:
+    """Return a command line without ``--ckpt_path PATH`` or ``--ckpt_path=PATH``."""
+    kept: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        if before != "--ckpt_path" and word.partition("=")[0] != "--ckpt_path":
+            kept.append(word)
+    return kept
 
 
 def _layout(strategy: Any) -> ParallelLayout:

@@ -11,33 +11,22 @@ import sys
 import sysconfig
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_mcore.cli.command import DONE, EXPECTED, INTERRUPTED, WRONG, refused, sentence
+from lightning_mcore.parallel.known_warnings import ignore_known_warnings
 
 # Folders of this package, of Python's library and of installed packages
 _LIBRARY_FOLDERS = [
     str(Path(__file__).resolve().parents[1]),
     *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
 ]
-_IGNORED_WARNINGS = (
-    ".*cuda_graph_scope.*",  # megatron-core warns of its own default
-    ".*grad attribute of a Tensor that is not a leaf.*",  # the fp32 shards of megatron-core's optimizer are views
-    ".*torch.distributed.*is deprecated.*",  # megatron-core 0.16 under a torch that renames collectives
-    ".*isinstance.treespec, LeafSpec.*",  # Lightning under the same torch
-    ".*You have overridden `on_before_batch_transfer`.*",  # MCoreGPT overrides it, correctly
-    ".*Total length of `list` across ranks is zero.*",  # there are no validation files
-)
-"""Warnings that every rank would print, and that a command's user cannot do anything about."""
-_IGNORED_ON_A_CPU = (".*CUDA_DEVICE_MAX_CONNECTIONS.*",)
 _OTHER_RANKS_WAIT = 5.0  # seconds; rank 0 reports the same error and ends them first, unless it has none
 
 
@@ -70,8 +59,7 @@ def guarded(run: Callable[[Beginning], object]) -> int:
     ``run`` passes its argument, a callback, to the trainer.
     """
     beginning = Beginning()
-    for message in (*_IGNORED_WARNINGS, *(() if torch.cuda.is_available() else _IGNORED_ON_A_CPU)):
-        warnings.filterwarnings("ignore", message=message, append=True)  # after the user's own filters
+    ignore_known_warnings()
     try:
         run(beginning)
     except KeyboardInterrupt:

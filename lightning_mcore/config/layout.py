@@ -326,6 +326,20 @@ class ParallelLayout:
             expert_data_parallel_rank=expert[2],
         )
 
+    def in_words(self, world_size: int) -> str:
+        """Return what is split how often, such as ``tensor 2, pipeline 2, data 2, sequence parallel``."""
+        sizes = {
+            "tensor": self.tensor_model_parallel_size,
+            "pipeline": self.pipeline_model_parallel_size,
+            "chunks on each rank": self.num_chunks,
+            "context": self.context_parallel_size,
+            "expert": self.expert_model_parallel_size,
+            "data": self.data_parallel_size(world_size),
+        }
+        parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+        parts += ["sequence parallel"] if self.sequence_parallel else []
+        return ", ".join(parts) or "not split"
+
     def describe(self, world_size: int) -> str:
         """Return one line for the start of a run, such as ``tp2 pp2 vp2 cp1 dp1 sp``.
 

@@ -29,7 +29,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mcore.config.fp8 import TRANSFORMER_FIELDS as FP8_FIELDS
+from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.rules.model import check_average_in_collective, check_fields
+from lightning_mcore.parallel.consensus import control_group
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.pipeline import Pipeline
 from lightning_mcore.parallel.stage_layers import check_uniform_recompute
@@ -322,6 +324,24 @@ def unwrap_chunks(chunks: ModelChunks) -> ModelChunks:
     for name in _SCHEDULE_FUNCTIONS:
         setattr(chunks.config, name, None)
     return ModelChunks(chunks.config, chunks.bare, chunks.pipeline)
+
+
+def count_parameters(chunks: ModelChunks, layout: ParallelLayout) -> int:
+    """Return the number of parameters of the whole model; collective over the world."""
+    # TP=2, PP=2: a rank of stage 0 has 500 parameters, of which 400 are halves of matrices: its stage has 900. With 700
+    # in stage 1, four ranks sum up to 2 * 900 + 2 * 700, which is twice the model.
+    of_stage = 0
+    for parameter in (parameter for chunk in chunks.bare for parameter in chunk.parameters()):
+        if getattr(parameter, "shared", False):  # the last stage's copy of tied embeddings
+            continue
+        is_of_expert = not getattr(parameter, "allreduce", True)
+        ranks = layout.expert_model_parallel_size if is_of_expert else 1
+        if getattr(parameter, "tensor_model_parallel", False):
+            ranks *= layout.expert_tensor_size if is_of_expert else layout.tensor_model_parallel_size
+        of_stage += parameter.numel() * ranks
+    total = torch.tensor([of_stage])
+    dist.all_reduce(total, group=control_group())
+    return int(total) * layout.pipeline_model_parallel_size // dist.get_world_size()
 
 
 def synchronize_parameters(chunks: ModelChunks) -> None:

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """A progress bar with the figures to watch while a language model trains.
 
-:class:`MCoreProgressBar` is Lightning's rich progress bar with the loss of the optimizer step, the speed in tokens per
-second over all ranks, the gradient norm, and under fp16 the number of skipped steps::
+:class:`MCoreProgressBar` is Lightning's rich progress bar with the loss of the optimizer step, the gradient norm, the
+speed in tokens per second over all ranks, this rank's peak memory, and under fp16 the number of skipped steps::
 
-    Epoch 0/4 ━━━━━━━━━━━ 120/400 0:00:42 • 0:01:37 2.86it/s loss: 2.314 speed: 12.3k tok/s grad_norm: 0.871
+    epoch 0, step 30/100, batch ━━━━━ 120/400 0:00:42 • 0:01:37 2.86it/s loss: 2.314 grad_norm: 0.871 12.3k tok/s
 
 If the output is not a terminal (a log file, a batch job), it writes a plain line from time to time instead::
 
-    epoch 0 | batch 120/400 | step 30 | loss: 2.314 | speed: 12.3k tok/s | grad_norm: 0.871
+    epoch 0 | step 30/100 | batch 120/400 | loss: 2.314 | grad_norm: 0.871 | speed: 12.3k tok/s | memory: 1.21 GiB
 
-Only rank 0 writes. Use it as ``Trainer(callbacks=[MCoreProgressBar()])``; it works under every strategy.
+Only rank 0 writes. ``lightning-mcore fit`` uses it unless the file has another progress bar. In Python, use it as
+``Trainer(callbacks=[MCoreProgressBar()])``; it works under every strategy.
 """
 
+import resource
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,7 +33,7 @@ _OWN = ("tokens_per_second", "grad_norm", "skipped_steps", "loss_scale", "v_num"
 
 
 class MCoreProgressBar(RichProgressBar):
-    """Show loss, tokens per second, gradient norm and skipped steps while training.
+    """Show step, loss, gradient norm, tokens per second, peak memory and skipped steps while training.
 
     Args:
         refresh_rate: How often the bar is drawn per second; 0 disables it.
@@ -61,6 +64,7 @@ class MCoreProgressBar(RichProgressBar):
         self._clock = StepClock(now)
         self._losses: list[torch.Tensor] = []
         self._step = 0
+        self._total: int | float | None = None  # batches of this epoch
         self._unit = "tok"
         self._shown: dict[str, str] = {}
 
@@ -96,10 +100,33 @@ class MCoreProgressBar(RichProgressBar):
         self._clock, self._losses, self._shown = StepClock(self._now), [], {}
         self._step, self._last_line = trainer.global_step, -float("inf")
 
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Show the bar."""
+        self._total = None
+        super().on_train_epoch_start(trainer, pl_module)
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        """Return the text before the bar; Lightning's counts epochs from ``0/max_epochs - 1``, which may be -2."""
+        return self._place(", ", "batch")
+
+    def _place(self, separator: str, batch: str) -> str:
+        """Return where the run is: ``epoch 0, step 30/100, batch``."""
+        trainer = self.trainer
+        parts = [f"epoch {trainer.current_epoch}", f"step {trainer.global_step}", batch]
+        if trainer.max_epochs is not None and trainer.max_epochs > 1:
+            parts[0] += f" of {trainer.max_epochs}"
+        if trainer.max_steps > 0:
+            parts[1] += f"/{trainer.max_steps}"
+        return separator.join(parts)
+
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Continue measuring after validation."""
+        """Continue measuring after validation; before the first batch, find out how many there are."""
+        if self._total is None:
+            self._total = _batches_until_the_end(trainer, batch_idx)
+            if self.progress is not None and self.train_progress_bar_id is not None:
+                self.progress.update(self.train_progress_bar_id, total=self._total)
         self._clock.start()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -124,7 +151,9 @@ class MCoreProgressBar(RichProgressBar):
             self._step = trainer.global_step
             self._measure(trainer)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        is_last = batch_idx + 1 == trainer.num_training_batches
+        if self.progress is not None and self.train_progress_bar_id is not None:
+            self.progress.update(self.train_progress_bar_id, description=self._place(", ", "batch"))
+        is_last = batch_idx + 1 == self._total
         if is_last or self._now() - self._last_line >= self._seconds_between_lines:
             self._write_line(trainer, pl_module, batch_idx)
 
@@ -141,11 +170,12 @@ class MCoreProgressBar(RichProgressBar):
             mean = float(torch.stack(self._losses).mean()) * trainer.accumulate_grad_batches
             self._shown["loss"] = human(mean)
             self._losses = []
-        self._shown["speed"] = f"{human(rate)} {self._unit}/s"
         optimizer: Any = trainer.optimizers[0] if trainer.optimizers else None
         grad_norm = getattr(optimizer, "grad_norm", None)
         if grad_norm is not None:
             self._shown["grad_norm"] = human(float(grad_norm))
+        self._shown["speed"] = f"{human(rate)} {self._unit}/s"
+        self._shown["memory"] = f"{peak_memory(trainer.strategy.root_device) / 2**30:.2f} GiB"
         skipped = int(getattr(optimizer, "num_skipped_steps", 0))
         if skipped or trainer.precision.startswith("16"):
             self._shown["skipped"] = str(skipped)
@@ -154,15 +184,25 @@ class MCoreProgressBar(RichProgressBar):
         if self._lines is None or self.is_silent or not self._shown:
             return
         self._last_line = self._now()
-        total = trainer.num_training_batches
-        of_total = f"/{int(total)}" if total != float("inf") else ""
-        parts = [f"epoch {trainer.current_epoch}", f"batch {batch_idx + 1}{of_total}", f"step {trainer.global_step}"]
-        parts += [f"{name}: {value}" for name, value in self.get_metrics(trainer, pl_module).items()]
-        self._lines.print(" | ".join(parts), markup=False)
+        of_total = f"/{int(self._total)}" if self._total not in (None, float("inf")) else ""
+        place = self._place(" | ", f"batch {batch_idx + 1}{of_total}")
+        figures = [f"{name}: {value}" for name, value in self.get_metrics(trainer, pl_module).items()]
+        self._lines.print(" | ".join([place, *figures]), markup=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the console, which holds locks."""
         return {**super().__getstate__(), "_lines": None}
+
+
+def _batches_until_the_end(trainer: pl.Trainer, batch_idx: int) -> int | float:
+    """Return the batches of the epoch, or those until the end of the run if that comes first."""
+    # max_steps=20, accumulate_grad_batches=4, 300 batches in an epoch: 80. Lightning's bar says 20.
+    batches: int | float = trainer.num_training_batches
+    if trainer.max_steps < 0:
+        return batches
+    of_this_step = batch_idx % trainer.accumulate_grad_batches
+    left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches - of_this_step
+    return min(batches, batch_idx + left)
 
 
 def _amount(batch: Any) -> tuple[str, int]:
@@ -172,6 +212,14 @@ def _amount(batch: Any) -> tuple[str, int]:
             if isinstance(batch.get(name), torch.Tensor):
                 return "tok", batch[name].numel()
     return "samples", extract_batch_size(batch)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes this rank has used so far: of the GPU by torch, or on a CPU by the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 2**10
 
 
 def model_copies(strategy: Any) -> int:

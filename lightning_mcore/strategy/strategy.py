@@ -43,6 +43,7 @@ from torch import Tensor
 
 from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.text import human
 from lightning_mcore.layers.metrics import sum_tokens_seen
 from lightning_mcore.layers.packed_sequences import keep_boundaries_on_host
 from lightning_mcore.layers.spec import attention_environment_restored
@@ -51,7 +52,13 @@ from lightning_mcore.optimizer.megatron import MCoreOptimizer, optimizer_after_r
 from lightning_mcore.optimizer.plateau import agree_on_plateaus
 from lightning_mcore.optimizer.rules import check_number_of_optimizers, check_optimizer_config
 from lightning_mcore.parallel import rank_watch
-from lightning_mcore.parallel.chunks import ModelChunks, find_pipeline, synchronize_parameters, unwrap_chunks
+from lightning_mcore.parallel.chunks import (
+    ModelChunks,
+    count_parameters,
+    find_pipeline,
+    synchronize_parameters,
+    unwrap_chunks,
+)
 from lightning_mcore.parallel.consensus import all_true, any_true, run_on_all_ranks
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime, missing_names_defined
 from lightning_mcore.parallel.groups import (
@@ -61,6 +68,7 @@ from lightning_mcore.parallel.groups import (
     process_group,
     process_groups_are_open,
 )
+from lightning_mcore.parallel.known_warnings import ignore_known_warnings
 from lightning_mcore.parallel.random_state import new_seed
 from lightning_mcore.parallel.rank_connections import rendezvous
 from lightning_mcore.strategy.attributes import attributes_set
@@ -262,6 +270,7 @@ class MCoreStrategy(DDPStrategy):
 
     def connect(self, model: pl.LightningModule) -> None:
         """Attach the model and check it against the settings, before process groups form."""
+        ignore_known_warnings()
         validate_module(self, model)
         self.precision_plugin.prepare_to_build(model)
         super().connect(model)
@@ -292,7 +301,9 @@ class MCoreStrategy(DDPStrategy):
         # The seeds of stages are larger than this one, and numpy takes seeds below 2**32.
         open_process_groups(self.layout, seed % 2**31, timeout, options)
         align_random_state()  # for hooks, configure_model and samplers
-        rank_zero_info(f"MCoreStrategy: {self.layout.describe(dist.get_world_size())}")
+        ranks = dist.get_world_size()
+        number = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        rank_zero_info(f"MCoreStrategy: {self.layout.describe(ranks)} ({number}: {self.layout.in_words(ranks)})")
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -318,6 +329,7 @@ class MCoreStrategy(DDPStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._wrap_model(self._module, fitting)
         if fitting:
+            self._show_size()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self.checkpoints.load_pending(fitting)
@@ -340,6 +352,13 @@ class MCoreStrategy(DDPStrategy):
             self._runner = plain = PlainModuleRunner(self)
             self.precision_plugin.attach_runner(plain)  # earlier, because wrap() lets the plugin cast the module
             self._chunks = plain.wrap(module, ddp_config, self._restores)
+
+    def _show_size(self) -> None:
+        """Say how large a split model is, because Lightning's summary counts the parameters of rank 0."""
+        if self.layout.model_parallel_size > 1:
+            whole = human(count_parameters(self.chunks, self.layout))
+            own = human(sum(parameter.numel() for chunk in self.chunks.bare for parameter in chunk.parameters()))
+            rank_zero_info(f"MCoreStrategy: the model has {whole} parameters; rank 0 holds {own}")
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Put Megatron's step behind the optimizers of ``configure_optimizers``."""

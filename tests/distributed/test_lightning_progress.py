@@ -80,19 +80,39 @@ def test_the_figures_are_those_of_the_step_and_rank_0_alone_writes_them() -> Non
     text, shown = first["terminal"]
     assert shown["loss"] == "8.5"  # the last window is one batch, samples 8 and 9
     bar = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-    assert "Epoch 0/0" in bar
-    assert re.search(r"loss: 8.5 speed: \S+ samples/s grad_norm: 0 shown: 17.0k", bar)
+    assert "epoch 0, step 2, batch" in bar
+    assert re.search(r"loss: 8.5 grad_norm: 0 speed: \S+ samples/s memory: \S+ GiB shown: 17.0k", bar)
     lines = first["file"][0].splitlines()
     assert len(lines) == 2, lines  # nothing is shown before the first step is done
     assert re.fullmatch(
-        r"epoch 0 \| batch 4/5 \| step 1 \| loss: 3.5 \| speed: \S+ samples/s \| grad_norm: 0 \| shown: 7.00k", lines[0]
+        r"epoch 0 \| step 1 \| batch 4/5 \| loss: 3.5 \| grad_norm: 0 \| speed: \S+ samples/s \| memory: \S+ GiB"
+        r" \| shown: 7.00k",
+        lines[0],
     )
-    assert re.match(r"epoch 0 \| batch 5/5 \| step 2 \| loss: 8.5 ", lines[1])
+    assert re.match(r"epoch 0 \| step 2 \| batch 5/5 \| loss: 8.5 ", lines[1])
     plain = first["plain"][0].splitlines()
     losses = [re.search(r"loss: (\S+)", line).group(1) for line in plain]  # type: ignore[union-attr]
     assert losses[0] == "3.5"
     assert losses[-1] == "8.5"
     assert "| skipped: " in first["half"][0]
+
+
+def steps_of_a_bounded_run() -> str:
+    """Return the lines of a run that ``max_steps`` ends in its second epoch."""
+    out = io.StringIO()
+    bar = MCoreProgressBar(console_kwargs={"file": out, "width": 200}, seconds_between_lines=0.0, now=seconds())
+    options = {"accumulate_grad_batches": 4, "max_steps": 3, "max_epochs": -1, "use_distributed_sampler": False}
+    make_trainer({}, callbacks=[bar], enable_progress_bar=True, **options).fit(Plain(), loader(10, 2))
+    return out.getvalue()
+
+
+def test_a_line_counts_the_batches_until_the_end_of_the_epoch_or_of_the_run() -> None:
+    """An epoch of five batches is two steps of four and one; the third step ends the run after four batches."""
+    [written] = run_ranks(1, steps_of_a_bounded_run, timeout=120)
+    places = [line.partition(" | loss")[0] for line in written.splitlines()]
+    assert places[0] == "epoch 0 | step 1/3 | batch 4/5"
+    assert places[1] == "epoch 0 | step 2/3 | batch 5/5"
+    assert places[-1] == "epoch 1 | step 3/3 | batch 4/4"
 
 
 def rates(with_tokens: bool) -> str:
@@ -101,7 +121,7 @@ def rates(with_tokens: bool) -> str:
     trainer: Any = SimpleNamespace(
         global_step=0,
         is_global_zero=True,
-        strategy=SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2}),
+        strategy=SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2}, root_device=torch.device("cpu")),
         optimizers=[],
         precision="32-true",
         num_training_batches=2,

@@ -432,12 +432,6 @@ CASES: dict[str, Case] = {
         world_size=1,
         stop=2,
     ),
-    "sampler-workers": Case(  # workers get indices early; "ddp" then repeats epoch 0 (Lightning#21938)
-        module=Dropping,
-        data=partial(shuffled, 12, 2, num_workers=1),
-        moments=("batch 2", "epoch 0", "epoch 1"),
-        trainer={"max_epochs": 3},
-    ),
     "workers-stay": Case(
         module=Counting,
         data=partial(generated, 12, 2, num_workers=2, persistent_workers=True),

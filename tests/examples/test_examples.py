@@ -98,13 +98,15 @@ def test_pretrain_gpt_shows_its_layout_learns_and_leaves_its_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = run_on_ranks(capsys, 4, "pretrain_gpt.py", "--max-steps=6", "--val-every=3", *SMALL, folder=tmp_path)
-    assert "layout: 4 ranks, tp2 pp2" in output
+    assert "tp2 pp2 cp1 dp1 sp (4 ranks: tensor 2, pipeline 2, sequence parallel)" in output
     for rank, place in enumerate(["tp0.pp0.cp0.dp0", "tp1.pp0.cp0.dp0", "tp0.pp1.cp0.dp0", "tp1.pp1.cp0.dp0"]):
         assert f"rank {rank}  {place}" in output
-    assert "train_loss=" in output
-    assert "tokens/s=" in output
-    for name in ("loss.png", "sample.txt", "metrics.csv", "hf"):
+    assert "step 6/6" in output
+    assert " tok/s" in output
+    assert re.search(r"\n6 steps, .* s, train_loss \S+ -> \S+, val_loss \S+\n", output)
+    for name in ("loss.png", "sample.txt", "hf"):
         assert f"outputs/pretrain_gpt/{name}" in output
+    assert "logs        outputs/pretrain_gpt\n" in output
     the_files_of_a_run_are_there(tmp_path / "outputs/pretrain_gpt", steps=6)
     losses = dict(run_report.read_curve(tmp_path / "outputs/pretrain_gpt/metrics.csv", "train_loss"))
     assert losses[6] < losses[1] - 0.3
@@ -137,7 +139,7 @@ def test_the_yaml_runs_and_takes_another_layout_from_the_command_line(
         *("--model.vocab_size=256", "--data.vocab_size=256", "--data.max_bytes=120000"),
         folder=tmp_path,
     )
-    assert "layout: 2 ranks, tp1 pp2" in output
+    assert "MCoreStrategy: tp1 pp2" in output
     the_files_of_a_run_are_there(tmp_path / "outputs/pretrain_gpt", steps=2)
 
 
@@ -171,7 +173,7 @@ def test_a_hugging_face_model_is_tuned_and_handed_back(
     options = finetune_hf.parse_arguments([*small])
     finetune_hf.prepare(options, finetune_hf.StdlibDialogues(options.seq_length, max_bytes=options.max_bytes))
     output = run_on_ranks(capsys, 2, "finetune_hf.py", *small, folder=tmp_path)
-    assert "layout: 2 ranks, tp2 pp1" in output
+    assert "MCoreStrategy: tp2 pp1" in output
     assert f"model: outputs/finetune_hf/tuned\n{finetune_hf.QUESTION}\n" in output
     start, tuned = (tmp_path / "outputs/finetune_hf" / name for name in ("start", "tuned"))
     assert {path.name for path in tuned.iterdir()} >= {path.name for path in start.iterdir()}
@@ -194,7 +196,7 @@ def test_adapters_are_trained_and_peft_loads_them(
     options = finetune_lora.parse_arguments([*small])
     finetune_lora.prepare(options, finetune_lora.StdlibDialogues(options.seq_length, max_bytes=options.max_bytes))
     output = run_on_ranks(capsys, 2, "finetune_lora.py", *small, folder=tmp_path)
-    assert "layout: 2 ranks, tp2 pp1" in output
+    assert "MCoreStrategy: tp2 pp1" in output
     assert "adapter: outputs/finetune_lora/adapter (adapter_config.json, adapter_model.safetensors)\nnext" in output
     base, adapter = (tmp_path / "outputs/finetune_lora" / name for name in ("base", "adapter"))
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
@@ -225,7 +227,7 @@ def test_shapes_are_described_and_shown(
     monkeypatch.chdir(tmp_path)
     describe_shapes.prepare(describe_shapes.parse_arguments([*small]))  # as the first process does
     output = run_on_ranks(capsys, 2, "describe_shapes.py", *small, folder=tmp_path)
-    assert "layout: 2 ranks, tp2 pp1" in output
+    assert "MCoreStrategy: tp2 pp1" in output
     assert re.search(r"\d+ of 16 answers are right; the loss fell from", output), output
     folder = tmp_path / "outputs/describe_shapes"
     page = (folder / "samples.html").read_text(encoding="utf-8")
@@ -248,12 +250,6 @@ def test_no_pair_of_shapes_that_is_asked_about_is_learnt(tmp_path: Path) -> None
         colours = {colour for _, colour in image.getcolors() or ()}
     named = {describe_shapes.COLOURS[kind.split()[0]] for kind in (left, right)}
     assert colours == named | {(255, 255, 255)}
-
-
-def test_a_loss_curve_without_its_logger_is_refused_before_training() -> None:
-    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    with pytest.raises(ValueError, match=r"give the Trainer logger=CSVLogger\(...\)"):
-        run_report.LossCurve().setup(trainer, None, "fit")
 
 
 def build(config: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> LightningCLI:
@@ -359,8 +355,8 @@ def settings_of_trainer(trainer: Trainer) -> dict[str, object]:
     assert isinstance(trainer.strategy, MCoreStrategy)
     names = ("max_steps", "max_epochs", "val_check_interval", "check_val_every_n_epoch", "gradient_clip_val")
     names += ("num_devices", "accumulate_grad_batches", "precision", "log_every_n_steps", "num_sanity_val_steps")
-    ours = {"InTransformers", "LayoutTable", "LossCurve", "TextSample", "StepBar"}
-    plain = {"file", "folder", "prompt", "max_new_tokens", "temperature", "top_k", "_refresh_rate"}
+    ours = {"InTransformers", "MCoreProgressBar", "RunReport"}
+    plain = {"folder", "prompt", "max_new_tokens", "temperature", "top_k", "_refresh_rate"}
     callbacks = [
         {"name": type(callback).__name__} | {name: value for name, value in vars(callback).items() if name in plain}
         for callback in trainer.callbacks  # type: ignore[attr-defined]

@@ -47,7 +47,7 @@ def search(title: str):
 @pytest.mark.distributed
 def test_finetune_gpt_packs_learns_and_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = run_on_ranks(capsys, 4, "finetune_gpt.py", *SMALL, folder=tmp_path)
-    assert "layout: 4 ranks, tp2 pp1 cp2 dp1 sp" in output
+    assert "MCoreStrategy: tp2 pp1 cp2 dp1 sp" in output
     packed = re.search(r"train data: packed ([\d,]+) of \1 samples, .* rows, (\d\d\.\d\d)% filled; split", output)
     assert packed is not None, output
     assert float(packed[2]) > 95

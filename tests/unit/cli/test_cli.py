@@ -2,17 +2,21 @@
 """``lightning-mcore``: every command is found, what is wrong is one sentence, and every option is reachable."""
 
 import importlib
+import inspect
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import yaml
 
 from lightning_mcore import MCoreStrategy, cli
+from lightning_mcore.cli import quick_checks
 from lightning_mcore.cli.command import run_command, sentence
 from lightning_mcore.cli.fit import TrainingCLI
 
@@ -50,18 +54,64 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"  {name} " in told and line in told for name, (_, line) in cli.COMMANDS.items())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["fti"], "error: unknown command 'fti'; did you mean 'fit'?\n"),
-        ([], "error: no command is given; choose from fit, validate, test, predict, llamafactory, plan"),
-    ],
-)
-def test_an_unknown_command_names_its_neighbour(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(arguments) == 2
-    assert capsys.readouterr().err.startswith(sentence)
+def test_an_unknown_command_names_its_neighbour(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fti"]) == 2
+    assert capsys.readouterr().err == "error: unknown command 'fti'; did you mean 'fit'?\n"
+
+
+def test_no_command_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert capsys.readouterr().out == cli.overview() + "\n"
+
+
+EARLY = {
+    "no file": (["fit", "--config", "nix.yaml"], "--config nix.yaml is not a file; give the path of a YAML file"),
+    "no file to plan": (["plan", "nix.yaml"], "'nix.yaml' is not a file; give the path of a YAML or JSON file"),
+    "option": (
+        ["fit", "--config", "{tiny}", "--trainer.max_stepps=3"],
+        "unknown option '--trainer.max_stepps'; did you mean '--trainer.max_steps'?",
+    ),
+    "option of the strategy": (
+        ["fit", "--config", "{tiny}", "--trainer.strategy.tensor_parallel_size=2"],
+        "unknown key of trainer.strategy 'tensor_parallel_size'; did you mean 'tensor_model_parallel_size'?",
+    ),
+    "key": (["fit", "--config", "{wrong}"], "unknown key of trainer 'max_stepps'; did you mean 'max_steps'?"),
+}
+
+
+def test_what_needs_no_import_is_said_before_torch_is_imported(tmp_path: Path, tiny: str) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("trainer: {max_stepps: 3}\n")
+    cases = [([word.format(tiny=tiny, wrong=wrong) for word in words], sentence) for words, sentence in EARLY.values()]
+    code = f"""
+import contextlib, io, sys
+from lightning_mcore import cli
+for words, sentence in {cases!r}:
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        assert cli.main(words) == 2, words
+    assert told.getvalue() == f"error: {{sentence}}\\n", told.getvalue()
+for name in ("fit", "predict"):
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        assert cli.main([name, "--help"]) == 0
+    assert "--trainer.strategy.tensor_model_parallel_size" in told.getvalue()
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_short_help_names_options_that_exist() -> None:
+    options = re.findall(r"^  (--\S+) ", cli.training_help("fit"), re.MULTILINE)
+    trainer = inspect.signature(pl.Trainer.__init__).parameters
+    strategy = inspect.signature(MCoreStrategy.__init__).parameters
+    for option in options:
+        owner, _, name = option.removeprefix("--").rpartition(".")
+        known = {"trainer": trainer, "trainer.strategy": strategy}.get(owner)
+        assert known is None or name in known, option
+
+
+def test_every_option_of_trainer_and_strategy_is_known_before_they_are_imported() -> None:
+    for place, kind in ((quick_checks._TRAINER, pl.Trainer), (quick_checks._STRATEGY, MCoreStrategy)):
+        assert [*inspect.signature(kind.__init__).parameters][1:] == quick_checks._arguments(*place)
 
 
 @pytest.mark.parametrize(
@@ -361,8 +411,9 @@ def test_a_transformer_engine_without_cuda_is_one_sentence(tmp_path: Path) -> No
     broken = "import ctypes; ctypes.CDLL('libno_such_cuda.so.13')"
     (tmp_path / "transformer_engine" / "__init__.py").write_text(broken)
     paths = [str(tmp_path), *filter(None, sys.path)]
+    (tmp_path / "run.yaml").write_text("trainer: {}\n")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "lightning_mcore.cli", "fit", "--config", "no.yaml"],
+        [sys.executable, "-W", "ignore", "-m", "lightning_mcore.cli", "fit", "--config", str(tmp_path / "run.yaml")],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,

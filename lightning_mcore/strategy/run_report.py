@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run prints besides its progress: the parts of the model when it begins, and what came of it when it ends.
+
+::
+
+    parts of the model:
+      rank 0  tp0.pp0.cp0.dp0  58.6k parameters
+      ...
+    20 steps, 6 s, train_loss 5.549 -> 4.981
+    logs        lightning_logs/version_0
+    checkpoint  lightning_logs/version_0/checkpoints/epoch=0-step=20.ckpt
+    continue    trainer.fit(..., ckpt_path="lightning_logs/version_0/checkpoints/epoch=0-step=20.ckpt")
+    export      lightning-mcore export lightning_logs/version_0/checkpoints/epoch=0-step=20.ckpt OUT
+
+``lightning-mcore fit`` adds :class:`RunReport` to its callbacks.
+"""
+
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_mcore.config.text import human
+from lightning_mcore.strategy.strategy import MCoreStrategy
+
+_RANKS_SHOWN = 8
+_POINTS = 2000  # of the loss curve
+
+Curve = list[tuple[int, torch.Tensor]]  # optimizer steps done, and the loss
+
+
+class RunReport(pl.Callback):
+    """Print each rank's part of the model, and at the end the loss, the last checkpoint and the next commands.
+
+    Args:
+        folder: Where ``loss.png``, the loss over the optimizer steps, and the sample text are written, if given. The
+            plot needs matplotlib.
+        prompt: Text that the trained model continues at the end. Needs a data module with ``encode`` (text to token
+            ids) and ``decode``, and a model with ``generate``, such as :class:`MCoreGPT`.
+        max_new_tokens: Tokens to generate.
+        temperature: Below 1, likely tokens become even likelier.
+        top_k: Sample from the k likeliest tokens.
+        loss: Name under which the module logs the loss of training.
+        val_loss: Name under which it logs the loss of validation.
+        command: The command line of this run, for the advice on how to continue it; None for a Python script.
+    """
+
+    def __init__(
+        self,
+        folder: str | None = None,
+        prompt: str | None = None,
+        max_new_tokens: int = 120,
+        temperature: float = 0.7,
+        top_k: int = 40,
+        loss: str = "train_loss",
+        val_loss: str = "val_loss",
+        command: list[str] | None = None,
+    ) -> None:
+        self.folder = Path(folder) if folder is not None else None
+        self.prompt = prompt
+        self.max_new_tokens = max_new_tokens
+        self.temperature = temperature
+        self.top_k = top_k
+        self.loss = loss
+        self.val_loss = val_loss
+        self.command = command
+        self._curve: Curve = []
+        self._val_curve: Curve = []
+        self._every = 1  # steps between two points of the curve
+        self._first_step = 0
+        self._began = 0.0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Reject a prompt that nothing can encode.
+
+        Raises:
+            ValueError: There is a prompt, but the data module or the model cannot use it.
+        """
+        if self.prompt is None or stage != "fit":
+            return
+        data: Any = getattr(trainer, "datamodule", None)
+        if not (hasattr(data, "encode") and hasattr(data, "decode") and hasattr(pl_module, "generate")):
+            raise ValueError(
+                "RunReport(prompt=...) needs a data module with encode and decode, and a model with generate; give"
+                " these, or no prompt"
+            )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print each rank's place and part of the model; every rank contributes a line."""
+        self._curve, self._val_curve, self._every = [], [], 1
+        self._first_step, self._began = trainer.global_step, time.monotonic()
+        own = sum(parameter.numel() for parameter in pl_module.parameters())
+        strategy = trainer.strategy
+        if not isinstance(strategy, MCoreStrategy) or strategy.layout.model_parallel_size == 1:
+            return
+        place = strategy.layout.coordinates(trainer.global_rank, trainer.world_size)
+        lines = [f"  rank {trainer.global_rank}  {place}  {human(own)} parameters"]
+        if trainer.world_size > 1:
+            gathered: list[Any] = [None] * trainer.world_size
+            dist.all_gather_object(gathered, lines[0])
+            lines = gathered
+        hidden = len(lines) - _RANKS_SHOWN
+        if hidden > 0:
+            lines = [*lines[:_RANKS_SHOWN], f"  and {hidden} more"]
+        _say(trainer, "parts of the model:", *lines)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the loss of the step; it stays on the device, so that nothing waits."""
+        step = trainer.global_step
+        if step == (self._curve[-1][0] if self._curve else self._first_step) or (step - 1) % self._every:
+            return
+        loss = trainer.callback_metrics.get(self.loss)
+        if loss is None:
+            return
+        self._curve.append((step, loss.detach().clone()))
+        if len(self._curve) == _POINTS:  # 2,000 points at every step become 1,000 at every second one
+            self._curve = self._curve[::2]
+            self._every *= 2
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keep the loss of a validation during training."""
+        loss = trainer.callback_metrics.get(self.val_loss)
+        if loss is not None and not trainer.sanity_checking and trainer.state.fn == "fit":
+            self._val_curve.append((trainer.global_step, loss.detach().clone()))
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Continue the prompt, on every rank, because each holds a part of the model."""
+        if self.prompt is None:
+            return
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        _say(trainer, "", f"generating {self.max_new_tokens} tokens ...")
+        tokens = pl_module.generate(
+            data.encode(self.prompt), self.max_new_tokens, temperature=self.temperature, top_k=self.top_k
+        )
+        if trainer.is_global_zero:
+            text = data.decode(tokens)
+            _say(trainer, *(f"  | {line}" for line in text.splitlines()))
+            if self.folder is not None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                (self.folder / "sample.txt").write_text(text, encoding="utf-8")
+                _say(trainer, f"sample      {self.folder / 'sample.txt'}")
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print the loss, the last checkpoint and the next commands; by now every save is complete."""
+        if not trainer.is_global_zero:
+            return
+        steps, seconds = trainer.global_step - self._first_step, time.monotonic() - self._began
+        facts = [f"{steps:,} steps", f"{seconds:,.0f} s"]
+        if self._curve:
+            first, last = (human(float(loss)) for _, loss in (self._curve[0], self._curve[-1]))
+            facts.append(f"{self.loss} {first} -> {last}")
+        if self._val_curve:
+            facts.append(f"{self.val_loss} {human(float(self._val_curve[-1][1]))}")
+        lines = ["", ", ".join(facts)]
+        if self._curve and self.folder is not None:
+            lines.append(f"loss curve  {self._draw(self.folder)}")
+        # Not trainer.log_dir, which is collective, and this is rank 0 alone.
+        folders = [folder for logger in trainer.loggers if (folder := getattr(logger, "log_dir", None))]
+        lines += [f"logs        {_from_here(Path(folder))}" for folder in folders]
+        path = last_checkpoint(trainer)
+        if path is not None:
+            lines.append(f"checkpoint  {path}")
+            lines.append(f"continue    {self._continue(path, trainer)}")
+            if isinstance(trainer.strategy, MCoreStrategy):
+                lines.append(f"export      lightning-mcore export {shlex.quote(path)} OUT")
+        _say(trainer, *lines)
+
+    def _continue(self, path: str, trainer: pl.Trainer) -> str:
+        if self.command is None:
+            return f'trainer.fit(..., ckpt_path="{path}")'
+        # With the same command the run would end at once.
+        further = ["--trainer.max_steps", str(2 * trainer.max_steps)] if trainer.max_steps > 0 else []
+        if not further and trainer.max_epochs is not None and trainer.max_epochs > 0:
+            further = ["--trainer.max_epochs", str(2 * trainer.max_epochs)]
+        return shlex.join([*self.command, "--ckpt_path", path, *further])
+
+    def _draw(self, folder: Path) -> Path:
+        """Plot the losses to a file and return its path."""
+        import matplotlib
+
+        matplotlib.use("Agg")  # plots to files; needs no display
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(figsize=(8, 5), dpi=120)
+        for name, curve, marker in ((self.loss, self._curve, ""), (self.val_loss, self._val_curve, "o")):
+            if curve:
+                losses = [float(loss) for _, loss in curve]
+                steps = [step for step, _ in curve]
+                axes.plot(steps, losses, linewidth=1, marker=marker, label=f"{name}, last {losses[-1]:.3f}")
+        axes.set_xlabel("optimizer step")
+        axes.set_ylabel("loss")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+        figure.tight_layout()
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(folder / "loss.png")
+        pyplot.close(figure)
+        return folder / "loss.png"
+
+
+def last_checkpoint(trainer: pl.Trainer) -> str | None:
+    """Return the path of the checkpoint that a trainer saved last, relative to the current folder if it is in it."""
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    paths = [callback._last_checkpoint_saved for callback in callbacks if callback._last_checkpoint_saved]
+    if not paths:
+        return None
+    return str(_from_here(max(map(Path, paths), key=lambda path: path.stat().st_mtime if path.exists() else 0.0)))
+
+
+def _from_here(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _say(trainer: pl.Trainer, *lines: str) -> None:
+    if trainer.is_global_zero:
+        print(*lines, sep="\n", flush=True)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a run: each rank's part of the model, the loss, the last checkpoint, and commands that work."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_mcore import MCoreGPT, MCoreStrategy, RunReport
+from lightning_mcore.cli.fit import _without_checkpoint
+from lightning_mcore.parallel.chunks import count_parameters
+from tests.support.ranks import run_ranks
+from tests.support.toy import make_trainer
+
+pytestmark = pytest.mark.distributed
+
+SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+EXPERTS = {**SHAPE, "num_moe_experts": 4, "moe_ffn_hidden_size": 8, "moe_token_dispatcher_type": "alltoall"}
+LAYOUTS = {
+    "tp2-pp2": ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, SHAPE),
+    "ep2-tp2": (
+        {
+            "tensor_model_parallel_size": 2,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+            "sequence_parallel": True,
+        },
+        {**EXPERTS, "add_bias_linear": False},
+    ),
+}
+
+
+class Text(pl.LightningDataModule):
+    """Rows of one letter."""
+
+    def train_dataloader(self) -> Any:
+        rows = [torch.full((9,), 97 + index % 3) for index in range(8)]
+        return torch.utils.data.DataLoader([{"tokens": row[:-1], "labels": row[1:]} for row in rows], batch_size=2)
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+class Counted(pl.Callback):
+    """Keeps the number of parameters of the whole model."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        self.count = count_parameters(strategy.chunks, strategy.layout)
+
+
+TIED = "tied-pp2"
+LAYOUTS[TIED] = ({"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}, SHAPE)
+
+
+def run(layout: dict[str, Any], shape: dict[str, Any], folder: str | None, tied: bool = False) -> int:
+    """Train two steps; return the number of parameters."""
+    counted = Counted()
+    reported: list[Any] = []
+    options: dict[str, Any] = {"enable_checkpointing": False}
+    if folder is not None:
+        reported = [RunReport(folder, prompt="a", max_new_tokens=3)]
+        options = {"enable_checkpointing": True, "default_root_dir": folder}
+    trainer = make_trainer(MCoreStrategy(**layout), callbacks=[counted, *reported], max_steps=2, **options)
+    model = MCoreGPT(vocab_size=128, seq_length=8, transformer=shape, share_embeddings_and_output_weights=tied)
+    trainer.fit(model, Text())
+    return counted.count
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_size_of_the_whole_model_is_that_of_one_rank(name: str) -> None:
+    layout, shape = LAYOUTS[name]
+    counts = run_ranks(4, run, layout, shape, None, name == TIED, timeout=120)
+    assert counts == run_ranks(1, run, {}, shape, None, name == TIED, timeout=120) * 4
+
+
+def test_a_run_ends_with_its_loss_its_checkpoint_and_the_next_commands(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    layout, shape = LAYOUTS["tp2-pp2"]
+    run_ranks(4, run, layout, shape, str(tmp_path), timeout=120)
+    output = capfd.readouterr().out
+    assert re.findall(r"^  rank \d  (\S+)  \S+ parameters$", output, re.MULTILINE) == [
+        f"tp{tp}.pp{pp}.cp0.dp0" for pp in range(2) for tp in range(2)
+    ]
+    assert re.search(r"^2 steps, \d+ s, train_loss \S+ -> \S+$", output, re.MULTILINE)
+    [path] = re.findall(r"^checkpoint  (.+)$", output, re.MULTILINE)
+    assert Path(path).is_dir()
+    assert f'continue    trainer.fit(..., ckpt_path="{path}")\n' in output
+    assert f"export      lightning-mcore export {shlex.quote(path)} OUT\n" in output
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "sample.txt").read_text().startswith("a")
+
+
+def test_a_prompt_that_nothing_encodes_is_refused() -> None:
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    with pytest.raises(ValueError, match=r"needs a data module with encode and decode, and a model with generate"):
+        RunReport(prompt="a").setup(trainer, pl.LightningModule(), "fit")
+
+
+def test_the_command_to_continue_names_the_new_checkpoint_only() -> None:
+    words = ["lightning-mcore", "fit", "--ckpt_path", "old", "--config=a.yaml", "--ckpt_path=older"]
+    assert _without_checkpoint(words) == ["lightning-mcore", "fit", "--config=a.yaml"]
