@@ -11,6 +11,7 @@ import warnings
 import torch
 
 _EVERYWHERE = (
+    ".*MimoModelConfig is experimental.*",  # megatron-core 0.19 imports it for every optimizer
     ".*cuda_graph_scope.*",  # megatron-core warns of its own default
     ".*grad attribute of a Tensor that is not a leaf.*",  # the fp32 shards of megatron-core's optimizer are views
     ".*torch.distributed.*is deprecated.*",  # megatron-core 0.16 under a torch that renames collectives

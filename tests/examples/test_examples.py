@@ -11,7 +11,6 @@ import re
 import runpy
 import subprocess
 import sys
-from dataclasses import fields as dataclass_fields
 from pathlib import Path
 
 import pytest
@@ -28,12 +27,11 @@ import finetune_hf
 import finetune_lora
 import pretrain_gpt
 import run_report
-from lightning_mcore import MCoreGPT, MCoreStrategy, ParallelLayout
+from lightning_mcore import MCoreGPT, MCoreStrategy
 from lightning_mcore.cli import plan
 from lightning_mcore.layers.transformer_config import build_transformer_config
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.parameters import model_parameters
-from lightning_mcore.planning.state_memory import rank_memory
 from tests.support.ranks import program_environment, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -300,33 +298,16 @@ SIZES = {  # parameters in all and for a token, in billions, as the models are k
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_the_large_models_have_their_sizes_and_fit(name: str) -> None:
-    """What the comments of these files promise, by the arithmetic that is tested against live runs elsewhere."""
+def test_the_large_models_have_their_sizes_and_fit(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the comments of these files promise, by ``plan``, which is tested against live runs elsewhere."""
     text = (EXAMPLES / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
     content = yaml.safe_load(text)
-    trainer, strategy = content["trainer"], content["trainer"]["strategy"]["init_args"]
     fields = GPTFields.of(content["model"]["init_args"])
     count = model_parameters(fields)
     assert (count.total / 1e9, count.active / 1e9) == pytest.approx(SIZES[name], rel=2e-3)
-    sizes = {field.name: strategy[field.name] for field in dataclass_fields(ParallelLayout) if field.name in strategy}
-    layout = ParallelLayout(**sizes)
-    plugins = trainer.get("plugins")
-    precision = plugins[0]["init_args"] if plugins else {"precision": trainer["precision"]}
-    memory = [
-        rank_memory(
-            fields,
-            layout,
-            stage,
-            world_size=trainer["devices"] * trainer["num_nodes"],
-            precision=precision,
-            strategy=strategy,
-            micro_batch_size=strategy["micro_batch_size"],
-            num_microbatches=trainer["accumulate_grad_batches"],
-            backend="transformer_engine",
-        ).total
-        / 2**30
-        for stage in range(layout.pipeline_model_parallel_size)
-    ]
+    assert plan.run([str(EXAMPLES / "configs" / f"{name}.yaml"), "--json"]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    memory = [stage["memory_bytes"]["total"] / 2**30 for stage in stages]
     assert max(memory) < 68  # GiB of the 74.5 that 80 GB are; the rest is for buffers of NCCL and fragments
     told = [int(number) for number in re.findall(r"(\d+) GiB", text)]
     assert memory == pytest.approx(told, rel=0.05)

@@ -279,7 +279,7 @@ WRONG: dict[str, tuple[RunSettings, str]] = {
              "recompute_num_layers": 1}),
         "moe-layer-recompute",
     ),
-    "width of experts without experts": (run_with({"moe_ffn_hidden_size": 32}), "num_experts"),
+    "width of experts without experts": (run_with({"moe_ffn_hidden_size": 32}), "experts"),
     "shared overlap with allgather": (
         moe({"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True}),
         "moe_shared_expert_overlap only works with alltoall",
@@ -291,7 +291,7 @@ WRONG: dict[str, tuple[RunSettings, str]] = {
     "padding without capacity": (moe({"moe_pad_expert_input_to_capacity": True}), "moe_expert_capacity_factor"),
     "more experts than there are": (moe({"moe_router_topk": 5}), "moe_router_topk=5"),
     "one expert without softmax before": (moe({"moe_router_topk": 1}), "moe-router-pre-softmax"),
-    "bias with softmax": (moe({"moe_router_enable_expert_bias": True}), "sigmoid score function"),
+    "bias with softmax": (moe({"moe_router_enable_expert_bias": True}), "sigmoid"),
     "groups of experts": (moe({"moe_router_group_topk": 1}), "moe_router_num_groups"),
     "groups that do not divide": (
         moe({"moe_router_group_topk": 1, "moe_router_num_groups": 3}),
