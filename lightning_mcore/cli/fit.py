@@ -212,7 +212,7 @@ class CommandCLI(TrainingCLI):
             callbacks.append(RunReport())
         for callback in callbacks:
             if isinstance(callback, RunReport):
-                callback.command = callback.command or _without_checkpoint(["lightning-mcore", *self._command_line])
+                callback.command = callback.command or ["lightning-mcore", *self._command_line]
         return callbacks
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
@@ -263,15 +263,6 @@ def _check_checkpoint(path: Any) -> None:
     if not isinstance(path, str) or path.partition(":")[0] in _KEYWORDS or "://" in path or os.path.exists(path):
         return
     raise FileNotFoundError(f"ckpt_path={path!r} does not exist; give the path of a checkpoint, or 'last'")
-
-
-def _without_checkpoint(words: list[str]) -> list[str]:
-    """Return a command line without ``--ckpt_path PATH`` or ``--ckpt_path=PATH``."""
-    kept: list[str] = []
-    for before, word in zip(["", *words], words, strict=False):
-        if before != "--ckpt_path" and word.partition("=")[0] != "--ckpt_path":
-            kept.append(word)
-    return kept
 
 
 def _layout(strategy: Any) -> ParallelLayout:

@@ -212,10 +212,29 @@ class Family:
             ValueError: A field that changes the numbers differs.
         """
         for name in differences(again, fields):
-            raise ValueError(
-                f"the model is not one of {self.model_type!r}: {name}={fields[name]!r} cannot be expressed in its"
-                f" config, which would mean {again[name]!r}; give another family"
-            )
+            fault = _inexpressible(name, again, fields)
+            raise ValueError(f"the model is not one of {self.model_type!r}: {fault}; give another family")
+
+    def misfits(self, fields: Mapping[str, Any]) -> list[str]:
+        """Return a phrase for each rule and each field by which a model is not of this family; empty if it is."""
+        config: dict[str, Any] = {}
+        found = []
+        for rule in self.config:
+            try:
+                config |= rule.write(fields)
+            except ValueError as error:
+                found.append(str(error))
+            except (KeyError, TypeError):  # no such field, or None, in another kind of model
+                found.append("it lacks settings of this family")
+        try:
+            again = complete_fields(self.read_config(config))
+        except ValueError as error:
+            return found or [str(error)]
+        return found + [_inexpressible(name, again, fields) for name in differences(again, fields)]
+
+
+def _inexpressible(name: str, again: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
+    return f"{name}={fields[name]!r} cannot be expressed in its config, which would mean {again[name]!r}"
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

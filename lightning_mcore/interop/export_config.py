@@ -216,20 +216,20 @@ def _read(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _guess(what: str, fields: Mapping[str, Any]) -> str:
-    reasons: dict[str, list[str]] = {}
+    """Return the first family that a model fits; ValueError with what is missing to the nearest one."""
+    # A model with LayerNorm: one misfit with the nearest family, several with a family of experts.
+    misfits: dict[str, list[str]] = {}
     for name in family_names():
-        try:
-            # write_config reads the config back, so a family without an error describes the model exactly
-            find_family(name).write_config(fields)
-        except ValueError as error:
-            reason = (
-                str(error).removeprefix(f"the model is not one of {name!r}: ").removesuffix("; give another family")
-            )
-            reasons.setdefault(reason, []).append(name)
-        else:
+        misfits[name] = find_family(name).misfits(fields)
+        if not misfits[name]:
             return name
-    told = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
-    raise ValueError(f"{what} does not fit a known family ({told}); give your own with family")
+    nearest = min(misfits, key=lambda name: len(misfits[name]))
+    first, *more = misfits[nearest]
+    also = f" ({len(more)} more of its settings do not fit either)" if more else ""
+    raise ValueError(
+        f"{what} does not fit a known family; the nearest is {nearest!r}, but {first}{also}; change the model, or give"
+        " your own family with family"
+    )
 
 
 def _check_layers(what: str, fields: Mapping[str, Any], shapes: Mapping[str, Shape]) -> None:

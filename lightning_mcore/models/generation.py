@@ -40,6 +40,8 @@ def continue_prompt(
             logits = module.run_forward("next_logits", prepare(window))
             # Every rank has the same logits and its own generator with the same seed, so all sample the same token
             tokens.append(sample(logits[0], temperature, top_k, generator))
+    if module._trainer is None:  # a whole model, in single_process()
+        return tokens
     whole: list[int] = module.trainer.strategy.broadcast(tokens)  # data-parallel copies may round differently
     return whole
 

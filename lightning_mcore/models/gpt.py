@@ -547,8 +547,9 @@ class MCoreGPT(SpeedLogs):
         """Continue a prompt, one token at a time; each token runs the whole model over the last ``seq_length`` tokens.
 
         Collective: every rank calls it with the same arguments while the trainer runs, for example in a callback's
-        ``on_train_end``. The sequence is padded to a length that the layout can split; the padding follows the tokens,
-        where causal attention does not see it.
+        ``on_train_end``. Without a trainer, the whole model continues the prompt in ``with single_process():``. The
+        sequence is padded to a length that the layout can split; the padding follows the tokens, where causal attention
+        does not see it.
 
         Args:
             prompt: Tokens to continue, at least one.

@@ -17,6 +17,7 @@
 
 import shlex
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,10 +177,11 @@ class RunReport(pl.Callback):
         if self.command is None:
             return f'trainer.fit(..., ckpt_path="{path}")'
         # With the same command the run would end at once.
-        further = ["--trainer.max_steps", str(2 * trainer.max_steps)] if trainer.max_steps > 0 else []
-        if not further and trainer.max_epochs is not None and trainer.max_epochs > 0:
-            further = ["--trainer.max_epochs", str(2 * trainer.max_epochs)]
-        return shlex.join([*self.command, "--ckpt_path", path, *further])
+        words = without_option(self.command, "--ckpt_path")
+        for name, limit in (("--trainer.max_steps", trainer.max_steps), ("--trainer.max_epochs", trainer.max_epochs)):
+            if limit is not None and limit > 0:
+                words = [*without_option(words, name), name, str(2 * limit)]
+        return shlex.join([*words, "--ckpt_path", path])
 
     def _draw(self, folder: Path) -> Path:
         """Plot the losses to a file and return its path."""
@@ -213,6 +215,13 @@ def last_checkpoint(trainer: pl.Trainer) -> str | None:
     if not paths:
         return None
     return str(_from_here(max(map(Path, paths), key=lambda path: path.stat().st_mtime if path.exists() else 0.0)))
+
+
+def without_option(words: Sequence[str], name: str) -> list[str]:
+    """Return a command line without ``--name value`` and ``--name=value``."""
+    return [
+        word for before, word in zip(["", *words], words, strict=False) if name not in (before, word.partition("=")[0])
+    ]
 
 
 def _from_here(path: Path) -> Path:

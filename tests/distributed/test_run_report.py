@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lightning_mcore import MCoreGPT, MCoreStrategy, RunReport
-from lightning_mcore.cli.fit import _without_checkpoint
 from lightning_mcore.parallel.chunks import count_parameters
 from tests.support.ranks import run_ranks
 from tests.support.toy import make_trainer
@@ -105,6 +104,9 @@ def test_a_prompt_that_nothing_encodes_is_refused() -> None:
         RunReport(prompt="a").setup(trainer, pl.LightningModule(), "fit")
 
 
-def test_the_command_to_continue_names_the_new_checkpoint_only() -> None:
-    words = ["lightning-mcore", "fit", "--ckpt_path", "old", "--config=a.yaml", "--ckpt_path=older"]
-    assert _without_checkpoint(words) == ["lightning-mcore", "fit", "--config=a.yaml"]
+def test_the_command_to_continue_names_the_new_checkpoint_and_a_later_end(tmp_path: Path) -> None:
+    command = ["lightning-mcore", "fit", "--ckpt_path", "old", "--config=a.yaml", "--trainer.max_steps=2"]
+    trainer = pl.Trainer(accelerator="cpu", max_steps=2, logger=False, enable_progress_bar=False)
+    told = RunReport(command=command)._continue("new path", trainer)
+    assert told == "lightning-mcore fit --config=a.yaml --trainer.max_steps 4 --ckpt_path 'new path'"
+    assert RunReport()._continue("new", trainer) == 'trainer.fit(..., ckpt_path="new")'

@@ -2,7 +2,11 @@
 """The README and every page of ``docs/`` keep their promises: code runs, YAML is accepted, files and commands exist."""
 
 import ast
+import os
 import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
@@ -21,6 +25,7 @@ from tests.support.hf_models import save_tiny
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LAPTOP = ROOT / "docs/start/laptop.md"
 page = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
@@ -82,9 +87,10 @@ def test_the_runs_of_a_page_train(path: Path, tmp_path: Path, capsys: pytest.Cap
     for file in files_of_the_runs(path, tmp_path):
         settings = yaml.safe_load(file.read_text())
         settings.pop("ray", None)
-        settings["trainer"] |= {"accelerator": "cpu", "devices": 2, "max_steps": 1, "accumulate_grad_batches": 1}
+        ranks = 4 if path == LAPTOP else 2
+        settings["trainer"] |= {"accelerator": "cpu", "devices": ranks, "max_steps": 1, "accumulate_grad_batches": 1}
         file.write_text(yaml.safe_dump(settings))
-        output = run_on_ranks(capsys, 2, str(tmp_path / "fit.py"), "fit", f"--config={file}", folder=tmp_path)
+        output = run_on_ranks(capsys, ranks, str(tmp_path / "fit.py"), "fit", f"--config={file}", folder=tmp_path)
         assert "`max_steps=1` reached" in output
 
 
@@ -212,14 +218,73 @@ def test_the_first_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[st
     script.write_text(blocks(PAGES[0], "python")[0])
     output = run_on_ranks(capsys, 4, str(script), folder=tmp_path)
     assert "tp2 pp2" in output
-    assert "`max_steps=20` reached" in output
+    shown, printed = (re.findall(r"train_loss (\S+) -> (\S+)", text)[0] for text in (PAGES[0].read_text(), output))
+    assert [float(loss) for loss in printed] == pytest.approx([float(loss) for loss in shown], rel=1e-2)
 
 
 @pytest.mark.slow
 def test_the_example_of_the_laptop_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
-    script.write_text(blocks(ROOT / "docs/start/laptop.md", "python")[0].replace("main()\n", "main(4)\n"))
-    assert "`max_steps=4` reached" in run_on_ranks(capsys, 4, str(script), folder=tmp_path)
+    script.write_text(blocks(LAPTOP, "python")[0].replace("max_steps=100", "max_steps=4"))
+    output = run_on_ranks(capsys, 4, str(script), folder=tmp_path)
+    assert "`max_steps=4` reached" in output
+    assert re.search(r"4 steps, .* s, train_loss 5\.5\d+ -> ", output)
+
+
+@pytest.mark.thorough
+def test_the_journey_of_the_laptop_gives_what_the_page_shows(tmp_path: Path) -> None:
+    """Every file and command of the page in turn, as a reader has them; numbers agree to a percent."""
+    commands = {
+        "python": sys.executable,
+        "lightning-mcore": f"{sys.executable} -m lightning_mcore.cli",
+    }
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    output, printed, shown = "", [], 0
+    for name, language, text in re.findall(
+        r"(?:Save this as `([\w.]+)`[^`]*)?^```(\w+)\n(.*?)^```", LAPTOP.read_text(), re.DOTALL | re.MULTILINE
+    ):
+        if name:
+            (tmp_path / name).write_text(text)
+        elif language == "text":
+            check_output(text, output)
+            shown += 1
+        elif language == "bash" and "pip install" not in text:
+            output = ""
+            for line in text.splitlines():
+                program, _, rest = line.partition(" ")
+                done = subprocess.run(
+                    [*commands[program].split(), *shlex.split(rest)],
+                    cwd=tmp_path,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    timeout=400,
+                    check=False,
+                )
+                assert done.returncode == 0, done.stderr
+                output += done.stdout + done.stderr
+                printed.append(done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "")
+    assert shown == 3
+    here, _, in_transformers = printed[-3:]
+    assert here == in_transformers
+    assert here.startswith("b'    def ")
+
+
+NUMBER = re.compile(r"\d+\.\d+")
+
+
+def check_output(shown: str, output: str) -> None:
+    """Assert that each line of a page is a line of the output, but for ``...`` and a percent of each decimal number."""
+    lines = output.splitlines()
+    for line in shown.splitlines():
+        if line == "...":
+            continue
+        pattern = ".*".join(NUMBER.sub("#", part).replace("#", "\0") for part in line.split("..."))
+        wanted = re.compile(re.escape(pattern).replace(re.escape(".*"), ".*").replace("\0", r"(\d+\.\d+)"))
+        found = [match for match in map(wanted.fullmatch, lines) if match]
+        assert found, f"{line!r} is not in\n{output}"
+        numbers = [float(number) for number in NUMBER.findall(line)]
+        assert [float(number) for number in found[0].groups()] == pytest.approx(numbers, rel=1e-2)
 
 
 _TRAIN_NET = """
