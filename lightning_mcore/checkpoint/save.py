@@ -165,8 +165,8 @@ class CheckpointSave:
                 self._records[METADATA_FILE] = write_metadata(self._folder, metadata, places)
             if self._is_local:
                 checkpoint_files.finish(self.path, self._manifest, self._records)
-                for link in self.links:
-                    checkpoint_files.link(link, self.path)
+        for link in self.links if self._is_local else ():  # the folder now has its final name
+            checkpoint_files.link(link, self.path)
 
     def _start_upload(self) -> None:
         run_on_rank0(lambda: begin_upload(self.path))

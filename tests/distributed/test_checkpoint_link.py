@@ -171,3 +171,30 @@ def remove_and_link(folder: str) -> None:
 def test_a_checkpoint_goes_when_no_link_leads_there_and_not_when_it_was_saved_again(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     run_ranks(1, remove_and_link, str(tmp_path / "run"))
+
+
+def save_where_no_link_can_be_made(folder: str) -> str:
+    """Return the error of a run whose disk makes no links."""
+    last, whole = Path(folder) / "last.ckpt", atomic.link
+
+    def link(path: str, target: str) -> None:
+        if Path(path) == last:
+            raise OSError(1, "Operation not permitted", path)
+        whole(path, target)
+
+    atomic.link = link
+    try:
+        train(Path(folder), StagedNet, {}, 1, async_save=True)
+    except OSError as error:
+        return str(error)
+    finally:
+        atomic.link = whole
+    return ""
+
+
+def test_a_link_that_cannot_be_made_is_not_called_a_deleted_folder(tmp_path: Path) -> None:
+    [told] = run_ranks(1, save_where_no_link_can_be_made, str(tmp_path), timeout=60)
+    assert "operation not permitted" in told
+    assert "was deleted" not in told
+    [saved] = [path for path in tmp_path.iterdir() if path.suffix == ".ckpt"]
+    verify(str(saved))

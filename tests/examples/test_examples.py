@@ -118,7 +118,7 @@ def test_pretrain_gpt_is_a_program(tmp_path: Path) -> None:
     """As the scripts of ``test_launch.py``; ``tests/distributed/test_checkpoint_io.py`` starts the other ranks."""
     one_rank = ("--devices=1", "--tp=1", "--pp=1", "--max-steps=2")
     output = run_example("pretrain_gpt.py", *one_rank, *SMALL, folder=tmp_path)
-    assert "layout: 1 rank, " in output, output
+    assert "MCoreStrategy: tp1 pp1" in output, output
     the_files_of_a_run_are_there(tmp_path / "outputs/pretrain_gpt", steps=2)
 
 
