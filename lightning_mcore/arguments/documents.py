@@ -40,9 +40,14 @@ def overridden(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, An
     return values
 
 
-def _read_keys(path: str, what: str) -> dict[str, Any]:
+def require_file(path: str, what: str) -> None:
+    """Raise FileNotFoundError if there is no such file; ``what`` names it, as in :func:`read_file`."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path!r} is not a file; give {what}, in YAML or JSON")
+
+
+def _read_keys(path: str, what: str) -> dict[str, Any]:
+    require_file(path, what)
     text = read_text(path)
     if Path(path).suffix not in (".yaml", ".yml", ".json"):
         raise ValueError(f"{path!r} is neither YAML nor JSON; give a file that ends with .yaml, .yml or .json")

@@ -23,8 +23,7 @@ import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
-from lightning_mcore.cli.command import DONE, WRONG, is_of_transformer_engine, refused
-from lightning_mcore.cli.quick_checks import refuse_early
+from lightning_mcore.cli.command import DONE, TRAINING, WRONG, is_of_transformer_engine, refused
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.parallel.megatron_import import HINTS
 
@@ -33,8 +32,8 @@ __all__ = ["COMMANDS", "console", "main"]
 COMMANDS = {
     "fit": ("lightning_mcore.cli.fit", "train a model from a YAML file (LightningCLI)"),
     "validate": ("lightning_mcore.cli.fit", "run only the validation of a YAML file"),
-    "test": ("lightning_mcore.cli.fit", "run only its test"),
-    "predict": ("lightning_mcore.cli.fit", "run only its prediction"),
+    "test": ("lightning_mcore.cli.fit", "run only the test of a YAML file"),
+    "predict": ("lightning_mcore.cli.fit", "run only the prediction of a YAML file"),
     "llamafactory": ("lightning_mcore.cli.llamafactory", "train from a training file of LLaMA-Factory"),
     "plan": ("lightning_mcore.cli.plan", "show what a run will do and need, without running it"),
     "preprocess": (
@@ -47,7 +46,6 @@ COMMANDS = {
 }
 """For each command: its module, and what it does."""
 
-TRAINING = ("fit", "validate", "test", "predict")
 ALL_OPTIONS = "--help-all"
 _NAMED = ("lightning_mcore.cli.fit", "lightning_mcore.cli.hf")
 
@@ -80,6 +78,8 @@ def main(arguments: Sequence[str]) -> int:
         return DONE
     if rest == [ALL_OPTIONS]:
         rest = ["--help"]
+    from lightning_mcore.cli.quick_checks import refuse_early  # not for --help, which answers at once
+
     try:
         refuse_early(name, rest)
     except (ValueError, OSError) as error:
@@ -136,7 +136,7 @@ def overview() -> str:
 _TRAINING_HELP = """\
 usage: lightning-mcore {name} --config run.yaml [--option value ...]
 
-{what}, split over the devices by MCoreStrategy. Options override the file.
+{what}. Options override the file.
 
 examples:
   lightning-mcore {name} --config run.yaml
@@ -153,26 +153,21 @@ often used:
   --trainer.precision bf16-mixed                        number format of the computation
   --trainer.max_steps N                                 optimizer steps
   --trainer.accumulate_grad_batches N                   batches of one optimizer step
-  --trainer.strategy MCoreStrategy                      the strategy, whose sizes follow
+  --trainer.strategy MCoreStrategy                      splits the model over the ranks; its sizes:
   --trainer.strategy.tensor_model_parallel_size N       ranks that share every matrix
   --trainer.strategy.pipeline_model_parallel_size N     stages of consecutive layers
   --trainer.strategy.context_parallel_size N            ranks that share every row
   --trainer.default_root_dir FOLDER                     where logs and checkpoints go
   --print_config                                        print the whole configuration, and stop
 
-lightning-mcore {name} --help-all                  all options of Lightning's trainer
-lightning-mcore {name} --model.help MCoreGPT       the options of a model; --data.help CLASS those of a data module
-lightning-mcore plan run.yaml                 what the run will be, and all its errors
+lightning-mcore {name} --help-all              all options of Lightning's trainer
+lightning-mcore {name} --model.help MCoreGPT   the options of a model; --data.help CLASS for a data module
+lightning-mcore plan run.yaml               what the run will be, and all its errors
 """
-_WHAT = {
-    "fit": "Train the model of a YAML file",
-    "validate": "Run the validation of a YAML file's model",
-    "test": "Run the test of a YAML file's model",
-    "predict": "Run the prediction of a YAML file's model",
-}
 
 
 def training_help(name: str) -> str:
     """Return the text of ``lightning-mcore fit --help``, which needs no import."""
     checkpoint = "continue from a checkpoint; 'last' finds it" if name == "fit" else "the checkpoint to load"
-    return _TRAINING_HELP.format(name=name, what=_WHAT[name], checkpoint=checkpoint).rstrip()
+    what = COMMANDS[name][1]
+    return _TRAINING_HELP.format(name=name, what=what[0].upper() + what[1:], checkpoint=checkpoint).rstrip()

@@ -15,6 +15,9 @@ from typing import Any, NoReturn
 
 from lightning_mcore.config.text import unknown_name
 
+TRAINING = ("fit", "validate", "test", "predict")
+"""The commands that LightningCLI has."""
+
 DONE = 0
 FAILED = 1
 WRONG = 2  # wrong input, as in argparse

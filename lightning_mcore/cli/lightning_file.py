@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from lightning_mcore.cli.command import TRAINING
 from lightning_mcore.cli.fit import CommandCLI, TrainingCLI, parse, refuse_lone_scheduler
 from lightning_mcore.config.ray import RaySettings
 from lightning_mcore.config.rules import raise_first
@@ -21,7 +22,6 @@ from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.planning.signatures import Arguments, fields_of, of_model, of_precision, of_strategy, of_trainer
 
-COMMANDS = ("fit", "validate", "test", "predict")
 TOP_KEYS = ("trainer", "model", "data", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path", "verbose", "ray")
 # Keys of a file that only another command than fit has
 _COMMAND_OF_KEY = {"verbose": "validate", "return_predictions": "predict"}
@@ -130,7 +130,7 @@ def _can_be_found(module: str) -> bool:
 
 def _without_command(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a file's content without the level of a command, such as ``fit:``."""
-    for command in COMMANDS:
+    for command in TRAINING:
         if isinstance(document.get(command), Mapping):
             return {**document[command], **{key: value for key, value in document.items() if key != command}}
     return dict(document)
@@ -235,5 +235,5 @@ def _data(given: Any) -> dict[str, Any]:
 def refuse_unknown_option(key: str, others: Sequence[str]) -> None:
     """Raise ValueError for a key after the files that neither LightningCLI nor the command (``others``) knows."""
     top = key.partition(".")[0]
-    if top not in (*TOP_KEYS, *COMMANDS):
+    if top not in (*TOP_KEYS, *TRAINING):
         raise ValueError(unknown_name("option", top, TOP_KEYS if "." in key else (*TOP_KEYS, *others)))

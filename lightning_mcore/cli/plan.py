@@ -34,8 +34,9 @@ from typing import Any
 
 from lightning_mcore.arguments.documents import read_text, read_yaml
 from lightning_mcore.arguments.llamafactory.rules import refuse_v1
-from lightning_mcore.cli.command import DONE, WRONG, CommandParser, find_modules_here, run_command
-from lightning_mcore.cli.lightning_file import COMMANDS, TOP_KEYS, refuse_unknown_option, settings_of_lightning
+from lightning_mcore.cli.command import DONE, TRAINING, WRONG, CommandParser, find_modules_here, run_command
+from lightning_mcore.cli.lightning_file import TOP_KEYS, refuse_unknown_option, settings_of_lightning
+from lightning_mcore.cli.quick_checks import require_settings
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.ray import elastic_sizes
 from lightning_mcore.config.run import RunSettings, number_of_devices
@@ -314,9 +315,7 @@ def read_document(path: str) -> dict[str, Any]:
 
     Raises FileNotFoundError for a missing file, and ValueError if it is neither YAML nor JSON, or holds no keys.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise FileNotFoundError(f"{path} is not a file; give a YAML or JSON file with the settings of a run")
+    require_settings(path)
     document = read_yaml(read_text(path), path)
     if not isinstance(document, dict) or not document:
         raise ValueError(f"{path} holds no keys; give a file with the settings of a run")
@@ -327,7 +326,7 @@ def kind_of(document: Mapping[str, Any], path: str) -> Kind:
     """Return the kind of a file; ValueError if it is of no known kind."""
     refuse_v1(document, path)
     keys = {str(key) for key in document}
-    if {"trainer", "model", "data", *COMMANDS} & keys:
+    if {"trainer", "model", "data", *TRAINING} & keys:
         return "lightning"
     if "stage" in keys or len(_LLAMAFACTORY_KEYS & keys) >= 2:
         return "llamafactory"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults of a command line that are found in a fraction of a second, before torch, Lightning and Megatron are imported.
 
-A missing file, a file that is not YAML, and misspelt names of the trainer and of ``MCoreStrategy``, whose signatures
-are read from the source. ``config_errors.py`` finds all faults and uses the same words. ``__init__.py`` calls
+These are a missing file and misspelt arguments of the trainer or of ``MCoreStrategy``, whose signatures are read from
+the source. ``config_errors.py`` finds every fault and words these the same way. ``__init__.py`` calls
 :func:`refuse_early`.
 """
 
@@ -14,7 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_mcore.arguments import documents
 from lightning_mcore.arguments.documents import read_text, read_yaml
+from lightning_mcore.arguments.llamafactory.rules import TRAINING_FILE
+from lightning_mcore.cli.command import TRAINING
 from lightning_mcore.config.text import unknown_name
 
 _FILES = (".yaml", ".yml", ".json")
@@ -27,18 +30,31 @@ def refuse_early(command: str, words: Sequence[str]) -> None:
     """Raise ValueError or FileNotFoundError for a fault that needs no import."""
     if command in ("plan", "llamafactory"):
         file = words[0] if words else ""
-        if file.endswith(_FILES) and not file.startswith("-") and "=" not in file and not os.path.exists(file):
-            raise FileNotFoundError(f"{file!r} is not a file; give the path of a YAML or JSON file")
-    if command not in ("fit", "validate", "test", "predict"):
+        if file.endswith(_FILES) and not file.startswith("-") and "=" not in file:
+            if command == "plan":
+                require_settings(file)
+            else:
+                documents.require_file(file, TRAINING_FILE)
+    if command not in TRAINING:
         return
     strategy: Any = None
     for name, value in options(words):
         if name in ("-c", "--config"):
-            strategy = _refuse_document(load(value)) or strategy
+            strategy = _refuse_document(_document(value)) or strategy
         elif name == "--trainer.strategy":
             strategy = value
         elif name.startswith("--trainer."):
             _refuse_option(name, strategy)
+
+
+def _document(value: str) -> dict[str, Any]:
+    """Return the keys of a file, or none if only jsonargparse can judge it: YAML text, a URL, a repeated key."""
+    if value.endswith(_FILES) and ":" not in value:
+        require_file(value)
+    try:
+        return load(value)
+    except ValueError:
+        return {}
 
 
 def _refuse_document(document: Mapping[str, Any]) -> Any:
@@ -109,10 +125,21 @@ def options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield name, value
 
 
-def load(path: str) -> dict[str, Any]:
-    """Return the keys of a YAML file; ValueError if there is no such file, or it holds something else."""
+def require_settings(path: str) -> None:
+    """Raise FileNotFoundError if there is no such file to plan."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{path} is not a file; give a YAML or JSON file with the settings of a run")
+
+
+def require_file(path: str) -> None:
+    """Raise ValueError if there is no such file."""
     if not os.path.isfile(path):
         raise ValueError(f"--config {path} is not a file; give the path of a YAML file")
+
+
+def load(path: str) -> dict[str, Any]:
+    """Return the keys of a YAML file; ValueError if there is no such file, or it holds something else."""
+    require_file(path)
     content = read_yaml(read_text(path), path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} does not hold keys; give a YAML file with trainer:, model: and data:")

@@ -27,6 +27,7 @@ RAY_KEYS = {"ray_num_workers", "ray_init_kwargs", "master_addr", "master_port"}
 RAY_KEYS |= {"ray_run_name", "ray_storage_path", "resources_per_worker", "placement_strategy"}
 """Keys for a launch on Ray; ``RayArguments`` has more, which are our own options."""
 
+TRAINING_FILE = "a training file of LLaMA-Factory"
 _MAY_BE_NULL = ("enable_thinking",)  # None is a value of its own, and not the default
 
 _PRECISIONS = ("bf16_mixed", "fp16_mixed", "fp32")
@@ -71,7 +72,7 @@ def read_keys(path: str | None, overrides: Sequence[str]) -> dict[str, Any]:
     Raises FileNotFoundError, and ValueError if a name is neither a LLaMA-Factory key nor an argument, or if the file is
     of another kind.
     """
-    in_file = read_file(path, "a training file of LLaMA-Factory")
+    in_file = read_file(path, TRAINING_FILE)
     given = overridden(in_file, overrides)
     changed = {text.partition("=")[0].partition(".")[0] for text in overrides}
     for key in sorted(changed):

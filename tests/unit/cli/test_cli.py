@@ -66,7 +66,14 @@ def test_no_command_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> No
 
 EARLY = {
     "no file": (["fit", "--config", "nix.yaml"], "--config nix.yaml is not a file; give the path of a YAML file"),
-    "no file to plan": (["plan", "nix.yaml"], "'nix.yaml' is not a file; give the path of a YAML or JSON file"),
+    "no file to plan": (
+        ["plan", "nix.yaml"],
+        "nix.yaml is not a file; give a YAML or JSON file with the settings of a run",
+    ),
+    "no file of LLaMA-Factory": (
+        ["llamafactory", "nix.yaml"],
+        "'nix.yaml' is not a file; give a training file of LLaMA-Factory, in YAML or JSON",
+    ),
     "option": (
         ["fit", "--config", "{tiny}", "--trainer.max_stepps=3"],
         "unknown option '--trainer.max_stepps'; did you mean '--trainer.max_steps'?",
@@ -97,6 +104,13 @@ for name in ("fit", "predict"):
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_what_only_jsonargparse_can_judge_is_left_to_it(tmp_path: Path) -> None:
+    twice = tmp_path / "twice.yaml"
+    twice.write_text("trainer: {max_steps: 2}\ntrainer: {max_steps: 3}\n")
+    for value in (str(twice), '{"trainer": {"max_steps": 2}}', "store://folder/run.yaml"):
+        quick_checks.refuse_early("fit", ["--config", value])
 
 
 def test_the_short_help_names_options_that_exist() -> None:
