@@ -67,6 +67,7 @@ from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.models.speed import SpeedLogs
 from lightning_mcore.parallel.chunks import built_chunks
 from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.parallel.known_warnings import ignore_warnings_of_methods
 
 Batch = dict[str, Tensor]
 _BASE = "lora_base_digest"  # not "lora_base", an older digest
@@ -150,6 +151,7 @@ class MCoreGPT(SpeedLogs):
         train_only: list[str] | None = None,
     ) -> None:
         super().__init__()
+        ignore_warnings_of_methods(type(self))
         self.lora = None if lora is None else LoRA.of(lora)
         self.train_only = train_only
         if train_only is not None:
