@@ -15,6 +15,7 @@
 ``lightning-mcore fit`` adds :class:`RunReport` to its callbacks.
 """
 
+import os
 import shlex
 import time
 from collections.abc import Sequence
@@ -23,10 +24,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_mcore.config.text import human
+from lightning_mcore.parallel.consensus import all_gather_object
 from lightning_mcore.strategy.strategy import MCoreStrategy
 
 _RANKS_SHOWN = 8
@@ -95,16 +96,12 @@ class RunReport(pl.Callback):
         """Print each rank's place and part of the model; every rank contributes a line."""
         self._curve, self._val_curve, self._every = [], [], 1
         self._first_step, self._began = trainer.global_step, time.monotonic()
-        own = sum(parameter.numel() for parameter in pl_module.parameters())
         strategy = trainer.strategy
         if not isinstance(strategy, MCoreStrategy) or strategy.layout.model_parallel_size == 1:
             return
+        own = sum(parameter.numel() for parameter in pl_module.parameters())
         place = strategy.layout.coordinates(trainer.global_rank, trainer.world_size)
-        lines = [f"  rank {trainer.global_rank}  {place}  {human(own)} parameters"]
-        if trainer.world_size > 1:
-            gathered: list[Any] = [None] * trainer.world_size
-            dist.all_gather_object(gathered, lines[0])
-            lines = gathered
+        lines = all_gather_object(f"  rank {trainer.global_rank}  {place}  {human(own)} parameters")
         hidden = len(lines) - _RANKS_SHOWN
         if hidden > 0:
             lines = [*lines[:_RANKS_SHOWN], f"  and {hidden} more"]
@@ -114,16 +111,17 @@ class RunReport(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep the loss of the step; it stays on the device, so that nothing waits."""
-        step = trainer.global_step
-        if step == (self._curve[-1][0] if self._curve else self._first_step) or (step - 1) % self._every:
-            return
-        loss = trainer.callback_metrics.get(self.loss)
-        if loss is None:
-            return
-        self._curve.append((step, loss.detach().clone()))
+        if (trainer.global_step - 1) % self._every == 0:
+            self._keep_loss(trainer)
         if len(self._curve) == _POINTS:  # 2,000 points at every step become 1,000 at every second one
             self._curve = self._curve[::2]
             self._every *= 2
+
+    def _keep_loss(self, trainer: pl.Trainer) -> None:
+        """Add the loss of the last step to the curve, unless it is there."""
+        loss = trainer.callback_metrics.get(self.loss)
+        if loss is not None and trainer.global_step > (self._curve[-1][0] if self._curve else self._first_step):
+            self._curve.append((trainer.global_step, loss.detach().clone()))
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keep the loss of a validation during training."""
@@ -132,7 +130,8 @@ class RunReport(pl.Callback):
             self._val_curve.append((trainer.global_step, loss.detach().clone()))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Continue the prompt, on every rank, because each holds a part of the model."""
+        """Keep the last loss; continue the prompt, on every rank, because each holds a part of the model."""
+        self._keep_loss(trainer)
         if self.prompt is None:
             return
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
@@ -164,7 +163,7 @@ class RunReport(pl.Callback):
             lines.append(f"loss curve  {self._draw(self.folder)}")
         # Not trainer.log_dir, which is collective, and this is rank 0 alone.
         folders = [folder for logger in trainer.loggers if (folder := getattr(logger, "log_dir", None))]
-        lines += [f"logs        {_from_here(Path(folder))}" for folder in folders]
+        lines += [f"logs        {_from_here(str(folder))}" for folder in folders]
         path = last_checkpoint(trainer)
         if path is not None:
             lines.append(f"checkpoint  {path}")
@@ -209,12 +208,12 @@ class RunReport(pl.Callback):
 
 
 def last_checkpoint(trainer: pl.Trainer) -> str | None:
-    """Return the path of the checkpoint that a trainer saved last, relative to the current folder if it is in it."""
+    """Return the path or URL of the checkpoint that a trainer saved last."""
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     paths = [callback._last_checkpoint_saved for callback in callbacks if callback._last_checkpoint_saved]
     if not paths:
         return None
-    return str(_from_here(max(map(Path, paths), key=lambda path: path.stat().st_mtime if path.exists() else 0.0)))
+    return _from_here(max(paths, key=lambda path: os.path.getmtime(path) if os.path.exists(path) else 0.0))
 
 
 def without_option(words: Sequence[str], name: str) -> list[str]:
@@ -224,8 +223,9 @@ def without_option(words: Sequence[str], name: str) -> list[str]:
     ]
 
 
-def _from_here(path: Path) -> Path:
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+def _from_here(path: str) -> str:
+    """Return a path relative to the current folder if it is in it."""
+    return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
 
 
 def _say(trainer: pl.Trainer, *lines: str) -> None:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of a run: each rank's part of the model, the loss, the last checkpoint, and commands that work."""
 
+import os
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +14,7 @@ import torch
 
 from lightning_mcore import MCoreGPT, MCoreStrategy, RunReport
 from lightning_mcore.parallel.chunks import count_parameters
+from lightning_mcore.strategy import run_report
 from tests.support.ranks import run_ranks
 from tests.support.toy import make_trainer
 
@@ -96,6 +99,42 @@ def test_a_run_ends_with_its_loss_its_checkpoint_and_the_next_commands(
     assert f"export      lightning-mcore export {shlex.quote(path)} OUT\n" in output
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "sample.txt").read_text().startswith("a")
+
+
+class Descending(pl.LightningModule):
+    """Logs as loss of a step what is left of seven."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.log("train_loss", 7.0 - self.global_step)
+        return self.weight.sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice on loaders
+def test_the_last_loss_is_that_of_the_last_step_also_of_a_thinned_curve(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_report, "_POINTS", 4)
+    report = RunReport()
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pl.Trainer(accelerator="cpu", max_steps=6, callbacks=[report], **quiet)
+    trainer.fit(Descending(), torch.utils.data.DataLoader(torch.zeros(6, 1)))
+    assert re.search(r"^6 steps, 0 s, train_loss 7 -> 2$", capsys.readouterr().out, re.MULTILINE)
+    assert [step for step, _ in report._curve] == [1, 3, 5, 6]
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/runs/last.ckpt", "/elsewhere/last.ckpt", "here/last.ckpt"])
+def test_a_path_that_is_not_below_the_current_folder_is_shown_as_it_is(path: str) -> None:
+    callback = pl.callbacks.ModelCheckpoint()
+    callback._last_checkpoint_saved = os.path.abspath(path) if path.startswith("here") else path
+    trainer: Any = SimpleNamespace(checkpoint_callbacks=[callback])
+    assert run_report.last_checkpoint(trainer) == path
 
 
 def test_a_prompt_that_nothing_encodes_is_refused() -> None:
