@@ -96,7 +96,7 @@ def finish(path: str, manifest: dict[str, Any], files: Mapping[str, FileRecord])
     path = absolute(path)
     directory = atomic.unfinished(path)
     for name, record in files.items():
-        # A node whose disk is not shared shows here, before the old checkpoint goes.
+        # Detects a node whose disk is not shared, before the old checkpoint is replaced.
         _check_written(path, name, record, os.path.join(directory, name))
     with saving(path):
         others = {*files_below(directory)} - {*files, MANIFEST_FILE}

@@ -3,8 +3,8 @@
 
     start()    rank 0     makes the folder ``.unfinished/last.ckpt``
                all ranks  agree on who writes what (``save_plan.py``)
-               each rank  copies its pieces if the save is asynchronous, and starts a thread that writes them; that of
-                          rank 0 also writes the files common to all ranks
+               each rank  copies its pieces if the save is asynchronous, and starts a thread that writes them; rank 0's
+                          thread also writes the files common to all ranks
     advance()  all ranks  wait for their threads
                rank 0     writes ``.metadata`` and the manifest, and moves the folder to ``last.ckpt``
 
@@ -12,7 +12,7 @@ Until then an older ``last.ckpt`` stays, even if the save fails. On a remote sto
 folder of its own. The first advance() deletes an older checkpoint and starts an upload on each rank; the second waits
 for the uploads and adds the manifest.
 
-Each step runs through ``parallel/consensus.py``, which waits for all ranks, and raises the exception of one on all.
+Each step runs through ``parallel/consensus.py``, which waits for all ranks and raises one rank's exception on all.
 ``run_on_all_ranks(f)`` returns each rank's own result, ``run_on_rank0(f)`` that of rank 0 on every rank.
 ``combine_on_rank0(f, g)`` calls f on every rank and g on rank 0 with the list of results, and returns what g returns.
 """

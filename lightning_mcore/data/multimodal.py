@@ -104,8 +104,8 @@ def _positions(
     seconds: Tensor | None,
 ) -> Tensor:
     """Return the positions of all tokens, [b, s, 3] int64; each sequence counts from 0."""
-    # get_rope_index takes one sequence per row, so packed sequences become padded rows. ``kinds`` are its token
-    # types, and also stand in for tokens, whose values do not count.
+    # get_rope_index takes one sequence per row, so packed sequences become padded rows. ``kinds`` serves as its
+    # token types, and also as its tokens, whose values it ignores.
     parts = [kinds[row, start:end] for row, start, end in samples]
     padded = pad_sequence(parts, batch_first=True)
     is_there = pad_sequence([torch.ones_like(part) for part in parts], batch_first=True)

@@ -96,8 +96,8 @@ class PositionTracker:
     ``strategy/resume.py`` makes one for each training loader. It counts the batches, and checks that
     :meth:`has_same_batches` or :meth:`can_deal` accepts ``resume_at``. A resumed pass sets the common random state back
     when it is opened and started, so ``resume.py`` restores that after both. It also reads and drops the batches of an
-    ``IterableDataset``, whose samples have no index to skip. ``on_request`` is called before each batch of indices if
-    this process loads the samples (no workers), because the dataset may draw random numbers.
+    ``IterableDataset``, which has no index to skip to. If this process loads the samples itself (no workers),
+    ``on_request`` is called before each batch of indices, because the dataset may draw random numbers.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class PositionTracker:
         return position.offset == 0 and (position.ranks, position.batch_size) == (self._ranks, self.batch_size)
 
     def can_deal(self, position: Position) -> bool:
-        """Whether the position is in a global order whose rest can be dealt out here, in batches of one size."""
+        """Whether this loader can deal out the rest of the position's global order, in batches of one size."""
         # Exactly these classes, because a subclass may order its samples in any way.
         kinds: list[type] = [DistributedSampler, GlobalOrderSampler]
         # Lightning's wrapper draws the order of the sampler inside it in iter(). Without a batch sampler around it,

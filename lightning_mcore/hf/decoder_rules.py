@@ -8,8 +8,8 @@ Rules for rotary positions are in ``rope_rules.py``, for windows in ``window_rul
 
 The config key ``num_hidden_layers: 32`` is read as Megatron's ``num_layers=32``. Megatron's weight
 ``decoder.layers.3.self_attention.linear_proj.weight`` is ``model.layers.3.self_attn.o_proj.weight``, and its
-``decoder.layers.3.mlp.linear_fc1.weight`` has the rows of ``gate_proj``, then those of ``up_proj``. Megatron's names
-are those in checkpoints, where a norm belongs to the projection after it: ``linear_qkv.layer_norm_weight``.
+``decoder.layers.3.mlp.linear_fc1.weight`` contains the rows of ``gate_proj``, then those of ``up_proj``. Checkpoints
+use Megatron's names, where a norm belongs to the projection that follows it: ``linear_qkv.layer_norm_weight``.
 """
 
 from collections.abc import Iterator

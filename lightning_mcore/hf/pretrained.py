@@ -94,7 +94,7 @@ def load_pretrained(module: pl.LightningModule, path: str, family: str | None = 
     pipeline = find_pipeline(module)
     if pipeline is not None and pipeline.__dict__.get(_FILLED):
         return
-    # Megatron's DDP sets main_grad; from then on, the optimizer has its own copies
+    # Megatron's DDP sets main_grad; after that, the optimizer has its own copies of the weights
     if any(hasattr(parameter, "main_grad") for parameter in module.parameters()):
         raise RuntimeError("load_pretrained() was called after training began; call it in configure_model()")
     fill_weights(module, path, family)

@@ -57,7 +57,7 @@ class HFWeights:
         self._fields = fields
         self._shapes = shapes
         self._stored = None if rounds else folder.stored
-        # The variant whose shapes agree with the files, and of several the one with most names in common
+        # Use the variant whose shapes match the files; if there are several, the one that shares most names with them
         maps = [WeightMap(each, fields, shapes) for each in (family, *family.variants)]
         fitting = [each for each in maps if _agree(each.shapes, folder.shapes)] or maps[:1]
         self._map = max(fitting, key=lambda each: len(each.shapes.keys() & folder.shapes.keys()))
