@@ -45,7 +45,6 @@ SIZES: tuple[ConfigRule, ...] = (
     Same("num_key_value_heads", "num_query_groups", at_least=1),
 )
 
-# What DECODER has besides positions, the size of heads, and the activation of the MLP
 GATED_LAYERS: tuple[ConfigRule, ...] = (
     *SIZES,
     Same("rms_norm_eps", "layernorm_epsilon", at_least=0.0),
@@ -53,13 +52,14 @@ GATED_LAYERS: tuple[ConfigRule, ...] = (
     Same("tie_word_embeddings", "share_embeddings_and_output_weights"),
     Constants({"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}),
 )
+"""What :data:`DECODER` has besides positions, the size of heads, and the activation of the MLP."""
 
-# What DECODER has besides positions and the size of heads
 SWIGLU_LAYERS: tuple[ConfigRule, ...] = (
     *GATED_LAYERS,
     Only("hidden_act", "silu"),
     Constants({"activation_func": "silu"}),
 )
+"""What :data:`DECODER` has besides positions and the size of heads."""
 
 HEAD_SIZE = Same("head_dim", "kv_channels", at_least=1)
 
@@ -87,12 +87,12 @@ def _read_dropout(config: Config) -> dict[str, Any]:
     return {"hidden_dropout": share}
 
 
-# Phi-3: a dropout after the embedding and one after attention and MLP, which must be equal
 ONE_DROPOUT = Derived(
     ("resid_pdrop", "embd_pdrop"),
     _read_dropout,
     lambda fields: dict.fromkeys(("resid_pdrop", "embd_pdrop"), fields["hidden_dropout"]),
 )
+"""Phi-3: a dropout after the embedding and one after attention and MLP, which must be equal."""
 
 PRETRAINING_TP = Unused(("pretraining_tp",))  # how many ranks shared a matrix in pretraining
 
@@ -106,12 +106,12 @@ def _read_multi_token(config: Config) -> dict[str, Any]:
     return {"mtp_num_layers": layers}
 
 
-# DeepSeek-V3 and GLM-4.5: how many layers for multi-token prediction follow the others
 MULTI_TOKEN_LAYERS = Derived(
     ("num_nextn_predict_layers", "num_mtp_layers"),
     _read_multi_token,
     lambda fields: {"num_nextn_predict_layers": fields["mtp_num_layers"] or 0},
 )
+"""DeepSeek-V3 and GLM-4.5: how many layers for multi-token prediction follow the others."""
 
 # ---- weights of a layer: Megatron's name, then Hugging Face's
 
@@ -149,19 +149,19 @@ MLP_BIASES: tuple[WeightRule, ...] = (
     Rename("mlp.linear_fc2.bias", "mlp.down_proj.bias"),
 )
 
-# Phi-3: one tensor for queries, keys and values
 JOINED_ATTENTION: tuple[WeightRule, ...] = (
     Rename("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
     JoinedQueryKeyValue("self_attention.linear_qkv.weight", "self_attn.qkv_proj.weight"),
     Rename("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
 )
+"""Phi-3: one tensor for queries, keys and values."""
 
-# Phi-3, GLM-4: one tensor for gate and up. Like Megatron's, it has all rows of the gate first, so the two are equal.
 JOINED_MLP: tuple[WeightRule, ...] = (
     Rename("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight"),
     Rename("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight"),
     Rename("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
 )
+"""Phi-3, GLM-4: one tensor for gate and up, equal to Megatron's, which also has all rows of the gate first."""
 
 # ---- the other weights
 
@@ -177,16 +177,16 @@ def weights_outside_layers(prefix: str = "model.") -> tuple[WeightRule, ...]:
 
 OUTSIDE = weights_outside_layers()
 
-# What a multi-token prediction layer has in addition to an ordinary layer
 MULTI_TOKEN_WEIGHTS: tuple[WeightRule, ...] = (
     Rename("enorm.weight", "enorm.weight"),
     Rename("hnorm.weight", "hnorm.weight"),
     Rename("eh_proj.weight", "eh_proj.weight"),
     Rename("final_layernorm.weight", "shared_head.norm.weight"),
 )
+"""What a multi-token prediction layer has in addition to an ordinary layer."""
 
-# Hugging Face also repeats the embedding and the output layer in each multi-token prediction layer
 MULTI_TOKEN_COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+"""Hugging Face also repeats the embedding and the output layer in each multi-token prediction layer."""
 
 # ---- rows
 

@@ -451,7 +451,7 @@ class _AdaptedLinear(_Adapted):
             return output, bias
         # Without skip_bias_add the bias is already in the output.
         added = getattr(self, "bias", None) if bias is None else None
-        if added is not None and added.numel() == 0:  # TransformerEngine's None
+        if added is not None and added.numel() == 0:  # how TransformerEngine says that there is none
             added = None
         return self.lora.change(_normalised(self, inputs), output, self, added), bias
 

@@ -33,7 +33,7 @@ from lightning_mcore.layers.packed_sequences import all_real
 from lightning_mcore.layers.score import HiddenStates
 from lightning_mcore.layers.spec import TorchNorm, last_layer_spec
 
-_MEGATRON = __version__.partition("+")[0]  # 0.19 adds a commit
+_MEGATRON = __version__.partition("+")[0]  # 0.19 appends a commit hash
 _COUNTS_OWN_TOKENS = hasattr(multi_token_prediction, "process_mtp_loss")  # since 0.17
 _RECORDED = "loss_values" if _COUNTS_OWN_TOKENS else "values"
 # 0.16 has this argument; its recomputation saves every other argument as if it were a tensor.

@@ -28,7 +28,7 @@ from lightning_mcore.config.value_checks import accepts, choices_of, is_callable
 
 __all__ = ["DEFAULTS", "MODULE_FIELDS", "build_transformer_config", "check_transformer_fields"]
 
-_MEGATRON = __version__.partition("+")[0]  # 0.19 adds a commit
+_MEGATRON = __version__.partition("+")[0]  # 0.19 appends a commit hash
 
 _ACTIVATIONS = ("torch.nn.functional", "megatron.core.activations", "lightning_mcore.layers.activations")
 _INIT_METHODS = ("torch.nn.init",)

@@ -203,7 +203,7 @@ class StretchedRotation(RotaryEmbedding):  # type: ignore[misc]  # megatron-core
     """
 
     def __init__(self, plain: RotaryEmbedding, base: float, stretch: Mapping[str, Any]) -> None:
-        nn.Module.__init__(self)  # RotaryEmbedding's computes frequencies
+        nn.Module.__init__(self)  # not RotaryEmbedding's, which computes frequencies
         self.rotary_interleaved, self.cp_group = plain.rotary_interleaved, plain.cp_group
         self.seq_len_interpolation_factor = None
         self.inv_freq = plain.inv_freq

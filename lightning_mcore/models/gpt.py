@@ -180,7 +180,7 @@ class MCoreGPT(SpeedLogs):
         self._starts_from = None if self.lora is None else self.lora.base_model_name_or_path
         self._merged = [] if self.lora is None else list(self.lora.merged_adapters or [])
         self._adapter: str | None = None
-        self._base: str | None = None  # of the frozen weights
+        self._base: str | None = None  # digest of the frozen weights
         self._given_family: str | None = None  # a path in hparams comes from a file and is not imported
 
     @classmethod

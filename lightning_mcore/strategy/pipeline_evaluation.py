@@ -68,7 +68,6 @@ class PipelineEvaluation:
         drops_repeated = step in ("validation_step", "test_step")
         rows_of_others = self._strategy.logs.rows_of_others if drops_repeated else 0
         num_parts = self._agree_on_num_parts(len(parts), part_rows, rows_of_others)
-        num_parts += -num_parts % self._runner.microbatch_multiple
         padded = [*parts, *[parts[-1].as_padding()] * (num_parts - len(parts))]
         with self._bf16_where_fp8_does_not_fit(parts):
             outputs, _ = self._runner.run_step(step, padded)
@@ -89,17 +88,19 @@ class PipelineEvaluation:
         return micro_batch_size if most == -minus_least else 1
 
     def _agree_on_num_parts(self, num_parts: int, part_rows: int | None, rows_of_others: int = 0) -> int:
-        """Return the largest number of parts on any rank that shares experts; collective over these ranks.
+        """Return the largest number of parts on any rank that shares experts, rounded up for the schedule.
 
         ``rows_of_others`` are the rows of the batch on ranks that drop no repeated samples; 0 if this rank drops none.
+        Collective over the ranks that share experts, unless ``part_rows`` is None.
         """
-        if part_rows is None:
-            return num_parts
-        # Other ranks run a batch of 5 rows as 3 parts of 2, so this rank does, even if it has dropped 3 rows: also
-        # without experts, a step may communicate with other model copies.
-        num_parts = max(num_parts, -(-rows_of_others // part_rows))
-        group = process_group("experts")
-        return num_parts if group.size() == 1 else self._max_over([num_parts], group)[0]
+        if part_rows is not None:
+            # Other ranks run a batch of 5 rows as 3 parts of 2, so this rank does, even if it has dropped 3 rows: also
+            # without experts, a step may communicate with other model copies.
+            num_parts = max(num_parts, -(-rows_of_others // part_rows))
+            group = process_group("experts")
+            if group.size() > 1:
+                (num_parts,) = self._max_over([num_parts], group)
+        return num_parts + -num_parts % self._runner.microbatch_multiple
 
     def _max_over(self, numbers: list[int], group: dist.ProcessGroup) -> list[int]:
         """Return the maximum of each number over the ranks of a group; collective."""
@@ -161,14 +162,13 @@ class PipelineEvaluation:
         Collective over the stages, and without gradients if there are several. Rows are cut into parts, as in steps.
         """
         parts: list[_Call] = [(args, kwargs)]
-        num_parts = 1
+        part_rows = None
         has_cache = kwargs.get("inference_context") is not None  # of all rows, which cannot be cut
         if not has_cache and (self._pipeline.is_staged or not torch.is_grad_enabled()):
-            rows = len(args[0])
-            part_rows = self._strategy.micro_batch_size or rows
-            parts = [rows_of((args, kwargs), rows, start, start + part_rows) for start in range(0, rows, part_rows)]
-            num_parts = self._agree_on_num_parts(len(parts), self._strategy.micro_batch_size)
-        num_parts += -num_parts % self._runner.microbatch_multiple
+            rows, part_rows = len(args[0]), self._strategy.micro_batch_size
+            step = part_rows or rows
+            parts = [rows_of((args, kwargs), rows, start, start + step) for start in range(0, rows, step)]
+        num_parts = self._agree_on_num_parts(len(parts), part_rows)
         calls = [*parts, *parts[-1:] * (num_parts - len(parts))]
         if self._pipeline.is_staged:
             with torch.no_grad():

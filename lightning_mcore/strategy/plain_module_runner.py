@@ -15,12 +15,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 
 from lightning_mcore.optimizer.rules import check_not_summed
-from lightning_mcore.parallel.chunks import (
-    ModelChunks,
-    check_gradients,
-    plain_config,
-    wrap_chunks,
-)
+from lightning_mcore.parallel.chunks import ModelChunks, check_gradients, plain_config, wrap_chunks
 from lightning_mcore.strategy.checks import check_plain
 
 if TYPE_CHECKING:
@@ -53,7 +48,6 @@ class PlainModuleRunner:
         Closing ``restores`` undoes ``Trainer(sync_batchnorm=True)``.
         """
         strategy = self._strategy
-        self._gradients_are_shown = False
         check_plain(strategy, module)
         if ddp_config is not None and strategy._layer_sync is not None:
             strategy._layer_sync.apply(module)
