@@ -97,7 +97,7 @@ class CheckpointSave:
             # run_on_rank0 would send the files to all ranks.
             common_files = run_on_all_ranks(lambda: _common_files(checkpoint) if dist.get_rank() == 0 else {})
             planned, metadata = planner.plan(_shards(checkpoint), replica_group)
-            pieces = run_on_all_ranks(lambda: planned if staging is None else staging.copy(planned))
+            pieces = planned if staging is None else run_on_all_ranks(lambda: staging.copy(planned))
         except BaseException:
             _delete_folder(path, is_local, folder)
             raise
