@@ -63,7 +63,7 @@ class ExactResume:
     def __init__(self, strategy: "MCoreStrategy", layout: ParallelLayout) -> None:
         self._strategy = strategy
         self._layout = layout
-        self._restores = contextlib.ExitStack()  # undoes changes to loaders
+        self._restores = contextlib.ExitStack()  # undoes changes to loaders and callbacks
         self._quiet = contextlib.ExitStack()  # hides Lightning's warnings
         self._forget()
 
@@ -190,6 +190,7 @@ class ExactResume:
         if fit._combined_loader_states_to_load and not self._trackers:
             loop_progress.load_loaders(fit)
         loop_progress.EndOfRestart.attach(fit.trainer)
+        self._restores.callback(loop_progress.EndOfRestart.detach, fit.trainer)
         self._skip_batches(fit, restored)
         if fit.epoch_loop._should_accumulate():  # Lightning counts this step only at the end of a window
             fit.epoch_loop._batches_that_stepped += 1
@@ -262,12 +263,9 @@ class ExactResume:
         self._random_of_training = take(self._strategy.root_device)
 
     def teardown(self) -> None:
-        """Restore the loaders."""
+        """Restore the loaders and the trainer's callbacks."""
         self._quiet.close()
         self._restored = None
-        module = self._strategy.lightning_module
-        if module is not None and module._trainer is not None:
-            loop_progress.EndOfRestart.detach(module.trainer)
         self._restores.close()
 
     # ---- saving
