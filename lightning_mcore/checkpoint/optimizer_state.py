@@ -35,7 +35,7 @@ from lightning_mcore.parallel.consensus import combine_on_rank0
 # A flat range of a matrix is at most three rectangles, so each rank writes its share in place; Megatron gathers first.
 Numbers = dict[str, Any]
 _STEP = "step"
-MAIN_NAMES = ("fp32_param", "param")  # Megatron's unsharded and distributed optimizers
+MAIN_NAMES = ("fp32_param", "param")  # of the fp32 copies in Megatron's unsharded and distributed optimizers
 
 
 @dataclass(frozen=True)

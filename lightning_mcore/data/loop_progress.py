@@ -61,8 +61,8 @@ class LoopProgress:
         """Write it into the saved state of Lightning's fit loop, if it is within an epoch."""
         if not self.in_epoch:
             return
-        # As in a checkpoint taken in on_train_batch_end: the last batch is processed but neither
-        # completed nor counted as stepped. Lightning adds 1 to both when it restarts, hence the two "- 1" below.
+        # As in a checkpoint taken in on_train_batch_end: the last batch is processed, but neither completed nor counted
+        # as stepped. Lightning adds 1 to both when it restarts, hence the two "- 1" below.
         epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
         earlier = epochs["total"]["processed"] - epochs["current"]["processed"]
         for progress, offset in ((epochs["current"], 0), (epochs["total"], earlier)):

@@ -126,8 +126,6 @@ class PositionTracker:
         if self._users_seed is not None:
             self._index_sampler.seed = self._users_seed
 
-    # ---- a pass
-
     def open_pass(self) -> Iterator[Any]:
         """Return the index batches of a pass, or of its rest, when torch makes the loader's iterator."""
         is_first_call = self._opened is None
@@ -200,8 +198,6 @@ class PositionTracker:
             return indices
         return BatchSampler(indices, self._replaced.batch_size, self._replaced.drop_last)
 
-    # ---- positions
-
     def current_position(self, batches: int) -> Position:
         """Return the position after ``batches`` of this pass on each rank."""
         if self._resume_at is not None:  # nothing has been read since the resume
@@ -240,8 +236,6 @@ class PositionTracker:
         share = rank_share(global_length(sampler), position.consumed, self._ranks, sampler.drop_last)
         return len(self._in_batches(range(share)))
 
-    # ---- the loader
-
     @property
     def batch_size(self) -> int | None:
         """Samples in a batch of one rank; None if the user's own batch sampler or dataset decides."""
@@ -272,8 +266,6 @@ class PositionTracker:
         """Whether the order depends only on the seed and the epoch."""
         fixed = type(self._index_sampler) in (DistributedSampler, GlobalOrderSampler, SequentialSampler)
         return fixed and self.batch_size is not None
-
-    # ---- random states
 
     def _take(self) -> LoaderRandomState:
         return LoaderRandomState(take_common(), self._own_states())

@@ -242,7 +242,7 @@ class MCoreOptimizer(Optimizer):
 
     @property
     def _owns_every_buffer(self) -> bool:
-        # requires_grad does not tell: toggle_optimizer() turns it off for the parameters of the other optimizers.
+        # Not by requires_grad, which toggle_optimizer() turns off for the other optimizers' parameters.
         own = {id(parameter) for parameter in self._parameters}
         return all(id(p) in own for chunk in self._chunks for p in chunk.parameters() if hasattr(p, "main_grad"))
 

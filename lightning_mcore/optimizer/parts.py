@@ -12,9 +12,8 @@ from typing import Any
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
-# The field of Megatron's groups that holds the number of the user's group. On loading, Megatron tells groups apart by
-# param_group_identifier_keys only (0.16.1 and 0.19.2), and of these, it reads this one nowhere else. Numbers start at
-# 1, because 0 equals its default, False.
+# The field of Megatron's groups that holds the number of the user's group, from 1 on, because 0 equals its default,
+# False. Of Megatron's param_group_identifier_keys (0.16.1 and 0.19.2), it is the one that only loading reads.
 GROUP_INDEX = "is_decoupled_lr"
 # Others of these fields (0.19.2), which the user's groups may have with another meaning: OneCycleLR adds max_lr.
 _IDENTIFIERS = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "lr_mult")
