@@ -224,8 +224,10 @@ def without_option(words: Sequence[str], name: str) -> list[str]:
 
 
 def _from_here(path: str) -> str:
-    """Return a path relative to the current folder if it is in it."""
-    return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
+    """Return a path relative to the current folder if it is in it, and a URL as it is."""
+    if "://" in path:
+        return path
+    return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else os.path.normpath(path)
 
 
 def _say(trainer: pl.Trainer, *lines: str) -> None:
