@@ -68,12 +68,13 @@ def _uncompiled(function: Callable[..., Any] | None = None, **_: Any) -> Any:
 
 @contextlib.contextmanager
 def missing_names_defined() -> Iterator[None]:
-    """Bind names that megatron-core reads but defines only with TransformerEngine, on any device.
+    """Bind names that megatron-core reads but defines only with TransformerEngine, for a run on a GPU.
 
-    Otherwise layers with experts and multi-latent attention of 0.16 fail on a GPU without TransformerEngine.
+    Without TransformerEngine, layers with experts and multi-latent attention of 0.16 would fail, and each optimizer
+    step would wait for the GPU once per parameter.
     """
     with contextlib.ExitStack() as stack:
-        for owner, name, replacement in _absent_names():
+        for owner, name, replacement in (*_absent_names(), *_many_tensors_at_once()):
             stack.enter_context(_replaced(owner, name, replacement))
         yield
 
@@ -289,12 +290,70 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         *_absent_names(),
         # TransformerEngine on the CPU
         *megatron_names(),
+        *_names_without_transformer_engine(),
         # clip_grad_by_total_norm_fp32
         (clip_grads, "multi_tensor_scale_impl", _scale_in_place),
         # token_dispatcher: split sizes for gloo's all_to_all
         (moe_utils, "maybe_move_tensor_to_cpu", _tensor_to_cpu),
         (token_dispatcher, "maybe_move_tensor_to_cpu", _tensor_to_cpu),
     ]
+
+
+def _names_without_transformer_engine() -> list[tuple[Any, str, Any]]:
+    """Return ``(owner, attribute, value)`` that megatron-core has where TransformerEngine and Apex are not installed.
+
+    If they are, it takes their kernels even for models without TransformerEngine's layers, and these read the address
+    of a CPU tensor as one on the GPU.
+    """
+    utils, optimizer, moe_utils, sharded, mixed, clip_grads = (
+        importlib.import_module(f"megatron.core.{name}")
+        for name in (
+            "utils",
+            "optimizer",
+            "transformer.moe.moe_utils",
+            "optimizer.distrib_optimizer",
+            "optimizer.optimizer",
+            "optimizer.clip_grads",
+        )
+    )
+    return [
+        (moe_utils, "te_general_gemm", None),
+        (optimizer, "Adam", torch.optim.AdamW),
+        (optimizer, "SGD", torch.optim.SGD),
+        (optimizer, "USING_PYTORCH_OPTIMIZER", True),
+        (sharded, "Adam", torch.optim.Adam),
+        (sharded, "USING_TE_OPTIMIZER", False),
+        (sharded, "USING_APEX_OPTIMIZER", False),
+        (sharded, "HAVE_APEX_OR_TE", False),
+        (mixed, "multi_tensor_applier", utils.local_multi_tensor_applier),
+        (mixed, "multi_tensor_scale_impl", utils.local_multi_tensor_scale),
+        (clip_grads, "multi_tensor_applier", utils.local_multi_tensor_applier),
+        (clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm),
+        (clip_grads, "multi_tensor_scale_tensor_impl", None),
+    ]
+
+
+def _many_tensors_at_once() -> list[tuple[Any, str, Any]]:
+    """Return ``(owner, attribute, replacement)`` for megatron-core's own functions on lists of gradients, on a GPU.
+
+    ``local_multi_tensor_l2_norm`` copies the norm of each parameter to the host. Empty with TransformerEngine or Apex.
+    """
+    clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
+    if clip_grads.l2_norm_impl is not importlib.import_module("megatron.core.utils").local_multi_tensor_l2_norm:
+        return []
+    return [(clip_grads, "l2_norm_impl", _norm_of_all), (clip_grads, "multi_tensor_scale_impl", _scale_all)]
+
+
+def _norm_of_all(
+    chunk_size: int, overflow: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], per_tensor: bool
+) -> tuple[torch.Tensor, None]:
+    """Return the norm of all tensors together, of shape [1], on their device."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(lists[0])))[None], None
+
+
+def _scale_all(chunk_size: int, overflow: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], scale: float) -> None:
+    """Scale gradients in place."""
+    torch._foreach_mul_(lists[0], scale)
 
 
 def _absent_names() -> list[tuple[Any, str, Any]]:

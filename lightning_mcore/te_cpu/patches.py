@@ -5,9 +5,8 @@ TransformerEngine rejects tensors that are not on a GPU, and asks for the GPU's 
 tensor for one on a GPU of compute capability 9.0, which supports every FP8 recipe. Only its own modules are
 changed, once, when this room loads it.
 
-If TransformerEngine is installed, megatron-core uses its optimizers and gradient norms, even for models without its
-layers. :func:`megatron_names` has what megatron-core uses without TransformerEngine, so that a run computes the same
-numbers as before.
+megatron-core changes too: :func:`megatron_names`. What it takes from any TransformerEngine, even for models without its
+layers, is replaced in ``parallel/cpu_runtime.py``.
 """
 
 import contextlib
@@ -159,29 +158,9 @@ def _coalescing_for_gloo(coalescing: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def megatron_names() -> list[tuple[Any, str, Any]]:
-    """Return each ``(owner, attribute, value)`` to set as without TransformerEngine (Megatron 0.16.1 to 0.19.2)."""
+    """Return ``(owner, attribute, replacement)`` for names of megatron-core (0.16.1 to 0.19.2)."""
     if not load.is_prepared():
         return []
-
-    def part(name: str) -> Any:
-        return importlib.import_module(f"megatron.core.{name}")
-
-    utils, optimizer = part("utils"), part("optimizer")
-    sharded, mixed, clipping = (part(f"optimizer.{name}") for name in ("distrib_optimizer", "optimizer", "clip_grads"))
     coalescing = _coalescing_for_gloo(torch.distributed.distributed_c10d._coalescing_manager)
-    applier = utils.local_multi_tensor_applier
-    return [
-        (torch.distributed, "_coalescing_manager", coalescing),
-        (part("distributed.param_and_grad_buffer"), "_coalescing_manager", coalescing),
-        (part("transformer.moe.moe_utils"), "te_general_gemm", None),
-        (optimizer, "Adam", torch.optim.AdamW),
-        (optimizer, "SGD", torch.optim.SGD),
-        (optimizer, "USING_PYTORCH_OPTIMIZER", True),
-        (sharded, "Adam", torch.optim.Adam),
-        (sharded, "USING_TE_OPTIMIZER", False),
-        (sharded, "HAVE_APEX_OR_TE", False),
-        (mixed, "multi_tensor_applier", applier),
-        (mixed, "multi_tensor_scale_impl", utils.local_multi_tensor_scale),
-        (clipping, "multi_tensor_applier", applier),
-        (clipping, "l2_norm_impl", utils.local_multi_tensor_l2_norm),
-    ]
+    buffers = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
+    return [(torch.distributed, "_coalescing_manager", coalescing), (buffers, "_coalescing_manager", coalescing)]

@@ -24,7 +24,9 @@ RUNS = {
     "packed": replace(PLAIN, packed=True),
     "window": replace(PLAIN, transformer={"window_size": [31, 0]}),
     "packed-window": replace(PLAIN, packed=True, transformer={"window_size": [15, 0]}),
-    "experts": replace(PLAIN, transformer=EXPERTS),
+    # One step more, and starting weights that differ by a last bit change the loss by 5e-5 on the CPU alone: a token
+    # goes to another expert.
+    "experts": replace(PLAIN, transformer=EXPERTS, steps=2),
     "latent": replace(PLAIN, transformer=LATENT),
     "multi-token": replace(PLAIN, transformer={"mtp_num_layers": 1}),
     "recompute": replace(
@@ -154,10 +156,11 @@ def test_a_step_waits_only_where_a_number_of_the_whole_step_is_read(packed: bool
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train_on(DEVICE, run, Waits(), accumulate_grad_batches=4)
-    sites = [warning.filename for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
+    waits = [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
+    sites = [f"{warning.filename}:{warning.lineno}" for warning in waits]
     unknown = [site for site in sites if not any(part in site for part in KNOWN_WAITS)]
-    assert unknown == []
-    assert len(sites) <= 12  # of a step, not of its four microbatches
+    assert not unknown, f"{unknown} among {sites}"
+    assert len(sites) <= 12, sites  # of a step, not of its four microbatches
 
 
 def test_two_runs_in_one_process_leave_no_memory_behind() -> None:

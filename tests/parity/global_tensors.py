@@ -149,7 +149,7 @@ def spread(slices: Iterable[Slice], reference: Mapping[str, torch.Tensor]) -> di
 def _draw(part: ShardedTensor) -> torch.Tensor:
     """Return the global tensor that ``part`` is a slice of: around 1 for norms, else normal with a small deviation."""
     seed = int.from_bytes(hashlib.sha256(part.key.encode()).digest()[:7], "big")
-    noise = torch.randn(part.global_shape, generator=torch.Generator().manual_seed(seed))
+    noise = torch.randn(part.global_shape, generator=torch.Generator().manual_seed(seed), device="cpu")
     return 1 + 0.1 * noise if "norm" in part.key else 0.1 * noise
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainings of a tiny GPT on CPU ranks, with the layers of the torch backend or of TransformerEngine."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +78,7 @@ class Run:
 
 
 class Numbers(pl.Callback):
-    """Keeps the loss and gradient norm of each optimizer step."""
+    """Keeps the loss and gradient norm of each optimizer step; the norm of a skipped one is NaN."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -86,7 +87,8 @@ class Numbers(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *rest: Any) -> None:
         if trainer.global_step > len(self.losses):
             self.losses.append(float(trainer.callback_metrics["train_loss"]))
-            self.norms.append(float(trainer.optimizers[0].grad_norm))  # type: ignore[attr-defined]
+            norm = trainer.optimizers[0].grad_norm  # type: ignore[attr-defined]
+            self.norms.append(math.nan if norm is None else float(norm))
 
 
 def make_trainer(run: Run, world_size: int, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:

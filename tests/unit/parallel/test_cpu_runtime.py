@@ -8,17 +8,21 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from megatron.core import utils
+from megatron.core import optimizer, utils
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import optimizer as mixed_precision
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer.moe import moe_utils
 from torch import nn
+from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreStrategy
-from lightning_mcore.parallel.cpu_runtime import cpu_runtime
+from lightning_mcore import MCoreGPT, MCoreStrategy
+from lightning_mcore.parallel.cpu_runtime import cpu_runtime, missing_names_defined
 from tests.support import hygiene
 from tests.support.ranks import run_ranks
 
@@ -169,6 +173,59 @@ def test_gradients_are_clipped_as_by_megatron_and_where_they_are(runtime: None) 
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, value)
         assert parameter.grad.data_ptr() == gradient.data_ptr()
+
+
+def test_kernels_of_an_installed_transformer_engine_do_not_see_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_the_address(*tensors: Any) -> Any:
+        raise AssertionError("a kernel of the GPU was given a CPU tensor")
+
+    for owner, names in {
+        optimizer: ("Adam", "SGD"),
+        mixed_precision: ("multi_tensor_applier", "multi_tensor_scale_impl"),
+        clip_grads: (
+            "multi_tensor_applier",
+            "l2_norm_impl",
+            "multi_tensor_scale_impl",
+            "multi_tensor_scale_tensor_impl",
+        ),
+        moe_utils: ("te_general_gemm",),
+    }.items():
+        for name in names:
+            monkeypatch.setattr(owner, name, read_the_address, raising=False)
+    experts = {
+        "num_moe_experts": 2,
+        "moe_ffn_hidden_size": 32,
+        "moe_router_topk": 2,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
+    model = MCoreGPT(vocab_size=64, seq_length=16, transformer=sizes | experts, recipe={"learning_rate": 0.01})
+    data = DataLoader([{"tokens": torch.arange(16), "labels": torch.arange(1, 17)}] * 4)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    strategy = MCoreStrategy()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        gradient_clip_val=0.1,
+        limit_val_batches=0,
+        max_steps=2,
+        **quiet,  # type: ignore[arg-type]
+    )
+    trainer.fit(model, data)
+    assert trainer.global_step == 2
+
+
+def test_on_a_gpu_all_gradients_are_measured_and_scaled_in_one_call() -> None:
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(shape, generator=generator) for shape in ((3, 5), (7,), (1, 2, 2))]
+    expected = torch.cat([gradient.flatten() for gradient in gradients])
+    with missing_names_defined():
+        norm, _ = clip_grads.l2_norm_impl(2048, torch.zeros(1), [gradients], False)
+        assert norm.shape == (1,)
+        assert torch.allclose(norm[0], expected.norm())
+        clip_grads.multi_tensor_scale_impl(2048, torch.zeros(1), [gradients, gradients], 0.25)
+    assert torch.equal(torch.cat([gradient.flatten() for gradient in gradients]), 0.25 * expected)
 
 
 def test_the_warning_that_two_generators_are_one_is_dropped_and_no_other(
