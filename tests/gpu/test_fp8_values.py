@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TransformerEngine's kernels on a GPU give the FP8 numbers and scales of the formulas that our CPU kernels are held to.
+"""TransformerEngine's kernels on a GPU give the FP8 numbers and scales of the formulas that our own are held to.
 
 So both compute the same bits, though no test can run both in one process.
 """
