@@ -42,6 +42,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -306,6 +307,14 @@ class OfTransformers(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, fused=self.device.type == "cuda")
+
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, **rest: Any) -> None:
+        # Lightning clips neither for a fused optimizer nor, by norm, for FSDP.
+        whole = self.trainer.model
+        if isinstance(whole, FullyShardedDataParallel):
+            whole.clip_grad_norm_(gradient_clip_val)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
 
 
 def fit(

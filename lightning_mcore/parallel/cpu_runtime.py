@@ -348,12 +348,12 @@ def _norm_of_all(
     chunk_size: int, overflow: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], per_tensor: bool
 ) -> tuple[torch.Tensor, None]:
     """Return the norm of all tensors together, of shape [1], on their device."""
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(lists[0])))[None], None
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(lists[0]))))[None], None
 
 
 def _scale_all(chunk_size: int, overflow: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], scale: float) -> None:
     """Scale gradients in place."""
-    torch._foreach_mul_(lists[0], scale)
+    torch._foreach_mul_(list(lists[0]), scale)
 
 
 def _absent_names() -> list[tuple[Any, str, Any]]:

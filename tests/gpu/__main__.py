@@ -30,7 +30,7 @@ def pieces() -> dict[str, list[str]]:
     """Return the commands by the name of their piece, in order."""
     files = sorted(Path(__file__).parent.glob("test_*.py"))
     tests = {path.stem.removeprefix("test_"): ["-m", "pytest", "-q", str(path)] for path in files}
-    order = ["torch_backend", "checkpoints", "fp8_values", "transformer_engine", "two_gpus"]
+    order = ["torch_backend", "checkpoints", "fp8_values", "transformer_engine", "two_ranks"]
     named = {name: tests[name] for name in sorted(tests, key=order.index)}
     return named | {f"measure-{name}": ["-m", "benchmarks.gpu", "--pieces", name] for name in MEASUREMENTS}
 

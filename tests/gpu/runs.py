@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 
 from lightning_mcore import MCoreGPT, Recipe
@@ -53,22 +54,38 @@ def one_process() -> Iterator[None]:
 
 
 def train_on(
-    device: str, run: Run, *callbacks: pl.Callback, ckpt_path: Any = None, ranks: int = 1, **options: Any
+    device: str, run: Run, *callbacks: pl.Callback, ckpt_path: Any = None, rows: int = 4, ranks: int = 1, **options: Any
 ) -> Numbers:
     """Train on one device, or under torchrun on several; return losses and gradient norms."""
     pl.seed_everything(1, verbose=False)
     numbers = Numbers()
     with one_process():
         trainer = make_trainer(run, ranks, numbers, *callbacks, accelerator=TRAINER_OF[device], **options)
-        trainer.fit(make_filled(run), make_loader(run), ckpt_path=ckpt_path)
+        trainer.fit(make_filled(run), make_loader(run, rows), ckpt_path=ckpt_path)
     return numbers
+
+
+def share_one_gpu() -> int:
+    """Make this process of torchrun a node of its own, on GPU 0; return the number of nodes.
+
+    NCCL refuses two ranks of one host on one GPU, and takes ``NCCL_HOSTID`` for the host's name.
+    """
+    rank = os.environ["RANK"]
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": rank, "NCCL_HOSTID": f"rank{rank}"}
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    return int(os.environ["WORLD_SIZE"])
 
 
 def main() -> None:
     """Under torchrun: train with the layers and the layout in the arguments, and print the losses on rank 0."""
     impl, layout, transformer = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    torch.set_float32_matmul_precision("highest")
     run = Run(impl=impl, layout=layout, transformer=transformer)
-    losses = train_on(DEVICE, run, ranks=int(os.environ["WORLD_SIZE"])).losses
+    world_size = int(os.environ["WORLD_SIZE"])
+    if DEVICE == "cuda" and torch.cuda.device_count() < world_size:
+        losses = train_on(DEVICE, run, num_nodes=share_one_gpu()).losses
+    else:
+        losses = train_on(DEVICE, run, ranks=world_size).losses
     if os.environ["RANK"] == "0":
         print(f"losses {json.dumps(losses)}", flush=True)
 

@@ -62,10 +62,14 @@ def fp8(recipe: str) -> Run:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fp8_computes_what_it_computes_on_the_cpu(recipe: str) -> None:
-    """Scales and rounding are the same; sums are in another order, and their bf16 results then round to other FP8."""
+    """Scales and rounding are the same; sums are in another order, and their bf16 results then round to other FP8.
+
+    On the CPU alone, first weights that differ by half of bf16's rounding change these losses by up to 1.5 %.
+    """
     expected = json.loads(REFERENCE.read_text())[recipe]
     losses = train_on(DEVICE, fp8(recipe)).losses
-    assert losses == pytest.approx(expected, rel=0.01)
+    assert losses[0] == pytest.approx(expected[0], rel=0.005)
+    assert losses == pytest.approx(expected, rel=0.03)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

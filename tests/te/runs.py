@@ -112,9 +112,9 @@ def make_model(run: Run) -> MCoreGPT:
     return MCoreGPT(VOCABULARY, LENGTH, fields, recipe=recipe, transformer_impl=run.impl, **run.model)  # type: ignore[arg-type]
 
 
-def make_loader(run: Run) -> DataLoader[dict[str, Tensor]]:
-    """Return the data of a run."""
-    return DataLoader(Packed(), 1, collate_fn=collate_rows) if run.packed else DataLoader(Counting(), batch_size=4)
+def make_loader(run: Run, rows: int = 4) -> DataLoader[dict[str, Tensor]]:
+    """Return the data of a run; a batch has ``rows`` rows, or one if they are packed."""
+    return DataLoader(Packed(), 1, collate_fn=collate_rows) if run.packed else DataLoader(Counting(), batch_size=rows)
 
 
 def train(run: Run, world_size: int = 1) -> tuple[list[float], list[float]]:

@@ -14,8 +14,9 @@ from tests.gpu import __main__ as pieces
 NAMES = [
     "torch_backend",
     "checkpoints",
+    "fp8_values",
     "transformer_engine",
-    "two_gpus",
+    "two_ranks",
     *map("measure-{}".format, measurements.PIECES),
 ]
 

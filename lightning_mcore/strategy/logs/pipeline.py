@@ -278,11 +278,16 @@ class PipelineLogs:
         reductions = ["sum", *(name.reduction for name in names)]
         synced = [0, *(row for row, name in enumerate(names, 1) if name.is_synced)]
         apart = [row for row, name in enumerate(names, 1) if not name.is_synced]
+        # Row by row: a list of rows as an index is copied to the device, and the copy waits for it.
         for rows, ranks in ((synced, group), (apart, process_group("cp"))):
             if rows and ranks.size() > 1:
-                packed[rows] = _reduced(packed[rows], [reductions[row] for row in rows], ranks)
-        means = [row for row, reduction in enumerate(reductions) if reduction == "mean"]
-        packed[means, 0] /= packed[means, 1].clamp(min=torch.finfo(torch.float64).tiny)
+                chosen = torch.stack([packed[row] for row in rows])
+                reduced = _reduced(chosen, [reductions[row] for row in rows], ranks)
+                for row, values in zip(rows, reduced, strict=True):
+                    packed[row] = values
+        for row, reduction in enumerate(reductions):
+            if reduction == "mean":
+                packed[row, 0] /= packed[row, 1].clamp(min=torch.finfo(torch.float64).tiny)
         return packed[1:], is_news if group.size() == 1 else bool(packed[0, 0] > 0)
 
     def _packed(self, name: _Name) -> Tensor:
