@@ -39,6 +39,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
 """The axes of each group; ``tp_pp`` is Megatron's model-parallel group."""
 
 
+def rows_text(number: int) -> str:
+    """Return a number of rows, such as ``1 row``."""
+    return f"{number:,} {'row' if number == 1 else 'rows'}"
+
+
 @dataclass(frozen=True)
 class RankGrid:
     """The ranks of a world, divided by a layout.
@@ -160,7 +165,7 @@ class GlobalBatch:
         experts = "; experts do not lower dp" if self.expert_model_parallel_size > 1 else ""
         return (
             f"micro batch {self.micro_batch_size} x {self.num_microbatches} {many} x data parallel"
-            f" {self.data_parallel_size} = {self.rows} rows{shorter}{experts}"
+            f" {self.data_parallel_size} = {rows_text(self.rows)}{shorter}{experts}"
         )
 
     def to_dict(self) -> dict[str, Any]:

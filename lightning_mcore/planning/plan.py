@@ -384,7 +384,7 @@ def _of_layout(layout: ParallelLayout, devices_per_node: int) -> list[str]:
     if tp > 1 and not layout.sequence_parallel:
         found.append(
             f"sequence_parallel=False with tensor_model_parallel_size={tp} keeps activations between the matrices on"
-            " every rank; set sequence_parallel=True, which costs nothing"
+            " every rank; set sequence_parallel=True, which computes the same"
         )
     if layout.expert_model_parallel_size > 1 and experts > devices_per_node:
         found.append(

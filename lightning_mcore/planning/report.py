@@ -10,7 +10,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from lightning_mcore.planning.communication import AxisVolume
-from lightning_mcore.planning.grid import ranks_text
+from lightning_mcore.planning.grid import ranks_text, rows_text
 from lightning_mcore.planning.plan import Plan, StagePlan
 from lightning_mcore.planning.schedule import schedule_picture
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 WIDTH = 100
 GIB = 2**30
 _MOST_ROWS = 16
+_SHORTEST = 1e-3  # seconds of a step whose time is estimated
+_LAYERS = {"local": "Megatron's layers in PyTorch", "transformer_engine": "TransformerEngine's layers"}
 _OF_EXPERTS = ("etp", "ep", "edp")
 _GROUPS = ("tp", "cp", "dp", "pp", "dp_cp", "etp", "ep", "edp")
 
@@ -108,7 +110,7 @@ def _sentences(console: "Console", title: str, sentences: Sequence[str]) -> None
 
 
 def _run(console: "Console", plan: Plan) -> None:
-    lines = [("devices", _devices(plan)), ("precision", f"{plan.precision}, layers of {plan.backend}")]
+    lines = [("devices", _devices(plan)), ("precision", f"{plan.precision}, {_LAYERS.get(plan.backend, plan.backend)}")]
     if plan.parameters is not None:
         total, active = plan.parameters.total, plan.parameters.active
         of_token = "" if total == active else f"; {count(active)} of them for one token"
@@ -120,7 +122,7 @@ def _run(console: "Console", plan: Plan) -> None:
     if plan.batch is not None:
         lines.append(("global batch", plan.batch.sentence))
         lines.append(
-            ("", f"{plan.batch.rows:,} rows x {plan.batch.seq_length:,} = {plan.batch.tokens:,} tokens a step")
+            ("", f"{rows_text(plan.batch.rows)} x {plan.batch.seq_length:,} = {plan.batch.tokens:,} tokens a step")
         )
     if plan.timeline is not None and plan.timeline.num_stages > 1:
         kind = "1F1B" if plan.timeline.num_chunks == 1 else f"interleaved, {plan.timeline.num_chunks} chunks a stage"
@@ -219,11 +221,11 @@ def _traffic(console: "Console", plan: Plan) -> None:
     if not busiest:
         return
     rows = [
-        [v.axis, f"{v.group_size:,}", size(v.sent), "each microbatch" if v.each_microbatch else "once", v.what]
+        [v.axis, f"{v.group_size:,}", size(v.sent), "in each microbatch" if v.each_microbatch else "once", v.what]
         for v, _ in busiest.values()
     ]
     columns = ["axis", "ranks", "sent a step", " when", " what"]
-    _table(console, "communication of one rank (of the busiest stage)", columns, rows)
+    _table(console, "communication of one rank of the busiest stage", columns, rows)
 
 
 def _work(console: "Console", plan: Plan) -> None:
@@ -239,19 +241,30 @@ def _work(console: "Console", plan: Plan) -> None:
         lines.insert(1, ("vision tower", f"{flops(work.tower_flops)} of it, on the first stage"))
     if again > 0.001:
         lines.insert(1, ("recomputed", f"{again:.1%} on top: {flops(work.hardware_flops)} a step"))
-    if plan.time is not None and plan.machine is not None:
+    if plan.time is not None and plan.machine is not None and plan.time.total < _SHORTEST:
+        lines.append(
+            ("estimate", f"none on {plan.machine.name.upper()}: launching kernels takes longest in so small a step")
+        )
+    elif plan.time is not None and plan.machine is not None:
         time, tokens = plan.time, plan.batch.tokens
         lines.append(
             (
                 "estimate",
-                f"{time.total:.2f} s a step on {plan.machine.name.upper()}: compute {time.compute:.2f},"
-                f" communication {time.each_microbatch + time.once:.2f}, bubble {time.bubble:.2f}",
+                f"{seconds(time.total)} a step on {plan.machine.name.upper()}: compute {seconds(time.compute)},"
+                f" communication {seconds(time.each_microbatch + time.once)}, bubble {seconds(time.bubble)}",
             )
         )
         rate = work.model_flops / time.total / plan.devices / 1e12
-        lines.append(("", f"{tokens / time.total:,.0f} tokens/s, {rate:.0f} TFLOP/s of each device (rough)"))
+        lines.append(
+            ("", f"about {float(f'{tokens / time.total:.2g}'):,.0f} tokens/s, {rate:.3g} TFLOP/s of each device")
+        )
     _heading(console, "work")
     _lines(console, lines)
+
+
+def seconds(number: float) -> str:
+    """Return a time, such as ``15.86 s`` or ``0.42 ms``."""
+    return f"{number:.2f} s" if number >= 1 else f"{1000 * number:.3g} ms" if number else "0 s"
 
 
 def count(number: float) -> str:

@@ -58,7 +58,7 @@ from lightning_mcore.optimizer.rules import (
 from lightning_mcore.parallel.stage_layers import check_uniform_recompute
 from lightning_mcore.planning.adapters import check_adapters, with_adapters
 from lightning_mcore.planning.arguments import arguments_of_gpt
-from lightning_mcore.planning.grid import GlobalBatch, global_batch
+from lightning_mcore.planning.grid import GlobalBatch, global_batch, rows_text
 from lightning_mcore.planning.model import GPTFields, backend_of
 from lightning_mcore.planning.preference import assumptions_of_preference, faults_of_pairs
 from lightning_mcore.planning.signatures import (
@@ -440,6 +440,9 @@ def check_batch(book: RuleBook, fields: GPTFields, rules: PlannedStrategy, batch
         book.attempt(lambda: check_microbatch(fp8, (batch.seq_length, batch.micro_batch_size), layout))
 
 
+_NOT_COUNTED = {"layernorm", "moe_act"}  # parts of recompute_modules that activation_memory.py does not know
+
+
 @dataclass(frozen=True)
 class CheckedRun:
     """A run after its checks.
@@ -510,6 +513,8 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
         assumptions.append(
             "layers of TransformerEngine, as transformer_impl='auto' chooses on GPUs (or use --backend local)"
         )
+    if fields is not None and (unknown := sorted(fields.recompute.modules & _NOT_COUNTED)):
+        assumptions.append(f"recompute of {' and '.join(unknown)} saves nothing: plan does not count it")
     assumptions += _of_kernels(rules, fused)
     assumptions += [*assumptions_of_preference(model), *assumptions_of_vision(fields)]
     if fields is not None:
@@ -556,7 +561,7 @@ def _batch(
     rows, length = settings.data.get("batch_size"), settings.data.get("seq_length")
     if rows is None:
         rows = rules.strategy.get("micro_batch_size") or 1
-        assumptions.append(f"{rows} rows in a DataLoader batch (data.batch_size is not given)")
+        assumptions.append(f"{rows_text(rows)} in a DataLoader batch (data.batch_size is not given)")
     if length is None and fields is not None:
         length = fields.seq_length
     layout = rules.layout

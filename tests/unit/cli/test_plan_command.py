@@ -12,6 +12,7 @@ import yaml
 from lightning_mcore.cli.plan import kind_of, run, settings_of_files
 from lightning_mcore.planning.machines import machine_named, parse_memory
 from lightning_mcore.planning.plan import make_plan
+from lightning_mcore.planning.report import seconds
 from lightning_mcore.planning.suggest import suggest
 from tests.support.factory_files import LLAMA3, write_run
 from tests.support.hf_models import tiny_folder
@@ -85,6 +86,36 @@ def test_a_plan_shows_run_groups_stages_traffic_and_work(tmp_path: Path, capsys:
     ):
         assert part in text, part
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_numbers_of_a_tiny_model_are_words_of_its_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = {"vocab_size": 64, "seq_length": 16, "transformer": {"num_layers": 1, "hidden_size": 32}}
+    tiny["transformer"]["num_attention_heads"] = 2
+    trainer = {"accelerator": "gpu", "devices": 1, "strategy": {"class_path": "lightning_mcore.MCoreStrategy"}}
+    path = cli_file(
+        tmp_path, trainer=trainer, model={"class_path": "lightning_mcore.MCoreGPT", "init_args": tiny}, data={}
+    )
+    code, text, _ = printed(capsys, path, "--backend", "local")
+    assert code == 0
+    assert "32-true, Megatron's layers in PyTorch\n" in text
+    assert "= 1 row\n" in text
+    assert "\n                1 row x 16 = 16 tokens a step\n" in text
+    assert "estimate      none on H100: launching kernels takes longest in so small a step\n" in text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(15.857, "15.86 s"), (0.4239, "424 ms"), (0.00112, "1.12 ms"), (0.0, "0 s")]
+)
+def test_a_time_has_three_digits(number: float, text: str) -> None:
+    assert seconds(number) == text
+
+
+def test_parts_of_recompute_that_are_not_counted_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm"]}
+    init = {"vocab_size": 128256, "seq_length": 8192, "transformer": LLAMA | parts}
+    model = {"class_path": "lightning_mcore.MCoreGPT", "init_args": init}
+    _, text, _ = printed(capsys, cli_file(tmp_path, model=model))
+    assert "- recompute of layernorm saves nothing: plan does not count it\n" in text
 
 
 def test_json_has_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
