@@ -82,14 +82,18 @@ class SpeedLogs(MCoreModule):
             self._clock.add(self._counter.tokens)
         tokens_per_second = self._clock.step(float if self._counter is not None else self._over_copies)
         flops = tokens_per_second * self.flops_per_token() / self.trainer.world_size
-        self.log("tokens_per_second", tokens_per_second, prog_bar=True)
-        self.log("model_tflops", flops / 1e12)
+        self.log("tokens_per_second", self._on_device(tokens_per_second), prog_bar=True)
+        self.log("model_tflops", self._on_device(flops / 1e12))
         optimizer = self.trainer.optimizers[0]
         grad_norm = getattr(optimizer, "grad_norm", self._local_grad_norm)
         if getattr(optimizer, "step_skipped", False):
             grad_norm = math.inf  # not measured, and Lightning would repeat the last one
         if grad_norm is not None:
-            self.log("grad_norm", grad_norm)
+            self.log("grad_norm", self._on_device(grad_norm))
+
+    def _on_device(self, number: Tensor | float) -> Tensor:
+        """Return a number as a tensor that a kernel writes; Lightning's copy of a host number waits for the step."""
+        return number if isinstance(number, Tensor) else torch.full((), number, device=self.device)
 
     @property
     def _counter(self) -> PipelineLogs | None:

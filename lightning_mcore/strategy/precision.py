@@ -339,7 +339,9 @@ class MCorePrecision(Precision):
         result = super().optimizer_step(optimizer, model, unscaled, **kwargs)
         if model._current_fx_name in _HOOKS_THAT_STEP:
             values = {"loss_scale": optimizer.loss_scale, "skipped_steps": float(optimizer.num_skipped_steps)}
-            model.log_dict(values, on_step=True, on_epoch=False)
+            # Written by kernels, because Lightning's copies of host numbers wait for the step.
+            on_device = {name: torch.full((), number, device=model.device) for name, number in values.items()}
+            model.log_dict(on_device, on_step=True, on_epoch=False)
         return result
 
     def clip_gradients(
