@@ -54,7 +54,9 @@ def console() -> int:
     """Run the command line, as the installed script does, and return the exit code."""
     arguments = sys.argv[1:]
     try:
-        return main(arguments)
+        code = main(arguments)
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:  # as under "| head"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE

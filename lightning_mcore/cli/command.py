@@ -37,6 +37,8 @@ def run_command(command: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # for console(), which ends quietly
+        raise
     except EXPECTED as error:
         return refused(error)
     return DONE if code is None else code

@@ -151,6 +151,17 @@ def test_a_command_ends_with_a_sentence_and_a_code(
     assert run_command(lambda: 1) == 1
 
 
+@pytest.mark.parametrize("words", [["--help"], ["plan", "examples/configs/llama3_8b_bf16.yaml"]])
+def test_a_reader_that_has_read_enough_is_no_error(words: list[str]) -> None:
+    command = [sys.executable, "-m", "lightning_mcore.cli", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+
+
 def test_a_fault_of_ours_keeps_its_traceback() -> None:
     with pytest.raises(AttributeError):
         run_command(lambda: None.missing)  # type: ignore[attr-defined]
