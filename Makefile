@@ -40,7 +40,7 @@ LIGHTNING ?=
 SOURCE ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock check docs format test test-fast test-thorough test-lightning test-ray test-oldest test-latest test-te test-te-suite fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-vl demo-fp8 bench bench-checkpoint \
+.PHONY: help install lock check docs site-check format test test-fast test-thorough test-lightning test-ray test-oldest test-latest test-te test-te-suite fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-vl demo-fp8 bench bench-checkpoint \
 	bench-generate bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-scale bench-startup bench-vision gpu torture faults mutate house clean
 
 help:  ## list the commands
@@ -87,6 +87,9 @@ check: $(INSTALLED) docs  ## check lint, formatting, types, import order, wordin
 
 docs: $(INSTALLED)  ## build the documentation into build/site; broken links are errors
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict
+
+site-check: $(INSTALLED)  ## open every page of the documentation in Chromium: widths, links, search, copy buttons
+	$(RUN) -m tests.site $(ARGS)
 
 format: $(INSTALLED)  ## fix what the linter can fix, and format the code
 	$(RUN) -m ruff check --fix .

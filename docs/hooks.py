@@ -1,14 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What mkdocs does beside its plugins: roles of docstrings become names, and argument classes are listed by their help.
+"""What mkdocs does beside its plugins: the version in the footer, roles of docstrings, and fields of argument classes.
 
 ``fields of NAME`` on a line of a page becomes a list of the fields that a class of ``lightning_mcore.arguments`` adds.
 """
 
 import dataclasses
 import re
+import tomllib
+from pathlib import Path
+from typing import Any
 
 _ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):<code>(?:~(?:\w+\.)*)?([\w.]+)</code>")
 _FIELDS = re.compile(r"^fields of (\w+)$", re.MULTILINE)
+
+
+def on_config(config: Any, **_: object) -> None:
+    """Name the package's version and license in the footer.
+
+    Args:
+        config: The configuration of the site.
+    """
+    project = tomllib.loads(Path(config.config_file_path).with_name("pyproject.toml").read_text())["project"]
+    config.copyright = f"{project['name']} {project['version']}, {project['license']}"
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:

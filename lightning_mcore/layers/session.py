@@ -43,7 +43,7 @@ def single_process() -> Iterator[None]:
     Raises:
         RuntimeError: This process is one of several connected ranks, for example after a run on them.
 
-    Example:
+    Examples:
         >>> with single_process():
         ...     module = MCoreGPT.load_from_checkpoint("last.ckpt")
         ...     logits = module.model(tokens, position_ids, attention_mask=None)
