@@ -17,13 +17,12 @@ they expect, such as a folder that does not exist.
 
 import gc
 import importlib
-import os
 import sys
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
-from lightning_mcore.cli.command import DONE, TRAINING, WRONG, is_of_transformer_engine, refused
+from lightning_mcore.cli.command import DONE, TRAINING, WRONG, is_of_transformer_engine, is_reader_gone, refused
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.parallel.megatron_import import HINTS
 
@@ -52,14 +51,14 @@ _NAMED = ("lightning_mcore.cli.fit", "lightning_mcore.cli.hf")
 
 def console() -> int:
     """Run the command line, as the installed script does, and return the exit code."""
-    arguments = sys.argv[1:]
     try:
-        code = main(arguments)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # as under "| head"
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return main(sys.argv[1:])
+    except BrokenPipeError:
+        if not is_reader_gone():
+            raise
         return DONE
+    finally:
+        is_reader_gone()
 
 
 def main(arguments: Sequence[str]) -> int:

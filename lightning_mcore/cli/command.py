@@ -8,6 +8,7 @@ traceback, because it is a bug in this package. This file imports no slow module
 
 import argparse
 import os
+import select
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -37,11 +38,26 @@ def run_command(command: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # for console(), which ends quietly
-        raise
     except EXPECTED as error:
-        return refused(error)
+        return DONE if isinstance(error, BrokenPipeError) and is_reader_gone() else refused(error)
     return DONE if code is None else code
+
+
+def is_reader_gone() -> bool:
+    """Return whether nobody reads the output any more, as after ``| head``; if so, the rest of it goes nowhere."""
+    try:
+        sys.stdout.flush()
+        file = sys.stdout.fileno()
+        poll = select.poll()
+        poll.register(file, 0)
+        if not poll.poll(0):  # a pipe without a reader reports an error unasked
+            return False
+    except BrokenPipeError:
+        file = sys.stdout.fileno()
+    except OSError:  # not a file
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), file)
+    return True
 
 
 def find_modules_here() -> None:

@@ -24,7 +24,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.layers.spec import attention_environment_restored
-from lightning_mcore.parallel.cpu_runtime import cpu_runtime, missing_names_defined
+from lightning_mcore.parallel.cpu_runtime import cpu_runtime, gpu_runtime
 from lightning_mcore.parallel.groups import (
     close_process_groups,
     open_process_groups,
@@ -55,7 +55,7 @@ def single_process() -> Iterator[None]:
         )
     with contextlib.ExitStack() as stack:
         stack.enter_context(attention_environment_restored())
-        stack.enter_context(missing_names_defined() if torch.cuda.is_available() else cpu_runtime())
+        stack.enter_context(gpu_runtime() if torch.cuda.is_available() else cpu_runtime())
         if not process_groups_are_open():
             if open_single_process():
                 stack.callback(dist.destroy_process_group)
@@ -84,7 +84,7 @@ class SingleModelSession(Callback):
     def _enter(self, trainer: "pl.Trainer") -> None:
         self._open.enter_context(attention_environment_restored())
         on_cpu = trainer.strategy.root_device.type == "cpu"
-        self._open.enter_context(cpu_runtime() if on_cpu else missing_names_defined())
+        self._open.enter_context(cpu_runtime() if on_cpu else gpu_runtime())
         if open_single_process():
             self._open.callback(dist.destroy_process_group)
         self._open.callback(close_process_groups)

@@ -67,11 +67,11 @@ def _uncompiled(function: Callable[..., Any] | None = None, **_: Any) -> Any:
 
 
 @contextlib.contextmanager
-def missing_names_defined() -> Iterator[None]:
-    """Bind names that megatron-core reads but defines only with TransformerEngine, for a run on a GPU.
+def gpu_runtime() -> Iterator[None]:
+    """Replace names of megatron-core on a GPU without TransformerEngine, inside the ``with`` block.
 
-    Without TransformerEngine, layers with experts and multi-latent attention of 0.16 would fail, and each optimizer
-    step would wait for the GPU once per parameter.
+    Layers with experts and multi-latent attention of 0.16 would fail, and each optimizer step would wait for the GPU
+    once per parameter.
     """
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in (*_absent_names(), *_many_tensors_at_once()):
@@ -347,8 +347,8 @@ def _many_tensors_at_once() -> list[tuple[Any, str, Any]]:
 def _norm_of_all(
     chunk_size: int, overflow: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], per_tensor: bool
 ) -> tuple[torch.Tensor, None]:
-    """Return the norm of all tensors together, of shape [1], on their device."""
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(lists[0]))))[None], None
+    """Return the norm of all tensors together, [1] fp32, on their device."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(lists[0]), 2, torch.float32)))[None], None
 
 
 def _scale_all(chunk_size: int, overflow: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], scale: float) -> None:

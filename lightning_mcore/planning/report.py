@@ -256,15 +256,18 @@ def _work(console: "Console", plan: Plan) -> None:
         )
         rate = work.model_flops / time.total / plan.devices / 1e12
         lines.append(
-            ("", f"about {float(f'{tokens / time.total:.2g}'):,.0f} tokens/s, {rate:.3g} TFLOP/s of each device")
+            ("", f"about {float(f'{tokens / time.total:.2g}'):,.0f} tokens/s, {rate:.0f} TFLOP/s of each device")
         )
     _heading(console, "work")
     _lines(console, lines)
 
 
 def seconds(number: float) -> str:
-    """Return a time, such as ``15.86 s`` or ``0.42 ms``."""
-    return f"{number:.2f} s" if number >= 1 else f"{1000 * number:.3g} ms" if number else "0 s"
+    """Return a time, such as ``15.86 s`` or ``42.1 ms``."""
+    milliseconds = 1000 * number
+    if milliseconds >= 999.5:
+        return f"{number:.2f} s"
+    return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.1f} ms" if number else "0 s"
 
 
 def count(number: float) -> str:

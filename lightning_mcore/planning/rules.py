@@ -514,7 +514,7 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
             "layers of TransformerEngine, as transformer_impl='auto' chooses on GPUs (or use --backend local)"
         )
     if fields is not None and (unknown := sorted(fields.recompute.modules & _NOT_COUNTED)):
-        assumptions.append(f"recompute of {' and '.join(unknown)} saves nothing: plan does not count it")
+        assumptions.append(f"memory that recompute of {' and '.join(unknown)} saves is not counted")
     assumptions += _of_kernels(rules, fused)
     assumptions += [*assumptions_of_preference(model), *assumptions_of_vision(fields)]
     if fields is not None:

@@ -60,7 +60,7 @@ from lightning_mcore.parallel.chunks import (
     unwrap_chunks,
 )
 from lightning_mcore.parallel.consensus import all_true, any_true, run_on_all_ranks
-from lightning_mcore.parallel.cpu_runtime import cpu_runtime, missing_names_defined
+from lightning_mcore.parallel.cpu_runtime import cpu_runtime, gpu_runtime
 from lightning_mcore.parallel.groups import (
     align_random_state,
     collectives_issued,
@@ -633,7 +633,7 @@ class MCoreStrategy(DDPStrategy):
 
     def runtime(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which Megatron's code runs, which may be entered again inside itself."""
-        return cpu_runtime() if self.root_device.type == "cpu" else missing_names_defined()
+        return cpu_runtime() if self.root_device.type == "cpu" else gpu_runtime()
 
     def megatron_fields(self) -> dict[str, Any]:
         """Return the ``TransformerConfig`` fields that this strategy and its precision own."""

@@ -5,8 +5,8 @@ TransformerEngine rejects tensors that are not on a GPU, and asks for the GPU's 
 tensor for one on a GPU of compute capability 9.0, which supports every FP8 recipe. Only its own modules are
 changed, once, when this room loads it.
 
-megatron-core changes too: :func:`megatron_names`. What it takes from any TransformerEngine, even for models without its
-layers, is replaced in ``parallel/cpu_runtime.py``.
+In megatron-core, :func:`megatron_names` are replaced. What it takes from any TransformerEngine, even for models without
+its layers, is replaced in ``parallel/cpu_runtime.py``.
 """
 
 import contextlib

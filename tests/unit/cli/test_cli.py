@@ -151,7 +151,7 @@ def test_a_command_ends_with_a_sentence_and_a_code(
     assert run_command(lambda: 1) == 1
 
 
-@pytest.mark.parametrize("words", [["--help"], ["plan", "examples/configs/llama3_8b_bf16.yaml"]])
+@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["plan", "examples/configs/llama3_8b_bf16.yaml"]])
 def test_a_reader_that_has_read_enough_is_no_error(words: list[str]) -> None:
     command = [sys.executable, "-m", "lightning_mcore.cli", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -160,6 +160,14 @@ def test_a_reader_that_has_read_enough_is_no_error(words: list[str]) -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 0
+
+
+def test_a_connection_that_breaks_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    def break_off() -> None:
+        raise BrokenPipeError("the store has closed the connection")
+
+    assert run_command(break_off) == 2
+    assert capsys.readouterr().err == "error: the store has closed the connection\n"
 
 
 def test_a_fault_of_ours_keeps_its_traceback() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from megatron.core import optimizer, utils
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import clip_grads, distrib_optimizer
 from megatron.core.optimizer import optimizer as mixed_precision
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT, MCoreStrategy
-from lightning_mcore.parallel.cpu_runtime import cpu_runtime, missing_names_defined
+from lightning_mcore.parallel.cpu_runtime import cpu_runtime, gpu_runtime
 from tests.support import hygiene
 from tests.support.ranks import run_ranks
 
@@ -176,12 +176,17 @@ def test_gradients_are_clipped_as_by_megatron_and_where_they_are(runtime: None) 
 
 
 @pytest.mark.filterwarnings("ignore")  # of Lightning and Megatron, about so small a run
-def test_kernels_of_an_installed_transformer_engine_do_not_see_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_kernels_of_an_installed_transformer_engine_do_not_see_cpu_tensors(
+    sharded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def read_the_address(*tensors: Any, **settings: Any) -> Any:
         raise AssertionError("a kernel of the GPU was given a CPU tensor")
 
     for owner, names in {
         optimizer: ("Adam", "SGD"),
+        distrib_optimizer: ("Adam",),
+        moe_utils: ("te_general_gemm",),
         mixed_precision: ("multi_tensor_applier", "multi_tensor_scale_impl"),
         clip_grads: (
             "multi_tensor_applier",
@@ -196,7 +201,7 @@ def test_kernels_of_an_installed_transformer_engine_do_not_see_cpu_tensors(monke
     model = MCoreGPT(vocab_size=64, seq_length=16, transformer=sizes, recipe={"learning_rate": 0.01})
     data = DataLoader([{"tokens": torch.arange(16), "labels": torch.arange(1, 17)}] * 4)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    strategy = MCoreStrategy()
+    strategy = MCoreStrategy(use_distributed_optimizer=sharded)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -211,14 +216,16 @@ def test_kernels_of_an_installed_transformer_engine_do_not_see_cpu_tensors(monke
         assert moe_utils.te_general_gemm is None
 
 
-def test_on_a_gpu_all_gradients_are_measured_and_scaled_in_one_call() -> None:
+def test_on_a_gpu_gradients_are_measured_in_fp32_and_scaled_where_they_are() -> None:
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(shape, generator=generator) for shape in ((3, 5), (7,), (1, 2, 2))]
     expected = torch.cat([gradient.flatten() for gradient in gradients])
-    with missing_names_defined():
+    with gpu_runtime():
         norm, _ = clip_grads.l2_norm_impl(2048, torch.zeros(1), [gradients], False)
         assert norm.shape == (1,)
         assert torch.allclose(norm[0], expected.norm())
+        in_bf16, _ = clip_grads.l2_norm_impl(2048, torch.zeros(1), [[torch.ones(9, dtype=torch.bfloat16)]], False)
+        assert in_bf16.dtype == torch.float32
         clip_grads.multi_tensor_scale_impl(2048, torch.zeros(1), [gradients, gradients], 0.25)
     assert torch.equal(torch.cat([gradient.flatten() for gradient in gradients]), 0.25 * expected)
 
