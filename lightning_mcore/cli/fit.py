@@ -21,6 +21,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
 
+from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.checkpoint.weights import hyper_parameters_of, refuse_code
 from lightning_mcore.cli import ray as on_ray
 from lightning_mcore.cli.command import find_modules_here, refused
@@ -37,6 +38,7 @@ from lightning_mcore.interop.callback import SaveHFModel
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.models.vision import MCoreVisionGPT
+from lightning_mcore.optimizer.muon import MuonWithAdamW
 from lightning_mcore.strategy.fp8_monitor import FP8Monitor
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.strategy.preemption import PreemptionCheckpoint
@@ -47,6 +49,7 @@ from lightning_mcore.strategy.strategy import MCoreStrategy
 # Imported, so that jsonargparse finds a class by its short name: --model=MCoreGPT, --trainer.strategy=MCoreStrategy
 SHORT_NAMES = (
     FP8Monitor,
+    MCoreCheckpointIO,
     MCoreFinetuningData,
     MCoreGPT,
     MCorePrecision,
@@ -57,6 +60,7 @@ SHORT_NAMES = (
     MCoreStrategy,
     MCoreVisionData,
     MCoreVisionGPT,
+    MuonWithAdamW,
     PreemptionCheckpoint,
     RunReport,
     SaveHFModel,

@@ -14,11 +14,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import yaml
+from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.strategies import Strategy
+from torch.optim import Optimizer
 
-from lightning_mcore import MCoreStrategy, cli
+import lightning_mcore
+from lightning_mcore import MCoreModule, MCoreStrategy, cli
 from lightning_mcore.cli import quick_checks
 from lightning_mcore.cli.command import run_command, sentence
-from lightning_mcore.cli.fit import TrainingCLI
+from lightning_mcore.cli.fit import SHORT_NAMES, TrainingCLI
 
 pytestmark = pytest.mark.slow
 
@@ -401,6 +405,13 @@ def test_short_names_are_enough(capsys: pytest.CaptureFixture[str]) -> None:
         more = [] if key == "model" else ["--model=MCoreGPT", *sizes]
         cli.main(["fit", f"--{key}={name}", *more, "--trainer.max_steps=x"])
         assert "unknown class" not in capsys.readouterr().err
+
+
+def test_every_class_that_a_file_may_name_has_a_short_name() -> None:
+    of_lightning = pl.Callback, pl.LightningModule, pl.LightningDataModule, Strategy, CheckpointIO, Precision
+    public = [getattr(lightning_mcore, name) for name in lightning_mcore.__all__]
+    classes = {kind for kind in public if isinstance(kind, type) and issubclass(kind, (*of_lightning, Optimizer))}
+    assert set(SHORT_NAMES) == classes - {MCoreModule}  # a base class
 
 
 def test_the_name_of_the_strategy_alone_is_enough(tiny: str) -> None:
