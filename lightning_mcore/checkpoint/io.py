@@ -83,6 +83,10 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         max_in_flight: Number of saves that may be written at the same time; only 1 is supported.
         verify: What to check when a checkpoint is loaded: the ``"sizes"`` of its files, or also the ``"checksums"`` of
             everything that is read.
+
+    Examples:
+        >>> from lightning_mcore import MCoreCheckpointIO, MCoreStrategy
+        >>> strategy = MCoreStrategy(checkpoint_io=MCoreCheckpointIO(async_save=True))
     """
 
     def __init__(

@@ -66,8 +66,8 @@ def build_from_checkpoint(
         path: The checkpoint, a directory.
         strict: Whether names must agree; the module's ``strict_loading`` by default.
         weights_only: As for ``torch.load``; applies to Lightning's state.
-        hyper_parameters: Values to use instead of those in the checkpoint.
-        check: Called with the path and the values in the checkpoint; may raise.
+        hyper_parameters: Values to use instead of those in the checkpoint; None for none.
+        check: Called with the path and the values in the checkpoint; may raise. None checks nothing more.
 
     Raises:
         FileNotFoundError: There is nothing at ``path``.

@@ -45,8 +45,9 @@ class CommunicationOptions:
         sharp_enabled_group: The kind of group that uses SHARP: ``"dp"``, or ``"dp_replica"`` with several
             distributed-optimizer instances; None for ``"dp"``.
         nccl_communicator_config_path: A YAML file with ``min_ctas``, ``max_ctas`` and ``cga_cluster_size`` for each
-            group. NCCL only.
-        high_priority_stream_groups: Groups whose kernels have priority, such as ``["tp_dp_cp", "ep"]``. NCCL only.
+            group; None for NCCL's defaults. NCCL only.
+        high_priority_stream_groups: Groups whose kernels have priority, such as ``["tp_dp_cp", "ep"]``; None for
+            none. NCCL only.
         create_gloo_process_groups: Open gloo groups next to the data-parallel ones, for your own code to get from
             ``parallel_state``; this package does not need them.
         batch_p2p_comm: Batch the sends and receives between neighbouring stages; None batches them unless
@@ -59,6 +60,11 @@ class CommunicationOptions:
         TypeError: A flag is not a bool, or a path or a list of names is something else.
         ValueError: Megatron does not know a value, or options contradict each other.
         FileNotFoundError: The file of ``nccl_communicator_config_path`` does not exist.
+
+    Examples:
+        >>> from lightning_mcore import CommunicationOptions, MCoreStrategy
+        >>> options = CommunicationOptions(batch_p2p_comm=False)
+        >>> strategy = MCoreStrategy(pipeline_model_parallel_size=2, communication=options)
     """
 
     pipeline_model_parallel_comm_backend: PipelineBackend | None = None

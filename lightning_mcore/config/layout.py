@@ -137,6 +137,14 @@ class ParallelLayout:
     Raises:
         TypeError: A size is not an int, a flag is not a bool, or the layout is neither a string nor lists of strings.
         ValueError: The sizes contradict each other.
+
+    Examples:
+        >>> from lightning_mcore import ParallelLayout
+        >>> layout = ParallelLayout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+        >>> layout.describe(world_size=8)
+        'tp2 pp2 cp1 dp2'
+        >>> str(layout.coordinates(rank=5, world_size=8))
+        'tp1.pp1.cp0.dp0'
     """
 
     tensor_model_parallel_size: int = 1

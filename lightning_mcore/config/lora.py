@@ -49,14 +49,15 @@ class LoRA:
             of shared experts, the embedding and the output layer get one only if they are named.
         target_parameters: Endings of names of parameters that also get an adapter, regardless of ``exclude_modules``
             and ``layers_to_transform``. ``["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]`` are the routed
-            experts as transformers 5 stores them: an expert's gate and up projections then share one A.
+            experts as transformers 5 stores them: an expert's gate and up projections then share one A. None for none.
         exclude_modules: Which of ``target_modules`` get no adapter: endings of their names or of modules around them,
-            such as ``["experts"]``, or a regular expression that matches whole names.
+            such as ``["experts"]``, or a regular expression that matches whole names; None for none.
         layers_to_transform: Numbers of the layers that get adapters, counted from 0; None for all.
-        rank_pattern: Ranks other than ``r``, by the ending of a name or by regular expression.
+        rank_pattern: Ranks other than ``r``, by the ending of a name or by regular expression; None for none.
         alpha_pattern: Values other than ``lora_alpha``, likewise.
         modules_to_save: Modules that are trained in full, such as ``["lm_head", "embed_tokens"]``: endings of their
-            names or of names of modules around them, wherever an ending begins. ``["norm"]`` means all norms.
+            names or of names of modules around them, wherever an ending begins. ``["norm"]`` means all norms;
+            None for none.
         ensure_weight_tying: Train an embedding that is also the output layer as both, where ``modules_to_save`` names
             it. Without this, PEFT trains a copy and leaves the output layer unchanged, which is not supported.
         use_rslora: Divide ``lora_alpha`` by the square root of the rank (rsLoRA).
@@ -64,7 +65,7 @@ class LoRA:
             ``m / |W + scale * B A|``.
         init_lora_weights: How A starts: True for a uniform distribution, ``"gaussian"`` for a normal one with standard
             deviation ``1 / r``. B starts at zero. For the embedding, A starts at zero and B with normal noise.
-        quantization: ``"nf4"`` keeps the frozen weights of linear layers in 4 bits (QLoRA).
+        quantization: ``"nf4"`` keeps the frozen weights of linear layers in 4 bits (QLoRA); None does not.
         double_quantization: With ``quantization``, keep the scales of its blocks in 8 bits.
         base_model_name_or_path: The model whose weights are frozen; ``from_pretrained`` fills it in.
         merged_adapters: Folders of the PEFT adapters that were merged into those weights before, in order;
@@ -73,6 +74,14 @@ class LoRA:
     Raises:
         ValueError: A value is out of range.
         TypeError: A value has the wrong type.
+
+    Examples:
+        >>> from lightning_mcore import LoRA
+        >>> lora = LoRA(r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"])
+        >>> lora.adapts("model.layers.0.self_attn.q_proj"), lora.adapts("model.layers.0.self_attn.o_proj")
+        (True, False)
+        >>> lora.scale("model.layers.0.self_attn.q_proj")
+        2.0
     """
 
     r: int = 8

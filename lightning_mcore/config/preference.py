@@ -97,6 +97,11 @@ class Preference:
     Raises:
         ValueError: A value is out of range, or the loss does not use a setting.
         TypeError: A value has the wrong type.
+
+    Examples:
+        >>> from lightning_mcore import Preference
+        >>> dpo = Preference(beta=0.05, sft_weight=0.2)
+        >>> kto = Preference("kto", desirable_weight=1.5)
     """
 
     loss: PreferenceLoss = "sigmoid"

@@ -41,6 +41,15 @@ def data_shard(trainer: pl.Trainer) -> DataShard:
 
     Args:
         trainer: The trainer that will read the data.
+
+    Examples:
+        Two of four ranks share each model copy.
+
+        >>> import lightning.pytorch as pl
+        >>> from lightning_mcore import MCoreStrategy, data_shard
+        >>> trainer = pl.Trainer(accelerator="cpu", devices=4, strategy=MCoreStrategy(tensor_model_parallel_size=2))
+        >>> data_shard(trainer)
+        DataShard(rank=0, size=2)
     """
     # Strategies without the property run on one device.
     sampling: Mapping[str, int] = getattr(

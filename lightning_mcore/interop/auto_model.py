@@ -88,7 +88,7 @@ def hf_model(
         num_labels: Number of scores of ``"sequence-classification"``, 1 for a reward model; None for the number in the
             model's config, or else 2.
         family: The kind of model, as in ``MCoreGPT.from_pretrained``; None for the family in its config.
-        transformer: Fields of Megatron's ``TransformerConfig`` that override the model's config.
+        transformer: Fields of Megatron's ``TransformerConfig`` that override the model's config; None for none.
         transformer_impl: ``"local"``, ``"transformer_engine"`` or ``"auto"``, as in ``MCoreGPT``.
 
     Raises:
@@ -96,6 +96,16 @@ def hf_model(
         RuntimeError: No trainer is attached, or the model was built for another layout.
         ValueError: The head or the model's family is unknown, ``num_labels`` is given without scores, the config asks
             for something that is not supported, or the layout does not divide the model's sizes.
+
+    Examples:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_mcore import hf_model
+        >>> class Tuned(pl.LightningModule):
+        ...     def configure_model(self):
+        ...         self.model = hf_model(self, "Qwen/Qwen3-0.6B")
+        ...
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self.model(**batch).loss
     """
     built: HFModel | None = module.__dict__.get(_BUILT)
     if built is None:

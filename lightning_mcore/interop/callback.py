@@ -34,10 +34,6 @@ _log = logging.getLogger(__name__)
 class SaveHFModel(Callback):
     """Write the model in Hugging Face form at the end of ``fit``, or next to every checkpoint of a ModelCheckpoint.
 
-    ::
-
-        callbacks = [ModelCheckpoint("runs/gpt", save_top_k=2, monitor="val_loss"), SaveHFModel("runs/gpt/final")]
-
     With ``every_checkpoint=True``, ``runs/gpt/epoch=1-step=200.ckpt`` gets a ``runs/gpt/epoch=1-step=200.ckpt-hf`` next
     to it, with the same weights. When ModelCheckpoint deletes the checkpoint, this is deleted too. When a checkpoint is
     saved again under the same name, such as ``last.ckpt``, its Hugging Face form is replaced. Three kinds of
@@ -61,6 +57,13 @@ class SaveHFModel(Callback):
 
     Raises:
         ValueError: Nothing would be written, or an argument has an unknown value.
+
+    Examples:
+        >>> import lightning.pytorch as pl
+        >>> from lightning.pytorch.callbacks import ModelCheckpoint
+        >>> from lightning_mcore import SaveHFModel
+        >>> callbacks = [ModelCheckpoint("runs/gpt", save_top_k=2, monitor="val_loss"), SaveHFModel("runs/gpt/final")]
+        >>> trainer = pl.Trainer(strategy="mcore", callbacks=callbacks)
     """
 
     def __init__(

@@ -54,7 +54,13 @@ class _ExactMetric(Metric):
 class TokenLoss(_ExactMetric):
     """Mean loss over the tokens that count, of all batches and ranks.
 
-    Losses 2 and 4 with weights 1 and 0.5 are a mean of (2 + 2) / 1.5 = 2.67.
+    Examples:
+        >>> import torch
+        >>> from lightning_mcore import TokenLoss
+        >>> loss = TokenLoss()
+        >>> loss.update(torch.tensor([2.0, 4.0]), weights=torch.tensor([1.0, 0.5]))
+        >>> loss.compute()  # (2 + 2) / 1.5
+        tensor(2.6667)
     """
 
     higher_is_better = False
@@ -96,7 +102,16 @@ class TokenLoss(_ExactMetric):
 
 
 class TokenPerplexity(TokenLoss):
-    """Exponential of the mean loss over the tokens that count, of all batches and ranks."""
+    """Exponential of the mean loss over the tokens that count, of all batches and ranks.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_mcore import TokenPerplexity
+        >>> perplexity = TokenPerplexity()
+        >>> perplexity.update(torch.tensor([2.0, 4.0]), weights=torch.tensor([1.0, 0.0]))
+        >>> perplexity.compute()  # exp(2)
+        tensor(7.3891)
+    """
 
     def compute(self) -> Tensor:
         """Return the perplexity, an fp32 scalar."""
@@ -108,6 +123,14 @@ class TokenAccuracy(_ExactMetric):
 
     Args:
         vocab_size: Size of the vocabulary without padding; padding is never predicted.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_mcore import TokenAccuracy
+        >>> accuracy = TokenAccuracy(vocab_size=3)
+        >>> accuracy.update(torch.tensor([[[0.1, 0.8, 0.1], [0.2, 0.2, 0.6]]]), labels=torch.tensor([[1, 0]]))
+        >>> accuracy.compute()
+        tensor(0.5000)
     """
 
     higher_is_better = True
@@ -158,6 +181,13 @@ class PackingEfficiency(_ExactMetric):
 
     Args:
         pad_token: The padding token, for batches that do not mark padding; None rejects such batches.
+
+    Examples:
+        >>> from lightning_mcore import PackingEfficiency, collate_rows, pack
+        >>> efficiency = PackingEfficiency()
+        >>> efficiency.update(collate_rows(pack([[1, 2, 3], [4, 5, 6, 7], [8, 9]], row_length=4)))
+        >>> efficiency.compute()  # 6 tokens in 8 places
+        tensor(0.7500)
     """
 
     higher_is_better: bool | None = True
@@ -206,6 +236,13 @@ class PaddingShare(PackingEfficiency):
 
     Args:
         pad_token: The padding token, for batches that do not mark padding; None rejects such batches.
+
+    Examples:
+        >>> from lightning_mcore import PaddingShare, collate_rows, pack
+        >>> padding = PaddingShare()
+        >>> padding.update(collate_rows(pack([[1, 2, 3], [4, 5, 6, 7], [8, 9]], row_length=4)))
+        >>> padding.compute()  # 2 of 8 places
+        tensor(0.2500)
     """
 
     higher_is_better = False
@@ -220,6 +257,13 @@ class TokensSeen(_ExactMetric):
 
     ``reset()``, which Lightning calls at the end of each epoch, keeps the count. ``MCoreStrategy`` calls :meth:`settle`
     before it saves a checkpoint; under another strategy with several ranks, call it yourself.
+
+    Examples:
+        >>> from lightning_mcore import TokensSeen, collate_rows, pack
+        >>> seen = TokensSeen()
+        >>> seen.update(collate_rows(pack([[1, 2, 3], [4, 5, 6, 7], [8, 9]], row_length=4)))
+        >>> seen.compute()
+        tensor(6)
     """
 
     higher_is_better = None

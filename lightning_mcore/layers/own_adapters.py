@@ -25,6 +25,14 @@ def add_lora(model: nn.Module, lora: LoRA) -> None:
 
     Raises:
         ValueError: A target matches nothing, or something is asked for that these adapters cannot do.
+
+    Examples:
+        >>> from lightning_mcore import LoRA, MCoreModule, add_lora
+        >>> class Adapted(MCoreModule):  # with a build_chunk of its own
+        ...     def configure_model(self):
+        ...         self.model = self.pipeline(self.build_chunk)
+        ...         self.load_weights("base.ckpt")
+        ...         add_lora(self.model, LoRA(r=16, target_modules=["linear_qkv", "linear_proj"]))
     """
     if any(isinstance(child, Adapters) for child in model.modules()):
         return

@@ -44,9 +44,16 @@ def single_process() -> Iterator[None]:
         RuntimeError: This process is one of several connected ranks, for example after a run on them.
 
     Examples:
+        A trained model comes from ``MCoreGPT.load_from_checkpoint("last.ckpt")`` inside the block; this one is new.
+
+        >>> from lightning_mcore import MCoreGPT, single_process
+        >>> sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 64}
         >>> with single_process():
-        ...     module = MCoreGPT.load_from_checkpoint("last.ckpt")
-        ...     logits = module.model(tokens, position_ids, attention_mask=None)
+        ...     module = MCoreGPT(vocab_size=100, seq_length=8, transformer=sizes)
+        ...     module.configure_model()
+        ...     tokens = module.generate([1, 2, 3], max_new_tokens=4)
+        >>> len(tokens)
+        7
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(

@@ -102,7 +102,7 @@ class MCoreGPT(SpeedLogs):
         rope_scaling_factor: The factor of that stretch.
         seq_len_interpolation_factor: Divides all positions; None for 1.
         yarn: With ``position_embedding_type="yarn"``: ``rotary_scaling_factor``, and values that differ from
-            ``positions.YARN_DEFAULTS``.
+            ``positions.YARN_DEFAULTS``; otherwise None.
         share_embeddings_and_output_weights: Whether the output layer is the embedding's transpose.
         make_vocab_size_divisible_by: The embedding has a multiple of this many rows, whatever the layout, so that the
             numbers are the same on all of them. ``tensor_model_parallel_size`` must divide the padded size.
@@ -110,19 +110,26 @@ class MCoreGPT(SpeedLogs):
             takes the second if it is installed and the device is a GPU. On a GPU, TransformerEngine's layers get the
             fused kernels of ``config/field_homes.py`` unless ``transformer`` sets these fields.
         architecture: What the model has that Megatron's config has no field for, such as norms after attention and MLP
-            or a factor of the embedding: the settings of ``config/architecture.py``, by name.
+            or a factor of the embedding: the settings of ``config/architecture.py``, by name; None for none.
         loss_normalization: ``"tokens"`` for the mean of the loss over tokens; ``"samples"`` for the mean over samples
             (rows, or the sub-sequences of packed rows) of each sample's mean over tokens.
         hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.
         lora: Train low-rank adapters and freeze the rest; :class:`~lightning_mcore.LoRA` has the settings. Checkpoints
             then hold only the trained parameters if the frozen weights come from :meth:`from_pretrained`; otherwise all
-            weights.
+            weights. None for no adapters.
         train_only: Parts of the Hugging Face names of the weights that are trained, such as ``["layers.31.",
             "lm_head"]``; all others are frozen. None trains all weights.
 
     Raises:
         ValueError: A value is not allowed, or a field of ``transformer`` is unknown or set in another place.
         TypeError: A size is not an int.
+
+    Examples:
+        A new model; ``MCoreGPT.from_pretrained(path)`` starts from a Hugging Face model.
+
+        >>> from lightning_mcore import MCoreGPT, Recipe
+        >>> sizes = {"num_layers": 16, "hidden_size": 1024, "num_attention_heads": 16}
+        >>> model = MCoreGPT(32000, seq_length=2048, transformer=sizes, recipe=Recipe(learning_rate=1e-3))
     """
 
     takes_images = False
@@ -557,7 +564,7 @@ class MCoreGPT(SpeedLogs):
             prompt: Tokens to continue, at least one.
             max_new_tokens: Tokens to add.
             temperature: Divides the logits; 0 takes the most probable token each time.
-            top_k: Sample among this many of the most probable tokens only.
+            top_k: Sample only among this many of the most probable tokens; None for all.
             seed: Random seed for sampling.
 
         Returns:

@@ -118,6 +118,13 @@ class MCorePreference(MCoreGPT):
     Raises:
         ValueError: A value is not allowed, or two contradict each other.
         TypeError: A value has the wrong type.
+
+    Examples:
+        A new model; ``MCorePreference.from_pretrained(path, preference=...)`` starts from a Hugging Face model.
+
+        >>> from lightning_mcore import MCorePreference, Preference
+        >>> sizes = {"num_layers": 16, "hidden_size": 1024, "num_attention_heads": 16}
+        >>> model = MCorePreference(32000, seq_length=2048, transformer=sizes, preference=Preference("simpo", beta=2.0))
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class Recipe:
         warmup_steps: Optimizer steps over which the learning rate rises; a number below 1 is a fraction of all steps.
         lr_scheduler_type: The name of a transformers schedule, such as ``"linear"``; None for a linear warm-up, whose
             first step already changes the weights, and a cosine.
-        lr_scheduler_kwargs: Other arguments of that schedule, such as ``min_lr``.
+        lr_scheduler_kwargs: Other arguments of that schedule, such as ``min_lr``; None for none.
         loraplus_lr_ratio: With adapters (LoRA+): the learning rate of B and of trained vectors is this many times A's;
             None for the same.
         loraplus_lr_embedding: With LoRA+, the learning rate of the embedding's adapters.
@@ -69,6 +69,11 @@ class Recipe:
     Raises:
         ValueError: A name does not exist, a number is out of range, or two settings contradict each other.
         TypeError: A value that must be a number is not one.
+
+    Examples:
+        >>> from lightning_mcore import Recipe
+        >>> warmup_cosine = Recipe(learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=0.05)
+        >>> warmup_linear = Recipe(learning_rate=1e-3, lr_scheduler_type="linear", warmup_steps=100)
     """
 
     learning_rate: float = 3e-4
@@ -306,6 +311,14 @@ def loraplus_groups(
         ratio: How many times as large the learning rate of B and of vectors is.
         weight_decay: Of matrices; vectors have none.
         lr_embedding: Learning rate of the embedding's adapters.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_mcore import loraplus_groups
+        >>> adapter = torch.nn.ParameterDict({"lora_A": torch.randn(2, 8), "lora_B": torch.zeros(8, 2)})
+        >>> optimizer = torch.optim.AdamW(loraplus_groups(adapter.named_parameters(), lr=1e-4, ratio=16))
+        >>> [(len(group["params"]), group["lr"]) for group in optimizer.param_groups]
+        [(1, 0.0001), (0, 0.0016), (1, 0.0016), (0, 1e-06)]
     """
     groups: list[dict[str, Any]] = [
         {"params": [], "lr": lr, "weight_decay": weight_decay},

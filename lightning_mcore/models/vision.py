@@ -53,7 +53,7 @@ class MCoreVisionGPT(MCoreGPT):
         transformer_impl: The layers to use for the language model.
         loss_normalization: Mean of the loss over ``"tokens"`` or ``"samples"``.
         freeze: Parts that are not trained: ``"vision_tower"``, ``"multi_modal_projector"``, ``"language_model"``.
-        lora: Train low-rank adapters of the language model, and freeze everything else.
+        lora: Train low-rank adapters of the language model, and freeze everything else; None for no adapters.
         hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.
 
     Raises:

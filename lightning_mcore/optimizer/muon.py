@@ -43,6 +43,14 @@ class MuonWithAdamW(Optimizer):
     Raises:
         ModuleNotFoundError: torch is older than 2.9, which brought Muon.
         ValueError: A matrix does not have two dimensions, or a value is out of its range.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_mcore import MuonWithAdamW
+        >>> layer = torch.nn.Linear(4, 4)
+        >>> optimizer = MuonWithAdamW([layer.weight], [layer.bias], lr=0.02, adamw_lr=3e-4)
+        >>> [group["lr"] for group in optimizer.param_groups]
+        [0.02, 0.0003]
     """
 
     def __init__(

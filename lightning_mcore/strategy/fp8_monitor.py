@@ -30,6 +30,11 @@ class FP8Monitor(pl.Callback):
 
     Raises:
         ValueError: ``every_n_steps`` is below 1.
+
+    Examples:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_mcore import FP8Monitor
+        >>> trainer = pl.Trainer(strategy="mcore", callbacks=[FP8Monitor(every_n_steps=100)])
     """
 
     def __init__(self, every_n_steps: int = 10) -> None:

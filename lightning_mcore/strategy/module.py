@@ -53,6 +53,24 @@ class MCoreModule(pl.LightningModule):
 
     Build the model in ``configure_model`` with ``self.model = self.pipeline(self.build_chunk)``; everything else is
     plain Lightning. Works under :class:`~lightning_mcore.MCoreStrategy`, ``"auto"`` and ``"ddp"``.
+
+    Examples:
+        >>> from megatron.core.models.gpt import GPTModel
+        >>> from megatron.core.transformer import TransformerConfig
+        >>> from lightning_mcore import MCoreModule
+        >>> from lightning_mcore.layers.spec import gpt_block_spec
+        >>> class Net(MCoreModule):
+        ...     def configure_model(self):
+        ...         sizes = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
+        ...         self.config = TransformerConfig(**sizes, **self.megatron_fields())
+        ...         self.model = self.pipeline(self.build_chunk)
+        ...
+        ...     def build_chunk(self, **stage):  # pre_process, post_process and vp_stage
+        ...         layers = gpt_block_spec(self.config, "local", stage["vp_stage"])
+        ...         return GPTModel(self.config, layers, vocab_size=256, max_sequence_length=64, **stage)
+        ...
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self.forward_step(batch)
     """
 
     def pipeline(self, factory: ChunkFactory) -> Pipeline:

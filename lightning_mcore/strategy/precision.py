@@ -86,7 +86,7 @@ class MCorePrecision(Precision):
         hysteresis: Steps with overflow after which the dynamic scale is halved.
         fp8: With bf16 the FP8 format, ``"e4m3"`` or ``"hybrid"``; None for ``"hybrid"`` if there is a recipe.
         fp8_recipe: How tensors are scaled to FP8: ``"delayed"``, ``"tensorwise"``, ``"blockwise"`` or ``"mxfp8"``;
-            turns FP8 on.
+            turns FP8 on. None for ``"delayed"`` if ``fp8`` is given.
         fp8_param: Keep the weights in FP8, and gather them in FP8; needs the distributed optimizer, which steps fp32
             copies.
         fp8_margin: With the delayed recipe: powers of two that the scale stays below the largest.
@@ -102,12 +102,17 @@ class MCorePrecision(Precision):
         reuse_grad_buf_for_mxfp8_param_ag: With mxfp8 and ``fp8_param``, where it is required: gather weights in the
             buffer of the gradients.
         fp4_recipe: ``"nvfp4"`` multiplies in 4 bits instead of 8, on GPUs of compute capability 10.0 or higher, or with
-            TransformerEngine on the CPU.
+            TransformerEngine on the CPU. None for no FP4.
 
     Raises:
         TypeError: An argument has another type.
         ValueError: The name is not one of these, a scale is out of range or given without fp16, or FP8 settings are
             given without bf16 or contradict each other.
+
+    Examples:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_mcore import MCorePrecision
+        >>> trainer = pl.Trainer(strategy="mcore", plugins=MCorePrecision("bf16-mixed", fp8_recipe="blockwise"))
     """
 
     def __init__(

@@ -45,11 +45,6 @@ SignalName = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU"]
 class PreemptionCheckpoint(Checkpoint):
     """Save a checkpoint and end the run when any rank receives a signal.
 
-    ::
-
-        callbacks = [ModelCheckpoint("runs/gpt", save_last=True), PreemptionCheckpoint(signals=["SIGTERM", "SIGUSR1"])]
-        pl.Trainer(..., callbacks=callbacks).fit(model, data, ckpt_path="last")
-
     The checkpoint belongs to the optimizer step during which the signal came, never to half an accumulation window. If
     a validation or the end of an epoch follows that step, the checkpoint is saved before it, and again after it. Then
     ``fit`` raises Lightning's ``SIGTERMException``, which ends a script with exit code 0.
@@ -70,6 +65,16 @@ class PreemptionCheckpoint(Checkpoint):
     Raises:
         TypeError: An argument has another type.
         ValueError: A signal cannot be handled, or the file name cannot be stored or found again.
+
+    Examples:
+        ``trainer.fit(model, data, ckpt_path="last")`` also continues a run that was ended.
+
+        >>> import lightning.pytorch as pl
+        >>> from lightning.pytorch.callbacks import ModelCheckpoint
+        >>> from lightning_mcore import PreemptionCheckpoint
+        >>> preemption = PreemptionCheckpoint(signals=["SIGTERM", "SIGUSR1"])
+        >>> callbacks = [ModelCheckpoint("runs/gpt", save_last=True), preemption]
+        >>> trainer = pl.Trainer(strategy="mcore", callbacks=callbacks)
     """
 
     best_model_path = ""  # Lightning reads this from its first checkpoint callback

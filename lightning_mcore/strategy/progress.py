@@ -38,13 +38,18 @@ class MCoreProgressBar(RichProgressBar):
     Args:
         refresh_rate: How often the bar is drawn per second; 0 disables it.
         leave: Keep the bar of an epoch on the screen when the next epoch starts.
-        theme: Colours of Lightning's rich progress bar.
-        console_kwargs: Arguments of rich's ``Console``, such as ``{"stderr": True}``.
+        theme: Colours of Lightning's rich progress bar; None for its own.
+        console_kwargs: Arguments of rich's ``Console``, such as ``{"stderr": True}``; None for none.
         seconds_between_lines: If the output is not a terminal, the shortest time between two lines, in seconds.
         now: Returns a time in seconds.
 
     Raises:
         ModuleNotFoundError: ``rich`` is not installed.
+
+    Examples:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_mcore import MCoreProgressBar
+        >>> trainer = pl.Trainer(strategy="mcore", callbacks=[MCoreProgressBar(refresh_rate=2)])
     """
 
     def __init__(

@@ -42,14 +42,19 @@ class RunReport(pl.Callback):
     Args:
         folder: Where ``loss.png``, the loss over the optimizer steps, and the sample text are written, if given. The
             plot needs matplotlib.
-        prompt: Text that the trained model continues at the end. Needs a data module with ``encode`` (text to token
-            ids) and ``decode``, and a model with ``generate``, such as :class:`MCoreGPT`.
+        prompt: Text that the trained model continues at the end, if given. Needs a data module with ``encode`` (text to
+            token ids) and ``decode``, and a model with ``generate``, such as :class:`MCoreGPT`.
         max_new_tokens: Tokens to generate.
         temperature: Below 1, likely tokens become even likelier.
         top_k: Sample from the k likeliest tokens.
         loss: Name under which the module logs the loss of training.
         val_loss: Name under which it logs the loss of validation.
         command: The command line of this run, for the advice on how to continue it; None for a Python script.
+
+    Examples:
+        >>> import lightning.pytorch as pl
+        >>> from lightning_mcore import RunReport
+        >>> trainer = pl.Trainer(strategy="mcore", callbacks=[RunReport(folder="runs/gpt", prompt="Once upon a time")])
     """
 
     def __init__(

@@ -106,12 +106,14 @@ class MCoreStrategy(DDPStrategy):
         tensor_model_parallel_size: Ranks that share each matrix.
         pipeline_model_parallel_size: Ranks that share the layers; each is a stage.
         virtual_pipeline_model_parallel_size: Chunks of layers on each stage (interleaved schedule); None for one.
-        pipeline_model_parallel_layout: Which layers each stage holds, as Megatron writes it, such as ``"E,t*3|t*5,L"``.
+        pipeline_model_parallel_layout: Which layers each stage holds, as Megatron writes it, such as ``"E,t*3|t*5,L"``;
+            None splits them evenly.
         context_parallel_size: Ranks that share each sequence.
         expert_model_parallel_size: Ranks that share the experts of a mixture-of-experts model.
         expert_tensor_parallel_size: Ranks that share each expert's matrices; None for the tensor-parallel size.
         sequence_parallel: Split the activations between tensor-parallel regions over the same ranks.
-        use_distributed_optimizer: Shard the optimizer state over the data-parallel ranks.
+        use_distributed_optimizer: Shard the optimizer state over the data-parallel ranks; None, here and in the next
+            two options, for the value in ``ddp_config``, which is False by default.
         overlap_grad_reduce: Reduce gradients while backward still runs.
         overlap_param_gather: Gather updated parameters while the next forward runs; needs the two options above.
         align_grad_reduce: With ``overlap_grad_reduce`` in a pipeline: reduce on all stages at the same time.
@@ -125,13 +127,17 @@ class MCoreStrategy(DDPStrategy):
             a batch one microbatch.
         broadcast_batches: Let one rank of each model copy read the batches and send them to the others, where reading
             costs more than sending. By default all ranks of a copy read, and their batches are compared.
-        ddp_config: Megatron's config for gradients, for settings that have no argument here.
+        ddp_config: Megatron's config for gradients, for settings that have no argument here; None for its
+            defaults.
         optimizer_config: Megatron's config for its optimizers: offload to the host, dtypes of the optimizer's state,
-            counting zeros. Learning rates and similar settings belong to the torch optimizer.
-        communication: Rarely used options of process groups and of the traffic between pipeline stages.
+            counting zeros; None for its defaults. Learning rates and similar settings belong to the torch optimizer.
+        communication: Rarely used options of process groups and of the traffic between pipeline stages; None
+            for their defaults.
         cluster_environment: Where ranks and addresses come from; None lets Lightning detect it.
-        checkpoint_io: How one-file checkpoints are written.
-        precision_plugin: An :class:`MCorePrecision`; usually set through ``Trainer(precision=...)``.
+        checkpoint_io: What writes and reads checkpoints; None for an :class:`MCoreCheckpointIO`, which models that are
+            split need.
+        precision_plugin: An :class:`MCorePrecision`; usually set through ``Trainer(precision=...)``; None for
+            ``"32-true"``.
         process_group_backend: Backend of torch.distributed; None for nccl on CUDA and gloo on the CPU.
         timeout: How long a collective may wait before the run fails.
 
@@ -139,6 +145,12 @@ class MCoreStrategy(DDPStrategy):
         TypeError: An argument is an object of another class.
         ValueError: Settings contradict each other. The error comes as soon as they are known: here, when the trainer
             gets the model, or when the model is built; always before process groups or parameters that they affect.
+
+    Examples:
+        >>> from lightning_mcore import MCoreStrategy
+        >>> strategy = MCoreStrategy(tensor_model_parallel_size=2, sequence_parallel=True)
+        >>> strategy.layout.in_words(world_size=8)
+        'tensor 2, data 4, sequence parallel'
     """
 
     # Of the class, because __getstate__ drops those of the instance.

@@ -66,8 +66,8 @@ class MCoreFinetuningData(pl.LightningDataModule):
         tokenizer: Folder or name of a ``transformers`` tokenizer, or the tokenizer itself.
         seq_length: Places in a row, in tokens.
         batch_size: Rows in a batch on one data-parallel rank.
-        validation_files: Files to validate on, given like ``train_files``.
-        test_files: Files to test on, given like ``train_files``.
+        validation_files: Files to validate on, given like ``train_files``; None for none.
+        test_files: Files to test on, given like ``train_files``; None for none.
         validation_share: Instead of ``validation_files``, the fraction of training samples to validate on, chosen by
             ``seed``; a number above 1 is a number of samples.
         format: Form of a row: ``prompt_response``, ``alpaca``, ``sharegpt`` or ``messages``; ``auto`` goes by the
@@ -98,6 +98,10 @@ class MCoreFinetuningData(pl.LightningDataModule):
     Raises:
         ValueError: A setting is out of range, or two contradict each other.
         TypeError: A setting has the wrong type.
+
+    Examples:
+        >>> from lightning_mcore import MCoreFinetuningData
+        >>> data = MCoreFinetuningData("chats.jsonl", "Qwen/Qwen3-0.6B", seq_length=4096, validation_share=0.05)
     """
 
     def __init__(

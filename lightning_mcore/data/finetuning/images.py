@@ -378,8 +378,8 @@ class MCoreVisionData(ImageRows):
         video_fps: Frames sampled per second of video; a list of images is taken to have this rate.
         video_maxlen: Most frames sampled per video; None for the video processor's own limit.
         batch_size: Rows in a batch on one data-parallel rank.
-        validation_files: Files to validate on.
-        test_files: Files to test on.
+        validation_files: Files to validate on; None for none.
+        test_files: Files to test on; None for none.
         validation_share: Instead of ``validation_files``, the fraction of training samples to validate on.
         format: Form of a row.
         prompt_column: Column of the prompt, for ``prompt_response``.
@@ -393,13 +393,17 @@ class MCoreVisionData(ImageRows):
         seed: Seed of the order and of ``validation_share``.
         num_workers: Number of processes per rank that read images and videos and load batches ahead.
         num_proc: Number of processes that tokenise in ``prepare_data``.
-        cache_dir: Folder for the cache of tokens.
-        eval_batch_size: Rows in a validation or test batch on one data-parallel rank.
+        cache_dir: Folder for the cache of tokens; None for the cache of ``datasets``.
+        eval_batch_size: Rows in a validation or test batch on one data-parallel rank; None for ``batch_size``.
         pad_to_seq_length: Without packing, pad every row to ``seq_length``.
 
     Raises:
         ValueError: A setting is out of range, or two contradict each other.
         TypeError: A setting has the wrong type.
+
+    Examples:
+        >>> from lightning_mcore import MCoreVisionData
+        >>> data = MCoreVisionData("chats.jsonl", "Qwen/Qwen2.5-VL-3B-Instruct", seq_length=4096, media_dir="images")
     """
 
     def __init__(

@@ -132,6 +132,15 @@ class TokenSample:
             all except the first.
         loss_mask: [l + 1] bool, True where the token is a target; None if all are. The first token is never a target.
         sample_id: Number of the sample in its dataset, for messages and for ``sample_ids`` of a row.
+
+    Examples:
+        A prompt of two tokens and an answer of two.
+
+        >>> import numpy as np
+        >>> from lightning_mcore import TokenSample
+        >>> sample = TokenSample(np.array([5, 6, 7, 8]), loss_mask=np.array([False, False, True, True]))
+        >>> sample.length
+        3
     """
 
     tokens: NDArray[Any]

@@ -60,6 +60,13 @@ class OnlinePacker:
     Raises:
         TypeError: A size is not an int.
         ValueError: A size is too small, or ``multiple`` does not divide ``row_length``.
+
+    Examples:
+        >>> from lightning_mcore import OnlinePacker
+        >>> packer = OnlinePacker(row_length=4, open_rows=1)
+        >>> rows = [row for tokens in ([1, 2, 3], [4, 5, 6], [7, 8]) for row in packer.add(tokens)]
+        >>> [row["tokens"].tolist() for row in rows + packer.flush()]
+        [[1, 2, 4, 5], [7, 0, 0, 0]]
     """
 
     def __init__(

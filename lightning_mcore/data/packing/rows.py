@@ -76,6 +76,12 @@ def pack(
 
     Raises:
         ValueError: A sample is rejected, or ``multiple`` does not divide ``row_length``.
+
+    Examples:
+        >>> from lightning_mcore import pack
+        >>> rows = pack([[1, 2, 3], [4, 5, 6, 7], [8, 9]], row_length=4)
+        >>> [row["tokens"].tolist() for row in rows]
+        [[4, 5, 6, 8], [1, 2, 0, 0]]
     """
     require_multiple(row_length, multiple)
     fitting, statistics = fit_samples(samples, row_length, overlong, empty)
@@ -155,6 +161,12 @@ def collate_rows(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
     Raises:
         ValueError: There are no rows, or their lengths differ.
+
+    Examples:
+        >>> from lightning_mcore import collate_rows, pack
+        >>> batch = collate_rows(pack([[1, 2, 3], [4, 5, 6, 7], [8, 9]], row_length=4))
+        >>> batch["sample_ids"].tolist(), batch["cu_seqlens"].tolist()
+        ([[1, 2], [0, -1]], [[0, 3, 4], [0, 2, 2]])
     """
     lengths = sorted({row["tokens"].numel() for row in rows})
     if len(lengths) != 1:
@@ -190,6 +202,13 @@ def collate_padded(
 
     Raises:
         ValueError: There are no samples, one is empty or longer than the row, or a token is outside the vocabulary.
+
+    Examples:
+        >>> import numpy as np
+        >>> from lightning_mcore import TokenSample, collate_padded
+        >>> batch = collate_padded([TokenSample(np.array([1, 2, 3])), TokenSample(np.array([4, 5, 6, 7]))], multiple=4)
+        >>> batch["tokens"].tolist(), batch["lengths"].tolist()
+        ([[1, 2, 0, 0], [4, 5, 6, 0]], [2, 3])
     """
     lengths = _lengths(samples)
     longest = int(lengths.max())

@@ -236,8 +236,8 @@ class MCorePreferenceData(PairLoading):
         seq_length: Places in a row, in tokens. A packed row contains both answers of a pair, so each sequence may take
             half.
         batch_size: Pairs in a batch on one data-parallel rank; rows if ``packing``.
-        validation_files: Files to validate on.
-        test_files: Files to test on.
+        validation_files: Files to validate on; None for none.
+        test_files: Files to test on; None for none.
         validation_share: Fraction or number of the training pairs to validate on.
         template: How turns are written: name of a template, or None for the tokenizer's own.
         packing: Put several pairs into a row; otherwise each sequence has its own row.
@@ -257,6 +257,10 @@ class MCorePreferenceData(PairLoading):
     Raises:
         ValueError: A setting is out of range, or two contradict each other.
         TypeError: A setting has the wrong type.
+
+    Examples:
+        >>> from lightning_mcore import MCorePreferenceData
+        >>> data = MCorePreferenceData("pairs.jsonl", "Qwen/Qwen3-0.6B", seq_length=4096, batch_size=2)
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class MCorePretrainingData(pl.LightningDataModule):
 
     Args:
         data_paths: Prefix of a dataset's .bin and .idx files; or a list of prefixes; or a dict of prefixes and weights,
-            which are fractions of the samples and need not sum to 1.
+            which are fractions of the samples and need not sum to 1. None if the arguments below name the datasets.
         seq_length: Tokens in a row.
         batch_size: Rows in a batch on one data-parallel rank.
         split: Relative numbers of documents for training, validation and test; None for ``"969,30,1"``.
@@ -71,6 +71,12 @@ class MCorePretrainingData(pl.LightningDataModule):
     Raises:
         ValueError: A value is wrong or two of them disagree.
         TypeError: A value has the wrong type.
+
+    Examples:
+        Seven rows of ten come from ``web.bin`` and ``web.idx``.
+
+        >>> from lightning_mcore import MCorePretrainingData
+        >>> data = MCorePretrainingData({"web": 0.7, "code": 0.3}, seq_length=4096, batch_size=2)
     """
 
     def __init__(
