@@ -46,6 +46,8 @@ OWNERS: dict[str, type | ModuleType] = {
     "_accelerator_connector": pl.Trainer,
     "_active_loop": pl.Trainer,
     "_amp_foreach_non_finite_check_and_unscale_": torch,
+    "_foreach_mul_": torch,
+    "_foreach_norm": torch,
     "_apply_scaling": RotaryEmbedding,
     "_make_forward_pre_hook": DistributedDataParallel,
     "_batches_that_stepped": _TrainingEpochLoop,
