@@ -235,8 +235,8 @@ def _scale_in_place(
     chunk_size: int, overflow: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], scale: float
 ) -> None:
     """Scale gradients in place; ``local_multi_tensor_scale`` multiplies into a new tensor and copies it back."""
-    for tensor in lists[0]:
-        tensor.mul_(scale)
+    if lists[0]:  # a rank may have no gradients, and torch rejects an empty list
+        torch._foreach_mul_(list(lists[0]), scale)
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:
@@ -341,7 +341,7 @@ def _many_tensors_at_once() -> list[tuple[Any, str, Any]]:
     clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
     if clip_grads.l2_norm_impl is not importlib.import_module("megatron.core.utils").local_multi_tensor_l2_norm:
         return []
-    return [(clip_grads, "l2_norm_impl", _norm_of_all), (clip_grads, "multi_tensor_scale_impl", _scale_all)]
+    return [(clip_grads, "l2_norm_impl", _norm_of_all), (clip_grads, "multi_tensor_scale_impl", _scale_in_place)]
 
 
 def _norm_of_all(
@@ -349,11 +349,6 @@ def _norm_of_all(
 ) -> tuple[torch.Tensor, None]:
     """Return the norm of all tensors together, [1] fp32, on their device."""
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(lists[0]), 2, torch.float32)))[None], None
-
-
-def _scale_all(chunk_size: int, overflow: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], scale: float) -> None:
-    """Scale gradients in place."""
-    torch._foreach_mul_(list(lists[0]), scale)
 
 
 def _absent_names() -> list[tuple[Any, str, Any]]:

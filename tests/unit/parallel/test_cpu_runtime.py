@@ -227,6 +227,7 @@ def test_on_a_gpu_gradients_are_measured_in_fp32_and_scaled_where_they_are() -> 
         in_bf16, _ = clip_grads.l2_norm_impl(2048, torch.zeros(1), [[torch.ones(9, dtype=torch.bfloat16)]], False)
         assert in_bf16.dtype == torch.float32
         clip_grads.multi_tensor_scale_impl(2048, torch.zeros(1), [gradients, gradients], 0.25)
+        clip_grads.multi_tensor_scale_impl(2048, torch.zeros(1), [[], []], 0.25)  # a rank without gradients
     assert torch.equal(torch.cat([gradient.flatten() for gradient in gradients]), 0.25 * expected)
 
 
