@@ -43,6 +43,7 @@ from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.optimizer.factory import OptimizerSetting
 from lightning_mcore.optimizer.loss_scale import LossScaler, skippable
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
+from lightning_mcore.strategy.logs.pipeline import on_device
 from lightning_mcore.strategy.module import MCoreModule
 from lightning_mcore.strategy.step_runner import StepRunner
 
@@ -343,10 +344,8 @@ class MCorePrecision(Precision):
 
         result = super().optimizer_step(optimizer, model, unscaled, **kwargs)
         if model._current_fx_name in _HOOKS_THAT_STEP:
-            values = {"loss_scale": optimizer.loss_scale, "skipped_steps": float(optimizer.num_skipped_steps)}
-            # Written by kernels, because Lightning's copies of host numbers wait for the step.
-            on_device = {name: torch.full((), number, device=model.device) for name, number in values.items()}
-            model.log_dict(on_device, on_step=True, on_epoch=False)
+            scale, skipped_steps = self.scaler.scale.reshape(()), on_device(optimizer.num_skipped_steps, model.device)
+            model.log_dict({"loss_scale": scale, "skipped_steps": skipped_steps}, on_step=True, on_epoch=False)
         return result
 
     def clip_gradients(

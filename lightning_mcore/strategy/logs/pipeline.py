@@ -241,7 +241,7 @@ class PipelineLogs:
 
     def _number(self, name: str, value: Any) -> Tensor:
         try:
-            tensor = _on_device(value, self._device)
+            tensor = on_device(value, self._device, torch.float64)
         except (TypeError, RuntimeError) as error:
             raise ValueError(f"self.log({name!r}, ...) takes a single number, got {type(value).__name__}") from error
         if tensor.numel() != 1:
@@ -359,11 +359,11 @@ class PipelineLogs:
         self._module.log(name.name, value.to(name.dtype), batch_size=batch_size, **options)
 
 
-def _on_device(value: Any, device: torch.device) -> Tensor:
-    """Return a number as a tensor, [] fp64; a kernel writes host numbers, because a copy would wait for the GPU."""
+def on_device(value: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a number as a tensor ``[]``; a kernel writes host numbers, because a copy would wait for the GPU."""
     if isinstance(value, int | float):
-        return torch.full((), value, dtype=torch.float64, device=device)
-    return torch.as_tensor(value, dtype=torch.float64, device=device).detach()
+        return torch.full((), value, dtype=dtype, device=device)
+    return torch.as_tensor(value, dtype=dtype, device=device).detach()
 
 
 def _state(metric: Metric) -> dict[str, Any]:
