@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What mkdocs does beside its plugins: the version in the footer, roles of docstrings, and fields of argument classes.
+"""Hooks for mkdocs: the version in the footer, roles in docstrings, and fields of argument classes.
 
 ``fields of NAME`` on a line of a page becomes a list of the fields that a class of ``lightning_mcore.arguments`` adds.
 """

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
-from lightning_mcore.cli.command import DONE, TRAINING, WRONG, is_of_transformer_engine, is_reader_gone, refused
+from lightning_mcore.cli.command import DONE, TRAINING, WRONG, discard_unread_output, is_of_transformer_engine, refused
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.parallel.megatron_import import HINTS
 
@@ -54,11 +54,11 @@ def console() -> int:
     try:
         return main(sys.argv[1:])
     except BrokenPipeError:
-        if not is_reader_gone():
+        if not discard_unread_output():
             raise
         return DONE
     finally:
-        is_reader_gone()
+        discard_unread_output()
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -39,12 +39,12 @@ def run_command(command: Callable[[], int | None]) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except EXPECTED as error:
-        return DONE if isinstance(error, BrokenPipeError) and is_reader_gone() else refused(error)
+        return DONE if isinstance(error, BrokenPipeError) and discard_unread_output() else refused(error)
     return DONE if code is None else code
 
 
-def is_reader_gone() -> bool:
-    """Return whether nobody reads the output any more, as after ``| head``; if so, the rest of it goes nowhere."""
+def discard_unread_output() -> bool:
+    """Discard the rest of the output if nobody reads it any more, as after ``| head``; return whether that is so."""
     try:
         sys.stdout.flush()
         file = sys.stdout.fileno()

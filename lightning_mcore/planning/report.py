@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 WIDTH = 100
 GIB = 2**30
 _MOST_ROWS = 16
-_SHORTEST = 1e-3  # seconds of a step whose time is estimated
+_SHORTEST = 1e-3  # seconds; the time of a shorter step is not estimated
 _LAYERS = {"local": "Megatron's layers in PyTorch", "transformer_engine": "TransformerEngine's layers"}
 _OF_EXPERTS = ("etp", "ep", "edp")
 _GROUPS = ("tp", "cp", "dp", "pp", "dp_cp", "etp", "ep", "edp")

@@ -112,8 +112,8 @@ class MCoreStrategy(DDPStrategy):
         expert_model_parallel_size: Ranks that share the experts of a mixture-of-experts model.
         expert_tensor_parallel_size: Ranks that share each expert's matrices; None for the tensor-parallel size.
         sequence_parallel: Split the activations between tensor-parallel regions over the same ranks.
-        use_distributed_optimizer: Shard the optimizer state over the data-parallel ranks; None, here and in the next
-            two options, for the value in ``ddp_config``, which is False by default.
+        use_distributed_optimizer: Shard the optimizer state over the data-parallel ranks. If this or one of the next
+            two options is None, ``ddp_config`` decides, and its default is False.
         overlap_grad_reduce: Reduce gradients while backward still runs.
         overlap_param_gather: Gather updated parameters while the next forward runs; needs the two options above.
         align_grad_reduce: With ``overlap_grad_reduce`` in a pipeline: reduce on all stages at the same time.
