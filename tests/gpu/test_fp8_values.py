@@ -11,7 +11,7 @@ import torch
 
 from lightning_mcore.te_cpu.enums import DType
 from tests.gpu.runs import DEVICE
-from tests.te.test_quantize import as_fp32, factor, quantized_by_blocks, sample, te
+from tests.te.test_quantize import blockwise_scaling, current_scaling, delayed_scaling, sample, te
 
 pytestmark = [pytest.mark.gpus(te=True), pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -31,10 +31,9 @@ def test_current_scaling(power_of_two: bool, dtype: torch.dtype) -> None:
         on_device(DType.kFloat8E4M3), DEVICE, force_pow_2_scales=power_of_two
     )
     quantized = quantizer(values.to(DEVICE))
-    scale = factor(values, DType.kFloat8E4M3, power_of_two)
-    codes = (values.float() * scale).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes, inverse = current_scaling(values, power_of_two)
     assert torch.equal(quantized._data.cpu(), codes)
-    assert torch.equal(quantized._scale_inv.cpu(), torch.tensor([as_fp32(1 / scale)]))
+    assert torch.equal(quantized._scale_inv.cpu(), inverse)
 
 
 @pytest.mark.parametrize("square", [False, True])
@@ -50,8 +49,7 @@ def test_blockwise_scaling(power_of_two: bool, square: bool) -> None:
         (values, quantized._rowwise_data, quantized._rowwise_scale_inv),
         (values.t(), quantized._columnwise_data, quantized._columnwise_scale_inv),
     ):
-        codes, expected = quantized_by_blocks(source, 128 if square else 1, 128, power_of_two)
-        inverse = expected.reciprocal() if square else expected.reciprocal().t()
+        codes, inverse = blockwise_scaling(source, square, power_of_two)
         assert torch.equal(data.cpu(), codes)
         assert torch.equal(scales.cpu()[: inverse.shape[0], : inverse.shape[1]], inverse)
 
@@ -59,7 +57,7 @@ def test_blockwise_scaling(power_of_two: bool, square: bool) -> None:
 def test_delayed_scaling() -> None:
     values, scale, amax = sample(), torch.tensor([3.0], device=DEVICE), torch.zeros(1, device=DEVICE)
     quantized = te().Float8Quantizer(scale, amax, on_device(DType.kFloat8E5M2))(values.to(DEVICE))
-    codes = (values.float() * 3).clamp(-57344, 57344).to(torch.float8_e5m2).view(torch.uint8)
+    codes, inverse = delayed_scaling(values, 3.0)
     assert torch.equal(quantized._data.cpu(), codes)
     assert float(amax) == float(values.abs().max())
-    assert torch.equal(quantized._scale_inv.cpu(), torch.tensor([1 / 3]))
+    assert torch.equal(quantized._scale_inv.cpu(), inverse)

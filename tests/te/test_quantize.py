@@ -111,17 +111,35 @@ def quantized_by_blocks(values: Tensor, rows: int, columns: int, power_of_two: b
     return codes, scales
 
 
+def current_scaling(values: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """Return the E4M3 codes of a tensor and its inverse scale, [1]."""
+    scale = factor(values, DType.kFloat8E4M3, power_of_two)
+    codes = (values.float() * scale).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes, torch.tensor([as_fp32(1 / scale)])
+
+
+def blockwise_scaling(values: Tensor, square: bool, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """Return the E4M3 codes of a matrix and the inverse scales of its blocks, as TransformerEngine lays them out."""
+    codes, scales = quantized_by_blocks(values, 128 if square else 1, 128, power_of_two)
+    return codes, scales.reciprocal() if square else scales.reciprocal().t()
+
+
+def delayed_scaling(values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the E5M2 codes of a tensor with a given scale, and its inverse, [1]."""
+    codes = (values.float() * scale).clamp(-57344, 57344).to(torch.float8_e5m2).view(torch.uint8)
+    return codes, torch.tensor([1 / scale])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_current_scaling_takes_the_scale_of_the_whole_tensor(power_of_two: bool, dtype: torch.dtype) -> None:
     values = sample(dtype=dtype)
     quantizer = te().Float8CurrentScalingQuantizer(DType.kFloat8E4M3, "cpu", force_pow_2_scales=power_of_two)
     quantized = kernels.quantize(values, quantizer)
-    scale = factor(values, DType.kFloat8E4M3, power_of_two)
-    codes = (values.float() * scale).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes, inverse = current_scaling(values, power_of_two)
     assert torch.equal(quantized._data, codes)
     assert torch.equal(quantized._transpose, codes.t())
-    assert torch.equal(quantized._scale_inv, torch.tensor([as_fp32(1 / scale)]))
+    assert torch.equal(quantized._scale_inv, inverse)
     assert torch.equal(kernels.to_float(quantized), codes.view(torch.float8_e4m3fn).float() * quantized._scale_inv)
 
 
@@ -134,13 +152,10 @@ def test_blockwise_scaling_takes_the_scale_of_each_block(power_of_two: bool, squ
         block_scaling_dim=2 if square else 1,
     )  # fmt: skip
     quantized = kernels.quantize(values, quantizer)
-    codes, scales = quantized_by_blocks(values, 128 if square else 1, 128, power_of_two)
-    turned_codes, turned_scales = quantized_by_blocks(values.t(), 128 if square else 1, 128, power_of_two)
+    codes, rowwise = blockwise_scaling(values, square, power_of_two)
+    turned_codes, columnwise = blockwise_scaling(values.t(), square, power_of_two)
     assert torch.equal(quantized._rowwise_data, codes)
     assert torch.equal(quantized._columnwise_data, turned_codes)
-    rowwise, columnwise = scales.reciprocal(), turned_scales.reciprocal()
-    if not square:
-        rowwise, columnwise = rowwise.t(), columnwise.t()
     for stored, expected in ((quantized._rowwise_scale_inv, rowwise), (quantized._columnwise_scale_inv, columnwise)):
         assert stored.shape[1] % 4 == 0
         assert torch.equal(stored[: expected.shape[0], : expected.shape[1]], expected)
@@ -170,10 +185,10 @@ def test_mxfp8_takes_the_power_of_two_not_below() -> None:
 def test_delayed_scaling_uses_the_scale_that_it_has_and_keeps_the_amax() -> None:
     values, scale, amax = sample(), torch.tensor([3.0]), torch.tensor([0.5])
     quantized = kernels.quantize(values, te().Float8Quantizer(scale, amax, DType.kFloat8E5M2))
-    codes = (values.float() * 3).clamp(-57344, 57344).to(torch.float8_e5m2).view(torch.uint8)
+    codes, inverse = delayed_scaling(values, 3.0)
     assert torch.equal(quantized._data, codes)
     assert float(amax) == float(values.abs().max())
-    assert torch.equal(quantized._scale_inv, torch.tensor([1 / 3]))
+    assert torch.equal(quantized._scale_inv, inverse)
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
