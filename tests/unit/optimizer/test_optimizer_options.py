@@ -169,16 +169,14 @@ def matrix() -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(2, 2))]
 
 
-needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
-
 ONE = {"inline": False, "distributed": False, "tensor_parallel_size": 1, "expert_model_parallel_size": 1}
 
 
 @pytest.mark.parametrize(
     "optimizer",
     [
-        pytest.param(lambda: torch.optim.Muon(matrix(), lr=0.1), id="muon", marks=needs_muon),
-        pytest.param(lambda: MuonWithAdamW(matrix(), []), id="muon-with-adamw", marks=needs_muon),
+        pytest.param(lambda: torch.optim.Muon(matrix(), lr=0.1), id="muon"),
+        pytest.param(lambda: MuonWithAdamW(matrix(), []), id="muon-with-adamw"),
         pytest.param(lambda: torch.optim.Adafactor(matrix(), lr=0.1), id="adafactor"),
         pytest.param(lambda: MyAdafactor(matrix(), lr=0.1), id="by-name"),
     ],
@@ -206,7 +204,6 @@ def test_an_elementwise_optimizer_is_taken_where_matrices_are_split() -> None:
         check_kind(kind(matrix(), lr=0.1), **{**ONE, "tensor_parallel_size": 2})
 
 
-@needs_muon
 def test_muon_with_adamw_is_torchs_two_optimizers() -> None:
     generator = torch.Generator().manual_seed(0)
     together, apart = (

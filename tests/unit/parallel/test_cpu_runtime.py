@@ -26,7 +26,7 @@ from lightning_mcore.parallel.cpu_runtime import cpu_runtime, gpu_runtime
 from tests.support import hygiene
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the runtime is for machines without CUDA")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these tests expect that torch finds no GPU")
 
 CPU = torch.device("cpu")
 
