@@ -44,12 +44,15 @@ def make_filled(run: Run) -> FilledGPT:
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """Close the process groups of a run, so that the next may have another device."""
+    """Close the process groups of a run, so that the next may have another device.
+
+    Under torchrun the world stays: the store of its agent opens a world only once.
+    """
     try:
         yield
     finally:
         close_process_groups()
-        if dist.is_initialized():
+        if dist.is_initialized() and dist.get_world_size() == 1:
             dist.destroy_process_group()
 
 
@@ -77,17 +80,17 @@ def share_one_gpu() -> int:
 
 
 def main() -> None:
-    """Under torchrun: train with the layers and the layout in the arguments, and print the losses on rank 0."""
-    impl, layout, transformer = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    """Under torchrun: train each run in the argument, and print its losses on rank 0."""
+    runs = {name: Run(**fields) for name, fields in json.loads(sys.argv[1]).items()}
     torch.set_float32_matmul_precision("highest")
-    run = Run(impl=impl, layout=layout, transformer=transformer)
     world_size = int(os.environ["WORLD_SIZE"])
+    ranks: dict[str, Any] = {"ranks": world_size}
     if DEVICE == "cuda" and torch.cuda.device_count() < world_size:
-        losses = train_on(DEVICE, run, num_nodes=share_one_gpu()).losses
-    else:
-        losses = train_on(DEVICE, run, ranks=world_size).losses
-    if os.environ["RANK"] == "0":
-        print(f"losses {json.dumps(losses)}", flush=True)
+        ranks = {"num_nodes": share_one_gpu()}
+    for name, run in runs.items():
+        losses = train_on(DEVICE, run, **ranks).losses
+        if os.environ["RANK"] == "0":
+            print(f"losses {name} {json.dumps(losses)}", flush=True)
 
 
 if __name__ == "__main__":
