@@ -41,7 +41,7 @@ SOURCE ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help install lock check docs site-check format test test-fast test-thorough test-lightning test-ray test-oldest test-latest test-te test-te-suite fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-vl demo-fp8 bench bench-checkpoint \
-	bench-generate bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-scale bench-startup bench-vision gpu torture faults mutate house clean
+	bench-generate bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-scale bench-startup bench-vision plots gpu torture faults mutate house clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -260,6 +260,9 @@ bench-startup: $(INSTALLED)  ## measure the time of the import, `lightning-mcore
 
 bench-vision: $(INSTALLED)  ## measure a vision tower's time and memory: trained, frozen, and with images distributed
 	$(RUN) -m benchmarks.vision $(ARGS)
+
+plots: $(INSTALLED)  ## draw the benchmark results into docs/images
+	$(RUN) -m benchmarks.plots $(ARGS)
 
 gpu: $(INSTALLED)  ## run all tests and benchmarks that need a GPU; if interrupted, run it again to continue
 	$(RUN) -m tests.gpu $(ARGS)
