@@ -391,13 +391,31 @@ def _set_schedule_functions(
     ddp_config: DistributedDataParallelConfig,
     align_grad_reduce: bool,
 ) -> None:
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = _finalize_gradients
     if ddp_config.overlap_grad_reduce:
         config.no_sync_func = _one_or_all([chunk.no_sync for chunk in ddp])
     if align_grad_reduce:
         config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in ddp])
     if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
         config.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in ddp])
+
+
+def _finalize_gradients(model: list[nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
+    """Reduce gradients as Megatron does, but divide them by the number of all tokens without reading it on the host.
+
+    ``num_tokens`` is this rank's number on the last stage, an int scalar ``[]``, or None for losses that are not
+    weighted by tokens. Source: ``finalize_model_grads`` in megatron/core/distributed (0.16), which compares it with 0,
+    for which the host waits once for each chunk; 0.19 does what this does.
+    """
+    finalize_model_grads(model, None, **options)
+    if num_tokens is None:
+        return
+    stages = process_group("pp")
+    dist.broadcast(num_tokens, src=dist.get_global_rank(stages, stages.size() - 1), group=stages)
+    dist.all_reduce(num_tokens, group=process_group("dp_cp"))
+    scale = 1.0 / num_tokens.clamp(min=1)
+    for chunk in model:
+        chunk.scale_gradients(scale)  # type: ignore[operator]  # Megatron's wrapper
 
 
 def _one_or_all(functions: list[_T]) -> "_T | list[_T]":

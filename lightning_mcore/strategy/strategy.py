@@ -440,11 +440,12 @@ class MCoreStrategy(DDPStrategy):
 
     @stop_iteration_is_an_error
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step; then gather scattered parameters if something other than the next step may read them.
+        """Step, and log; then gather scattered parameters if something other than the next step may read them.
 
         At the end of an epoch or of the run, hooks may. In manual optimization, the rest of the training step may.
         """
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.logs.complete_training_step()
         if self.is_set_up and (self.ends_epoch or not self._module.automatic_optimization):
             self.complete_parameters()
         return result

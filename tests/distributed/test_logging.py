@@ -455,6 +455,51 @@ def test_numbers_of_the_host_reach_the_device_without_a_copy() -> None:
         assert places == []
 
 
+class Early(StagedNet):
+    """Logs a value in each step, and another one from the third step on."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = (self.predictions(batch) - batch["y"]).square().mean()
+        self.log("score", batch["x"].sum() + batch_idx)
+        if batch_idx >= 2:
+            self.log("late", batch["x"].max())
+        return loss
+
+
+class LooksEarly(pl.Callback):
+    """Reads, before the optimizer step and on rank 0 alone, what is logged by then; and on all ranks after it."""
+
+    def __init__(self) -> None:
+        self.before: list[dict[str, Tensor]] = []
+        self.after: list[dict[str, Tensor]] = []
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *rest: Any) -> None:
+        if trainer.global_rank == 0:
+            self.before.append(dict(trainer.callback_metrics))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *rest: Any) -> None:
+        self.after.append(dict(trainer.callback_metrics))
+
+
+def look_early(strategy: dict[str, Any]) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], bool]:
+    looks = LooksEarly()
+    trainer = make_trainer(strategy, callbacks=[looks])
+    trainer.fit(Early(), loader(8 if strategy else 16, 2))
+    is_as_before = not {"log", "metrics"} & set(vars(trainer.fit_loop.epoch_loop._results))
+    return looks.before, looks.after, is_as_before
+
+
+@pytest.mark.parametrize("strategy", [{}, PP2], ids=["dp2", "pp2"])
+def test_a_hook_before_the_optimizer_step_sees_what_the_step_logged(strategy: dict[str, Any]) -> None:
+    """Values are logged after the optimizer step, or as soon as something looks at them."""
+    (before, after, *restored), (_, other, *others) = run_ranks(2, look_early, strategy)
+    # The first value of a new name needs all ranks, and only one looks: that step's come with the optimizer step.
+    assert before == [after[0], after[1], after[1], after[3]]
+    assert len({float(step["score"]) for step in after}) == 4
+    assert ["late" in step for step in after] == ["late" in step for step in other] == [False, False, True, True]
+    assert restored == others == [True]
+
+
 def train_and_note_collectives(strategy: dict[str, Any]) -> list[list[str]]:
     """Train a language model; return the collectives of each step that neither Megatron nor a sampler asked for."""
     steps: list[list[str]] = [[]]

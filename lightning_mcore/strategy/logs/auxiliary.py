@@ -2,11 +2,10 @@
 """Log the losses that Megatron's layers compute, for expert routers and multi-token prediction.
 
 They never pass through ``training_step``. Megatron's layers add them up, layer by layer, in trackers of the process,
-over the microbatches of a step. ``step.py`` empties the trackers before a training step and logs them after it, through
-:class:`AuxiliaryLogs`, for any model built with ``pipeline()``.
+over the microbatches of a step. ``step.py`` empties the trackers before a training step and logs what
+:class:`AuxiliaryLogs` has read from them after it, for any model built with ``pipeline()``.
 """
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,7 +24,7 @@ _BALANCING = {
 
 
 class AuxiliaryLogs:
-    """Logs the losses of Megatron's layers, one training step at a time; nothing is recorded in evaluation.
+    """Reads the losses of Megatron's layers, one training step at a time; nothing is recorded in evaluation.
 
     * ``load_balancing_loss``, ``seq_load_balancing_loss``, ``global_load_balancing_loss`` and ``z_loss``: the mean over
       the layers with experts, without the coefficients. With ``TransformerConfig(moe_per_layer_logging=True)`` also
@@ -38,8 +37,7 @@ class AuxiliaryLogs:
     (moe_logging.py, 0.19.2) and ``MTPLossLoggingHelper`` (multi_token_prediction.py, both).
     """
 
-    def __init__(self, module: pl.LightningModule, config: TransformerConfig, device: torch.device) -> None:
-        self._module = module
+    def __init__(self, config: TransformerConfig, device: torch.device) -> None:
         self._device = device
         self._router_losses = router_losses(config)
         self._mtp_layers: int = config.mtp_num_layers or 0
@@ -52,22 +50,20 @@ class AuxiliaryLogs:
         router_tracker().clear()
         mtp_tracker().clear()
 
-    def finish(self, num_microbatches: int) -> None:
-        """Log the losses of a step and empty the trackers; collective over all ranks."""
+    def finish(self, num_microbatches: int) -> dict[str, Tensor]:
+        """Return the losses of a step by name, ``[]`` fp32, and empty the trackers; collective over all ranks."""
+        values: dict[str, Tensor] = {}
         if self._router_losses or self._mtp_layers:
             rows = self._reduced() / num_microbatches
-            for index, name in enumerate(self._router_losses):
-                self._log_router_loss(name, rows[index])
-            for index in range(self._mtp_layers):
-                self._module.log(f"mtp_loss_{index + 1}", rows[-1, index])
+            for name, row in zip(self._router_losses, rows, strict=False):
+                # One by one: a list as an index is copied to the device, and the copy waits for it.
+                of_layers = {layer: row[layer] for layer in self._layers_with_experts}
+                values[name] = torch.stack(list(of_layers.values())).mean()
+                if self._each_layer:
+                    values |= {f"moe/{name}_layer_{layer}": value for layer, value in of_layers.items()}
+            values |= {f"mtp_loss_{index + 1}": rows[-1, index] for index in range(self._mtp_layers)}
         self.start()
-
-    def _log_router_loss(self, name: str, values: Tensor) -> None:
-        layers = self._layers_with_experts
-        self._module.log(name, values[layers].mean())
-        if self._each_layer:
-            for layer in layers:
-                self._module.log(f"moe/{name}_layer_{layer}", values[layer])
+        return values
 
     def _reduced(self) -> Tensor:
         """Return sums over microbatches, [losses, layers] fp32: router losses, then multi-token prediction."""

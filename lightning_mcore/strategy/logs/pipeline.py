@@ -7,6 +7,10 @@ the schedule runs, ``log`` is a recorder, and afterwards every rank replays the 
 ``log``. A value logged in a step then describes the complete step, whatever the layout: the mean (or sum, minimum,
 maximum) over its microbatches. ``pipeline_runner.py`` drives it.
 
+Which names any rank has logged, only the merged values tell, and reading them waits for the GPU. In training, the
+replay therefore follows the optimizer step, whose kernels the GPU then runs meanwhile; the values are those from before
+it. Code that looks at logged values in between (``on_before_optimizer_step`` may) has them replayed first.
+
 torchmetrics objects are updated on the last stage; the state of those that a step changed is sent to the other stages.
 """
 
@@ -25,15 +29,16 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_mcore.parallel.groups import from_last_stage, process_group
+from lightning_mcore.strategy.attributes import attributes_set
 from lightning_mcore.strategy.logs.evaluation import metrics_unchanged
 from lightning_mcore.strategy.logs.override import log_replaced_by
 from lightning_mcore.strategy.logs.reductions import NEUTRAL, Reduction, reduction_name
 
 _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
-_LOSS = "loss that the step returns"
 _TOKENS, _IMAGE_TOKENS = "tokens that the step reads", "tokens of images that the step reads"
 _COUNTERS = ("_update_count", "_forward_cache", "_computed")  # a metric's attributes in addition to its state
 _Place = tuple[str, int | None]  # a step and, if there are several, the index of the evaluation dataloader
+_LOOKS = ("log", "metrics")  # methods of Lightning's collection of logged values that add to it or read it
 ALREADY_MERGED = "merged by PipelineLogs"
 """A ``sync_dist_group`` for values that are equal on every rank; ``MCoreStrategy.reduce`` returns them unchanged."""
 
@@ -52,6 +57,9 @@ class _Name(NamedTuple):
         return bool(self.options.get("sync_dist")) or self.reduction == "metric"
 
 
+_LOSS = _Name("loss that the step returns", {}, "mean", torch.float32)  # the first name of a training step
+
+
 @dataclass
 class _Entry:
     """One name and its values in this step."""
@@ -59,6 +67,42 @@ class _Entry:
     name: _Name
     values: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
+
+
+class HostCopy:
+    """A copy of a tensor on the host, which the host awaits only where it reads it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copy = tensor.to("cpu", non_blocking=True)  # from a GPU, to pinned memory
+        self._arrived = torch.cuda.Event() if tensor.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def tolist(self) -> Any:
+        """Wait for the copy, but not for what the GPU was given to do later; return its numbers."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._copy.tolist()
+
+
+@dataclass
+class _Unread:
+    """The merged values of a step that are not logged yet."""
+
+    place: _Place
+    over_copies: bool
+    packed: Tensor  # as _from_last_stage returns it
+    on_host: HostCopy
+    hook: str | None  # of Lightning, which ran the step
+    others: dict[str, Tensor] = field(default_factory=dict)  # values to log after them
+    watched: Any = None  # Lightning's collection of logged values, while it completes the step on demand
+
+    def stop_watching(self) -> None:
+        """Leave Lightning's collection as it was."""
+        if self.watched is not None:
+            for method in _LOOKS:
+                del vars(self.watched)[method]
+            self.watched = None
 
 
 class PipelineLogs:
@@ -77,7 +121,8 @@ class PipelineLogs:
         self._metrics = {path: child for path, child in module.named_modules() if isinstance(child, Metric)}
         self._changed: set[str] = set()
         self._known: dict[_Place, list[_Name]] = {}
-        self._error: str | None = None  # of the first wrong call of log, raised in finish()
+        self._error: str | None = None  # of the first wrong call of log, raised in complete()
+        self._unread: _Unread | None = None
         self._counted: dict[str, Any] = {}
         self._counts: dict[str, float] = {}
 
@@ -104,6 +149,7 @@ class PipelineLogs:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Replace ``module.log`` by the recorder inside the ``with`` block."""
+        self.complete()  # the step before, if its optimizer step was left out
         self._entries, self._error = {}, None
         self._changed = set()
         with log_replaced_by(self._record, self._module):
@@ -133,13 +179,13 @@ class PipelineLogs:
 
     def add_loss(self, loss: Tensor, weight: Tensor | float) -> None:
         """Record a microbatch's loss, a float scalar ``[]``, with its weight in the loss of the step."""
-        self._add(_Name(_LOSS, {}, "mean", torch.float32), loss, weight)
+        self._add(_LOSS, loss, weight)
 
     def finish(self, step: str, over_copies: bool) -> Tensor | None:
-        """Merge the values, send them to every stage, log them; return the step's loss, ``[]`` fp32, if any.
+        """Merge the values and send them to every stage; return the loss of a training step, ``[]`` fp32.
 
-        Collective over the context- and pipeline-parallel ranks, with ``over_copies`` also over the data-parallel
-        ranks. Raises ``ValueError``, on all of them, if a name has different options on different batches or ranks.
+        In evaluation they are logged now, in training by :meth:`complete`. Collective over the context- and
+        pipeline-parallel ranks, with ``over_copies`` (in training) also over the data-parallel ranks.
         """
         # 1. Merge each name over the microbatches, weighted by batch_size.
         # 2. Merge over the context-parallel ranks and, in training with sync_dist=True, over the model copies (in
@@ -147,39 +193,89 @@ class PipelineLogs:
         # 3. Send from the last stage to the others, and replay on every rank.
         # Example: two microbatches log acc=0.5 (batch_size=2) and acc=1.0 (batch_size=6) on copy 0, acc=0.25 (8) twice
         # on copy 1: [0.5 * 2 + 1.0 * 6, 8, 2] + [4, 16, 2] = [11, 24, 4], so all ranks log 11 / 24 = 0.458.
-        group = process_group("dp_cp" if over_copies else "cp")
-        stages = process_group("pp")
         place = (step, self._dataloader_index())
-        num_known = len(self._known.get(place, []))
-        packed = None
+        is_first = place not in self._known
+        known = self._known.setdefault(place, [_LOSS] if over_copies else [])
         for what, counted in self._counted.items() if over_copies else ():
             share = counted / process_group("cp").size()  # every rank has counted complete sequences
             self._add(_Name(what, {"sync_dist": True}, "sum", torch.float64), share, 1.0)
         self._counted = {} if over_copies else self._counted
-        if stages.rank() == stages.size() - 1:
-            packed = self._merged(place, group)
+        packed = self._from_last_stage(known, over_copies, bool(self._new_names(known)) or self._error is not None)
+        self._unread = _Unread(place, over_copies, packed, HostCopy(packed), self._module._current_fx_name)
+        loss = packed[1, 0].float() if over_copies else None
+        if is_first or not over_copies:  # all names of a first step are new, on every rank
+            self.complete()
+        else:
+            self._complete_on_demand(self._unread)
+        return loss
+
+    def log_after(self, values: dict[str, Tensor]) -> None:
+        """Log values that are equal on all ranks after those of the last step."""
+        if self._unread is not None:
+            self._unread.others = values
+        else:
+            self._log_plainly(values)
+
+    def _log_plainly(self, values: dict[str, Tensor]) -> None:
+        for name, value in values.items():
+            self._module.log(name, value)
+
+    def forget(self) -> None:
+        """Drop a step that is not logged yet, because the run has failed."""
         self._entries = {}
-        if stages.size() > 1:
-            packed, are_metrics_changed = self._send(place, packed, num_known)
+        if self._unread is not None:
+            self._unread.stop_watching()
+            self._unread = None
+
+    def complete(self) -> None:
+        """Log the values of the last step, if they are not logged yet; collective as :meth:`finish` is.
+
+        Raises ``ValueError``, on all of these ranks, if a name has different options on different batches or ranks.
+        """
+        if self._unread is not None:
+            self._complete(self._unread, may_exchange=True)
+
+    def _complete_on_demand(self, unread: _Unread) -> None:
+        """Let Lightning's collection of logged values complete this step before anything reads it or adds to it."""
+        results: Any = self._module.trainer._results
+
+        def completing(method: str) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self._complete(unread, may_exchange=False)
+                return getattr(type(results), method)(results, *args, **kwargs)
+
+            return call
+
+        vars(results).update({method: completing(method) for method in _LOOKS})
+        unread.watched = results
+
+    def _complete(self, unread: _Unread, may_exchange: bool) -> None:
+        (are_names_new, are_metrics_changed, _), *rows = unread.on_host.tolist()  # the only wait for the device
+        # A hook may look on one rank only, so it cannot start a collective: it then still sees the step before.
+        if (are_names_new or are_metrics_changed) and not may_exchange:
+            return
+        self._unread = None
+        unread.stop_watching()
+        packed = unread.packed
+        if are_names_new:
+            packed = self._with_new_names(unread.place, unread.over_copies)
+            _, *rows = packed.tolist()
+        self._entries = {}
         if self._error is not None:
             raise ValueError(self._error)
-        if stages.size() > 1:
-            self._send_metrics(are_metrics_changed)
-        assert packed is not None
-        loss = None
-        on_host = packed.tolist()  # the only wait for the device
-        for name, (value, weight, _), (number, _, count) in zip(
-            self._known.get(place, []), packed, on_host, strict=True
-        ):
-            if not count:
-                continue
-            if name.name == _LOSS:
-                loss = value.float()
-            elif name.name in (_TOKENS, _IMAGE_TOKENS):
-                self._counts[name.name] = number
-            else:
-                self._replay(name, value, weight, is_merged=over_copies)
-        return loss
+        if process_group("pp").size() > 1:
+            self._send_metrics(bool(are_metrics_changed))
+        with attributes_set([self._module], {"_current_fx_name": unread.hook}):
+            for name, (value, weight, _), (number, _, count) in zip(
+                self._known[unread.place], packed[1:], rows, strict=True
+            ):
+                if not count or name.name == _LOSS.name:
+                    continue
+                if name.name in (_TOKENS, _IMAGE_TOKENS):
+                    self._counts[name.name] = number
+                else:
+                    self._replay(name, value, weight, is_merged=unread.over_copies)
+            self._log_plainly(unread.others)
 
     def _dataloader_index(self) -> int | None:
         """Return the index that Lightning adds to the names of the running step, if it adds one."""
@@ -250,35 +346,55 @@ class PipelineLogs:
             )
         return tensor.reshape(())
 
-    def _merged(self, place: _Place, group: dist.ProcessGroup) -> Tensor:
-        """Return [names, 3]: each name's merged value, weight, and number of calls; collective over ``group``."""
-        known = {name.name: name for name in self._known.get(place, [])}
-        new = [entry.name for entry in self._entries.values() if not _is_known(entry.name, known)]
-        packed, is_news = self._merge(list(known.values()), group, bool(new) or self._error is not None)
-        # If a rank has logged a new name or failed, all ranks exchange names and errors.
-        if not is_news:
-            return packed
-        found: list[tuple[list[_Name], str | None]] = [(new, self._error)] * group.size()
-        if group.size() > 1:
-            dist.all_gather_object(found, (new, self._error), group=group)
-        self._error = next((error for _, error in found if error is not None), None)
-        for name in (name for names, _ in found for name in names):
-            try:
-                _check_same_options(known.setdefault(name.name, name), name)
-            except ValueError as error:
-                self._error = self._error or str(error)
-        self._known[place] = list(known.values())
-        packed, _ = self._merge(self._known[place], group, False)
+    def _new_names(self, known: list[_Name]) -> list[_Name]:
+        by_name = {name.name: name for name in known}
+        return [entry.name for entry in self._entries.values() if not _is_known(entry.name, by_name)]
+
+    def _from_last_stage(self, names: list[_Name], over_copies: bool, is_news: bool) -> Tensor:
+        """Return [1 + names, 3] fp64 on every stage, as the last one merges it; the first row says what is new.
+
+        ``[ranks with news, whether metrics have changed, 0]``, then each name's merged value, weight and number of
+        calls.
+        """
+        stages = process_group("pp")
+        if stages.rank() == stages.size() - 1:
+            packed = self._merge(names, process_group("dp_cp" if over_copies else "cp"), is_news)
+            packed[0, 1] = float(bool(self._changed) and stages.size() > 1)
+        else:
+            packed = torch.zeros(1 + len(names), 3, dtype=torch.float64, device=self._device)
+        if stages.size() > 1:
+            dist.broadcast(packed, src=dist.get_global_rank(stages, stages.size() - 1), group=stages)
         return packed
 
-    def _merge(self, names: list[_Name], group: dist.ProcessGroup, is_news: bool) -> tuple[Tensor, bool]:
-        """Return the merged rows of these names, [names, 3], and whether any rank of ``group`` has news."""
+    def _with_new_names(self, place: _Place, over_copies: bool) -> Tensor:
+        """Exchange names and errors between all ranks, because one has logged a new name or failed; merge again."""
+        group, stages = process_group("dp_cp" if over_copies else "cp"), process_group("pp")
+        known = {name.name: name for name in self._known[place]}
+        if stages.rank() == stages.size() - 1:
+            own = (self._new_names(self._known[place]), self._error)
+            found: list[tuple[list[_Name], str | None]] = [own] * group.size()
+            if group.size() > 1:
+                dist.all_gather_object(found, own, group=group)
+            self._error = next((error for _, error in found if error is not None), None)
+            for name in (name for names, _ in found for name in names):
+                try:
+                    _check_same_options(known.setdefault(name.name, name), name)
+                except ValueError as error:
+                    self._error = self._error or str(error)
+        box: list[Any] = [list(known.values()), self._error]
+        if stages.size() > 1:
+            source = dist.get_global_rank(stages, stages.size() - 1)
+            dist.broadcast_object_list(box, src=source, group=stages, device=self._device)
+        self._known[place], self._error = box
+        return self._from_last_stage(self._known[place], over_copies, is_news=False)
+
+    def _merge(self, names: list[_Name], group: dist.ProcessGroup, is_news: bool) -> Tensor:
+        """Return a row with the number of ranks of ``group`` that have news, and the names' merged rows."""
         news = torch.full((1, 3), float(is_news), dtype=torch.float64, device=self._device)
         packed = torch.cat([news, *(self._packed(name)[None] for name in names)])
         reductions = ["sum", *(name.reduction for name in names)]
         synced = [0, *(row for row, name in enumerate(names, 1) if name.is_synced)]
         apart = [row for row, name in enumerate(names, 1) if not name.is_synced]
-        # Row by row: a list of rows as an index is copied to the device, and the copy waits for it.
         for rows, ranks in ((synced, group), (apart, process_group("cp"))):
             if rows and ranks.size() > 1:
                 chosen = torch.stack([packed[row] for row in rows])
@@ -288,7 +404,7 @@ class PipelineLogs:
         for row, reduction in enumerate(reductions):
             if reduction == "mean":
                 packed[row, 0] /= packed[row, 1].clamp(min=torch.finfo(torch.float64).tiny)
-        return packed[1:], is_news if group.size() == 1 else bool(packed[0, 0] > 0)
+        return packed
 
     def _packed(self, name: _Name) -> Tensor:
         """Return this rank's value of a name (for a mean, the weighted sum), its weight and its count, [3] fp64."""
@@ -303,33 +419,6 @@ class PipelineLogs:
         if name.reduction == "sum" and self._takes_whole_batches:
             merged = merged / process_group("cp").size()
         return torch.stack([merged, torch.stack(entry.weights).sum(), torch.full_like(merged, len(values))])
-
-    def _send(self, place: _Place, packed: Tensor | None, num_known: int) -> tuple[Tensor, bool]:
-        """Broadcast ``packed`` [names, 3] from the last stage, and whether metrics changed there.
-
-        ``num_known`` is the number of names that every stage knew before this step.
-        """
-        group = process_group("pp")
-        source = dist.get_global_rank(group, group.size() - 1)
-        # [are names new, have metrics changed, then 3 numbers for each known name]; new names follow as objects.
-        message = torch.zeros(2 + 3 * num_known, dtype=torch.float64, device=self._device)
-        if packed is not None:
-            message[1] = float(bool(self._changed))
-            if len(packed) == num_known and self._error is None:
-                message[2:] = packed.flatten()
-            else:
-                message[0] = 1
-        dist.broadcast(message, src=source, group=group)
-        is_news, are_metrics_changed = (bool(flag) for flag in message[:2].tolist())
-        if not is_news:
-            return message[2:].view(-1, 3), are_metrics_changed
-        box: list[Any] = [self._known.get(place, []), self._error]
-        dist.broadcast_object_list(box, src=source, group=group, device=self._device)
-        self._known[place], self._error = box
-        if packed is None:
-            packed = torch.zeros(len(self._known[place]), 3, dtype=torch.float64, device=self._device)
-        dist.broadcast(packed, src=source, group=group)
-        return packed, are_metrics_changed
 
     def _send_metrics(self, are_changed: bool) -> None:
         """Send the metrics that the step changed from the last stage to the others."""
@@ -404,13 +493,16 @@ def _check_same_options(first: _Name, second: _Name) -> None:
 
 def _reduced(rows: Tensor, reductions: list[str], group: dist.ProcessGroup) -> Tensor:
     """Return [rows, 3] over the ranks of a group: values by their reduction, weights and counts summed."""
+    # Row by row: a list of rows as an index is copied to the device, and the copy waits for it.
     result = rows.clone()
     extremes = {of: [row for row, reduction in enumerate(reductions) if reduction == of] for of in ("min", "max")}
-    result[extremes["min"] + extremes["max"], 0] = 0
+    for row in extremes["min"] + extremes["max"]:
+        result[row, 0] = 0
     dist.all_reduce(result, group=group)
     for of, operation in (("min", dist.ReduceOp.MIN), ("max", dist.ReduceOp.MAX)):
         if extremes[of]:
-            values = rows[extremes[of], 0]
+            values = torch.stack([rows[row, 0] for row in extremes[of]])
             dist.all_reduce(values, op=operation, group=group)
-            result[extremes[of], 0] = values
+            for row, value in zip(extremes[of], values, strict=True):
+                result[row, 0] = value
     return result

@@ -73,12 +73,14 @@ class StepLogger:
     def setup_pipeline(self, config: TransformerConfig, takes_whole_batches: bool) -> PipelineLogs:
         """Prepare to log for a model built with ``pipeline()``; return the recorder of its steps."""
         module, device = self._module, self._strategy.root_device
-        self._auxiliary = AuxiliaryLogs(module, config, device)
+        self._auxiliary = AuxiliaryLogs(config, device)
         self._pipeline = recorder = PipelineLogs(module, device, takes_whole_batches)
         return recorder
 
     def teardown(self) -> None:
         """Drop what refers to the module and its metrics."""
+        if self._pipeline is not None:
+            self._pipeline.forget()
         self._pipeline = self._auxiliary = None
 
     @property
@@ -96,9 +98,15 @@ class StepLogger:
     def layer_losses(self, num_microbatches: int) -> Iterator[None]:
         """Log the losses of layers over the microbatches that run inside the ``with`` block."""
         assert self._auxiliary is not None
+        assert self._pipeline is not None
         self._auxiliary.start()
         yield
-        self._auxiliary.finish(num_microbatches)
+        self._pipeline.log_after(self._auxiliary.finish(num_microbatches))
+
+    def complete_training_step(self) -> None:
+        """Log what the last step of a pipeline has left to log, after the optimizer step is on its way."""
+        if self._pipeline is not None:
+            self._pipeline.complete()
 
     def end_plain_step(self) -> None:
         """At the end of a plain module's epoch, agree on names, because its ranks merge them there."""

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a training step waits for the device, counted on the CPU: each place that needs a number of a tensor.
+
+On a GPU the host runs ahead of the kernels, and each such place stops it until they are done. So a step may read only
+what decides whether and how the optimizer steps, and, after it, what the step has logged.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import megatron.core
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lightning_mcore
+from lightning_mcore import MCoreGPT
+from tests.support.ranks import run_ranks
+from tests.te.runs import Run, make_loader, make_model, make_trainer
+
+pytestmark = pytest.mark.distributed
+
+RUN = Run(impl="local", steps=3, transformer={"hidden_size": 64, "ffn_hidden_size": 128})
+PACKAGES = {str(Path(package.__file__).parent): package.__name__ for package in (lightning_mcore, megatron.core, pl)}
+ON_THE_HOST = (  # in this file, or in this function of it: the tensor is never on the device
+    "torch/optim/",  # counters of steps, on a GPU on the device and not read
+    "layers/inputs.py",  # batches before they are moved
+    "parallel/groups.py random_state_of_stage",
+    "tensor_parallel/random.py",
+)
+OF_EXPERTS = "megatron.core/transformer/moe/"  # on the CPU they multiply one by one, so their sizes are read
+STEP = "the optimizer has stepped"
+
+
+class Waits(TorchFunctionMode):
+    """Notes the file, of Megatron, Lightning or this package, that asks for something that waits for the device.
+
+    It sees what asks for numbers, and lists as an index or as numbers: they are copied to the device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+        self.below = WaitsOfOperators(self)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in (Tensor.tolist, Tensor.numpy, Tensor.cpu):
+            self.note()
+        elif function in (Tensor.__getitem__, Tensor.__setitem__):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(part, list) for part in index):
+                self.note()
+        elif function in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor) and kwargs.get("device"):
+            self.note()
+        return function(*args, **kwargs)
+
+    def note(self) -> None:
+        """Add the innermost file of a known package, unless it reads what is on the host in any case."""
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if any(part in f"{file} {frame.f_code.co_name}" for part in ON_THE_HOST):
+                return
+            if not file.endswith("cpu_runtime.py"):  # which passes calls on
+                for folder, package in PACKAGES.items():
+                    if file.startswith(folder):
+                        self.places.append(package + file.removeprefix(folder))
+                        return
+            frame = frame.f_back
+
+
+class WaitsOfOperators(TorchDispatchMode):
+    """Notes ``item()`` and all that goes through it (truth, comparisons, an index), and sizes that depend on values."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_dim")
+
+    def __init__(self, waits: Waits) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function._schema.name.removeprefix("aten::") in self.WAITING:
+            self.waits.note()
+        return function(*args, **(kwargs or {}))
+
+
+class InTheLastStep(pl.Callback):
+    """Notes the waits of the last step."""
+
+    def __init__(self) -> None:
+        self.waits = Waits()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.optimizers[0].register_step_post_hook(lambda *_: self.waits.places.append(STEP))
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *rest: Any) -> None:
+        if trainer.global_step == RUN.steps - 1:
+            self.waits.places.clear()
+            self.waits.__enter__()
+            self.waits.below.__enter__()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *rest: Any) -> None:
+        if trainer.global_step == RUN.steps:
+            self.waits.below.__exit__(None, None, None)
+            self.waits.__exit__(None, None, None)
+
+
+class Extremes(pl.Callback):
+    """Logs values of a step that ranks merge in every way."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: MCoreGPT) -> None:
+        step = pl_module.training_step
+
+        def training_step(batch: Any, batch_idx: int) -> Any:
+            output = step(batch, batch_idx)
+            for way in ("mean", "sum", "min", "max"):
+                pl_module.log(way, batch_idx + 0.5, reduce_fx=way, sync_dist=True)
+                pl_module.log(f"{way}_of_this_copy", output["loss"], reduce_fx=way)
+            return output
+
+        pl_module.training_step = training_step
+
+
+def waits_of_a_step(run: Run, size: int) -> list[str]:
+    """Return the waits of an optimizer step of four microbatches."""
+    seen = InTheLastStep()
+    trainer = make_trainer(run, size, seen, Extremes())
+    trainer.fit(make_model(run), make_loader(run))
+    return seen.waits.places
+
+
+def with_layout(run: Run, **layout: Any) -> Run:
+    return replace(run, layout={"micro_batch_size": 1} | layout)
+
+
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.01,
+    "moe_z_loss_coeff": 0.001,
+    "moe_per_layer_logging": True,
+    "moe_token_dispatcher_type": "alltoall",
+}
+RUNS: dict[str, tuple[int, Run]] = {
+    "one": (1, with_layout(RUN)),
+    "bf16": (1, with_layout(replace(RUN, precision="bf16-mixed"))),
+    "experts": (1, with_layout(replace(RUN, transformer=RUN.transformer | EXPERTS))),
+    "dp2": (2, with_layout(RUN)),
+    "dp2-do": (2, with_layout(RUN, use_distributed_optimizer=True)),
+    "tp2-sp": (2, with_layout(RUN, tensor_model_parallel_size=2, sequence_parallel=True)),
+    "cp2": (2, with_layout(RUN, context_parallel_size=2)),
+    "pp2": (2, with_layout(RUN, pipeline_model_parallel_size=2)),
+    "pp2-vp2": (
+        2,
+        with_layout(
+            replace(RUN, transformer=RUN.transformer | {"num_layers": 4}),
+            pipeline_model_parallel_size=2,
+            virtual_pipeline_model_parallel_size=2,
+        ),
+    ),
+}
+# On the CPU, two functions read the norm, the first of which gpu_runtime() replaces.
+DECISION = ["megatron.core/utils.py", "megatron.core/optimizer/clip_grads.py"]
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_a_step_waits_for_its_gradient_norm_and_after_the_optimizer_for_its_logs(case: str) -> None:
+    size, run = RUNS[case]
+    for places in run_ranks(size, waits_of_a_step, run, size, timeout=90):
+        places = [place for place in places if not place.startswith(OF_EXPERTS)]
+        assert places == [*DECISION, STEP, "lightning_mcore/strategy/logs/pipeline.py"]
