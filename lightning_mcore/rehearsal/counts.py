@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank does to its GPU, seen operator by operator: memory, collectives, waits.
+
+Inside ``with Counts(...)``, tensors on the CPU are real and computed, and those on CUDA are fake: they have a shape and
+a dtype, but no values. So everything that depends on values of the device (``.item()``, a copy to the host) is seen,
+and answered with ones. On a GPU, such a read waits until all work before it is done.
+
+PyTorch's ``MemTracker`` also follows storages, but it knows neither Megatron's optimizers nor which module holds what
+at the peak, it stops at a second microbatch, and it takes time proportional to the modules at each operator.
+
+Example::
+
+    with Counts(rank=0) as counts:
+        weight = torch.ones(1024, 256, device="cuda")  # 1 MiB
+        (weight @ weight.T).sum().item()  # 4 MiB, and 512 bytes
+    counts.memory.peak  # 5,243,392
+    counts.waits  # {("file.py:3", "reads a value"): 1}
+"""
+
+import os
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeWork, ProcessGroup
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules import module as module_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+_ALLOCATED = 512  # bytes of which PyTorch's CUDA allocator hands out multiples
+_REAL_COPY = 2**20  # bytes up to which a copy to the host gets (assumed) values
+_OF_OTHERS = ("/torch/", "/contextlib.py", "/lightning_mcore/rehearsal/", "/functools.py")
+# Functions whose question is not answered with 1: whether gradients have overflowed.
+_ANSWERS = {"_unscale_main_grads_and_check_for_nan": 0}
+
+_KINDS = {
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv": "receive",
+    "barrier": "barrier",
+    "reduce_": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+}
+aten = torch.ops.aten
+
+
+@dataclass
+class Memory:
+    """Bytes of the tensors that exist, and those at the peak, by holder: module and kind."""
+
+    now: int = 0
+    peak: int = 0
+    held: Counter[tuple[str, str]] = field(default_factory=Counter)
+    at_peak: Counter[tuple[str, str]] = field(default_factory=Counter)
+    _is_newest: bool = False
+
+    def add(self, size: int, holder: tuple[str, str]) -> None:
+        """Count a new tensor."""
+        self.now += size
+        self.held[holder] += size
+        if self.now > self.peak:
+            self.peak, self._is_newest = self.now, True
+
+    def free(self, size: int, holder: tuple[str, str]) -> None:
+        """Count a tensor that has gone."""
+        self.keep_holders()
+        self.now -= size
+        self.held[holder] -= size
+
+    def keep_holders(self) -> None:
+        """Copy the holders if this is the peak; memory that still grows need not be copied at each tensor."""
+        if self._is_newest:
+            self.at_peak, self._is_newest = self.held.copy(), False
+
+    def restart_peak(self) -> None:
+        """Look for the peak from here on."""
+        self.peak, self._is_newest = self.now, True
+
+
+@dataclass
+class _Storage:
+    size: int
+    holder: tuple[str, str]
+
+
+class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what happens inside the ``with`` block; CUDA tensors are fake there."""
+
+    def __init__(self, group_names: Callable[[ProcessGroup], str] = lambda group: group.group_name) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.memory = Memory()
+        self.collectives: Counter[tuple[str, str]] = Counter()  # (kind, group): calls
+        self.traffic: Counter[tuple[str, str]] = Counter()  # (kind, group): bytes
+        self.waits: Counter[tuple[str, str]] = Counter()  # (file:line function, what)
+        self.operators = 0
+        self.notes: set[str] = set()  # what was assumed
+        self.group_names = group_names
+        self.is_stepping = False  # inside the optimizer
+        self._storages: Any = WeakIdKeyDictionary()  # storage: _Storage
+        self._modules: list[str] = []
+        self._names: dict[int, str] = {}
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._hooks = [
+            module_hooks.register_module_forward_pre_hook(self._enter_module),
+            module_hooks.register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        self._lifts = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(3, device="cuda") then is a copy, which is seen
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        torch._C._set_only_lift_cpu_tensors(self._lifts)
+        for hook in self._hooks:
+            hook.remove()
+
+    # ---- which module runs
+
+    def name_modules(self, root: nn.Module) -> None:
+        """Learn the names of modules; layers of a list share one, ``decoder.layers.*``."""
+        for name, module in root.named_modules():
+            self._names[id(module)] = ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        self._modules.append(self._names.get(id(module)) or type(module).__name__)
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._modules:
+            self._modules.pop()
+
+    def _holder(self) -> tuple[str, str]:
+        if self.is_stepping:
+            return "", "optimizer's temporary memory"
+        if self._modules:
+            return self._modules[-1], "activations"
+        return "", "gradients of activations" if torch._C._current_graph_task_id() >= 0 else "other"
+
+    def claim(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say what tensors are, such as ``weights``, however they came to be."""
+        for tensor in tensors:
+            known = self._storages.get(tensor.untyped_storage()) if isinstance(tensor, FakeTensor) else None
+            if known is not None and known.holder[1] != kind:
+                self.memory.held[known.holder] -= known.size
+                known.holder = ("", kind)
+                self.memory.held[known.holder] += known.size
+
+    # ---- operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device  # a fake tensor asks for its device this way
+        kwargs = kwargs or {}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}  # real memory can be pinned only with a real GPU
+        if func.namespace == "c10d":
+            return self._communicate(func, args, kwargs)
+        given = list(_tensors(args)) + list(_tensors(kwargs.values()))
+        device = kwargs.get("device")
+        if not any(isinstance(tensor, FakeTensor) for tensor in given) and not _is_cuda(device):
+            return func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            return self._read(args[0])
+        self.operators += not func.is_view
+        if func in (aten.copy_.default, aten._to_copy.default):
+            return self._copy(func, args, kwargs)
+        with self.fake:
+            output = func(*args, **kwargs)
+        self._track(output)
+        return output
+
+    def _track(self, output: Any) -> None:
+        for tensor in _tensors(output if isinstance(output, list | tuple) else (output,)):
+            if not isinstance(tensor, FakeTensor) or tensor.fake_device.type != "cuda":
+                continue
+            storage = tensor.untyped_storage()
+            size = -(-storage.nbytes() // _ALLOCATED) * _ALLOCATED
+            known = self._storages.get(storage)
+            if known is None:
+                known = self._storages[storage] = _Storage(size, self._holder())
+                self.memory.add(size, known.holder)
+                weakref.finalize(storage, self._free, known).atexit = False
+            elif size != known.size:
+                self._resize(known, size)
+
+    def _resize(self, known: _Storage, size: int) -> None:
+        self.memory.free(known.size, known.holder)
+        known.size = size
+        self.memory.add(size, known.holder)
+
+    def _free(self, known: _Storage) -> None:
+        self.memory.free(known.size, known.holder)
+
+    def resize_storage(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``UntypedStorage.resize_``, which no operator does."""
+
+        def call(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            if (known := self._storages.get(storage)) is not None:
+                self._resize(known, -(-size // _ALLOCATED) * _ALLOCATED)
+            return result
+
+        return call
+
+    def _copy(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Copy; between host and device, an ordinary copy waits for the device."""
+        is_new = func is aten._to_copy.default
+        source = args[0] if is_new else args[1]
+        target = args[0].device if not is_new else torch.device(kwargs.get("device") or source.device)
+        waits = not kwargs.get("non_blocking", False) and (is_new or len(args) < 3 or not args[2])
+        if source.device.type != target.type and waits:
+            self.wait("copies to the host" if target.type == "cpu" else "copies to the device")
+        if target.type == "cpu":
+            dtype = (kwargs.get("dtype") or source.dtype) if is_new else args[0].dtype
+            if not is_new and not isinstance(args[0], FakeTensor):
+                return args[0].fill_(1)
+            if is_new and source.numel() * dtype.itemsize <= _REAL_COPY:
+                return torch.ones(source.shape, dtype=dtype)
+        with self.fake:
+            output = func(*args, **kwargs)
+        self._track(output)
+        return output
+
+    def _read(self, tensor: Tensor) -> bool | int | float:
+        frame = self.wait("reads a value") if tensor.device.type == "cuda" else ""
+        answer = _ANSWERS.get(frame, 1)
+        return bool(answer) if tensor.dtype == torch.bool else float(answer) if tensor.is_floating_point() else answer
+
+    def wait(self, what: str) -> str:
+        """Count a wait for the device, at the line outside PyTorch that causes it; return its function."""
+        frame: Any = sys._getframe(1)
+        while frame.f_back is not None and any(part in frame.f_code.co_filename for part in _OF_OTHERS):
+            frame = frame.f_back
+        self.waits[f"{short(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}", what] += 1
+        return str(frame.f_code.co_name)
+
+    def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = func._schema.name.removeprefix("c10d::")
+        kind = next((kind for start, kind in _KINDS.items() if start in name), name)
+        groups = [item for item in args if isinstance(item, torch.ScriptObject) and "ProcessGroup" in str(item._type())]
+        tensors = list(_tensors(args))
+        if any(tensor.device.type == "cuda" for tensor in tensors):
+            key = kind, self.group_names(ProcessGroup.unbox(groups[0]))
+            self.collectives[key] += 1
+            self.traffic[key] += _payload(args)
+            work = FakeWork().boxed()
+            return work if len(func._schema.returns) == 1 else (args[0], work)
+        return func(*args, **kwargs)
+
+
+def short(file: str) -> str:
+    """Return the path of a source file as it is imported: ``lightning_mcore/models/gpt.py``."""
+    folders = [folder for folder in (os.getcwd(), *sys.path) if folder and file.startswith(f"{folder}{os.sep}")]
+    return file[len(max(folders, key=len, default="")) :].lstrip(os.sep) if folders else file
+
+
+def _payload(args: Any) -> int:
+    """Return the bytes of a collective: of its input or its output, whichever is larger."""
+    sides = (item if isinstance(item, list | tuple) else (item,) for item in args)
+    return max((sum(tensor.numel() * tensor.element_size() for tensor in _tensors(side)) for side in sides), default=0)
+
+
+def _tensors(items: Iterable[Any]) -> Iterator[Tensor]:
+    for item in items:
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, list | tuple):
+            yield from _tensors(item)
+
+
+def _is_cuda(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"

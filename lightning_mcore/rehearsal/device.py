@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that believes it is one CUDA rank of a large run.
+
+:func:`fake_cuda` replaces the names of ``torch.cuda`` that a run asks, opens PyTorch's *fake* process group, whose
+collectives send nothing, and makes CUDA tensors fake (``counts.py``). The library of ``library.py`` must have been
+loaded before PyTorch, because PyTorch asks once whether CUDA is there; ``processes.py`` sees to that.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import os
+import pickle
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_mcore.parallel import consensus
+from lightning_mcore.rehearsal.counts import Counts
+
+_OPTIONS: Any = FakeProcessGroup.Options
+
+
+@contextlib.contextmanager
+def fake_cuda(
+    library: Path, rank: int, world_size: int, devices_per_node: int, memory: int, answers: "Answers"
+) -> Iterator[Counts]:
+    """Play a rank inside the ``with`` block, and count what it does.
+
+    ``memory`` is what a device has, in bytes; ``answers`` are the objects that other ranks send.
+    """
+    local = rank % devices_per_node
+    ctypes.CDLL(str(library)).fake_cuda_guard(local)
+    counts = Counts()
+    environment = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(devices_per_node),
+        "GROUP_RANK": str(rank // devices_per_node),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "rehearsal",  # Lightning takes ranks from the variables above
+        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
+    }
+    os.environ.update(environment)
+    with contextlib.ExitStack() as stack:
+        table = [*_of_cuda(counts, local, devices_per_node, memory), *_of_tensors(counts), *_of_groups(answers)]
+        for owner, name, replacement in table:
+            stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
+        options = _OPTIONS()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size, pg_options=options)
+        stack.callback(dist.destroy_process_group)
+        with counts:
+            yield counts
+
+
+def _returns(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+class _Stream:
+    """A stream or an event: what fake tensors are asked to do is done when the call returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
+
+    record = wait = wait_stream = wait_event = _nothing
+
+    def record_event(self, *args: Any) -> "_Stream":
+        return self
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: "_Stream") -> float:
+        return 0.0
+
+
+def _of_cuda(counts: Counts, local: int, devices: int, memory: int) -> list[tuple[Any, str, Any]]:
+    """Return ``(owner, attribute, replacement)`` for the names of ``torch.cuda`` that a run asks."""
+    cuda, state = torch.cuda, torch.get_rng_state()
+    device = SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132, total_memory=memory, uuid="0"
+    )
+
+    def synchronize(*args: Any, **kwargs: Any) -> None:
+        counts.wait("synchronizes")
+
+    class Stream(_Stream):
+        def synchronize(self) -> None:
+            synchronize()
+
+    return [
+        (cuda, "is_available", _returns(True)),
+        (cuda, "is_initialized", _returns(True)),
+        (cuda, "init", _returns(None)),
+        (cuda, "_lazy_init", _returns(None)),
+        (cuda, "device_count", _returns(devices)),
+        (cuda, "current_device", _returns(local)),
+        (cuda, "set_device", _returns(None)),
+        (cuda, "get_device_properties", _returns(device)),
+        (cuda, "get_device_capability", _returns((device.major, device.minor))),
+        (cuda, "get_device_name", _returns(device.name)),
+        (cuda, "is_bf16_supported", _returns(True)),
+        (cuda, "synchronize", synchronize),
+        (cuda, "empty_cache", _returns(None)),
+        (cuda, "Stream", Stream),
+        (cuda, "Event", Stream),
+        (cuda, "current_stream", lambda *args, **kwargs: Stream()),
+        (cuda, "default_stream", lambda *args, **kwargs: Stream()),
+        (cuda, "stream", lambda *args, **kwargs: contextlib.nullcontext()),
+        (cuda, "is_current_stream_capturing", _returns(False)),
+        (cuda, "manual_seed", _returns(None)),
+        (cuda, "manual_seed_all", _returns(None)),
+        (cuda, "seed_all", _returns(None)),
+        (cuda, "default_generators", defaultdict(_returns(torch.default_generator))),
+        *((owner, "get_rng_state", _returns(state)) for owner in (cuda, cuda.random)),
+        *((owner, "set_rng_state", _returns(None)) for owner in (cuda, cuda.random)),
+        *((owner, "get_rng_state_all", _returns([state])) for owner in (cuda, cuda.random)),
+        *((owner, "set_rng_state_all", _returns(None)) for owner in (cuda, cuda.random)),
+        *((cuda, f"{most}memory_{which}", lambda *args: counts.memory.now) for most, which in _MEMORY),
+        (cuda, "memory_stats", _returns({})),
+        (cuda, "mem_get_info", lambda *args: (memory - counts.memory.now, memory)),
+        (cuda, "reset_peak_memory_stats", _returns(None)),
+        (cuda.nvtx, "range_push", _returns(None)),
+        (cuda.nvtx, "range_pop", _returns(None)),
+        (TorchElasticEnvironment, "validate_settings", _returns(None)),
+        (torch._C, "_cuda_isInBadFork", _returns(False)),
+        (torch._C, "_cuda_getDevice", _returns(local)),
+        # Megatron's tracker of random states, on the CPU's generator
+        (importlib.import_module("megatron.core.tensor_parallel.random"), "_lazy_call", lambda call, **kwargs: call()),
+    ]
+
+
+_MEMORY = [(most, which) for most in ("", "max_") for which in ("allocated", "reserved")]
+
+
+def _of_tensors(counts: Counts) -> list[tuple[Any, str, Any]]:
+    """Return ``(owner, attribute, replacement)`` for what fake tensors cannot do."""
+    return [
+        (FakeTensorMode, "avoid_device_init", property(_returns(True))),
+        (FakeTensor, "__deepcopy__", lambda tensor, memo: tensor.clone()),
+        (FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()),  # at once, and not number by number
+        (nn.Module, "_apply", _apply),
+        (Tensor, "pin_memory", lambda tensor, *args: tensor),
+        (Tensor, "is_pinned", _returns(False)),
+        (Tensor, "record_stream", _returns(None)),
+        (torch.UntypedStorage, "resize_", counts.resize_storage(torch.UntypedStorage.resize_)),
+    ]
+
+
+_moved: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters, to what they became; tied ones stay tied
+
+
+def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Replace ``Module._apply``, which writes into parameters; a fake one must be another object."""
+    for child in module.children() if recurse else ():
+        child._apply(function)  # type: ignore[no-untyped-call]
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        if parameter not in _moved:
+            with torch.no_grad():
+                moved = function(parameter)
+            if moved is parameter or (moved.dtype, moved.device) == (parameter.dtype, parameter.device):
+                continue
+            made = nn.Parameter(moved, requires_grad=parameter.requires_grad)
+            made.__dict__.update({key: value for key, value in vars(parameter).items() if key not in vars(made)})
+            _moved[parameter] = made
+        module._parameters[name] = _moved[parameter]
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = function(buffer)
+    return module
+
+
+class Answers:
+    """The objects that a rank broadcasts: what ranks that are rehearsed together really send each other.
+
+    A rank that is not rehearsed sends what this one has. ``store`` is common to the ranks in ``played``.
+    """
+
+    def __init__(self, store: Any = None, rank: int = 0, played: tuple[int, ...] = ()) -> None:
+        self._store, self._rank, self._played = store, rank, played
+        self._sent: Counter[str] = Counter()
+
+    def broadcast(self, objects: list[Any], source: int, ranks: tuple[int, ...]) -> None:
+        """Send a list of objects, or replace its items by those of the source."""
+        others = [rank for rank in self._played if rank in ranks]
+        if self._store is None or source not in others or len(others) < 2:
+            return
+        key = f"{source} {hash(ranks)}"
+        self._sent[key] += 1
+        key = f"{key} {self._sent[key]}"
+        if source == self._rank:
+            self._store.set(key, pickle.dumps(objects))
+        else:
+            objects[:] = pickle.loads(self._store.get(key))
+
+
+def _of_groups(answers: Answers) -> list[tuple[Any, str, Any]]:
+    """Return ``(owner, attribute, replacement)`` for groups and for collectives of objects."""
+    new_group = dist.new_group
+
+    def fake_group(*args: Any, **kwargs: Any) -> Any:
+        options: Mapping[str, Any] = {**kwargs, "backend": "fake", "pg_options": _OPTIONS()}
+        return new_group(*args[:1], **options)
+
+    def broadcast(objects: list[Any], src: int | None = None, group: Any = None, **kwargs: Any) -> None:
+        ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+        source = kwargs.get("group_src")
+        answers.broadcast(objects, ranks[source] if source is not None else src or 0, ranks)
+
+    def all_gather(objects: list[Any], own: Any, group: Any = None) -> None:
+        objects[:] = [own] * len(objects)
+
+    def gather(own: Any, objects: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+        if objects is not None:
+            objects[:] = [own] * len(objects)
+
+    def scatter(output: list[Any], objects: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+        output[0] = objects[0] if objects else None
+
+    def combine_on_rank0(function: Callable[[], Any], combine: Callable[[list[Any]], Any]) -> Any:
+        return combine([function()] * dist.get_world_size())
+
+    users = [module for name, module in list(sys.modules.items()) if name.startswith("lightning_mcore.")]
+    original = consensus.combine_on_rank0
+    return [
+        *((module, "combine_on_rank0", combine_on_rank0) for module in users if original in vars(module).values()),
+        (dist, "new_group", fake_group),
+        (dist, "broadcast_object_list", broadcast),
+        (dist, "all_gather_object", all_gather),
+        (dist, "gather_object", gather),
+        (dist, "scatter_object_list", scatter),
+    ]

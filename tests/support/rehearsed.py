@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs to rehearse: what the processes of a rehearsal import to build them."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_mcore import MCoreGPT, MCorePreference, MCoreStrategy
+from lightning_mcore.rehearsal.processes import Job
+
+LENGTH, VOCABULARY = 32, 128
+SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "add_bias_linear": False}
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Rows of tokens; four sequences each if ``packed``, two answers to a prompt each if ``pairs``."""
+
+    def __init__(self, packed: bool = False, pairs: bool = False) -> None:
+        self.packed, self.pairs = packed, pairs
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = {"tokens": torch.arange(LENGTH), "labels": torch.arange(LENGTH) + 1, "lengths": torch.tensor(LENGTH)}
+        if self.packed:
+            row |= dict.fromkeys(("cu_seqlens", "cu_seqlens_padded"), torch.arange(5) * (LENGTH // 4))
+        if self.pairs:
+            row |= {"sample_ids": torch.tensor(0), "loss_mask": (torch.arange(LENGTH) < LENGTH - 1).float()}
+        return row
+
+
+def gpt_run(
+    world: int = 1,
+    precision: str = "bf16-mixed",
+    accumulate: int = 2,
+    transformer: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    packed: bool = False,
+    **strategy: Any,
+) -> tuple[pl.Trainer, pl.LightningModule, Any]:
+    """Return the parts of a run of a tiny GPT, with rows of 32 tokens in batches of two."""
+    trainer = pl.Trainer(
+        accelerator="gpu",
+        devices=min(world, 8),
+        num_nodes=max(1, world // 8),
+        strategy=MCoreStrategy(**strategy),
+        precision=precision,  # type: ignore[arg-type]
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=1.0,
+    )
+    sizes = {"vocab_size": VOCABULARY, "seq_length": LENGTH, **(model or {})}
+    kind = MCorePreference if "preference" in sizes else MCoreGPT
+    loader = DataLoader(Texts(packed, "preference" in sizes), batch_size=2)
+    return trainer, kind(transformer={**SIZES, **(transformer or {})}, **sizes), (loader, loader)
+
+
+class Plain(pl.LightningModule):
+    """A module that is not split, and reads a value in its step."""
+
+    def __init__(self, fault: str = "") -> None:
+        super().__init__()
+        self.layer = nn.Linear(1024, 256, bias=False)  # 1 MiB in fp32
+        self.fault = fault
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        output = self.layer(batch)
+        if self.fault == "value":
+            output = output[output > 0]
+        if self.fault == "device":
+            output = output + torch.ones(256)
+        loss = output.sum()
+        if loss.item() < 0:
+            raise ValueError("a fake loss is 1")
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def plain_run(fault: str = "", rows: int = 64) -> tuple[pl.Trainer, pl.LightningModule, Any]:
+    """Return the parts of a run of ``Plain``."""
+    trainer = pl.Trainer(accelerator="gpu", devices=1, strategy=MCoreStrategy())
+    return trainer, Plain(fault), (DataLoader(torch.ones(rows, 1024), batch_size=8),)
+
+
+def job(build: Any, *ranks: int) -> Job:
+    """Return a run to rehearse, with its default ranks if none are given."""
+    return Job(build, ranks or None, 8, 80 * 10**9)

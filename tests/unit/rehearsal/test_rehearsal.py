@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rehearsal counts, held against arithmetic; and what it says of a run that it cannot play."""
+
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from lightning_mcore.rehearsal import RankReport, rehearse
+from lightning_mcore.rehearsal.processes import Failure, Played, run_jobs
+from tests.support import rehearsed
+from tests.support.rehearsed import gpt_run, job, plain_run
+
+JOBS = {
+    "plain": job(plain_run),
+    "one": job(gpt_run),
+    "pp2": job(partial(gpt_run, world=4, pipeline_model_parallel_size=2)),
+    "outside": job(gpt_run, 1),
+    "undivided": job(partial(gpt_run, world=2, tensor_model_parallel_size=4)),
+    "value": job(partial(plain_run, "value")),
+    "device": job(partial(plain_run, "device")),
+    "short": job(partial(plain_run, rows=8)),
+}
+MEBIBYTE = 2**20
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Played | Failure]:
+    return dict(zip(JOBS, run_jobs(list(JOBS.values()), lambda rank, what: None), strict=True))
+
+
+def ranks_of(found: Played | Failure) -> tuple[RankReport, ...]:
+    assert isinstance(found, Played), found.trace
+    return found.ranks
+
+
+def line_of(text: str) -> str:
+    lines = Path(rehearsed.__file__).read_text(encoding="utf-8").splitlines()
+    return f"tests/support/rehearsed.py:{next(number for number, line in enumerate(lines, 1) if text in line)}"
+
+
+def held(rank: RankReport, kind: str) -> int:
+    return sum(holder.bytes for holder in rank.holders if holder.kind == kind)
+
+
+def test_memory_of_a_linear_layer_is_what_arithmetic_says(found: dict[str, Played | Failure]) -> None:
+    [rank] = ranks_of(found["plain"])
+    assert rank.parameters == 1024 * 256
+    assert held(rank, "weights") == held(rank, "gradients") == 1 * MEBIBYTE
+    # Besides: a batch of 8 x 1024 and an output of 8 x 256 in fp32, the gradient of the weight before it is added to
+    # the buffer, and some scalars of 512 bytes.
+    rest = rank.step_peak_bytes - (2 * MEBIBYTE + 8 * 1024 * 4 + MEBIBYTE)
+    assert 0 <= rest <= 8 * 256 * 4 + 16 * 512
+
+
+def test_a_wait_is_named_by_file_and_line(found: dict[str, Played | Failure]) -> None:
+    [rank] = ranks_of(found["plain"])
+    [wait] = [wait for wait in rank.waits if "rehearsed.py" in wait.where]
+    assert (wait.where, wait.what, wait.times) == (
+        f"{line_of('loss.item() < 0')} training_step",
+        "reads a value",
+        1,
+    )
+
+
+def test_state_of_a_gpt_is_2_4_and_12_bytes_for_each_parameter(found: dict[str, Played | Failure]) -> None:
+    [rank] = ranks_of(found["one"])
+    layer = 4 * 64**2 + 2 * 4 * 64**2 + 2 * 2 * 64  # attention, feed-forward, two norms with biases
+    assert rank.parameters == 2 * 128 * 64 + 4 * layer + 2 * 64
+    for kind, size in (("weights", 2), ("gradients", 4), ("optimizer", 12)):
+        # The allocator rounds each tensor up to 512 bytes.
+        assert 0 <= held(rank, kind) - size * rank.parameters <= 0.02 * size * rank.parameters + 4096, kind
+    assert rank.peak_bytes >= sum(held(rank, kind) for kind in ("weights", "gradients", "optimizer"))
+
+
+def test_both_stages_of_a_pipeline_are_played(found: dict[str, Played | Failure]) -> None:
+    first, last = ranks_of(found["pp2"])
+    assert [(first.rank, first.stage), (last.rank, last.stage)] == [(0, 0), (2, 1)]
+    # 2 microbatches of 2 x 32 x 64 numbers in bf16
+    for rank in (first, last):
+        moved = {item.kind: (item.calls, item.bytes) for item in rank.traffic if item.group == "pp"}
+        assert moved["send"] == moved["receive"] == (2, 2 * 2 * 32 * 64 * 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("outside", "rank=1 is outside world_size=1; choose 0 to 0"),
+        ("undivided", "world_size=2"),
+        ("value", "{output > 0}: aten.nonzero.default needs the values of a tensor"),
+        ("device", "{torch.ones(256)}: Expected all tensors to be on the same device"),
+        ("short", "the data ended after 1 of 2 optimizer steps; give more batches"),
+    ],
+)
+def test_what_cannot_be_played_is_one_sentence(found: dict[str, Played | Failure], name: str, sentence: str) -> None:
+    failure = found[name]
+    assert isinstance(failure, Failure)
+    sentence = re.sub("{(.*)}", lambda match: line_of(match[1]), sentence)
+    assert sentence in failure.sentence
+    assert "\n" not in failure.sentence
+
+
+def test_without_a_compiler_there_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_MCORE_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler, and no-such-compiler is not installed"):
+        rehearse(plain_run)
+
+
+def test_a_compiler_that_fails_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_MCORE_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(RuntimeError, match=r"false could not build .*: exit code 1"):
+        rehearse(plain_run)
