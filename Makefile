@@ -39,6 +39,9 @@ ARGS ?=
 LIGHTNING ?=
 SOURCE ?=
 
+# Dozens of processes import the same files, so Python keeps what it has compiled, as it does by default.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install lock check docs site-check format test test-fast test-thorough test-lightning test-ray test-oldest test-latest test-te test-te-suite fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-vl demo-fp8 bench bench-checkpoint \
 	bench-generate bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-scale bench-startup bench-vision plots gpu torture faults mutate house clean

@@ -14,6 +14,7 @@ import gc
 import logging
 import os
 from collections.abc import Generator, Iterator
+from typing import Any
 
 from tests.support import economy  # noqa: F401 - before torch, Lightning and megatron-core
 
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from lightning_mcore.parallel.groups import close_process_groups
-from tests.support import hygiene
+from tests.support import hygiene, ranks
 from tests.support.suite_size import pytest_sessionfinish  # noqa: F401 - pytest finds the hook here
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -66,6 +67,20 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     wanted = os.environ.get("MEGATRON_CORE_VERSION", imported)
     if imported != wanted:
         pytest.exit(f"MEGATRON_CORE_VERSION={wanted}, but {imported} is imported", returncode=1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let a worker of pytest-xdist start ranks from the controller's fork server."""
+    address = getattr(config, "workerinput", {}).get("fork_server")
+    if address is not None:
+        ranks.use_server(address)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Start a fork server for all workers, unless the tests chosen need no ranks."""
+    if "not distributed" not in node.config.option.markexpr:
+        node.workerinput["fork_server"] = ranks.start_server()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,6 +6,7 @@
 * Entry points are read once for each ``sys.path``. Every Trainer asks for them, and so does every Hugging Face model
   that is read; each time Python opens a file of each installed package.
 * pyarrow's allocator starts no thread, so that ranks can be forks of a process that has imported it.
+* megatron-core does not say in each process which packages are not installed.
 * A process computes on one thread. Otherwise Lightning would give every process all cores as soon as a test trains in
   it, and threads that wait for work spin.
 """
@@ -15,11 +16,13 @@ import gc
 import importlib.metadata
 import os
 import sys
+import warnings
 from typing import Any
 
 gc.disable()
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 os.environ["OMP_NUM_THREADS"] = "1"
+warnings.filterwarnings("ignore", "(Transformer Engine and )?Apex (is|are) not installed", UserWarning)
 
 _read = importlib.metadata.entry_points
 

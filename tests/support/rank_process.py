@@ -8,6 +8,7 @@ is, the test must hear of it.
 
 import ctypes
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -92,6 +93,8 @@ def _open_process_group(backend: str | None, rank: int, world_size: int, folder:
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank % torch.cuda.device_count())
+    else:
+        _share_gloo_device()
     if backend is not None:
         dist.init_process_group(
             backend,
@@ -100,6 +103,30 @@ def _open_process_group(backend: str | None, rank: int, world_size: int, folder:
             world_size=world_size,
             timeout=timedelta(seconds=2 * timeout),  # later than the launcher's: a hang is shown by stacks
         )
+
+
+def _share_gloo_device() -> None:
+    """Give all gloo groups of this rank one device, made with the first of them, instead of one to each.
+
+    A device has a thread that wakes a hundred times a second, and Megatron opens 17 groups: a rank that only waits uses
+    1.7 % of a core for them, and a rank that trains with tensor parallelism a tenth of its time.
+    """
+    from torch.distributed import distributed_c10d
+
+    of_torch: Any = distributed_c10d.ProcessGroupGloo
+
+    @functools.cache
+    def device() -> Any:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        return of_torch.create_device(interface=interface) if interface else of_torch.create_default_device()
+
+    class OnOneDevice(of_torch):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = of_torch._Options()
+            options._devices, options._threads, options._timeout = [device()], 2, timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = OnOneDevice
 
 
 def _close_process_group() -> None:

@@ -2,9 +2,10 @@
 """Run a function on N ranks from inside an ordinary pytest test.
 
 A fresh process that imports torch, Lightning and megatron-core needs several seconds; four of them at once need 15 to
-20. Here a *fork server* imports them, this package and the models of the tests, once for each test session. Every rank
-is a fork of that clean, single-threaded process that never touched a GPU: four ranks start in about 0.2 s. That is what
-makes it affordable to test every parallel layout on a laptop.
+20. Here a *fork server* imports them, this package and the models of the tests, once for each test session: under
+pytest-xdist its controller starts the server, and the workers share it. Every rank is a fork of that clean,
+single-threaded process that never touched a GPU: four ranks start in about 0.2 s. That is what makes it affordable to
+test every parallel layout on a laptop.
 
 The ranks meet through a ``FileStore`` in a temporary folder, so no port is chosen and tests may run under
 pytest-xdist. Each rank reports over a pipe of its own, so a rank that is killed cannot damage the report of another.
@@ -36,6 +37,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.context import BaseContext
@@ -336,6 +338,21 @@ def start_context(backend: str, *more: str) -> BaseContext:
     first.start()
     first.join()
     return context
+
+
+def start_server() -> str:
+    """Start a fork server that the workers of this process share; it ends with this process. Return its address."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
+    forkserver.ensure_running()
+    return forkserver._forkserver._forkserver_address
+
+
+def use_server(address: str) -> None:
+    """Let this process start ranks as forks of the server at ``address``, which another process started."""
+    server = forkserver._forkserver
+    server._forkserver_address = address
+    server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # not the server's: a rank keeps what it is sent
+    server.ensure_running = resource_tracker.ensure_running
 
 
 def _do_nothing() -> None:

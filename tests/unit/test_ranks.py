@@ -244,3 +244,20 @@ def _load_with_workers() -> list[int]:
 
 def test_a_rank_may_have_data_loader_workers() -> None:
     assert run_ranks(2, _load_with_workers) == [[0, 1, 2, 3]] * 2
+
+
+def _threads_of_new_groups(groups: int) -> int:
+    before = psutil.Process().num_threads()
+    for _ in range(groups):
+        dist.new_group([0, 1])
+    return psutil.Process().num_threads() - before
+
+
+def test_a_group_adds_threads_that_compute_and_none_that_listens() -> None:
+    assert run_ranks(2, _threads_of_new_groups, 8) == [8 * 2] * 2
+
+
+def test_workers_of_a_session_share_the_fork_server_of_its_controller() -> None:
+    (server,) = run_ranks(1, os.getppid, open_group=False)
+    owner = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    assert psutil.Process(server).ppid() == owner
