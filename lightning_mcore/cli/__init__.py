@@ -35,6 +35,7 @@ COMMANDS = {
     "predict": ("lightning_mcore.cli.fit", "run only the prediction of a YAML file"),
     "llamafactory": ("lightning_mcore.cli.llamafactory", "train from a training file of LLaMA-Factory"),
     "plan": ("lightning_mcore.cli.plan", "show what a run will do and need, without running it"),
+    "rehearse": ("lightning_mcore.cli.rehearse", "play ranks of a GPU run without a GPU: memory, collectives, waits"),
     "preprocess": (
         "lightning_mcore.cli.preprocess",
         "make Megatron's indexed datasets from text, jsonl or parquet files",

@@ -57,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
     parser = _parser()
     own, words = parser.split(arguments)
     options = parser.read(own)
-    return run_command(lambda: _plan(options, words))
+    return run_command(lambda: _plan(options, words, parser))
 
 
 def _parser() -> CommandParser:
@@ -119,7 +119,15 @@ def _files_and_changes(words: Sequence[str]) -> tuple[list[str], list[tuple[str,
     return files, changes
 
 
-def _plan(options: dict[str, Any], words: Sequence[str]) -> int:
+def read_run(
+    options: Mapping[str, Any], words: Sequence[str], parser: CommandParser
+) -> tuple[RunSettings, Kind, int, int]:
+    """Return the run of a command line, its kind, and its number of devices in all and in a node.
+
+    ``options`` are the values of ``--devices``, ``--nodes``, ``--model`` and ``--seq-length``, and ``parser`` knows all
+    options of the command. Raises ValueError and
+    FileNotFoundError as :func:`settings_of_files` does.
+    """
     words = _with_bare_files(words)
     named, changes = _files_and_changes(words)
     files, folder = model_of_files(named)
@@ -134,12 +142,16 @@ def _plan(options: dict[str, Any], words: Sequence[str]) -> int:
     model = folder or options["model"]
     if files:
         kind = kind_of(read_document(files[0]), files[0])
-        settings = settings_of_files(files, changes, model, options["seq_length"])
+        settings = settings_of_files(files, changes, model, options["seq_length"], parser)
     else:
         kind = "llamafactory"
         flags = [word for word in words if word not in named]
-        settings = settings_of_flags(flags, model, options["seq_length"])
-    devices, per_node = device_numbers(settings, options["devices"], options["nodes"])
+        settings = settings_of_flags(flags, model, options["seq_length"], parser)
+    return settings, kind, *device_numbers(settings, options["devices"], options["nodes"])
+
+
+def _plan(options: dict[str, Any], words: Sequence[str], parser: CommandParser) -> int:
+    settings, kind, devices, per_node = read_run(options, words, parser)
     settings = replace(settings, image_tokens=options["image_tokens"])
     settings, elastic_fault = _with_sizes(settings)
     machine, memory = _machine(options, settings)
@@ -240,7 +252,11 @@ _EXTRA_KEYS = ("model_name_or_path", "seq_length", "cutoff_len")
 
 
 def settings_of_files(
-    paths: Sequence[str], overrides: Sequence[tuple[str, str]], model: str | None = None, seq_length: int | None = None
+    paths: Sequence[str],
+    overrides: Sequence[tuple[str, str]],
+    model: str | None = None,
+    seq_length: int | None = None,
+    parser: CommandParser | None = None,
 ) -> RunSettings:
     """Return the run that files describe.
 
@@ -254,7 +270,7 @@ def settings_of_files(
         raise ValueError(f"{' and '.join(paths)} are files of different kinds; give files of one kind")
     kind = kinds.pop()
     if kind == "lightning":
-        own = [option.removeprefix("--") for option in _parser().options]
+        own = [option.removeprefix("--") for option in (parser or _parser()).options]
         for key, _ in overrides:
             refuse_unknown_option(key, own)
         settings = settings_of_lightning(documents, paths, overrides, model)
@@ -267,14 +283,19 @@ def settings_of_files(
     return _with_length(settings, seq_length)
 
 
-def settings_of_flags(words: Sequence[str], model: str | None = None, seq_length: int | None = None) -> RunSettings:
+def settings_of_flags(
+    words: Sequence[str],
+    model: str | None = None,
+    seq_length: int | None = None,
+    parser: CommandParser | None = None,
+) -> RunSettings:
     """Return the run that ``lightning-mcore llamafactory`` trains with these flags; errors as for a file.
 
     ``model`` and ``seq_length`` replace the flags' own.
     """
     from lightning_mcore.arguments.llamafactory.flags import read_words
 
-    file, changes = read_words(words, _parser().options)
+    file, changes = read_words(words, (parser or _parser()).options)
     return _with_length(_factory_settings(file, changes, model), seq_length)
 
 

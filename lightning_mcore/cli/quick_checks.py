@@ -28,10 +28,10 @@ _STRATEGY = ("lightning_mcore", "strategy/strategy.py", _OURS)
 
 def refuse_early(command: str, words: Sequence[str]) -> None:
     """Raise ValueError or FileNotFoundError for a fault that needs no import."""
-    if command in ("plan", "llamafactory"):
+    if command in ("plan", "rehearse", "llamafactory"):
         file = words[0] if words else ""
         if file.endswith(_FILES) and not file.startswith("-") and "=" not in file:
-            if command == "plan":
+            if command != "llamafactory":
                 require_settings(file)
             else:
                 documents.require_file(file, TRAINING_FILE)

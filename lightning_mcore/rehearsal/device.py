@@ -25,7 +25,10 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional
+from torch.nn.attention.bias import CausalBias
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_mcore.parallel import consensus
@@ -162,11 +165,61 @@ def _of_tensors(counts: Counts) -> list[tuple[Any, str, Any]]:
         (FakeTensor, "__deepcopy__", lambda tensor, memo: tensor.clone()),
         (FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()),  # at once, and not number by number
         (nn.Module, "_apply", _apply),
+        (functional, "scaled_dot_product_attention", _attention),
+        (CausalBias, "__new__", _without_modes),
+        (torch, "tensor", _unpinned(torch.tensor)),
         (Tensor, "pin_memory", lambda tensor, *args: tensor),
         (Tensor, "is_pinned", _returns(False)),
         (Tensor, "record_stream", _returns(None)),
         (torch.UntypedStorage, "resize_", counts.resize_storage(torch.UntypedStorage.resize_)),
     ]
+
+
+def _without_modes(kind: type[Tensor], *args: Any) -> Tensor:
+    """Make a tensor of a subclass; it has no elements, and a mode would make an ordinary one."""
+    with _disable_current_modes():
+        return Tensor.__new__(kind)
+
+
+def _unpinned(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: function(*args, **{**kwargs, "pin_memory": False})
+
+
+_attend = functional.scaled_dot_product_attention
+_FLASH_HEAD_SIZE = 256
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Call the kernel that PyTorch has for a GPU; without one, it computes all scores.
+
+    Source: ``sdp_utils.cpp`` (PyTorch 2.13): flash for half precision without a mask, else the memory-efficient one.
+    """
+    rest: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    if not query.is_cuda:
+        return _attend(query, key, value, attn_mask=attn_mask, enable_gqa=enable_gqa, **rest)
+    if isinstance(attn_mask, CausalBias):
+        attn_mask, rest["is_causal"] = None, True
+    half, width = query.dtype in (torch.float16, torch.bfloat16), query.size(-1)
+    if attn_mask is None and half and width == value.size(-1) and width <= _FLASH_HEAD_SIZE:
+        flash: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, **rest)[0]
+        return flash
+    if key.size(1) == query.size(1):
+        if attn_mask is not None:
+            attn_mask = attn_mask.expand(*query.shape[:-1], key.size(2))
+        keeps = query.requires_grad or key.requires_grad or value.requires_grad
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        efficient: Tensor = kernel(query, key, value, attn_mask, keeps, **rest)[0]
+        return efficient
+    return _attend(query, key, value, attn_mask=attn_mask, enable_gqa=enable_gqa, **rest)
 
 
 _moved: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters, to what they became; tied ones stay tied

@@ -71,7 +71,7 @@ def run_jobs(jobs: Sequence[Job], progress: Progress) -> list[Played | Failure]:
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(list(jobs), library, sender))
-    with _environment(LD_PRELOAD=str(library), OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""):
+    with _environment(LD_PRELOAD=str(library), OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONWARNINGS="ignore"):
         process.start()
     sender.close()
     found: list[Played | Failure] = []

@@ -114,6 +114,7 @@ class _Phases(Callback):
         """Learn the names of modules, and what the tensors that exist are for."""
         for chunk in trainer.strategy.chunks.bare:  # type: ignore[attr-defined]
             self.counts.name_modules(chunk)
+        trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = 1, STEPS  # now that schedules are made
         self.claim(trainer)
         own = {id(item): item.numel() for chunk in trainer.strategy.chunks.bare for item in chunk.parameters()}  # type: ignore[attr-defined]
         self.parameters, self.stage = sum(own.values()), process_group("pp").rank()
@@ -194,7 +195,8 @@ def shorten(trainer: Any, phases: Callback) -> None:
     trainer.limit_train_batches = STEPS * trainer.accumulate_grad_batches
     trainer.limit_val_batches = min(1, trainer.limit_val_batches) and 1
     trainer.num_sanity_val_steps, trainer.val_check_interval, trainer.check_val_every_n_epoch = 0, 1.0, 1
-    trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = 1, STEPS
+    if trainer.max_steps != -1:  # then it alone says how long a schedule of learning rates is
+        trainer.fit_loop.max_epochs = -1
     trainer.loggers = []
     # Those of Lightning and of this package save, print or watch.
     own = [item for item in trainer.callbacks if type(item).__module__.partition(".")[0] not in _NOT_THE_USERS]

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lightning-mcore rehearse``: play ranks of a run on fake GPUs, on a machine without one.
+
+::
+
+    lightning-mcore rehearse run.yaml --devices 16
+    lightning-mcore rehearse run.yaml --devices 1024 --rank 512 --json
+    lightning-mcore rehearse llama.yaml cutoff_len=8192 --devices 8
+
+Files are the same as for ``lightning-mcore plan``, and words after them change them in the same way. Model, strategy
+and optimizer are the real ones; rows of tokens are made up. Each rank's memory is shown next to ``plan``'s figure.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_mcore.cli.command import DONE, CommandParser, find_modules_here, run_command
+from lightning_mcore.cli.plan import read_run
+from lightning_mcore.planning.machines import MACHINES, machine_named, parse_memory
+from lightning_mcore.planning.plan import make_plan
+from lightning_mcore.rehearsal import rehearse
+from lightning_mcore.rehearsal.report import rehearsal_text
+from lightning_mcore.rehearsal.settings import build_of
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command on the words after ``lightning-mcore rehearse``, and return the exit code."""
+    find_modules_here()
+    parser = _parser()
+    own, words = parser.split(arguments)
+    options = parser.read(own)
+    return run_command(lambda: _rehearse(options, words, parser))
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "rehearse",
+        "Play ranks of a GPU run without a GPU: two optimizer steps, a validation batch and the state of a save, with"
+        " the real model on tensors that have no values. Shows peak memory and what holds it, collectives, and where a"
+        " step waits for the GPU. key=value or --key value after FILE changes the file, as in lightning-mcore plan.",
+    )
+    add = parser.add_argument
+    add("files", nargs="*", metavar="FILE", help="LightningCLI YAML, Hugging Face style arguments, or LLaMA-Factory's")
+    add("--devices", type=int, metavar="N", help="devices of the whole run (default: the file's)")
+    add("--nodes", type=int, metavar="M", help="number of nodes (default: the file's, or one per 8 devices)")
+    add("--rank", type=int, metavar="R", help="the rank to play (default: the first, middle and last pipeline stage)")
+    add("--model", metavar="PATH_OR_NAME", help="a Hugging Face model to rehearse, instead of the file's")
+    add("--seq-length", type=int, metavar="N", help="tokens of a row, instead of the file's")
+    add("--device", choices=sorted(MACHINES), default="h100", help="device for the memory (default: h100)")
+    add("--memory", metavar="80GB", help="memory of a device (default: as --device has)")
+    add("--json", action="store_true", help="print everything as JSON")
+    return parser
+
+
+def _rehearse(options: dict[str, Any], words: Sequence[str], parser: CommandParser) -> int:
+    begun = time.monotonic()
+    settings, _, devices, per_node = read_run(options, words, parser)
+    machine = machine_named(options["device"])
+    memory = parse_memory(options["memory"]) if options["memory"] else machine.memory
+
+    def progress(rank: int, what: str) -> None:
+        print(f"{time.monotonic() - begun:5.0f} s  rank {rank}: {what}", file=sys.stderr)
+
+    build, layout = build_of(settings, devices, per_node)
+    if options["rank"] is not None:
+        layout.coordinates(options["rank"], devices)  # raises for a rank outside the world
+    ranks = None if options["rank"] is None else [options["rank"]]
+    found = rehearse(build, ranks, per_node, memory, progress)
+    plan = make_plan(settings, devices, per_node, machine, memory)
+    planned = {stage.stage: stage.memory.total for stage in plan.stages}
+    if options["json"]:
+        shown = {**found.to_dict(), "planned_bytes": {str(stage): total for stage, total in planned.items()}}
+        print(json.dumps(shown, indent=2))
+    else:
+        print(rehearsal_text(found, planned))
+    return DONE

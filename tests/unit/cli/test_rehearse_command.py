@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lightning-mcore rehearse``: what it prints, and what it says of wrong input."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_mcore.cli import main
+from lightning_mcore.rehearsal.settings import MadeUpRows
+
+RUN: dict[str, Any] = {
+    "trainer": {
+        "accelerator": "gpu",
+        "devices": 4,
+        "precision": "bf16-mixed",
+        "max_steps": 1000,
+        "accumulate_grad_batches": 2,
+        "strategy": {
+            "class_path": "lightning_mcore.MCoreStrategy",
+            "init_args": {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True},
+        },
+    },
+    "model": {
+        "class_path": "lightning_mcore.MCoreGPT",
+        "init_args": {
+            "vocab_size": 1024,
+            "seq_length": 512,
+            "transformer": {
+                "num_layers": 4,
+                "hidden_size": 256,
+                "num_attention_heads": 4,
+                "bias_dropout_fusion": False,
+            },
+            "recipe": {"warmup_steps": 100},
+        },
+    },
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(RUN), encoding="utf-8")
+    return str(path)
+
+
+def test_two_stages_of_a_file_are_played_and_compared_with_the_plan(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rehearse", file, "--json", "--model.recipe.warmup_steps=50"]) == 0
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert (found["world_size"], found["layout"]) == (4, "tp1 pp2 cp1 dp2")
+    assert [(rank["rank"], rank["stage"]) for rank in found["ranks"]] == [(0, 0), (2, 1)]
+    for rank in found["ranks"]:
+        held = {holder["kind"]: holder["bytes"] for holder in rank["holders"]}
+        # The optimizer's state is in fp32: a copy and two moments, on two data-parallel ranks.
+        assert held["weights"] == pytest.approx(2 * rank["parameters"], rel=0.01)
+        assert held["optimizer"] == pytest.approx(12 * rank["parameters"] / 2, rel=0.01)
+        assert rank["peak_bytes"] == pytest.approx(found["planned_bytes"][str(rank["stage"])], rel=0.15)
+    assert "rank 2: step 2" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--devices", "3"], "world_size=3"),
+        (["--trainer.accelerator=cpu"], "accelerator='cpu' has no GPU to rehearse; set trainer.accelerator to 'gpu'"),
+        (["--devices", "4", "--nodes", "3"], "nodes=3 does not divide devices=4"),
+        (["--rnk", "1"], "unknown option 'rnk'; did you mean 'rank'?"),
+        (["--rank", "4"], "rank=4 is outside world_size=4; choose 0 to 3"),
+    ],
+)
+def test_wrong_input_is_one_sentence(
+    file: str, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
+) -> None:
+    assert main(["rehearse", file, *words]) == 2
+    shown = capsys.readouterr().err.strip().splitlines()
+    assert len(shown) == 1
+    assert sentence in shown[0]
+
+
+def test_a_missing_file_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rehearse", "none.yaml", "--devices", "8"]) == 2
+    assert capsys.readouterr().err == (
+        "error: none.yaml is not a file; give a YAML or JSON file with the settings of a run\n"
+    )
+
+
+def test_made_up_rows_have_the_form_of_the_data() -> None:
+    plain, packed = (MadeUpRows(4, 512, packed, packed)[3] for packed in (False, True))
+    assert len(MadeUpRows(4, 512, False, False)) == 4
+    assert plain.keys() == {"tokens", "labels", "lengths"}
+    assert packed["cu_seqlens"].tolist() == [0, 128, 256, 384, 512]
+    assert packed["loss_mask"].sum() == 511
