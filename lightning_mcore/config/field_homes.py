@@ -47,7 +47,7 @@ _PRECISION_FIELDS = {
     *(*FP8_FIELDS, "fp4", "fp4_recipe", "fp4_param"),
 }
 _SCHEDULE_FIELDS = {
-    *("batch_p2p_comm", "variable_seq_lengths", "timers", "finalize_model_grads_func"),
+    *("batch_p2p_comm", "batch_p2p_sync", "variable_seq_lengths", "timers", "finalize_model_grads_func"),
     *("grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
 }
 MODULE_FIELDS = {

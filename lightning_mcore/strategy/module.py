@@ -189,7 +189,12 @@ class MCoreModule(pl.LightningModule):
         """Raise for model settings that contradict each other or the strategy; runs before process groups form."""
 
     def microbatch_shape(self, batch: Any) -> tuple[int, int] | None:
-        """Return ``(sequence length, rows)`` of a microbatch; None lets pipeline stages exchange the shapes."""
+        """Return ``(sequence length, rows)`` of a microbatch; None lets pipeline stages exchange the shapes.
+
+        With several stages on GPUs, override it if your chunks send activations [s, b, h], as Megatron's ``GPTModel``
+        does: return ``(s, b)`` of the complete sequences, such as ``(tokens.size(1), tokens.size(0))``. To exchange
+        shapes, each stage waits for its GPU before every receive.
+        """
         return microbatch_shape(batch) if is_packed(batch) else None
 
     def split_rows(self, batch: Any, rows: int) -> Iterator[tuple[Any, float]]:
