@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_mcore.config.flops import training_flops_per_token
 from lightning_mcore.layers.inputs import num_tokens
-from lightning_mcore.strategy.logs.pipeline import PipelineLogs, on_device
+from lightning_mcore.strategy.logs.pipeline import PipelineLogs
 from lightning_mcore.strategy.module import MCoreModule
 from lightning_mcore.strategy.progress import StepClock, model_copies
 from lightning_mcore.strategy.strategy import MCoreStrategy
@@ -82,14 +82,15 @@ class SpeedLogs(MCoreModule):
             self._clock.add(self._counter.tokens)
         tokens_per_second = self._clock.step(float if self._counter is not None else self._over_copies)
         flops = tokens_per_second * self.flops_per_token() / self.trainer.world_size
-        self.log("tokens_per_second", on_device(tokens_per_second, self.device), prog_bar=True)
-        self.log("model_tflops", on_device(flops / 1e12, self.device))
+        # Tensors on the host, because Lightning would copy numbers to the device, and that copy waits for it.
+        self.log("tokens_per_second", torch.tensor(tokens_per_second), prog_bar=True)
+        self.log("model_tflops", torch.tensor(flops / 1e12))
         optimizer = self.trainer.optimizers[0]
         grad_norm = getattr(optimizer, "grad_norm", self._local_grad_norm)
         if getattr(optimizer, "step_skipped", False):
             grad_norm = math.inf  # not measured, and Lightning would repeat the last one
         if grad_norm is not None:
-            self.log("grad_norm", on_device(grad_norm, self.device))
+            self.log("grad_norm", torch.as_tensor(grad_norm, dtype=torch.float32))
 
     @property
     def _counter(self) -> PipelineLogs | None:

@@ -43,7 +43,6 @@ from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.optimizer.factory import OptimizerSetting
 from lightning_mcore.optimizer.loss_scale import LossScaler, skippable
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
-from lightning_mcore.strategy.logs.pipeline import on_device
 from lightning_mcore.strategy.module import MCoreModule
 from lightning_mcore.strategy.step_runner import StepRunner
 
@@ -344,7 +343,7 @@ class MCorePrecision(Precision):
 
         result = super().optimizer_step(optimizer, model, unscaled, **kwargs)
         if model._current_fx_name in _HOOKS_THAT_STEP:
-            scale, skipped_steps = self.scaler.scale.reshape(()), on_device(optimizer.num_skipped_steps, model.device)
+            scale, skipped_steps = self.scaler.scale.reshape(()), torch.tensor(float(optimizer.num_skipped_steps))
             model.log_dict({"loss_scale": scale, "skipped_steps": skipped_steps}, on_step=True, on_epoch=False)
         return result
 

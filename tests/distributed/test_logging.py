@@ -507,7 +507,8 @@ def train_and_note_collectives(strategy: dict[str, Any]) -> list[list[str]]:
     def noting(collective: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             asked_by = sys._getframe(1).f_globals["__name__"]
-            if not asked_by.startswith("megatron"):
+            # The chunks sum the number of tokens, as Megatron does.
+            if not asked_by.startswith(("megatron", "lightning_mcore.parallel.chunks")):
                 steps[-1].append(f"{collective.__name__} of {asked_by}")
             return collective(*args, **kwargs)
 

@@ -20,12 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_mcore
 from lightning_mcore import MCoreGPT
+from lightning_mcore.strategy.logs.pipeline import HostCopy
 from tests.support.ranks import run_ranks
 from tests.te.runs import Run, make_loader, make_model, make_trainer
 
 pytestmark = pytest.mark.distributed
 
-RUN = Run(impl="local", steps=3, transformer={"hidden_size": 64, "ffn_hidden_size": 128})
+MEASURED = 2  # the third step, because the first two make new things known
+RUN = Run(impl="local", steps=MEASURED + 2, transformer={"hidden_size": 64, "ffn_hidden_size": 128})
 PACKAGES = {str(Path(package.__file__).parent): package.__name__ for package in (lightning_mcore, megatron.core, pl)}
 ON_THE_HOST = (  # in this file, or in this function of it: the tensor is never on the device
     "torch/optim/",  # counters of steps, on a GPU on the device and not read
@@ -34,6 +36,7 @@ ON_THE_HOST = (  # in this file, or in this function of it: the tensor is never 
     "tensor_parallel/random.py",
 )
 OF_EXPERTS = "megatron.core/transformer/moe/"  # on the CPU they multiply one by one, so their sizes are read
+COPIES = (torch.tensor, torch.as_tensor)  # not those of the CPU runtime, which replaces the names
 STEP = "the optimizer has stepped"
 
 
@@ -51,17 +54,21 @@ class Waits(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function in (Tensor.tolist, Tensor.numpy, Tensor.cpu):
-            self.note()
+            self.note(args[0])
         elif function in (Tensor.__getitem__, Tensor.__setitem__):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(part, list) for part in index):
-                self.note()
-        elif function in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor) and kwargs.get("device"):
+                self.note(args[0])
+        elif function in COPIES and not isinstance(args[0], Tensor):
+            if not kwargs.get("device"):
+                return function(*args, **kwargs).as_subclass(OnHost)
             self.note()
         return function(*args, **kwargs)
 
-    def note(self) -> None:
+    def note(self, tensor: Tensor | None = None) -> None:
         """Add the innermost file of a known package, unless it reads what is on the host in any case."""
+        if isinstance(tensor, OnHost):
+            return
         frame: Any = sys._getframe(1)
         while frame is not None:
             file = frame.f_code.co_filename
@@ -86,29 +93,39 @@ class WaitsOfOperators(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function._schema.name.removeprefix("aten::") in self.WAITING:
-            self.waits.note()
+            self.waits.note(args[0])
         return function(*args, **(kwargs or {}))
 
 
-class InTheLastStep(pl.Callback):
-    """Notes the waits of the last step."""
+class OnHost(Tensor):
+    """A tensor that would be on the host in a run on a GPU."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OnHost":
+        return self.clone()
+
+
+class InEachStep(pl.Callback):
+    """Notes the waits of each step but the last, from its first batch to the first batch of the next."""
 
     def __init__(self) -> None:
         self.waits = Waits()
+        self.of_steps: list[list[str]] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         trainer.optimizers[0].register_step_post_hook(lambda *_: self.waits.places.append(STEP))
+        self.waits.__enter__()
+        self.waits.below.__enter__()
+        # of the CPU runtime, which restores the original
+        torch.cuda.synchronize = lambda *_: self.waits.note()  # type: ignore[assignment]
 
     def on_train_batch_start(self, trainer: pl.Trainer, *rest: Any) -> None:
-        if trainer.global_step == RUN.steps - 1:
+        if trainer.global_step > len(self.of_steps):
+            self.of_steps.append(list(self.waits.places))
             self.waits.places.clear()
-            self.waits.__enter__()
-            self.waits.below.__enter__()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *rest: Any) -> None:
-        if trainer.global_step == RUN.steps:
-            self.waits.below.__exit__(None, None, None)
-            self.waits.__exit__(None, None, None)
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.waits.below.__exit__(None, None, None)
+        self.waits.__exit__(None, None, None)
 
 
 class Extremes(pl.Callback):
@@ -127,12 +144,20 @@ class Extremes(pl.Callback):
         pl_module.training_step = training_step
 
 
-def waits_of_a_step(run: Run, size: int) -> list[str]:
-    """Return the waits of an optimizer step of four microbatches."""
-    seen = InTheLastStep()
-    trainer = make_trainer(run, size, seen, Extremes())
+def waits_of_a_step(run: Run, size: int, batches: int) -> list[str]:
+    """Return the waits of an optimizer step of this many batches, each of four microbatches."""
+    seen = InEachStep()
+    read = HostCopy.read
+
+    def read_on_host(copy: HostCopy) -> Tensor:
+        seen.waits.note()
+        return read(copy).as_subclass(OnHost)
+
+    HostCopy.read = read_on_host
+    trainer = make_trainer(run, size, seen, Extremes(), accumulate_grad_batches=batches)
     trainer.fit(make_model(run), make_loader(run))
-    return seen.waits.places
+    HostCopy.read = read
+    return seen.of_steps[MEASURED]
 
 
 def with_layout(run: Run, **layout: Any) -> Run:
@@ -169,9 +194,9 @@ RUNS: dict[str, tuple[int, Run]] = {
 DECISION = ["megatron.core/utils.py", "megatron.core/optimizer/clip_grads.py"]
 
 
-@pytest.mark.parametrize("case", RUNS)
-def test_a_step_waits_for_its_gradient_norm_and_after_the_optimizer_for_its_logs(case: str) -> None:
+@pytest.mark.parametrize(("case", "batches"), [*((case, 1) for case in RUNS), ("one", 2), ("pp2", 2)])
+def test_a_step_waits_for_its_gradient_norm_and_after_the_optimizer_for_its_logs(case: str, batches: int) -> None:
     size, run = RUNS[case]
-    for places in run_ranks(size, waits_of_a_step, run, size, timeout=90):
+    for places in run_ranks(size, waits_of_a_step, run, size, batches, timeout=90):
         places = [place for place in places if not place.startswith(OF_EXPERTS)]
         assert places == [*DECISION, STEP, "lightning_mcore/strategy/logs/pipeline.py"]

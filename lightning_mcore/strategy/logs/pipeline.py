@@ -9,7 +9,8 @@ maximum) over its microbatches. ``pipeline_runner.py`` drives it.
 
 Which names any rank has logged, only the merged values tell, and reading them waits for the GPU. In training, the
 replay therefore follows the optimizer step, whose kernels the GPU then runs meanwhile; the values are those from before
-it. Code that looks at logged values in between (``on_before_optimizer_step`` may) has them replayed first.
+it. Code that looks at logged values in between (``on_before_optimizer_step`` may) has them replayed first. They are
+replayed as tensors on the host, so that no progress bar or logger waits for the GPU again.
 
 torchmetrics objects are updated on the last stage; the state of those that a step changed is sent to the other stages.
 """
@@ -78,11 +79,11 @@ class HostCopy:
         if self._arrived is not None:
             self._arrived.record()
 
-    def tolist(self) -> Any:
-        """Wait for the copy, but not for what the GPU was given to do later; return its numbers."""
+    def read(self) -> Tensor:
+        """Wait for the copy, but not for what the GPU was given to do later; return it."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._copy.tolist()
+        return self._copy
 
 
 @dataclass
@@ -250,24 +251,27 @@ class PipelineLogs:
         unread.watched = results
 
     def _complete(self, unread: _Unread, may_exchange: bool) -> None:
-        (are_names_new, are_metrics_changed, _), *rows = unread.on_host.tolist()  # the only wait for the device
+        packed, on_host = unread.packed, unread.on_host.read()  # the only wait for the device
+        are_names_new, are_metrics_changed, _ = on_host[0].tolist()
         # A hook may look on one rank only, so it cannot start a collective: it then still sees the step before.
         if (are_names_new or are_metrics_changed) and not may_exchange:
             return
         self._unread = None
         unread.stop_watching()
-        packed = unread.packed
         if are_names_new:
             packed = self._with_new_names(unread.place, unread.over_copies)
-            _, *rows = packed.tolist()
+            on_host = packed.cpu()
         self._entries = {}
         if self._error is not None:
             raise ValueError(self._error)
         if process_group("pp").size() > 1:
             self._send_metrics(bool(are_metrics_changed))
+        # Lightning reads a progress bar's values after each batch. Values of evaluation it merges over the copies, on
+        # the device.
+        values = on_host if unread.over_copies else packed
         with attributes_set([self._module], {"_current_fx_name": unread.hook}):
             for name, (value, weight, _), (number, _, count) in zip(
-                self._known[unread.place], packed[1:], rows, strict=True
+                self._known[unread.place], values[1:], on_host[1:].tolist(), strict=True
             ):
                 if not count or name.name == _LOSS.name:
                     continue
@@ -337,7 +341,7 @@ class PipelineLogs:
 
     def _number(self, name: str, value: Any) -> Tensor:
         try:
-            tensor = on_device(value, self._device, torch.float64)
+            tensor = _on_device(value, self._device)
         except (TypeError, RuntimeError) as error:
             raise ValueError(f"self.log({name!r}, ...) takes a single number, got {type(value).__name__}") from error
         if tensor.numel() != 1:
@@ -448,11 +452,11 @@ class PipelineLogs:
         self._module.log(name.name, value.to(name.dtype), batch_size=batch_size, **options)
 
 
-def on_device(value: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a number as a tensor ``[]``; a kernel writes host numbers, because a copy would wait for the GPU."""
+def _on_device(value: Any, device: torch.device) -> Tensor:
+    """Return a number as an fp64 tensor; a kernel writes host numbers, because a copy would wait for the GPU."""
     if isinstance(value, int | float):
-        return torch.full((), value, dtype=dtype, device=device)
-    return torch.as_tensor(value, dtype=dtype, device=device).detach()
+        return torch.full((), value, dtype=torch.float64, device=device)
+    return torch.as_tensor(value, dtype=torch.float64, device=device).detach()
 
 
 def _state(metric: Metric) -> dict[str, Any]:

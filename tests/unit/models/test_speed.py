@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_what_lightning_logs_is_on_the_device_already(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lightning_logs_is_a_tensor_already(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning copies a host number to the device, and that copy waits for the whole step."""
     log, logged = pl.LightningModule.log, {}
 
