@@ -159,7 +159,7 @@ class CommunicationOptions:
         return {
             "batch_p2p_comm": batched,
             # Megatron's default is to wait for the whole GPU after each batch of sends and receives, around a fault
-            # that PyTorch 1.13 mended (pytorch/pytorch#82450). The GPU itself still waits for what it received.
+            # that PyTorch 1.13 fixed (pytorch/pytorch#82450). The GPU itself still waits for what it received.
             "batch_p2p_sync": False,
             "overlap_p2p_comm_warmup_flush": self.overlap_p2p_comm_warmup_flush,
             # Without a pipeline, the output is the loss.
