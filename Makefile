@@ -43,7 +43,7 @@ SOURCE ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock check docs site-check format test test-fast test-thorough test-lightning test-ray test-oldest test-latest test-te test-te-suite fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-vl demo-fp8 bench bench-checkpoint \
+.PHONY: help install lock check docs site-check format test test-fast test-thorough test-lightning test-ray test-oldest test-latest test-te test-te-suite sentences fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-vl demo-fp8 bench bench-checkpoint \
 	bench-generate bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-scale bench-startup bench-vision plots gpu torture faults mutate house clean
 
 help:  ## list the commands
@@ -108,6 +108,10 @@ test-thorough:  ## run the tests that make test skips: the same claims on more l
 test-fast: $(INSTALLED)  ## run the quick single-process tests, before each commit
 	$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup \
 		-m "not slow and not distributed and not thorough" $(PYTEST_ARGS) tests/unit
+
+sentences: $(INSTALLED)  ## write tests/sentences.txt: what tests make the package say; PYTEST_ARGS may name files
+	UPDATE_SENTENCES=1 $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup -q \
+		$(or $(PYTEST_ARGS),$$(grep -rl "support.sentences import" tests --include="test_*.py"))
 
 # The oldest releases that pyproject.toml allows, including torch: on most machines, a CUDA build of several gigabytes.
 OLDEST := .venv-oldest

@@ -7,6 +7,7 @@
   ``gpus(count, capability, te)`` need that much beyond one GPU; they skip where it is missing. ``GPU_TESTS_DEVICE=cpu``
   runs them on the CPU, to try them out.
 * ``MEGATRON_CORE_VERSION=x`` makes a run on another release of megatron-core an error.
+* What tests make the package say is compared with ``tests/sentences.txt`` (``tests/support/sentences.py``).
 * ``MIN_TESTS=n`` makes a run of fewer than n tests a failure (``tests/support/suite_size.py``).
 """
 
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from lightning_mcore.parallel.groups import close_process_groups
-from tests.support import hygiene, ranks
+from tests.support import hygiene, ranks, sentences
 from tests.support.suite_size import pytest_sessionfinish  # noqa: F401 - pytest finds the hook here
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -70,7 +71,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let a worker of pytest-xdist start ranks from the controller's fork server."""
+    """Compare what tests say with the file of sentences; let a worker start ranks from the controller's fork server."""
+    config.pluginmanager.register(sentences.Plugin())
     address = getattr(config, "workerinput", {}).get("fork_server")
     if address is not None:
         ranks.use_server(address)

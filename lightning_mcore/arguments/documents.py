@@ -103,7 +103,9 @@ def read_yaml(text: str, name: str) -> Any:
         place = f"line {mark.line + 1} of {name}" if mark is not None else name
         raise ValueError(f"{place} is not YAML: {getattr(error, 'problem', None) or error}") from error
     except Exception as error:  # from a value or a tag, such as a date in month 13
-        raise ValueError(f"{name} has a value that YAML does not allow: {str(error)[:200]}") from error
+        raise ValueError(
+            f"{name} has a value that YAML does not allow ({str(error)[:200]}); quote or remove it"
+        ) from error
 
 
 @cache

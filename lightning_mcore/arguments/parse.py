@@ -63,7 +63,9 @@ def _parsed(words: list[str], classes: Any, names: list[str]) -> tuple[Any, ...]
     for word in rest:
         name = word.lstrip("-").partition("=")[0].replace("-", "_")
         raise ValueError(
-            unknown_name("option", name, names) if word.startswith("-") else f"{word!r} belongs to no option"
+            unknown_name("option", name, names)
+            if word.startswith("-")
+            else f"{word!r} belongs to no option; write --name VALUE"
         )
     return tuple(parsed)
 
@@ -80,7 +82,7 @@ def _values(words: list[str], classes: Any) -> dict[str, Any]:
         name, equals, value = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
         if not word.startswith("--"):
-            raise ValueError(f"{word!r} belongs to no option")
+            raise ValueError(f"{word!r} belongs to no option; write --name VALUE")
         if name not in hints:
             raise ValueError(unknown_name("option", name, hints))
         values[name] = take_words(name, [value] if equals else words, hints[name])

@@ -168,7 +168,8 @@ def check_course(arguments: Any) -> None:
         get_scheduler(course, optimizer, 1, 100, options)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"lr_scheduler_kwargs={options!r} does not fit lr_scheduler_type={course!r}: {' '.join(str(error).split())}"
+            f"lr_scheduler_kwargs={options!r} does not fit lr_scheduler_type={course!r}"
+            f" ({' '.join(str(error).split())}); change one of the two"
         ) from error
 
 

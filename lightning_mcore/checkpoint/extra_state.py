@@ -86,8 +86,8 @@ def _check(name: str, value: Tensor) -> None:
         _Reader(io.BytesIO(value.detach().cpu().numpy().tobytes())).load()
     except Exception as error:
         raise ValueError(
-            f"{name} of the checkpoint contains something other than TransformerEngine's scales and recipe ({error}),"
-            " and reading it could run code; use a checkpoint that you trust"
+            f"{name} of the checkpoint contains something other than TransformerEngine's scales and recipe, and"
+            " reading it could run code; use a checkpoint that you trust"
         ) from error
 
 

@@ -261,7 +261,10 @@ def check_architecture(config: Any, transformer_impl: str) -> None:
     ]
     for name, clashes_here, other in clashes:
         if clashes_here and getattr(given, name) != ARCHITECTURE_DEFAULTS[name]:
-            raise ValueError(f"architecture has {name}={getattr(given, name)!r}, which does not work with {other}")
+            advice = "" if ";" in other else "; change one of the two"
+            raise ValueError(
+                f"architecture has {name}={getattr(given, name)!r}, which does not work with {other}{advice}"
+            )
     flags = given.delta_net["linear_attention_freq"] if given.delta_net is not None else None
     if flags is not None and len(flags) != config.num_layers:
         raise ValueError(

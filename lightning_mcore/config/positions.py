@@ -79,7 +79,9 @@ def _check_values(settings: Mapping[str, Any]) -> None:
 def _check_yarn(kind: str, yarn: Mapping[str, Any] | None) -> None:
     require_instance("yarn", yarn, Mapping)
     if (kind == "yarn") != (yarn is not None):
-        raise ValueError("position_embedding_type='yarn' and yarn={'rotary_scaling_factor': ...} need each other")
+        raise ValueError(
+            "position_embedding_type='yarn' and yarn={'rotary_scaling_factor': ...} need each other; give both, or none"
+        )
     known = ["rotary_scaling_factor", *YARN_DEFAULTS]
     for name in yarn or ():
         if name not in known:

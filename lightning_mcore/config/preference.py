@@ -138,7 +138,7 @@ class Preference:
             raise ValueError("beta=0 leaves nothing to learn; choose a number above 0")
         # The robust loss divides by 1 - 2 * label_smoothing.
         if self.label_smoothing > 0.5 or (self.loss == "robust" and self.label_smoothing == 0.5):
-            below = "below 0.5" if self.loss == "robust" else "to 0.5"
+            below = "or more, below 0.5" if self.loss == "robust" else "to 0.5"
             raise ValueError(f"label_smoothing={self.label_smoothing} is too large; choose 0 {below}")
         if self.ld_alpha is not None and self.ld_alpha > 1:
             raise ValueError(f"ld_alpha={self.ld_alpha} is too large; choose 0 to 1")

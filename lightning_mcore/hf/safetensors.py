@@ -158,9 +158,8 @@ class SafetensorsFolder:
                 for name, tensor in tensors.items()
             }
         except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, AttributeError) as error:
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise ValueError(
-                f"{path} holds something other than tensors, or is damaged ({reason}); save the model again with"
+                f"{path} contains something other than tensors, or is damaged; save the model again with"
                 " save_pretrained of transformers, which writes safetensors"
             ) from error
         return entries, tensors.__getitem__

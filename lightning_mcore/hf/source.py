@@ -183,7 +183,7 @@ def _completed(text: str) -> dict[str, Any]:
             found: dict[str, Any] = json.loads(text)
             return found
         reason = error.args[0] if isinstance(error, KeyError) and error.args else error  # str() of it has quotes
-        raise ValueError(f"transformers refuses {CONFIG_FILE}: {' '.join(str(reason).split())}") from error
+        raise ValueError(f"transformers cannot read it: {' '.join(str(reason).split())}") from error
     return whole
 
 

@@ -239,7 +239,8 @@ def _check_layers(what: str, fields: Mapping[str, Any], shapes: Mapping[str, Sha
     for name, value in found.items():
         if value is not None and value != fields.get(name):
             raise ValueError(
-                f"{what} has {name}={value} in its weights and {fields.get(name)} in its config; give another"
+                f"{what} has {name}={value} in its weights and {fields.get(name)} in its config;"
+                " give another checkpoint"
             )
 
 

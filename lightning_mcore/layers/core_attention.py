@@ -240,7 +240,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         if query.size(0) * size != boundaries.offsets[-1]:
             raise ValueError(
                 f"packed sequences of {boundaries.offsets[-1]} tokens, padding included, do not make up a row of "
-                f"{query.size(0) * size}; let cu_seqlens_q_padded end with the row"
+                f"{query.size(0) * size}; make cu_seqlens_q_padded end with the row"
             )
         return boundaries
 

@@ -200,13 +200,13 @@ def _check_row(row: int, real: list[int], padded: list[int], row_length: int, co
 def _check_lengths(real: list[int], padded: list[int]) -> None:
     """Reject real lengths that are negative or exceed the padded ones."""
     if real[0] != 0:
-        raise ValueError(f"cu_seqlens begins with {real[0]}; let it begin with 0")
+        raise ValueError(f"cu_seqlens begins with {real[0]}; give boundaries that begin with 0")
     for index in range(len(real) - 1):
         length, space = real[index + 1] - real[index], padded[index + 1] - padded[index]
         if not 0 <= length <= space:
             raise ValueError(
-                f"packed sequence {index} has {length} real tokens in a space of {space}; "
-                "let cu_seqlens rise, but not faster than cu_seqlens_padded"
+                f"packed sequence {index} has {length} tokens, and cu_seqlens_padded leaves room for {space}; "
+                "give 0 tokens or more, and at most that many"
             )
 
 

@@ -42,7 +42,7 @@ def check_transformer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     for anything but a mapping, and ValueError if a field is unknown, has another home, has a wrong value, or is absent.
     """
     if not isinstance(fields, Mapping):
-        raise TypeError(f"transformer={fields!r} is not a dict of TransformerConfig fields")
+        raise TypeError(f"transformer={fields!r} is not a dict of TransformerConfig fields; give one")
     for _, sentence in field_faults(fields):
         raise ValueError(sentence)
     return dict(fields)

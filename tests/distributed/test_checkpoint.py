@@ -30,6 +30,7 @@ from tests.support.toy import (
     PlainNet,
     Seen,
     StagedNet,
+    Watch,
     loader,
     make_trainer,
     run_fit,
@@ -488,7 +489,7 @@ def resume_gpt(strategy: dict[str, Any], precision: Any, folder: str) -> list[li
         )
         callbacks = [ModelCheckpoint(folder, save_last=True)] if epochs == 1 else []
         arguments = {"accumulate_grad_batches": 2, "max_epochs": epochs, "precision": precision}
-        watch = Losses()
+        watch = Watch()
         trainer = make_trainer(
             strategy,
             callbacks=[watch, *callbacks],
@@ -497,19 +498,8 @@ def resume_gpt(strategy: dict[str, Any], precision: Any, folder: str) -> list[li
             **arguments,
         )
         trainer.fit(module, DataLoader(data, batch_size=2), ckpt_path=resume)  # type: ignore[arg-type]
-        losses.append(watch.losses)
+        losses.append(watch.seen.losses)
     return losses[1:]
-
-
-class Losses(pl.Callback):
-    """Keeps the loss of every step."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            self.losses.append(float(outputs["loss"]))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,7 +40,7 @@ from tests.support.hf_models import VOCAB_SIZE, tiny_folder
 from tests.support.layouts import Layout
 from tests.support.ranks import RanksFailedError, run_ranks
 from tests.support.thorough import thorough_but
-from tests.support.toy import make_trainer
+from tests.support.toy import Watch, make_trainer
 
 pytestmark = [
     pytest.mark.distributed,
@@ -87,25 +86,6 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"tokens": row[:-1], "labels": row[1:]}
 
 
-class Course(pl.Callback):
-    """Keeps the losses and the norms of the gradients."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-        self.step = 0
-
-    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.step = trainer.global_step
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            return  # a microbatch before the last of a step
-        self.step = trainer.global_step
-        self.losses.append(float(trainer.callback_metrics["train_loss"]))
-        self.norms.append(trainer.optimizers[0].grad_norm)  # type: ignore[attr-defined]
-
-
 def train(
     family: str,
     layout: Layout,
@@ -133,13 +113,13 @@ def train(
         adapters=merged,
     )
     strategy = MCoreStrategy(**layout.strategy_arguments, micro_batch_size=1)
-    course = Course()
+    watch = Watch()
     saving = [] if save is None else [ModelCheckpoint(save, filename="{step}", every_n_train_steps=steps)]
     trainer = make_trainer(
         strategy,
         max_steps=steps,
         accumulate_grad_batches=GLOBAL_BATCH // layout.dp,
-        callbacks=[course, *saving],
+        callbacks=[watch, *saving],
         enable_checkpointing=save is not None,
         precision=precision,
     )
@@ -150,7 +130,7 @@ def train(
         export_model(module, hf)
     flops = module.flops_per_token()
     held = [(piece.key, piece.start, piece.data.detach().clone()) for piece in adapter_pieces(module, module.lora)]
-    return {"losses": course.losses, "norms": course.norms, "held": held, "flops": flops}
+    return {"losses": watch.seen.logged, "norms": watch.seen.grad_norms, "held": held, "flops": flops}
 
 
 def whole(ranks: list[dict[str, Any]]) -> dict[Any, Tensor]:

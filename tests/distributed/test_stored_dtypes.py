@@ -15,7 +15,7 @@ from lightning_mcore.hf import export_checkpoint
 from tests.support.hf_models import VOCAB_SIZE
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
-from tests.support.toy import make_trainer
+from tests.support.toy import Watch, make_trainer
 from tests.unit.hf.test_hf_dtypes import differences, mixed_folder, tensors_of
 
 pytestmark = pytest.mark.distributed
@@ -40,23 +40,12 @@ def fit(
     module = MCoreGPT.from_pretrained(folder, seq_length=16, recipe=recipe)
     rows = torch.randint(0, VOCAB_SIZE, (8, 17), generator=torch.Generator().manual_seed(1))
     loader = DataLoader([{"tokens": row[:-1], "labels": row[1:]} for row in rows], batch_size=1)
-    losses = Losses()
-    callbacks = [losses, *arguments.pop("callbacks")]
+    watch = Watch()
+    callbacks = [watch, *arguments.pop("callbacks")]
     options: dict[str, Any] = {"max_steps": 1, "precision": precision, "callbacks": callbacks}
     trainer = make_trainer(MCoreStrategy(**layout.strategy_arguments), **{**options, **arguments})
     trainer.fit(module, loader, ckpt_path=ckpt_path)
-    return losses.seen, trainer
-
-
-class Losses(pl.Callback):
-    """Keeps the loss and the gradient norm of each step."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[float, float]] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        norm: Any = trainer.optimizers[0]
-        self.seen.append((float(trainer.callback_metrics["train_loss"]), float(norm.grad_norm)))
+    return list(zip(watch.seen.logged, watch.seen.grad_norms, strict=True)), trainer
 
 
 def write(folders: dict[str, str], layouts: list[tuple[Layout, str]], out: str) -> None:

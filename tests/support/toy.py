@@ -70,7 +70,7 @@ class Seen:
     """What a module saw on this rank.
 
     Attributes:
-        batches: Indices of the samples of each training batch.
+        batches: Indices of the samples of each training batch, if it has them.
         losses: For each optimizer step, the loss of its ``training_step``.
         gradients: For each optimizer step, every gradient that hooks see, flat; empty where they see none.
         logged: For each optimizer step, what ``train_loss`` then is in ``callback_metrics``.
@@ -95,7 +95,8 @@ class Watch(pl.Callback):
         self._step = trainer.global_step
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Batch, *_: Any) -> None:
-        self.seen.batches.append(batch["index"].tolist())
+        if isinstance(batch, dict) and "index" in batch:
+            self.seen.batches.append(batch["index"].tolist())
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         trained = (p for p in pl_module.parameters() if p.requires_grad)  # with toggle_optimizer, this optimizer's

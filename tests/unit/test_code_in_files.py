@@ -21,6 +21,7 @@ from lightning_mcore.interop.export import export_checkpoint
 from lightning_mcore.interop.importing import import_checkpoint
 from lightning_mcore.layers.transformer_config import refuse_recorded_code
 from tests.support.hf_models import tiny_folder
+from tests.support.sentences import refuses
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
@@ -78,7 +79,7 @@ def describe_again(out: Path) -> None:
 @pytest.mark.parametrize("read", [MCoreGPT.from_pretrained, planned_settings])
 def test_a_model_type_is_never_imported(read: Any, ran: Path, model: Path) -> None:
     name_in_config(model, f"{EVIL}:FAMILY")
-    with pytest.raises(ValueError, match=rf"models of type '{EVIL}:FAMILY' are not supported; choose llama, "):
+    with refuses(ValueError, f"'{EVIL}:FAMILY'"):
         read(str(model))
     assert not ran.exists()
     assert read(str(model), family="llama")
@@ -88,9 +89,7 @@ def test_a_family_in_a_checkpoint_is_imported_where_the_user_names_it(ran: Path,
     path = a_checkpoint(tmp_path, model, hf={"family": f"{EVIL}:FAMILY"})
     with single_process():
         MCoreGPT.from_pretrained(path).configure_model()  # the weights are Megatron's already
-    with pytest.raises(
-        ValueError, match=rf"the checkpoint names the family '{EVIL}:FAMILY', and a file must not choose"
-    ):
+    with refuses(ValueError, f"'{EVIL}:FAMILY'"):
         export_checkpoint(path, str(tmp_path / "out"))
     assert not ran.exists()
     export_checkpoint(path, str(tmp_path / "out"), family=f"{EVIL}:FAMILY")
@@ -105,7 +104,7 @@ def test_a_function_in_a_checkpoint_is_imported_where_the_user_names_it(
     field = {name: f"{EVIL}.activation"}
     path = a_checkpoint(tmp_path, model, transformer=field)
     for read in (MCoreGPT.from_pretrained, planned_settings, MCoreGPT.load_from_checkpoint):
-        with pytest.raises(ValueError, match=rf"{name}='{EVIL}\.activation', but a file may only name"):
+        with refuses(ValueError, f"{name}='{EVIL}.activation'"):
             read(path)
     assert not ran.exists()
     assert MCoreGPT.from_pretrained(path, transformer=field).hparams["transformer"][name] == f"{EVIL}.activation"
@@ -131,7 +130,7 @@ def test_a_function_in_a_checkpoint_is_imported_where_the_user_names_it(
     ],
 )
 def test_no_other_function_fits_into_a_checkpoint(name: str, path: Any) -> None:
-    with pytest.raises(ValueError, match=rf"a\.ckpt has {name}=.*, but a file may only name"):
+    with refuses(ValueError, f"{name}="):
         refuse_recorded_code("a.ckpt", {name: path})
 
 
@@ -172,19 +171,19 @@ def one_file(folder: Path, hyper_parameters: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("name", CODE_IN_A_FILE)
 def test_code_in_a_file_of_lightnings_is_not_run(name: str, ran: Path, tmp_path: Path) -> None:
     path = one_file(tmp_path, CODE_IN_A_FILE[name])
-    with pytest.raises(ValueError, match=r"one\.ckpt (names|wants|has) .*evil_code"):
+    with refuses(ValueError, "one.ckpt"):
         MCoreGPT.load_from_checkpoint(path)
     config = tmp_path / "run.yaml"
     config.write_text(json.dumps({**TRAINED, "model": {"class_path": "lightning_mcore.MCoreGPT.from_pretrained"}}))
     model = ["--model.init_args.path", str(tiny_folder("llama"))]
-    with pytest.raises(ValueError, match=r"one\.ckpt (names|wants|has) .*evil_code"):
+    with refuses(ValueError, "one.ckpt"):
         TrainingCLI(args=["fit", "--config", str(config), *model, "--ckpt_path", str(path)])
     assert not ran.exists()
 
 
 def test_code_in_a_directory_is_not_run(ran: Path, model: Path, tmp_path: Path) -> None:
     path = a_checkpoint(tmp_path, model, **CODE_IN_A_FILE["class"])
-    with pytest.raises(ValueError, match=r"model\.ckpt names the class 'evil_code\.Model', but a file must not choose"):
+    with refuses(ValueError, "'evil_code.Model'"):
         MCoreGPT.load_from_checkpoint(path)
     assert not ran.exists()
 
@@ -206,7 +205,7 @@ def test_code_of_a_tokenizer_is_not_run_and_nobody_is_asked(
     content = {"auto_map": {"AutoTokenizer": [None, f"{EVIL}.Model"]}, "tokenizer_class": "Evil"}
     (folder / "tokenizer_config.json").write_text(json.dumps(content))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    with pytest.raises((ValueError, FileNotFoundError), match="contains custom code which must be executed"):
+    with refuses((ValueError, FileNotFoundError), "contains custom code which must be"):
         TOKENIZER_DOORS[door](str(folder))
     assert not ran.exists()
 
@@ -222,9 +221,8 @@ def test_code_of_a_processor_is_not_run_and_nobody_is_asked(
     content = {"auto_map": {loader: f"{EVIL}.Model"}, f"{kind}_processor_type": "Evil"}
     (folder / (name if kind == "image" else f"video_{name}")).write_text(json.dumps(content))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    with pytest.raises(ValueError, match=f"the {kind} processor of .* cannot be loaded: .*custom code") as refusal:
+    with refuses(ValueError, f"the {kind} processor of"):
         load_processor(str(folder), kind)
-    assert "\n" not in str(refusal.value)
     assert not ran.exists()
 
 
@@ -232,6 +230,5 @@ def test_code_of_a_processor_is_not_run_and_nobody_is_asked(
 def test_a_damaged_tokenizer_is_one_sentence(door: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "BPE", "vocab": 3}}')
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    with pytest.raises((ValueError, FileNotFoundError), match=r"cannot be loaded|cannot read the folder") as refusal:
+    with refuses((ValueError, FileNotFoundError)):
         TOKENIZER_DOORS[door](str(tmp_path))
-    assert "\n" not in str(refusal.value)

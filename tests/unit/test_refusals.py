@@ -7,7 +7,6 @@ through all of a table in one launch; each case is then a test of what became of
 """
 
 import os
-import re
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from lightning_mcore import CommunicationOptions, MCoreGPT, MCoreModule, MCorePrecision, MCoreStrategy
 from tests.support import hygiene
 from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.sentences import refuses, says
 from tests.support.toy import Batch, PlainNet, StagedNet, loader, make_trainer, run_fit
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -36,60 +36,43 @@ OWN_SCALER = torch.amp.GradScaler("cpu", init_scale=8.0)
 CP, EP, SP = "context_parallel_size", "expert_model_parallel_size", "sequence_parallel"
 
 
-def is_one_sentence(text: str) -> bool:
-    return "\n" not in text and 20 < len(text) < 400 and not text.endswith(".")
-
-
 # When the strategy is made
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "error"),
     [
-        ({TP: 0}, ValueError, f"{TP}=0 is too small"),
-        ({TP: True}, TypeError, f"{TP}=True is not an int"),
-        ({CP: "2"}, TypeError, f"{CP}='2' is not an int"),
-        ({VP: 2}, ValueError, f"{VP}=2 needs {PP} of 2 or more"),
-        ({PP: 2, VP: 1}, ValueError, f"{VP}=1 interleaves nothing"),
-        ({SP: True}, ValueError, f"sequence_parallel=True needs {TP} of 2 or more"),
-        ({TP: 2, EP: 2}, ValueError, "needs sequence_parallel=True"),
-        ({PP: 2, "pipeline_model_parallel_layout": "Et|xL"}, ValueError, "holds 'x', which is not a layer"),
-        ({"micro_batch_size": 0}, ValueError, "micro_batch_size=0 is too small"),
-        ({"micro_batch_size": True}, TypeError, "micro_batch_size=True is not an int"),
-        ({"micro_batch_size": 2.0}, TypeError, r"micro_batch_size=2\.0 is not an int"),
-        ({"overlap_p2p_comm": True}, ValueError, f"overlap_p2p_comm=True needs the interleaved schedule; set {VP}"),
-        ({PP: 2, VP: 2, "overlap_p2p_comm": 1}, TypeError, "overlap_p2p_comm=1 is not a bool"),
-        ({"communication": dict}, TypeError, "communication=<class 'dict'> is not a CommunicationOptions; give one"),
-        ({"checkpoint_io": "x"}, TypeError, "checkpoint_io='x' is not a CheckpointIO; give one, or leave it out"),
-        ({"cluster_environment": ()}, TypeError, r"cluster_environment=\(\) is not a ClusterEnvironment; give one"),
-        ({"timeout": 30}, TypeError, "timeout=30 is not a timedelta; give one, or leave it out"),
-        ({"process_group_backend": 5}, TypeError, "process_group_backend=5 is not a str; give one, or leave it out"),
-        (
-            {"process_group_backend": "glo"},
-            ValueError,
-            "process_group_backend='glo' has the unknown backend 'glo'; choose from gloo, nccl",
-        ),
-        (
-            {TP: 2, SP: True, "tp_comm_overlap": True, "tp_comm_overlap_cfg": [1]},
-            TypeError,
-            r"tp_comm_overlap_cfg=\[1\] is not a path; give the path of one in YAML",
-        ),
-        ({"ddp_config": {"bucket_size": 1}}, TypeError, "ddp_config=.* is not a DistributedDataParallelConfig"),
-        (
-            {"precision_plugin": MixedPrecision("16-mixed", "cpu", OWN_SCALER)},
-            ValueError,
-            "a GradScaler with its own settings",
-        ),
+        ({TP: 0}, ValueError),
+        ({TP: True}, TypeError),
+        ({CP: "2"}, TypeError),
+        ({VP: 2}, ValueError),
+        ({PP: 2, VP: 1}, ValueError),
+        ({SP: True}, ValueError),
+        ({TP: 2, EP: 2}, ValueError),
+        ({PP: 2, "pipeline_model_parallel_layout": "Et|xL"}, ValueError),
+        ({"micro_batch_size": 0}, ValueError),
+        ({"micro_batch_size": True}, TypeError),
+        ({"micro_batch_size": 2.0}, TypeError),
+        ({"overlap_p2p_comm": True}, ValueError),
+        ({PP: 2, VP: 2, "overlap_p2p_comm": 1}, TypeError),
+        ({"communication": dict}, TypeError),
+        ({"checkpoint_io": "x"}, TypeError),
+        ({"cluster_environment": ()}, TypeError),
+        ({"timeout": 30}, TypeError),
+        ({"process_group_backend": 5}, TypeError),
+        ({"process_group_backend": "glo"}, ValueError),
+        ({TP: 2, SP: True, "tp_comm_overlap": True, "tp_comm_overlap_cfg": [1]}, TypeError),
+        ({"ddp_config": {"bucket_size": 1}}, TypeError),
+        ({"precision_plugin": MixedPrecision("16-mixed", "cpu", OWN_SCALER)}, ValueError),
     ],
 )
-def test_a_wrong_setting_of_the_strategy(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message) as refusal:
+def test_a_wrong_setting_of_the_strategy(arguments: dict[str, Any], error: type[Exception]) -> None:
+    with refuses(error, *arguments, "GradScaler"):
         MCoreStrategy(**arguments)
-    assert is_one_sentence(str(refusal.value))
 
 
 def test_a_misspelt_argument_is_not_swallowed() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'tensor_parallel_size'"):
+    with pytest.raises(TypeError, match="'tensor_parallel_size'"):
         MCoreStrategy(tensor_parallel_size=8)  # type: ignore[call-arg]
 
 
@@ -111,33 +94,32 @@ class TransformerEnginePrecision(Precision):
 
 @pytest.mark.parametrize("name", ["fp8", "transformer-engine-float16"])
 def test_a_precision_of_eight_bits_is_refused_with_its_setting(name: Any) -> None:
-    with pytest.raises(ValueError, match=r"choose one of .*, and for FP8 plugins=MCorePrecision"):
+    with refuses(ValueError, "plugins=MCorePrecision"):
         MCorePrecision(name)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "error"),
     [
-        (
-            {"plugins": TransformerEnginePrecision()},
-            TypeError,
-            "and for FP8 plugins=MCorePrecision",
-        ),
-        ({"precision": "64-true"}, TypeError, "DoublePrecision is not available under MCoreStrategy"),
-        ({"plugins": MixedPrecision("16-mixed", "cpu", OWN_SCALER)}, ValueError, "a GradScaler with its own settings"),
-        ({"plugins": ForeignPrecision()}, TypeError, "ForeignPrecision is not available under MCoreStrategy"),
-        ({"precision": "transformer-engine"}, ModuleNotFoundError, "transformer_engine"),
+        ({"plugins": TransformerEnginePrecision()}, TypeError),
+        ({"precision": "64-true"}, TypeError),
+        ({"plugins": MixedPrecision("16-mixed", "cpu", OWN_SCALER)}, ValueError),
+        ({"plugins": ForeignPrecision()}, TypeError),
     ],
 )
-def test_a_precision_that_is_not_ours(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message) as refusal:
+def test_a_precision_that_is_not_ours(arguments: dict[str, Any], error: type[Exception]) -> None:
+    with refuses(error):
         pl.Trainer(accelerator="cpu", devices=1, strategy="mcore", logger=False, **arguments)
-    assert is_one_sentence(str(refusal.value)) or error is ModuleNotFoundError  # that one is Lightning's
+
+
+def test_lightning_refuses_its_own_precision_without_transformer_engine() -> None:
+    with pytest.raises(ModuleNotFoundError, match="transformer_engine"):
+        pl.Trainer(accelerator="cpu", devices=1, strategy="mcore", logger=False, precision="transformer-engine")
 
 
 def test_gradients_in_fp32_contradict_a_precision_that_keeps_them_in_bf16() -> None:
     strategy = MCoreStrategy(ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True))
-    with pytest.raises(ValueError, match=r"contradicts Trainer\(precision"):
+    with refuses(ValueError, "contradicts Trainer(precision"):
         pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, precision="bf16-true", logger=False)
 
 
@@ -150,15 +132,13 @@ class Case:
 
     Args:
         error: With what kind of exception.
-        message: A regular expression that its text matches.
         strategy: Arguments of the strategy.
         trainer: Arguments of the trainer.
         module: Makes the module.
         entry: The method of the trainer that is called.
     """
 
-    error: type[Exception]
-    message: str
+    error: type[Exception] = ValueError
     strategy: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
     module: Callable[[], pl.LightningModule] = StagedNet
@@ -185,143 +165,50 @@ def gpt(**transformer: Any) -> Callable[[], pl.LightningModule]:
 
 
 BEFORE_GROUPS: dict[str, Case] = {
-    "accumulation": Case(
-        trainer={"accumulate_grad_batches": 0}, error=ValueError, message="accumulate_grad_batches=0 is too small"
-    ),
-    "world": Case(strategy={TP: 3}, error=ValueError, message=f"world_size=2 is not a multiple of {TP}=3"),
-    "layers": Case(
-        strategy={PP: 2},
-        module=gpt(num_layers=3),
-        error=ValueError,
-        message=f"{PP}=2 does not divide num_layers=3; choose 1 or 3",
-    ),
-    "chunks": Case(
-        strategy={PP: 2, VP: 3},
-        trainer={"accumulate_grad_batches": 2},
-        module=gpt(),
-        error=ValueError,
-        message=f"{VP}=3 does not divide the 2 layers of each pipeline stage",
-    ),
-    "heads": Case(
-        strategy={TP: 2},
-        module=gpt(num_attention_heads=3),
-        error=ValueError,
-        message=f"{TP}=2 does not divide num_attention_heads=3; choose 1 or 3",
-    ),
-    "query-groups": Case(
-        strategy={TP: 2}, module=gpt(num_query_groups=3), error=ValueError, message=f"{TP}=2 .* num_query_groups=3"
-    ),
-    "feed-forward": Case(
-        strategy={TP: 2}, module=gpt(ffn_hidden_size=49), error=ValueError, message="ffn_hidden_size=49"
-    ),
-    "experts": Case(
-        strategy={EP: 2},
-        module=gpt(num_moe_experts=3),
-        error=ValueError,
-        message=f"{EP}=2 does not divide num_moe_experts=3; choose 1 or 3",
-    ),
-    "no-experts": Case(strategy={EP: 2}, module=gpt(), error=ValueError, message=f"{EP}=2 needs a mixture of experts"),
-    "sequence-cp": Case(
-        strategy={CP: 2}, module=gpt(seq_length=18), error=ValueError, message="seq_length=18 is not a multiple of 4"
-    ),
-    "sequence-sp": Case(
-        strategy={TP: 2, SP: True}, module=gpt(seq_length=17), error=ValueError, message="seq_length=17 .* choose 16 or"
-    ),
-    "few-microbatches": Case(
-        strategy={PP: 2, VP: 2},
-        error=ValueError,
-        message=r"num_microbatches=1 .* choose 2 through Trainer\(accumulate_grad_batches=",
-    ),
-    "odd-microbatches": Case(
-        strategy={PP: 2, VP: 2},
-        trainer={"accumulate_grad_batches": 3},
-        error=ValueError,
-        message="num_microbatches=3 .* choose 2 or 4",
-    ),
-    "plain-tp": Case(
-        strategy={TP: 2}, module=PlainNet, error=TypeError, message=r"cannot split PlainNet: .*hf_model\(self, path\)"
-    ),
-    "plain-pp": Case(
-        strategy={PP: 2}, module=PlainNet, error=TypeError, message=r"cannot split PlainNet: .*hf_model\(self, path\)"
-    ),
-    "plain-cp": Case(
-        strategy={CP: 2}, module=PlainNet, error=TypeError, message=r"cannot split PlainNet: .*hf_model\(self, path\)"
-    ),
-    "plain-ep": Case(
-        strategy={EP: 2}, module=PlainNet, error=TypeError, message=r"cannot split PlainNet: .*hf_model\(self, path\)"
-    ),
-    "plain-validate": Case(
-        strategy={PP: 2}, module=PlainNet, entry="validate", error=TypeError, message=f"{PP}=2 cannot split PlainNet"
-    ),
-    "layers-predict": Case(
-        strategy={PP: 2}, module=gpt(num_layers=3), entry="predict", error=ValueError, message="num_layers=3"
-    ),
+    "accumulation": Case(trainer={"accumulate_grad_batches": 0}),
+    "world": Case(strategy={TP: 3}),
+    "layers": Case(strategy={PP: 2}, module=gpt(num_layers=3)),
+    "chunks": Case(strategy={PP: 2, VP: 3}, trainer={"accumulate_grad_batches": 2}, module=gpt()),
+    "heads": Case(strategy={TP: 2}, module=gpt(num_attention_heads=3)),
+    "query-groups": Case(strategy={TP: 2}, module=gpt(num_query_groups=3)),
+    "feed-forward": Case(strategy={TP: 2}, module=gpt(ffn_hidden_size=49)),
+    "experts": Case(strategy={EP: 2}, module=gpt(num_moe_experts=3)),
+    "no-experts": Case(strategy={EP: 2}, module=gpt()),
+    "sequence-cp": Case(strategy={CP: 2}, module=gpt(seq_length=18)),
+    "sequence-sp": Case(strategy={TP: 2, SP: True}, module=gpt(seq_length=17)),
+    "few-microbatches": Case(strategy={PP: 2, VP: 2}),
+    "odd-microbatches": Case(strategy={PP: 2, VP: 2}, trainer={"accumulate_grad_batches": 3}),
+    "plain-tp": Case(strategy={TP: 2}, module=PlainNet, error=TypeError),
+    "plain-pp": Case(strategy={PP: 2}, module=PlainNet, error=TypeError),
+    "plain-cp": Case(strategy={CP: 2}, module=PlainNet, error=TypeError),
+    "plain-ep": Case(strategy={EP: 2}, module=PlainNet, error=TypeError),
+    "plain-validate": Case(strategy={PP: 2}, module=PlainNet, entry="validate", error=TypeError),
+    "layers-predict": Case(strategy={PP: 2}, module=gpt(num_layers=3), entry="predict"),
     "precision-twice": Case(
-        strategy={"precision_plugin": MCorePrecision("bf16-true")},
-        trainer={"precision": "bf16-mixed"},
-        error=ValueError,
-        message="precision='bf16-mixed'.* contradicts .* 'bf16-true'",
+        strategy={"precision_plugin": MCorePrecision("bf16-true")}, trainer={"precision": "bf16-mixed"}
     ),
-    "groups-of-nccl": Case(
-        strategy={"communication": CommunicationOptions(use_sharp=True)},
-        error=ValueError,
-        message="use_sharp=True is an option of NCCL",
-    ),
-    "average-in-gloo": Case(
-        strategy={"ddp_config": DistributedDataParallelConfig(average_in_collective=True)},
-        error=ValueError,
-        message="average_in_collective=True is an option of NCCL",
-    ),
-    "overlap-without-cuda": Case(
-        strategy={TP: 2, SP: True, "tp_comm_overlap": True},
-        error=ValueError,
-        message="tp_comm_overlap=True needs CUDA and TransformerEngine",
-    ),
+    "groups-of-nccl": Case(strategy={"communication": CommunicationOptions(use_sharp=True)}),
+    "average-in-gloo": Case(strategy={"ddp_config": DistributedDataParallelConfig(average_in_collective=True)}),
+    "overlap-without-cuda": Case(strategy={TP: 2, SP: True, "tp_comm_overlap": True}),
     "half-a-group": Case(
-        strategy={PP: 2, VP: 2, "microbatch_group_size_per_vp_stage": 4},
-        trainer={"accumulate_grad_batches": 2},
-        error=ValueError,
-        message="num_microbatches=2 does not fill groups of 4",
+        strategy={PP: 2, VP: 2, "microbatch_group_size_per_vp_stage": 4}, trainer={"accumulate_grad_batches": 2}
     ),
-    "ema-of-a-pipeline": Case(
-        trainer={"callbacks": [EMAWeightAveraging()]},
-        error=ValueError,
-        message="EMAWeightAveraging copies the whole module before its model is built",
-    ),
-    "swa-of-a-pipeline": Case(
-        trainer={"callbacks": [StochasticWeightAveraging(swa_lrs=0.1)]},
-        error=ValueError,
-        message="StochasticWeightAveraging copies the whole module",
-    ),
+    "ema-of-a-pipeline": Case(trainer={"callbacks": [EMAWeightAveraging()]}),
+    "swa-of-a-pipeline": Case(trainer={"callbacks": [StochasticWeightAveraging(swa_lrs=0.1)]}),
     "ema-of-shards": Case(
-        strategy={"use_distributed_optimizer": True},
-        module=PlainNet,
-        trainer={"callbacks": [EMAWeightAveraging()]},
-        error=ValueError,
-        message="EMAWeightAveraging writes its average to single-file checkpoints",
+        strategy={"use_distributed_optimizer": True}, module=PlainNet, trainer={"callbacks": [EMAWeightAveraging()]}
     ),
-    "fp8-on-cpu": Case(
-        strategy={"precision_plugin": MCorePrecision("bf16-mixed", fp8_recipe="tensorwise")},
-        error=ValueError,
-        message="FP8 needs a CUDA device, and this run is on 'cpu'",
-    ),
+    "fp8-on-cpu": Case(strategy={"precision_plugin": MCorePrecision("bf16-mixed", fp8_recipe="tensorwise")}),
     "fp8-of-a-plain-module": Case(
-        strategy={"precision_plugin": MCorePrecision("bf16-mixed", fp8="e4m3")},
-        module=PlainNet,
-        error=ValueError,
-        message="fp8_recipe='delayed' needs TransformerEngine's layers, but PlainNet does not build a Megatron model",
+        strategy={"precision_plugin": MCorePrecision("bf16-mixed", fp8="e4m3")}, module=PlainNet
     ),
     "nan-check-of-fp16": Case(
         strategy={
             "ddp_config": DistributedDataParallelConfig(check_for_nan_in_grad=True),
             "precision_plugin": MCorePrecision("16-mixed"),
-        },
-        error=ValueError,
-        message=r"check_for_nan_in_grad=True contradicts Trainer\(precision",
+        }
     ),
-    "shared batch norm": Case(
-        module=PlainNet, trainer={"sync_batchnorm": True}, error=ValueError, message="sync_batchnorm=True needs GPUs"
-    ),
+    "shared batch norm": Case(module=PlainNet, trainer={"sync_batchnorm": True}),
 }
 
 
@@ -364,8 +251,7 @@ def check(outcomes: list[dict[str, Outcome]], name: str, case: Case) -> None:
     """What holds of every refusal: kind, text and place, the same on every rank, and nothing left patched."""
     for outcome in (rank[name] for rank in outcomes):
         assert outcome.error is case.error, outcome.text
-        assert re.search(case.message, outcome.text), outcome.text
-        assert is_one_sentence(outcome.text), outcome.text
+        says(f"{case.error.__name__}: {outcome.text}")
         assert f"{os.sep}lightning_mcore{os.sep}" in outcome.raised_in
         assert outcome.text == outcomes[0][name].text
         assert outcome.patched == []
@@ -477,107 +363,33 @@ def muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 SHARDED = {"use_distributed_optimizer": True}
 
 AFTER_BUILDING: dict[str, Case] = {
-    "forgot-pp": Case(
-        strategy={PP: 2},
-        module=Forgot,
-        error=ValueError,
-        message="Forgot did not build its model with .* or with hf_model",
-    ),
-    "forgot-cp": Case(
-        strategy={CP: 2},
-        module=Forgot,
-        error=ValueError,
-        message="Forgot did not build its model with .* or with hf_model",
-    ),
-    "rows-of-a-plain-module": Case(
-        strategy={"micro_batch_size": 1}, module=PlainNet, error=ValueError, message="micro_batch_size=1 needs"
-    ),
-    "config-tp": Case(
-        module=partial(OtherConfig, tensor_model_parallel_size=2),
-        error=ValueError,
-        message=f"TransformerConfig has {TP}=2 but MCoreStrategy .* need {TP}=1",
-    ),
-    "config-pp": Case(
-        strategy={PP: 2},
-        module=partial(OtherConfig, pipeline_model_parallel_size=1),
-        error=ValueError,
-        message=f"TransformerConfig has {PP}=1 but MCoreStrategy .* need {PP}=2",
-    ),
-    "config-dtype": Case(
-        module=partial(OtherConfig, params_dtype=torch.bfloat16, bf16=True),
-        error=ValueError,
-        message="TransformerConfig has bf16=True but .* need bf16=False",
-    ),
-    "config-bf16": Case(
-        trainer={"precision": "bf16-mixed"},
-        module=partial(OtherConfig, bf16=False),
-        error=ValueError,
-        message="TransformerConfig has bf16=False",
-    ),
-    "no-config": Case(module=NoConfig, error=TypeError, message="Linear has NoneType"),
-    "manual": Case(module=Manual, error=ValueError, message="set automatic_optimization = True"),
-    "own-backward": Case(module=OwnBackward, error=ValueError, message=r"OwnBackward overrides backward\(\)"),
-    "outside": Case(module=Outside, error=ValueError, message="outside the model .* such as 'scale'"),
-    "two-models": Case(module=Two, error=ValueError, message=r"Two .* 2 models .* pipeline\(\)"),
-    "ungrouped": Case(module=Partial, error=ValueError, message="parameters need gradients but are in no group"),
-    "lbfgs": Case(
-        strategy=SHARDED,
-        module=partial(PlainNet, torch.optim.LBFGS),
-        error=TypeError,
-        message="use_distributed_optimizer=True needs .* got LBFGS",
-    ),
-    "sgd": Case(
-        strategy=SHARDED,
-        module=partial(PlainNet, partial(torch.optim.SGD, lr=0.1)),
-        error=TypeError,
-        message="use_distributed_optimizer=True needs torch's Adam or AdamW .* got SGD",
-    ),
-    "amsgrad-of-a-group": Case(
-        strategy=SHARDED,
-        module=partial(PlainNet, amsgrad_in_a_group),
-        error=TypeError,
-        message="without amsgrad .* got AdamW",
-    ),
+    "forgot-pp": Case(strategy={PP: 2}, module=Forgot),
+    "forgot-cp": Case(strategy={CP: 2}, module=Forgot),
+    "rows-of-a-plain-module": Case(strategy={"micro_batch_size": 1}, module=PlainNet),
+    "config-tp": Case(module=partial(OtherConfig, tensor_model_parallel_size=2)),
+    "config-pp": Case(strategy={PP: 2}, module=partial(OtherConfig, pipeline_model_parallel_size=1)),
+    "config-dtype": Case(module=partial(OtherConfig, params_dtype=torch.bfloat16, bf16=True)),
+    "config-bf16": Case(trainer={"precision": "bf16-mixed"}, module=partial(OtherConfig, bf16=False)),
+    "no-config": Case(module=NoConfig, error=TypeError),
+    "manual": Case(module=Manual),
+    "own-backward": Case(module=OwnBackward),
+    "outside": Case(module=Outside),
+    "two-models": Case(module=Two),
+    "ungrouped": Case(module=Partial),
+    "lbfgs": Case(strategy=SHARDED, module=partial(PlainNet, torch.optim.LBFGS), error=TypeError),
+    "sgd": Case(strategy=SHARDED, module=partial(PlainNet, partial(torch.optim.SGD, lr=0.1)), error=TypeError),
+    "amsgrad-of-a-group": Case(strategy=SHARDED, module=partial(PlainNet, amsgrad_in_a_group), error=TypeError),
     "adafactor-of-split-matrices": Case(
-        strategy={TP: 2},
-        module=partial(StagedNet, torch.optim.Adafactor),
-        error=TypeError,
-        message=f"Adafactor looks at whole matrices, and {TP}=2 leaves each rank a part",
+        strategy={TP: 2}, module=partial(StagedNet, torch.optim.Adafactor), error=TypeError
     ),
-    "two-optimizers-of-shards": Case(
-        strategy=SHARDED,
-        module=TwoOptimizers,
-        error=TypeError,
-        message="returned 2 optimizers, and use_distributed_optimizer=True needs one",
-    ),
-    "lbfgs-of-a-pipeline": Case(
-        strategy={PP: 2},
-        module=partial(StagedNet, torch.optim.LBFGS),
-        error=TypeError,
-        message="LBFGS evaluates the step several times",
-    ),
-    "sync-batchnorm": Case(
-        trainer={"sync_batchnorm": True}, error=ValueError, message="sync_batchnorm=True is not available for a model"
-    ),
-    "few-rows": Case(
-        strategy={PP: 2, VP: 2, "micro_batch_size": 2},
-        error=ValueError,
-        message=r"num_microbatches=1 .*\(micro_batch_size",
-    ),
-    "odd-rows": Case(
-        strategy={PP: 2, VP: 2, "micro_batch_size": 2},
-        trainer={"accumulate_grad_batches": 3},
-        error=ValueError,
-        message="num_microbatches=3",
-    ),
+    "two-optimizers-of-shards": Case(strategy=SHARDED, module=TwoOptimizers, error=TypeError),
+    "lbfgs-of-a-pipeline": Case(strategy={PP: 2}, module=partial(StagedNet, torch.optim.LBFGS), error=TypeError),
+    "sync-batchnorm": Case(trainer={"sync_batchnorm": True}),
+    "few-rows": Case(strategy={PP: 2, VP: 2, "micro_batch_size": 2}),
+    "odd-rows": Case(strategy={PP: 2, VP: 2, "micro_batch_size": 2}, trainer={"accumulate_grad_batches": 3}),
 }
 if hasattr(torch.optim, "Muon"):  # since torch 2.9
-    AFTER_BUILDING["muon-of-split-matrices"] = Case(
-        strategy={TP: 2},
-        module=partial(StagedNet, muon),
-        error=TypeError,
-        message=f"Muon looks at whole matrices, and {TP}=2 leaves each rank a part",
-    )
+    AFTER_BUILDING["muon-of-split-matrices"] = Case(strategy={TP: 2}, module=partial(StagedNet, muon), error=TypeError)
 
 
 @pytest.fixture(scope="module")
@@ -653,24 +465,14 @@ def logs_over_a_group(module: StagedNet, batch: Batch) -> Any:
 
 
 IN_A_STEP: dict[str, Case] = {
-    "twice": Case(module=partial(Step, twice), error=RuntimeError, message="called the model .* 2 times"),
-    "never": Case(module=partial(Step, never), error=RuntimeError, message="called the model .* 0 times"),
-    "tokens": Case(
-        module=partial(Step, with_tokens),
-        error=ValueError,
-        message="loss with 'num_tokens', .* calculate_per_token_loss=False",
-    ),
-    "no-tokens": Case(
-        module=partial(Step, without_tokens, calculate_per_token_loss=True),
-        error=ValueError,
-        message="loss without 'num_tokens', .* calculate_per_token_loss=True",
-    ),
-    "nothing": Case(module=partial(Step, nothing), error=TypeError, message="must return a loss .* got NoneType"),
-    "vector": Case(module=partial(Step, logs_a_vector), error=ValueError, message=r"'vector'.* takes a single number"),
-    "function": Case(
-        module=partial(Step, logs_with_a_function), error=ValueError, message=r"'median'.* choose mean, sum, min or max"
-    ),
-    "group": Case(module=partial(Step, logs_over_a_group), error=ValueError, message="use sync_dist=True"),
+    "twice": Case(module=partial(Step, twice), error=RuntimeError),
+    "never": Case(module=partial(Step, never), error=RuntimeError),
+    "tokens": Case(module=partial(Step, with_tokens)),
+    "no-tokens": Case(module=partial(Step, without_tokens, calculate_per_token_loss=True)),
+    "nothing": Case(module=partial(Step, nothing), error=TypeError),
+    "vector": Case(module=partial(Step, logs_a_vector)),
+    "function": Case(module=partial(Step, logs_with_a_function)),
+    "group": Case(module=partial(Step, logs_over_a_group)),
 }
 
 
@@ -689,15 +491,14 @@ def _fit_two_stages(step: Callable[[StagedNet, Batch], Any]) -> None:
 
 
 def test_a_step_without_the_model_fails_on_the_first_stage() -> None:
-    with pytest.raises(
-        RanksFailedError, match=r"^rank 0 of 2 failed first: .* 0 times; a step must call it exactly once"
-    ):
+    with refuses(RanksFailedError, "called the model") as failure:
         run_ranks(2, _fit_two_stages, never)
+    assert str(failure.value).startswith("rank 0 of 2 failed first: ")
 
 
 @pytest.mark.parametrize("step", [twice, with_tokens])
 def test_what_only_the_last_stage_can_notice_does_not_leave_the_others_hanging(step: Any) -> None:
-    message = {twice: "2 times; a step must call it", with_tokens: "returned a loss with 'num_tokens'"}[step]
-    with pytest.raises(RanksFailedError, match=f"^rank 1 of 2 failed first: .*{message}") as failure:
+    with refuses(RanksFailedError, "training_step") as failure:
         run_ranks(2, _fit_two_stages, step, grace=30.0)
+    assert str(failure.value).startswith("rank 1 of 2 failed first: ")
     assert failure.value.unfinished == []

@@ -406,8 +406,8 @@ _GROUPS: dict[str, dict[str, Any]] = {
     "calls tools, which the templates here do not support": {"tool_format": None},
     "counts padding in the loss, and padding is never trained on here": {"ignore_pad_token_for_loss": True},
     "reports each evaluation dataset separately; they are evaluated as one here": {"eval_on_each_dataset": False},
-    "is always logged here, as val_accuracy; leave it out": {"compute_accuracy": False},
-    "is always logged here, as tokens_per_second; leave it out": {"include_effective_tokens_per_second": False},
+    "is always logged here, as val_accuracy": {"compute_accuracy": False},
+    "is always logged here, as tokens_per_second": {"include_effective_tokens_per_second": False},
     "is a checkpoint of Megatron-Bridge; give model_name_or_path, a Hugging Face model or a checkpoint of ours": {
         "megatron_pretrained_checkpoint": None
     },

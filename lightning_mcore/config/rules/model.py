@@ -312,11 +312,11 @@ def _check_values(config: "TransformerConfig") -> None:
     if experts and topk > experts:
         raise ValueError(f"moe_router_topk={topk} is more than num_moe_experts={experts}; choose {experts} or fewer")
     groups, chosen = config.moe_router_num_groups, config.moe_router_group_topk
-    if experts and groups and chosen and not chosen <= topk <= chosen * (experts // groups):
+    if experts and groups and chosen and not chosen <= topk <= (most := chosen * (experts // groups)):
         # Megatron scores a group by the sum of its best topk // chosen experts.
         raise ValueError(
             f"moe_router_topk={topk} does not fit moe_router_group_topk={chosen} groups of {experts // groups} experts;"
-            f" choose {chosen} to {chosen * (experts // groups)}"
+            f" choose {chosen if chosen == most else f'{chosen} to {most}'}"
         )
     balancing, weight = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if experts and balancing == "sinkhorn" and weight:

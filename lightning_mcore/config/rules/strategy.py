@@ -42,7 +42,8 @@ def gradient_faults(given: Mapping[str, Any], ddp: Mapping[str, Any]) -> Iterato
     # Parameters can be gathered during forward only if the optimizer is sharded and gradients overlap.
     missing = [name for name in GRADIENT_SETTINGS[:2] if not values.get(name)]
     if values.get("overlap_param_gather") and missing:
-        yield f"overlap_param_gather=True needs {' and '.join(f'{name}=True' for name in missing)}"
+        needed = " and ".join(f"{name}=True" for name in missing)
+        yield f"overlap_param_gather=True needs {needed}; set {'both' if len(missing) == 1 else 'all three'}"
     if given.get("align_grad_reduce") and not values.get("overlap_grad_reduce"):
         yield "align_grad_reduce=True needs overlap_grad_reduce=True; set both, or neither"
 

@@ -246,7 +246,7 @@ def _kind(value: object) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, cut to 300 characters, for the middle of a sentence."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:300].rstrip(". ")
+    return lines[0][:300].rstrip(".: ")
 
 
 if __name__ == "__main__":

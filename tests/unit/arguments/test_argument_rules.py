@@ -25,194 +25,159 @@ from lightning_mcore.arguments.llamafactory.training import TrainingArguments as
 from lightning_mcore.arguments.mapping import _has_experts
 from lightning_mcore.arguments.parallel import load_additional_configs
 from tests.support.hf_models import save_tiny
-from tests.unit.optimizer.test_optimizer_options import is_one_sentence
+from tests.support.sentences import refuses
 
 PP2 = {"pipeline_model_parallel_size": 2}
 CHECKPOINTING = next(n for n in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, n))
 """What this release of transformers calls it."""
 EP2 = {"expert_model_parallel_size": 2}
 
-CONTRADICTIONS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"tensor_model_parallel_size": 0}, "tensor_model_parallel_size=0 is too small"),
-    ({"sequence_parallel": True}, "sequence_parallel=True needs tensor_model_parallel_size"),
-    (EP2 | {"tensor_model_parallel_size": 2}, "needs sequence_parallel=True"),
-    ({"virtual_pipeline_model_parallel_size": 2}, "needs pipeline_model_parallel_size of 2 or more"),
-    ({"overlap_p2p_comm": True}, "overlap_p2p_comm=True needs the interleaved schedule"),
-    (PP2 | {"pipeline_model_parallel_layout": "Et|tq"}, "'q', which is not a layer"),
-    (PP2 | {"pipeline_model_parallel_layout": "Et|t|tL"}, "pipeline_model_parallel_layout"),
-    (
-        PP2 | {"pipeline_model_parallel_layout": "Et|tL", "virtual_pipeline_model_parallel_size": 2},
-        "virtual_pipeline_model_parallel_size=2",
-    ),
-    (
-        PP2 | {"pipeline_model_parallel_layout": "Et|tL", "account_for_loss_in_pipeline_split": True},
-        "account_for_loss_in_pipeline_split=True contradicts pipeline_model_parallel_layout",
-    ),
-    (EP2 | {"variable_seq_lengths": True}, "variable_seq_lengths=True contradicts moe_token_dispatcher_type"),
-    (
-        {
-            "variable_seq_lengths": True,
-            "moe_token_dispatcher_type": "allgather",
-            "additional_configs": {"num_moe_experts": 4},
-        },
-        "contradicts moe_token_dispatcher_type='allgather'",
-    ),
-    ({"recompute_method": "uniform"}, "recompute_method='uniform' contradicts recompute_granularity=None"),
-    (
-        {"recompute_granularity": "selective", "recompute_num_layers": 1},
-        "recompute_num_layers=1 contradicts recompute_granularity='selective'",
-    ),
-    ({"recompute_granularity": "full", "recompute_method": "block"}, "lacks recompute_num_layers"),
-    ({"recompute_granularity": "full", "recompute_num_layers": 2}, "lacks recompute_method"),
-    (
-        {"recompute_granularity": "selective", "recompute_modules": "mlp,core_atn"},
-        "unknown module 'core_atn'; did you mean 'core_attn'",
-    ),
-    ({"recompute_modules": "mlp"}, r"recompute_modules=\['mlp'\] contradicts recompute_granularity=None"),
-    (
-        {"recompute_granularity": "full", "moe_layer_recompute": True},
-        "moe_layer_recompute=True contradicts recompute_granularity='full'",
-    ),
-    (
-        {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "allgather"},
-        "needs moe_token_dispatcher_type='alltoall'",
-    ),
-    ({"moe_pad_expert_input_to_capacity": True}, "needs moe_expert_capacity_factor"),
-    ({"mtp_num_layers": -1}, "mtp_num_layers=-1 is too small"),
-    ({"fp8_param": True}, "fp8_param=True does nothing without FP8"),
-    ({"overlap_param_gather": True}, "needs use_distributed_optimizer=True and overlap_grad_reduce=True"),
-    ({"overlap_param_gather": True, "use_distributed_optimizer": True}, "needs overlap_grad_reduce=True"),
-    ({"ddp_bucket_size": 100}, "ddp_bucket_size=100 does nothing without overlap_grad_reduce=True"),
-    ({"ddp_average_in_collective": True}, "ddp_average_in_collective=True .* calculate_per_token_loss=True"),
-    ({"optimizer_cpu_offload": True}, "needs use_distributed_optimizer=True"),
-    (
-        {"optimizer_cpu_offload": True, "use_distributed_optimizer": True, "optimizer_offload_fraction": 0.0},
-        "optimizer_offload_fraction=0.0 contradicts optimizer_cpu_offload=True",
-    ),
-    ({"optimizer_offload_fraction": 0.5}, "does nothing without optimizer_cpu_offload=True"),
-    ({"optimizer_offload_fraction": 2.0}, "is not a fraction"),
-    ({"distrib_optim_fully_reshardable_mem_efficient": True}, "needs distrib_optim_fully_reshardable=True"),
-    ({"additional_configs": {"num_expert": 4}}, "did you mean 'num_moe_experts'"),
-    ({"additional_configs": {"params_dtype": "bf16"}}, "it follows from bf16 and fp16"),
-    ({"additional_configs": {"timers": 1}}, "the strategy fills it in"),
-    (
-        {"additional_configs": {"fp4": "e2m1"}},
-        r"fp4='e2m1', but FP4 is chosen by trainer\(plugins=MCorePrecision\('bf16-mixed', fp4_recipe='nvfp4'\)\)",
-    ),
-    (
-        {"moe_router_dtype": "fp32", "additional_configs": {"moe_router_dtype": "fp64"}},
-        "moe_router_dtype='fp32' contradicts moe_router_dtype='fp64' in additional_configs",
-    ),
-    ({"additional_configs": "[1]"}, "additional_configs='\\[1\\]' is not a file"),
-    ({"additional_configs": "{1}"}, "is not JSON"),
+CONTRADICTIONS: tuple[dict[str, Any], ...] = (
+    {"tensor_model_parallel_size": 0},
+    {"sequence_parallel": True},
+    EP2 | {"tensor_model_parallel_size": 2},
+    {"virtual_pipeline_model_parallel_size": 2},
+    {"overlap_p2p_comm": True},
+    PP2 | {"pipeline_model_parallel_layout": "Et|tq"},
+    PP2 | {"pipeline_model_parallel_layout": "Et|t|tL"},
+    PP2 | {"pipeline_model_parallel_layout": "Et|tL", "virtual_pipeline_model_parallel_size": 2},
+    PP2 | {"pipeline_model_parallel_layout": "Et|tL", "account_for_loss_in_pipeline_split": True},
+    EP2 | {"variable_seq_lengths": True},
+    {
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "allgather",
+        "additional_configs": {"num_moe_experts": 4},
+    },
+    {"recompute_method": "uniform"},
+    {"recompute_granularity": "selective", "recompute_num_layers": 1},
+    {"recompute_granularity": "full", "recompute_method": "block"},
+    {"recompute_granularity": "full", "recompute_num_layers": 2},
+    {"recompute_granularity": "selective", "recompute_modules": "mlp,core_atn"},
+    {"recompute_modules": "mlp"},
+    {"recompute_granularity": "full", "moe_layer_recompute": True},
+    {"moe_shared_expert_overlap": True, "moe_token_dispatcher_type": "allgather"},
+    {"moe_pad_expert_input_to_capacity": True},
+    {"mtp_num_layers": -1},
+    {"fp8_param": True},
+    {"overlap_param_gather": True},
+    {"overlap_param_gather": True, "use_distributed_optimizer": True},
+    {"ddp_bucket_size": 100},
+    {"ddp_average_in_collective": True},
+    {"optimizer_cpu_offload": True},
+    {"optimizer_cpu_offload": True, "use_distributed_optimizer": True, "optimizer_offload_fraction": 0.0},
+    {"optimizer_offload_fraction": 0.5},
+    {"optimizer_offload_fraction": 2.0},
+    {"distrib_optim_fully_reshardable_mem_efficient": True},
+    {"additional_configs": {"num_expert": 4}},
+    {"additional_configs": {"params_dtype": "bf16"}},
+    {"additional_configs": {"timers": 1}},
+    {"additional_configs": {"fp4": "e2m1"}},
+    {"moe_router_dtype": "fp32", "additional_configs": {"moe_router_dtype": "fp64"}},
+    {"additional_configs": "[1]"},
+    {"additional_configs": "{1}"},
 )
 
-OF_TRAINING: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"bf16": True, "fp16": True}, "bf16=True contradicts fp16=True"),
-    ({"bf16_full_eval": True}, "bf16_full_eval=True with bf16=False"),
-    ({"fp8_recipe": "delayed"}, "fp8_recipe='delayed' needs bf16=True"),
-    ({"bf16": True, "fp8": "hybrid", "fp8_param": True}, "fp8_param=True needs use_distributed_optimizer=True"),
-    ({"optim": "adafactor"}, "optim='adafactor' is not available"),
-    ({"optim": "sgd"}, "optim='sgd' contradicts optimizer='adam'"),
-    ({"optim": "adamw_torch", "optimizer": "sgd"}, "optim='adamw_torch' contradicts optimizer='sgd'"),
-    ({"optimizer": "sgd", "use_distributed_optimizer": True}, "needs optimizer='adam'"),
-    ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type='greedy' is not available"),
-    ({"lr_scheduler_type": "constant", "warmup_steps": 2}, "warmup_steps=2 contradicts lr_scheduler_type='constant'"),
-    ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"foo": 1}}, "{'foo': 1} does not fit .*'cosine': .*foo"),
-    ({"lr_scheduler_type": "cosine_with_min_lr"}, "does not fit lr_scheduler_type='cosine_with_min_lr': .*min_lr"),
-    ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 1.0}}, "smaller than initial lr"),
-    (
-        {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"min_lr": 0.1}},
-        "does nothing with lr_scheduler_type='constant'",
-    ),
-    ({"warmup_steps": 1.5}, "warmup_steps=1.5 is not a number of steps"),
-    ({"learning_rate": -1.0}, "learning_rate=-1.0 is too small"),
-    ({"weight_decay": -1.0}, "weight_decay=-1.0 is too small"),
-    ({"dataloader_num_workers": -1}, "dataloader_num_workers=-1 is too small"),
-    ({"adam_beta2": 1.0}, "adam_beta2=1.0 is not a decay rate"),
-    ({"seed": -1}, "seed=-1 is not a seed"),
-    ({"num_train_epochs": 1.5}, "num_train_epochs=1.5 is not a whole number"),
-    ({"max_steps": 0}, "max_steps=0 is not a number of steps"),
-    ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0 is too small"),
-    ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0 is too small"),
-    ({"ddp_timeout": 0}, "ddp_timeout=0 is too short"),
-    ({"ddp_backend": "mpi"}, "ddp_backend='mpi' is not available; choose 'nccl' or 'gloo'"),
-    ({"ddp_find_unused_parameters": True}, "ddp_find_unused_parameters=True is not available"),
-    ({"average_tokens_across_devices": False}, "contradicts calculate_per_token_loss=True"),
-    (
-        {"gradient_checkpointing": True, "recompute_granularity": "selective"},
-        "gradient_checkpointing=True, .* contradicts recompute_granularity='selective'",
-    ),
-    (
-        {CHECKPOINTING: True, "moe_layer_recompute": True},
-        f"{CHECKPOINTING}=True, .* contradicts moe_layer_recompute=True",
-    ),
-    ({"logging_strategy": "epoch"}, "logging_strategy='epoch' is not available"),
-    ({"logging_steps": 0}, "logging_steps=0 is not a number of steps"),
-    ({"save_steps": 0.5}, "save_steps=0.5 is a share of all steps"),
-    ({"save_steps": 1.5}, "save_steps=1.5 is not a number of steps"),
-    ({"logging_first_step": True}, "logging_first_step=True with logging_steps=500"),
-    ({"eval_steps": 5}, "eval_steps=5 contradicts eval_strategy='no'"),
-    ({"eval_on_start": True}, "eval_on_start=True contradicts eval_strategy='no'"),
-    ({"save_strategy": "no", "save_hf_model": True}, "save_hf_model=True contradicts save_strategy='no'"),
-    ({"save_total_limit": 0}, "save_total_limit=0 is too small"),
-    ({"save_strategy": "best"}, "save_strategy='best' needs metric_for_best_model"),
-    ({"save_strategy": "best", "metric_for_best_model": "loss"}, "needs eval_strategy"),
-    ({"metric_for_best_model": "loss"}, "contradicts save_strategy='steps'"),
-    ({"metric_for_best_model": "rouge"}, "metric_for_best_model='rouge' is not logged"),
-    ({"greater_is_better": True}, "does nothing without metric_for_best_model"),
-    ({"report_to": "comet_ml"}, "report_to='comet_ml' is not available; choose from tensorboard, wandb"),
-    ({"additional_configs": {"bf16": True}}, "bf16=False contradicts bf16=True in additional_configs"),
+OF_TRAINING: tuple[dict[str, Any], ...] = (
+    {"bf16": True, "fp16": True},
+    {"bf16_full_eval": True},
+    {"fp8_recipe": "delayed"},
+    {"bf16": True, "fp8": "hybrid", "fp8_param": True},
+    {"optim": "adafactor"},
+    {"optim": "sgd"},
+    {"optim": "adamw_torch", "optimizer": "sgd"},
+    {"optimizer": "sgd", "use_distributed_optimizer": True},
+    {"lr_scheduler_type": "greedy"},
+    {"lr_scheduler_type": "constant", "warmup_steps": 2},
+    {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"foo": 1}},
+    {"lr_scheduler_type": "cosine_with_min_lr"},
+    {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 1.0}},
+    {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"min_lr": 0.1}},
+    {"warmup_steps": 1.5},
+    {"learning_rate": -1.0},
+    {"weight_decay": -1.0},
+    {"dataloader_num_workers": -1},
+    {"adam_beta2": 1.0},
+    {"seed": -1},
+    {"num_train_epochs": 1.5},
+    {"max_steps": 0},
+    {"gradient_accumulation_steps": 0},
+    {"max_grad_norm": -1.0},
+    {"ddp_timeout": 0},
+    {"ddp_backend": "mpi"},
+    {"ddp_find_unused_parameters": True},
+    {"average_tokens_across_devices": False},
+    {"gradient_checkpointing": True, "recompute_granularity": "selective"},
+    {CHECKPOINTING: True, "moe_layer_recompute": True},
+    {"logging_strategy": "epoch"},
+    {"logging_steps": 0},
+    {"save_steps": 0.5},
+    {"save_steps": 1.5},
+    {"logging_first_step": True},
+    {"eval_steps": 5},
+    {"eval_on_start": True},
+    {"save_strategy": "no", "save_hf_model": True},
+    {"save_total_limit": 0},
+    {"save_strategy": "best"},
+    {"save_strategy": "best", "metric_for_best_model": "loss"},
+    {"metric_for_best_model": "loss"},
+    {"metric_for_best_model": "rouge"},
+    {"greater_is_better": True},
+    {"report_to": "comet_ml"},
+    {"additional_configs": {"bf16": True}},
 )
 
-WRONG_TYPES: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
-    ({"tensor_model_parallel_size": "2"}, TypeError, "tensor_model_parallel_size='2' is of type str; give a whole"),
-    ({"tensor_model_parallel_size": 2.0}, TypeError, "tensor_model_parallel_size=2.0 is of type float; give a whole"),
-    ({"tensor_model_parallel_size": True}, TypeError, "tensor_model_parallel_size=True is of type bool"),
-    ({"sequence_parallel": "yes"}, TypeError, "sequence_parallel='yes' is of type str; give True or False"),
-    ({"sequence_parallel": None}, TypeError, "sequence_parallel=None is of type NoneType"),
-    ({"recompute_modules": [1]}, TypeError, "recompute_modules=\\[1\\] is of type list; give text or None or a list"),
-    ({"recompute_method": "recompute"}, ValueError, "recompute_method='recompute' .* choose 'uniform', 'block' or"),
-    ({"moe_token_dispatcher_type": "all2all"}, ValueError, "='all2all' .* choose 'allgather', 'alltoall', 'flex' or"),
-    ({"optimizer": "muon"}, ValueError, "optimizer='muon' .* choose 'adam' or 'sgd'"),
-    ({"learning_rate": "1e-5"}, TypeError, "learning_rate='1e-5' is of type str, because YAML .* write 1.0e-05"),
-    ({"num_train_epochs": "3"}, TypeError, "='3' is of type str; write it without quotes; give a number"),
-    ({"eval_strategy": False}, ValueError, "unquoted no as False.* choose 'no', 'steps' or 'epoch'"),
-    ({"lr_scheduler_type": 5}, ValueError, "lr_scheduler_type=5 is not available; choose 'linear', 'cosine'"),
-    ({"lr_scheduler_type": "cosin"}, ValueError, "lr_scheduler_type='cosin' .* choose 'linear', 'cosine'"),
-    ({"save_strategy": "never"}, ValueError, "save_strategy='never' .* choose 'no', 'steps', 'epoch' or 'best'"),
-    ({"gradient_accumulation_steps": None}, TypeError, "gradient_accumulation_steps=None is of type NoneType"),
+WRONG_TYPES: tuple[tuple[dict[str, Any], type[Exception]], ...] = (
+    ({"tensor_model_parallel_size": "2"}, TypeError),
+    ({"tensor_model_parallel_size": 2.0}, TypeError),
+    ({"tensor_model_parallel_size": True}, TypeError),
+    ({"sequence_parallel": "yes"}, TypeError),
+    ({"sequence_parallel": None}, TypeError),
+    ({"recompute_modules": [1]}, TypeError),
+    ({"recompute_method": "recompute"}, ValueError),
+    ({"moe_token_dispatcher_type": "all2all"}, ValueError),
+    ({"optimizer": "muon"}, ValueError),
+    ({"learning_rate": "1e-5"}, TypeError),
+    ({"num_train_epochs": "3"}, TypeError),
+    ({"eval_strategy": False}, ValueError),
+    ({"lr_scheduler_type": 5}, ValueError),
+    ({"lr_scheduler_type": "cosin"}, ValueError),
+    ({"save_strategy": "never"}, ValueError),
+    ({"gradient_accumulation_steps": None}, TypeError),
 )
 
 
-@pytest.mark.parametrize(("values", "message"), CONTRADICTIONS, ids=lambda item: str(item)[:50])
-def test_contradictions_are_refused_by_every_class_that_has_the_fields(
-    values: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "values",
+    CONTRADICTIONS,
+)
+def test_contradictions_are_refused_by_every_class_that_has_the_fields(values: dict[str, Any], tmp_path: Path) -> None:
     for kind, more in ((MegatronArguments, {}), (TrainingArguments, {"output_dir": str(tmp_path)})):
-        with pytest.raises((ValueError, FileNotFoundError), match=message) as refusal:
+        with refuses((ValueError, FileNotFoundError), *values):
             kind(**values, **more)
-        assert is_one_sentence(str(refusal.value))
 
 
-@pytest.mark.parametrize(("values", "message"), OF_TRAINING, ids=lambda item: str(item)[:50])
-def test_contradictions_with_transformers_own_arguments(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "values",
+    OF_TRAINING,
+)
+def test_contradictions_with_transformers_own_arguments(values: dict[str, Any], tmp_path: Path) -> None:
     for kind in (TrainingArguments, Seq2SeqTrainingArguments):
-        with pytest.raises(ValueError, match=message) as refusal:
+        with refuses(ValueError, *values):
             kind(output_dir=str(tmp_path), **values)
-        assert is_one_sentence(str(refusal.value))
 
 
-@pytest.mark.parametrize(("values", "kind", "message"), WRONG_TYPES, ids=lambda item: str(item)[:50])
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    WRONG_TYPES,
+)
 def test_a_value_of_a_wrong_type_names_the_option_the_value_and_what_is_allowed(
-    values: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
+    values: dict[str, Any], kind: type[Exception], tmp_path: Path
 ) -> None:
     path = tmp_path / "run.json"
     path.write_text(json.dumps({"output_dir": str(tmp_path), **values}), encoding="utf-8")
     for make in (lambda: parse_arguments(path), lambda: TrainingArguments.from_json_file(str(path))):
-        with pytest.raises(kind, match=message) as refusal:
+        with refuses(kind, *values):
             make()
-        assert is_one_sentence(str(refusal.value))
 
 
 def test_a_misspelt_name_has_a_neighbour_whichever_way_it_comes(tmp_path: Path) -> None:
@@ -221,10 +186,10 @@ def test_a_misspelt_name_has_a_neighbour_whichever_way_it_comes(tmp_path: Path) 
     path.write_text(json.dumps(values), encoding="utf-8")
     right = "did you mean 'tensor_model_parallel_size'"
     for source in (values, path, [str(path)], ["--tensor_model_paralel_size", "2"], ["--tensor-model-paralel-size=2"]):
-        with pytest.raises(ValueError, match=right):
+        with refuses(ValueError, right):
             parse_arguments(source)
     (tmp_path / "run.json").write_text(json.dumps(values), encoding="utf-8")
-    with pytest.raises(ValueError, match=right):
+    with refuses(ValueError, right):
         DistributingParallelArguments.from_json_file(str(tmp_path / "run.json"))
 
 
@@ -253,7 +218,7 @@ def test_a_file_of_arguments_is_read_as_yaml_1_2_and_names_a_key_once(tmp_path: 
     (arguments,) = parse_arguments(path)
     assert arguments.learning_rate == 1e-5
     path.write_text("seed: 1\nseed: 2\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"line 2 of .*run\.yaml is not YAML: the key 'seed' appears twice; keep one"):
+    with refuses(ValueError, "'seed'"):
         parse_arguments(path)
 
 
@@ -275,7 +240,7 @@ def test_a_dense_model_may_have_rows_of_different_lengths(tmp_path: Path) -> Non
     experts = tmp_path / "experts"
     experts.mkdir()
     (experts / "config.json").write_text(json.dumps({"num_experts": 8}), encoding="utf-8")
-    with pytest.raises(ValueError, match="variable_seq_lengths=True contradicts"):
+    with refuses(ValueError, "variable_seq_lengths=True"):
         args.settings(str(experts))
     alltoall = TrainingArguments(
         output_dir=str(tmp_path), variable_seq_lengths=True, moe_token_dispatcher_type="alltoall"
@@ -357,7 +322,7 @@ def test_classes_that_share_a_field_are_parsed_together(tmp_path: Path) -> None:
         (["--seed"], "--seed: it needs a value"),
         (["seven"], "'seven' belongs to no option"),
     ):
-        with pytest.raises(ValueError, match=sentence):
+        with refuses(ValueError, sentence):
             parse_arguments(wrong, TrainingArguments, Fp8Arguments)
     first, second = parse_arguments(["--seed", "3", "--output_dir", "a"], TrainingArguments, Seq2SeqTrainingArguments)
     assert (first.seed, second.seed) == (3, 3)
@@ -385,12 +350,12 @@ def test_the_composed_arguments_are_those_of_the_parts(tmp_path: Path, monkeypat
     ]
     assert parse_arguments([*words, "--overwrite_output_dir"], Composed) == (composed,)
     assert Composed(**given).settings() == TrainingArguments(**given).settings()
-    with pytest.raises(RuntimeError, match="ray_num_workers=4 asks for Ray's workers, and this is none of them; call"):
+    with refuses(RuntimeError, "ray_num_workers=4"):
         composed.trainer()
     assert Composed(**given).launch(composed, lambda word: word, "here") == "here"
-    with pytest.raises(ValueError, match="fp8_backend='torchao' is not available"):
+    with refuses(ValueError, "fp8_backend='torchao'"):
         Composed(**given, fp8=True, fp8_backend="torchao")
-    with pytest.raises(TypeError, match="ray_num_workers='4' is of type str"):
+    with refuses(TypeError, "ray_num_workers='4'"):
         Composed(**given, ray_num_workers="4")  # type: ignore[arg-type]
 
 
@@ -403,20 +368,20 @@ def test_deepspeed_in_python_is_what_it_is_in_a_file(tmp_path: Path) -> None:
         [note] = arguments.settings().notes
         assert "(ZeRO stage 2) becomes use_distributed_optimizer: true" in note
     assert not TrainingArguments(output_dir=str(tmp_path), deepspeed={}).use_distributed_optimizer
-    with pytest.raises(ValueError, match="asks for offload_param; leave it out"):
+    with refuses(ValueError, "asks for offload_param; leave it out"):
         TrainingArguments(
             output_dir=str(tmp_path), deepspeed={"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
         )
-    with pytest.raises(ValueError, match="has gradient_accumulation_steps: 4, and the training file says 2"):
+    with refuses(ValueError, "has gradient_accumulation_steps: 4, and"):
         TrainingArguments(
             output_dir=str(tmp_path), gradient_accumulation_steps=2, deepspeed={"gradient_accumulation_steps": 4}
         )
-    with pytest.raises(FileNotFoundError, match=r"deepspeed: none\.json is not a file"):
+    with refuses(FileNotFoundError, "deepspeed: none.json is not a file"):
         TrainingArguments(output_dir=str(tmp_path), deepspeed="none.json")
 
 
 def test_a_setting_of_adapters_is_refused_by_its_own_name() -> None:
-    with pytest.raises(ValueError, match=r"^lora_rank=0 is too small; choose 1 or more$"):
+    with refuses(ValueError, "lora_rank=0"):
         LoraArguments(lora_target="all", lora_rank=0)
 
 
@@ -477,13 +442,13 @@ def test_fp8_of_llama_factory_is_transformer_engines(tmp_path: Path) -> None:
     assert tensorwise == {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
     assert Fp8Arguments().merged_into({"a": 1}) == {"a": 1}
     for backend in ("torchao", "msamp"):
-        with pytest.raises(ValueError, match=f"^fp8_backend='{backend}' is not available"):
+        with refuses(ValueError, f"fp8_backend='{backend}'"):
             Fp8Arguments(fp8=True, fp8_backend=backend)
-    with pytest.raises(ValueError, match=r"^fp8_enable_fsdp_float8_all_gather=True"):
+    with refuses(ValueError, "fp8_enable_fsdp_float8_all_gather=True"):
         Fp8Arguments(fp8=True, fp8_enable_fsdp_float8_all_gather=True)
-    with pytest.raises(ValueError, match="does nothing without fp8=True"):
+    with refuses(ValueError, "fp8=True"):
         Fp8Arguments(fp8_backend="te")
-    with pytest.raises(ValueError, match="choose 'auto', 'te'"):
+    with refuses(ValueError, "'auto'"):
         Fp8Arguments(fp8_backend="cublas")  # type: ignore[arg-type]
 
 
@@ -492,7 +457,7 @@ def test_fp8_of_llama_factory_is_transformer_engines(tmp_path: Path) -> None:
 
 def test_the_trainer_takes_lightnings_arguments_and_no_others(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, save_strategy="no")
-    with pytest.raises(TypeError, match="unknown argument of Trainer 'device'; did you mean 'devices'"):
+    with refuses(TypeError, "'device'"):
         args.trainer(device=2)
     trainer = args.trainer(devices=1, max_steps=5, enable_model_summary=False)
     assert trainer.max_steps == 5
@@ -500,7 +465,7 @@ def test_the_trainer_takes_lightnings_arguments_and_no_others(tmp_path: Path) ->
 
 def test_wandb_is_not_dropped(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), report_to="wandb", use_cpu=True)
-    with pytest.raises(ModuleNotFoundError, match="report_to='wandb' needs a package"):
+    with refuses(ModuleNotFoundError, "report_to='wandb'"):
         args.trainer(devices=1)
 
 
@@ -519,7 +484,7 @@ def test_multi_token_prediction_of_a_checkpoint_stays_unless_it_is_dropped(tmp_p
 
 def test_true_resumes_from_the_newest_checkpoint(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), resume_from_checkpoint="true")
-    with pytest.raises(FileNotFoundError, match="resume_from_checkpoint='true' needs a checkpoint in output_dir="):
+    with refuses(FileNotFoundError, "resume_from_checkpoint='true'"):
         _ = args.ckpt_path
     for age, name in enumerate(("checkpoint-20.ckpt", "checkpoint-9.ckpt", "last-preempted.ckpt")):
         (tmp_path / name).mkdir()
@@ -535,7 +500,7 @@ def test_resuming_is_a_yes_or_no_too_as_in_yaml(given: Any, read: str, tmp_path:
 
 def test_an_evaluation_needs_something_to_evaluate_on(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), eval_strategy="epoch")
-    with pytest.raises(ValueError, match="eval_strategy='epoch' needs something to evaluate on"):
+    with refuses(ValueError, "eval_strategy='epoch'"):
         args.data("train.jsonl", "tokenizer", 64)
     assert args.data("train.jsonl", "tokenizer", 64, overrides={"validation_share": 0.1}).validation_share == 0.1
 

@@ -27,6 +27,7 @@ from lightning_mcore.arguments.mapping import callback_settings, logger_settings
 from lightning_mcore.arguments.training_rules import IGNORED, REFUSED, SUPPORTED
 from tests.distributed.test_arguments import words
 from tests.support.argument_table import LIVE, ON_CONFIGS, REFUSED_OURS, Landing
+from tests.support.sentences import refuses, says
 
 FIELDS = {field.name: field for field in dataclasses.fields(Seq2SeqTrainingArguments) if field.init}
 OURS = {field.name for field in dataclasses.fields(MegatronArguments)}
@@ -111,7 +112,7 @@ def optimizer_config(strategy: Any) -> OptimizerConfig:
 def test_an_offload_without_transformer_engine_is_refused(tmp_path: Path) -> None:
     """On a CPU there is nothing to offload, and the option is left out."""
     args = TrainingArguments(output_dir=str(tmp_path), use_distributed_optimizer=True, optimizer_cpu_offload=True)
-    with pytest.raises(ModuleNotFoundError, match="optimizer_cpu_offload=True needs TransformerEngine"):
+    with refuses(ModuleNotFoundError, "optimizer_cpu_offload=True"):
         make_strategy(args.settings(on_cpu=False).strategy)
     assert args.strategy().optimizer_config is None
 
@@ -150,10 +151,15 @@ def other_value(name: str) -> Any:
     return "other"
 
 
+ONE_OF_EACH_REASON = {reason: name for name, reason in REFUSED.items() if name in FIELDS}.values()
+
+
 @pytest.mark.parametrize("name", sorted(set(REFUSED) & set(FIELDS)))
 def test_what_transformers_trainer_alone_can_do_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"^{name}=.* is not available: .{{20,}}; leave it out$"):
+    with pytest.raises(ValueError, match=f"^{name}=") as caught:
         Seq2SeqTrainingArguments(output_dir=str(tmp_path), **{name: other_value(name)})
+    if name in ONE_OF_EACH_REASON:
+        says(str(caught.value))
 
 
 @pytest.mark.parametrize("name", sorted(IGNORED))

@@ -9,6 +9,7 @@ from lightning_mcore import LoRA, MCoreGPT
 from lightning_mcore.arguments.llamafactory.freeze import trained_parts
 from lightning_mcore.arguments.llamafactory.keys import FactoryKeys
 from tests.support.hf_models import read_tensors, tiny_folder
+from tests.support.sentences import refuses
 
 LAYERS = 4  # of the tiny models
 
@@ -47,42 +48,28 @@ def test_a_file_trains_what_llamafactory_trains(
 
 
 @pytest.mark.parametrize(
-    ("keys", "sentence"),
+    "keys",
     [
-        ({"freeze_trainable_layers": 0}, "freeze_trainable_layers: 0 without freeze_extra_modules trains nothing"),
-        ({"freeze_trainable_modules": "attn"}, "freeze_trainable_modules: attn has 'attn', which the model lacks; cho"),
-        ({"freeze_extra_modules": "q_proj"}, "freeze_extra_modules: q_proj has 'q_proj', .* choose embed_tokens, lm_h"),
+        {"freeze_trainable_layers": 0},
+        {"freeze_trainable_modules": "attn"},
+        {"freeze_extra_modules": "q_proj"},
     ],
 )
-def test_what_a_file_cannot_train_is_refused(keys: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_what_a_file_cannot_train_is_refused(keys: dict[str, Any]) -> None:
+    with refuses(ValueError, *keys):
         trained_parts(FactoryKeys(model_name_or_path=str(tiny_folder("llama")), finetuning_type="freeze", **keys))
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "sentence"),
+    ("settings", "error"),
     [
-        ({"train_only": "norm"}, TypeError, r"train_only='norm' is not a list of parts of names; give one, such as"),
-        (
-            {"train_only": []},
-            ValueError,
-            r"train_only=\[\] trains nothing; name a weight, or leave it out to train all",
-        ),
-        (
-            {"train_only": ["norm"], "lora": LoRA()},
-            ValueError,
-            r"train_only=\['norm'\] contradicts lora, which freezes",
-        ),
-        ({"train_only": ["lm_haed"]}, ValueError, r"train_only has 'lm_haed', and no weight .* did you mean lm_head"),
-        (
-            {"train_only": ["q_proj"]},
-            ValueError,
-            r"train_only chooses .*layers.0.self_attn.q_proj.weight, which Megatron keeps in one weight with .*k_proj",
-        ),
+        ({"train_only": "norm"}, TypeError),
+        ({"train_only": []}, ValueError),
+        ({"train_only": ["norm"], "lora": LoRA()}, ValueError),
+        ({"train_only": ["lm_haed"]}, ValueError),
+        ({"train_only": ["q_proj"]}, ValueError),
     ],
 )
-def test_a_choice_of_weights_that_cannot_be_is_a_sentence(
-    settings: dict[str, Any], error: type[Exception], sentence: str
-) -> None:
-    with pytest.raises(error, match=sentence):
+def test_a_choice_of_weights_that_cannot_be_is_a_sentence(settings: dict[str, Any], error: type[Exception]) -> None:
+    with refuses(error, *settings):
         MCoreGPT.from_pretrained(str(tiny_folder("llama")), **settings).check_settings()

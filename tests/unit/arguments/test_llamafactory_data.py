@@ -12,6 +12,7 @@ import pytest
 from lightning_mcore.arguments.llamafactory.data import FactoryData, FactoryReading, FactoryRows
 from lightning_mcore.arguments.llamafactory.datasets import DatasetEntry, read_datasets
 from tests.support.chats import characters, write
+from tests.support.sentences import refuses
 
 ALPACA = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
 SHAREGPT = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]}
@@ -67,80 +68,66 @@ def test_a_conversation_that_does_not_alternate_is_left_out(tmp_path: Path, role
 
 
 @pytest.mark.parametrize(
-    ("row", "says", "sentence"),
+    ("row", "says"),
     [
-        ({"instruction": "x"}, {}, "'d' has the columns 'instruction', but not 'input', 'output'; name its columns"),
-        ({**ALPACA, "output": 3}, {}, "'output' of row 0 is of type int; give text"),
-        (
-            {**ALPACA, "h": [["a"]]},
-            {"columns": {"prompt": "instruction", "history": "h"}},
-            "exchange 0 in 'h' of row 0",
-        ),
-        ({**ALPACA, "t": "[...]"}, {"columns": {"prompt": "instruction", "tools": "t"}}, r"row 0 calls tools \(t\)"),
+        ({"instruction": "x"}, {}),
+        ({**ALPACA, "output": 3}, {}),
+        ({**ALPACA, "h": [["a"]]}, {"columns": {"prompt": "instruction", "history": "h"}}),
+        ({**ALPACA, "t": "[...]"}, {"columns": {"prompt": "instruction", "tools": "t"}}),
         (
             {"conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": "{}"}]},
             {"formatting": "sharegpt"},
-            "message 1 of row 0 calls a tool, which the templates here cannot write",
         ),
-        ({"conversations": [{"role": "x"}]}, {"formatting": "sharegpt"}, "message 0 of row 0 has no 'from'; name its"),
-        ({"conversations": "x"}, {"formatting": "sharegpt"}, "'conversations' of row 0 is not a list of messages"),
+        ({"conversations": [{"role": "x"}]}, {"formatting": "sharegpt"}),
+        ({"conversations": "x"}, {"formatting": "sharegpt"}),
     ],
 )
-def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, row: Any, says: Any, sentence: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=sentence):
+def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, row: Any, says: Any) -> None:
+    with refuses((ValueError, TypeError)):
         messages(tmp_path, row, **says)
 
 
 @pytest.mark.parametrize(
-    ("says", "sentence"),
+    "says",
     [
-        (
-            {"hf_hub_url": "a/b"},
-            r"comes from the Hugging Face hub \(hf_hub_url: 'a/b'\), and nothing is downloaded silently",
-        ),
-        ({"ms_hub_url": "a/b"}, "comes from ModelScope"),
-        ({"om_hub_url": "a/b"}, "comes from Modelers"),
-        ({"script_url": "a.py"}, "comes from a script"),
-        ({"cloud_file_name": "s3://a"}, "comes from a cloud"),
-        ({"ranking": True}, "has ranking: true, and lacks a column for each answer; name chosen and rejected"),
-        ({"ranking": 1}, "has ranking: 1; choose true or false"),
-        (
-            {"ranking": True, "columns": {"chosen": "c", "rejected": "r", "kto_tag": "k"}},
-            "has both ranking: true and a kto_tag, for two kinds of rows",
-        ),
-        ({"formatting": "parrot"}, "has formatting: 'parrot'; choose alpaca, sharegpt or openai"),
-        ({"split": "test"}, "names a split, a subset or a folder on a hub"),
-        ({"subset": "x"}, "names a split, a subset or a folder on a hub"),
-        ({"num_samples": 0}, "has num_samples: 0; choose 1 or more"),
-        (
-            {"columns": {"images": "i"}},
-            "column of the dataset 'd' of .* has 'images', and model_name_or_path is a text-only model",
-        ),
-        ({"columns": {"chosen": "c"}}, "has the column 'chosen' without ranking: true; set it, or leave the column"),
-        ({"columns": {"promt": "c"}}, "unknown column of the dataset 'd' of .* 'promt'; did you mean 'prompt'"),
-        ({"tags": {"rol_tag": "c"}}, "unknown tag of the dataset 'd' of .* 'rol_tag'; did you mean 'role_tag'"),
-        ({"formating": "alpaca"}, "unknown key of the dataset 'd' of .* 'formating'; did you mean 'formatting'"),
+        {"hf_hub_url": "a/b"},
+        {"ms_hub_url": "a/b"},
+        {"om_hub_url": "a/b"},
+        {"script_url": "a.py"},
+        {"cloud_file_name": "s3://a"},
+        {"ranking": True},
+        {"ranking": 1},
+        {"ranking": True, "columns": {"chosen": "c", "rejected": "r", "kto_tag": "k"}},
+        {"formatting": "parrot"},
+        {"split": "test"},
+        {"subset": "x"},
+        {"num_samples": 0},
+        {"columns": {"images": "i"}},
+        {"columns": {"chosen": "c"}},
+        {"columns": {"promt": "c"}},
+        {"tags": {"rol_tag": "c"}},
+        {"formating": "alpaca"},
     ],
 )
-def test_a_dataset_that_is_not_read_is_refused(tmp_path: Path, says: Any, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_a_dataset_that_is_not_read_is_refused(tmp_path: Path, says: Any) -> None:
+    with refuses(ValueError):
         entry(tmp_path, [ALPACA], **says)
 
 
 def test_a_name_that_is_not_there_is_refused(tmp_path: Path) -> None:
     entry(tmp_path, [ALPACA])
-    with pytest.raises(ValueError, match=r"unknown dataset of .*dataset_info.json 'e'; choose from d"):
+    with refuses(ValueError, "json 'e'; choose from d"):
         read_datasets("d, e", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"has no dataset_info\.json; give the folder that contains it"):
+    with refuses(FileNotFoundError, "has no dataset_info.json; give the folder"):
         read_datasets("d", str(tmp_path / "no"))
     for place in ("ONLINE", "REMOTE:a/b"):
-        with pytest.raises(ValueError, match="asks for datasets from a hub, and nothing is downloaded silently"):
+        with refuses(ValueError, "asks for datasets from a hub, and nothing"):
             read_datasets("d", place)
     (tmp_path / "a.jsonl").unlink()
-    with pytest.raises(FileNotFoundError, match=r"file_name of the dataset 'd' of .* does not exist"):
+    with refuses(FileNotFoundError, "file_name of the dataset 'd' of"):
         read_datasets("d", str(tmp_path))
     (tmp_path / "dataset_info.json").write_text('{"d": {}', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"line 1 of .*dataset_info\.json is not JSON"):
+    with refuses(ValueError, "dataset_info.json is not JSON"):
         read_datasets("d", str(tmp_path))
 
 
@@ -182,18 +169,18 @@ def test_datasets_stand_one_after_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"),
+    "content",
     [
-        (b'{"d": "\xf3"}', "is not text in UTF-8: 'utf-8' codec"),
-        (b'{"d": {"file_name": 5}}', "has file_name: 5; give a file or a folder"),
-        (b'{"d": {"file_name": "a.jsonl", "columns": 5}}', "are 5, which is not an object; write {key: name}"),
-        (b'{"d": {"file_name": "a.jsonl", "tags": {"role_tag": [1]}}}', r"'role_tag' is \[1\]; give a name"),
+        b'{"d": "\xf3"}',
+        b'{"d": {"file_name": 5}}',
+        b'{"d": {"file_name": "a.jsonl", "columns": 5}}',
+        b'{"d": {"file_name": "a.jsonl", "tags": {"role_tag": [1]}}}',
     ],
 )
-def test_a_damaged_dataset_info_is_one_sentence(tmp_path: Path, content: bytes, sentence: str) -> None:
+def test_a_damaged_dataset_info_is_one_sentence(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
     (tmp_path / "dataset_info.json").write_bytes(content)
-    with pytest.raises(ValueError, match=sentence):
+    with refuses(ValueError):
         read_datasets("d", str(tmp_path))
 
 
@@ -257,5 +244,5 @@ def test_texts_may_have_a_row_each(tmp_path: Path) -> None:
 
 def test_too_little_text_for_a_block_is_told(tmp_path: Path) -> None:
     where = entry(tmp_path, [{"text": "ab"}], columns={"prompt": "text"})
-    with pytest.raises(ValueError, match="has only 3 tokens, fewer than the 65 of one block; choose a smaller"):
+    with refuses(ValueError, "has only 3 tokens, fewer than the 65 of"):
         opened(tmp_path, [reading(where, documents=True, joined=True)], packing=True)

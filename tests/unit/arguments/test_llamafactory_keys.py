@@ -20,6 +20,7 @@ from lightning_mcore.cli import guard, main
 from lightning_mcore.cli.llamafactory import run
 from lightning_mcore.cli.plan import run as plan
 from tests.support.factory_files import LLAMA3, QWEN3_LORA, QWEN3_MOE, TRAIN_LORA, write_run
+from tests.support.sentences import refuses, says
 
 # Of the model, the data, the fine-tuning, the generation, the training beyond transformers, and Megatron-Bridge.
 _NAMES = """
@@ -85,6 +86,9 @@ def test_no_key_is_of_our_making() -> None:
     assert set(KEYS) >= OWN - {"sequence_packing", "warmup_ratio", "deepspeed"}  # the last is of transformers
 
 
+ONE_OF_EACH_REASON = {reason: key for key, (_, reason) in REFUSED.items()}.values()
+
+
 @pytest.mark.parametrize("key", sorted(REFUSED))
 def test_a_key_that_is_not_supported_passes_at_its_default_alone(file: str, key: str) -> None:
     default, reason = REFUSED[key]
@@ -92,11 +96,13 @@ def test_a_key_that_is_not_supported_passes_at_its_default_alone(file: str, key:
     with pytest.raises(ValueError, match=f"^{key}: ") as caught:
         read(file, f"{key}={other}")
     assert reason in str(caught.value)
+    if key in ONE_OF_EACH_REASON:
+        says(str(caught.value))
     assert read(file, f"{key}={'null' if default is None else default}").keys.stage == "sft"
 
 
 def test_secrets_are_not_repeated(file: str) -> None:
-    with pytest.raises(ValueError, match=r"^hf_hub_token: \.\.\. asks for a model on a hub"):
+    with refuses(ValueError, "hf_hub_token: ... asks for a model on a"):
         read(file, "hf_hub_token=hf_secret")
 
 
@@ -234,43 +240,37 @@ def test_deepspeed_may_stand_in_the_file_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    "changes",
     [
-        ({"zero_optimization": {"stage": 4}}, "has stage 4 of zero_optimization; choose 0, 1, 2 or 3"),
-        (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
-            "asks for offload_optimizer; leave deepspeed out, and set use_distributed_optimizer: true and",
-        ),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "asks for offload_param; leave it"),
-        (
-            {"tensor_parallel": {"autotp_size": 2}},
-            "has autotp_size 2; leave it out, and set tensor_model_parallel",
-        ),
-        ({"optimizer": {"type": "Adam"}}, "has an optimizer of its own; leave it out there"),
-        ({"scheduler": {"type": "WarmupLR"}}, "has a scheduler of its own; leave it out there"),
-        ({"gradient_clipping": 0.5}, "has gradient_clipping: 0.5, and the training file says 1.0; set it to 'auto'"),
-        ({"train_micro_batch_size_per_gpu": 4}, "has train_micro_batch_size_per_gpu: 4, and the training file says 1"),
-        ({"fp16": {"enabled": True}}, "has fp16: True, and the training file says False"),
+        {"zero_optimization": {"stage": 4}},
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+        {"tensor_parallel": {"autotp_size": 2}},
+        {"optimizer": {"type": "Adam"}},
+        {"scheduler": {"type": "WarmupLR"}},
+        {"gradient_clipping": 0.5},
+        {"train_micro_batch_size_per_gpu": 4},
+        {"fp16": {"enabled": True}},
     ],
 )
-def test_what_deepspeed_would_do_otherwise_is_refused(tmp_path: Path, changes: Any, sentence: str) -> None:
+def test_what_deepspeed_would_do_otherwise_is_refused(tmp_path: Path, changes: Any) -> None:
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({**ZERO, **changes}), encoding="utf-8")
-    with pytest.raises(ValueError, match=sentence) as caught:
+    with refuses(ValueError) as caught:
         read(of_one_optimizer(tmp_path), f"deepspeed={config}")
     assert str(caught.value).startswith(f"deepspeed: {config} ")
 
 
 def test_a_config_of_deepspeed_that_contradicts_or_cannot_be_read_is_refused(tmp_path: Path) -> None:
     file, config = of_one_optimizer(tmp_path), tmp_path / "ds.json"
-    with pytest.raises(FileNotFoundError, match="is not a file; give the path of DeepSpeed's config, or leave it out"):
+    with refuses(FileNotFoundError, "is not a file; give the path of"):
         read(file, f"deepspeed={config}")
     for content, sentence in (("{", "is not JSON"), ("[" * 5000, "is not JSON"), ("[]", "holds a list, not an object")):
         config.write_text(content, encoding="utf-8")
-        with pytest.raises(ValueError, match=sentence):
+        with refuses(ValueError, sentence):
             read(file, f"deepspeed={config}")
     config.write_text(json.dumps(ZERO), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"is ZeRO stage 2, .* contradicts use_distributed_optimizer: False"):
+    with refuses(ValueError, "contradicts use_distributed_optimizer:"):
         read(file, f"deepspeed={config}", "use_distributed_optimizer=false")
 
 
@@ -331,9 +331,9 @@ def test_wrong_input_is_one_sentence_and_exit_code_2(file: str, capfd: pytest.Ca
 
 def test_a_share_of_warm_up_has_its_older_name_too(file: str) -> None:
     assert read(file, "warmup_steps=0", "warmup_ratio=0.25").arguments.warmup_steps == 0.25
-    with pytest.raises(ValueError, match=r"warmup_ratio: 0\.25 and warmup_steps: 2 both set"):
+    with refuses(ValueError, "warmup_ratio: 0.25 and warmup_steps: 2"):
         read(file, "warmup_ratio=0.25")
-    with pytest.raises(ValueError, match=r"warmup_ratio: 1\.5 is not a share"):
+    with refuses(ValueError, "warmup_ratio: 1.5 is not a share"):
         read(file, "warmup_steps=0", "warmup_ratio=1.5")
 
 
@@ -342,7 +342,7 @@ def test_allowing_code_that_is_not_run_is_no_error(file: str) -> None:
 
 
 def test_a_file_that_asks_for_nothing_is_refused(file: str) -> None:
-    with pytest.raises(ValueError, match="neither training nor evaluation is asked for; set do_train: true"):
+    with refuses(ValueError, "neither training nor evaluation is asked"):
         read(file, "do_train=false")
 
 
@@ -375,7 +375,7 @@ def test_examples_of_adapters_are_planned_on_every_layout_or_refused(
     more, sentence = TRAIN_LORA[name]
     words = [f"{key}={json.dumps(value)}" for key, value in more.items()]
     if sentence is not None:
-        with pytest.raises(ValueError, match=sentence):
+        with refuses(ValueError, sentence):
             read_run(adapters_file, words)
         return
     for layout in LAYOUTS_OF_ADAPTERS:

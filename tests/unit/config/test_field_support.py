@@ -15,6 +15,7 @@ from lightning_mcore.layers.multi_token import check_multi_token, multi_token_pr
 from lightning_mcore.layers.spec import check_backend
 from lightning_mcore.parallel.chunks import pipeline_config
 from lightning_mcore.parallel.pipeline import Pipeline
+from tests.support.sentences import refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")
 
@@ -105,18 +106,18 @@ def test_what_nothing_around_the_model_would_do_is_refused_for_every_model(name:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "choice"),
+    ("name", "value"),
     [
-        ("attention_backend", "flash", "choose 'auto' or 'local', or transformer_impl"),
-        ("attention_softmax_in_fp32", False, "choose True, or transformer_impl"),
-        ("cp_comm_type", "a2a", "choose None or 'all_gather', or transformer_impl"),
-        ("masked_softmax_fusion", True, "choose False, or transformer_impl"),
-        ("deterministic_mode", True, r"Trainer\(deterministic=True\)"),
+        ("attention_backend", "flash"),
+        ("attention_softmax_in_fp32", False),
+        ("cp_comm_type", "a2a"),
+        ("masked_softmax_fusion", True),
+        ("deterministic_mode", True),
     ],
 )
-def test_choices_that_the_torch_backend_does_not_have_are_refused(name: str, value: Any, choice: str) -> None:
+def test_choices_that_the_torch_backend_does_not_have_are_refused(name: str, value: Any) -> None:
     config = config_of(**{name: value})
-    with pytest.raises(ValueError, match=f"^{name}={value!r} is not for the torch backend, because .*{choice}"):
+    with refuses(ValueError, f"{name}={value!r}"):
         check_fields(config, "local")
     check_fields(config, "transformer_engine")
 
@@ -130,45 +131,24 @@ def test_fields_of_other_models_are_refused_for_a_gpt_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "sentence"),
+    "fields",
     [
-        ({"moe_token_dispatcher_type": "flex"}, r"^moe_token_dispatcher_type='flex' \(DeepEP.*; choose 'alltoall'"),
-        (
-            {"num_moe_experts": 4, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-            "expert_tensor_parallel_size=1 with tensor_model_parallel_size=2 needs expert_model_parallel_size > 1",
-        ),
-        (
-            {"num_moe_experts": 4, "expert_model_parallel_size": 2, "use_cpu_initialization": True},
-            "use_cpu_initialization=True with expert_model_parallel_size=2: megatron-core draws the same experts",
-        ),
-        (
-            {"fp32_residual_connection": True, "pipeline_model_parallel_size": 2, "pipeline_dtype": torch.bfloat16},
-            "would send fp32 where torch.bfloat16 is expected; choose 32-true or one stage",
-        ),
-        ({"attention_dropout": 1.5}, "attention_dropout=1.5 is not a share"),
-        ({"num_moe_experts": 2, "moe_router_topk": 4}, "moe_router_topk=4 is more than num_moe_experts=2; choose 2"),
-        (
-            {"num_moe_experts": 2, "moe_router_topk": 2, "moe_router_num_groups": 2, "moe_router_group_topk": 1},
-            "moe_router_topk=2 does not fit moe_router_group_topk=1 groups of 1 experts; choose 1 to 1",
-        ),
-        (
-            {"num_moe_experts": 2, "moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.01},
-            "moe_aux_loss_coeff=0.01 with moe_router_load_balancing_type='sinkhorn'",
-        ),
-        (
-            {"recompute_granularity": "selective", "recompute_modules": ["mlp"], "add_bias_linear": True},
-            "recompute_modules with 'mlp' needs add_bias_linear=False",
-        ),
-        (
-            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
-            | {"pipeline_model_parallel_size": 2},
-            "recompute_num_layers=2 with recompute_method='uniform' does not divide the 1 layers",
-        ),
-        ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, "'te' needs TransformerEngine"),
+        {"moe_token_dispatcher_type": "flex"},
+        {"num_moe_experts": 4, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        {"num_moe_experts": 4, "expert_model_parallel_size": 2, "use_cpu_initialization": True},
+        {"fp32_residual_connection": True, "pipeline_model_parallel_size": 2, "pipeline_dtype": torch.bfloat16},
+        {"attention_dropout": 1.5},
+        {"num_moe_experts": 2, "moe_router_topk": 4},
+        {"num_moe_experts": 2, "moe_router_topk": 2, "moe_router_num_groups": 2, "moe_router_group_topk": 1},
+        {"num_moe_experts": 2, "moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.01},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp"], "add_bias_linear": True},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+        | {"pipeline_model_parallel_size": 2},
+        {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"},
     ],
 )
-def test_combinations_that_megatron_would_compute_wrongly_are_refused(fields: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_combinations_that_megatron_would_compute_wrongly_are_refused(fields: dict[str, Any]) -> None:
+    with refuses(ValueError, *fields):
         check_backend(config_of(**fields), "local", "cpu")
 
 
@@ -179,24 +159,22 @@ def test_a_model_of_ones_own_is_checked_too() -> None:
     owned = dict(vars(chunk.config))
     assert pipeline_config(pipeline, owned) is chunk.config
     chunk.config.gradient_accumulation_fusion = True
-    with pytest.raises(ValueError, match=r"^gradient_accumulation_fusion=True needs CUDA, and this run is on 'cpu'"):
+    with refuses(ValueError, "gradient_accumulation_fusion=True"):
         pipeline_config(pipeline, owned)
 
 
 @pytest.mark.parametrize(
-    ("fields", "tied", "sentence"),
+    ("fields", "tied"),
     [
-        ({"context_parallel_size": 2}, False, "choose context_parallel_size=1"),
-        ({"no_rope_freq": [1, 0], "calculate_per_token_loss": True}, False, "leave out one of the two"),
-        ({"window_attn_skip_freq": [1, 0], "calculate_per_token_loss": True}, False, "leave out one of the two"),
-        ({"pipeline_model_parallel_size": 2, "calculate_per_token_loss": True}, True, "choose one of the three"),
+        ({"context_parallel_size": 2}, False),
+        ({"no_rope_freq": [1, 0], "calculate_per_token_loss": True}, False),
+        ({"window_attn_skip_freq": [1, 0], "calculate_per_token_loss": True}, False),
+        ({"pipeline_model_parallel_size": 2, "calculate_per_token_loss": True}, True),
     ],
 )
-def test_multi_token_prediction_that_would_depend_on_the_layout_is_refused(
-    fields: dict[str, Any], tied: bool, sentence: str
-) -> None:
+def test_multi_token_prediction_that_would_depend_on_the_layout_is_refused(fields: dict[str, Any], tied: bool) -> None:
     config = config_of(mtp_num_layers=1, **fields)
-    with pytest.raises(ValueError, match=f"mtp_num_layers=1.*{sentence}$"):
+    with refuses(ValueError, "mtp_num_layers=1"):
         check_multi_token(config, tied)
     check_multi_token(config_of(**fields), tied)
     check_multi_token(config_of(mtp_num_layers=1, calculate_per_token_loss=True), tied)
@@ -205,9 +183,7 @@ def test_multi_token_prediction_that_would_depend_on_the_layout_is_refused(
 def test_multi_token_prediction_is_refused_with_recomputation_in_groups_of_several_layers() -> None:
     fields = {"num_layers": 2, "recompute_granularity": "full", "recompute_method": "uniform"}
     fields |= {"mtp_num_layers": 1, "calculate_per_token_loss": True}
-    with pytest.raises(
-        ValueError, match=r"^recompute_num_layers=2 with mtp_num_layers=1 .*; choose recompute_num_layers=1$"
-    ):
+    with refuses(ValueError, "recompute_num_layers=2"):
         check_multi_token(config_of(**fields, recompute_num_layers=2))
     check_multi_token(config_of(**fields, recompute_num_layers=1))
 
@@ -215,7 +191,7 @@ def test_multi_token_prediction_is_refused_with_recomputation_in_groups_of_sever
 def test_learned_positions_are_refused_where_multi_token_prediction_copies_their_table() -> None:
     fields = {"mtp_num_layers": 1, "calculate_per_token_loss": True}
     staged = config_of(**fields, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"^learned positions with mtp_num_layers=1 and pipeline_model"):
+    with refuses(ValueError, "mtp_num_layers=1"):
         check_multi_token(staged, learned_positions=True)
     check_multi_token(staged)
     check_multi_token(config_of(**fields), learned_positions=True)
@@ -223,7 +199,7 @@ def test_learned_positions_are_refused_where_multi_token_prediction_copies_their
 
 @pytest.mark.skipif(hasattr(multi_token_prediction, "process_mtp_loss"), reason="fixed in megatron-core 0.17")
 def test_multi_token_prediction_that_could_divide_by_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"divides by zero .*; set calculate_per_token_loss=True"):
+    with refuses(ValueError, "calculate_per_token_loss=True"):
         check_multi_token(config_of(mtp_num_layers=1))
 
 
@@ -233,10 +209,10 @@ WINDOW = {"window_size": (8, 0), "context_parallel_size": 2}
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        (WINDOW, r"window_size=\(8, 0\) with context_parallel_size=2 and cp_comm_type=None .* set cp_comm_type='all_g"),
-        ({**WINDOW, "cp_comm_type": "p2p"}, "cp_comm_type='p2p' is not available: TransformerEngine sends"),
-        ({**WINDOW, "cp_comm_type": ["a2a", "p2p"], "num_layers": 2}, "with context_parallel_size=2"),
-        ({**WINDOW, "cp_comm_type": "a2a+p2p"}, r"cp_comm_type='a2a\+p2p' is not available: its process groups"),
+        (WINDOW, "window_size=(8"),
+        ({**WINDOW, "cp_comm_type": "p2p"}, "cp_comm_type='p2p'"),
+        ({**WINDOW, "cp_comm_type": ["a2a", "p2p"], "num_layers": 2}, "context_parallel_size=2"),
+        ({**WINDOW, "cp_comm_type": "a2a+p2p"}, "cp_comm_type='a2a+p2p'"),
         ({**WINDOW, "cp_comm_type": "all_gather"}, None),
         ({**WINDOW, "cp_comm_type": "a2a"}, None),
         ({"window_size": (8, 0)}, None),
@@ -250,11 +226,11 @@ def test_windows_under_context_parallelism_ask_transformer_engine_for_what_it_ha
     if sentence is None:
         check_fields(config, "transformer_engine", "cuda")
         return
-    with pytest.raises(ValueError, match=sentence):
+    with refuses(ValueError, sentence):
         check_fields(config, "transformer_engine", "cuda")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", None])
 def test_a_dispatcher_that_has_never_run_is_refused_on_every_device(device: str | None) -> None:
-    with pytest.raises(ValueError, match="moe_token_dispatcher_type='flex'"):
+    with refuses(ValueError, "moe_token_dispatcher_type='flex'"):
         check_fields(config_of(moe_token_dispatcher_type="flex"), "transformer_engine", device)

@@ -42,6 +42,7 @@ from lightning_mcore.strategy.fp8_checks import (
     check_versions,
 )
 from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.sentences import refuses
 from tests.support.toy import PlainNet, StagedNet
 
 pytestmark = pytest.mark.filterwarnings(
@@ -58,10 +59,6 @@ MXFP8_WEIGHTS = {"fp8_recipe": "mxfp8", "fp8_param": True, "reuse_grad_buf_for_m
 
 def settings(recipe: Any, **more: Any) -> FP8Settings:
     return FP8Settings(fp8_recipe=recipe, **more)
-
-
-def is_one_sentence(text: str) -> bool:
-    return "\n" not in text and 20 < len(text) < 400 and not text.endswith(".")
 
 
 # Where the settings go
@@ -154,7 +151,7 @@ def test_yaml_and_the_command_line_reach_every_argument() -> None:
 @pytest.mark.parametrize("name", TRANSFORMER_FIELDS)
 def test_a_models_config_has_no_fp8_of_its_own(name: str) -> None:
     fields = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
-    with pytest.raises(ValueError, match=f"{name} belongs to the precision"):
+    with refuses(ValueError, f"{name} belongs to the precision"):
         check_transformer_fields({**fields, name: True})
 
 
@@ -166,7 +163,7 @@ def test_a_chunk_whose_config_has_fp8_of_its_own_is_refused() -> None:
         num_layers=2, hidden_size=8, num_attention_heads=2, fp8="e4m3", **precision.megatron_fields()
     )
     pipeline: Any = type("Pipe", (), {"chunks": [type("Chunk", (), {"config": config})()]})()
-    with pytest.raises(ValueError, match=r"TransformerConfig has fp8='e4m3' but MCoreStrategy .* need fp8=None"):
+    with refuses(ValueError, "fp8='e4m3'"):
         pipeline_config(pipeline, {**owned, **precision.megatron_fields()})
 
 
@@ -174,44 +171,39 @@ def test_a_chunk_whose_config_has_fp8_of_its_own_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("given", "error"),
     [
-        ({"fp8": "e5m2"}, ValueError, "fp8='e5m2' is unknown; choose 'e4m3', 'hybrid' or None"),
-        ({"fp8_recipe": "custom"}, ValueError, "fp8_recipe='custom' is unknown"),
-        ({"fp8_recipe": "delayed", "fp8_amax_compute_algo": None}, ValueError, "fp8_amax_compute_algo=None is unknown"),
-        ({"fp8_recipe": "delayed", "fp8_param": "yes"}, TypeError, "fp8_param='yes' is not a bool"),
-        ({"fp8_recipe": "delayed", "fp8_margin": 1.5}, TypeError, r"fp8_margin=1\.5 is not an int"),
-        ({"fp8_recipe": "delayed", "fp8_amax_history_len": 0}, ValueError, "fp8_amax_history_len=0 is too small"),
-        ({"fp8_param": True}, ValueError, "fp8_param=True does nothing without FP8; set fp8_recipe to one of"),
-        ({"fp8_amax_history_len": 16}, ValueError, "fp8_amax_history_len=16 does nothing without FP8"),
-        ({"fp8_recipe": "tensorwise", "fp8_margin": 1}, ValueError, "not available with fp8_recipe='tensorwise'"),
-        ({"fp8_recipe": "mxfp8", "fp8_wgrad": False}, ValueError, "fp8_wgrad=False is not available with .*'mxfp8'"),
-        ({"fp8_recipe": "blockwise", "tp_only_amax_red": True}, ValueError, "choose 'delayed', or leave it out"),
-        ({"fp8_recipe": "blockwise", "fp8_dot_product_attention": True}, ValueError, "'delayed' or 'tensorwise'"),
-        ({"fp8": "e4m3", "first_last_layers_bf16": True}, ValueError, "choose 'tensorwise' or 'blockwise' or 'mxfp8'"),
-        (
-            {"fp8_recipe": "tensorwise", "num_layers_at_end_in_bf16": 2},
-            ValueError,
-            "num_layers_at_end_in_bf16 does nothing without first_last_layers_bf16=True; set both",
-        ),
-        ({"fp8_recipe": "mxfp8", "fp8_param": True}, ValueError, "set both or neither"),
-        ({"fp8_recipe": "mxfp8", "reuse_grad_buf_for_mxfp8_param_ag": True}, ValueError, "set both or neither"),
+        ({"fp8": "e5m2"}, ValueError),
+        ({"fp8_recipe": "custom"}, ValueError),
+        ({"fp8_recipe": "delayed", "fp8_amax_compute_algo": None}, ValueError),
+        ({"fp8_recipe": "delayed", "fp8_param": "yes"}, TypeError),
+        ({"fp8_recipe": "delayed", "fp8_margin": 1.5}, TypeError),
+        ({"fp8_recipe": "delayed", "fp8_amax_history_len": 0}, ValueError),
+        ({"fp8_param": True}, ValueError),
+        ({"fp8_amax_history_len": 16}, ValueError),
+        ({"fp8_recipe": "tensorwise", "fp8_margin": 1}, ValueError),
+        ({"fp8_recipe": "mxfp8", "fp8_wgrad": False}, ValueError),
+        ({"fp8_recipe": "blockwise", "tp_only_amax_red": True}, ValueError),
+        ({"fp8_recipe": "blockwise", "fp8_dot_product_attention": True}, ValueError),
+        ({"fp8": "e4m3", "first_last_layers_bf16": True}, ValueError),
+        ({"fp8_recipe": "tensorwise", "num_layers_at_end_in_bf16": 2}, ValueError),
+        ({"fp8_recipe": "mxfp8", "fp8_param": True}, ValueError),
+        ({"fp8_recipe": "mxfp8", "reuse_grad_buf_for_mxfp8_param_ag": True}, ValueError),
     ],
 )
-def test_a_wrong_setting_is_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message) as refusal:
+def test_a_wrong_setting_is_refused(given: dict[str, Any], error: type[Exception]) -> None:
+    with refuses(error, *given):
         MCorePrecision("bf16-mixed", **given)
-    assert is_one_sentence(str(refusal.value))
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "16-true"])
 def test_fp8_needs_bf16(precision: Any) -> None:
-    with pytest.raises(ValueError, match=f"fp8_recipe='delayed' is not available with precision='{precision}'"):
+    with refuses(ValueError, "fp8_recipe='delayed'"):
         MCorePrecision(precision, fp8="hybrid")
 
 
 def test_fp8_weights_need_the_sharded_optimizer_and_mxfp8_ones_no_overlap() -> None:
-    with pytest.raises(ValueError, match="fp8_param=True needs the distributed optimizer"):
+    with refuses(ValueError, "fp8_param=True"):
         check_optimizer(settings("delayed", fp8_param=True), DistributedDataParallelConfig())
     overlapped = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
@@ -219,13 +211,13 @@ def test_fp8_weights_need_the_sharded_optimizer_and_mxfp8_ones_no_overlap() -> N
     check_optimizer(settings("delayed", fp8_param=True), overlapped)
     mxfp8 = FP8Settings(**MXFP8_WEIGHTS)  # type: ignore[arg-type]
     check_optimizer(mxfp8, replace(overlapped, overlap_param_gather=False))
-    with pytest.raises(ValueError, match="set overlap_param_gather=False"):
+    with refuses(ValueError, "overlap_param_gather=False"):
         check_optimizer(mxfp8, overlapped)
     check_optimizer(settings("blockwise", fp8_param=True), overlapped)
     offload: Any = SimpleNamespace(optimizer_cpu_offload=True)  # Megatron's own wants more beside it
     check_optimizer(settings("delayed", fp8_param=True), overlapped, offload)
     check_optimizer(settings("tensorwise"), overlapped, offload)
-    with pytest.raises(ValueError, match="choose fp8_recipe='delayed', or leave one of them out"):
+    with refuses(ValueError, "fp8_recipe='delayed'"):
         check_optimizer(settings("tensorwise", fp8_param=True), overlapped, offload)
 
 
@@ -251,36 +243,23 @@ def test_a_machine_that_can_is_accepted(recipe: str, machine: FP8Machine) -> Non
 
 
 @pytest.mark.parametrize(
-    ("recipe", "machine", "error", "message"),
+    ("recipe", "machine", "error"),
     [
-        ("delayed", FP8Machine("cpu"), ValueError, "FP8 needs a CUDA device, and this run is on 'cpu'"),
-        ("delayed", replace(HOPPER, transformer_engine=None), ModuleNotFoundError, "needs TransformerEngine, which is"),
-        ("delayed", replace(HOPPER, capability=(8, 6)), ValueError, "capability 8.9 or higher, but this one has 8.6"),
-        ("blockwise", ADA, ValueError, "capability 9.0 or higher, but this one has 8.9; choose 'tensorwise' or 'delay"),
-        ("mxfp8", HOPPER, ValueError, "capability 10.0 or higher, but this one has 9.0"),
-        (
-            "mxfp8",
-            replace(BLACKWELL, capability=(12, 0)),
-            ValueError,
-            "capability 12.0 and higher, and this one has 12",
-        ),
-        (
-            "blockwise",
-            replace(HOPPER, cuda="12.8"),
-            ValueError,
-            "needs CUDA 12.9 or newer, but torch was built with CUDA 12",
-        ),
-        ("tensorwise", replace(HOPPER, transformer_engine="2.1.0"), ValueError, "TransformerEngine 2.2 or newer"),
-        ("blockwise", replace(HOPPER, transformer_engine="2.2.0"), ValueError, "TransformerEngine 2.3 or newer"),
-        ("mxfp8", replace(BLACKWELL, transformer_engine="2.0.0"), ValueError, "TransformerEngine 2.1 or newer"),
+        ("delayed", FP8Machine("cpu"), ValueError),
+        ("delayed", replace(HOPPER, transformer_engine=None), ModuleNotFoundError),
+        ("delayed", replace(HOPPER, capability=(8, 6)), ValueError),
+        ("blockwise", ADA, ValueError),
+        ("mxfp8", HOPPER, ValueError),
+        ("mxfp8", replace(BLACKWELL, capability=(12, 0)), ValueError),
+        ("blockwise", replace(HOPPER, cuda="12.8"), ValueError),
+        ("tensorwise", replace(HOPPER, transformer_engine="2.1.0"), ValueError),
+        ("blockwise", replace(HOPPER, transformer_engine="2.2.0"), ValueError),
+        ("mxfp8", replace(BLACKWELL, transformer_engine="2.0.0"), ValueError),
     ],
 )
-def test_a_machine_that_cannot_is_refused(
-    recipe: str, machine: FP8Machine, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message) as refusal:
+def test_a_machine_that_cannot_is_refused(recipe: str, machine: FP8Machine, error: type[Exception]) -> None:
+    with refuses(error):
         check_machine(settings(recipe), machine)
-    assert is_one_sentence(str(refusal.value))
 
 
 def test_the_machine_of_a_cpu_run_is_a_cpu() -> None:
@@ -293,24 +272,21 @@ ALIGNED = ModelShape(num_layers=4, hidden_size=256, num_attention_heads=4, ffn_h
 
 
 @pytest.mark.parametrize(
-    ("recipe", "change", "tp", "name"),
+    ("recipe", "change", "tp"),
     [
-        ("tensorwise", {"hidden_size": 264, "kv_channels": 64}, 1, "hidden_size=264 "),
-        ("mxfp8", {"ffn_hidden_size": 528}, 1, "ffn_hidden_size=528 "),
-        ("blockwise", {"hidden_size": 1024}, 8, "ffn_hidden_size=512 / 8"),
-        ("delayed", {"kv_channels": 2}, 1, r"num_attention_heads \* kv_channels=8 "),
-        ("blockwise", {"num_query_groups": 1}, 2, "num_query_groups.* kv_channels=384 / 2"),
-        ("mxfp8", {"num_moe_experts": 2, "moe_ffn_hidden_size": 80}, 1, "moe_ffn_hidden_size=80 "),
-        ("mxfp8", {"num_moe_experts": 2, "moe_shared_expert_intermediate_size": 48}, 1, "moe_shared_expert_.*=48 "),
+        ("tensorwise", {"hidden_size": 264, "kv_channels": 64}, 1),
+        ("mxfp8", {"ffn_hidden_size": 528}, 1),
+        ("blockwise", {"hidden_size": 1024}, 8),
+        ("delayed", {"kv_channels": 2}, 1),
+        ("blockwise", {"num_query_groups": 1}, 2),
+        ("mxfp8", {"num_moe_experts": 2, "moe_ffn_hidden_size": 80}, 1),
+        ("mxfp8", {"num_moe_experts": 2, "moe_shared_expert_intermediate_size": 48}, 1),
     ],
 )
-def test_sizes_that_do_not_divide_into_blocks_are_refused(
-    recipe: str, change: dict[str, Any], tp: int, name: str
-) -> None:
+def test_sizes_that_do_not_divide_into_blocks_are_refused(recipe: str, change: dict[str, Any], tp: int) -> None:
     shape = replace(ALIGNED, **change)
-    with pytest.raises(ValueError, match=f"needs multiples of {ALIGNMENT[recipe]}, and .*{name}") as refusal:
+    with refuses(ValueError, f"needs multiples of {ALIGNMENT[recipe]}"):
         check_model(settings(recipe), shape, tp, tp)
-    assert is_one_sentence(str(refusal.value))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -322,9 +298,9 @@ def test_sizes_that_divide_or_are_unknown_are_accepted(recipe: str) -> None:
 def test_layers_in_bf16_fit_on_a_stage() -> None:
     ends = settings("tensorwise", first_last_layers_bf16=True, num_layers_at_start_in_bf16=3)
     check_layers(ends, num_layers=12, pipeline_model_parallel_size=4)
-    with pytest.raises(ValueError, match="num_layers_at_start_in_bf16=3 is more than the 2 layers of a pipeline stage"):
+    with refuses(ValueError, "num_layers_at_start_in_bf16=3"):
         check_layers(ends, num_layers=8, pipeline_model_parallel_size=4)
-    with pytest.raises(ValueError, match=r"must be between 0 and number of layers per pipeline stage"):
+    with pytest.raises(ValueError, match="must be between 0 and number of layers per pipeline stage"):
         TransformerConfig(  # as Megatron itself says
             num_layers=8,
             hidden_size=64,
@@ -340,7 +316,7 @@ def test_tokens_of_a_microbatch_divide_into_blocks_on_each_rank() -> None:
     check_microbatch(settings("mxfp8"), (64, 2), layout)
     check_microbatch(settings("mxfp8"), None, layout)
     check_microbatch(FP8Settings(), (3, 1), layout)
-    with pytest.raises(ValueError, match=r"seq_length=64 \* 1 rows / 4 ranks is not one; .* a multiple of 128"):
+    with refuses(ValueError, "seq_length=64"):
         check_microbatch(settings("mxfp8"), (64, 1), layout)
     check_microbatch(settings("mxfp8"), (64, 1), ParallelLayout(tensor_model_parallel_size=2))
 
@@ -363,8 +339,8 @@ class Shaped(MCoreModule):
     ("shape", "rows", "message"),
     [
         (replace(ALIGNED, hidden_size=264, kv_channels=64), None, "hidden_size=264"),
-        (replace(ALIGNED, num_layers=2), None, "num_layers_at_end_in_bf16=3 is more than the 2 layers"),
-        (replace(ALIGNED, seq_length=24), 1, r"seq_length=24 \* 1 rows"),
+        (replace(ALIGNED, num_layers=2), None, "num_layers_at_end_in_bf16=3"),
+        (replace(ALIGNED, seq_length=24), 1, "seq_length=24"),
         (replace(ALIGNED, seq_length=24), 2, None),
         (replace(ALIGNED, seq_length=24), None, None),
         (None, 1, None),
@@ -378,14 +354,14 @@ def test_what_the_module_says_of_its_sizes_is_checked_before_anything_is_allocat
     if message is None:
         check_fp8(*arguments)
     else:
-        with pytest.raises(ValueError, match=message):
+        with refuses(ValueError, message):
             check_fp8(*arguments)
 
 
 def test_a_plain_module_is_refused_and_without_fp8_nothing_is() -> None:
     arguments: Any = (PlainNet(), ParallelLayout(), DistributedDataParallelConfig(), None, FP8Machine("cpu"), None)
     check_fp8(FP8Settings(), *arguments)
-    with pytest.raises(ValueError, match="PlainNet does not build a Megatron model; derive it from MCoreModule"):
+    with refuses(ValueError, "PlainNet does not build a Megatron model"):
         check_fp8(settings("delayed"), *arguments)
 
 
@@ -393,7 +369,7 @@ def test_a_plain_module_is_refused_and_without_fp8_nothing_is() -> None:
 def test_the_torch_backend_has_no_fp8(recipe: Any) -> None:
     fields = MCorePrecision("bf16-mixed", fp8_recipe=recipe).megatron_fields()
     config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, **fields)
-    with pytest.raises(ValueError, match="fp8='hybrid'"):
+    with refuses(ValueError, "fp8='hybrid'"):
         check_fields(config, "local", "cuda")
     check_fields(config, "transformer_engine", "cuda")
 
@@ -406,7 +382,7 @@ def chunks_without_transformer_engine() -> None:
 
 @pytest.mark.distributed
 def test_a_model_without_layers_of_transformer_engine_is_refused_on_every_rank() -> None:
-    with pytest.raises(RanksFailedError, match="needs TransformerEngine's layers, but the model has none") as e:
+    with refuses(RanksFailedError, "needs TransformerEngine's layers, but the") as e:
         run_ranks(2, chunks_without_transformer_engine)
     assert set(e.value.errors) == {0, 1}
 
@@ -430,12 +406,11 @@ def test_grouped_experts_in_fp8_that_could_not_be_saved_are_refused(
     if not is_refused:
         check_versions(*arguments)
         return
-    with pytest.raises(ValueError, match=r"install TransformerEngine (\S+) or older, or set moe_g") as refusal:
+    with refuses(ValueError, "install TransformerEngine") as refusal:
         check_versions(*arguments)
     advised = re.search(r"TransformerEngine (\S+) or older", str(refusal.value))
     assert advised is not None
     check_versions(*arguments[:3], advised[1])  # what it advises is accepted
-    assert is_one_sentence(str(refusal.value))
 
 
 BLACKWELL = FP8Machine("cuda", (10, 0), "12.8", "2.11.0")
@@ -452,43 +427,37 @@ def test_fp4_lands_on_megatrons_config_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    "arguments",
     [
-        ({"fp4_recipe": "e2m1"}, r"^fp4_recipe='e2m1' is unknown; choose 'nvfp4' or None$"),
-        ({"fp8_recipe": "mxfp8"}, "^fp4_recipe='nvfp4' with fp8_recipe='mxfp8' asks for two number formats; leave one"),
-        ({"fp8": "e4m3"}, "^fp4_recipe='nvfp4' with fp8='e4m3' asks for two number formats"),
-        ({"fp8_param": True}, "^fp8_param=True is not available with fp4_recipe='nvfp4'; choose 'delayed' or"),
-        ({"precision": "32-true"}, "^fp4_recipe='nvfp4' is not available with precision='32-true'"),
+        {"fp4_recipe": "e2m1"},
+        {"fp8_recipe": "mxfp8"},
+        {"fp8": "e4m3"},
+        {"fp8_param": True},
+        {"precision": "32-true"},
     ],
     ids=str,
 )
-def test_fp4_settings_that_contradict_each_other_are_refused(arguments: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_fp4_settings_that_contradict_each_other_are_refused(arguments: dict[str, Any]) -> None:
+    with refuses(ValueError, *arguments):
         MCorePrecision(**{"precision": "bf16-mixed", "fp4_recipe": "nvfp4", **arguments})
 
 
 @pytest.mark.parametrize(
-    ("machine", "sentence"),
+    "machine",
     [
-        (HOPPER, "^fp4_recipe='nvfp4' needs a GPU of compute capability 10.0 or higher, but this one has 9.0; choose"),
-        (
-            replace(BLACKWELL, cuda="12.6"),
-            "^fp4_recipe='nvfp4' needs CUDA 12.8 or newer, but torch was built with",
-        ),
-        (replace(BLACKWELL, transformer_engine="2.7.0"), "^fp4_recipe='nvfp4' needs TransformerEngine 2.8 or newer"),
-        (
-            FP8Machine("cpu"),
-            "^FP4 needs a CUDA device, and this run is on 'cpu'; leave fp4_recipe='nvfp4' out, run .* computes FP4 on",
-        ),
-        (FP8Machine("cuda", on_the_cpu=True), "^fp4_recipe='nvfp4' is not available: the installed Tran.* has no CUDA"),
+        HOPPER,
+        replace(BLACKWELL, cuda="12.6"),
+        replace(BLACKWELL, transformer_engine="2.7.0"),
+        FP8Machine("cpu"),
+        FP8Machine("cuda", on_the_cpu=True),
     ],
     ids=str,
 )
-def test_fp4_on_a_machine_that_lacks_it_is_refused(machine: FP8Machine, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_fp4_on_a_machine_that_lacks_it_is_refused(machine: FP8Machine) -> None:
+    with refuses(ValueError):
         check_machine(FP8Settings(fp4_recipe="nvfp4"), machine)
 
 
 def test_sizes_that_fp4_cannot_cut_are_refused() -> None:
-    with pytest.raises(ValueError, match="needs multiples of 32, and hidden_size=48"):
+    with refuses(ValueError, "hidden_size=48"):
         check_model(FP8Settings(fp4_recipe="nvfp4"), ModelShape(hidden_size=48), 1, 1)

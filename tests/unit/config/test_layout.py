@@ -5,7 +5,6 @@
 """
 
 import ast
-import re
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from megatron.core.transformer import TransformerConfig
 
 import lightning_mcore.config.layout
 from lightning_mcore.config.layout import ModelShape, ParallelLayout
+from tests.support.sentences import refuses
 
 # TransformerConfig warns about its own default.
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")
@@ -27,278 +27,114 @@ FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline
 EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
 
 
-def exactly(message: str) -> str:
-    return f"^{re.escape(message)}$"
-
-
 # Settings and messages
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
+    "sizes",
     [
-        ({TP: 0}, f"{TP}=0 is too small; choose 1 or more"),
-        ({CP: -2}, f"{CP}=-2 is too small; choose 1 or more"),
-        ({VP: 1, PP: 2}, f"{VP}=1 interleaves nothing; choose None, or 2 or more"),
-        (
-            {VP: 2},
-            f"{VP}=2 needs {PP} of 2 or more, but it is 1; leave the virtual size None or raise the pipeline size",
-        ),
-        (
-            {"sequence_parallel": True},
-            f"sequence_parallel=True needs {TP} of 2 or more, but it is 1;"
-            " set sequence_parallel=False or raise the tensor size",
-        ),
-        ({TP: 2, EP: 4}, f"{EP}=4 with {TP}=2 needs sequence_parallel=True; set it, or {TP}=1"),
-        (
-            {PP: 2, LAYOUT: "Et|t|L"},
-            f"{LAYOUT}='Et|t|L' has 3 stages, not a multiple of {PP}=2; write 2 or 4 stages or change the size",
-        ),
-        ({PP: 2, LAYOUT: []}, f"{LAYOUT}=[] has 0 stages, not a multiple of {PP}=2; write 2 stages or change the size"),
-        ({LAYOUT: "Et|L"}, f"{LAYOUT}='Et|L' has 2 stages but {PP}=1; write 1 stage or raise the size"),
-        (
-            {PP: 2, VP: 3, LAYOUT: "Et|t|t|L"},
-            f"{VP}=3 disagrees with {LAYOUT}='Et|t|t|L', whose stages make 2 for each of 2 pipeline ranks;"
-            " leave it None",
-        ),
-        (
-            {PP: 2, LAYOUT: "Et|xL"},
-            f"{LAYOUT}='Et|xL' holds 'x', which is not a layer;"
-            " choose from E, t, m or L, with | between stages and *n to repeat",
-        ),
-        (
-            {PP: 2, LAYOUT: [["embedding", "decode"], ["loss"]]},
-            f"{LAYOUT}=[['embedding', 'decode'], ['loss']] holds 'decode', which is not a layer;"
-            " choose from embedding, decoder, mtp or loss",
-        ),
-        *(
-            (
-                {PP: 2, LAYOUT: text},
-                f"{LAYOUT}={text!r} must begin its first stage with its only embedding and end its last with its only "
-                "loss; write it as 'E...|...L'",
-            )
-            for text in ("tE|L", "Et|Lt", "E|EtL", "EL|tL", "t|t", "|EtL")
-        ),
-        *(
-            (
-                {PP: 2, LAYOUT: text},
-                f"{LAYOUT}={text!r} must have its MTP layers in one of its last 2 stages, after every decoder layer;"
-                " move each m there",
-            )
-            for text in ("Etm|mL", "Em|tL", "Etm|||L")
-        ),
+        {TP: 0},
+        {CP: -2},
+        {VP: 1, PP: 2},
+        {VP: 2},
+        {"sequence_parallel": True},
+        {TP: 2, EP: 4},
+        {PP: 2, LAYOUT: "Et|t|L"},
+        {PP: 2, LAYOUT: []},
+        {LAYOUT: "Et|L"},
+        {PP: 2, VP: 3, LAYOUT: "Et|t|t|L"},
+        {PP: 2, LAYOUT: "Et|xL"},
+        {PP: 2, LAYOUT: [["embedding", "decode"], ["loss"]]},
+        *({PP: 2, LAYOUT: text} for text in ("tE|L", "Et|Lt", "E|EtL", "EL|tL", "t|t", "|EtL")),
+        *({PP: 2, LAYOUT: text} for text in ("Etm|mL", "Em|tL", "Etm|||L")),
     ],
 )
-def test_sizes_that_contradict_each_other_are_refused_at_construction(sizes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=exactly(message)):
+def test_sizes_that_contradict_each_other_are_refused_at_construction(sizes: dict[str, Any]) -> None:
+    with refuses(ValueError, *sizes):
         ParallelLayout(**sizes)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
+    "sizes",
     [
-        ({TP: True}, f"{TP}=True is not an int; give an int of 1 or more"),
-        ({PP: "2"}, f"{PP}='2' is not an int; give an int of 1 or more"),
-        ({VP: 2.0, PP: 2}, f"{VP}=2.0 is not an int; give an int of 1 or more"),
-        ({EP: None}, f"{EP}=None is not an int; give an int of 1 or more"),
-        ({"sequence_parallel": 1, TP: 2}, "sequence_parallel=1 is not a bool; give True or False"),
-        (
-            {LAYOUT: 4},
-            f"{LAYOUT}=4 is neither a string nor a list of lists of layer names; give one, such as 'Et|tL'",
-        ),
-        (
-            {LAYOUT: ["Et", "tL"]},
-            f"{LAYOUT}=['Et', 'tL'] is neither a string nor a list of lists of layer names; give one, such as 'Et|tL'",
-        ),
+        {TP: True},
+        {PP: "2"},
+        {VP: 2.0, PP: 2},
+        {EP: None},
+        {"sequence_parallel": 1, TP: 2},
+        {LAYOUT: 4},
+        {LAYOUT: ["Et", "tL"]},
     ],
 )
-def test_settings_of_the_wrong_type_are_refused_at_construction(sizes: dict[str, Any], message: str) -> None:
-    with pytest.raises(TypeError, match=exactly(message)):
+def test_settings_of_the_wrong_type_are_refused_at_construction(sizes: dict[str, Any]) -> None:
+    with refuses(TypeError, *sizes):
         ParallelLayout(**sizes)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "world_size", "message"),
+    ("sizes", "world_size"),
     [
-        (
-            {TP: 2, PP: 2},
-            6,
-            f"world_size=6 is not a multiple of {TP}=2 * {PP}=2 * {CP}=1, which makes 4;"
-            " choose sizes whose product is 1, 2, 3 or 6, or start 4 or 8 ranks",
-        ),
-        (
-            {CP: 4},
-            2,
-            f"world_size=2 is not a multiple of {TP}=1 * {PP}=1 * {CP}=4, which makes 4;"
-            " choose sizes whose product is 1 or 2, or start 4 ranks",
-        ),
-        (
-            {TP: 2, EP: 4, "sequence_parallel": True},
-            4,
-            f"world_size=4 is not a multiple of {ETP}={TP}=2 * {EP}=4 * {PP}=1, which makes 8;"
-            " choose sizes whose product is 1, 2 or 4, or start 8 ranks",
-        ),
-        (
-            {EP: 2, ETP: 3},
-            4,
-            f"world_size=4 is not a multiple of {ETP}=3 * {EP}=2 * {PP}=1, which makes 6;"
-            " choose sizes whose product is 1, 2 or 4, or start 6 ranks",
-        ),
+        ({TP: 2, PP: 2}, 6),
+        ({CP: 4}, 2),
+        ({TP: 2, EP: 4, "sequence_parallel": True}, 4),
+        ({EP: 2, ETP: 3}, 4),
     ],
 )
-def test_a_world_the_layout_does_not_divide_is_refused(sizes: dict[str, Any], world_size: int, message: str) -> None:
-    with pytest.raises(ValueError, match=exactly(message)):
+def test_a_world_the_layout_does_not_divide_is_refused(sizes: dict[str, Any], world_size: int) -> None:
+    with refuses(ValueError, *sizes):
         ParallelLayout(**sizes).validate_world(world_size)
 
 
 LAYERS = [
-    ({PP: 3}, {"num_layers": 32}, f"{PP}=3 does not divide num_layers=32; choose 1, 2, 4, 8, 16 or 32"),
-    (
-        {PP: 2, VP: 3},
-        {"num_layers": 8},
-        f"{VP}=3 does not divide the 4 layers of each pipeline stage; choose 2, 4 or None",
-    ),
-    (
-        {PP: 4, VP: 2},
-        {"num_layers": 4},
-        f"{VP}=2 does not divide the 1 layers of each pipeline stage; choose None",
-    ),
-    (
-        {PP: 4},
-        {"num_layers": 7, EMBEDDING: True, LOSS: True},
-        f"{PP}=4 does not divide num_layers + {EMBEDDING} + {LOSS}=9; choose 1, 3 or 9",
-    ),
-    (
-        {PP: 4},
-        {"num_layers": 8, FIRST: 1, LAST: 2},
-        f"{FIRST}=1 with {LAST}=2 leaves 5 of num_layers=8 to the other 2 pipeline stages;"
-        " leave a multiple of 2, at least 2",
-    ),
-    (
-        {PP: 3},
-        {"num_layers": 4, FIRST: 6},
-        f"{FIRST}=6 leaves -2 of num_layers=4 to the other 2 pipeline stages; leave a multiple of 2, at least 2",
-    ),
-    (
-        {PP: 2},
-        {"num_layers": 8, FIRST: 3, LAST: 4},
-        f"{FIRST}=3 with {LAST}=4 leaves 1 of num_layers=8 to the other 0 pipeline stages; leave 0",
-    ),
-    (
-        {},
-        {"num_layers": 8, FIRST: 3, LAST: 5},
-        f"{FIRST}=3 with {LAST}=5 needs {PP} of 2 or more, but it is 1; raise it or leave both None",
-    ),
-    ({PP: 2, VP: 2}, {"num_layers": 7, FIRST: 3}, f"{VP}=2 does not divide the 3 layers of {FIRST}; choose 3 or None"),
-    (
-        {PP: 2, VP: 2},
-        {"num_layers": 7, FIRST: 2},
-        f"{VP}=2 does not divide the 5 layers of each other pipeline stage; choose 5 or None",
-    ),
-    ({PP: 2}, {FIRST: 3, LOSS: True}, f"{FIRST} and {LOSS} both say how to split the layers; set only one"),
-    (
-        {PP: 2, LAYOUT: "Et|tL"},
-        {EMBEDDING: True},
-        f"{LAYOUT} and {EMBEDDING} both say how to split the layers; set only one",
-    ),
-    (
-        {PP: 2, LAYOUT: "Et*3|t*4,L"},
-        {"num_layers": 8},
-        f"{LAYOUT}='Et*3|t*4,L' holds 7 decoder layers but num_layers=8; make them equal",
-    ),
-    (
-        {PP: 2, LAYOUT: "Et|tmL"},
-        {"num_layers": 2},
-        f"{LAYOUT}='Et|tmL' holds 1 MTP layers but mtp_num_layers=0; make them equal",
-    ),
+    ({PP: 3}, {"num_layers": 32}),
+    ({PP: 2, VP: 3}, {"num_layers": 8}),
+    ({PP: 4, VP: 2}, {"num_layers": 4}),
+    ({PP: 4}, {"num_layers": 7, EMBEDDING: True, LOSS: True}),
+    ({PP: 4}, {"num_layers": 8, FIRST: 1, LAST: 2}),
+    ({PP: 3}, {"num_layers": 4, FIRST: 6}),
+    ({PP: 2}, {"num_layers": 8, FIRST: 3, LAST: 4}),
+    ({}, {"num_layers": 8, FIRST: 3, LAST: 5}),
+    ({PP: 2, VP: 2}, {"num_layers": 7, FIRST: 3}),
+    ({PP: 2, VP: 2}, {"num_layers": 7, FIRST: 2}),
+    ({PP: 2}, {FIRST: 3, LOSS: True}),
+    ({PP: 2, LAYOUT: "Et|tL"}, {EMBEDDING: True}),
+    ({PP: 2, LAYOUT: "Et*3|t*4,L"}, {"num_layers": 8}),
+    ({PP: 2, LAYOUT: "Et|tmL"}, {"num_layers": 2}),
 ]
 WIDTHS = [
-    ({TP: 3}, {"num_attention_heads": 8}, f"{TP}=3 does not divide num_attention_heads=8; choose 1, 2, 4 or 8"),
-    (
-        {TP: 4},
-        {"num_attention_heads": 24, "num_query_groups": 6},
-        f"{TP}=4 neither divides num_query_groups=6 nor is a multiple of it; choose 1, 2, 3, 6, 12 or 24",
-    ),
-    (
-        {TP: 2},
-        {"num_attention_heads": 6, "num_query_groups": 4},
-        "num_query_groups=4 does not divide num_attention_heads=6; choose 1, 2, 3 or 6",
-    ),
-    (
-        {TP: 4},
-        {"num_attention_heads": 4, "num_query_groups": 1, "kv_channels": 1},
-        f"{TP}=4 does not divide query, key and value rows=6; choose 1, 2, 3 or 6",
-    ),
-    ({TP: 4}, {"ffn_hidden_size": 6}, f"{TP}=4 does not divide ffn_hidden_size=6; choose 1, 2, 3 or 6"),
-    ({TP: 3}, {"hidden_size": 4}, f"{TP}=3 does not divide ffn_hidden_size=16; choose 1, 2, 4, 8 or 16"),
-    ({TP: 2}, {"vocab_size": 257}, f"{TP}=2 does not divide padded vocab_size=257; choose 1 or 257"),
-    (
-        {TP: 7},
-        {"vocab_size": 50304},
-        f"{TP}=7 does not divide padded vocab_size=50304; choose 1, 2, 3, 4, 6, 8, 12, 16, ... or 50304",
-    ),
+    ({TP: 3}, {"num_attention_heads": 8}),
+    ({TP: 4}, {"num_attention_heads": 24, "num_query_groups": 6}),
+    ({TP: 2}, {"num_attention_heads": 6, "num_query_groups": 4}),
+    ({TP: 4}, {"num_attention_heads": 4, "num_query_groups": 1, "kv_channels": 1}),
+    ({TP: 4}, {"ffn_hidden_size": 6}),
+    ({TP: 3}, {"hidden_size": 4}),
+    ({TP: 2}, {"vocab_size": 257}),
+    ({TP: 7}, {"vocab_size": 50304}),
 ]
 EXPERTS = [
-    (
-        {EP: 2},
-        {"num_layers": 2},
-        f"{EP}=2 needs a mixture of experts, but num_moe_experts is None; choose {EP}=1 or give the model experts",
-    ),
-    ({EP: 3}, {"num_moe_experts": 8}, f"{EP}=3 does not divide num_moe_experts=8; choose 1, 2, 4 or 8"),
-    ({TP: 2}, {"num_moe_experts": 8}, f"num_moe_experts=8 with {TP}=2 needs sequence_parallel=True; set it, or {TP}=1"),
-    (
-        {ETP: 4},
-        {"num_moe_experts": 8, "moe_ffn_hidden_size": 6},
-        f"{ETP}=4 does not divide moe_ffn_hidden_size=6; choose 1, 2, 3 or 6",
-    ),
-    (
-        {TP: 2, "sequence_parallel": True},
-        {"num_moe_experts": 8, "add_bias_linear": True},
-        f"{ETP}={TP}=2 needs experts without biases, but add_bias_linear=True; choose {ETP}=1 or add_bias_linear=False",
-    ),
-    (
-        {TP: 4, ETP: 1, "sequence_parallel": True},
-        {"num_moe_experts": 8, "moe_shared_expert_intermediate_size": 6},
-        f"{TP}=4 does not divide moe_shared_expert_intermediate_size=6; choose 1, 2, 3 or 6",
-    ),
+    ({EP: 2}, {"num_layers": 2}),
+    ({EP: 3}, {"num_moe_experts": 8}),
+    ({TP: 2}, {"num_moe_experts": 8}),
+    ({ETP: 4}, {"num_moe_experts": 8, "moe_ffn_hidden_size": 6}),
+    ({TP: 2, "sequence_parallel": True}, {"num_moe_experts": 8, "add_bias_linear": True}),
+    ({TP: 4, ETP: 1, "sequence_parallel": True}, {"num_moe_experts": 8, "moe_shared_expert_intermediate_size": 6}),
     (
         {TP: 4, ETP: 1, "sequence_parallel": True},
         {"num_moe_experts": 8, "moe_layer_freq": [0, 1], "ffn_hidden_size": 6, "moe_ffn_hidden_size": 8},
-        f"{TP}=4 does not divide ffn_hidden_size=6; choose 1, 2, 3 or 6",
     ),
 ]
 SEQUENCES = [
-    (
-        {CP: 2},
-        {"seq_length": 10},
-        f"seq_length=10 is not a multiple of 4, as {CP}=2 (two slices a rank) needs; choose 8 or 12",
-    ),
-    (
-        {TP: 4, "sequence_parallel": True},
-        {"seq_length": 2},
-        f"seq_length=2 is not a multiple of 4, as sequence_parallel with {TP}=4 needs; choose 4",
-    ),
-    (
-        {TP: 4, CP: 2, "sequence_parallel": True},
-        {"seq_length": 12},
-        f"seq_length=12 is not a multiple of 8, as {CP}=2 (two slices a rank) and sequence_parallel with {TP}=4"
-        " needs; choose 8 or 16",
-    ),
-    (
-        {TP: 3, CP: 2, "sequence_parallel": True},
-        {"seq_length": 18},
-        f"seq_length=18 is not a multiple of 12, as {CP}=2 (two slices a rank) and sequence_parallel with {TP}=3"
-        " needs; choose 12 or 24",
-    ),
+    ({CP: 2}, {"seq_length": 10}),
+    ({TP: 4, "sequence_parallel": True}, {"seq_length": 2}),
+    ({TP: 4, CP: 2, "sequence_parallel": True}, {"seq_length": 12}),
+    ({TP: 3, CP: 2, "sequence_parallel": True}, {"seq_length": 18}),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "shape", "message"), [*LAYERS, *WIDTHS, *EXPERTS, *SEQUENCES])
-def test_a_model_the_layout_does_not_divide_is_refused(
-    sizes: dict[str, Any], shape: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize(("sizes", "shape"), [*LAYERS, *WIDTHS, *EXPERTS, *SEQUENCES])
+def test_a_model_the_layout_does_not_divide_is_refused(sizes: dict[str, Any], shape: dict[str, Any]) -> None:
     layout = ParallelLayout(**sizes)
-    with pytest.raises(ValueError, match=exactly(message)):
+    with refuses(ValueError, *sizes, *shape):
         layout.validate_model(ModelShape(**shape))
 
 
@@ -320,45 +156,31 @@ def test_a_model_the_layout_divides_is_accepted(sizes: dict[str, Any], shape: di
 
 
 def test_sizes_no_model_has_are_refused() -> None:
-    with pytest.raises(ValueError, match=exactly("num_moe_experts=0 is too small; choose 1 or more")):
+    with refuses(ValueError, "num_moe_experts=0"):
         ModelShape(num_moe_experts=0)
-    with pytest.raises(TypeError, match=exactly("num_layers='4' is not an int; give an int of 1 or more")):
+    with refuses(TypeError, "num_layers='4'"):
         ModelShape(num_layers="4")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("num_microbatches", "group_size", "message"),
+    ("num_microbatches", "group_size"),
     [
-        (
-            1,
-            None,
-            f"num_microbatches=1 does not fill groups of 2, as the interleaved schedule of {PP}=2 needs; choose 2",
-        ),
-        (
-            3,
-            None,
-            f"num_microbatches=3 does not fill groups of 2, as the interleaved schedule of {PP}=2 needs; choose 2 or 4",
-        ),
-        (
-            4,
-            3,
-            f"num_microbatches=4 does not fill groups of 3, as the interleaved schedule of {PP}=2 needs; choose 3 or 5",
-        ),
+        (1, None),
+        (3, None),
+        (4, 3),
     ],
 )
 def test_microbatches_that_do_not_fill_the_interleaved_schedule_are_refused(
-    num_microbatches: int, group_size: int | None, message: str
+    num_microbatches: int, group_size: int | None
 ) -> None:
-    way_out = " through Trainer(accumulate_grad_batches=...) or MCoreStrategy(micro_batch_size=...)"
     layout = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
-    with pytest.raises(ValueError, match=exactly(message + way_out)):
+    with refuses(ValueError, f"num_microbatches={num_microbatches}"):
         layout.validate_microbatches(num_microbatches, group_size)
 
 
 def test_group_of_microbatches_shorter_than_the_pipeline_is_refused() -> None:
     layout = ParallelLayout(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
-    message = f"microbatch_group_size_per_vp_stage=2 is less than {PP}=4; choose 4 or more"
-    with pytest.raises(ValueError, match=exactly(message)):
+    with refuses(ValueError, "microbatch_group_size_per_vp_stage=2"):
         layout.validate_microbatches(8, group_size=2)
 
 
@@ -366,12 +188,12 @@ def test_plain_pipeline_takes_any_number_of_microbatches_but_none() -> None:
     layout = ParallelLayout(pipeline_model_parallel_size=4)
     for num_microbatches in (1, 3, 5):
         layout.validate_microbatches(num_microbatches)
-    with pytest.raises(ValueError, match=exactly("num_microbatches=0 is too small; choose 1 or more")):
+    with refuses(ValueError, "num_microbatches=0"):
         layout.validate_microbatches(0)
 
 
 def test_rank_outside_the_world_has_no_coordinates() -> None:
-    with pytest.raises(ValueError, match=exactly("rank=4 is outside world_size=4; choose 0 to 3")):
+    with refuses(ValueError, "rank=4"):
         ParallelLayout().coordinates(4, 4)
 
 

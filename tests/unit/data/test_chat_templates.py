@@ -21,6 +21,7 @@ from lightning_mcore.data.finetuning.chat import (
     named_template,
 )
 from lightning_mcore.data.packing.best_fit import TokenSample
+from tests.support.sentences import refuses
 
 # What LLaMA-Factory (ff6d4d12) makes of the conversations below: stretches of text, and whether each is learnt.
 EXPECTED: dict[str, Any] = json.loads(Path(__file__).with_name("chat_templates.json").read_text(encoding="utf-8"))
@@ -133,30 +134,30 @@ def test_nothing_that_is_said_is_no_sample() -> None:
 
 
 @pytest.mark.parametrize(
-    ("messages", "template", "sentence"),
+    ("messages", "template"),
     [
-        (talk("q", "a")[:1], PLAIN, "row 3 has the turns user, but the template 'plain' needs alternating user and"),
-        (talk("q", "a")[::-1], PLAIN, "row 3 has the turns assistant, user"),
-        ([{"role": "tool", "content": "x"}], PLAIN, "row 3 has the turns tool"),
-        (talk("q", "a", "r", "b"), TEMPLATES["glm4"], "row 3 has 2 exchanges, but the template 'glm4' ends only the"),
+        (talk("q", "a")[:1], PLAIN),
+        (talk("q", "a")[::-1], PLAIN),
+        ([{"role": "tool", "content": "x"}], PLAIN),
+        (talk("q", "a", "r", "b"), TEMPLATES["glm4"]),
     ],
 )
-def test_other_turns_are_refused(messages: Any, template: ChatTemplate, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_other_turns_are_refused(messages: Any, template: ChatTemplate) -> None:
+    with refuses(ValueError):
         TemplateEncoder(tokenizer(), template).encode(messages, 3, "row 3")
 
 
 def test_a_template_needs_its_tokens() -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
-    with pytest.raises(ValueError, match="'deepseek' needs an EOS token, and the tokenizer has none"):
+    with refuses(ValueError, "'deepseek'"):
         TemplateEncoder(bare, TEMPLATES["deepseek"])
     other = tokenizer()
     template = replace(TEMPLATES["llama3"], end_of_turn="<|other|>")
-    with pytest.raises(ValueError, match=r"ends turns with the token '<\|other\|>', which this tokenizer does not"):
+    with refuses(ValueError, "'<|other|>'"):
         TemplateEncoder(other, template)
-    with pytest.raises(ValueError, match="'glm4' has a single EOS for all turns, so it does not support loss_on='all'"):
+    with refuses(ValueError, "loss_on='all'"):
         TemplateEncoder(other, TEMPLATES["glm4"], "all")
-    with pytest.raises(TypeError, match="tokenizer is of type int"):
+    with refuses(TypeError, "tokenizer is of type int"):
         TemplateEncoder(3, PLAIN)
 
 
@@ -168,7 +169,7 @@ def test_a_token_that_a_tokenizer_does_not_have_is_left_out() -> None:
 
 
 def test_an_unknown_template_names_those_that_there_are() -> None:
-    with pytest.raises(ValueError, match=r"unknown chat template 'lama3'; did you mean 'llama3'\? \(there are alp"):
+    with refuses(ValueError, "'lama3'"):
         named_template("lama3")
 
 

@@ -14,6 +14,7 @@ from lightning_mcore.data.finetuning.chat import ChatEncoder
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.data.packing.rows import PackingMultiples
 from tests.support.chats import Row, characters, exchanges, write
+from tests.support.sentences import refuses
 
 Samples = dict[int, tuple[list[int], list[int]]]
 
@@ -126,7 +127,7 @@ def test_only_what_a_stage_needs_is_read(tmp_path: Path) -> None:
     module.setup("test")
     assert samples_of(module.val_dataloader()) == samples_of(module.test_dataloader()) == expected(rows)
     assert opened(tmp_path, files["test"]).val_dataloader() == []
-    with pytest.raises(RuntimeError, match=r"the train data is not set up yet; call prepare_data\(\) and setup\(\)"):
+    with refuses(RuntimeError, "the train data is not set up yet; call"):
         module.train_dataloader()
 
 
@@ -168,7 +169,7 @@ def test_a_sample_that_is_longer_than_a_row_is_refused_cut_or_split(tmp_path: Pa
     file = write(tmp_path / "a.jsonl", rows)
     whole = expected(rows)
     module = data(tmp_path, file, 32)
-    with pytest.raises(ValueError, match="take more than the 32 tokens of a row") as raised:
+    with refuses(ValueError, "take more than the 32 tokens of a row") as raised:
         module.setup("fit")
     assert str(raised.value) == (
         f"2 of 5 samples of train_files={file!r} take more than the 32 tokens of a row, the longest 105 (row 4); choose"
@@ -309,7 +310,7 @@ def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None
         accumulate_grad_batches=1,
         state=SimpleNamespace(fn=None),
     )  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="larger vocab_size") as raised:
+    with refuses(ValueError, "larger vocab_size") as raised:
         module.setup("fit")
     assert str(raised.value) == (
         "row 0 of train_files has the token 258, but the model's vocab_size=258 ends at 257; use the model's own"
@@ -317,21 +318,21 @@ def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None
     )
     module.streaming = True
     module.setup("fit")
-    with pytest.raises(ValueError, match="has the token 258, outside the vocabulary of 0 to 257"):
+    with refuses(ValueError, "has the token 258, outside the vocabulary"):
         list(module.train_dataloader())
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    "options",
     [
-        ({"batch_size": 0}, "batch_size=0 is too small"),
-        ({"validation_share": 1.0}, "validation_share=1.0 is out of range; choose a share from 0 to below 1"),
-        ({"validation_share": 0.1, "validation_files": "b"}, "are both given; give one of them"),
-        ({"validation_share": 0.1, "streaming": True}, "does not work with streaming=True"),
+        {"batch_size": 0},
+        {"validation_share": 1.0},
+        {"validation_share": 0.1, "validation_files": "b"},
+        {"validation_share": 0.1, "streaming": True},
     ],
 )
-def test_settings_that_do_not_fit_are_refused(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with refuses(ValueError, *options):
         data(tmp_path, "a.jsonl", **options)
 
 
@@ -340,6 +341,5 @@ def test_a_tokenizer_is_loaded_from_its_folder(tmp_path: Path) -> None:
     module = MCoreFinetuningData("a.jsonl", str(tmp_path / "tokenizer"), 64)
     assert module.vocab_size == 260
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(ValueError, match=r"cannot be loaded: .*; give the folder or name of a tokenizer") as raised:
+    with refuses(ValueError, "give the folder or name of a tokenizer"):
         MCoreFinetuningData("a.jsonl", str(tmp_path / "nothing"), 64).vocab_size  # noqa: B018
-    assert "\n" not in str(raised.value)

@@ -13,6 +13,7 @@ from lightning_mcore.data.finetuning.conversations import ConversationReader
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.data.finetuning.files import explained, find_files, load_rows, name_of_row
 from tests.support.chats import Row, characters, exchanges, write
+from tests.support.sentences import refuses
 
 SILENT: dict[str, Row] = {
     "empty": {"prompt": "q", "response": ""},
@@ -173,7 +174,7 @@ def test_empty_files_and_columns_that_only_some_rows_have_are_read(tmp_path: Pat
 
 
 def test_a_row_without_a_column_is_refused() -> None:
-    with pytest.raises(ValueError, match="row 3 has") as raised:
+    with refuses(ValueError, "row 3 has") as raised:
         ConversationReader(["prompt", "response"]).messages({"prompt": "q", "id": 5}, "row 3")
     assert str(raised.value) == (
         "row 3 has the columns 'prompt', 'id' but not 'response'; use the same columns in all rows"
@@ -198,7 +199,7 @@ def test_a_blank_file_of_a_stream_is_called_empty(tmp_path: Path) -> None:
     ],
 )
 def test_a_choice_that_is_unknown_is_refused_at_once(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match="is unknown") as raised:
+    with refuses(ValueError, "is unknown") as raised:
         data(tmp_path, **options)
     assert str(raised.value).startswith(sentence)
 
@@ -216,7 +217,7 @@ def test_only_what_files_can_cause_is_explained_by_them(tmp_path: Path) -> None:
 
 def test_a_template_needs_jinja2_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ModuleNotFoundError, match="needs the package jinja2; install it: pip install jinja2"):
+    with refuses(ModuleNotFoundError, "needs the package jinja2; install it: pip"):
         ChatEncoder(characters())
     ChatEncoder(characters(None))
 

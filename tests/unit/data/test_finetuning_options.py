@@ -10,6 +10,7 @@ from lightning_mcore import MCoreFinetuningData
 from lightning_mcore.data.finetuning.chat import ChatTemplate
 from lightning_mcore.data.finetuning.stream_reader import ReaderPlace, ReaderStreams
 from tests.support.chats import characters, exchanges, write
+from tests.support.sentences import refuses
 
 PLAIN = ChatTemplate("plain", user=("Q{text}A",), answer=("{text}",))
 
@@ -32,7 +33,7 @@ def test_turns_are_written_as_a_template_says(tmp_path: Path) -> None:
     assert sorted(text[:4] for text in read(opened(tmp_path, template=PLAIN))) == [f"Qq{n}A" for n in range(6)]
     assert read(opened(tmp_path))[0].startswith("<|user|>")  # not from the cache of the other
     assert opened(tmp_path, template="deepseek").reading.template is not None
-    with pytest.raises(ValueError, match=r"unknown chat template .vicunia.; did you mean .vicuna.\?"):
+    with refuses(ValueError, "unknown chat template"):
         opened(tmp_path, template="vicunia")
 
 
@@ -67,15 +68,15 @@ def test_evaluation_may_have_a_batch_size_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    "options",
     [
-        ({"validation_share": 2.5}, "validation_share=2.5 is out of range"),
-        ({"validation_share": 6}, "validation_share=6 of 6 samples leaves none to train on"),
-        ({"eval_batch_size": 0}, "eval_batch_size=0"),
-        ({"pad_to_seq_length": 1}, "pad_to_seq_length"),
-        ({"shuffle": "no"}, "shuffle"),
+        {"validation_share": 2.5},
+        {"validation_share": 6},
+        {"eval_batch_size": 0},
+        {"pad_to_seq_length": 1},
+        {"shuffle": "no"},
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=sentence):
+def test_what_does_not_fit_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with refuses((ValueError, TypeError), *options):
         opened(tmp_path, **options)

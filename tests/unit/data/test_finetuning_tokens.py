@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens of a conversation are learnt, against masks that are written by hand."""
 
-import re
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from lightning_mcore.data.finetuning.datamodule import _numbered
 from lightning_mcore.data.finetuning.tokenized import compare_sources
 from lightning_mcore.data.packing.best_fit import TokenSample
 from tests.support.chats import APPENDING, characters
+from tests.support.sentences import refuses
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -150,11 +150,11 @@ def test_what_a_template_cannot_write_is_refused(tokenizer: Any, talk: list[dict
 
 
 def test_what_is_no_fitting_tokenizer_is_refused() -> None:
-    with pytest.raises(TypeError, match="tokenizer is of type Tokenizer; give a tokenizer of transformers"):
+    with refuses(TypeError, "tokenizer is of type Tokenizer; give a"):
         ChatEncoder(Tokenizer(models.BPE()))
-    with pytest.raises(ValueError, match="neither a chat template nor an EOS token"):
+    with refuses(ValueError, "neither a chat template nor an EOS token"):
         ChatEncoder(characters(None, pad_token="<|user|>"))
-    with pytest.raises(ValueError, match="loss_on='user' is unknown; choose 'assistant', 'last_assistant' or 'all'"):
+    with refuses(ValueError, "loss_on='user'"):
         ChatEncoder(characters(), "user")  # type: ignore[arg-type]
 
 
@@ -187,5 +187,5 @@ def _described(*names: str) -> dict[str, Any]:
 )
 def test_nothing_that_is_missing_counts_as_equal(then: dict[str, Any], now: dict[str, Any], said: str) -> None:
     compare_sources(then, then, in_epoch=True)
-    with pytest.raises(ValueError, match=re.escape(f"over different data, which differs in {said}; resume")):
+    with refuses(ValueError, f"over different data, which differs in {said}"):
         compare_sources(then, now, in_epoch=True)

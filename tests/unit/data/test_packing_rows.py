@@ -3,7 +3,6 @@
 
 import logging
 import pickle
-import re
 from collections import Counter
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.packing.online import OnlinePacker
 from lightning_mcore.data.packing.rows import build_row, collate_padded, collate_rows, pack
+from tests.support.sentences import refuses
 
 VOCAB = 50
 SEEDS = range(12)
@@ -160,7 +160,7 @@ def test_a_batch_of_rows_has_empty_sub_sequences_at_the_end() -> None:
 @pytest.mark.parametrize("lengths", [[], [8, 16]])
 def test_a_batch_takes_rows_of_one_length(lengths: list[int]) -> None:
     rows = [build_row([TokenSample(np.arange(3))], length) for length in lengths]
-    with pytest.raises(ValueError, match="give rows of one length"):
+    with refuses(ValueError, "give rows of one length"):
         collate_rows(rows)
 
 
@@ -181,7 +181,7 @@ def test_the_padded_form_holds_a_sample_in_each_row() -> None:
         "sample_ids": [3, 4],
     }
     assert collate_padded(samples, row_length=12)["tokens"].shape == (2, 12)
-    with pytest.raises(ValueError, match="sample 4 takes 5 tokens, more than row_length=4; cut or split it"):
+    with refuses(ValueError, "row_length=4"):
         collate_padded(samples, row_length=4)
 
 
@@ -202,26 +202,24 @@ def test_a_token_outside_the_vocabulary_is_refused(tokens: list[int], mask: Any,
         "padded": lambda: collate_padded(samples, vocab_size=VOCAB),
         "online": lambda: run_stream(OnlinePacker(8, vocab_size=VOCAB), samples),
     }[form]
-    message = f"sample 12 has the token {token}, outside the vocabulary of 0 to 49"
-
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with refuses(ValueError, f"token {token}"):
         make()
 
 
 def test_a_padding_token_outside_the_vocabulary_is_refused() -> None:
-    with pytest.raises(ValueError, match="pad_token=50 is outside the vocabulary; choose 0 to 49"):
+    with refuses(ValueError, "pad_token=50"):
         build_row([TokenSample(np.arange(3))], 8, vocab_size=VOCAB, pad_token=50)
 
 
 def test_what_does_not_fit_into_one_row_is_refused() -> None:
     samples = [TokenSample(np.arange(6), sample_id=1), TokenSample(np.arange(4), sample_id=2)]
-    with pytest.raises(ValueError, match="2 samples take 12 tokens, padded to multiples of 4, more than row_length=8"):
+    with refuses(ValueError, "row_length=8"):
         build_row(samples, 8, multiple=4)
-    with pytest.raises(ValueError, match="row_length=10 is not a multiple of 4"):
+    with refuses(ValueError, "row_length=10"):
         build_row(samples[1:], 10, multiple=4)
-    with pytest.raises(ValueError, match="no samples were given for a row"):
+    with refuses(ValueError, "no samples were given for a row"):
         build_row([], 8)
-    with pytest.raises(ValueError, match="sample 9 has 1 tokens, so there is nothing to learn from it"):
+    with refuses(ValueError, "sample 9 has 1 tokens, so there is nothing"):
         build_row([samples[0], TokenSample(np.arange(1), sample_id=9)], 8)
 
 
@@ -316,16 +314,14 @@ def test_a_stream_numbers_plain_tokens_on_after_a_resume() -> None:
 
 def test_a_stream_goes_on_with_its_own_settings_only() -> None:
     state = OnlinePacker(8, overlong="cut").state_dict()
-    with pytest.raises(
-        ValueError, match="row_length=16, but the stream was packed with row_length=8 before; keep that"
-    ):
+    with refuses(ValueError, "row_length=16"):
         OnlinePacker(16, overlong="cut").load_state_dict(state)
-    with pytest.raises(ValueError, match="overlong='split', but the stream was packed with overlong='cut' before"):
+    with refuses(ValueError, "overlong='split'"):
         OnlinePacker(8, overlong="split").load_state_dict(state)
 
 
 def test_the_sizes_of_a_stream_are_checked() -> None:
-    with pytest.raises(ValueError, match="row_length=10 is not a multiple of 4"):
+    with refuses(ValueError, "row_length=10"):
         OnlinePacker(10, 4)
-    with pytest.raises(ValueError, match="open_rows=0 is too small"):
+    with refuses(ValueError, "open_rows=0"):
         OnlinePacker(8, open_rows=0)

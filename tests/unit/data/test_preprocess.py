@@ -31,6 +31,7 @@ from lightning_mcore.data.preprocess.unfinished import Progress, UnfinishedDatas
 from lightning_mcore.data.preprocess.worker import read_separated
 from lightning_mcore.data.pretraining.index import read_facts, read_index, token_type, write_index
 from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.sentences import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -334,7 +335,7 @@ def test_of_several_broken_pieces_the_first_is_named(tmp_path: Path) -> None:
     settings = {"tokenizer_json": None, "tokenizer": "none", "text_column": "text", "add_special_tokens": False}
     settings["tokenizer_json"] = Tokenizer(models.BPE()).to_str()
     for _ in range(3):
-        with Workers(3, settings) as workers, pytest.raises(ValueError, match=r"a\.jsonl, line 1 has a number"):
+        with Workers(3, settings) as workers, refuses(ValueError, "a.jsonl, line 1 has a number"):
             list(workers.results(iter(pieces)))
 
 
@@ -392,7 +393,7 @@ def test_a_damaged_description_of_unfinished_work_is_told(
     command = options(folder, tmp_path / "out", piece_bytes=500)
     interrupted(command)
     Path(f"{command.output}.unfinished", "command").write_text("{")
-    with pytest.raises(ValueError, match=r"command is damaged; start again with --overwrite"):
+    with refuses(ValueError, "command is damaged; start again with"):
         preprocess(command)
     assert not preprocess(replace(command, overwrite=True)).resumed
     assert files_of(tmp_path / "out") == whole
@@ -407,9 +408,7 @@ def test_a_worker_that_dies_takes_nothing_with_it(folder: Path, tmp_path: Path, 
                 if "data/preprocess/worker.py" in " ".join(child.cmdline()):
                     child.kill()
 
-    with pytest.raises(
-        RuntimeError, match=r"^a worker died with SIGKILL, perhaps because memory ran out; try fewer --workers;"
-    ):
+    with refuses(RuntimeError, "a worker died with SIGKILL, perhaps"):
         preprocess(command, kill_worker)
     assert preprocess(command).resumed
     assert files_of(tmp_path / "out") == whole
@@ -425,12 +424,12 @@ def test_only_the_same_command_goes_on(folder: Path, tmp_path: Path) -> None:
     source.write_bytes((folder / "docs.jsonl").read_bytes())
     command = options(folder, tmp_path / "out", str(source), piece_bytes=500)
     interrupted(command)
-    with pytest.raises(ValueError, match=r"was started with end-of-document token 0; repeat that command to resume"):
+    with refuses(ValueError, "was started with end-of-document token 0"):
         preprocess(replace(command, append_eod=False))
-    with pytest.raises(ValueError, match=r"was started with other inputs \(1 files, now 2\)"):
+    with refuses(ValueError, "was started with other inputs (1 files"):
         preprocess(replace(command, inputs=[str(folder / "text" / f"{name}.txt") for name in ("000", "001")]))
     os.utime(source)
-    with pytest.raises(ValueError, match=r"was started with another content of .*docs\.jsonl; .* with --overwrite"):
+    with refuses(ValueError, "was started with another content of"):
         preprocess(command)
     assert not preprocess(replace(command, overwrite=True)).resumed
     assert list(documents_of(tmp_path / "out")) == expected(folder)
@@ -441,7 +440,7 @@ def test_a_mended_file_costs_no_more_than_itself(folder: Path, tmp_path: Path) -
     for name, part in {"a.jsonl": lines[:30], "b.jsonl": [], "c.jsonl": [*lines[30:], b"oops"]}.items():
         (tmp_path / name).write_bytes(b"".join(part))
     command = options(folder, tmp_path / "out", str(tmp_path / "*.jsonl"), piece_bytes=500)
-    with pytest.raises(ValueError, match=r"c\.jsonl, line 51 is not JSON"):
+    with refuses(ValueError, "c.jsonl, line 51 is not JSON"):
         preprocess(command)
     (tmp_path / "c.jsonl").write_bytes(b"".join(lines[30:40]))  # less than was tokenised of it before
     watch = Watch()
@@ -478,7 +477,7 @@ def test_what_another_command_replaced_is_never_taken_up_again(folder: Path, tmp
     run_other = replace(command, append_eod=False, overwrite=True)
     with pytest.raises(RanksFailedError, match="SIGKILL"):
         run_ranks(1, run_and_die, run_other, 2, open_group=False)
-    with pytest.raises(ValueError, match="was started with end-of-document token None"):
+    with refuses(ValueError, "was started with end-of-document token"):
         preprocess(command)
     assert not preprocess(replace(command, overwrite=True)).resumed
     assert list(documents_of(tmp_path / "out")) == expected(folder)
@@ -489,7 +488,7 @@ def test_a_finished_dataset_is_replaced_only_when_told(folder: Path, tmp_path: P
     preprocess(command)
     before = files_of(tmp_path / "out")
     other = replace(command, append_eod=False)
-    with pytest.raises(FileExistsError, match=r"out\.bin already exists; give another --output, or replace it with"):
+    with refuses(FileExistsError, "out.bin already exists; give another"):
         preprocess(other)
     assert files_of(tmp_path / "out") == before
     preprocess(replace(other, overwrite=True))
@@ -529,7 +528,7 @@ def test_a_dataset_that_another_process_finished_just_before_is_not_replaced(
         return False
 
     monkeypatch.setattr(unfinished, "is_locked_elsewhere", finish)
-    with pytest.raises(FileExistsError, match=r"out\.bin already exists"):
+    with refuses(FileExistsError, "out.bin already exists"):
         UnfinishedDataset(str(tmp_path / "out"), {"inputs": []}, overwrite=False)
 
 

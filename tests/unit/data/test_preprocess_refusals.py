@@ -14,6 +14,7 @@ from lightning_mcore.cli import main
 from lightning_mcore.data.preprocess.run import Options, preprocess
 from lightning_mcore.data.preprocess.worker import read_tokens
 from lightning_mcore.data.pretraining.index import read_index
+from tests.support.sentences import refuses
 from tests.unit.data.test_preprocess import write_parquet
 
 GOOD = '{"text": "a b", "id": 1}\n'
@@ -86,7 +87,7 @@ def test_broken_lines_are_named(content: bytes, sentence: str, tokenizer: str, t
 def test_what_comes_before_a_broken_line_is_kept(tokenizer: str, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "data.jsonl").write_text(GOOD * 40 + "oops\n")
     command = {"inputs": [str(tmp_path / "data.jsonl")], "tokenizer": tokenizer, "output": str(tmp_path / "out")}
-    with pytest.raises(ValueError, match="line 41 is not JSON"):
+    with refuses(ValueError, "line 41 is not JSON"):
         preprocess(Options(**command, append_eod=False, workers=2, piece_bytes=100))
     kept = [read_tokens(str(path))[0]["documents"] for path in (tmp_path / "out.unfinished").glob("*.piece")]
     assert sum(kept) == 40
@@ -231,18 +232,18 @@ def test_files_that_are_no_dataset_are_told(tokenizer: str, tmp_path: Path) -> N
     (tmp_path / "a.jsonl").write_text(GOOD)
     prefix = str(tmp_path / "out")
     preprocess(Options(inputs=[str(tmp_path / "a.jsonl")], tokenizer=tokenizer, output=prefix, append_eod=False))
-    with pytest.raises(ValueError, match=r"out\.bin is a file; give the prefix of both files of the dataset, .*/out$"):
+    with refuses(ValueError, "out.bin is a file; give the prefix of both"):
         read_index(prefix + ".bin")
-    with pytest.raises(FileNotFoundError, match=r"other\.bin does not exist; give the prefix of a dataset that"):
+    with refuses(FileNotFoundError, "other.bin does not exist; give the prefix"):
         read_index(str(tmp_path / "other"))
     os.truncate(prefix + ".bin", 2)
-    with pytest.raises(ValueError, match=r"out\.bin has 2 bytes but .*out\.idx expects 4, so they do not belong"):
+    with refuses(ValueError, "out.idx expects 4, so they do not belong"):
         read_index(prefix)
     os.truncate(prefix + ".idx", 40)
-    with pytest.raises(ValueError, match=r"out\.idx is damaged or of an unknown version; create the dataset again"):
+    with refuses(ValueError, "out.idx is damaged or of an unknown"):
         read_index(prefix)
     Path(prefix + ".idx").write_bytes(b"something else, but long enough for a head")
-    with pytest.raises(ValueError, match=r"out\.idx is not an index of Megatron;"):
+    with refuses(ValueError, "out.idx is not an index of Megatron"):
         read_index(prefix)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from lightning_mcore.data.global_order import global_order
 from lightning_mcore.data.sampling import GlobalOrderSampler, data_parallel_place, training_loader
+from tests.support.sentences import refuses
 from tests.support.toy import Samples
 
 
@@ -54,11 +55,9 @@ def test_what_fills_no_global_batch_is_told_to_the_user(caplog: pytest.LogCaptur
 
 
 def test_a_dataset_smaller_than_a_global_batch_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"has 3 samples, fewer than the 4 of a global batch; give more data, or lower"
-    ):
+    with refuses(ValueError, "has 3 samples, fewer than the 4 of a"):
         training_loader(None, Samples(3), 4)
-    with pytest.raises(ValueError, match="global_batch_size=6 cannot be divided among 4 data-parallel ranks; choose a"):
+    with refuses(ValueError, "global_batch_size=6"):
         GlobalOrderSampler(Samples(9), 4, 0, 6)
 
 

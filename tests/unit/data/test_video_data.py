@@ -26,6 +26,7 @@ from lightning_mcore.data.finetuning.processors import load_processor
 from lightning_mcore.data.multimodal import with_vision
 from tests.support.clips import frames_of, write_clip
 from tests.support.factory_images import write_file
+from tests.support.sentences import refuses
 from tests.unit.data.test_vision_data import ANSWER, batches, data, processor
 
 CLIP = (9, 24, 16)  # frames, width and height; 4 x 4 pixels are a patch, 8 frames a second
@@ -159,26 +160,26 @@ def refused(folder: Path, file: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("video", "message"),
+    "video",
     [
-        ("b.mov", r"b.mov, a video of row 0 of .*, does not exist; give its path, relative to media_dir"),
-        ("rows.jsonl", r"rows.jsonl, a video of row 0 of .*, cannot be read: Invalid data .*; replace it"),
-        ("sound.wav", r"sound.wav, a video of row 0 of .*, has no frames; remove the row"),
-        ("thin.mov", r"thin.mov, a video of row 0 of .*, cannot be used: absolute aspect ratio must be .*; remove"),
-        ("one.mov", r"one.mov, a video of row 0 of .*, cannot be used: it has fewer than 2 frames"),
-        ("cut.mkv", r"cut.mkv, a video of row 0 of .*, has no frames; remove the row"),
-        ("unknown.mov", r"unknown.mov, a video of row 0 of .*, cannot be read: its codec is unknown; replace it, or"),
-        ("two.mjpeg", "two.mjpeg, a video of .*, has frames of different sizes, 8 x 8 pixels and 24 x 16 pixels; use"),
-        ([], "row 0 of .* has a video without frames; remove the row"),
-        (["a.png", "b.png"], "a video of row 0 of .* has frames of different sizes, 8 x 8 pixels and 24 x 16 pixels"),
-        (["a.png"], "the list of images from .*a.png on, a video of row 0 of .*, cannot be used: it has fewer than"),
-        (["a.png", "d.png"], "d.png, an image of row 0 of .*, does not exist"),
+        "b.mov",
+        "rows.jsonl",
+        "sound.wav",
+        "thin.mov",
+        "one.mov",
+        "cut.mkv",
+        "unknown.mov",
+        "two.mjpeg",
+        [],
+        ["a.png", "b.png"],
+        ["a.png"],
+        ["a.png", "d.png"],
     ],
 )
-def test_a_video_that_cannot_be_used_is_named_or_its_row_counted(video: Any, message: str, tmp_path: Path) -> None:
+def test_a_video_that_cannot_be_used_is_named_or_its_row_counted(video: Any, tmp_path: Path) -> None:
     given = refused(tmp_path, video) if isinstance(video, str) else video
     rows = [{**ROW, "videos": [given]}, {**ROW, "videos": [["a.png"] * 2 if isinstance(given, list) else "a.mov"]}]
-    with pytest.raises(ValueError, match=message):
+    with refuses(ValueError):
         batches(video_data(tmp_path, rows))
     module = video_data(tmp_path, rows, broken_images="drop")
     assert len(batches(module)) == 1
@@ -201,7 +202,7 @@ def test_a_damaged_video_is_named_or_its_row_counted(tmp_path: Path) -> None:
     whole = (tmp_path / "b.mov").read_bytes()
     (tmp_path / "b.mov").write_bytes(whole[: 2 * len(whole) // 3])
     rows = [{**ROW, "videos": ["b.mov"]}, ROW]
-    with pytest.raises(ValueError, match=r"b.mov, a video of this batch, cannot be read: .*; replace it, or remove"):
+    with refuses(ValueError, "mov, a video of this batch, cannot be"):
         batches(video_data(tmp_path, rows))
     module = video_data(tmp_path, rows, broken_images="drop")
     assert len(batches(module)) == 1
@@ -209,20 +210,20 @@ def test_a_damaged_video_is_named_or_its_row_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("frames", "size", "message"),
+    ("frames", "size"),
     [
-        (5, CLIP[1:], "is damaged: it ends after 5 frames, but its header promised more than 6"),
-        (9, (40, 16), r"has \[2, 4, 10\] patches in time, height and width, but its header promised \[2, 4, 6\]"),
+        (5, CLIP[1:]),
+        (9, (40, 16)),
     ],
 )
-def test_a_video_that_became_another_is_named(frames: int, size: tuple[int, int], message: str, tmp_path: Path) -> None:
+def test_a_video_that_became_another_is_named(frames: int, size: tuple[int, int], tmp_path: Path) -> None:
     module = video_data(tmp_path, [ROW])
     module.prepare_data()
     module.setup("fit")
     (tmp_path / "a.mov").unlink()
     write_clip(tmp_path / "a.mov", frames, *size)
     item: Any = module._opened("train")[0]
-    with pytest.raises(ValueError, match=f"a.mov {message}.*; replace the file, or remove its row"):
+    with refuses(ValueError, "replace the file, or remove its row"):
         module._collate([item])
 
 
@@ -247,34 +248,32 @@ def test_a_file_of_lightning_has_the_settings_of_videos(tmp_path: Path) -> None:
 
 
 def test_settings_and_rows_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="video_fps=0 is not positive; set the number of frames to sample per second"):
+    with refuses(ValueError, "video_fps=0"):
         video_data(tmp_path, [ROW], video_fps=0)
-    with pytest.raises(ValueError, match="video_maxlen=1 is too small; choose 2 or more"):
+    with refuses(ValueError, "video_maxlen=1"):
         video_data(tmp_path, [ROW], video_maxlen=1)
-    with pytest.raises(TypeError, match="video_fps='2' is not a number; set the number of frames to sample per second"):
+    with refuses(TypeError, "video_fps='2'"):
         video_data(tmp_path, [ROW], video_fps="2")
-    with pytest.raises(ValueError, match="video_fps=nan is not positive; set"):
+    with refuses(ValueError, "video_fps=nan"):
         video_data(tmp_path, [ROW], video_fps=float("nan"))
-    with pytest.raises(ValueError, match="has 1 <video> in its text but 2 videos; use one for each video"):
+    with refuses(ValueError, "has 1 <video> in its text but 2 videos"):
         batches(video_data(tmp_path, [{**ROW, "videos": ["a.mov"] * 2}]))
-    with pytest.raises(ValueError, match="video_processor is not given; give a folder or name of a model, or a video"):
+    with refuses(ValueError, "video_processor is not given; give a"):
         batches(video_data(tmp_path, [ROW], video_processor=None))
     limits = Qwen2VLVideoProcessor(patch_size=4, size={"shortest_edge": 900, "longest_edge": 100})
-    with pytest.raises(ValueError, match="the video processor has a minimum of 900 pixels and a maximum of 100 for"):
+    with refuses(ValueError, "the video processor has a minimum of 900"):
         batches(video_data(tmp_path, [ROW], video_processor=limits))
     for kind, other in (("video", LlavaOnevisionVideoProcessor()), ("image", ViTImageProcessor()), ("image", None)):
-        with pytest.raises(
-            TypeError, match=f"{type(other).__name__} is not the {kind} processor of a Qwen-VL model; give"
-        ):
+        with refuses(TypeError, f"{type(other).__name__} is not the {kind} processor of a Qwen-VL"):
             load_processor(other, kind)  # type: ignore[arg-type]
     for package in ("av", "torchvision"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, package, None)
-            with pytest.raises(ModuleNotFoundError, match=rf"videos need {package}, .* lightning-mcore\[video\]"):
+            with refuses(ModuleNotFoundError, "lightning-mcore[video]"):
                 batches(video_data(tmp_path, [ROW]))
     module = video_data(tmp_path, [ROW])
     module.prepare_data()
     monkeypatch.setitem(sys.modules, "av", None)
     del module.videos.processor  # as in a process that finds the cache
-    with pytest.raises(ModuleNotFoundError, match="videos need av"):
+    with refuses(ModuleNotFoundError, "videos need av"):
         module.setup("fit")

@@ -30,6 +30,7 @@ from lightning_mcore.interop.export_config import describe, warn_of_losses
 from lightning_mcore.interop.export_plan import ExportPlan, Place, parse_size
 from lightning_mcore.interop.importing import import_checkpoint
 from tests.support.hf_models import read_tensors, save_tiny
+from tests.support.sentences import refuses
 from tests.support.toy import PlainNet, loader
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Megatron and transformers
@@ -134,13 +135,13 @@ def test_a_rectangle_that_is_missing_is_found_before_writing(change: Callable[[A
     weights = WeightMap(find_family("llama"), FIELDS, SHAPES)
     ExportPlan(weights, halves, None, 10**9)
     change(halves)
-    with pytest.raises(ValueError, match="would be incomplete"):
+    with refuses(ValueError, "would be incomplete"):
         ExportPlan(weights, halves, None, 10**9)
 
 
 @pytest.mark.parametrize("fields", [{"num_query_groups": 2}, {"kv_channels": 2}, {"vocab_size": 17}])
 def test_sizes_that_are_not_those_of_the_weights_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="do not fit its config"):
+    with refuses(ValueError, "do not fit its config"):
         plan(**fields)
 
 
@@ -151,7 +152,7 @@ def test_sizes_are_read_as_transformers_reads_them(size: Any, wanted: int) -> No
 
 @pytest.mark.parametrize("size", ["5XB", "", "GB", 0, -1, True, None, 1.5, "0GB"])
 def test_what_is_no_size_is_refused(size: Any) -> None:
-    with pytest.raises(ValueError, match="is not a file size"):
+    with refuses(ValueError, "is not a file size"):
         parse_size(size)
 
 
@@ -174,9 +175,7 @@ def test_values_that_a_type_can_hold_are_let_through(values: list[float], source
     [([1.0, -1e5, 7e4], "100000"), ([float("nan"), 1e5], "100000"), ([-float("inf"), 65520.0], "65520")],
 )
 def test_a_value_that_would_become_infinite_is_refused(values: list[float], largest: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"^it has values up to {largest}, and the largest of float16 is 65504; choose dtype"
-    ):
+    with refuses(ValueError, f"it has values up to {largest}, and the largest of"):
         require_fits("it", torch.tensor(values), torch.float16)
 
 
@@ -294,7 +293,7 @@ def test_a_checkpoint_that_says_nothing_of_itself_is_exported_like_another_model
     shutil.copytree(checkpoint, theirs)
     for name in ("checkpoint.json", "lightning.pt"):
         (theirs / name).unlink()
-    with pytest.raises(ValueError, match=r"does not describe its model.*--like FOLDER"):
+    with refuses(ValueError, "does not describe its model"):
         export_checkpoint(str(theirs), str(out))
     assert not out.exists()
     export_checkpoint(str(theirs), str(out), like=str(model))
@@ -396,7 +395,7 @@ def test_what_cannot_be_exported_is_one_sentence_and_leaves_nothing(
         assert sentence in said[0], f"{name}: {said[0]}"
         assert sorted(os.listdir(around)) == before, name
     assert (around / "full" / "notes.txt").read_text() == "mine"
-    with pytest.raises(ValueError, match=r"dtype='int8' is not known; choose auto, bfloat16, float16 or float32"):
+    with refuses(ValueError, "dtype='int8'"):
         export_checkpoint(str(around / "c.ckpt"), str(around / "out"), dtype="int8")
     with pytest.raises(SystemExit, match="2"):
         cli.main(["export", "a", "b", "--dtype", "int8"])
@@ -432,7 +431,7 @@ def test_a_link_to_an_empty_folder_stays_and_the_folder_is_filled(tiny: tuple[Pa
     export_checkpoint(str(tiny[1]), str(tmp_path / "out"))
     assert (tmp_path / "out").is_symlink()
     assert (tmp_path / "disk" / "model.safetensors").exists()
-    with pytest.raises(ValueError, match="holds other files"):
+    with refuses(ValueError, "holds other files"):
         export_checkpoint(str(tiny[1]), str(tmp_path / "out"))
 
 
@@ -442,8 +441,8 @@ def test_a_link_to_an_empty_folder_stays_and_the_folder_is_filled(tiny: tuple[Pa
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({}, r"SaveHFModel\(\) writes nothing; give a folder"),
-        ({"folder": "x", "dtype": "int8"}, "dtype='int8' is not known"),
+        ({}, "SaveHFModel() writes nothing; give a"),
+        ({"folder": "x", "dtype": "int8"}, "dtype='int8'"),
         ({"folder": "x", "max_shard_size": "5"}, None),
         ({"folder": "x", "max_shard_size": "many"}, "is not a file size"),
     ],
@@ -452,7 +451,7 @@ def test_the_callback_refuses_what_it_could_not_do(arguments: dict[str, Any], se
     if sentence is None:
         SaveHFModel(**arguments)
         return
-    with pytest.raises(ValueError, match=sentence):
+    with refuses(ValueError, sentence):
         SaveHFModel(**arguments)
 
 
@@ -461,7 +460,7 @@ def test_the_callback_needs_checkpoints_to_write_beside(tmp_path: Path) -> None:
     trainer = pl.Trainer(
         callbacks=[callback], accelerator="cpu", enable_checkpointing=False, logger=False, enable_model_summary=False
     )
-    with pytest.raises(ValueError, match="beside a ModelCheckpoint, and the trainer has none"):
+    with refuses(ValueError, "beside a ModelCheckpoint, and the trainer"):
         trainer.fit(PlainNet(), loader(4, 2))
 
 
@@ -497,7 +496,7 @@ def train(*callbacks: pl.Callback) -> None:
 def test_a_model_made_from_scratch_becomes_one_of_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    with pytest.raises(RuntimeError, match="there is no running model"):
+    with refuses(RuntimeError, "there is no running model"):
         export_model(MCoreGPT(**settings()), str(tmp_path / "out"))
     listens = Listens()
     train(SaveHFModel(str(tmp_path / "out")), listens)
@@ -509,7 +508,7 @@ def test_a_model_made_from_scratch_becomes_one_of_transformers(tmp_path: Path) -
 
 def test_the_callback_refuses_a_folder_that_is_taken_before_it_trains(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds other files; give a folder that is empty"):
+    with refuses(ValueError, "holds other files; give a folder that is"):
         train(SaveHFModel(str(tmp_path)))
     assert os.listdir(tmp_path) == ["notes.txt"]
 

@@ -17,6 +17,7 @@ from lightning_mcore.hf.source import complete_config
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.layers.transformer_config import check_transformer_fields
 from tests.support.hf_models import CONFIGS, FAMILIES, MULTI_TOKEN, VARIANTS, YARN
+from tests.support.sentences import refuses
 
 ALL: dict[str, tuple[str, dict[str, Any]]] = {**{name: (name, {}) for name in CONFIGS}, **VARIANTS}
 WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
@@ -93,13 +94,13 @@ def test_the_original_length_of_llama3_stays_a_whole_number() -> None:
 
 def test_a_model_that_stretches_positions_twice_is_not_written() -> None:
     fields = {**read("qwen2", rope_parameters=YARN), "seq_len_interpolation_factor": 2.0}
-    with pytest.raises(ValueError, match="not one of 'qwen2': it stretches positions as in linear and yarn, but its"):
+    with refuses(ValueError, "'qwen2'"):
         find_family("qwen2").write_config(fields)
 
 
 @pytest.mark.parametrize("window", [(7, -1), (7, 1), (-1, 0)])
 def test_a_window_that_is_no_number_of_earlier_keys_is_not_written(window: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match=r"cannot be expressed in its config; only \(n, 0\) can"):
+    with refuses(ValueError, "cannot be expressed in its config; only"):
         find_family("mistral").write_config({**read("mistral"), "window_size": window})
 
 
@@ -237,67 +238,58 @@ def test_keys_that_no_rule_knows_are_refused(family: str) -> None:
     assert read(family, logit_scale=None) == read(family)
 
 
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'.*only 'silu' is"),
-    (
-        "llama",
-        {"num_attention_heads": 0},
-        "num_attention_heads=0 is not supported; only whole numbers from 1 to 16777216 are",
-    ),
-    ("llama", {"num_key_value_heads": 0}, "num_key_value_heads=0 is not supported; only whole numbers from 1 to"),
-    ("llama", {"head_dim": 0}, "head_dim=0 is not supported; only whole numbers from 1 to"),
-    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "config.json: Missing.*'factor'"),
-    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "rope_theta=0.0 is not supported"),
-    ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-    ("mistral", {"sliding_window": 0}, "sliding_window=0 is not supported"),
-    ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1.*only 2 and more"),
-    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1.*moe_input_jitter_eps"),
-    ("mixtral", {"output_router_logits": True}, "output_router_logits=True.*moe_aux_loss_coeff"),
-    ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window=False.*give both"),
-    ("ministral", {"sliding_window": None}, "sliding_window=None does not give its size; give it"),
-    ("qwen2", {"use_mrope": True}, "use_mrope=True"),
-    ("qwen2", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor=2.0"),
-    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 is not supported; only whole numbers from 1"),
-    ("qwen3_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1.*only 2 and more"),
-    ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2.*only 4 is"),
-    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
-    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
-    ("deepseek_v3", {"attention_bias": True}, "attention_bias=True.*only False is"),
-    ("gemma", {"hidden_act": "relu"}, "hidden_activation='relu'.*only 'gelu_pytorch_tanh' is"),
-    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True.*earlier tokens only"),
-    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0.*transformers does not apply it"),
-    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0.*only None is"),
-    (
-        "olmo3",
-        {"rope_parameters": {"sliding_attention": YARN}},
-        "sliding_attention.rope_type='yarn'.*only 'default' is",
-    ),
-    (
-        "olmo3",
-        {"rope_parameters": {"sliding_attention": {}, "full_attention": {**YARN, "truncate": False}}},
-        "full_attention.truncate=False is not supported, because transformers does not read it there; only True is",
-    ),
-    ("deepseek_v3", {"n_group": 8}, "n_group=8 of 8 experts is not supported.*its 2 best"),
-    ("deepseek_v3", {"n_group": 3}, "n_group=3 of 8 experts is not supported"),
-    ("deepseek_v3", {"num_experts_per_tok": 3}, "num_experts_per_tok=3.*// topk_group = 3 best.*transformers by 2"),
-    ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False.*only True is"),
-    ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts=0 is not supported; only whole numbers from 1 to"),
-    ("deepseek_v3", {"rope_parameters": {**YARN, "mscale_all_dim": 1.0}}, "mscale_all_dim=1.0 without mscale"),
-    ("deepseek_v3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type='linear'"),
-    ("deepseek_v3", {"rope_parameters": {**YARN, "truncate": False}}, "truncate=False"),
-    ("glm4_moe", {"rope_parameters": YARN}, "partial_rotary_factor=0.5 is not supported with rope_type='yarn'"),
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"hidden_act": "gelu"}),
+    ("llama", {"num_attention_heads": 0}),
+    ("llama", {"num_key_value_heads": 0}),
+    ("llama", {"head_dim": 0}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0}}),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}),
+    ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    ("mistral", {"sliding_window": 0}),
+    ("mixtral", {"num_experts_per_tok": 1}),
+    ("mixtral", {"router_jitter_noise": 0.1}),
+    ("mixtral", {"output_router_logits": True}),
+    ("qwen2", {"layer_types": ["sliding_attention"] * 4}),
+    ("ministral", {"sliding_window": None}),
+    ("qwen2", {"use_mrope": True}),
+    ("qwen2", {"rope_parameters": {**YARN, "attention_factor": 2.0}}),
+    ("qwen3_moe", {"decoder_sparse_step": 0}),
+    ("qwen3_moe", {"num_experts_per_tok": 1}),
+    ("deepseek_v3", {"num_key_value_heads": 2}),
+    ("deepseek_v3", {"rope_interleave": False}),
+    ("deepseek_v3", {"scoring_func": "softmax"}),
+    ("deepseek_v3", {"attention_bias": True}),
+    ("gemma", {"hidden_act": "relu"}),
+    ("gemma2", {"use_bidirectional_attention": True}),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}),
+    ("olmoe", {"clip_qkv": 8.0}),
+    ("olmo3", {"rope_parameters": {"sliding_attention": YARN}}),
+    ("olmo3", {"rope_parameters": {"sliding_attention": {}, "full_attention": {**YARN, "truncate": False}}}),
+    ("deepseek_v3", {"n_group": 8}),
+    ("deepseek_v3", {"n_group": 3}),
+    ("deepseek_v3", {"num_experts_per_tok": 3}),
+    ("deepseek_v3", {"norm_topk_prob": False}),
+    ("deepseek_v3", {"n_shared_experts": 0}),
+    ("deepseek_v3", {"rope_parameters": {**YARN, "mscale_all_dim": 1.0}}),
+    ("deepseek_v3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
+    ("deepseek_v3", {"rope_parameters": {**YARN, "truncate": False}}),
+    ("glm4_moe", {"rope_parameters": YARN}),
 ]
 
 
-@pytest.mark.parametrize(("family", "overrides", "message"), REFUSED, ids=lambda value: str(value)[:40])
-def test_values_that_megatron_cannot_compute_are_refused(family: str, overrides: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    REFUSED,
+)
+def test_values_that_megatron_cannot_compute_are_refused(family: str, overrides: dict[str, Any]) -> None:
+    with refuses(ValueError, *overrides):
         read(family, **overrides)
 
 
 def test_a_model_with_another_epsilon_is_no_deepseek() -> None:
     fields = {**read("deepseek_v3"), "layernorm_epsilon": 1e-5}
-    with pytest.raises(ValueError, match=r"not one of 'deepseek_v3': latent_epsilon=None.*would mean 1e-06"):
+    with refuses(ValueError, "latent_epsilon=None"):
         find_family("deepseek_v3").write_config(fields)
 
 
@@ -592,7 +584,7 @@ def test_how_a_model_was_trained_has_no_say_in_its_config(family: str) -> None:
     }
     plain = find_family(family).write_config(fields)
     assert find_family(family).write_config(complete_fields({**fields, **trained})) == plain
-    with pytest.raises(ValueError, match="sinkhorn"):
+    with refuses(ValueError, "sinkhorn"):
         find_family(family).write_config(complete_fields({**fields, "moe_router_load_balancing_type": "sinkhorn"}))
 
 

@@ -16,6 +16,7 @@ from lightning_mcore import MCoreGPT
 from lightning_mcore.hf.files import check_download
 from lightning_mcore.interop.importing import import_checkpoint
 from tests.support.hf_models import save_tiny
+from tests.support.sentences import refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -77,7 +78,7 @@ def test_a_changed_bit_in_weights_of_the_hub_is_refused(
         import_checkpoint(str(folder), str(tmp_path / "whole.ckpt"))
     assert "no checksum" not in caplog.text
     flip(folder / WEIGHTS, -3)
-    with pytest.raises(ValueError, match=rf"{WEIGHTS} differs from the hub's file of that name: its checksum is \w"):
+    with refuses(ValueError, f"{WEIGHTS} differs from the hub's file of that"):
         import_checkpoint(str(folder), str(tmp_path / "changed.ckpt"))
     assert not (tmp_path / "changed.ckpt").exists()
 
@@ -87,7 +88,7 @@ def test_a_changed_digit_in_a_config_of_the_hub_is_refused(where: str, request: 
     folder: Path = request.getfixturevalue(where)
     MCoreGPT.from_pretrained(str(folder))
     flip(folder / "config.json", (folder / "config.json").read_bytes().index(b"128"))
-    with pytest.raises(ValueError, match=r"config\.json differs from the hub's file of that name: .*; download"):
+    with refuses(ValueError, "config.json differs from the hub's file of"):
         MCoreGPT.from_pretrained(str(folder))
 
 
@@ -119,8 +120,7 @@ def test_weights_that_are_not_finite_are_refused(value: float, dtype: torch.dtyp
     tensors = {name: tensor.to(dtype) for name, tensor in load_file(folder / WEIGHTS).items()}
     tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = value
     save_file(tensors, folder / WEIGHTS)
-    text = r"model\.layers\.1\.mlp\.down_proj\.weight has infinite or NaN values"
-    with pytest.raises(ValueError, match=text):
+    with refuses(ValueError, "model.layers.1.mlp.down_proj.weight"):
         import_checkpoint(str(folder), str(tmp_path / "out.ckpt"))
     assert not (tmp_path / "out.ckpt").exists()
 

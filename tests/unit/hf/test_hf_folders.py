@@ -17,10 +17,10 @@ from torch import Tensor
 from lightning_mcore.hf import export_checkpoint, import_checkpoint
 from lightning_mcore.hf.source import local_folder
 from tests.support.hf_models import YARN, save_tiny, tiny_folder
+from tests.support.sentences import refuses
 from tests.support.vision_models import CONFIGS as VISION
 from tests.support.vision_models import save_vision
 from tests.unit.hf.test_hf_dtypes import differences, tensors_of
-from tests.unit.optimizer.test_optimizer_options import is_one_sentence
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Megatron and transformers
 
@@ -109,37 +109,23 @@ def seeing_with_biases(folder: Path) -> None:
     save_vision("qwen3_vl", folder, text_config=text)
 
 
-REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "code": (with_code, r"pytorch_model.bin holds something other than tensors, or is damaged \("),
-    "adapter": (adapter, r"is the folder of a PEFT adapter; give its base \(org/base\) as the model, and .* adapters="),
-    "adapter beside": (adapter_beside_a_model, "has adapter_config.json beside the weights of a model, .* adapters="),
-    "classifier": (
-        with_more_tensors(**{"score.weight": torch.zeros(3, 32)}),
-        r"hf_model\(head='sequence-classification'\) or MCorePreference, or family='qwen2\+score'$",
-    ),
-    "another tensor": (
-        with_more_tensors(**{"model.extra.weight": torch.zeros(3)}),
-        r"it has model.extra.weight, which .* a family of your own that has them in unread \(family=\)$",
-    ),
-    "no output layer": (
-        without_output,
-        r"it lacks lm_head.weight; it has no output layer: take hf_model\(head='hidden",
-    ),
-    "YaRN": (
-        lambda folder: save_tiny("ernie4_5", folder, rope_parameters=YARN),
-        "rope_parameters with rope_type='yarn' are not supported for 'ernie4_5'",
-    ),
-    "biases": (seeing_with_biases, "attention_bias=True is not supported, because models with a vision tower have"),
+REFUSED: dict[str, Callable[[Path], Any]] = {
+    "code": with_code,
+    "adapter": adapter,
+    "adapter beside": adapter_beside_a_model,
+    "classifier": with_more_tensors(**{"score.weight": torch.zeros(3, 32)}),
+    "another tensor": with_more_tensors(**{"model.extra.weight": torch.zeros(3)}),
+    "no output layer": without_output,
+    "YaRN": lambda folder: save_tiny("ernie4_5", folder, rope_parameters=YARN),
+    "biases": seeing_with_biases,
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_read_is_refused_by_name(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write, sentence = REFUSED[name]
-    write(tmp_path / "model")
-    with pytest.raises(ValueError, match=sentence) as refusal:
+    REFUSED[name](tmp_path / "model")
+    with refuses(ValueError):
         import_checkpoint(str(tmp_path / "model"), str(tmp_path / "checkpoint"))
-    assert is_one_sentence(str(refusal.value))
     assert "code ran" not in capsys.readouterr().out
 
 

@@ -14,7 +14,7 @@ from lightning_mcore import LoRA, add_lora, single_process
 from lightning_mcore.hf import HFModel, hf_model
 from lightning_mcore.layers.padded_rows import PaddedRows
 from tests.support.hf_models import VOCAB_SIZE, tiny_folder
-from tests.unit.optimizer.test_optimizer_options import is_one_sentence
+from tests.support.sentences import refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")  # where the layers run in this process
 LENGTHS = (7, 4, 1)
@@ -111,44 +111,40 @@ def test_it_writes_itself_as_transformers_does(model: HFModel, tmp_path: Any) ->
 
 
 IDS = torch.tensor([[5, 6, 7, 8]])
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"inputs_embeds": torch.zeros(1)}, "inputs_embeds is not supported by the model of hf_model"),
-    ({"token_type_ids": torch.zeros(1, 4)}, "token_type_ids is not supported"),
-    ({"output_attentions": True}, "output_attentions is not supported"),
-    ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "attention_mask is not a padding mask: a row has a 0 between"),
-    ({"attention_mask": torch.tensor([[1, 2, 1, 1]])}, "a value besides 0 and 1"),
-    ({"attention_mask": torch.ones(1, 1, 4, 4)}, r"has the shape \[1, 1, 4, 4\], but only a padding mask"),
-    ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "position_ids do not count up by one"),
-    ({"labels": torch.ones(1, 3).long()}, r"labels have the shape \[1, 3\] and input_ids \[1, 4\]"),
-    ({"labels": IDS, "attention_mask": torch.tensor([[1, 1, 1, 0]])}, "targets where attention_mask is 0"),
-    ({"labels": IDS + VOCAB_SIZE}, "labels hold .* outside the vocabulary"),
+REFUSED: list[dict[str, Any]] = [
+    {"inputs_embeds": torch.zeros(1)},
+    {"token_type_ids": torch.zeros(1, 4)},
+    {"output_attentions": True},
+    {"attention_mask": torch.tensor([[1, 0, 1, 1]])},
+    {"attention_mask": torch.tensor([[1, 2, 1, 1]])},
+    {"attention_mask": torch.ones(1, 1, 4, 4)},
+    {"position_ids": torch.tensor([[0, 1, 0, 1]])},
+    {"labels": torch.ones(1, 3).long()},
+    {"labels": IDS, "attention_mask": torch.tensor([[1, 1, 1, 0]])},
+    {"labels": IDS + VOCAB_SIZE},
 ]
 
 
-@pytest.mark.parametrize(("given", "message"), REFUSED)
-def test_what_it_does_not_support_is_refused_by_name(model: HFModel, given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as refusal:
+@pytest.mark.parametrize("given", REFUSED)
+def test_what_it_does_not_support_is_refused_by_name(model: HFModel, given: dict[str, Any]) -> None:
+    with refuses(ValueError, *given):
         model(IDS, **given)
-    assert is_one_sentence(str(refusal.value))
 
 
 @pytest.mark.parametrize(
-    ("name", "instead"),
+    "name",
     [
-        ("gradient_checkpointing_enable", r"transformer=\{'recompute_granularity': 'full'"),
-        ("resize_token_embeddings", "change the model with transformers, save it, and give its folder"),
-        ("get_input_embeddings", r"hf_named_parameters\(\) gives their weights"),
-        ("lm_head", r"hf_named_parameters\(\) gives their weights"),
-        ("push_to_hub", r"save_pretrained\(\)"),
+        "gradient_checkpointing_enable",
+        "resize_token_embeddings",
+        "get_input_embeddings",
+        "lm_head",
+        "push_to_hub",
     ],
 )
-def test_attributes_of_transformers_say_what_to_do_instead(model: HFModel, name: str, instead: str) -> None:
+def test_attributes_of_transformers_say_what_to_do_instead(model: HFModel, name: str) -> None:
     assert hasattr(of_transformers(), name)
-    with pytest.raises(
-        AttributeError, match=rf"{name} is not available on the model of hf_model\(\); .*{instead}"
-    ) as no:
+    with refuses(AttributeError, f"{name} is not available"):
         getattr(model, name)
-    assert is_one_sentence(str(no.value))
     assert not hasattr(model, "anything_else")
 
 
@@ -157,9 +153,7 @@ def test_adapters_of_peft_are_refused_and_those_that_are_named_work(model: HFMod
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    with pytest.raises(
-        TypeError, match=r"PEFT cannot put adapters on the model of hf_model\(\), .*; call add_lora\(self"
-    ):
+    with refuses(TypeError, "PEFT cannot put adapters on the model of"):
         get_peft_model(model, LoraConfig(target_modules=["q_proj"]))  # type: ignore[arg-type]
     add_lora(model.pipeline, LoRA(target_modules=["linear_qkv", "linear_proj"]))
     with torch.no_grad():
@@ -174,7 +168,7 @@ def test_adapters_of_peft_are_refused_and_those_that_are_named_work(model: HFMod
 
 
 def test_a_model_that_is_built_in_the_constructor_is_refused_by_its_name() -> None:
-    with pytest.raises(RuntimeError, match=r"hf_model\(\) builds Megatron layers, .*: call it in configure_model\(\)"):
+    with refuses(RuntimeError, "hf_model() builds Megatron layers"):
         hf_model(pl.LightningModule(), str(tiny_folder("llama")))
 
 
@@ -186,7 +180,7 @@ def test_a_row_of_padding_alone_is_allowed() -> None:
 
 def test_an_unknown_family_says_which_are_known(tmp_path: Any) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "abacus"}')
-    with single_process(), pytest.raises(ValueError, match=r"abacus.*llama, "):
+    with single_process(), refuses(ValueError, "llama"):
         hf_model(pl.LightningModule(), str(tmp_path))
 
 
@@ -219,7 +213,7 @@ def test_generation_counts_positions_from_the_first_token_where_queries_grow() -
         places = torch.arange(7).expand(3, -1)
         moved = places - (batch["attention_mask"] == 0).sum(1, keepdim=True)
         assert torch.equal(model(**batch, position_ids=moved).logits, model(**batch).logits)
-        with pytest.raises(ValueError, match="position_ids do not begin with 0 at the first token of a row"):
+        with refuses(ValueError, "position_ids do not begin with 0 at the"):
             model(**batch, position_ids=places)
 
 
@@ -242,7 +236,7 @@ def test_a_classifier_scores_the_last_token_and_writes_itself(labels: int, probl
             torch.testing.assert_close(model(**inputs).logits, expected.logits, atol=1e-5, rtol=0)
             torch.testing.assert_close(model(**inputs).loss, expected.loss, atol=1e-5, rtol=0)
         assert model.config.problem_type == problem
-        with pytest.raises(TypeError, match="needs logits over the vocabulary"):
+        with refuses(TypeError, "needs logits over the vocabulary"):
             model.generate(IDS)
         model.save_pretrained(str(tmp_path / "out"))
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
@@ -262,10 +256,9 @@ def test_an_encoder_returns_the_last_hidden_state_and_writes_itself(tmp_path: An
         assert output.keys() == ["last_hidden_state"]
         expected = other(batch["input_ids"], batch["attention_mask"]).last_hidden_state[real]
         torch.testing.assert_close(output.last_hidden_state[real], expected, atol=1e-5, rtol=0)
-        for ask, message in ((lambda: output.logits, "the output has last_hidden_state"),):
-            with pytest.raises(AttributeError, match=message):
-                ask()
-        with pytest.raises(ValueError, match="which has no loss; leave them out"):
+        with refuses(AttributeError, "last_hidden_state"):
+            _ = output.logits
+        with refuses(ValueError, "which has no loss; leave them out"):
             model(**batch)
         model.save_pretrained(str(tmp_path / "out"))
     again = AutoModel.from_pretrained(tmp_path / "out").state_dict()
@@ -273,14 +266,14 @@ def test_an_encoder_returns_the_last_hidden_state_and_writes_itself(tmp_path: An
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    "given",
     [
-        ({"head": "token-classification"}, "head='token-classification' is not known; choose 'causal-lm'"),
-        ({"num_labels": 2}, "num_labels=2 is given for a model without scores"),
+        {"head": "token-classification"},
+        {"num_labels": 2},
     ],
 )
-def test_a_head_that_does_not_exist_is_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_a_head_that_does_not_exist_is_refused(given: dict[str, Any]) -> None:
+    with refuses(ValueError, *given):
         hf_model(pl.LightningModule(), str(tiny_folder("llama")), **given)
 
 
@@ -300,6 +293,5 @@ def test_generation_beyond_the_window_and_with_other_layers(family: str, argumen
 
 
 def test_prompts_with_padding_on_the_right_are_refused(model: HFModel) -> None:
-    with pytest.raises(ValueError, match="with padding on the right") as refusal:
+    with refuses(ValueError, "with padding on the right"):
         model.generate(IDS, attention_mask=torch.tensor([[1, 1, 1, 0]]), max_new_tokens=1, pad_token_id=0)
-    assert is_one_sentence(str(refusal.value))

@@ -15,6 +15,7 @@ from lightning_mcore.hf.safetensors import SafetensorsFolder
 from lightning_mcore.hf.weight_rules import index_of
 from lightning_mcore.interop.importing import import_checkpoint
 from tests.support.hf_models import save_tiny
+from tests.support.sentences import refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -76,5 +77,5 @@ def test_half_of_a_packed_matrix_is_refused(folders: tuple[Path, Path], tmp_path
     stored = load_file(folders[0] / SHARD)
     del stored[f"model.layers.2.mlp.experts.down_proj{lost}"]
     save_file(stored, tmp_path / SHARD)
-    with pytest.raises(ValueError, match=r"2\.mlp\.experts\.down_proj_blocks .*, which are not one matrix in MXFP4;"):
+    with refuses(ValueError, "which are not one matrix in MXFP4"):
         SafetensorsFolder(str(tmp_path))

@@ -30,6 +30,7 @@ from lightning_mcore.layers.core_attention import TorchAttention
 from lightning_mcore.parallel.context import split_for_context_parallel, unsplit_from_context_parallel
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from tests.support.naive_attention import causal, naive_attention, split_packed, window
+from tests.support.sentences import refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")  # Megatron's own default
 
@@ -391,15 +392,15 @@ def test_an_argument_takes_the_place_of_the_configs_dropout(tracker: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("fields", "sentence"),
+    "fields",
     [
-        ({"softmax_type": "sink"}, "softmax_type='sink' is unknown; choose 'vanilla' or 'off-by-one' or 'learnable'"),
-        ({"window_size": (8, 4)}, r"window_size=\(8, 4\) looks 4 tokens ahead.*choose \(8, 0\)"),
-        ({"window_size": (-2, 0)}, r"window_size=\(-2, 0\) is not a window"),
+        {"softmax_type": "sink"},
+        {"window_size": (8, 4)},
+        {"window_size": (-2, 0)},
     ],
 )
-def test_attention_that_the_backend_lacks_is_refused_when_it_is_built(fields: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_attention_that_the_backend_lacks_is_refused_when_it_is_built(fields: dict[str, Any]) -> None:
+    with refuses(ValueError, *fields):
         build(**fields)
 
 
@@ -409,22 +410,20 @@ def test_a_window_may_look_ahead_where_attention_is_not_causal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "sentence"),
+    ("arguments", "error"),
     [
-        ({"packed_seq_params": PackedSeqParams()}, ValueError, "qkv_format=None; the torch backend takes 'thd'"),
-        ({"attention_bias": torch.zeros(1)}, ValueError, "attention_bias is given.*pass None"),
-        ({"attention_mask": torch.zeros(1, 1, S, S)}, ValueError, "torch.float32; give torch.bool"),
+        ({"packed_seq_params": PackedSeqParams()}, ValueError),
+        ({"attention_bias": torch.zeros(1)}, ValueError),
+        ({"attention_mask": torch.zeros(1, 1, S, S)}, ValueError),
     ],
 )
-def test_an_argument_that_cannot_be_honoured_is_refused(
-    arguments: dict[str, Any], error: type[Exception], sentence: str
-) -> None:
-    with pytest.raises(error, match=sentence):
+def test_an_argument_that_cannot_be_honoured_is_refused(arguments: dict[str, Any], error: type[Exception]) -> None:
+    with refuses(error, *arguments):
         build()(*tensors(), **{"attention_mask": None, **arguments})
 
 
 def test_causal_attention_over_more_keys_than_queries_is_refused() -> None:
     query, key, value = tensors()
 
-    with pytest.raises(ValueError, match=f"4 queries and {S} keys.*causal_bottom_right"):
+    with refuses(ValueError, f"4 queries and {S} keys"):
         build()(query[:4], key, value, None)

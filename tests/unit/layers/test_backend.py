@@ -27,6 +27,7 @@ from lightning_mcore.layers.session import single_process
 from lightning_mcore.layers.spec import TorchAttention, TorchNorm, gpt_block_spec, resolve_transformer_impl
 from lightning_mcore.layers.transformer_config import build_transformer_config
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
+from tests.support.sentences import refuses
 
 MODEL = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 16, "moe_token_dispatcher_type": "alltoall"}
@@ -119,7 +120,7 @@ def test_names_and_dtype_of_the_weights_are_those_of_megatrons_norms() -> None:
 
 
 def test_an_unknown_norm_is_refused() -> None:
-    with pytest.raises(ValueError, match="normalization='L2Norm' is unknown; choose LayerNorm or RMSNorm"):
+    with refuses(ValueError, "normalization='L2Norm'"):
         TorchNorm(config_of(normalization="L2Norm"), 32)
 
 
@@ -147,12 +148,12 @@ def test_transformer_engine_is_chosen_where_it_can_run(
 
 
 @pytest.mark.parametrize(
-    ("choice", "device", "installed", "error", "sentence"),
+    ("choice", "device", "installed", "error"),
     [
-        ("transformer_engine", "cuda", False, ModuleNotFoundError, r"not installed; install lightning-mcore\[te\]"),
-        ("transformer_engine", "cpu", True, ValueError, "needs a CUDA device but this run is on 'cpu'"),
-        ("transformer_engine", "cpu", False, ValueError, "needs a CUDA device but this run is on 'cpu'"),
-        ("te", "cuda", True, ValueError, "transformer_impl='te' is unknown; choose 'auto', 'local' or"),
+        ("transformer_engine", "cuda", False, ModuleNotFoundError),
+        ("transformer_engine", "cpu", True, ValueError),
+        ("transformer_engine", "cpu", False, ValueError),
+        ("te", "cuda", True, ValueError),
     ],
 )
 def test_a_backend_that_cannot_run_is_refused(
@@ -161,11 +162,10 @@ def test_a_backend_that_cannot_run_is_refused(
     device: str,
     installed: bool,
     error: type[Exception],
-    sentence: str,
 ) -> None:
     monkeypatch.setattr(backend, "HAVE_TE", installed)
 
-    with pytest.raises(error, match=sentence):
+    with refuses(error):
         resolve_transformer_impl(choice, device)
 
 
@@ -313,29 +313,29 @@ def test_the_spec_of_transformer_engine_is_handed_on_as_it_is(monkeypatch: pytes
 
 @pytest.mark.usefixtures("stage")
 @pytest.mark.parametrize(
-    ("field", "value", "sentence"),
+    ("field", "value"),
     [
-        ("moe_grouped_gemm", True, "moe_grouped_gemm=True needs TransformerEngine; choose False, or transformer_impl="),
-        ("persist_layer_norm", True, "persist_layer_norm=True needs TransformerEngine"),
-        ("memory_efficient_layer_norm", True, "memory_efficient_layer_norm=True needs TransformerEngine"),
-        ("qk_clip", True, "qk_clip=True needs TransformerEngine"),
-        ("fp8", "hybrid", "fp8='hybrid' needs TransformerEngine; choose None"),
-        ("apply_rope_fusion", True, "apply_rope_fusion=True needs TransformerEngine; choose False"),
-        ("experimental_attention_variant", "dsa", "experimental_attention_variant='dsa' needs TransformerEngine"),
-        ("normalization", "L2Norm", "normalization='L2Norm' is unknown; choose LayerNorm or RMSNorm"),
-        ("recompute_modules", ["layernorm"], "recompute_modules with 'layernorm' needs TransformerEngine; choose from"),
-        ("window_size", (8, 4), "choose \\(8, 0\\)"),
+        ("moe_grouped_gemm", True),
+        ("persist_layer_norm", True),
+        ("memory_efficient_layer_norm", True),
+        ("qk_clip", True),
+        ("fp8", "hybrid"),
+        ("apply_rope_fusion", True),
+        ("experimental_attention_variant", "dsa"),
+        ("normalization", "L2Norm"),
+        ("recompute_modules", ["layernorm"]),
+        ("window_size", (8, 4)),
     ],
 )
 def test_what_only_transformer_engine_can_do_is_refused_before_a_module_is_built(
-    monkeypatch: pytest.MonkeyPatch, field: str, value: Any, sentence: str
+    monkeypatch: pytest.MonkeyPatch, field: str, value: Any
 ) -> None:
     config = config_of()
     config.recompute_granularity = "selective"
     monkeypatch.setattr(backend, "HAVE_TE", False)
     setattr(config, field, value)  # Megatron's own checks of some of these differ from version to version
 
-    with pytest.raises(ValueError, match=sentence):
+    with refuses(ValueError):
         gpt_block_spec(config, "local")
 
 
@@ -343,7 +343,7 @@ def test_what_only_transformer_engine_can_do_is_refused_before_a_module_is_built
 def test_latent_attention_that_megatron_cannot_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multi_latent_attention, "HAVE_TE", True)
 
-    with pytest.raises(ValueError, match="multi_latent_attention=True needs TransformerEngine in megatron-core"):
+    with refuses(ValueError, "multi_latent_attention=True"):
         gpt_block_spec(config_of(**LATENT), "local")
 
 

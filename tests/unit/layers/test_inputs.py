@@ -22,6 +22,7 @@ from lightning_mcore.layers.inputs import (
     split_packed_batch,
 )
 from lightning_mcore.layers.losses import sample_mean, token_mean
+from tests.support.sentences import refuses
 
 Batch = dict[str, Tensor]
 SAMPLES = [list(range(1, 7)), list(range(20, 24)), list(range(40, 51))]  # 5, 3 and 10 places
@@ -108,18 +109,15 @@ def test_a_batch_without_targets_has_a_loss_of_zero_and_no_weight() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "message"),
+    "batch",
     [
-        (
-            {"tokens": [[1, 10]]},
-            "tokens hold 10 at row 0, position 1, outside the vocabulary of vocab_size=10; choose 0",
-        ),
-        ({"tokens": [[1], [-1]]}, "tokens hold -1 at row 1, position 0, outside .* choose 0 to 9$"),
-        ({"tokens": [[1]], "labels": [[50]]}, "labels hold 50 .* choose 0 to 9, or -100 for no target"),
+        {"tokens": [[1, 10]]},
+        {"tokens": [[1], [-1]]},
+        {"tokens": [[1]], "labels": [[50]]},
     ],
 )
-def test_tokens_and_labels_outside_the_vocabulary_are_refused(batch: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_tokens_and_labels_outside_the_vocabulary_are_refused(batch: Any) -> None:
+    with refuses(ValueError, *batch):
         check_vocabulary({name: torch.tensor(ids) for name, ids in batch.items()}, 10)
 
 
@@ -135,22 +133,22 @@ def config(**fields: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    "fields",
     [
-        ({"num_moe_experts": 2, "moe_aux_loss_coeff": 0.1}, "'samples' with moe_aux_loss_coeff=0.1"),
-        ({"num_moe_experts": 2, "moe_z_loss_coeff": 0.1}, "'samples' with moe_z_loss_coeff=0.1"),
-        ({"mtp_num_layers": 1}, "'samples' with mtp_num_layers=1"),
+        {"num_moe_experts": 2, "moe_aux_loss_coeff": 0.1},
+        {"num_moe_experts": 2, "moe_z_loss_coeff": 0.1},
+        {"mtp_num_layers": 1},
     ],
 )
-def test_a_mean_over_samples_is_refused_beside_losses_that_are_weighed_by_tokens(fields: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_a_mean_over_samples_is_refused_beside_losses_that_are_weighed_by_tokens(fields: Any) -> None:
+    with refuses(ValueError, *fields):
         check_normalization("samples", config(**fields))
     check_normalization("tokens", config(**fields))
     check_normalization("samples", config(**{**fields, "calculate_per_token_loss": False}))
 
 
 def test_an_unknown_mean_is_refused() -> None:
-    with pytest.raises(ValueError, match="'words' is unknown; choose 'tokens' or 'samples'"):
+    with refuses(ValueError, "'words'"):
         check_normalization("words", config())  # type: ignore[arg-type]
 
 
@@ -163,25 +161,23 @@ def test_a_fraction_of_a_mask_lets_a_token_weigh_less() -> None:
 @pytest.mark.parametrize("missing", ["cu_seqlens", "cu_seqlens_padded"])
 def test_one_kind_of_boundaries_without_the_other_is_refused(missing: str) -> None:
     batch = {name: tensor for name, tensor in packed().items() if name != missing}
-    with pytest.raises(ValueError, match=f"a packed batch lacks {missing}; give both"):
+    with refuses(ValueError, f"a packed batch lacks {missing}; give both"):
         ModelInputs.of(batch)
 
 
 def test_a_packed_row_that_context_parallel_ranks_cannot_cut_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"a packed row of 16 tokens does not divide into .*=6 slices; choose 12 or 18"
-    ):
+    with refuses(ValueError, "a packed row of 16 tokens does not divide"):
         split_packed_batch(packed(), 0, 3)
 
 
 def test_sequences_without_learned_positions_are_refused() -> None:
     check_places(packed(), 16)
-    with pytest.raises(ValueError, match="a sequence has 16 tokens, more than the seq_length=15 positions of a model"):
+    with refuses(ValueError, "seq_length=15"):
         check_places(packed(), 15)
-    with pytest.raises(ValueError, match="a sequence has 10 tokens, more than the seq_length=9"):
+    with refuses(ValueError, "seq_length=9"):
         check_places(padded(), 9)
 
 
 def test_a_forward_step_without_a_model_says_where_to_build_it() -> None:
-    with pytest.raises(RuntimeError, match=r"has no model to run; build it in configure_model\(\) with self.pipeline"):
+    with refuses(RuntimeError, "has no model to run; build it in"):
         MCoreModule().forward_step({"tokens": torch.zeros(1, 2), "labels": torch.zeros(1, 2)})

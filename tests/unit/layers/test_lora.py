@@ -22,43 +22,34 @@ from lightning_mcore.layers.lora import merging
 from lightning_mcore.layers.quantized import check_quantization
 from lightning_mcore.planning.preference import arguments_in_use
 from tests.support.hf_models import tiny_folder
+from tests.support.sentences import refuses
 
 FIELDS = {"num_layers": 2, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 8, "num_moe_experts": 4}
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "sentence"),
+    ("settings", "error"),
     [
-        ({"r": 0}, ValueError, r"r=0 is too small; choose 1 or more"),
-        ({"r": 2.5}, TypeError, r"r=2.5 is not an int; give an int of 1 or more"),
-        ({"rank_pattern": {"q_proj": 0}}, ValueError, r"rank_pattern\['q_proj'\]=0 is too small"),
-        ({"rank_pattern": ["q_proj"]}, TypeError, r"rank_pattern=\['q_proj'\] is not a mapping"),
-        ({"lora_alpha": "16"}, TypeError, r"lora_alpha='16' is not a number; give one"),
-        ({"lora_dropout": 1.0}, ValueError, r"lora_dropout=1.0 is not in \[0, 1\); choose 0 for none"),
-        ({"lora_dropout": "no"}, TypeError, r"lora_dropout='no' is not a number"),
-        ({"init_lora_weights": "pissa"}, ValueError, r"init_lora_weights='pissa' is not supported; choose True"),
-        ({"target_modules": []}, ValueError, r"target_modules=\[\] names nothing"),
-        (
-            {"target_modules": "all"},
-            ValueError,
-            r"target_modules='all' is not a target; for all linear layers give",
-        ),
-        ({"target_modules": "(q"}, ValueError, r"target_modules='\(q' is not a regular expression"),
-        ({"modules_to_save": "lm_head"}, TypeError, r"modules_to_save='lm_head' is not a list of names"),
-        ({"layers_to_transform": [-1]}, TypeError, r"layers_to_transform=\[-1\] is not a list of numbers of layers"),
-        ({"quantization": "int8"}, ValueError, r"quantization='int8' is not supported; choose 'nf4' or None"),
-        (
-            {"quantization": "nf4", "use_dora": True},
-            ValueError,
-            r"use_dora=True is not supported with quantization='nf4'; leave one of them out",
-        ),
-        ({"rank": 4}, ValueError, r"unknown field of LoRA 'rank'; choose from alpha_pattern"),
+        ({"r": 0}, ValueError),
+        ({"r": 2.5}, TypeError),
+        ({"rank_pattern": {"q_proj": 0}}, ValueError),
+        ({"rank_pattern": ["q_proj"]}, TypeError),
+        ({"lora_alpha": "16"}, TypeError),
+        ({"lora_dropout": 1.0}, ValueError),
+        ({"lora_dropout": "no"}, TypeError),
+        ({"init_lora_weights": "pissa"}, ValueError),
+        ({"target_modules": []}, ValueError),
+        ({"target_modules": "all"}, ValueError),
+        ({"target_modules": "(q"}, ValueError),
+        ({"modules_to_save": "lm_head"}, TypeError),
+        ({"layers_to_transform": [-1]}, TypeError),
+        ({"quantization": "int8"}, ValueError),
+        ({"quantization": "nf4", "use_dora": True}, ValueError),
+        ({"rank": 4}, ValueError),
     ],
 )
-def test_a_setting_that_cannot_be_is_a_sentence(
-    settings: dict[str, Any], error: type[Exception], sentence: str
-) -> None:
-    with pytest.raises(error, match=sentence):
+def test_a_setting_that_cannot_be_is_a_sentence(settings: dict[str, Any], error: type[Exception]) -> None:
+    with refuses(error, *settings):
         LoRA.of(settings)
 
 
@@ -90,130 +81,87 @@ def test_names_choose_projections(settings: dict[str, Any], count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    "settings",
     [
-        ({"target_modules": ["q_proj", "v_porj"]}, "target_modules has 'v_porj', .* did you mean v_proj"),
-        ({"modules_to_save": ["lm_haed"]}, "modules_to_save has 'lm_haed', .* did you mean lm_head"),
-        ({"target_modules": ".*nothing"}, "leaves no projection that gets an adapter"),
-        ({"target_modules": "q_proj"}, "a string is a pattern that matches whole names, or 'all-linear'"),
-        (
-            {"modules_to_save": ["up_proj"]},
-            "up_proj, which Megatron keeps in one weight with .*gate_proj.*; name all",
-        ),
-        (
-            {"target_modules": ["q_proj"], "modules_to_save": ["gate_up"]},
-            "modules_to_save has 'gate_up', and the",
-        ),
-        ({"layers_to_transform": [7]}, "leaves no projection that gets an adapter"),
-        ({"rank_pattern": {"q_prj": 4}}, "rank_pattern has 'q_prj', .* did you mean q_proj"),
-        (
-            {"target_modules": ["q_proj"], "alpha_pattern": {"v_proj": 4}},
-            "alpha_pattern has 'v_proj', and no projection",
-        ),
-        (
-            {"target_parameters": ["experts.gate_up_prj"]},
-            "target_parameters has 'experts.gate_up_prj', .* did you mean",
-        ),
+        {"target_modules": ["q_proj", "v_porj"]},
+        {"modules_to_save": ["lm_haed"]},
+        {"target_modules": ".*nothing"},
+        {"target_modules": "q_proj"},
+        {"modules_to_save": ["up_proj"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["gate_up"]},
+        {"layers_to_transform": [7]},
+        {"rank_pattern": {"q_prj": 4}},
+        {"target_modules": ["q_proj"], "alpha_pattern": {"v_proj": 4}},
+        {"target_parameters": ["experts.gate_up_prj"]},
     ],
 )
-def test_targets_that_match_nothing_are_refused_before_anything_is_built(
-    settings: dict[str, Any], sentence: str
-) -> None:
+def test_targets_that_match_nothing_are_refused_before_anything_is_built(settings: dict[str, Any]) -> None:
     module = MCoreGPT.from_pretrained(str(tiny_folder("llama")), lora=LoRA(**settings))
-    with pytest.raises(ValueError, match=sentence):
+    with refuses(ValueError, *settings):
         module.check_settings()
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    "change",
     [
-        ({"peft_type": "LOHA"}, "peft_type='LOHA', and only 'LORA' is supported"),
-        ({"peft_type": "XLORA"}, "peft_type='XLORA', and only 'LORA' is supported; train a LoRA, or merge"),
-        ({"bias": "all"}, "bias='all', and only 'none' is supported"),
-        ({"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens=\[1, 2\] \(aLoRA\), which is not supported"),
-        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights='pissa_niter_16', which changes .*pissa_convert"),
-        ({"init_lora_weights": "loftq"}, "init_lora_weights='loftq', which changes the weights of the base"),
-        ({"layers_pattern": "h"}, "layers_pattern='h', and the layers of these models are called 'layers'"),
-        ({"r": -1}, "adapter_config.json: r=-1 is too small"),
+        {"peft_type": "LOHA"},
+        {"peft_type": "XLORA"},
+        {"bias": "all"},
+        {"alora_invocation_tokens": [1, 2]},
+        {"init_lora_weights": "pissa_niter_16"},
+        {"init_lora_weights": "loftq"},
+        {"layers_pattern": "h"},
+        {"r": -1},
     ],
 )
-def test_other_adapters_are_refused_by_name(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+def test_other_adapters_are_refused_by_name(change: dict[str, Any], tmp_path: Path) -> None:
     config = {"peft_type": "LORA", "target_modules": ["q_proj"], "r": 4, **change}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     save_file({"base_model.model.x.lora_A.weight": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=sentence):
+    with refuses(ValueError, *change):
         read_lora(str(tmp_path))
 
 
 @pytest.mark.parametrize(("field", "value"), [("lora_dropout", 0.5), ("use_dora", True)])
 def test_what_experts_cannot_have_is_refused_before_anything_is_built(field: str, value: Any) -> None:
     module = MCoreGPT.from_pretrained(str(tiny_folder("qwen3_moe")), lora=LoRA(**{field: value}))
-    with pytest.raises(
-        ValueError, match=rf"{field}={value} is not supported on experts such as model.layers.0.mlp.expe"
-    ):
+    with refuses(ValueError, f"{field}={value}"):
         module.check_settings()
 
 
 @pytest.mark.parametrize(
-    ("family", "settings", "sentence"),
+    ("family", "settings"),
     [
-        (
-            "qwen3_moe",
-            {"target_modules": ["gate"], "lora_dropout": 0.1},
-            r"lora_dropout=0.1 is not supported on routers",
-        ),
-        (
-            "qwen2_moe",
-            {"target_modules": ["shared_expert_gate"], "use_dora": True},
-            "use_dora=True is not supported",
-        ),
-        (
-            "llama",
-            {"target_modules": ["embed_tokens"], "use_dora": True},
-            "use_dora=True is not supported on the",
-        ),
-        (
-            "llama",
-            {"target_modules": ["q_proj", "input_layernorm"]},
-            "target_modules has .*input_layernorm, and",
-        ),
-        (
-            "qwen2",
-            {"target_modules": ["embed_tokens"]},
-            r"which the model uses twice \(share_embeddings_and_output_",
-        ),
-        (
-            "glm4_moe, multi-token",
-            {"target_modules": ["embed_tokens"]},
-            r"uses twice \(mtp_num_layers=1\); train it",
-        ),
+        ("qwen3_moe", {"target_modules": ["gate"], "lora_dropout": 0.1}),
+        ("qwen2_moe", {"target_modules": ["shared_expert_gate"], "use_dora": True}),
+        ("llama", {"target_modules": ["embed_tokens"], "use_dora": True}),
+        ("llama", {"target_modules": ["q_proj", "input_layernorm"]}),
+        ("qwen2", {"target_modules": ["embed_tokens"]}),
+        ("glm4_moe, multi-token", {"target_modules": ["embed_tokens"]}),
     ],
 )
 def test_what_other_modules_cannot_have_is_refused_before_anything_is_built(
-    family: str, settings: dict[str, Any], sentence: str
+    family: str, settings: dict[str, Any]
 ) -> None:
     module = MCoreGPT.from_pretrained(str(tiny_folder(family)), lora=LoRA(**settings))
-    with pytest.raises(ValueError, match=sentence):
+    with refuses(ValueError, *settings):
         module.check_settings()
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    "settings",
     [
-        ({"modules_to_save": ["input_linear"]}, "one tensor for all experts cannot be saved; leave it out"),
-        (
-            {"target_modules": ["input_linear"]},
-            "one tensor for all experts cannot have adapters in this family",
-        ),
-        ({}, r"leave the experts out \(exclude_modules=\['input_linear', 'output_linear'\]\)"),
+        {"modules_to_save": ["input_linear"]},
+        {"target_modules": ["input_linear"]},
+        {},
     ],
 )
 @pytest.mark.filterwarnings("ignore:moe_ffn_hidden_size is not set")
-def test_experts_in_one_tensor_are_refused(settings: dict[str, Any], sentence: str) -> None:
+def test_experts_in_one_tensor_are_refused(settings: dict[str, Any]) -> None:
     module = MCoreGPT.from_pretrained(str(tiny_folder("granitemoe")), lora=LoRA(**settings))
-    with pytest.raises(ValueError, match=sentence):
+    with refuses(ValueError, *settings):
         module.check_settings()
-    with single_process(), pytest.raises(ValueError, match=sentence):
+    with single_process(), refuses(ValueError, *settings):
         module.configure_model()
 
 
@@ -223,35 +171,35 @@ def test_a_merged_adapter_of_a_tied_embedding_is_refused(tmp_path: Path) -> None
     stem = "base_model.model.model.embed_tokens.lora_embedding_"
     save_file({f"{stem}A": torch.zeros(4, 101), f"{stem}B": torch.zeros(32, 4)}, tmp_path / "adapter_model.safetensors")
     MCoreGPT.from_pretrained(str(tiny_folder("llama")), adapters=[str(tmp_path)]).check_settings()
-    with pytest.raises(ValueError, match=r"target_modules has model.embed_tokens, which the model uses twice"):
+    with refuses(ValueError, "embed_tokens, which the model uses twice"):
         MCoreGPT.from_pretrained(str(tiny_folder("qwen2")), adapters=[str(tmp_path)]).check_settings()
 
 
 def test_a_rank_that_would_have_padding_alone_is_refused() -> None:
     lora = LoRA(target_modules=["lm_head"])
     lora.check_vocabulary(["lm_head"], {"vocab_size": 101}, padded=128, ranks=4)
-    with pytest.raises(ValueError, match="of whose 128 rows with their padding the last of 8 tensor-parallel ranks"):
+    with refuses(ValueError, "of whose 128 rows with their padding the"):
         lora.check_vocabulary(["lm_head"], {"vocab_size": 101}, padded=128, ranks=8)
 
 
 @pytest.mark.parametrize("field", ["tp_comm_overlap", "fp8_param"])
 def test_settings_that_adapters_do_not_have_are_refused(field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field}=True is not supported with adapters; leave it out"):
+    with refuses(ValueError, f"{field}=True"):
         LoRA().check_layers(SimpleNamespace(**{field: True}), [])
 
 
 def test_adapters_on_4_bits_are_not_merged_and_the_callback_says_so_before_anything_is_built() -> None:
     module = MCoreGPT.from_pretrained(str(tiny_folder("llama")), lora=LoRA(quantization="nf4"))
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    with pytest.raises(ValueError, match="adapters cannot be merged into weights with quantization='nf4'; write them"):
+    with refuses(ValueError, "quantization='nf4'"):
         SaveHFModel("merged").setup(trainer, module, "fit")
     SaveHFModel("adapter", adapter=True).setup(trainer, module, "fit")
     without = MCoreGPT.from_pretrained(str(tiny_folder("llama")))
-    with pytest.raises(ValueError, match="has no adapters to write; give it lora="):
+    with refuses(ValueError, "lora="):
         SaveHFModel("adapter", adapter=True).setup(trainer, without, "fit")
     layer = torch.nn.Linear(2, 2)
     layer.quantized = True  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="adapters cannot be merged into weights with quantization='nf4'; write them"):
+    with refuses(ValueError, "quantization='nf4'"):
         merging(layer)
 
 
@@ -293,7 +241,7 @@ def test_experts_that_differ_do_not_fit_the_stacked_layout() -> None:
     require_stackable(LoRA(rank_pattern={"up_proj": 4}, alpha_pattern={"up_proj": 4}), names)
     require_stackable(LoRA(target_modules=["q_proj"]), names)
     for settings in ({"rank_pattern": {"up_proj": 4}}, {"target_modules": r".*experts\.[01]\.up_proj"}):
-        with pytest.raises(ValueError, match=r"experts\.gate_up_proj differ in target, rank or scale"):
+        with refuses(ValueError, "experts.gate_up_proj differ in target"):
             require_stackable(LoRA(**settings), names)  # type: ignore[arg-type]
 
 
@@ -301,32 +249,30 @@ def test_experts_that_differ_do_not_fit_the_stacked_layout() -> None:
 def test_a_tied_output_layer_has_no_adapter_of_its_own(names: dict[str, Any]) -> None:
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     module = MCoreGPT(32, 8, sizes, share_embeddings_and_output_weights=True, lora=LoRA(**names))
-    with pytest.raises(
-        ValueError, match=r"has 'lm_head', and the model has none apart from its embedding; train the emb"
-    ):
+    with refuses(ValueError, "'lm_head'"):
         module.check_settings()
 
 
 @pytest.mark.parametrize(
-    ("impl", "base", "error", "sentence"),
+    ("impl", "base", "error"),
     [
-        ("transformer_engine", "base", ValueError, "quantization='nf4' works on Megatron's own layers only; set"),
-        ("local", None, ValueError, "quantization='nf4' needs weights that are read from a model; use"),
-        ("local", "base", ModuleNotFoundError, r"quantization='nf4' needs bitsandbytes; pip install .*\[qlora\]"),
+        ("transformer_engine", "base", ValueError),
+        ("local", None, ValueError),
+        ("local", "base", ModuleNotFoundError),
     ],
 )
 def test_weights_in_4_bits_are_refused_where_they_cannot_be(
-    impl: str, base: str | None, error: type[Exception], sentence: str, monkeypatch: pytest.MonkeyPatch
+    impl: str, base: str | None, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(error, match=sentence):
+    with refuses(error):
         check_quantization(impl, base)
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"nowhere is not the folder of a PEFT adapter, .*; give a folder"):
+    with refuses(FileNotFoundError, "nowhere is not the folder of a PEFT"):
         read_lora(str(tmp_path / "nowhere"))
-    with pytest.raises(FileNotFoundError, match=r"has no adapter_config\.json; give the folder of a PEFT adapter"):
+    with refuses(FileNotFoundError, "has no adapter_config.json; give the"):
         read_lora(str(tiny_folder("llama")))
 
 
@@ -339,14 +285,14 @@ def test_settings_beside_a_folder_are_those_that_it_does_not_have(tmp_path: Path
     assert (lora.r, lora.quantization, path) == (4, "nf4", str(tmp_path))
     planned = arguments_in_use({"preference": {}, "transformer": {}, "lora": str(tmp_path)})["lora"]
     assert (planned.r, planned.lora_dropout) == (4, 0.0)
-    with pytest.raises(ValueError, match=r"r=8 contradicts path=.*, whose adapter_config.json has the settings; leave"):
+    with refuses(ValueError, "r=8"):
         given_lora({"path": str(tmp_path), "r": 8})
 
 
 def test_a_pickled_adapter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "target_modules": ["q_proj"]}))
     (tmp_path / "adapter_model.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"adapter_model.bin, which may run code when it is read"):
+    with refuses(ValueError, "bin, which may run code when it is read"):
         read_lora(str(tmp_path))
 
 
@@ -358,9 +304,7 @@ def test_the_arguments_of_roll_make_adapters(tmp_path: Path) -> None:
     assert LoraArguments().model_settings() == {}
     for target, wanted in {"all": "all-linear", ".*(q|k)_proj": ".*(q|k)_proj"}.items():
         assert LoraArguments(lora_target=target).model_settings()["lora"].target_modules == wanted
-    with pytest.raises(ValueError, match="lora_rank=0 is too small; choose 1 or more"):
+    with refuses(ValueError, "lora_rank=0"):
         LoraArguments(lora_target="all", lora_rank=0)
-    with pytest.raises(
-        ValueError, match="lora_target='all' contradicts adapter_name_or_path='x', whose adapter_config"
-    ):
+    with refuses(ValueError, "lora_target='all'"):
         LoraArguments(lora_target="all", adapter_name_or_path="x")

@@ -17,6 +17,7 @@ from lightning_mcore.layers.attention import QueryRun, Reach, Softmax, attend, p
 from lightning_mcore.layers.core_attention import TorchAttention, token_orders
 from lightning_mcore.layers.packed_sequences import PackedSequences, packed_sequences
 from tests.support.naive_attention import causal, naive_packed_attention, split_packed, unsplit_packed, window
+from tests.support.sentences import refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")  # Megatron's own default
 
@@ -240,17 +241,17 @@ def test_runs_cover_the_queries_in_order_and_padding_has_no_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "arguments", "sentence"),
+    ("changes", "arguments"),
     [
-        ({"qkv_format": "sbhd"}, {}, "qkv_format='sbhd'; the torch backend takes 'thd'"),
-        ({}, {"attention_mask": torch.zeros(1, 1, 8, 8, dtype=torch.bool)}, "attention_mask is given.*pass None"),
-        ({"local_cp_size": 1}, {}, "its own context-parallel group.*leave out"),
-        ({"cu_seqlens_kv": torch.tensor([0, 4, 8])}, {}, "different boundaries for keys.*cu_seqlens_kv equal"),
-        ({"cu_seqlens_q_padded": torch.tensor([0, 4, 6])}, {}, "different boundaries|3 real tokens"),
+        ({"qkv_format": "sbhd"}, {}),
+        ({}, {"attention_mask": torch.zeros(1, 1, 8, 8, dtype=torch.bool)}),
+        ({"local_cp_size": 1}, {}),
+        ({"cu_seqlens_kv": torch.tensor([0, 4, 8])}, {}),
+        ({"cu_seqlens_q_padded": torch.tensor([0, 4, 6])}, {}),
     ],
 )
 def test_packed_sequences_that_cannot_be_honoured_are_refused(
-    changes: dict[str, Any], arguments: dict[str, Any], sentence: str
+    changes: dict[str, Any], arguments: dict[str, Any]
 ) -> None:
     params = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=torch.tensor([0, 3, 8]), cu_seqlens_kv=torch.tensor([0, 3, 8])
@@ -258,17 +259,17 @@ def test_packed_sequences_that_cannot_be_honoured_are_refused(
     for name, value in changes.items():
         setattr(params, name, value)
 
-    with pytest.raises(ValueError, match=sentence):
+    with refuses(ValueError):
         build()(*tensors(8), **{"attention_mask": None, **arguments}, packed_seq_params=params)
 
 
 def test_a_row_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"packed sequences of 32 tokens.*row of 24; let cu_seqlens_q_padded end"):
+    with refuses(ValueError, "row of 24"):
         build()(*tensors(24), None, packed_seq_params=described([0, 32], [32]))
 
 
 def test_a_row_with_a_dimension_too_many_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"shape \[8, 1, 4, 8\]; give \[tokens, heads, head size\]"):
+    with refuses(ValueError, "shape [8, 1, 4, 8]; give [tokens, heads"):
         build()(*(tensor[:, None] for tensor in tensors(8)), None, packed_seq_params=described([0, 8], [8]))
 
 

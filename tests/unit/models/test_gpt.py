@@ -17,6 +17,7 @@ from lightning_mcore.layers import sampling
 from lightning_mcore.models import generation
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.recipe import Recipe, warmup_cosine
+from tests.support.sentences import refuses
 
 TRANSFORMER: dict[str, Any] = {
     "num_layers": 2,
@@ -50,46 +51,43 @@ ONE_RANK = cast(dist.ProcessGroup, OneRank())
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        ({"vocab_size": 0}, "vocab_size=0 is too small"),
-        ({"seq_length": 0}, "seq_length=0 is too small"),
-        ({"make_vocab_size_divisible_by": 0}, "make_vocab_size_divisible_by=0 is too small"),
-        ({"recipe": {"lerning_rate": 1.0}}, "unknown field of Recipe 'lerning_rate'; did you mean 'learning_rate'?"),
-        ({"position_embedding_type": "alibi"}, "position_embedding_type='alibi' is unknown; choose 'rope'"),
-        ({"transformer": {**TRANSFORMER, "num_heads": 4}}, "has no field num_heads"),
-        ({"transformer": {**TRANSFORMER, "sequence_parallel": True}}, "set it in MCoreStrategy"),
+        {"vocab_size": 0},
+        {"seq_length": 0},
+        {"make_vocab_size_divisible_by": 0},
+        {"recipe": {"lerning_rate": 1.0}},
+        {"position_embedding_type": "alibi"},
+        {"transformer": {**TRANSFORMER, "num_heads": 4}},
+        {"transformer": {**TRANSFORMER, "sequence_parallel": True}},
     ],
 )
-def test_constructor_refuses_in_one_sentence(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_constructor_refuses_in_one_sentence(arguments: dict[str, Any]) -> None:
+    with refuses(ValueError):
         gpt(**arguments)
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    "fields",
     [
-        ({"moe_grouped_gemm": True, **EXPERTS}, "moe_grouped_gemm=True needs TransformerEngine"),
-        ({"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}, "needs CUDA, and this run is"),
-        ({"moe_token_dispatcher_type": "flex", **EXPERTS}, "moe_token_dispatcher_type='flex' .* is not available"),
-        ({"cuda_graph_impl": "local"}, "cuda_graph_impl='local' is not available: CUDA graphs need random states"),
-        (
-            {"cuda_graph_impl": "transformer_engine"},
-            "cuda_graph_impl='transformer_engine' is not available: CUDA graphs need",
-        ),
-        ({"cuda_graph_warmup_steps": 5}, "cuda_graph_warmup_steps=5 is not available: it is part of cuda_graph_impl"),
-        ({GRAPHED: "attn"}, "cuda_graph_(scope|modules)=.* is not available: it is part of cuda_graph_impl"),
-        ({"cpu_offloading": True, "cpu_offloading_num_layers": 1}, "cpu_offloading=True needs TransformerEngine"),
+        {"moe_grouped_gemm": True, **EXPERTS},
+        {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]},
+        {"moe_token_dispatcher_type": "flex", **EXPERTS},
+        {"cuda_graph_impl": "local"},
+        {"cuda_graph_impl": "transformer_engine"},
+        {"cuda_graph_warmup_steps": 5},
+        {GRAPHED: "attn"},
+        {"cpu_offloading": True, "cpu_offloading_num_layers": 1},
     ],
 )
-def test_what_these_layers_cannot_do_is_refused_before_a_run(fields: dict[str, Any], message: str) -> None:
+def test_what_these_layers_cannot_do_is_refused_before_a_run(fields: dict[str, Any]) -> None:
     module = gpt(transformer={**TRANSFORMER, "add_bias_linear": False, **fields}, transformer_impl="local")
-    with pytest.raises(ValueError, match=message):
+    with refuses(ValueError, *fields):
         module.check_settings()
 
 
 def test_constructor_refuses_a_size_that_is_no_int() -> None:
-    with pytest.raises(TypeError, match="vocab_size=True is not an int"):
+    with refuses(TypeError, "vocab_size=True"):
         gpt(vocab_size=True)
 
 
@@ -126,8 +124,8 @@ def test_model_shape_is_read_off_the_plain_data() -> None:
 @pytest.mark.parametrize(
     ("arguments", "layout", "message"),
     [
-        ({}, {"tensor_model_parallel_size": 3}, "tensor_model_parallel_size=3 does not divide"),
-        ({}, {"pipeline_model_parallel_size": 3}, "pipeline_model_parallel_size=3 does not divide num_layers=2"),
+        ({}, {"tensor_model_parallel_size": 3}, "tensor_model_parallel_size=3"),
+        ({}, {"pipeline_model_parallel_size": 3}, "pipeline_model_parallel_size=3"),
         ({"seq_length": 18}, {"context_parallel_size": 2}, "seq_length=18"),
         ({"make_vocab_size_divisible_by": 5}, {"tensor_model_parallel_size": 2}, None),
         ({"vocab_size": 101, "make_vocab_size_divisible_by": 1}, {"tensor_model_parallel_size": 2}, "vocab_size=101"),
@@ -140,19 +138,19 @@ def test_layout_that_does_not_fit_is_refused_before_a_model_exists(
     if message is None:
         ParallelLayout(**layout).validate_model(shape)
         return
-    with pytest.raises(ValueError, match=message):
+    with refuses(ValueError, message):
         ParallelLayout(**layout).validate_model(shape)
 
 
 def test_contradictory_fields_are_refused_before_a_model_exists() -> None:
     module = gpt(transformer={**TRANSFORMER, "recompute_granularity": "full"})
-    with pytest.raises(ValueError, match=r"refuses this model: .*recompute_method"):
+    with refuses(ValueError, "refuses this model:"):
         module.check_settings()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the answer depends on what is installed")
 def test_transformer_engine_on_the_cpu_is_refused_before_a_model_exists() -> None:
-    with pytest.raises(ValueError, match="transformer_impl"):
+    with refuses(ValueError, "transformer_impl"):
         gpt(transformer_impl="transformer_engine").check_settings()
 
 
@@ -214,7 +212,7 @@ def test_warm_up_longer_than_the_run_ends_at_the_peak() -> None:
 
 @pytest.mark.parametrize("steps", [math.inf, -1])
 def test_a_decay_without_an_end_is_refused(steps: float) -> None:
-    with pytest.raises(ValueError, match=r"the number of steps is unknown.*set Trainer\(max_steps=...\)"):
+    with refuses(ValueError, "max_steps="):
         configured(gpt(), nn.Linear(2, 2), steps=steps)
 
 
@@ -229,18 +227,18 @@ def test_a_constant_rate_needs_no_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "arguments", "message"),
+    ("prompt", "arguments"),
     [
-        ([], {}, "prompt is empty"),
-        ([100], {}, "prompt holds the token 100, outside the vocabulary; choose 0 to 99"),
-        ([-1], {}, "prompt holds the token -1"),
-        ([1], {"max_new_tokens": -1}, "max_new_tokens=-1 is negative"),
-        ([1], {"temperature": -0.5}, "temperature=-0.5 is negative"),
-        ([1], {"top_k": 0}, "top_k=0 leaves no token"),
+        ([], {}),
+        ([100], {}),
+        ([-1], {}),
+        ([1], {"max_new_tokens": -1}),
+        ([1], {"temperature": -0.5}),
+        ([1], {"top_k": 0}),
     ],
 )
-def test_generate_refuses_before_it_runs_the_model(prompt: list[int], arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_generate_refuses_before_it_runs_the_model(prompt: list[int], arguments: dict[str, Any]) -> None:
+    with refuses(ValueError, *arguments):
         gpt().generate(prompt, **{"max_new_tokens": 1, **arguments})
 
 
@@ -323,5 +321,5 @@ def test_evaluation_mode_gives_each_module_its_own_mode_back() -> None:
 
 def test_images_that_a_language_model_would_ignore_are_refused() -> None:
     batch = {"tokens": torch.zeros(1, 4, dtype=torch.long), "pixel_values": torch.zeros(4, 3)}
-    with pytest.raises(ValueError, match="a batch has pixel_values, which MCoreGPT would ignore; train MCoreVisionGPT"):
+    with refuses(ValueError, "a batch has pixel_values, which MCoreGPT"):
         gpt().on_before_batch_transfer(batch, 0)

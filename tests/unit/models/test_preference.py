@@ -30,6 +30,7 @@ from lightning_mcore.strategy.logs.evaluation import num_new_samples
 from tests.support.chats import characters, write
 from tests.support.hf_models import save_tiny
 from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.sentences import refuses
 from tests.support.toy import make_trainer
 
 TRANSFORMER: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
@@ -52,46 +53,43 @@ def module(**arguments: Any) -> MCorePreference:
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    "given",
     [
-        ({"loss": "kto_pair"}, r"loss='kto_pair' is unknown; did you mean 'kto', whose answers are tagged"),
-        ({"loss": "sigmod"}, r"loss='sigmod' is unknown; choose 'sigmoid', 'robust',"),
-        ({"loss": "dpo"}, r"loss='dpo' is unknown; did you mean 'sigmoid'\?"),
-        ({"loss": "hinge", "label_smoothing": 0.1}, r"label_smoothing=0.1 has no meaning for the loss 'hinge'; leave"),
-        ({"loss": "orpo", "reference": "folder"}, r"reference='folder' has no meaning for the loss 'orpo'"),
-        ({"loss": "simpo", "precompute_reference": True}, r"precompute_reference=True has no meaning for the loss"),
-        ({"loss": "orpo", "bco_weight": 0.5}, r"bco_weight=0.5 has no meaning for the loss 'orpo'"),
-        ({"loss": "kto", "sft_weight": 0.5}, r"sft_weight=0.5 has no meaning for the loss 'kto'"),
-        (
-            {"simpo_gamma": 1.0},
-            r"simpo_gamma=1.0 has no meaning for the loss 'sigmoid'; leave it out, or choose 'simpo",
-        ),
-        ({"desirable_weight": 2.0}, r"desirable_weight=2.0 has no meaning for the loss 'sigmoid'"),
-        ({"label_smoothing": 0.6}, r"label_smoothing=0.6 is too large; choose 0 to 0.5"),
-        ({"loss": "robust", "label_smoothing": 0.5}, r"label_smoothing=0.5 is too large; choose 0 below 0.5"),
-        ({"beta": 0}, r"beta=0 leaves nothing to learn"),
-        ({"beta": -0.1}, r"beta=-0.1 is not a number of 0 or more"),
-        ({"ld_alpha": 1.5}, r"ld_alpha=1.5 is too large; choose 0 to 1"),
-        ({"reference": "folder", "precompute_reference": False}, r"would need two models in memory"),
-        ({"betta": 0.2}, r"unknown field of Preference 'betta'; did you mean 'beta'\?"),
+        {"loss": "kto_pair"},
+        {"loss": "sigmod"},
+        {"loss": "dpo"},
+        {"loss": "hinge", "label_smoothing": 0.1},
+        {"loss": "orpo", "reference": "folder"},
+        {"loss": "simpo", "precompute_reference": True},
+        {"loss": "orpo", "bco_weight": 0.5},
+        {"loss": "kto", "sft_weight": 0.5},
+        {"simpo_gamma": 1.0},
+        {"desirable_weight": 2.0},
+        {"label_smoothing": 0.6},
+        {"loss": "robust", "label_smoothing": 0.5},
+        {"beta": 0},
+        {"beta": -0.1},
+        {"ld_alpha": 1.5},
+        {"reference": "folder", "precompute_reference": False},
+        {"betta": 0.2},
     ],
 )
-def test_a_setting_that_is_out_of_range_or_without_meaning_is_refused(given: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_a_setting_that_is_out_of_range_or_without_meaning_is_refused(given: dict[str, Any]) -> None:
+    with refuses(ValueError, *given):
         Preference.of(given)
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    "given",
     [
-        ({"beta": "0.1"}, r"beta='0.1' is not a number"),
-        ({"reference": 3}, r"reference=3 is not the path or name of a model"),
-        ({"precompute_reference": 1}, r"precompute_reference=1 is not a bool"),
-        ("sigmoid", r"preference='sigmoid' is not a Preference"),
+        {"beta": "0.1"},
+        {"reference": 3},
+        {"precompute_reference": 1},
+        "sigmoid",
     ],
 )
-def test_a_setting_of_another_type_is_refused(given: Any, sentence: str) -> None:
-    with pytest.raises(TypeError, match=sentence):
+def test_a_setting_of_another_type_is_refused(given: Any) -> None:
+    with refuses(TypeError):
         Preference.of(given)
 
 
@@ -128,25 +126,22 @@ def test_losses_of_routers_make_the_loss_a_mean_over_microbatches() -> None:
     found = module(transformer=experts)
     assert not found.config.calculate_per_token_loss
     found.check_settings()
-    with pytest.raises(ValueError, match=r"calculate_per_token_loss=True with moe_aux_loss_coeff=0.01: the loss is a"):
+    with refuses(ValueError, "calculate_per_token_loss=True"):
         module(transformer={**experts, "calculate_per_token_loss": True}).check_settings()
 
 
 def test_a_live_reference_needs_adapters_that_can_be_off() -> None:
     live = Preference(precompute_reference=False)
-    with pytest.raises(ValueError, match=r"precompute_reference=False with no LoRA adapters: switching adapters off"):
+    with refuses(ValueError, "precompute_reference=False"):
         module(preference=live).check_settings()
     assert not module(preference=live, lora=LoRA()).precomputes_reference
     in_4_bits = {"quantization": "nf4"}
-    for given, sentence in (
-        (
-            {"preference": Preference(reference="b"), "lora": in_4_bits},
-            r"reference='b' with quantization='nf4': weights",
-        ),
-        ({"lora": {**in_4_bits, "modules_to_save": ["norm"]}}, r"modules_to_save=\['norm'\] with quantization='nf4'"),
+    for given in (
+        {"preference": Preference(reference="b"), "lora": in_4_bits},
+        {"lora": {**in_4_bits, "modules_to_save": ["norm"]}},
     ):
         of = module(**given)
-        with pytest.raises(ValueError, match=sentence):
+        with refuses(ValueError, "quantization='nf4'"):
             raise_first(faults_with_model(of.preference, of.lora, of.config))
     assert module(lora=LoRA(modules_to_save=["lm_head"])).precomputes_reference
     assert module(train_only=["layers.0."]).precomputes_reference
@@ -154,16 +149,16 @@ def test_a_live_reference_needs_adapters_that_can_be_off() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "sentence"),
+    ("given", "error"),
     [
-        ({"pref_loss": "ipo"}, ValueError, "pref_loss='ipo' is not available; choose 'sigmoid' or 'orpo'"),
-        ({"pref_loss": "orpo", "label_smoothing": 0.1}, ValueError, "label_smoothing=0.1 has no meaning for pref_loss"),
-        ({"label_smoothing": 0.7}, ValueError, "label_smoothing=0.7 is too large; choose 0 to 0.5"),
-        ({"beta": "0.1"}, TypeError, "beta='0.1' is of type str; write it without quotes; give a number"),
+        ({"pref_loss": "ipo"}, ValueError),
+        ({"pref_loss": "orpo", "label_smoothing": 0.1}, ValueError),
+        ({"label_smoothing": 0.7}, ValueError),
+        ({"beta": "0.1"}, TypeError),
     ],
 )
-def test_what_roll_cannot_train_is_refused(given: dict[str, Any], error: type[Exception], sentence: str) -> None:
-    with pytest.raises(error, match=sentence):
+def test_what_roll_cannot_train_is_refused(given: dict[str, Any], error: type[Exception]) -> None:
+    with refuses(error, *given):
         DPOConfig(**given)
 
 
@@ -171,9 +166,9 @@ def test_what_roll_cannot_train_is_refused(given: dict[str, Any], error: type[Ex
 
 
 def test_a_pair_has_two_answers_and_one_number() -> None:
-    with pytest.raises(ValueError, match=r"the rejected answer of sample 3 has no token that its loss_mask marks"):
+    with refuses(ValueError, "the rejected answer of sample 3 has no"):
         Pair(sample(5, 2, 3), sample(5, 5, 3))
-    with pytest.raises(ValueError, match=r"the answers of a pair have the sample_ids 3 and 4"):
+    with refuses(ValueError, "the answers of a pair have the sample_ids"):
         Pair(sample(5, 2, 3), sample(5, 2, 4))
 
 
@@ -195,15 +190,15 @@ def test_neighbours_of_a_batch_are_a_pair_padded_and_packed() -> None:
 
 def test_a_batch_without_pairs_is_refused() -> None:
     batch = collate_padded_pairs([pair(0), pair(1)])
-    with pytest.raises(ValueError, match=r"a batch has 3 sequences, an odd number"):
+    with refuses(ValueError, "a batch has 3 sequences, an odd number"):
         check_pairs({name: value[:3] for name, value in batch.items()}, "sigmoid")
-    with pytest.raises(ValueError, match=r"sequences 2 and 3 of a batch come from samples 1 and 5, not from one pair"):
+    with refuses(ValueError, "sequences 2 and 3 of a batch come from"):
         check_pairs({**batch, "sample_ids": torch.tensor([0, 0, 1, 5])}, "sigmoid")
-    with pytest.raises(ValueError, match=r"the loss 'kto' needs 'desirable' in a batch"):
+    with refuses(ValueError, "'kto'"):
         check_pairs(batch, "kto")
-    with pytest.raises(ValueError, match=r"a batch has 'desirable', which only the loss 'kto' reads"):
+    with refuses(ValueError, "'desirable'"):
         check_pairs({**batch, "desirable": torch.ones(4).bool()}, "sigmoid")
-    with pytest.raises(ValueError, match=r"a batch with tokens, .* has no sample_ids, which say that neighbouring seq"):
+    with refuses(ValueError, "has no sample_ids, which say that"):
         check_pairs({name: value for name, value in batch.items() if name != "sample_ids"}, "sigmoid")
 
 
@@ -214,7 +209,7 @@ def test_a_reward_model_refuses_pairs_whose_last_token_is_a_label_only() -> None
         packed = collate_pair_rows([build_pair_row(make(given[:2]), 32, 4), build_pair_row(make(given[2:]), 32, 4)])
         for batch in (padded, packed):
             if make is list:
-                with pytest.raises(ValueError, match=r"a reward model scores the last token .* with_last_token\(\)"):
+                with refuses(ValueError, "a reward model scores the last token"):
                     check_pairs(batch, "reward")
             else:
                 check_pairs(batch, "reward")
@@ -255,14 +250,12 @@ def learn(strategy: Any) -> dict[str, Tensor]:
 
 
 def refuse_without_reference() -> None:
-    with pytest.raises(ValueError, match=r"the loss 'sigmoid' needs a reference, and the batch has no reference_logps"):
+    with refuses(ValueError, "'sigmoid'"):
         make_trainer(MCoreStrategy()).fit(module(), loader(collate_padded_pairs([pair()])))
 
 
 def refuse_to_cut_a_pair() -> None:
-    with pytest.raises(
-        ValueError, match=r"a microbatch has 1 rows, which cuts a pair apart; choose an even micro_batch"
-    ):
+    with refuses(ValueError, "a microbatch has 1 rows, which cuts a pair"):
         make_trainer(MCoreStrategy(micro_batch_size=1)).fit(
             module(preference=Preference("orpo")), loader(collate_padded_pairs([pair()]))
         )

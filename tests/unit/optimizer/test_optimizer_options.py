@@ -27,13 +27,10 @@ from lightning_mcore.parallel import groups as process_groups
 from lightning_mcore.parallel.chunks import wrap_chunks
 from lightning_mcore.strategy.gradient_settings import GradientSettings
 from lightning_mcore.strategy.overlap import TensorParallelOverlap, queue_hint, user_buffer_arguments
+from tests.support.sentences import refuses, says
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 TP, PP, VP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
-
-
-def is_one_sentence(text: str) -> bool:
-    return "\n" not in text and 20 < len(text) < 400 and not text.endswith(".")
 
 
 def config(**fields: Any) -> OptimizerConfig:
@@ -80,51 +77,43 @@ HOMES = {
 @pytest.mark.parametrize("name", HOMES)
 def test_a_field_of_the_optimizer_that_has_another_home_is_refused_by_name(name: str) -> None:
     value, home = HOMES[name]
-    with pytest.raises(ValueError, match=rf"^optimizer_config\.{name}=") as refusal:
+    with refuses(ValueError, f"optimizer_config.{name}=") as refusal:
         MCoreStrategy(optimizer_config=config(**{name: value}))
     assert home in str(refusal.value)
-    assert is_one_sentence(str(refusal.value))
 
 
 OFFLOAD = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "use_precision_aware_optimizer": True}
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    "fields",
     [
-        ({**OFFLOAD, "optimizer_offload_fraction": 0.0}, "offloads nothing; choose a number above 0"),
-        ({**OFFLOAD, "optimizer_offload_fraction": 1.5}, "is not a fraction"),
-        ({**OFFLOAD, "use_precision_aware_optimizer": False}, "needs use_precision_aware_optimizer=True"),
-        ({"optimizer_offload_fraction": 0.5}, "does nothing without optimizer_cpu_offload=True"),
-        ({"overlap_cpu_optimizer_d2h_h2d": True}, "does nothing without optimizer_cpu_offload=True"),
-        ({"pin_cpu_grads": False}, "does nothing without optimizer_cpu_offload=True"),
+        {**OFFLOAD, "optimizer_offload_fraction": 0.0},
+        {**OFFLOAD, "optimizer_offload_fraction": 1.5},
+        {**OFFLOAD, "use_precision_aware_optimizer": False},
+        {"optimizer_offload_fraction": 0.5},
+        {"overlap_cpu_optimizer_d2h_h2d": True},
+        {"pin_cpu_grads": False},
     ],
 )
-def test_an_offload_that_does_nothing_is_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as refusal:
+def test_an_offload_that_does_nothing_is_refused(fields: dict[str, Any]) -> None:
+    with refuses(ValueError, *fields):
         check_optimizer_config(config(**fields), distributed=True)
-    assert is_one_sentence(str(refusal.value))
 
 
 @pytest.mark.parametrize(
-    ("fields", "device_type", "sums_in_fp32", "message"),
+    ("fields", "device_type", "sums_in_fp32"),
     [
-        (OFFLOAD, "cpu", False, "moves optimizer state from a GPU"),
-        ({"use_precision_aware_optimizer": True}, "cpu", False, "needs the FusedAdam of TransformerEngine"),
-        (
-            {"use_precision_aware_optimizer": True, "main_grads_dtype": torch.bfloat16},
-            "cuda",
-            True,
-            "main_grads_dtype=torch.bfloat16 contradicts Trainer",
-        ),
+        (OFFLOAD, "cpu", False),
+        ({"use_precision_aware_optimizer": True}, "cpu", False),
+        ({"use_precision_aware_optimizer": True, "main_grads_dtype": torch.bfloat16}, "cuda", True),
     ],
 )
 def test_what_the_device_or_the_precision_cannot_do(
-    fields: dict[str, Any], device_type: str, sums_in_fp32: bool, message: str
+    fields: dict[str, Any], device_type: str, sums_in_fp32: bool
 ) -> None:
     first, *_ = optimizer_device_faults(vars(config(**fields)), device_type, sums_in_fp32)
-    assert message in first
-    assert is_one_sentence(first)
+    says(first, *fields)
     assert not [*optimizer_device_faults(vars(config(**OFFLOAD)), "cuda", sums_in_fp32=False)]
 
 
@@ -143,7 +132,7 @@ def test_offload_and_types_of_state_need_an_optimizer_that_megatron_makes() -> N
 
 
 def test_the_config_must_be_one() -> None:
-    with pytest.raises(TypeError, match="is not an OptimizerConfig; make one from megatron"):
+    with refuses(TypeError, "is not an OptimizerConfig; make one from"):
         MCoreStrategy(optimizer_config={"lr": 0.1})  # type: ignore[arg-type]
 
 
@@ -183,18 +172,13 @@ ONE = {"inline": False, "distributed": False, "tensor_parallel_size": 1, "expert
 )
 def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_split(optimizer: Any) -> None:
     check_kind(optimizer(), **ONE)
-    for case, message in (
-        ({"tensor_parallel_size": 2}, "looks at whole matrices, and tensor_model_parallel_size=2"),
-        ({"distributed": True}, "which needs whole matrices"),
-        ({"expert_model_parallel_size": 2}, "expert_model_parallel_size > 1 needs torch's Adam"),
-    ):
-        with pytest.raises(TypeError, match=message) as refusal:
+    for case in ({"tensor_parallel_size": 2}, {"distributed": True}, {"expert_model_parallel_size": 2}):
+        with refuses(TypeError):
             check_kind(optimizer(), **{**ONE, **case})
-        assert is_one_sentence(str(refusal.value))
 
 
 def test_an_optimizer_of_all_parameters_is_refused_in_a_pipeline() -> None:
-    with pytest.raises(TypeError, match="LBFGS evaluates the step several times"):
+    with refuses(TypeError, "LBFGS evaluates the step several times"):
         check_kind(torch.optim.LBFGS(matrix()), **ONE)
     check_kind(torch.optim.LBFGS(matrix()), **{**ONE, "inline": True})
 
@@ -250,72 +234,57 @@ def ddp(**fields: Any) -> DistributedDataParallelConfig:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        (
-            {"ddp_config": ddp(use_megatron_fsdp=True)},
-            "use_megatron_fsdp=True is not available: it belongs to Megatron",
-        ),
-        ({"ddp_config": ddp(use_custom_fsdp=True)}, "use_custom_fsdp=True is not available"),
-        ({"ddp_config": ddp(data_parallel_sharding_strategy="optim")}, "belongs to Megatron FSDP"),
-        ({"ddp_config": ddp(fsdp_double_buffer=True)}, "fsdp_double_buffer=True is not available"),
-        ({"ddp_config": ddp(check_for_large_grads=True)}, "cannot run steps of Lightning again"),
-        ({"ddp_config": ddp(delay_wgrad_compute=True)}, "delay_wgrad_compute=True is not available"),
-        ({"ddp_config": ddp(bucket_size=0)}, "ddp_config.bucket_size=0 is too small"),
-        ({"ddp_config": ddp(num_distributed_optimizer_instances=0)}, "instances=0 is too small"),
-        ({"ddp_config": ddp(num_distributed_optimizer_instances=2)}, "needs use_distributed_optimizer=True"),
-        ({"ddp_config": ddp(reduce_scatter_with_fp32_accumulation=True)}, "needs use_distributed_optimizer=True"),
-        ({"ddp_config": ddp(align_param_gather=True)}, "needs overlap_param_gather=True"),
-        ({"ddp_config": ddp(disable_symmetric_registration=True)}, "needs nccl_ub=True"),
-        (
-            {
-                "use_distributed_optimizer": True,
-                "ddp_config": ddp(reduce_scatter_with_fp32_accumulation=True, average_in_collective=True),
-            },
-            "average_in_collective=True contradicts reduce_scatter_with_fp32_accumulation=True",
-        ),
-        (
-            {
-                "use_distributed_optimizer": True,
-                "ddp_config": ddp(reduce_scatter_with_fp32_accumulation=True, num_distributed_optimizer_instances=2),
-            },
-            "num_distributed_optimizer_instances=2 contradicts",
-        ),
-        (
-            {
-                "use_distributed_optimizer": True,
-                "overlap_grad_reduce": True,
-                "overlap_param_gather": True,
-                "ddp_config": ddp(align_param_gather=True),
-            },
-            "align_param_gather=True acts in the interleaved schedule only",
-        ),
-        ({"align_grad_reduce": True}, "align_grad_reduce=True needs overlap_grad_reduce=True"),
-        ({"align_grad_reduce": True, "overlap_grad_reduce": True}, "acts between pipeline stages only"),
+        {"ddp_config": ddp(use_megatron_fsdp=True)},
+        {"ddp_config": ddp(use_custom_fsdp=True)},
+        {"ddp_config": ddp(data_parallel_sharding_strategy="optim")},
+        {"ddp_config": ddp(fsdp_double_buffer=True)},
+        {"ddp_config": ddp(check_for_large_grads=True)},
+        {"ddp_config": ddp(delay_wgrad_compute=True)},
+        {"ddp_config": ddp(bucket_size=0)},
+        {"ddp_config": ddp(num_distributed_optimizer_instances=0)},
+        {"ddp_config": ddp(num_distributed_optimizer_instances=2)},
+        {"ddp_config": ddp(reduce_scatter_with_fp32_accumulation=True)},
+        {"ddp_config": ddp(align_param_gather=True)},
+        {"ddp_config": ddp(disable_symmetric_registration=True)},
+        {
+            "use_distributed_optimizer": True,
+            "ddp_config": ddp(reduce_scatter_with_fp32_accumulation=True, average_in_collective=True),
+        },
+        {
+            "use_distributed_optimizer": True,
+            "ddp_config": ddp(reduce_scatter_with_fp32_accumulation=True, num_distributed_optimizer_instances=2),
+        },
+        {
+            "use_distributed_optimizer": True,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+            "ddp_config": ddp(align_param_gather=True),
+        },
+        {"align_grad_reduce": True},
+        {"align_grad_reduce": True, "overlap_grad_reduce": True},
     ],
 )
-def test_an_option_of_gradients_that_cannot_be_is_refused_by_name(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as refusal:
+def test_an_option_of_gradients_that_cannot_be_is_refused_by_name(arguments: dict[str, Any]) -> None:
+    with refuses(ValueError, *arguments):
         MCoreStrategy(**arguments)
-    assert is_one_sentence(str(refusal.value))
 
 
 def test_instances_divide_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     settings = GradientSettings(True, ddp_config=ddp(num_distributed_optimizer_instances=2))
     settings.check_run(ParallelLayout(context_parallel_size=2), 2, CPU)
-    with pytest.raises(
-        ValueError, match="=2 does not divide the data-parallel times context-parallel size, which is 3"
-    ):
+    with refuses(ValueError, "=2 does not divide the data-parallel times"):
         settings.check_run(ParallelLayout(), 3, CPU)
-    with pytest.raises(ValueError, match="=2 does not divide the expert data-parallel size, which is 1"):
+    with refuses(ValueError, "=2 does not divide the expert"):
         settings.check_run(ParallelLayout(expert_model_parallel_size=4), 4, CPU)
 
 
 def test_instances_need_a_package_of_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     settings = GradientSettings(True, ddp_config=ddp(num_distributed_optimizer_instances=2))
-    with pytest.raises(ModuleNotFoundError, match="needs the package einops"):
+    with refuses(ModuleNotFoundError, "needs the package einops"):
         settings.check_run(ParallelLayout(), 2, CUDA)
 
 
@@ -323,13 +292,13 @@ def test_instances_need_a_package_of_megatrons(monkeypatch: pytest.MonkeyPatch) 
 def test_options_of_nccl_are_refused_on_the_cpu(name: str) -> None:
     settings = GradientSettings(ddp_config=ddp(**{name: True}))
     settings.check_run(ParallelLayout(), 1, CUDA)
-    with pytest.raises(ValueError, match=f"ddp_config.{name}=True is an option of NCCL"):
+    with refuses(ValueError, f"{name}=True"):
         settings.check_run(ParallelLayout(), 1, CPU)
 
 
 def test_an_average_over_ranks_contradicts_a_sum_over_tokens() -> None:
     per_token: Any = SimpleNamespace(calculate_per_token_loss=True)
-    with pytest.raises(ValueError, match="average_in_collective=True averages over ranks"):
+    with refuses(ValueError, "average_in_collective=True"):
         wrap_chunks([nn.Linear(1, 1)], per_token, None, ddp(average_in_collective=True))
 
 
@@ -337,47 +306,37 @@ def test_an_average_over_ranks_contradicts_a_sum_over_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "error", "message"),
+    ("fields", "error"),
     [
-        (
-            {"pipeline_model_parallel_comm_backend": "gloo"},
-            ValueError,
-            "backend='gloo' is unknown; choose 'nccl', 'ucc' or None",
-        ),
-        (
-            {"sharp_enabled_group": "tp", "use_sharp": True},
-            ValueError,
-            "sharp_enabled_group='tp' is unknown; choose 'dp'",
-        ),
-        ({"sharp_enabled_group": "dp"}, ValueError, "sharp_enabled_group='dp' needs use_sharp=True"),
-        ({"high_priority_stream_groups": ["dpcp"]}, ValueError, r"names \['dpcp'\], which Megatron does not know"),
-        ({"nccl_communicator_config_path": "/nowhere.yaml"}, FileNotFoundError, "'/nowhere.yaml' is not a file"),
-        ({"nccl_communicator_config_path": b"a"}, TypeError, "config_path=b'a' is not a path; give the path of one"),
-        ({"high_priority_stream_groups": "ep"}, TypeError, "groups='ep' is not a list of names; give one"),
-        ({"use_sharp": 1}, TypeError, "use_sharp=1 is not a bool"),
-        ({"batch_p2p_comm": "yes"}, TypeError, "batch_p2p_comm='yes' is not a bool"),
+        ({"pipeline_model_parallel_comm_backend": "gloo"}, ValueError),
+        ({"sharp_enabled_group": "tp", "use_sharp": True}, ValueError),
+        ({"sharp_enabled_group": "dp"}, ValueError),
+        ({"high_priority_stream_groups": ["dpcp"]}, ValueError),
+        ({"nccl_communicator_config_path": "/nowhere.yaml"}, FileNotFoundError),
+        ({"nccl_communicator_config_path": b"a"}, TypeError),
+        ({"high_priority_stream_groups": "ep"}, TypeError),
+        ({"use_sharp": 1}, TypeError),
+        ({"batch_p2p_comm": "yes"}, TypeError),
     ],
 )
-def test_a_communication_option_that_is_wrong_in_itself(fields: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message) as refusal:
+def test_a_communication_option_that_is_wrong_in_itself(fields: Any, error: type[Exception]) -> None:
+    with refuses(error, *fields):
         CommunicationOptions(**fields)
-    assert is_one_sentence(str(refusal.value))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "message"),
+    ("arguments", "options"),
     [
-        ({PP: 4, VP: 2}, {"batch_p2p_comm": True}, "batch_p2p_comm=True contradicts overlap_p2p_comm=True"),
-        ({PP: 2}, {"overlap_p2p_comm_warmup_flush": True}, "needs overlap_p2p_comm=True, which needs the interleaved"),
-        ({}, {"use_sharp": True, "sharp_enabled_group": "dp_replica"}, "needs several distributed-optimizer instances"),
-        ({}, {"pipeline_model_parallel_comm_backend": "ucc"}, f"'ucc' needs {PP} of 2 or more"),
-        ({PP: 2, VP: 2, "overlap_p2p_comm": False}, {}, f"needs {PP} of 3 or more, but it is 2"),
+        ({PP: 4, VP: 2}, {"batch_p2p_comm": True}),
+        ({PP: 2}, {"overlap_p2p_comm_warmup_flush": True}),
+        ({}, {"use_sharp": True, "sharp_enabled_group": "dp_replica"}),
+        ({}, {"pipeline_model_parallel_comm_backend": "ucc"}),
+        ({PP: 2, VP: 2, "overlap_p2p_comm": False}, {}),
     ],
 )
-def test_a_communication_option_that_contradicts_the_strategy(arguments: Any, options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as refusal:
+def test_a_communication_option_that_contradicts_the_strategy(arguments: Any, options: Any) -> None:
+    with refuses(ValueError, *arguments, *options):
         MCoreStrategy(**arguments, communication=CommunicationOptions(**options))
-    assert is_one_sentence(str(refusal.value))
 
 
 @pytest.mark.parametrize(
@@ -394,8 +353,7 @@ def test_what_only_nccl_can_do_is_refused_on_the_cpu(options: dict[str, Any]) ->
     given = CommunicationOptions(**options)
     assert not list(given.device_faults("cuda"))
     [sentence] = given.device_faults("cpu")
-    assert next(iter(options)) in sentence
-    assert is_one_sentence(sentence)
+    says(sentence, *options)
 
 
 def test_options_reach_megatrons_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,15 +394,15 @@ def test_options_reach_the_models_config() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "error"),
     [
-        ({PP: 2, "microbatch_group_size_per_vp_stage": 2}, ValueError, "needs the interleaved schedule"),
-        ({PP: 4, VP: 2, "microbatch_group_size_per_vp_stage": 3}, ValueError, f"=3 is less than {PP}=4; choose 4"),
-        ({PP: 2, VP: 2, "microbatch_group_size_per_vp_stage": 2.0}, TypeError, "is not an int"),
+        ({PP: 2, "microbatch_group_size_per_vp_stage": 2}, ValueError),
+        ({PP: 4, VP: 2, "microbatch_group_size_per_vp_stage": 3}, ValueError),
+        ({PP: 2, VP: 2, "microbatch_group_size_per_vp_stage": 2.0}, TypeError),
     ],
 )
-def test_a_group_of_microbatches_that_cannot_be(arguments: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_a_group_of_microbatches_that_cannot_be(arguments: Any, error: type[Exception]) -> None:
+    with refuses(error, *arguments):
         MCoreStrategy(**arguments)
 
 
@@ -459,26 +417,25 @@ SEQUENCE = ParallelLayout(tensor_model_parallel_size=2, sequence_parallel=True)
 
 
 @pytest.mark.parametrize(
-    ("given", "layout", "error", "message"),
+    ("given", "layout", "error"),
     [
-        ((True, None), ParallelLayout(), ValueError, "tp_comm_overlap=True needs sequence_parallel=True"),
-        ((False, "x.yaml"), SEQUENCE, ValueError, "tp_comm_overlap_cfg='x.yaml' needs tp_comm_overlap=True"),
-        ((True, "/nowhere.yaml"), SEQUENCE, FileNotFoundError, "tp_comm_overlap_cfg='/nowhere.yaml' is not a file"),
-        ((1, None), SEQUENCE, TypeError, "tp_comm_overlap=1 is not a bool"),
+        ((True, None), ParallelLayout(), ValueError),
+        ((False, "x.yaml"), SEQUENCE, ValueError),
+        ((True, "/nowhere.yaml"), SEQUENCE, FileNotFoundError),
+        ((1, None), SEQUENCE, TypeError),
     ],
 )
-def test_an_overlap_that_cannot_be(given: Any, layout: ParallelLayout, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message) as refusal:
+def test_an_overlap_that_cannot_be(given: Any, layout: ParallelLayout, error: type[Exception]) -> None:
+    with refuses(error):
         TensorParallelOverlap(*given, layout)
-    assert is_one_sentence(str(refusal.value))
 
 
 def test_an_overlap_needs_cuda_and_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     overlap = TensorParallelOverlap(True, None, SEQUENCE)
-    with pytest.raises(ValueError, match="needs CUDA and TransformerEngine, but this run is on 'cpu'"):
+    with refuses(ValueError, "'cpu'"):
         overlap.check_device(CPU)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match="needs the package transformer_engine"):
+    with refuses(ModuleNotFoundError, "needs the package transformer_engine"):
         overlap.check_device(CUDA)
     TensorParallelOverlap(False, None, ParallelLayout()).check_device(CPU)
 
@@ -518,24 +475,21 @@ def test_the_buffers_are_made_once_for_one_shape(monkeypatch: pytest.MonkeyPatch
     path = tmp_path / "buffers.yaml"
     path.write_text("proj_fprop:\n  method: pipeline\n")
     overlap = TensorParallelOverlap(True, str(path), SEQUENCE)
-    with pytest.raises(ValueError, match="needs to know the one shape of all microbatches") as unknown:
+    with refuses(ValueError, "needs to know the one shape of all"):
         overlap.open(None, model())
     for _ in range(2):
         overlap.open((128, 3), model())
     assert [given["ub_cfgs"] for given in made] == [{"proj_fprop": {"method": "pipeline"}}]
-    with pytest.raises(RuntimeError, match=r"allocated buffers for microbatches of \(128, 3\)") as changed:
+    with refuses(RuntimeError, "allocated buffers for microbatches of"):
         overlap.open((128, 1), model())
-    assert is_one_sentence(str(unknown.value))
-    assert is_one_sentence(str(changed.value))
     overlap.close()
     assert made == []
 
 
 def test_muon_of_an_older_torch_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.optim, "Muon", raising=False)
-    with pytest.raises(ModuleNotFoundError, match=r"needs the Muon of torch 2\.9 or newer, and ") as refusal:
+    with refuses(ModuleNotFoundError, "needs the Muon of torch 2.9 or newer, and"):
         MuonWithAdamW([nn.Parameter(torch.zeros(2, 2))], [])
-    assert is_one_sentence(str(refusal.value))
 
 
 @pytest.mark.parametrize(

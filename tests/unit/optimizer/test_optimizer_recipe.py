@@ -16,6 +16,7 @@ from lightning.pytorch.core.saving import save_hparams_to_yaml
 from torch import nn
 
 from lightning_mcore import MCoreGPT, Recipe
+from tests.support.sentences import refuses
 
 
 def rates(steps: int, total: float = 10, **arguments: Any) -> list[float]:
@@ -77,59 +78,53 @@ def test_sgd_and_its_momentum_and_the_eps_of_adamw() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        ({"optimizer": "lion"}, "optimizer='lion' is not available; choose one of"),
-        ({"lr_scheduler_type": "cosin"}, "lr_scheduler_type='cosin' is not available; choose one of"),
-        ({"lr_scheduler_kwargs": {"min_lr": 1e-5}}, "lr_scheduler_kwargs needs lr_scheduler_type"),
-        (
-            {"lr_scheduler_type": "cosine", "min_learning_rate": 1e-5},
-            "min_learning_rate=1e-05 works only without lr_scheduler_type",
-        ),
-        ({"lr_scheduler_type": "constant", "warmup_steps": 3}, "which has no warm-up"),
-        ({"warmup_steps": 1.5}, "warmup_steps=1.5 is neither"),
-        ({"warmup_steps": -1}, "warmup_steps=-1 is too small"),
-        ({"learning_rate": 1e-4, "min_learning_rate": 1e-3}, "min_learning_rate=0.001 is not between 0 and"),
-        ({"min_learning_rate": -1.0}, "min_learning_rate=-1.0 is not between 0 and"),
-        ({"betas": (0.9, 0.95, 0.99)}, "betas=.* are not two numbers"),
-        ({"loraplus_lr_ratio": 0}, "loraplus_lr_ratio=0 is too small; choose more than 0, such as 16"),
+        {"optimizer": "lion"},
+        {"lr_scheduler_type": "cosin"},
+        {"lr_scheduler_kwargs": {"min_lr": 1e-05}},
+        {"lr_scheduler_type": "cosine", "min_learning_rate": 1e-05},
+        {"lr_scheduler_type": "constant", "warmup_steps": 3},
+        {"warmup_steps": 1.5},
+        {"warmup_steps": -1},
+        {"learning_rate": 0.0001, "min_learning_rate": 0.001},
+        {"min_learning_rate": -1.0},
+        {"betas": (0.9, 0.95, 0.99)},
+        {"loraplus_lr_ratio": 0},
     ],
 )
-def test_what_contradicts_itself_is_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_what_contradicts_itself_is_refused(arguments: dict[str, Any]) -> None:
+    with refuses(ValueError, *arguments):
         Recipe(**arguments)
 
 
 def test_the_rate_of_adapters_needs_adapters() -> None:
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
-    with pytest.raises(ValueError, match=r"loraplus_lr_ratio=16 is for adapters, and the model has none; give lora="):
+    with refuses(ValueError, "loraplus_lr_ratio=16"):
         MCoreGPT(32, 8, sizes, recipe=Recipe(loraplus_lr_ratio=16))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments",
     [
-        ({"lr_scheduler_type": "linear"}, "lr_scheduler_type='linear' needs it; set Trainer"),
-        (
-            {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1},
-            "warmup_steps=0.1 is a share of the steps",
-        ),
+        {"lr_scheduler_type": "linear"},
+        {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 0.1},
     ],
 )
-def test_a_course_that_needs_the_number_of_steps_says_so(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_a_course_that_needs_the_number_of_steps_says_so(arguments: dict[str, Any]) -> None:
+    with refuses(ValueError, *arguments):
         rates(1, total=-1, **arguments)
 
 
 def test_options_that_the_course_does_not_take_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"lr_scheduler_type='linear' with lr_scheduler_kwargs=.*min_lr"):
+    with refuses(ValueError, "lr_scheduler_type='linear'"):
         rates(1, lr_scheduler_type="linear", lr_scheduler_kwargs={"min_lr": 0.1})
 
 
 def test_what_is_not_a_number_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"learning_rate='1e-3' is not a number"):
+    with refuses(TypeError, "learning_rate='1e-3'"):
         Recipe(learning_rate=cast(Any, "1e-3"))
-    with pytest.raises(TypeError, match=r"recipe=0\.1 is not a Recipe"):
+    with refuses(TypeError, "recipe=0.1"):
         Recipe.of(cast(Any, 0.1))
 
 
@@ -143,9 +138,9 @@ def test_numbers_of_other_libraries_become_pythons(rate: Any) -> None:
 
 @pytest.mark.parametrize("rate", [True, np.bool_(True), torch.tensor(True), torch.tensor([0.25]), 1j, None])
 def test_other_values_are_not_numbers(rate: Any) -> None:
-    with pytest.raises(TypeError, match=r"learning_rate=.* is not a number; give one"):
+    with refuses(TypeError, "learning_rate="):
         Recipe(learning_rate=rate)
-    with pytest.raises(TypeError, match=r"warmup_steps=.* is not a number; give steps"):
+    with refuses(TypeError, "warmup_steps="):
         Recipe(warmup_steps=rate)
 
 
@@ -223,12 +218,10 @@ def test_fields_of_a_recipe_of_an_old_checkpoint_are_refused_where_a_constructor
     path = tmp_path / "last.ckpt"
     arguments = {"vocab_size": 100, "seq_length": 16, "transformer": {}, "learning_rate": 0.5, "betas": (0.9, 0.95)}
     torch.save({"hyper_parameters": arguments, "state_dict": {}, **VERSION}, path)
-    with pytest.raises(ValueError, match=r"was saved when learning_rate was .* and WithAnyArguments"):
+    with refuses(ValueError, "was saved when learning_rate was"):
         WithAnyArguments.load_from_checkpoint(path)
 
 
 def test_a_field_of_the_recipe_given_alone_when_a_checkpoint_is_loaded_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"^learning_rate is a field of Recipe; give recipe=Recipe\(learning_rate=0\.5\)$"
-    ):
+    with refuses(ValueError, "recipe=Recipe(learning_rate=0.5"):
         MCoreGPT.load_from_checkpoint("last.ckpt", learning_rate=0.5)

@@ -20,32 +20,33 @@ from lightning_mcore import MCorePrecision
 from lightning_mcore.config.fp16 import LossScaling
 from lightning_mcore.optimizer.loss_scale import AgreedGradScaler, LossScaler, SkippableSchedule, skippable
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
+from tests.support.sentences import refuses
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "error"),
     [
-        ({"loss_scale": 0.0}, ValueError, r"loss_scale=0\.0 is not a finite number above 0; choose one"),
-        ({"loss_scale": "big"}, TypeError, "loss_scale='big' is not a number"),
-        ({"loss_scale": True}, TypeError, "loss_scale=True is not a number"),
-        ({"initial_loss_scale": float("inf")}, ValueError, "initial_loss_scale=inf is not a finite number above 0"),
-        ({"initial_loss_scale": None}, TypeError, "initial_loss_scale=None is not a number"),
-        ({"min_loss_scale": -1.0}, ValueError, r"min_loss_scale=-1\.0 is not a finite number above 0"),
-        ({"min_loss_scale": 8.0, "initial_loss_scale": 4.0}, ValueError, "start at or above the minimum"),
-        ({"loss_scale_window": 0}, ValueError, "loss_scale_window=0 is too small; choose 1 or more"),
-        ({"loss_scale_window": 2.0}, TypeError, r"loss_scale_window=2\.0 is not an int"),
-        ({"hysteresis": 0}, ValueError, "hysteresis=0 is too small"),
-        ({"loss_scale": 8.0, "hysteresis": 3}, ValueError, r"hysteresis is for a dynamic scale, and loss_scale=8\.0"),
+        ({"loss_scale": 0.0}, ValueError),
+        ({"loss_scale": "big"}, TypeError),
+        ({"loss_scale": True}, TypeError),
+        ({"initial_loss_scale": float("inf")}, ValueError),
+        ({"initial_loss_scale": None}, TypeError),
+        ({"min_loss_scale": -1.0}, ValueError),
+        ({"min_loss_scale": 8.0, "initial_loss_scale": 4.0}, ValueError),
+        ({"loss_scale_window": 0}, ValueError),
+        ({"loss_scale_window": 2.0}, TypeError),
+        ({"hysteresis": 0}, ValueError),
+        ({"loss_scale": 8.0, "hysteresis": 3}, ValueError),
     ],
 )
-def test_a_wrong_loss_scale_is_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_a_wrong_loss_scale_is_refused(arguments: dict[str, Any], error: type[Exception]) -> None:
+    with refuses(error, *arguments):
         MCorePrecision("16-mixed", **arguments)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_a_loss_scale_without_fp16_is_refused(precision: Any) -> None:
-    with pytest.raises(ValueError, match=f"precision='{precision}' has no loss scale; leave its arguments out"):
+    with refuses(ValueError, f"precision='{precision}'"):
         MCorePrecision(precision, initial_loss_scale=8.0)
 
 
@@ -89,7 +90,7 @@ def test_lightning_has_no_fp16_on_the_cpu_but_the_plugin_has() -> None:
 def test_a_grad_scaler_of_ones_own_is_refused_and_lightnings_is_not() -> None:
     assert MCorePrecision.from_lightning(MixedPrecision("16-mixed", "cpu")).precision == "16-mixed"
     own = torch.amp.GradScaler("cpu", growth_interval=7)
-    with pytest.raises(ValueError, match=r"a GradScaler with its own settings .* use plugins=MCorePrecision"):
+    with refuses(ValueError, "plugins=MCorePrecision"):
         MCorePrecision.from_lightning(MixedPrecision("16-mixed", "cpu", own))
 
 

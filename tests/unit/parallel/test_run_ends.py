@@ -30,6 +30,7 @@ from lightning_mcore.parallel.rank_connections import Lines
 from lightning_mcore.strategy import checkpointing
 from tests.support import hygiene
 from tests.support.ranks import run_ranks
+from tests.support.sentences import refuses
 from tests.support.toy import PlainNet, Samples, StagedNet, loader, make_trainer, metrics_of
 
 pytestmark = [  # Megatron's own
@@ -190,7 +191,7 @@ def test_stop_iteration_in_a_step_is_an_error_and_not_the_end_of_the_data(place:
         next(iter(()))
 
     setattr(module, place, step)
-    with pytest.raises(RuntimeError, match="StopIteration was raised in a step"):
+    with refuses(RuntimeError, "StopIteration was raised in a step"):
         make_trainer({}).fit(module, loader(4, 2), loader(4, 2))
 
 

@@ -4,11 +4,11 @@
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 
 from lightning_mcore import MCoreGPT, MCorePrecision, MCorePreference, MCoreStrategy, Recipe
 from lightning_mcore.planning.live import plan_of, settings_of
 from lightning_mcore.planning.plan import make_plan
+from tests.support.sentences import refuses
 from tests.unit.planning.test_plan_rules import DENSE, run_with
 
 
@@ -73,7 +73,7 @@ def test_configs_precision_and_data_are_read() -> None:
 
 
 def test_another_strategy_or_module_is_refused() -> None:
-    with pytest.raises(TypeError, match="is not MCoreStrategy"):
+    with refuses(TypeError, "is not MCoreStrategy"):
         plan_of(trainer_with("ddp"), MCoreGPT(vocab_size=256, seq_length=32, transformer=DENSE))
-    with pytest.raises(TypeError, match="is not an MCoreGPT"):
+    with refuses(TypeError, "is not an MCoreGPT"):
         plan_of(trainer_with(MCoreStrategy()), pl.LightningModule())

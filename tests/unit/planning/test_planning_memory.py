@@ -13,6 +13,7 @@ from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
 from lightning_mcore.planning.parameters import ParameterTensor, model_parameters, rank_parameters
 from lightning_mcore.planning.schedule import in_flight
 from lightning_mcore.planning.state_memory import RankMemory, StateFormats, rank_memory, state_memory
+from tests.support.sentences import refuses
 
 LLAMA: dict[str, Any] = {"gated_linear_unit": True, "add_bias_linear": False, "normalization": "RMSNorm"}
 LLAMA_8B = LLAMA | {
@@ -98,12 +99,12 @@ def test_a_model_without_its_sizes_is_refused(absent: str) -> None:
     model = {"vocab_size": 10, "seq_length": 10, "transformer": TINY}
     del model[absent]
 
-    with pytest.raises(ValueError, match=f"the model lacks {absent}; give"):
+    with refuses(ValueError, f"the model lacks {absent}; give"):
         GPTFields.of(model)
 
 
 def test_a_transformer_without_its_sizes_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"the model lacks transformer\.num_layers and transformer\.hidden_size; give"):
+    with refuses(ValueError, "the model lacks transformer.num_layers and"):
         gpt({"num_attention_heads": 2})
 
 
@@ -295,15 +296,15 @@ def test_only_the_context_parallel_size_divides_tokens_without_sequence_parallel
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    "settings",
     [
-        ({"precision": {"precision": "fp8"}}, "precision='fp8' is unknown; choose one of"),
-        ({"optimizer": "adam_w"}, "unknown optimizer 'adam_w'; did you mean 'adamw'?"),
-        ({"backend": "te"}, "backend='te' is unknown; choose one of"),
+        {"precision": {"precision": "fp8"}},
+        {"optimizer": "adam_w"},
+        {"backend": "te"},
     ],
 )
-def test_unknown_names_are_refused(settings: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence.replace("?", r"\?")):
+def test_unknown_names_are_refused(settings: dict[str, Any]) -> None:
+    with refuses(ValueError, *settings):
         memory(**settings)
 
 

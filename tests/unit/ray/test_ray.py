@@ -27,6 +27,7 @@ from lightning_mcore.cli import main
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.ray import RaySettings, check_room, elastic_sizes, largest_size, room
 from tests.support.factory_files import QWEN3_LORA, write_run
+from tests.support.sentences import refuses
 from tests.support.toy import PlainNet, StagedNet, loader, make_trainer
 
 ROOT = Path(__file__).parents[3]
@@ -99,25 +100,25 @@ def test_workers_are_counted_on_each_machine() -> None:
     assert room(machines, {"CPU": 2, "GPU": 1}) == 4
     assert room(machines, {"CPU": 1}) == 73
     check_room(4, machines, {"CPU": 2, "GPU": 1})
-    with pytest.raises(ValueError, match=r"^num_workers=5 is more than Ray has room for: 3 machines can hold 4 "):
+    with refuses(ValueError, "num_workers=5"):
         check_room(5, machines, {"CPU": 2, "GPU": 1})
 
 
 @pytest.mark.parametrize(
-    ("values", "sentence"),
+    "values",
     [
-        ({"num_workers": 0}, "num_workers=0 is too small"),
-        ({"num_workers": (4, 2)}, r"num_workers=\(4, 2\) is not a range"),
-        ({"num_workers": 2, "max_failures": -2}, "max_failures=-2 is too small"),
-        ({"num_workers": 2, "save_every_n_steps": 0}, "save_every_n_steps=0 is too small"),
-        ({"num_workers": 2, "placement_strategy": "TIGHT"}, "placement_strategy='TIGHT' is unknown; choose 'PACK'"),
-        ({"num_workers": 2, "master_port": 70000}, "master_port=70000 is not a port"),
-        ({"num_workers": 2, "resources_per_worker": {"CPU": -1}}, "resources_per_worker has CPU=-1"),
-        ({"num_workers": 2, "init_kwargs": "[]"}, r"init_kwargs='\[\]' is not a JSON object"),
+        {"num_workers": 0},
+        {"num_workers": (4, 2)},
+        {"num_workers": 2, "max_failures": -2},
+        {"num_workers": 2, "save_every_n_steps": 0},
+        {"num_workers": 2, "placement_strategy": "TIGHT"},
+        {"num_workers": 2, "master_port": 70000},
+        {"num_workers": 2, "resources_per_worker": {"CPU": -1}},
+        {"num_workers": 2, "init_kwargs": "[]"},
     ],
 )
-def test_wrong_settings_are_refused(values: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=f"^{sentence}"):
+def test_wrong_settings_are_refused(values: dict[str, Any]) -> None:
+    with refuses(ValueError, *values):
         RaySettings(**values)
 
 
@@ -143,18 +144,19 @@ def test_arguments_ask_for_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def test_options_of_ray_without_ray_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("USE_RAY", raising=False)
-    cases: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"ray_num_workers": 0}, "ray_num_workers=0 is too small"),
-        ({"ray_num_workers": 2, "ray_min_workers": 3}, "ray_min_workers=3 is not between 1 and ray_num_workers=2"),
-        ({"ray_init_kwargs": '{"num_cpus": 1}'}, "ray_init_kwargs=.* has no effect without Ray's workers"),
-        ({"ray_max_failures": 1}, "ray_max_failures=1 has no effect without Ray's workers"),
-        ({"ray_num_workers": 2, "ray_init_kwargs": "{"}, "is not JSON"),
-        ({"master_port": "none"}, "master_port='none' is not a port"),
+    cases: tuple[dict[str, Any], ...] = (
+        {"ray_num_workers": 0},
+        {"ray_num_workers": 2, "ray_min_workers": 3},
+        {"ray_init_kwargs": '{"num_cpus": 1}'},
+        {"ray_max_failures": 1},
+        {"master_port": "none"},
     )
-    for values, message in cases:
-        with pytest.raises(ValueError, match=message):
+    for values in cases:
+        with refuses(ValueError, *values):
             RayArguments(**values)
-    with pytest.raises(TypeError, match="ray_num_workers='2' is of type str"):
+    with pytest.raises(ValueError, match="is not JSON"):
+        RayArguments(ray_num_workers=2, ray_init_kwargs="{")
+    with refuses(TypeError, "ray_num_workers='2'"):
         RayArguments(ray_num_workers="2")  # type: ignore[arg-type]
 
 
@@ -167,7 +169,7 @@ def test_a_llamafactory_file_asks_for_workers(
     asked = read_run(file, keys)
     assert asked.ray.ray_settings() == RaySettings(4, name="mine", init_kwargs={"num_cpus": 4}, master_port=29500)
     assert read_run(file).settings().ray is None
-    with pytest.raises(ValueError, match=r"^master_addr: '10\.0\.0\.1' has no effect without Ray's workers"):
+    with refuses(ValueError, "'10.0.0.1'"):
         read_run(file, ["master_addr=10.0.0.1"])
     capsys.readouterr()
     refused = {
@@ -347,11 +349,10 @@ def test_a_trainer_that_does_not_fit_the_workers_is_refused(fake: FakeRay) -> No
         (trainer(MCoreStrategy(**{TP: 2})), "world_size=1 is not a multiple of tensor_model_parallel_size=2"),
     ]
     for wrong, sentence in refused:
-        with pytest.raises((TypeError, ValueError), match=f"^{sentence}") as caught:
+        with refuses((TypeError, ValueError), sentence):
             prepare_trainer(wrong)
-        assert "\n" not in str(caught.value)
     (fake.folder / "run" / ".validate_storage_marker").unlink()
-    with pytest.raises(ValueError, match=r"^storage_path=.* is not the folder of the machine that started"):
+    with refuses(ValueError, "storage_path="):
         prepare_trainer(good)
 
 
@@ -388,7 +389,7 @@ def test_ranks_meet_where_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None
         launch._RendezvousBackend().on_start(Group(), launch._RendezvousConfig("gloo", addr=addr, port=port))
         assert met[-1] == (addr or "10.0.0.7", port or 4242)
     foreign = launch._RendezvousConfig("gloo", addr="203.0.113.9")
-    with pytest.raises(ValueError, match=r"^master_addr=203\.0\.113\.9 with master_port=None cannot be used on"):
+    with refuses(ValueError, "master_addr=203.0.113.9"):
         launch._RendezvousBackend().on_start(Group(), foreign)
 
 

@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 
 from lightning_mcore.strategy.gradient_settings import GradientSettings
 from lightning_mcore.strategy.precision import MCorePrecision
+from tests.support.sentences import refuses
 
 NAMES = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
 
@@ -55,7 +56,7 @@ def test_the_check_for_nan_is_the_strategys_and_not_megatrons() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_two_values_for_one_setting_are_refused(name: str) -> None:
     everything = DistributedDataParallelConfig(**dict.fromkeys(NAMES, True))
-    with pytest.raises(ValueError, match=f"^{name}=False contradicts ddp_config.{name}=True; set it in one place$"):
+    with refuses(ValueError, f"{name}=False"):
         GradientSettings(**{name: False}, ddp_config=everything)
 
 
@@ -66,24 +67,24 @@ def test_the_same_value_in_both_places_is_no_contradiction(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "missing"),
+    "arguments",
     [
-        ({}, "use_distributed_optimizer=True and overlap_grad_reduce=True"),
-        ({"use_distributed_optimizer": True}, "overlap_grad_reduce=True"),
-        ({"overlap_grad_reduce": True}, "use_distributed_optimizer=True"),
+        {},
+        {"use_distributed_optimizer": True},
+        {"overlap_grad_reduce": True},
     ],
 )
 @pytest.mark.parametrize("in_config", [False, True], ids=["argument", "config"])
-def test_an_overlap_without_what_it_needs_is_refused(arguments: dict[str, Any], missing: str, in_config: bool) -> None:
+def test_an_overlap_without_what_it_needs_is_refused(arguments: dict[str, Any], in_config: bool) -> None:
     asked = {"overlap_param_gather": True}
     config = {"ddp_config": DistributedDataParallelConfig(**asked)} if in_config else asked
-    with pytest.raises(ValueError, match=f"^overlap_param_gather=True needs {missing}$"):
+    with refuses(ValueError, "overlap_param_gather=True"):
         GradientSettings(**arguments, **config)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_setting_is_a_bool(name: str) -> None:
-    with pytest.raises(TypeError, match=f"^{name}='yes' is not a bool; give True, False or None$"):
+    with refuses(TypeError, f"{name}='yes'"):
         GradientSettings(**{name: "yes"})  # type: ignore[arg-type]
 
 
