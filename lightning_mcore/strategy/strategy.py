@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -84,6 +85,7 @@ from lightning_mcore.strategy.checks import (
 from lightning_mcore.strategy.gradient_settings import GradientSettings, reduce_scatter_restored
 from lightning_mcore.strategy.logs.pipeline import ALREADY_MERGED
 from lightning_mcore.strategy.logs.step import StepLogger
+from lightning_mcore.strategy.notebook import NotebookLauncher
 from lightning_mcore.strategy.overlap import TensorParallelOverlap
 from lightning_mcore.strategy.pipeline_runner import PipelineRunner, wrap_pipeline
 from lightning_mcore.strategy.plain_module_runner import PlainModuleRunner
@@ -273,9 +275,15 @@ class MCoreStrategy(DDPStrategy):
         self._checkpoint_io = io
 
     def _configure_launcher(self) -> None:
-        """Start other ranks as Lightning does, but end all ranks if one fails; a single rank needs no launcher."""
+        """Start other ranks as Lightning does, but end all ranks if one fails; a single rank needs no launcher.
+
+        In a notebook all ranks are new processes.
+        """
         if self.num_processes * self.num_nodes > 1:
             assert self.cluster_environment is not None
+            if _IS_INTERACTIVE and not self.cluster_environment.creates_processes_externally:
+                self._launcher = NotebookLauncher(self, self._restores)
+                return
             self._launcher = rank_watch.Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     # ---- a run starts
