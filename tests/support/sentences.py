@@ -132,7 +132,7 @@ class Plugin:
             return None  # in another order in each process of xdist
         if isinstance(val, list) and val and all(isinstance(word, str) for word in val):
             text = ",".join(val)
-        elif isinstance(val, dict) and val and not re.search(r"<|'/|\\n", repr(val)):
+        elif isinstance(val, dict) and val and not re.search(f"<|\n|{re.escape(str(self.root))}", repr(val)):
             text = ",".join(f"{name}={value}" for name, value in val.items())
         elif isinstance(val, str) and len(val) > 80:
             text = val
