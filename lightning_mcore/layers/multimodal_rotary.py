@@ -72,7 +72,7 @@ def positions_in_row(positions: Tensor, packed: PackedSequences, rank: int, size
         return positions
     assert packed.boundaries is not None
     length = positions.size(2) * size
-    offsets = torch.tensor(packed.boundaries.offsets, device=positions.device)
+    offsets = torch.tensor(packed.boundaries.offsets).to(positions.device, non_blocking=True)
     whole = positions.new_zeros(3, 1, length)
     whole[:, :, packed_positions(offsets, length, rank, size)] = positions
     return whole

@@ -253,7 +253,7 @@ def change_ends(chunk: Any, architecture: Architecture) -> None:
 
 def _scaled(scale: float, module: nn.Module, inputs: Any, embedding: Tensor) -> Tensor:
     """Return an embedding, [s, b, h], times a factor that is first rounded to its dtype, as in transformers."""
-    return embedding * torch.tensor(scale, dtype=embedding.dtype, device=embedding.device)
+    return embedding * torch.full((), scale, dtype=embedding.dtype, device=embedding.device)  # no copy, which waits
 
 
 def _logits(divisor: float, cap: float | None, module: nn.Module, inputs: Any, output: Any) -> Any:

@@ -43,7 +43,8 @@ STEP = "the optimizer has stepped"
 class Waits(TorchFunctionMode):
     """Notes the file, of Megatron, Lightning or this package, that asks for something that waits for the device.
 
-    It sees what asks for numbers, and lists as an index or as numbers: they are copied to the device.
+    It sees what asks for numbers; and what is copied to the device: lists as an index or as numbers, and a number to
+    which one item of a tensor is set.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,9 @@ class Waits(TorchFunctionMode):
             self.note(args[0])
         elif function in (Tensor.__getitem__, Tensor.__setitem__):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if any(isinstance(part, list) for part in index):
+            is_one = all(isinstance(part, int) for part in index)  # others are filled
+            is_number_set = function is Tensor.__setitem__ and is_one and not isinstance(args[2], Tensor)
+            if is_number_set or any(isinstance(part, list) for part in index):
                 self.note(args[0])
         elif function in COPIES and not isinstance(args[0], Tensor):
             if not kwargs.get("device"):

@@ -252,20 +252,20 @@ class PipelineLogs:
 
     def _complete(self, unread: _Unread, may_exchange: bool) -> None:
         packed, on_host = unread.packed, unread.on_host.read()  # the only wait for the device
-        are_names_new, are_metrics_changed, _ = on_host[0].tolist()
+        are_names_known, are_metrics_unchanged, _ = (number == 1 for number in on_host[0].tolist())
         # A hook may look on one rank only, so it cannot start a collective: it then still sees the step before.
-        if (are_names_new or are_metrics_changed) and not may_exchange:
+        if not (may_exchange or (are_names_known and are_metrics_unchanged)):
             return
         self._unread = None
         unread.stop_watching()
-        if are_names_new:
+        if not are_names_known:
             packed = self._with_new_names(unread.place, unread.over_copies)
             on_host = packed.cpu()
         self._entries = {}
         if self._error is not None:
             raise ValueError(self._error)
         if process_group("pp").size() > 1:
-            self._send_metrics(bool(are_metrics_changed))
+            self._send_metrics(not are_metrics_unchanged)
         # Lightning reads a progress bar's values after each batch. Values of evaluation it merges over the copies, on
         # the device.
         values = on_host if unread.over_copies else packed
@@ -355,15 +355,15 @@ class PipelineLogs:
         return [entry.name for entry in self._entries.values() if not _is_known(entry.name, by_name)]
 
     def _from_last_stage(self, names: list[_Name], over_copies: bool, is_news: bool) -> Tensor:
-        """Return [1 + names, 3] fp64 on every stage, as the last one merges it; the first row says what is new.
+        """Return [1 + names, 3] fp64 on every stage, as the last one merges it.
 
-        ``[ranks with news, whether metrics have changed, 0]``, then each name's merged value, weight and number of
-        calls.
+        The first row is [1, 1, 0] if no rank has news and no metric has changed, otherwise less. Each other one is a
+        name's merged value, weight and number of calls.
         """
         stages = process_group("pp")
         if stages.rank() == stages.size() - 1:
             packed = self._merge(names, process_group("dp_cp" if over_copies else "cp"), is_news)
-            packed[0, 1] = float(bool(self._changed) and stages.size() > 1)
+            packed[0, 1].fill_(not self._changed)  # to set an item to a number would copy it to the device, and wait
         else:
             packed = torch.zeros(1 + len(names), 3, dtype=torch.float64, device=self._device)
         if stages.size() > 1:
@@ -393,9 +393,9 @@ class PipelineLogs:
         return self._from_last_stage(self._known[place], over_copies, is_news=False)
 
     def _merge(self, names: list[_Name], group: dist.ProcessGroup, is_news: bool) -> Tensor:
-        """Return a row with the number of ranks of ``group`` that have news, and the names' merged rows."""
-        news = torch.full((1, 3), float(is_news), dtype=torch.float64, device=self._device)
-        packed = torch.cat([news, *(self._packed(name)[None] for name in names)])
+        """Return a row that begins with the share of the ranks that have no news, and the names' merged rows."""
+        knows = torch.full((1, 3), float(not is_news), dtype=torch.float64, device=self._device)
+        packed = torch.cat([knows, *(self._packed(name)[None] for name in names)])
         reductions = ["sum", *(name.reduction for name in names)]
         synced = [0, *(row for row, name in enumerate(names, 1) if name.is_synced)]
         apart = [row for row, name in enumerate(names, 1) if not name.is_synced]
@@ -408,6 +408,7 @@ class PipelineLogs:
         for row, reduction in enumerate(reductions):
             if reduction == "mean":
                 packed[row, 0] /= packed[row, 1].clamp(min=torch.finfo(torch.float64).tiny)
+        packed[0] /= group.size()
         return packed
 
     def _packed(self, name: _Name) -> Tensor:
@@ -415,7 +416,7 @@ class PipelineLogs:
         entry = self._entries.get(name.name)
         if entry is None:
             row = torch.zeros(3, dtype=torch.float64, device=self._device)
-            row[0] = 0.0 if name.reduction == "metric" else NEUTRAL[name.reduction]
+            row[0].fill_(0.0 if name.reduction == "metric" else NEUTRAL[name.reduction])
             return row
         values = torch.stack(entry.values)
         merged = {"min": values.amin, "max": values.amax}.get(name.reduction, values.sum)()
@@ -501,7 +502,7 @@ def _reduced(rows: Tensor, reductions: list[str], group: dist.ProcessGroup) -> T
     result = rows.clone()
     extremes = {of: [row for row, reduction in enumerate(reductions) if reduction == of] for of in ("min", "max")}
     for row in extremes["min"] + extremes["max"]:
-        result[row, 0] = 0
+        result[row, 0].zero_()
     dist.all_reduce(result, group=group)
     for of, operation in (("min", dist.ReduceOp.MIN), ("max", dist.ReduceOp.MAX)):
         if extremes[of]:
