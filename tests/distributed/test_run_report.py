@@ -125,7 +125,7 @@ def test_the_last_loss_is_that_of_the_last_step_also_of_a_thinned_curve(
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = pl.Trainer(accelerator="cpu", max_steps=6, callbacks=[report], **quiet)
     trainer.fit(Descending(), torch.utils.data.DataLoader(torch.zeros(6, 1)))
-    assert re.search(r"^6 steps, 0 s, train_loss 7 -> 2$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^6 steps, \d+ s, train_loss 7 -> 2$", capsys.readouterr().out, re.MULTILINE)
     assert [step for step, _ in report._curve] == [1, 3, 5, 6]
 
 
