@@ -107,6 +107,8 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operators = 0
         self.notes: set[str] = set()  # what was assumed
         self.group_names = group_names
+        self.known: Any = WeakIdKeyDictionary()  # tensors on the device whose values are assumed
+        self.selected: int | None = None  # how many elements masks select now
         self.is_stepping = False  # inside the optimizer
         self._storages: Any = WeakIdKeyDictionary()  # storage: _Storage
         self._modules: list[str] = []
@@ -175,9 +177,15 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             return self._read(args[0])
+        if func is aten.equal.default:
+            self.wait("compares values")
+            return True
         self.operators += not func.is_view
         if func in (aten.copy_.default, aten._to_copy.default):
             return self._copy(func, args, kwargs)
+        if func is aten.masked_select.default and self.selected is not None:
+            self.wait("counts what a mask selects")
+            func, args = aten.new_empty.default, (args[0], [self.selected])
         with self.fake:
             output = func(*args, **kwargs)
         self._track(output)
@@ -229,7 +237,8 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not is_new and not isinstance(args[0], FakeTensor):
                 return args[0].fill_(1)
             if is_new and source.numel() * dtype.itemsize <= _REAL_COPY:
-                return torch.ones(source.shape, dtype=dtype)
+                known = self.known.get(source)
+                return torch.ones(source.shape, dtype=dtype) if known is None else known.to(dtype)
         with self.fake:
             output = func(*args, **kwargs)
         self._track(output)

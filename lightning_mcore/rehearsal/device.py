@@ -61,7 +61,12 @@ def fake_cuda(
     }
     os.environ.update(environment)
     with contextlib.ExitStack() as stack:
-        table = [*_of_cuda(counts, local, devices_per_node, memory), *_of_tensors(counts), *_of_groups(answers)]
+        table = [
+            *_of_cuda(counts, local, devices_per_node, memory),
+            *_of_tensors(counts),
+            *_of_experts(counts),
+            *_of_groups(answers),
+        ]
         for owner, name, replacement in table:
             stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
         options = _OPTIONS()
@@ -220,6 +225,50 @@ def _attention(
         efficient: Tensor = kernel(query, key, value, attn_mask, keeps, **rest)[0]
         return efficient
     return _attend(query, key, value, attn_mask=attn_mask, enable_gqa=enable_gqa, **rest)
+
+
+def _of_experts(counts: Counts) -> list[tuple[Any, str, Any]]:
+    """Return ``(owner, attribute, replacement)`` with which each expert gets as many tokens as any other."""
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    dispatchers = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher, permute = dispatchers.MoEAlltoAllTokenDispatcher, moe_utils.permute
+    preprocess = dispatcher.preprocess
+
+    def permute_evenly(tokens: Tensor, routing_map: Tensor, *args: Any, **kwargs: Any) -> Any:
+        count = kwargs.get("num_out_tokens")
+        counts.selected = int(count) if count is not None else tokens.size(0)
+        try:
+            return permute(tokens, routing_map, *args, **kwargs)
+        finally:
+            counts.selected = None
+
+    def preprocess_evenly(self: Any, routing_map: Tensor) -> Tensor:
+        tokens_per_expert: Tensor = preprocess(self, routing_map)
+        if self.drop_and_pad:
+            return tokens_per_expert
+        counts.notes.add("each expert gets as many tokens as any other")
+        # 10 tokens for 4 experts on 2 ranks: 3 3 2 2. A rank sends 6 and 4; the first one gets 6 from each, 12 in all.
+        total = routing_map.size(0) * self.config.moe_router_topk
+        experts = torch.arange(self.num_experts)
+        own = total // self.num_experts + (experts < total % self.num_experts).long()
+        local = own[self.local_expert_indices]
+        values = {
+            "input_splits": own.view(self.ep_size, -1).sum(1),
+            "output_splits": local.sum().expand(self.ep_size),
+            "output_splits_tp": (local.sum() * self.ep_size).expand(self.tp_size),
+            "num_global_tokens_per_local_expert": local.expand(self.tp_size * self.ep_size, -1),
+            "num_out_tokens": torch.tensor(total),
+        }
+        counts.known[tokens_per_expert] = local * self.tp_size * self.ep_size
+        for name, value in values.items():
+            if isinstance(tensor := getattr(self, name, None), FakeTensor):
+                counts.known[tensor] = value.reshape(tensor.shape).contiguous()
+        return tokens_per_expert
+
+    return [
+        (dispatcher, "preprocess", preprocess_evenly),
+        *((module, "permute", permute_evenly) for module in (moe_utils, dispatchers)),
+    ]
 
 
 _moved: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters, to what they became; tied ones stay tied

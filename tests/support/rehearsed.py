@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs to rehearse: what the processes of a rehearsal import to build them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +14,30 @@ from lightning_mcore.rehearsal.processes import Job
 
 LENGTH, VOCABULARY = 32, 128
 SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "add_bias_linear": False}
+
+
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 64,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.01,
+}
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+}
+GATED: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": "silu",
+    "ffn_hidden_size": 128,
+}
 
 
 class Texts(Dataset[dict[str, Tensor]]):
@@ -33,6 +58,12 @@ class Texts(Dataset[dict[str, Tensor]]):
         return row
 
 
+def gpu_trainer(world: int, strategy: MCoreStrategy, **arguments: Any) -> pl.Trainer:
+    """Return a Trainer on nodes of eight GPUs."""
+    nodes = {"devices": min(world, 8), "num_nodes": max(1, world // 8)}
+    return pl.Trainer(accelerator="gpu", strategy=strategy, **nodes, **arguments)
+
+
 def gpt_run(
     world: int = 1,
     precision: str = "bf16-mixed",
@@ -40,22 +71,17 @@ def gpt_run(
     transformer: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
     packed: bool = False,
+    trainer: Callable[..., pl.Trainer] = gpu_trainer,
     **strategy: Any,
 ) -> tuple[pl.Trainer, pl.LightningModule, Any]:
     """Return the parts of a run of a tiny GPT, with rows of 32 tokens in batches of two."""
-    trainer = pl.Trainer(
-        accelerator="gpu",
-        devices=min(world, 8),
-        num_nodes=max(1, world // 8),
-        strategy=MCoreStrategy(**strategy),
-        precision=precision,  # type: ignore[arg-type]
-        accumulate_grad_batches=accumulate,
-        gradient_clip_val=1.0,
+    made = trainer(
+        world, MCoreStrategy(**strategy), precision=precision, accumulate_grad_batches=accumulate, gradient_clip_val=1.0
     )
     sizes = {"vocab_size": VOCABULARY, "seq_length": LENGTH, **(model or {})}
     kind = MCorePreference if "preference" in sizes else MCoreGPT
     loader = DataLoader(Texts(packed, "preference" in sizes), batch_size=2)
-    return trainer, kind(transformer={**SIZES, **(transformer or {})}, **sizes), (loader, loader)
+    return made, kind(transformer={**SIZES, **(transformer or {})}, **sizes), (loader, loader)
 
 
 class Plain(pl.LightningModule):

@@ -104,6 +104,8 @@ OWNERS: dict[str, type | ModuleType] = {
     "_results": pl.Trainer,
     "_save_topk_checkpoint": ModelCheckpoint,
     "_schema": torch._ops.OpOverload,
+    "_scaled_dot_product_efficient_attention": torch.ops.aten,
+    "_scaled_dot_product_flash_attention": torch.ops.aten,
     "_set_attention_backend": LanguageModule,
     "_set_only_lift_cpu_tensors": torch._C,
     "_set_main_param_and_optimizer_states": DistributedOptimizer,
