@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every parallel axis and kind of model is rehearsed, except those in ``CANNOT``, which has their reasons."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from lightning_mcore.rehearsal import RankReport
+from lightning_mcore.rehearsal.processes import Failure, Played, run_jobs
+from tests.support.rehearsed import EXPERTS, GATED, LATENT, gpt_run, job
+from tests.support.thorough import thorough_but
+
+TP2: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+OVERLAPS = dict.fromkeys(("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True)
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+# arguments of gpt_run
+RUNS: dict[str, dict[str, Any]] = {
+    "fp32": {"precision": "32-true"},
+    "fp16": {"precision": "16-mixed"},
+    "bf16-true": {"precision": "bf16-true"},
+    "recompute": {"transformer": RECOMPUTE},
+    "tp2-sp": {"world": 2, **TP2},
+    "cp2": {"world": 2, "context_parallel_size": 2},
+    "dp2-overlaps": {"world": 2, **OVERLAPS},
+    "pp2-vp2": {"world": 2, **PP2, "virtual_pipeline_model_parallel_size": 2},
+    "experts-ep2-tp2": {"world": 4, **TP2, "expert_model_parallel_size": 2, "transformer": EXPERTS},
+    "tp2-pp2-dp4-overlaps": {"world": 16, **TP2, **PP2, **OVERLAPS},
+    "latent-attention": {"transformer": LATENT},
+    "multi-token": {"transformer": {"mtp_num_layers": 1}},
+    "packed": {"packed": True},
+    "lora": {"model": {"lora": {"r": 4}}, "transformer": GATED},
+    "preference": {"model": {"preference": {"loss": "orpo"}}, "transformer": GATED},
+}
+CANNOT: dict[str, tuple[dict[str, Any], str]] = {
+    # A mask selects as many tokens as routing gives it, and no count of them is passed on.
+    "experts-allgather": (
+        {"transformer": {**EXPERTS, "moe_token_dispatcher_type": "allgather"}},
+        "needs the values of a tensor",
+    ),
+}
+SOON = ("cp2", "dp2-overlaps", "experts-ep2-tp2", "fp16", "recompute")
+
+
+def play(names: list[str]) -> dict[str, Played | Failure]:
+    known = {**RUNS, **{name: arguments for name, (arguments, _) in CANNOT.items()}}
+    jobs = [job(partial(gpt_run, **known[name])) for name in names]
+    return dict(zip(names, run_jobs(jobs, lambda rank, what: None), strict=True))
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest) -> dict[str, Played | Failure]:
+    """Play the runs of all selected tests of this file at once, in one process."""
+    items = [item for item in request.session.items if item.fspath == request.node.fspath]
+    return play(sorted({item.callspec.params["name"] for item in items}))  # type: ignore[attr-defined]
+
+
+def ranks_of(found: Played | Failure) -> tuple[RankReport, ...]:
+    assert isinstance(found, Played), found.trace
+    return found.ranks
+
+
+@pytest.mark.parametrize("name", thorough_but(RUNS, *SOON))
+def test_two_steps_a_validation_and_a_save_are_played(found: dict[str, Played | Failure], name: str) -> None:
+    arguments = RUNS[name]
+    stages = arguments.get("pipeline_model_parallel_size", 1)
+    reports = ranks_of(found[name])
+    assert [report.stage for report in reports] == list(range(stages))
+    for report in reports:
+        held: dict[str, int] = {}
+        for holder in report.holders:
+            held[holder.kind] = held.get(holder.kind, 0) + holder.bytes
+        trained = report.parameters if name != "lora" else 0
+        assert held["weights"] >= (4 if name == "fp32" else 2) * report.parameters
+        assert held["optimizer"] >= (4 if name == "bf16-true" else 8) * trained / arguments.get("world", 1)
+        assert held["activations"] > 0
+        assert report.operators > 400
+        # A step reads logs, the gradient norm and the like, none of them for each parameter.
+        assert sum(wait.times for wait in report.waits if "moe" not in wait.where) <= 20
+
+
+@pytest.mark.parametrize("name", CANNOT)
+def test_what_cannot_be_played_says_why(found: dict[str, Played | Failure], name: str) -> None:
+    failure = found[name]
+    assert isinstance(failure, Failure)
+    assert CANNOT[name][1] in failure.sentence
+
+
+@pytest.mark.parametrize("name", ["experts-ep2-tp2"])
+def test_even_loads_of_experts_are_said(found: dict[str, Played | Failure], name: str) -> None:
+    [report] = ranks_of(found[name])
+    assert report.notes == ("each expert gets as many tokens as any other",)
+    # 2 microbatches x 4 layers; tokens and probabilities there, tokens back, and the gradients of all three
+    moved = {item.kind: item.calls for item in report.traffic if item.group == "ep"}
+    assert moved == {"all-to-all": 2 * 4 * 6}
