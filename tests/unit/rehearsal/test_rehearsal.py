@@ -74,6 +74,12 @@ def test_state_of_a_gpt_is_2_4_and_12_bytes_for_each_parameter(found: dict[str, 
     assert rank.peak_bytes >= sum(held(rank, kind) for kind in ("weights", "gradients", "optimizer"))
 
 
+def test_a_steady_step_reads_its_logs_once(found: dict[str, Played | Failure]) -> None:
+    for rank in ranks_of(found["pp2"]):
+        logs = [(wait.where.partition(" ")[2], wait.times) for wait in rank.waits if "/logs/" in wait.where]
+        assert logs == [("read", 1)]
+
+
 def test_both_stages_of_a_pipeline_are_played(found: dict[str, Played | Failure]) -> None:
     first, last = ranks_of(found["pp2"])
     assert [(first.rank, first.stage), (last.rank, last.stage)] == [(0, 0), (2, 1)]
