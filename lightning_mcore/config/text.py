@@ -12,11 +12,22 @@ def split_names(given: str | Iterable[str]) -> list[str]:
     return [name.strip() for name in (given.split(",") if isinstance(given, str) else given)]
 
 
+_ELSEWHERE = {
+    "global_batch_size": (
+        "each model copy reads batch_size * accumulate_grad_batches rows in an optimizer step; set batch_size of the"
+        " data and accumulate_grad_batches of the trainer"
+    )
+}
+"""Names of Megatron-LM that no option has, and what to set instead."""
+
+
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     """Return a sentence that rejects a name: ``unknown option 'lerning_rate'; did you mean 'learning_rate'?``.
 
     ``what`` is the kind of name, such as ``"option"`` or ``"key of run.yaml"``.
     """
+    if name in _ELSEWHERE:
+        return f"unknown {what} {name!r}; {_ELSEWHERE[name]}"
     names = sorted(set(known))
     close = difflib.get_close_matches(name, names, n=1)
     if close:

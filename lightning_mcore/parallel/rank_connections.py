@@ -141,7 +141,7 @@ def _sign_in(store: Store, rank: int, size: int, deadline: float, where: str) ->
                         " them too; MCoreStrategy(timeout=...) sets how long ranks wait"
                     )
                 notice = math.inf
-                _log.warning("still waiting for %s to reach %s; see their own output", _some_of(missing, size), where)
+                _log.warning("still waiting for %s to start and reach %s", _some_of(missing, size), where)
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
     except RuntimeError as error:

@@ -142,6 +142,7 @@ class GlobalBatch:
         rows: Rows of a step on all ranks together.
         seq_length: Tokens of a row.
         expert_model_parallel_size: Used only in the sentence.
+        is_assumed: Whether the settings do not give the rows of a DataLoader batch.
     """
 
     micro_batch_size: int
@@ -150,6 +151,7 @@ class GlobalBatch:
     rows: int
     seq_length: int
     expert_model_parallel_size: int = 1
+    is_assumed: bool = False
 
     @property
     def tokens(self) -> int:
@@ -162,10 +164,11 @@ class GlobalBatch:
         product = self.micro_batch_size * self.num_microbatches * self.data_parallel_size
         many = "microbatch" if self.num_microbatches == 1 else "microbatches"
         shorter = "" if product == self.rows else " (the last microbatch of a DataLoader batch is shorter)"
+        assumed = " (assumed: data.batch_size is not given)" if self.is_assumed else ""
         experts = "; experts do not lower dp" if self.expert_model_parallel_size > 1 else ""
         return (
             f"micro batch {self.micro_batch_size} x {self.num_microbatches} {many} x data parallel"
-            f" {self.data_parallel_size} = {rows_text(self.rows)}{shorter}{experts}"
+            f" {self.data_parallel_size} = {rows_text(self.rows)}{shorter}{assumed}{experts}"
         )
 
     def to_dict(self) -> dict[str, Any]:

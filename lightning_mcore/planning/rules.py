@@ -17,7 +17,7 @@ precision, the model's, the layout on the devices, the model on the layout, the 
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from typing import Any, TypeVar
 
@@ -571,9 +571,10 @@ def _batch(
         layout.validate_world(devices)
     except ValueError:
         return None  # already refused
-    return book.attempt(
+    batch = book.attempt(
         lambda: global_batch(rules.strategy, settings.trainer, rows, length, layout.data_parallel_size(devices))
     )
+    return None if batch is None else replace(batch, is_assumed="batch_size" not in settings.data)
 
 
 def _fits(rules: PlannedStrategy, fields: GPTFields) -> bool:

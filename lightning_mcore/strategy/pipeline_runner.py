@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -48,7 +49,7 @@ from lightning_mcore.layers.multi_token import check_multi_token
 from lightning_mcore.layers.spec import set_attention_environment
 from lightning_mcore.parallel.chunks import ModelChunks, check_gradients, pipeline_config, wrap_chunks
 from lightning_mcore.parallel.consensus import run_on_all_ranks
-from lightning_mcore.parallel.groups import random_state_of_stage
+from lightning_mcore.parallel.groups import process_group, random_state_of_stage
 from lightning_mcore.parallel.pipeline import Pipeline, StageOutput
 from lightning_mcore.strategy.attributes import attributes_set
 from lightning_mcore.strategy.checks import check_backward_is_free, check_steps_take_batches
@@ -184,6 +185,20 @@ class PipelineRunner:
         if is_full and not may_be_short and not self._has_checked_window:
             self._layout.validate_microbatches(len(self._window), self._strategy.microbatch_group_size)
             self._has_checked_window = True
+            self._show_batch()
+
+    def _show_batch(self) -> None:
+        """Say what an optimizer step reads, if batches have ``tokens``, [rows, tokens]."""
+        batches = [microbatch.batch for microbatch in self._window]
+        if not all(isinstance(batch, dict) and isinstance(batch.get("tokens"), Tensor) for batch in batches):
+            return
+        rows = [len(batch["tokens"]) for batch in batches]
+        copies = process_group("dp").size()
+        each = f" of {rows[0]:,} rows" if len(set(rows)) == 1 else ""
+        rank_zero_info(
+            f"MCoreStrategy: an optimizer step reads {sum(rows) * copies:,} rows: {len(rows):,} microbatches{each} x"
+            f" data parallel {copies:,}"
+        )
 
     def _zero_gradients(self) -> None:
         """Zero the gradients before the schedule runs backward; Lightning's zero_grad comes after training_step."""

@@ -79,7 +79,7 @@ class RunReport(pl.Callback):
         self._curve: Curve = []
         self._val_curve: Curve = []
         self._every = 1  # steps between two points of the curve
-        self._first_step = 0
+        self._first_step: int | None = None  # None until a step is trained
         self._began = 0.0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -88,6 +88,7 @@ class RunReport(pl.Callback):
         Raises:
             ValueError: There is a prompt, but the data module or the model cannot use it.
         """
+        self._first_step = None
         if self.prompt is None or stage != "fit":
             return
         data: Any = getattr(trainer, "datamodule", None)
@@ -125,7 +126,7 @@ class RunReport(pl.Callback):
     def _keep_loss(self, trainer: pl.Trainer) -> None:
         """Add the loss of the last step to the curve, unless it is there."""
         loss = trainer.callback_metrics.get(self.loss)
-        if loss is not None and trainer.global_step > (self._curve[-1][0] if self._curve else self._first_step):
+        if loss is not None and trainer.global_step > (self._curve[-1][0] if self._curve else self._first_step or 0):
             self._curve.append((trainer.global_step, loss.detach().clone()))
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -155,6 +156,10 @@ class RunReport(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the loss, the last checkpoint and the next commands; by now every save is complete."""
         if not trainer.is_global_zero:
+            return
+        if self._first_step is None:
+            done = f"the checkpoint is already at step {trainer.global_step:,}" if trainer.global_step else "no data"
+            _say(trainer, "", f"0 steps, because there was nothing to do: {done}; see max_steps and max_epochs")
             return
         steps, seconds = trainer.global_step - self._first_step, time.monotonic() - self._began
         facts = [f"{steps:,} steps", f"{seconds:,.0f} s"]
