@@ -23,6 +23,7 @@ MARKS = {
     "in a clone of Megatron-LM": "runs another program",
     "needs a network": "downloads packages",
     "needs a GPU": "does not run on a CPU",
+    "takes minutes": "plays a model of billions of parameters",
     "needs a cluster": "runs on several machines, or on more processes than a test can start",
 }
 OUTPUT = "output"
