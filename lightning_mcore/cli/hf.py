@@ -84,3 +84,4 @@ def _export(path: str, out: str, **options: Any) -> None:
     from lightning_mcore.interop.export import export_checkpoint
 
     export_checkpoint(path, out, **options)
+    print(f"wrote {out}")

@@ -190,8 +190,8 @@ def check_downloads(folder: str, files: Collection[str]) -> None:
     def tell(found: list[list[str]]) -> None:
         if names := sorted({os.path.basename(file) for files in found for file in files}):
             rank_zero_info(
-                f"{folder}: the hub has no checksum to compare {some_of(names, _SHOWN)} with, so a changed bit in"
-                " them is noticed only if a weight becomes infinite or NaN"
+                f"{folder}: there is no checksum from the hub for {some_of(names, _SHOWN)}, so a damaged bit is noticed"
+                " only if a weight becomes infinite or NaN"
             )
 
     combine_on_rank0(unchecked, tell)

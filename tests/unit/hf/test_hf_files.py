@@ -110,7 +110,7 @@ def test_it_is_said_that_a_file_has_no_checksum(plain: Path, tmp_path: Path, cap
     with caplog.at_level(logging.INFO):
         import_checkpoint(str(plain), str(tmp_path / "out.ckpt"))
     [line] = [record.getMessage() for record in caplog.records if "checksum" in record.getMessage()]
-    assert line.startswith(f"{plain}: the hub has no checksum to compare {WEIGHTS} with, so a changed bit in them")
+    assert line.startswith(f"{plain}: there is no checksum from the hub for {WEIGHTS}, so a damaged bit is noticed")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
