@@ -81,4 +81,5 @@ def _build(
     )
     data = MadeUpRows(rows * accumulated * STEPS, length, bool(settings.data.get("packing")), is_preference)
     loader = DataLoader(data, batch_size=rows)
-    return trainer, (MCorePreference if is_preference else MCoreGPT)(**model), (loader, loader)
+    arguments = {**model, "recipe": model.get("recipe") or {}}
+    return trainer, (MCorePreference if is_preference else MCoreGPT)(**arguments), (loader, loader)

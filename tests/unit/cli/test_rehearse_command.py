@@ -33,7 +33,6 @@ RUN: dict[str, Any] = {
                 "num_attention_heads": 4,
                 "bias_dropout_fusion": False,
             },
-            "recipe": {"warmup_steps": 100},
         },
     },
 }
@@ -49,7 +48,7 @@ def file(tmp_path: Path) -> str:
 def test_two_stages_of_a_file_are_played_and_compared_with_the_plan(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["rehearse", file, "--json", "--model.recipe.warmup_steps=50"]) == 0
+    assert main(["rehearse", file, "--json", "--trainer.max_steps=500"]) == 0
     shown = capsys.readouterr()
     found = json.loads(shown.out)
     assert (found["world_size"], found["layout"]) == (4, "tp1 pp2 cp1 dp2")
