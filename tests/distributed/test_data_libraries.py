@@ -34,7 +34,7 @@ LIBRARIES = {"webdataset": "webdataset", "litdata": "litdata", "mosaic": "stream
 def page() -> dict[str, Any]:
     """Return what the page defines."""
     defined: dict[str, Any] = {"__name__": "page"}
-    for code in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE):
+    for code in re.findall(r"^```python.*?\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE):
         exec(compile(code, str(PAGE), "exec"), defined)
     return defined
 

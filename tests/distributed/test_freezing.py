@@ -19,12 +19,12 @@ from lightning_mcore.planning.adapters import with_adapters
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.step import step_work
-from tests.distributed.test_lora import GLOBAL_BATCH, LENGTH, Course, Rows, losses_of_steps
+from tests.distributed.test_lora import GLOBAL_BATCH, LENGTH, Rows, losses_of_steps
 from tests.support.factory_files import LLAMA3, write_run
 from tests.support.hf_models import read_tensors, tiny_folder
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
-from tests.support.toy import make_trainer
+from tests.support.toy import Watch, make_trainer
 
 pytestmark = pytest.mark.distributed
 
@@ -41,7 +41,7 @@ LAYOUTS = (
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-class Counting(Course):
+class Counting(Watch):
     """Counts at the end the parameters that have gradients, those of the optimizer, and those that are trained."""
 
     def __init__(self, save: str | None) -> None:
@@ -83,7 +83,7 @@ def train(
     if hf is not None:
         export_model(module, hf)
     return {
-        "losses": course.losses,
+        "losses": course.seen.logged,
         "flops": module.flops_per_token(),
         "counts": course.counts,
         "weights": [parameter.detach().clone() for parameter in module.parameters()],

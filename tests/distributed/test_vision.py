@@ -16,11 +16,10 @@ from torch.utils.data import DataLoader
 from lightning_mcore import MCoreGPT, MCoreStrategy, MCoreVisionGPT, Recipe, single_process
 from lightning_mcore.config.vision import LANGUAGE_MODEL, PROJECTOR, TOWER
 from lightning_mcore.interop.export import export_checkpoint, export_model
-from tests.distributed.test_lora import Course
 from tests.support.hf_models import read_tensors, tiny_config
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
-from tests.support.toy import make_trainer
+from tests.support.toy import Watch, make_trainer
 from tests.support.vision_models import CONFIGS, save_vision, vision_batch, vision_folder
 from tests.unit.data.test_video_data import ROW, video_data
 from tests.unit.data.test_vision_data import ROWS, seeing_tokenizer
@@ -248,16 +247,16 @@ def train_on_images(
     folder: str, files: Path, layout: Layout, steps: int = 2, save: str | None = None, start: str | None = None
 ) -> list[float]:
     """Train on conversations about images and videos, packed, that workers read; return the losses."""
-    course = Course()
+    watch = Watch()
     module = MCoreVisionGPT.from_pretrained(folder, 160, recipe=Recipe(learning_rate=1e-3, min_learning_rate=1e-3))
-    trainer = make_trainer(MCoreStrategy(**layout.strategy_arguments), max_steps=steps, callbacks=[course])
+    trainer = make_trainer(MCoreStrategy(**layout.strategy_arguments), max_steps=steps, callbacks=[watch])
     rows = [{"videos": [], **row} for row in (*ROWS, ROW)]
     workers = layout.tp + layout.dp - 2
     read = video_data(files, 3 * rows, "qwen3", packing=True, seq_length=160, shuffle=True, num_workers=workers)
     trainer.fit(module, datamodule=read, ckpt_path=start)
     if save is not None:
         trainer.save_checkpoint(save)
-    return course.losses
+    return watch.seen.logged
 
 
 @pytest.fixture(scope="module")

@@ -25,11 +25,10 @@ from lightning_mcore.planning.live import settings_of
 from lightning_mcore.planning.machines import MACHINES
 from lightning_mcore.planning.plan import make_plan
 from lightning_mcore.planning.suggest import suggest
-from tests.distributed.test_lora import Course
 from tests.support.hf_models import read_tensors
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
-from tests.support.toy import make_trainer
+from tests.support.toy import Watch, make_trainer
 from tests.support.vision_models import IMAGE_TOKEN, PATCH_VALUES, VISION_START, vision_batch, vision_folder
 from tests.unit.layers.test_multimodal import kinds_of
 
@@ -41,7 +40,7 @@ ADAPTERS = {"r": 4, "lora_alpha": 8}
 _SEEN = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
 
-class Talk(Course):
+class Talk(Watch):
     """Continues a prompt with two images and a video at the end of training."""
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
@@ -70,7 +69,7 @@ def train(folder: str, layout: Layout, out: str) -> tuple[list[float], list[int]
     batches = [vision_batch(module.vision.model_type, seed=seed) for seed in range(3)]
     trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    return talk.losses, talk.tokens, trained
+    return talk.seen.logged, talk.tokens, trained
 
 
 def in_peft(family: str, adapter: Path) -> Any:

@@ -14,13 +14,12 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreStrategy, MCoreVisionGPT
 from lightning_mcore.layers.spec import TransformerImpl
-from tests.distributed.test_lora import Course
 from tests.parity.hf_training import Part, finished_gradients
 from tests.parity.test_vision import packed
 from tests.support.hf_models import read_tensors
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
-from tests.support.toy import make_trainer
+from tests.support.toy import Watch, make_trainer
 from tests.support.vision_models import joined, vision_batch, vision_folder
 
 pytestmark = pytest.mark.distributed
@@ -101,19 +100,19 @@ def course(
     if packs:
         rows = [packed(rows[start : start + 2]) for start in range(0, len(rows), 2)]
     rank, size = parallel_state.get_data_parallel_rank, layout.dp
-    losses = Course()
+    watch = Watch()
     small_buckets = DistributedDataParallelConfig(bucket_size=20_000) if layout.overlap else None
     trainer = make_trainer(
         MCoreStrategy(**layout.strategy_arguments, ddp_config=small_buckets),
         max_steps=steps,
         accumulate_grad_batches=len(rows) // steps // size,
-        callbacks=[losses],
+        callbacks=[watch],
         use_distributed_sampler=False,
     )
     module.train_dataloader = lambda: DataLoader(rows[rank() :: size], batch_size=None)  # type: ignore[arg-type, method-assign]
     trainer.fit(module)
     assert module.gradients is not None
-    return Ran(losses.losses, module.gradients, module.patches)
+    return Ran(watch.seen.logged, module.gradients, module.patches)
 
 
 @functools.cache

@@ -252,7 +252,8 @@ class PipelineLogs:
 
     def _complete(self, unread: _Unread, may_exchange: bool) -> None:
         packed, on_host = unread.packed, unread.on_host.read()  # the only wait for the device
-        are_names_known, are_metrics_unchanged, _ = (number == 1 for number in on_host[0].tolist())
+        news, *numbers = on_host.tolist()
+        are_names_known, are_metrics_unchanged = news[0] == 1, news[1] == 1
         # A hook may look on one rank only, so it cannot start a collective: it then still sees the step before.
         if not (may_exchange or (are_names_known and are_metrics_unchanged)):
             return
@@ -261,6 +262,7 @@ class PipelineLogs:
         if not are_names_known:
             packed = self._with_new_names(unread.place, unread.over_copies)
             on_host = packed.cpu()
+            numbers = on_host[1:].tolist()
         self._entries = {}
         if self._error is not None:
             raise ValueError(self._error)
@@ -271,7 +273,7 @@ class PipelineLogs:
         values = on_host if unread.over_copies else packed
         with attributes_set([self._module], {"_current_fx_name": unread.hook}):
             for name, (value, weight, _), (number, _, count) in zip(
-                self._known[unread.place], values[1:], on_host[1:].tolist(), strict=True
+                self._known[unread.place], values[1:], numbers, strict=True
             ):
                 if not count or name.name == _LOSS.name:
                     continue
