@@ -60,6 +60,17 @@ def run(arguments: Sequence[str]) -> int:
     return run_command(lambda: _plan(options, words, parser))
 
 
+def add_run_options(parser: CommandParser) -> None:
+    """Add the options that say which run it is, as :func:`read_run` reads them, and ``--json``."""
+    add = parser.add_argument
+    add("files", nargs="*", metavar="FILE", help="LightningCLI YAML, Hugging Face style arguments, or LLaMA-Factory's")
+    add("--devices", type=int, metavar="N", help="devices of the whole run (default: the file's)")
+    add("--nodes", type=int, metavar="M", help="number of nodes (default: the file's, or one per 8 devices)")
+    add("--model", metavar="PATH_OR_NAME", help="a Hugging Face model, instead of the file's")
+    add("--seq-length", type=int, metavar="N", help="tokens of a row, instead of the file's")
+    add("--json", action="store_true", help="print everything as JSON")
+
+
 def _parser() -> CommandParser:
     parser = CommandParser(
         "plan",
@@ -67,17 +78,12 @@ def _parser() -> CommandParser:
         "errors. key=value or --key value after FILE changes the file; without FILE, --key value are the keys of a "
         "LLaMA-Factory file. --config config.json gives the config of a model that is only a name on a hub.",
     )
+    add_run_options(parser)
     add = parser.add_argument
-    add("files", nargs="*", metavar="FILE", help="LightningCLI YAML, Hugging Face style arguments, or LLaMA-Factory's")
-    add("--devices", type=int, metavar="N", help="devices of the whole run (default: the file's)")
-    add("--nodes", type=int, metavar="M", help="number of nodes (default: the file's, or one per 8 devices)")
-    add("--model", metavar="PATH_OR_NAME", help="a Hugging Face model to plan for, instead of the file's")
-    add("--seq-length", type=int, metavar="N", help="tokens of a row, instead of the file's")
     add("--image-tokens", type=int, metavar="N", help="tokens of images in a row, to count the vision tower for them")
     add("--backend", choices=sorted(_BACKENDS), help="layers to plan for (default: the file's, te on GPUs)")
     add("--device", choices=sorted(MACHINES), help="device for times and memory (default: h100 if the run is on GPUs)")
     add("--memory", metavar="80GB", help="memory of a device (default: as --device has)")
-    add("--json", action="store_true", help="print everything as JSON")
     add("--picture", action="store_true", help="draw the pipeline schedule")
     add("--suggest", action="store_true", help="list the layouts that fit, best first")
     return parser
@@ -124,9 +130,8 @@ def read_run(
 ) -> tuple[RunSettings, Kind, int, int]:
     """Return the run of a command line, its kind, and its number of devices in all and in a node.
 
-    ``options`` are the values of ``--devices``, ``--nodes``, ``--model`` and ``--seq-length``, and ``parser`` knows all
-    options of the command. Raises ValueError and
-    FileNotFoundError as :func:`settings_of_files` does.
+    ``options`` are the values of :func:`add_run_options`, and ``parser`` knows all options of the command. Raises
+    ValueError and FileNotFoundError as :func:`settings_of_files` does.
     """
     words = _with_bare_files(words)
     named, changes = _files_and_changes(words)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_mcore.cli.command import DONE, CommandParser, find_modules_here, run_command
-from lightning_mcore.cli.plan import read_run
+from lightning_mcore.cli.plan import add_run_options, read_run
 from lightning_mcore.planning.machines import MACHINES, machine_named, parse_memory
 from lightning_mcore.planning.plan import make_plan
 from lightning_mcore.rehearsal import rehearse
@@ -42,16 +42,11 @@ def _parser() -> CommandParser:
         " the real model on tensors that have no values. Shows peak memory and what holds it, collectives, and where a"
         " step waits for the GPU. key=value or --key value after FILE changes the file, as in lightning-mcore plan.",
     )
+    add_run_options(parser)
     add = parser.add_argument
-    add("files", nargs="*", metavar="FILE", help="LightningCLI YAML, Hugging Face style arguments, or LLaMA-Factory's")
-    add("--devices", type=int, metavar="N", help="devices of the whole run (default: the file's)")
-    add("--nodes", type=int, metavar="M", help="number of nodes (default: the file's, or one per 8 devices)")
     add("--rank", type=int, metavar="R", help="the rank to play (default: the first, middle and last pipeline stage)")
-    add("--model", metavar="PATH_OR_NAME", help="a Hugging Face model to rehearse, instead of the file's")
-    add("--seq-length", type=int, metavar="N", help="tokens of a row, instead of the file's")
     add("--device", choices=sorted(MACHINES), default="h100", help="device for the memory (default: h100)")
     add("--memory", metavar="80GB", help="memory of a device (default: as --device has)")
-    add("--json", action="store_true", help="print everything as JSON")
     return parser
 
 

@@ -36,6 +36,11 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     return f"unknown {what} {name!r}; choose from {shown}"
 
 
+def counted(number: int, singular: str, plural: str = "") -> str:
+    """Return a number with its noun: ``1 row``, ``1,024 rows``."""
+    return f"{number:,} {singular if number == 1 else plural or f'{singular}s'}"
+
+
 def human(value: float) -> str:
     """Return a number as short text: ``12.3k``, ``2.31``, ``4.1e-05``."""
     size = abs(value)

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.text import counted
 from lightning_mcore.config.value_checks import choices, require_size
 
 DENSE = ("tp", "cp", "dp", "pp")
@@ -37,11 +38,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "etp_ep_pp": ("etp", "ep", "pp"),
 }
 """The axes of each group; ``tp_pp`` is Megatron's model-parallel group."""
-
-
-def rows_text(number: int) -> str:
-    """Return a number of rows, such as ``1 row``."""
-    return f"{number:,} {'row' if number == 1 else 'rows'}"
 
 
 @dataclass(frozen=True)
@@ -162,13 +158,13 @@ class GlobalBatch:
     def sentence(self) -> str:
         """How the batch is computed, such as ``micro batch 4 x 2 microbatches x data parallel 4 = 32 rows``."""
         product = self.micro_batch_size * self.num_microbatches * self.data_parallel_size
-        many = "microbatch" if self.num_microbatches == 1 else "microbatches"
         shorter = "" if product == self.rows else " (the last microbatch of a DataLoader batch is shorter)"
         assumed = " (assumed: data.batch_size is not given)" if self.is_assumed else ""
         experts = "; experts do not lower dp" if self.expert_model_parallel_size > 1 else ""
+        microbatches = counted(self.num_microbatches, "microbatch", "microbatches")
         return (
-            f"micro batch {self.micro_batch_size} x {self.num_microbatches} {many} x data parallel"
-            f" {self.data_parallel_size} = {rows_text(self.rows)}{shorter}{assumed}{experts}"
+            f"micro batch {self.micro_batch_size} x {microbatches} x data parallel {self.data_parallel_size}"
+            f" = {counted(self.rows, 'row')}{shorter}{assumed}{experts}"
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
+from lightning_mcore.config.text import counted
 from lightning_mcore.planning.communication import AxisVolume
-from lightning_mcore.planning.grid import ranks_text, rows_text
+from lightning_mcore.planning.grid import ranks_text
 from lightning_mcore.planning.plan import Plan, StagePlan
 from lightning_mcore.planning.schedule import schedule_picture
 
@@ -122,7 +123,7 @@ def _run(console: "Console", plan: Plan) -> None:
     if plan.batch is not None:
         lines.append(("global batch", plan.batch.sentence))
         lines.append(
-            ("", f"{rows_text(plan.batch.rows)} x {plan.batch.seq_length:,} = {plan.batch.tokens:,} tokens a step")
+            ("", f"{counted(plan.batch.rows, 'row')} x {plan.batch.seq_length:,} = {plan.batch.tokens:,} tokens a step")
         )
     if plan.timeline is not None and plan.timeline.num_stages > 1:
         kind = "1F1B" if plan.timeline.num_chunks == 1 else f"interleaved, {plan.timeline.num_chunks} chunks a stage"

@@ -41,7 +41,7 @@ from lightning_mcore.config.rules.model import (
     check_without_transformer_engine,
 )
 from lightning_mcore.config.run import RunSettings, class_and_arguments
-from lightning_mcore.config.text import unknown_name
+from lightning_mcore.config.text import counted, unknown_name
 from lightning_mcore.config.value_checks import accepts, choices_of, require_size
 from lightning_mcore.layers.multi_token import check_multi_token
 from lightning_mcore.layers.spec import resolve_transformer_impl
@@ -58,7 +58,7 @@ from lightning_mcore.optimizer.rules import (
 from lightning_mcore.parallel.stage_layers import check_uniform_recompute
 from lightning_mcore.planning.adapters import check_adapters, with_adapters
 from lightning_mcore.planning.arguments import arguments_of_gpt
-from lightning_mcore.planning.grid import GlobalBatch, global_batch, rows_text
+from lightning_mcore.planning.grid import GlobalBatch, global_batch
 from lightning_mcore.planning.model import GPTFields, backend_of
 from lightning_mcore.planning.preference import assumptions_of_preference, faults_of_pairs
 from lightning_mcore.planning.signatures import (
@@ -559,9 +559,10 @@ def _batch(
     assumptions: list[str],
 ) -> GlobalBatch | None:
     rows, length = settings.data.get("batch_size"), settings.data.get("seq_length")
+    is_assumed = rows is None
     if rows is None:
         rows = rules.strategy.get("micro_batch_size") or 1
-        assumptions.append(f"{rows_text(rows)} in a DataLoader batch (data.batch_size is not given)")
+        assumptions.append(f"{counted(rows, 'row')} in a DataLoader batch (data.batch_size is not given)")
     if length is None and fields is not None:
         length = fields.seq_length
     layout = rules.layout
@@ -574,7 +575,7 @@ def _batch(
     batch = book.attempt(
         lambda: global_batch(rules.strategy, settings.trainer, rows, length, layout.data_parallel_size(devices))
     )
-    return None if batch is None else replace(batch, is_assumed="batch_size" not in settings.data)
+    return None if batch is None else replace(batch, is_assumed=is_assumed)
 
 
 def _fits(rules: PlannedStrategy, fields: GPTFields) -> bool:

@@ -10,7 +10,7 @@ at the peak, it stops at a second microbatch, and it takes time proportional to 
 
 Example::
 
-    with Counts(rank=0) as counts:
+    with Counts() as counts:
         weight = torch.ones(1024, 256, device="cuda")  # 1 MiB
         (weight @ weight.T).sum().item()  # 4 MiB, and 512 bytes
     counts.memory.peak  # 5,243,392
@@ -36,7 +36,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 _ALLOCATED = 512  # bytes of which PyTorch's CUDA allocator hands out multiples
 _REAL_COPY = 2**20  # bytes up to which a copy to the host gets (assumed) values
 _OF_OTHERS = ("/torch/", "/contextlib.py", "/lightning_mcore/rehearsal/", "/functools.py")
-# Functions whose question is not answered with 1: whether gradients have overflowed.
+# Functions that do not get 1 for what they read. This one asks whether gradients have overflowed.
 _ANSWERS = {"_unscale_main_grads_and_check_for_nan": 0}
 
 _KINDS = {
@@ -107,7 +107,7 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operators = 0
         self.notes: set[str] = set()  # what was assumed
         self.group_names = group_names
-        self.known: Any = WeakIdKeyDictionary()  # tensors on the device whose values are assumed
+        self.known: Any = WeakIdKeyDictionary()  # device tensors with assumed values
         self.selected: int | None = None  # how many elements masks select now
         self.is_stepping = False  # inside the optimizer
         self._storages: Any = WeakIdKeyDictionary()  # storage: _Storage

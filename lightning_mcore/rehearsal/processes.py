@@ -8,7 +8,6 @@ for each rank. So the process that asks for a rehearsal is not changed, and may 
       spawned: library, imports  →  forked: ranks 0, 8 and 24 of 32, one for each stage to show, all at once
 """
 
-import contextlib
 import logging
 import multiprocessing
 import os
@@ -16,11 +15,12 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import (
@@ -71,7 +71,9 @@ def run_jobs(jobs: Sequence[Job], progress: Progress) -> list[Played | Failure]:
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(list(jobs), library, sender))
-    with _environment(LD_PRELOAD=str(library), OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONWARNINGS="ignore"):
+    # The library must be there before PyTorch is, which asks once for CUDA's hooks, while it is imported.
+    variables = {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with mock.patch.dict(os.environ, variables, PYTHONWARNINGS="ignore"):
         process.start()
     sender.close()
     found: list[Played | Failure] = []
@@ -90,21 +92,6 @@ def run_jobs(jobs: Sequence[Job], progress: Progress) -> list[Played | Failure]:
         process.terminate()
         process.join()
     return found
-
-
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    """Set environment variables, for a process that is started inside the ``with`` block."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _serve(jobs: Sequence[Job], library: Path, sender: Connection) -> None:

@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from lightning_mcore.config.fp8 import check_microbatch
 from lightning_mcore.config.layout import ModelShape
 from lightning_mcore.config.rules.strategy import NO_SYNC_BATCHNORM
+from lightning_mcore.config.text import counted
 from lightning_mcore.layers.multi_token import check_multi_token
 from lightning_mcore.layers.spec import set_attention_environment
 from lightning_mcore.parallel.chunks import ModelChunks, check_gradients, pipeline_config, wrap_chunks
@@ -194,10 +195,10 @@ class PipelineRunner:
             return
         rows = [len(batch["tokens"]) for batch in batches]
         copies = process_group("dp").size()
-        each = f" of {rows[0]:,} rows" if len(set(rows)) == 1 else ""
+        each = f" of {counted(rows[0], 'row')}" if len(set(rows)) == 1 else ""
         rank_zero_info(
-            f"MCoreStrategy: an optimizer step reads {sum(rows) * copies:,} rows: {len(rows):,} microbatches{each} x"
-            f" data parallel {copies:,}"
+            f"MCoreStrategy: an optimizer step reads {counted(sum(rows) * copies, 'row')}:"
+            f" {counted(len(rows), 'microbatch', 'microbatches')}{each} x data parallel {copies:,}"
         )
 
     def _zero_gradients(self) -> None:
