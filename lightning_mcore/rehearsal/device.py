@@ -2,8 +2,8 @@
 """A process that believes it is one CUDA rank of a large run.
 
 :func:`fake_cuda` replaces the names of ``torch.cuda`` that a run asks, opens PyTorch's *fake* process group, whose
-collectives send nothing, and makes CUDA tensors fake (``counts.py``). The library of ``library.py`` must have been
-loaded before PyTorch, because PyTorch asks once whether CUDA is there; ``processes.py`` sees to that.
+collectives send nothing, and makes CUDA tensors fake (``counts.py``). PyTorch asks only once whether CUDA is there, so
+``processes.py`` loads the library of ``library.py`` before PyTorch.
 """
 
 import contextlib
@@ -287,6 +287,7 @@ def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: boo
             if moved is parameter or (moved.dtype, moved.device) == (parameter.dtype, parameter.device):
                 continue
             made = nn.Parameter(moved, requires_grad=parameter.requires_grad)
+            # Megatron marks parameters, for example as tensor-parallel; the new object needs the same marks.
             made.__dict__.update({key: value for key, value in vars(parameter).items() if key not in vars(made)})
             _moved[parameter] = made
         module._parameters[name] = _moved[parameter]
@@ -307,11 +308,11 @@ class Answers:
         self._sent: Counter[str] = Counter()
 
     def broadcast(self, objects: list[Any], source: int, ranks: tuple[int, ...]) -> None:
-        """Send a list of objects, or replace its items by those of the source."""
+        """Send a list of objects if this rank is the source; otherwise replace its items by the source's."""
         others = [rank for rank in self._played if rank in ranks]
         if self._store is None or source not in others or len(others) < 2:
             return
-        key = f"{source} {hash(ranks)}"
+        key = f"{source} {hash(ranks)}"  # numbers hash alike in every process
         self._sent[key] += 1
         key = f"{key} {self._sent[key]}"
         if source == self._rank:
@@ -346,6 +347,7 @@ def _of_groups(answers: Answers) -> list[tuple[Any, str, Any]]:
     def combine_on_rank0(function: Callable[[], Any], combine: Callable[[list[Any]], Any]) -> Any:
         return combine([function()] * dist.get_world_size())
 
+    # Modules that have imported it by name keep the original, so it is replaced in each of them.
     users = [module for name, module in list(sys.modules.items()) if name.startswith("lightning_mcore.")]
     original = consensus.combine_on_rank0
     return [

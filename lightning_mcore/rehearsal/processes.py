@@ -153,7 +153,7 @@ def _forked(functions: Mapping[int, Callable[[Callable[[str], None]], Any]], pro
             found[rank] = what
             del running[ready]
             if isinstance(what, Failure):  # others may wait for an object that it would have sent
-                for other, stopped in running.values():
+                for other, stopped in running.values():  # a waiting rank would never end
                     stopped.kill()
                     found[other] = Failure(_OTHERS, "")
                 running.clear()

@@ -143,7 +143,7 @@ class _Phases(Callback):
         if self.phase != phase:
             self.claim(trainer)
             self.enter(phase)
-            if trainer.global_step == STEPS - 1:
+            if trainer.global_step == STEPS - 1:  # the first step also creates state, so only the last is counted
                 for seen in (self.counts.collectives, self.counts.traffic, self.counts.waits):
                     seen.clear()
                 self.counts.operators = 0
@@ -245,7 +245,7 @@ class World:
 
 
 def world_of(build: Build, library: Path, devices_per_node: int) -> World:
-    """Return the world of a run, whose Trainer is made as on rank 0."""
+    """Make the Trainer of a run, as rank 0 does, and return its world."""
     with fake_cuda(library, 0, 1, devices_per_node, 0, Answers()):
         trainer, _, _ = build()
         strategy = trainer.strategy

@@ -72,7 +72,7 @@ run_rank(sys.argv[2])
 """
 
 _kept_by_ranks: WeakSet[pl.LightningModule] = WeakSet()
-"""Models that have been trained by ranks, and whose weights are only in a checkpoint."""
+"""Models that ranks have trained; their weights are only in a checkpoint."""
 
 
 @dataclass
@@ -197,7 +197,7 @@ class NotebookLauncher(_Launcher):
                         stdin=subprocess.PIPE,
                         stdout=output,
                         stderr=output,
-                        process_group=0,  # the notebook passes interrupts on
+                        process_group=0,  # so that an interrupt reaches a rank once, when the notebook passes it on
                     )
                     self._ranks.append(process)
             try:
@@ -221,7 +221,7 @@ class NotebookLauncher(_Launcher):
         while alive and time.monotonic() < until:
             codes = [process.poll() for process in self._ranks]
             alive = None in codes
-            if any(codes):
+            if any(codes):  # one has failed: the others may wait for it, so they get a limited time
                 until = min(until, time.monotonic() + _GRACE)
             show(decoder.decode(_available(output, _TICK)))
         # Not up to the end of the pipe, which a process that a rank has started may keep open.
@@ -308,7 +308,7 @@ def _pickled_run(run: tuple[Any, ...]) -> bytes:
 
 
 def _receivers(trainer: pl.Trainer) -> list[Any]:
-    """Return the objects whose attributes come back; the copy on a rank has the same ones in the same order."""
+    """Return the objects whose attributes come back, in an order that is the same on a rank."""
     loops: list[Any] = [trainer.fit_loop]
     receivers = [trainer.state, *trainer.callbacks, *trainer.loggers]  # type: ignore[attr-defined]
     for loop in loops:
@@ -413,7 +413,7 @@ def _function(trainer: pl.Trainer) -> str:
 
 
 def _check_has_weights(trainer: pl.Trainer, arguments: dict[str, Any]) -> None:
-    """Raise RuntimeError if the run would start from new weights instead of those of an earlier run."""
+    """Raise RuntimeError if the run would start from new weights although an earlier run has trained some."""
     if arguments.get("model") in _kept_by_ranks and arguments.get("ckpt_path") is None:
         checkpoint = _checkpoint(trainer)
         raise RuntimeError(

@@ -150,7 +150,7 @@ class PipelineLogs:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Replace ``module.log`` by the recorder inside the ``with`` block."""
-        self.complete()  # the step before, if its optimizer step was left out
+        self.complete()  # the previous step, if it had no optimizer step
         self._entries, self._error = {}, None
         self._changed = set()
         with log_replaced_by(self._record, self._module):
@@ -211,7 +211,7 @@ class PipelineLogs:
         return loss
 
     def log_after(self, values: dict[str, Tensor]) -> None:
-        """Log values that are equal on all ranks after those of the last step."""
+        """Log values that all ranks share, after the values of the last step."""
         if self._unread is not None:
             self._unread.others = values
         else:
@@ -247,6 +247,7 @@ class PipelineLogs:
 
             return call
 
+        # Set on the object, not on its class: stop_watching() deletes them, and the class's methods are back.
         vars(results).update({method: completing(method) for method in _LOOKS})
         unread.watched = results
 
