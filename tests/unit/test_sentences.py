@@ -2,6 +2,7 @@
 """What tests make the package say is compared with one file, and written there on request."""
 
 import re
+import sys
 
 import pytest
 
@@ -53,7 +54,9 @@ class Inner:
 
 
 @pytest.fixture
-def inner(pytester: pytest.Pytester) -> Inner:
+def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Inner:
+    # A compiled module of the same size and second as the source that replaced it would be taken for the new one.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return Inner(pytester)
 
 
