@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build ``fake_cuda.cpp``, the CUDA device that does nothing, once for each release of PyTorch."""
+"""Build ``fake_cuda.cpp``, the CUDA device that does nothing, once for each PyTorch that is installed."""
 
 import hashlib
 import os
@@ -22,8 +22,10 @@ def fake_cuda_library() -> Path:
 
     Raises RuntimeError if there is no C++ compiler, or it cannot build the library with this release of PyTorch.
     """
-    text = _SOURCE.read_bytes()
-    key = hashlib.sha256(f"{torch.__version__} {platform.machine()}".encode() + text).hexdigest()[:16]
+    # It is linked to the libraries of one installation: another environment, or this one moved, needs its own.
+    place = " ".join(cpp_extension.library_paths())
+    made_for = f"{torch.__version__} {platform.machine()} {place}".encode()
+    key = hashlib.sha256(made_for + _SOURCE.read_bytes()).hexdigest()[:16]
     folder = Path(os.environ.get(_CACHE) or Path.home() / ".cache" / "lightning_mcore")
     path = folder / f"fake_cuda-{key}.so"
     if not path.is_file():
