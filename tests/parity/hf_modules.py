@@ -2,7 +2,7 @@
 """LightningModules written for DDP in the shape of public tutorials; one line decides whose model they wrap.
 
 Each of them runs with a model of transformers under Lightning's ``ddp``, and with ``hf_model`` on every layout.
-:func:`train` is the function of a rank: it fits one of them for ten steps and returns what was logged.
+:func:`train` is the function of a rank: it fits one of them for four batches and returns what was logged.
 """
 
 from typing import Any
@@ -17,7 +17,8 @@ from lightning_mcore.hf import hf_model
 from tests.support.hf_models import VOCAB_SIZE
 from tests.support.toy import make_trainer
 
-STEPS, ROWS = 10, 4
+STEPS, ROWS = 4, 4
+RATE = 2.5e-4  # four steps of Adam move a weight by up to 1e-3
 Batch = dict[str, Tensor]
 _INPUTS = ("input_ids", "attention_mask")
 
@@ -87,7 +88,7 @@ class FineTuning(pl.LightningModule):
             self.seen.append(float(self.trainer.callback_metrics["train_loss"]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+        return torch.optim.AdamW(self.parameters(), lr=RATE)
 
 
 class Distillation(FineTuning):
@@ -200,7 +201,7 @@ REFUSED = {"two calls": TwoCalls}
 
 
 def train(kind: str, path: str, strategy: Any, **arguments: Any) -> dict[str, Any]:
-    """Train for ten batches on this rank, validate, and return the values that were logged.
+    """Train for some batches on this rank, validate, and return the values that were logged.
 
     Args:
         kind: Name of a module in ``KINDS``.
