@@ -39,6 +39,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
@@ -49,9 +50,10 @@ from lightning_mcore.config.text import counted
 from lightning_mcore.layers.multi_token import check_multi_token
 from lightning_mcore.layers.spec import set_attention_environment
 from lightning_mcore.parallel.chunks import ModelChunks, check_gradients, pipeline_config, wrap_chunks
-from lightning_mcore.parallel.consensus import run_on_all_ranks
+from lightning_mcore.parallel.consensus import control_group, run_on_all_ranks
 from lightning_mcore.parallel.groups import process_group, random_state_of_stage
 from lightning_mcore.parallel.pipeline import Pipeline, StageOutput
+from lightning_mcore.parallel.stage_shapes import exchange_shapes
 from lightning_mcore.strategy.attributes import attributes_set
 from lightning_mcore.strategy.checks import check_backward_is_free, check_steps_take_batches
 from lightning_mcore.strategy.fp8_checks import check_chunks
@@ -301,7 +303,11 @@ class PipelineRunner:
         seq_length, rows = shape or (1, 1)  # ignored where stages exchange shapes
         group_size = self._layout.microbatch_group_size(len(microbatches), config.microbatch_group_size_per_vp_stage)
         iterators = [iter(microbatches) for _ in chunks]  # each chunk runs all of them
-        with attributes_set([config], {"microbatch_group_size_per_vp_stage": group_size}):
+        control_group()  # all ranks are here, and exchange_shapes() needs it
+        with (
+            attributes_set([config], {"microbatch_group_size_per_vp_stage": group_size}),
+            attributes_set([P2PCommunicator], {"_communicate_shapes": exchange_shapes}),
+        ):
             reports: list[Any] = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iterators if self._layout.is_interleaved else iterators[0],

@@ -17,12 +17,19 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
 import lightning_mcore
-from lightning_mcore import MCoreGPT
+from lightning_mcore import MCoreGPT, MCorePreference, MCoreVisionGPT
 from lightning_mcore.strategy.logs.pipeline import HostCopy
+from tests.parity.hf_modules import FineTuning, Texts, collate
+from tests.support.hf_models import tiny_folder
 from tests.support.ranks import run_ranks
-from tests.te.runs import Run, make_loader, make_model, make_trainer
+from tests.support.rehearsed import Texts as Pairs
+from tests.support.toy import PlainNet
+from tests.support.toy import loader as toy_loader
+from tests.support.vision_models import vision_batch, vision_folder
+from tests.te.runs import LENGTH, TRANSFORMER, VOCABULARY, Run, make_loader, make_model, make_trainer
 
 pytestmark = pytest.mark.distributed
 
@@ -33,6 +40,7 @@ ON_THE_HOST = (  # in this file, or in this function of it: the tensor is never 
     "torch/optim/",  # counters of steps, on a GPU on the device and not read
     "layers/inputs.py",  # batches before they are moved
     "parallel/groups.py random_state_of_stage",
+    "parallel/stage_shapes.py",  # messages between hosts
     "tensor_parallel/random.py",
 )
 OF_EXPERTS = "megatron.core/transformer/moe/"  # on the CPU they multiply one by one, so their sizes are read
@@ -149,6 +157,11 @@ class Extremes(pl.Callback):
 
 def waits_of_a_step(run: Run, size: int, batches: int) -> list[str]:
     """Return the waits of an optimizer step of this many batches, each of four microbatches."""
+    return measured(make_model(run), make_loader(run), run, size, batches)
+
+
+def measured(module: pl.LightningModule, loader: Any, run: Run, size: int, batches: int = 1) -> list[str]:
+    """Train a module; return the waits of the measured step."""
     seen = InEachStep()
     read = HostCopy.read
 
@@ -157,8 +170,9 @@ def waits_of_a_step(run: Run, size: int, batches: int) -> list[str]:
         return read(copy).as_subclass(OnHost)
 
     HostCopy.read = read_on_host
-    trainer = make_trainer(run, size, seen, Extremes(), accumulate_grad_batches=batches)
-    trainer.fit(make_model(run), make_loader(run))
+    callbacks = [seen, Extremes()] if isinstance(module, MCoreGPT) else [seen]
+    trainer = make_trainer(run, size, *callbacks, accumulate_grad_batches=batches, use_distributed_sampler=False)
+    trainer.fit(module, loader)
     HostCopy.read = read
     return seen.of_steps[MEASURED]
 
@@ -203,3 +217,66 @@ def test_a_step_waits_for_its_gradient_norm_and_after_the_optimizer_for_its_logs
     for places in run_ranks(size, waits_of_a_step, run, size, batches, timeout=90):
         places = [place for place in places if not place.startswith(OF_EXPERTS)]
         assert places == [*DECISION, STEP, "lightning_mcore/strategy/logs/pipeline.py"]
+
+
+class WithoutShapes(MCoreGPT):
+    """A module of a user, as in README, that does not tell the shapes of its microbatches."""
+
+    def microbatch_shape(self, batch: Any) -> Any:
+        return super(MCoreGPT, self).microbatch_shape(batch)
+
+
+def without_shapes(run: Run, folder: str) -> tuple[pl.LightningModule, Any]:
+    return WithoutShapes(VOCABULARY, LENGTH, TRANSFORMER | run.transformer), make_loader(run)
+
+
+def seeing(run: Run, folder: str) -> tuple[pl.LightningModule, Any]:
+    """Rows with no, one and several images, and a video."""
+    images: list[Any] = [[(1, 4, 4)], [], [(1, 2, 2), (1, 6, 4), (1, 2, 4)], [(1, 2, 2)]]
+    videos: list[Any] = [[], [], [], [(3, 4, 2)]]
+    batches = [vision_batch("qwen3_vl", 48, images, videos, seed) for seed in range(run.steps)]
+    return MCoreVisionGPT.from_pretrained(folder, 48), DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
+def with_masks(run: Run, folder: str) -> tuple[pl.LightningModule, Any]:
+    """Rows of different lengths for a model of ``hf_model``."""
+    return FineTuning(folder, ours=True), DataLoader(Texts(), batch_size=4, collate_fn=collate)
+
+
+def preferring(run: Run, folder: str) -> tuple[pl.LightningModule, Any]:
+    """Pairs of answers, whose reference is the model without its adapters."""
+    module = MCorePreference(VOCABULARY, LENGTH, TRANSFORMER | run.transformer, lora={"r": 4})
+    return module, DataLoader(Pairs(pairs=True), batch_size=4)
+
+
+def plain(run: Run, folder: str) -> tuple[pl.LightningModule, Any]:
+    return PlainNet(), toy_loader(64, 4)
+
+
+LOGS = "lightning_mcore/strategy/logs/pipeline.py"
+PP2 = {"pipeline_model_parallel_size": 2}
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+USUAL = [*DECISION, STEP, LOGS]
+# ranks, layout, module and the waits of a step
+MODULES: dict[str, tuple[int, dict[str, Any], Any, list[str]]] = {
+    "without-shapes-pp2": (2, PP2, without_shapes, USUAL),
+    "plain": (1, {}, plain, [STEP]),  # not clipped, and Lightning logs it
+    "plain-dp2-do": (2, {"use_distributed_optimizer": True}, plain, [*DECISION, STEP]),
+}
+
+
+def waits_of_a_module(name: str, folder: str) -> list[str]:
+    size, layout, build, _ = MODULES[name]
+    run = with_layout(RUN, **layout)
+    if build is plain:
+        run = replace(run, layout=layout | {"micro_batch_size": None})
+    return measured(*build(run, folder), run, size)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_other_modules_wait_no_more_often(name: str) -> None:
+    size, _, build, wanted = MODULES[name]
+    folders = {seeing: lambda: vision_folder("qwen3_vl"), with_masks: lambda: tiny_folder("qwen3")}
+    folder = str(folders[build]()) if build in folders else ""
+    for places in run_ranks(size, waits_of_a_module, name, folder, timeout=90):
+        assert places == wanted
