@@ -8,10 +8,12 @@ change the run (offloading, a second optimizer, other batch sizes) raise.
 ``TrainingArguments`` and LLaMA-Factory's files read their ``deepspeed`` here.
 """
 
-import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from lightning_mcore.config.text import json_object
 
 _SHARED = {  # keys of DeepSpeed's config that may repeat a training argument, with that argument's name and default
     "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", 8),
@@ -42,14 +44,7 @@ def _read(given: str | dict[str, Any]) -> dict[str, Any]:
             f"deepspeed: {given} is not a file; give the path of DeepSpeed's config, or leave it out and set"
             " use_distributed_optimizer: true"
         )
-    try:
-        with open(given, encoding="utf-8") as file:
-            config = json.load(file)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"deepspeed: {given} is not JSON ({error}); fix it, or leave it out") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"deepspeed: {given} holds a {type(config).__name__}, not an object; give DeepSpeed's config")
-    return config
+    return json_object(f"deepspeed: {given}", Path(given).read_bytes())
 
 
 def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

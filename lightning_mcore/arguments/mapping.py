@@ -23,47 +23,24 @@ from lightning_mcore.arguments.training_rules import METRICS, checkpoints_activa
 from lightning_mcore.config.fp8 import FP8Settings
 from lightning_mcore.config.run import RunSettings
 
+_SAME_IN_STRATEGY = """
+    tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel virtual_pipeline_model_parallel_size
+    context_parallel_size expert_model_parallel_size expert_tensor_parallel_size pipeline_model_parallel_layout
+    overlap_p2p_comm use_distributed_optimizer overlap_grad_reduce overlap_param_gather
+"""
+_SAME_IN_TRANSFORMER = """
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split bias_activation_fusion
+    apply_rope_fusion cross_entropy_loss_fusion moe_token_dispatcher_type moe_aux_loss_coeff moe_grouped_gemm
+    moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy moe_shared_expert_overlap
+    moe_router_dtype calculate_per_token_loss
+"""
 LANDINGS: Mapping[str, str] = {
-    **{
-        name: f"strategy.{name}"
-        for name in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "sequence_parallel",
-            "virtual_pipeline_model_parallel_size",
-            "context_parallel_size",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-            "pipeline_model_parallel_layout",
-            "overlap_p2p_comm",
-            "use_distributed_optimizer",
-            "overlap_grad_reduce",
-            "overlap_param_gather",
-        )
-    },
+    **{name: f"strategy.{name}" for name in _SAME_IN_STRATEGY.split()},
     "ddp_timeout": "strategy.timeout",
     "ddp_backend": "strategy.process_group_backend",
     "ddp_average_in_collective": "strategy.ddp_config.average_in_collective",
     "ddp_bucket_size": "strategy.ddp_config.bucket_size",
-    **{
-        name: f"model.transformer.{name}"
-        for name in (
-            "account_for_embedding_in_pipeline_split",
-            "account_for_loss_in_pipeline_split",
-            "bias_activation_fusion",
-            "apply_rope_fusion",
-            "cross_entropy_loss_fusion",
-            "moe_token_dispatcher_type",
-            "moe_aux_loss_coeff",
-            "moe_grouped_gemm",
-            "moe_expert_capacity_factor",
-            "moe_pad_expert_input_to_capacity",
-            "moe_token_drop_policy",
-            "moe_shared_expert_overlap",
-            "moe_router_dtype",
-            "calculate_per_token_loss",
-        )
-    },
+    **{name: f"model.transformer.{name}" for name in _SAME_IN_TRANSFORMER.split()},
     "transformer_impl": "model.transformer_impl",
     "learning_rate": "model.recipe.learning_rate",
     "weight_decay": "model.recipe.weight_decay",

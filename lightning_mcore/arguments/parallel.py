@@ -12,7 +12,6 @@ fills in (:data:`_ELSEWHERE`).
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -20,7 +19,7 @@ from typing import Any, Literal, Self
 from lightning_mcore.arguments.fields import check_types, flag, option
 from lightning_mcore.arguments.megatron_rules import check_distribution, interleaving_of
 from lightning_mcore.arguments.parse import parse_arguments
-from lightning_mcore.config.text import split_names, unknown_name
+from lightning_mcore.config.text import json_object, split_names, unknown_name
 
 _KEEPS = "Default: the checkpoint's (mcore_adapter overwrites it with False)."
 
@@ -212,18 +211,7 @@ def load_additional_configs(given: Mapping[str, Any] | str | None) -> dict[str, 
         raise FileNotFoundError(
             f"additional_configs={given!r} is not a file; give the path of a JSON file, or a JSON object"
         )
-    try:
-        loaded = json.loads(given if is_text else Path(given).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"additional_configs={given!r:.500} is not JSON: {error}; give an object of TransformerConfig's fields"
-        ) from error
-    if not isinstance(loaded, dict):
-        raise ValueError(
-            f"additional_configs={given!r} holds a {type(loaded).__name__}; give an object of fields of"
-            " TransformerConfig"
-        )
-    return loaded
+    return json_object(f"additional_configs={given!r:.500}", given if is_text else Path(given).read_bytes())
 
 
 def fill_from_additional(arguments: Any, extra: Mapping[str, Any]) -> dict[str, Any]:

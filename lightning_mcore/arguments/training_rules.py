@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning_mcore.arguments.fields import shown
 from lightning_mcore.arguments.megatron_rules import fp8_settings
+from lightning_mcore.config.value_checks import require_size
 
 METRICS = {
     "loss": "val_loss",
@@ -62,8 +63,7 @@ def check_training(arguments: Any) -> None:
 
 def _check_batches(arguments: Any) -> None:
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"{name}={getattr(arguments, name)} is too small; choose 1 or more")
+        require_size(name, getattr(arguments, name))
     epochs, steps = arguments.num_train_epochs, arguments.max_steps
     if steps == 0 or steps < -1:
         raise ValueError(f"max_steps={steps} is not a number of steps; choose 1 or more, or -1 for num_train_epochs")

@@ -88,14 +88,9 @@ class Architecture:
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> "Architecture":
-        """Return the settings after checking each name and value.
+        """Return settings from those that differ from the defaults; None for the defaults.
 
-        Args:
-            given: The settings that differ from the defaults; None for the defaults.
-
-        Raises:
-            TypeError: ``given`` is not a mapping.
-            ValueError: A name is unknown, or a value is not allowed.
+        Raises TypeError unless ``given`` is a mapping, ValueError for an unknown name or a value that is not allowed.
         """
         if given is None:
             return cls()
@@ -130,26 +125,17 @@ class Architecture:
 
     def check_transformer_engine(self) -> None:
         """Raise ValueError for settings that TransformerEngine's layers do not support."""
-        for name in _TORCH_BACKEND_ONLY:
-            value = getattr(self, name)
-            if value != ARCHITECTURE_DEFAULTS[name]:
-                raise ValueError(
-                    f"architecture has {name}={value!r}, which TransformerEngine's layers do not have; set"
-                    " transformer_impl='local'"
-                )
+        for name in _needing_torch_backend(vars(self)):
+            raise ValueError(
+                f"architecture has {name}={getattr(self, name)!r}, which TransformerEngine's layers do not have; set"
+                " transformer_impl='local'"
+            )
 
 
 # Settings that only this package's own torch modules have
 _TORCH_BACKEND_ONLY = (
-    "layer_norms",
-    "head_norms",
-    "attention_output_bias",
-    "mlp_bias",
-    "expert_bias",
-    "attention_cap",
-    "latent_epsilon",
-    "query_growth",
-    "delta_net",
+    *("layer_norms", "head_norms", "attention_output_bias", "mlp_bias", "expert_bias"),
+    *("attention_cap", "latent_epsilon", "query_growth", "delta_net"),
 )
 
 ARCHITECTURE_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Architecture)}
@@ -223,10 +209,11 @@ def _check(name: str, value: Any) -> None:
 
 def needs_torch_backend(given: Any) -> bool:
     """Return whether settings, which need not be valid, have one that TransformerEngine's layers do not support."""
-    settings = given if isinstance(given, Mapping) else {}
-    return any(
-        settings.get(name, ARCHITECTURE_DEFAULTS[name]) != ARCHITECTURE_DEFAULTS[name] for name in _TORCH_BACKEND_ONLY
-    )
+    return bool(_needing_torch_backend(given if isinstance(given, Mapping) else {}))
+
+
+def _needing_torch_backend(given: Mapping[str, Any]) -> list[str]:
+    return [name for name in _TORCH_BACKEND_ONLY if name in given and given[name] != ARCHITECTURE_DEFAULTS[name]]
 
 
 def check_architecture(config: Any, transformer_impl: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lightning_mcore.config.value_checks import from_fields, require_flag, require_size
+from lightning_mcore.config.value_checks import from_fields, require_flag, require_number, require_size
 
 ALL_LINEAR = "all-linear"
 EXPERTS = ".experts."  # part of the name of each projection of a routed expert
@@ -111,9 +111,8 @@ class LoRA:
         for name, alpha in {"lora_alpha": self.lora_alpha, **_entries("alpha_pattern", self.alpha_pattern)}.items():
             if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
                 raise TypeError(f"{name}={alpha!r} is not a number; give one")
-        if isinstance(self.lora_dropout, bool) or not isinstance(self.lora_dropout, int | float):
-            raise TypeError(f"lora_dropout={self.lora_dropout!r} is not a number; give 0 or more, less than 1")
-        if not 0 <= self.lora_dropout < 1:
+        require_number("lora_dropout", self.lora_dropout, at_least=0)
+        if self.lora_dropout >= 1:
             raise ValueError(f"lora_dropout={self.lora_dropout} is not in [0, 1); choose 0 for none")
         if self.init_lora_weights is not True and self.init_lora_weights != "gaussian":
             raise ValueError(
@@ -151,15 +150,7 @@ class LoRA:
 
     @classmethod
     def of(cls, given: "LoRA | Mapping[str, Any]") -> "LoRA":
-        """Return settings unchanged, or make them from a mapping.
-
-        Args:
-            given: Settings, or a mapping of their names to values.
-
-        Raises:
-            ValueError: The mapping has an unknown key, or a value is not allowed.
-            TypeError: ``given`` is neither, or a value has the wrong type.
-        """
+        """Return settings unchanged, or make them from a mapping; the errors of :func:`from_fields` and the class."""
         return from_fields(cls, "lora", given)
 
     def plain(self) -> dict[str, Any]:
@@ -167,11 +158,7 @@ class LoRA:
         return asdict(self)
 
     def adapts(self, name: str) -> bool:
-        """Return whether a projection gets an adapter.
-
-        Args:
-            name: Its Hugging Face name, such as ``model.layers.3.self_attn.q_proj``.
-        """
+        """Return whether a projection gets an adapter; ``name`` is such as ``model.layers.3.self_attn.q_proj``."""
         # First modules_to_save, then target_parameters, which exclude_modules and layers_to_transform do not restrict.
         if self._surrounds(name):
             return False
@@ -244,15 +231,11 @@ class LoRA:
         return parameter_of(name) if self.targets_parameter(name) else name
 
     def check_targets(self, names: Iterable[str], strict: bool = True) -> None:
-        """Check that each target, module to save and pattern matches something in a model.
+        """Raise ValueError if no projection gets an adapter, or one cannot have it.
 
-        Args:
-            names: Hugging Face names of all projections of the model, and of its other modules with a weight.
-            strict: Whether each entry must match something; in PEFT's own files some do not.
-
-        Raises:
-            ValueError: An entry matches nothing, and the message has the nearest names; no projection gets an adapter;
-                or a module cannot have these adapters.
+        ``names`` are the Hugging Face names of all projections of the model, and of its other modules with a weight.
+        ``strict`` also requires that each target, module to save and pattern matches one of them; in PEFT's own files
+        some do not.
         """
         known = list(names)
         for field in ("target_modules", "target_parameters", "modules_to_save"):
@@ -322,15 +305,7 @@ class LoRA:
                 )
 
     def check_layers(self, config: Any, names: Iterable[str]) -> None:
-        """Check that a model's settings work with adapters.
-
-        Args:
-            config: The model's Megatron config.
-            names: Hugging Face names of all projections of the model.
-
-        Raises:
-            ValueError: The config has a setting that does not.
-        """
+        """Raise ValueError for a Megatron config that does not work with adapters; ``names`` as in check_targets."""
         if getattr(config, "moe_grouped_gemm", False) and any(EXPERTS in name and self.adapts(name) for name in names):
             raise ValueError(
                 "moe_grouped_gemm=True is not supported with adapters on experts; set it to False, or leave the experts"
@@ -341,13 +316,9 @@ class LoRA:
                 raise ValueError(f"{field}=True is not supported with adapters; leave it out")
 
     def check_adapted(self, adapted: Iterable[str]) -> None:
-        """Check for adapters on norms, dropout or DoRA on experts and routers, and DoRA on the embedding.
+        """Raise ValueError for adapters on norms, for dropout or DoRA on experts and routers, or DoRA on the embedding.
 
-        Args:
-            adapted: Hugging Face names of the projections that get an adapter.
-
-        Raises:
-            ValueError: The settings ask for one of these.
+        ``adapted`` are the Hugging Face names of the projections that get an adapter.
         """
         for name in adapted:
             last = name.rpartition(".")[2]
@@ -366,13 +337,9 @@ class LoRA:
                     )
 
     def check_parameters(self, name: str) -> None:
-        """Check for dropout and DoRA on a projection that PEFT treats as a parameter, like the experts next to it.
+        """Raise ValueError for dropout or DoRA on a projection that PEFT treats as a parameter, like experts beside it.
 
-        Args:
-            name: Hugging Face name of a projection that gets an adapter, in a model with such experts.
-
-        Raises:
-            ValueError: The settings ask for one of these.
+        ``name`` is the Hugging Face name of a projection that gets an adapter, in a model with such experts.
         """
         last = name.rpartition(".")[2]
         for field in ("lora_dropout", "use_dora"):
@@ -384,16 +351,10 @@ class LoRA:
                 )
 
     def check_vocabulary(self, names: Iterable[str], model: Mapping[str, Any], padded: int = 0, ranks: int = 1) -> None:
-        """Check for adapters on an embedding or output layer that cannot have one.
+        """Raise ValueError for adapters on an embedding or output layer that cannot have one.
 
-        Args:
-            names: Hugging Face names of all projections of the model.
-            model: ``vocab_size``, ``share_embeddings_and_output_weights`` and ``mtp_num_layers`` of the model.
-            padded: Rows of the embedding, with its padding.
-            ranks: Tensor-parallel ranks, which share the rows evenly.
-
-        Raises:
-            ValueError: The settings ask for such an adapter.
+        ``model`` has ``vocab_size``, ``share_embeddings_and_output_weights`` and ``mtp_num_layers``; ``padded`` rows of
+        the embedding, with its padding, are shared evenly by the tensor-parallel ``ranks``.
         """
         known = list(names)
         is_tied = model.get("share_embeddings_and_output_weights")

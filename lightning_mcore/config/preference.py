@@ -6,14 +6,13 @@ hyper-parameters hold them as a dict, which :meth:`Preference.of` reads.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.rules.model import weighted_by_tokens
-from lightning_mcore.config.value_checks import choices, from_fields, require_choice, require_flag
+from lightning_mcore.config.value_checks import choices, from_fields, require_choice, require_flag, require_number
 
 PreferenceLoss: TypeAlias = Literal["sigmoid", "robust", "hinge", "ipo", "orpo", "simpo", "kto", "reward"]
 """The losses. All but ``kto`` compare the two answers of a pair; ``reward`` trains a reward model."""
@@ -128,7 +127,7 @@ class Preference:
             value = getattr(self, field.name)
             # Every float setting, and ld_alpha, whose default is None
             if isinstance(field.default, float) or (field.name == "ld_alpha" and value is not None):
-                _check_number(field.name, value)
+                require_number(field.name, value, at_least=0)
             if value != field.default and not self.kind.uses(field.name):
                 raise ValueError(
                     f"{field.name}={value!r} has no meaning for the loss {self.loss!r}; leave it out, or choose"
@@ -165,15 +164,7 @@ class Preference:
 
     @classmethod
     def of(cls, given: "Preference | Mapping[str, Any]") -> "Preference":
-        """Return settings unchanged, or make them from a mapping, as in files and hyper-parameters.
-
-        Args:
-            given: Settings, or a mapping of their names to values.
-
-        Raises:
-            ValueError: The mapping has an unknown key, or a value is not allowed.
-            TypeError: ``given`` is neither, or a value has the wrong type.
-        """
+        """Return settings unchanged, or make them from a mapping; the errors of :func:`from_fields` and the class."""
         return from_fields(cls, "preference", given)
 
     def plain(self) -> dict[str, Any]:
@@ -215,10 +206,3 @@ def faults_with_model(preference: Preference, lora: LoRA | None, config: Any) ->
             f"modules_to_save={lora.modules_to_save} with quantization='nf4': the reference is the model without its"
             " adapters, and these modules stay as trained; leave modules_to_save out"
         )
-
-
-def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}={value!r} is not a number; give one")
-    if not math.isfinite(value) or value < 0:
-        raise ValueError(f"{name}={value} is not a number of 0 or more; choose one")

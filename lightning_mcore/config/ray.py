@@ -6,13 +6,13 @@ numbers of workers a run can have, and how many batches each number accumulates,
 same number of samples.
 """
 
-import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.text import json_object
 from lightning_mcore.config.value_checks import choices, require_choice, require_size
 
 ON_RAY = "LIGHTNING_MCORE_ON_RAY"
@@ -105,13 +105,7 @@ def read_init_kwargs(name: str, given: Any) -> dict[str, Any]:
         return dict(given or {})
     if not isinstance(given, str):
         raise TypeError(f"{name}={given!r} is of type {type(given).__name__}; give a dict or JSON text")
-    try:
-        loaded = json.loads(given)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name}={given!r:.500} is not JSON: {error}; give an object") from error
-    if not isinstance(loaded, dict):
-        raise ValueError(f"{name}={given!r} is not a JSON object; give one")
-    return loaded
+    return json_object(f"{name}={given!r:.500}", given)
 
 
 def elastic_sizes(layout: ParallelLayout, least: int, most: int, accumulate_grad_batches: int = 1) -> dict[int, int]:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text: lists of names, and for messages the nearest known name for an unknown one, and short numbers."""
+"""Text: lists of names, JSON objects, and for messages the nearest name for an unknown one, and short numbers."""
 
 import difflib
+import json
 from collections.abc import Iterable
+from typing import Any
 
 _PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
@@ -39,6 +41,17 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
 def counted(number: int, singular: str, plural: str = "") -> str:
     """Return a number with its noun: ``1 row``, ``1,024 rows``."""
     return f"{number:,} {singular if number == 1 else plural or f'{singular}s'}"
+
+
+def json_object(what: str, text: str | bytes) -> dict[str, Any]:
+    """Return the JSON object in a text; ``what``, such as ``"init_kwargs='{'"``, begins its ValueError."""
+    try:
+        loaded = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is not JSON: {error}; give an object") from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{what} holds a {type(loaded).__name__}, not an object; give an object")
+    return loaded
 
 
 def human(value: float) -> str:

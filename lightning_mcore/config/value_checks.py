@@ -35,12 +35,13 @@ def require_flag(name: str, value: object, or_none: bool = False) -> None:
         raise TypeError(f"{name}={value!r} is not a bool; give {'True, False or None' if or_none else 'True or False'}")
 
 
-def require_number(name: str, value: object, above: float = 0.0) -> None:
-    """Raise TypeError or ValueError for a value that is not a finite number above ``above``."""
+def require_number(name: str, value: object, above: float = 0.0, at_least: float | None = None) -> None:
+    """Raise TypeError or ValueError for a value that is not a finite number above ``above``, or of ``at_least``."""
+    allowed = f"above {above:g}" if at_least is None else f"of {at_least:g} or more"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}={value!r} is not a number; give one above {above:g}")
-    if not math.isfinite(value) or value <= above:
-        raise ValueError(f"{name}={value} is not a finite number above {above:g}; choose one")
+        raise TypeError(f"{name}={value!r} is not a number; give one {allowed}")
+    if not math.isfinite(value) or (value <= above if at_least is None else value < at_least):
+        raise ValueError(f"{name}={value} is not a finite number {allowed}; choose one")
 
 
 def require_instance(name: str, value: object, kind: type) -> None:

@@ -102,7 +102,10 @@ def refuse_v1(given: Mapping[str, Any], path: str | None) -> None:
 
 @functools.cache
 def _names() -> frozenset[str]:
-    return frozenset(OWN_KEYS | RAY_KEYS | set(REFUSED) | _training_fields())
+    from lightning_mcore.arguments.training import Seq2SeqTrainingArguments
+
+    of_training = {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments) if field.init}
+    return frozenset(OWN_KEYS | RAY_KEYS | set(REFUSED) | of_training)
 
 
 def own_keys(given: Mapping[str, Any]) -> FactoryKeys:
@@ -120,13 +123,9 @@ def own_keys(given: Mapping[str, Any]) -> FactoryKeys:
 def check_supported(given: Mapping[str, Any]) -> None:
     """Raise ValueError for a LLaMA-Factory key that is not supported, unless it has its default value."""
     for key, value in given.items():
-        if key in REFUSED and not _equal(value, REFUSED[key][0]):
-            default, reason = REFUSED[key]
+        default, reason = REFUSED.get(key, (value, ""))
+        if value != default or isinstance(value, bool) != isinstance(default, bool):  # 0 == False
             raise ValueError(f"{key}: {shown(key, value)} {reason}; leave it out, or keep its default {default!r}")
-
-
-def _equal(value: Any, default: Any) -> bool:
-    return value == default and isinstance(value, bool) == isinstance(default, bool)
 
 
 def check_keys(keys: FactoryKeys, given: Mapping[str, Any]) -> None:
@@ -345,9 +344,3 @@ def _check_precision(mixed: str | None, given: Mapping[str, Any]) -> None:
         same = mixed == f"{name}_mixed"
         if name in given and bool(given[name]) != same:
             raise ValueError(f"mixed_precision: {mixed} contradicts {name}: {given[name]}; leave one of them out")
-
-
-def _training_fields() -> set[str]:
-    from lightning_mcore.arguments.training import Seq2SeqTrainingArguments
-
-    return {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments) if field.init}

@@ -152,30 +152,26 @@ class FactoryRun:
         settings = self.data_settings()
         if keys.learns_preferences:
             return self._pairs(tokenizer, template, settings)
-        readings = [
-            FactoryReading(
-                loss_on="all" if keys.train_on_prompt else "last_assistant" if keys.mask_history else "assistant",
-                template=template,
-                # One token more than a row: n + 1 tokens fill a row of n, where each token learns its successor.
-                longest=None if documents and keys.packs else keys.cutoff_len + 1,
-                entry=entry,
-                max_samples=keys.max_samples,
-                seed=settings["seed"],
-                documents=documents,
-                joined=keys.packs,
-            )
-            for entry in self.train + self.evaluation
-        ]
-        count = len(self.train)
+        reading = FactoryReading(
+            loss_on="all" if keys.train_on_prompt else "last_assistant" if keys.mask_history else "assistant",
+            template=template,
+            # One token more than a row: n + 1 tokens fill a row of n, where each token learns its successor.
+            longest=None if documents and keys.packs else keys.cutoff_len + 1,
+            max_samples=keys.max_samples,
+            seed=settings["seed"],
+            documents=documents,
+            joined=keys.packs,
+        )
+        train, evaluation = self._readings(reading)
         if not self._sees():
-            return FactoryData(readings[:count], tokenizer, evaluation=readings[count:], **settings)
+            return FactoryData(train, tokenizer, evaluation=evaluation, **settings)
         from lightning_mcore.arguments.llamafactory.images import FactoryVideos, FactoryVisionData, Limits
 
         of_videos = Limits("video", keys.video_max_pixels, keys.video_min_pixels)
         return FactoryVisionData(
-            readings[:count],
+            train,
             tokenizer,
-            evaluation=readings[count:],
+            evaluation=evaluation,
             processor=self.model_path,
             media_dir=keys.dataset_dir if keys.media_dir is None else keys.media_dir,
             limits=Limits("image", keys.image_max_pixels, keys.image_min_pixels),
@@ -187,19 +183,19 @@ class FactoryRun:
         """Build the data module of a stage that learns from preferences."""
         from lightning_mcore.arguments.llamafactory.pairs import FactoryPairReading, FactoryPairs
 
-        readings = [
-            FactoryPairReading(
-                loss_on="last_assistant",
-                template=template,
-                entry=entry,
-                max_samples=self.keys.max_samples,
-                seed=settings["seed"],
-                block=self.keys.preprocessing_batch_size,
-            )
-            for entry in self.train + self.evaluation
-        ]
-        count = len(self.train)
-        return FactoryPairs(readings[:count], tokenizer, evaluation=readings[count:], **settings)
+        reading = FactoryPairReading(
+            loss_on="last_assistant",
+            template=template,
+            max_samples=self.keys.max_samples,
+            seed=settings["seed"],
+            block=self.keys.preprocessing_batch_size,
+        )
+        train, evaluation = self._readings(reading)
+        return FactoryPairs(train, tokenizer, evaluation=evaluation, **settings)
+
+    def _readings(self, reading: Any) -> list[list[Any]]:
+        """Return a reading for each dataset to train on, and for each to evaluate on."""
+        return [[dataclasses.replace(reading, entry=entry) for entry in part] for part in (self.train, self.evaluation)]
 
 
 def read_run(path: str | None, overrides: Sequence[str] = ()) -> FactoryRun:

@@ -11,9 +11,10 @@ data; a field in none of them works wherever Megatron accepts it.
 
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lightning_mcore.config.architecture import architecture_of
+from lightning_mcore.config.value_checks import require_choice
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -30,50 +31,26 @@ LossNormalization: TypeAlias = Literal["tokens", "samples"]
 """The unit over which the loss of a language model is a mean."""
 
 NEEDS_TRANSFORMER_ENGINE: Collection[str] = (
-    "experimental_attention_variant",
-    "fused_single_qkv_rope",
-    "kitchen_attention_backend",
-    "log_max_attention_logit",
-    "mla_down_proj_fusion",
-    "qk_clip",
-    "use_kitchen_attention",
-    "apply_rope_fusion",
-    "batch_invariant_mode",
-    "delay_wgrad_compute",
-    "disable_parameter_transpose_cache",
-    "fused_residual_rmsnorm",
-    "memory_efficient_layer_norm",
-    "persist_layer_norm",
-    "quant_recipe",
-    "symmetric_ar_type",
-    "use_kitchen",
-    "use_te_activation_func",
-    "use_transformer_engine_op_fuser",
-    "activation_func_fp8_input_store",
-    "fp4",
-    "fp8",
-    "moe_grouped_gemm",
-    "moe_latent_size",
-    "moe_permute_fusion",
-    "moe_router_fusion",
-    "moe_router_padding_for_quantization",
-    "moe_single_grouped_bias",
-    "moe_single_grouped_weight",
+    # attention
+    *("experimental_attention_variant", "kitchen_attention_backend", "log_max_attention_logit", "qk_clip"),
+    *("apply_rope_fusion", "fused_single_qkv_rope", "mla_down_proj_fusion", "use_kitchen_attention"),
+    # linear layers, norms, activations and number formats
+    *("batch_invariant_mode", "cpu_offloading", "delay_wgrad_compute", "disable_parameter_transpose_cache"),
+    *("fused_residual_rmsnorm", "memory_efficient_layer_norm", "persist_layer_norm", "symmetric_ar_type"),
+    *("activation_func_fp8_input_store", "use_te_activation_func", "use_transformer_engine_op_fuser", "use_kitchen"),
+    *("fp4", "fp8", "quant_recipe"),
+    # experts
+    *("moe_grouped_gemm", "moe_latent_size", "moe_permute_fusion", "moe_router_fusion"),
+    *("moe_router_padding_for_quantization", "moe_single_grouped_bias", "moe_single_grouped_weight"),
+    *("use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert"),
     "overlap_dispatch_backward_with_experts_wgrad",
-    "use_grouped_gemm_for_dense_mlp",
-    "use_grouped_gemm_for_shared_expert",
-    "cpu_offloading",
 )
 """Fields read only by TransformerEngine's layers or kernels; they raise with the torch backend."""
 
 NEEDS_CUDA: Collection[str] = (
-    "defer_embedding_wgrad_compute",
-    "disable_bf16_reduced_precision_matmul",
+    *("defer_embedding_wgrad_compute", "gradient_accumulation_fusion", "disable_bf16_reduced_precision_matmul"),
+    *("moe_hybridep_num_sms", "moe_paged_stash", "moe_permute_fusion_into_hybridep"),
     "fine_grained_activation_offloading",
-    "gradient_accumulation_fusion",
-    "moe_hybridep_num_sms",
-    "moe_paged_stash",
-    "moe_permute_fusion_into_hybridep",
 )
 """Fields that need CUDA; they raise on other devices."""
 
@@ -142,11 +119,7 @@ NOT_AVAILABLE: Mapping[str, str] = {
 """Fields that need code outside the model that this package lacks, with the reason as the end of a sentence."""
 
 NOT_OF_A_GPT: Collection[str] = (
-    "is_hybrid_model",
-    "linear_attention_freq",
-    "mamba_num_heads",
-    "mrope_section",
-    "mtp_hybrid_override_pattern",
+    *("is_hybrid_model", "linear_attention_freq", "mamba_num_heads", "mrope_section", "mtp_hybrid_override_pattern"),
 )
 """Fields of Megatron's other models."""
 
@@ -225,7 +198,7 @@ def _check_context_parallelism(config: "TransformerConfig") -> None:
         )
 
 
-_SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+SoftmaxType: TypeAlias = Literal["vanilla", "off-by-one", "learnable"]
 
 
 def check_attention(config: Any, is_causal: bool = True) -> None:
@@ -233,10 +206,7 @@ def check_attention(config: Any, is_causal: bool = True) -> None:
 
     That is an unknown softmax, an invalid window, or a window that looks ahead under causal attention.
     """
-    if config.softmax_type not in _SOFTMAX_TYPES:
-        raise ValueError(
-            f"softmax_type={config.softmax_type!r} is unknown; choose {' or '.join(map(repr, _SOFTMAX_TYPES))}"
-        )
+    require_choice("softmax_type", config.softmax_type, SoftmaxType)
     if config.window_size is None:
         return
     # (127, 0): each query sees 127 earlier keys and its own.
@@ -331,8 +301,7 @@ def check_normalization(normalization: LossNormalization, config: Any) -> None:
 
     These losses would be weighted by tokens and divided by samples.
     """
-    if normalization not in get_args(LossNormalization):
-        raise ValueError(f"loss normalization {normalization!r} is unknown; choose 'tokens' or 'samples'")
+    require_choice("normalization", normalization, LossNormalization)
     if normalization == "tokens" or not config.calculate_per_token_loss:
         return
     for name in weighted_by_tokens(config):

@@ -19,14 +19,14 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from math import inf, prod
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_mcore.config.value_checks import require_size
+from lightning_mcore.config.value_checks import require_number, require_size
 from lightning_mcore.data.finetuning.media import (
     Stored,
     UnusableFileError,
@@ -70,10 +70,7 @@ class Videos:
     """
 
     def __init__(self, given: Any, fps: float = 2.0, maxlen: int | None = None) -> None:
-        if isinstance(fps, bool) or not isinstance(fps, int | float):
-            raise TypeError(f"video_fps={fps!r} is not a number; set the number of frames to sample per second")
-        if not 0 < fps < inf:
-            raise ValueError(f"video_fps={fps} is not positive; set the number of frames to sample per second")
+        require_number("video_fps", fps)
         if maxlen is not None:
             require_size("video_maxlen", maxlen, at_least=2)
         self._given = given
