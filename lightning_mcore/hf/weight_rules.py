@@ -77,6 +77,20 @@ def index_of(start: Shape, shape: Shape, steps: Shape = ()) -> tuple[slice, ...]
     return tuple(slice(a, a + (n - 1) * step + 1, step) for a, n, step in zip(start, shape, steps, strict=True))
 
 
+def _row_after_row(parts: list[tuple[str, int, int]], shape: Shape) -> list[Block]:
+    """Return the blocks of a Megatron tensor whose rows are parts of Hugging Face tensors, one after the other.
+
+    A part is the name of a tensor, its first row there, and a number of rows. With q at rows 0-3 of ``q_proj`` and k at
+    rows 0-1 of ``k_proj``, the parts are ``("q_proj", 0, 4), ("k_proj", 0, 2)``: Megatron's rows 0-3 and 4-5.
+    """
+    rest, row, found = shape[1:], 0, []
+    zeros = (0,) * len(rest)
+    for name, hf_row, rows in parts:
+        found.append(Block(name, (hf_row, *zeros), (row, *zeros), (rows, *rest)))
+        row += rows
+    return found
+
+
 def _swapped(axes: Shape) -> Shape:
     return (*axes[:-2], axes[-1], axes[-2])
 
@@ -215,9 +229,7 @@ class Rows:
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
         """Return one block per Hugging Face tensor."""
-        rows, rest = shape[0] // len(self.hf), shape[1:]
-        zeros = (0,) * len(rest)
-        return [Block(name, (0, *zeros), (number * rows, *zeros), (rows, *rest)) for number, name in enumerate(self.hf)]
+        return _row_after_row([(name, 0, shape[0] // len(self.hf)) for name in self.hf], shape)
 
 
 @dataclass(frozen=True)
@@ -248,13 +260,11 @@ class QueryKeyValue:
         """Return three blocks per group of heads."""
         groups, channels = fields["num_query_groups"], fields["kv_channels"]
         query_rows = fields["num_attention_heads"] // groups * channels
-        rest, row, found = shape[1:], 0, []
-        zeros = (0,) * len(rest)
+        parts = []
         for group in range(groups):
             for name, rows in ((self.query, query_rows), (self.key, channels), (self.value, channels)):
-                found.append(Block(name, (group * rows, *zeros), (row, *zeros), (rows, *rest)))
-                row += rows
-        return found
+                parts.append((name, group * rows, rows))
+        return _row_after_row(parts, shape)
 
 
 @dataclass(frozen=True)
@@ -268,17 +278,15 @@ class GatedQueryKeyValue(QueryKeyValue):
         """Return two blocks per head and two per group of heads."""
         groups, channels = fields["num_query_groups"], fields["kv_channels"]
         heads = fields["num_attention_heads"] // groups
-        rest, row, found = shape[1:], 0, []
-        zeros = (0,) * len(rest)
+        parts = []
         for group in range(groups):
             # Places count head-sized pieces of the query tensor, which holds q0 g0 q1 g1 ... With 2 heads per group,
             # Megatron's group 0 is q0 q1 g0 g1 k0 v0, which takes places 0, 2, 1, 3 of the query tensor.
             queries = [(self.query, 2 * head) for head in range(group * heads, (group + 1) * heads)]
             gates = [(name, place + 1) for name, place in queries]
             for name, place in (*queries, *gates, (self.key, group), (self.value, group)):
-                found.append(Block(name, (place * channels, *zeros), (row, *zeros), (channels, *rest)))
-                row += channels
-        return found
+                parts.append((name, place * channels, channels))
+        return _row_after_row(parts, shape)
 
 
 @dataclass(frozen=True)
@@ -308,16 +316,14 @@ class DeltaNetRows:
             "value": values * sizes["linear_value_head_dim"],
             "head": values,
         }
-        rest, row, found = shape[1:], 0, []
-        zeros = (0,) * len(rest)
+        found = []
         for head in range(heads):
             starts = dict.fromkeys((name for name, _ in self.parts), 0)
             for name, kinds in self.parts:
                 rows = sum(rows_of[kind] for kind in kinds)
-                found.append(Block(name, (starts[name] + head * rows, *zeros), (row, *zeros), (rows, *rest)))
+                found.append((name, starts[name] + head * rows, rows))
                 starts[name] += heads * rows
-                row += rows
-        return found
+        return _row_after_row(found, shape)
 
 
 @dataclass(frozen=True)

@@ -454,7 +454,8 @@ class TemplateEncoder:
             if self.longest is not None:
                 if taken >= self.longest:
                     break
-                prompt, answer = _cut(prompt, answer, self.longest - taken)
+                first, second = kept_lengths(len(prompt), len(answer), self.longest - taken)
+                prompt, answer = prompt[:first], answer[:second]
             taken += len(prompt) + len(answer)
             marks = [self.loss_on == "all"] * len(prompt) + [not (last_alone and turn)] * len(answer)
             both = prompt + answer
@@ -523,11 +524,6 @@ def end_of_turn(tokenizer: Any, template: ChatTemplate) -> int | None:
         )
     eos: int | None = tokenizer.eos_token_id
     return eos
-
-
-def _cut(prompt: list[int], answer: list[int], room: int) -> Exchange:
-    first, second = kept_lengths(len(prompt), len(answer), room)
-    return prompt[:first], answer[:second]
 
 
 def kept_lengths(prompt: int, answer: int, room: int) -> tuple[int, int]:

@@ -132,7 +132,10 @@ class MCoreFinetuningData(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         evaluated = batch_size if eval_batch_size is None else eval_batch_size
-        _check_sizes(seq_length, batch_size, evaluated, shuffle_buffer, num_proc, num_workers)
+        sizes = {"seq_length": seq_length, "batch_size": batch_size, "eval_batch_size": evaluated}
+        for name, size in {**sizes, "shuffle_buffer": shuffle_buffer, "num_proc": num_proc}.items():
+            require_size(name, size)
+        require_size("num_workers", num_workers, at_least=0)
         require_choice("overlong", overlong, Overlong)
         flags = {"packing": packing, "streaming": streaming, "shuffle": shuffle, "pad_to_seq_length": pad_to_seq_length}
         for name, flag in flags.items():
@@ -371,11 +374,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
 
     def _sources_of_stream(self, settings: StreamSettings) -> dict[str, Any]:
         """Return the sources of a stream; only rank 0 reads the files for it."""
-
-        def describe() -> dict[str, Any]:
-            return describe_sources(settings.files, self.tokenizer, self.reading)
-
-        return run_on_rank0(describe)
+        return run_on_rank0(partial(describe_sources, settings.files, self.tokenizer, self.reading))
 
     def _check_vocabulary(self, tokenized: Any, split: str) -> None:
         vocab_size = self._model_vocab_size()
@@ -408,17 +407,6 @@ class MCoreFinetuningData(pl.LightningDataModule):
             vocab_size=self._model_vocab_size(),
             padded_to=self._padded_to,
         )
-
-
-def _check_sizes(
-    seq_length: int, batch_size: int, eval_batch_size: int, shuffle_buffer: int, num_proc: int, num_workers: int
-) -> None:
-    require_size("seq_length", seq_length)
-    require_size("batch_size", batch_size)
-    require_size("eval_batch_size", eval_batch_size)
-    require_size("shuffle_buffer", shuffle_buffer)
-    require_size("num_proc", num_proc)
-    require_size("num_workers", num_workers, at_least=0)
 
 
 def _check_validation(share: float, files: Any, streaming: bool) -> None:

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -22,7 +21,7 @@ from lightning_mcore.data.finetuning.conversations import Row
 from lightning_mcore.data.finetuning.files import explained, load_rows, name_of_row
 from lightning_mcore.data.finetuning.tokenized import Encoder, RowReader
 from lightning_mcore.data.packing.best_fit import Overlong, PackingStatistics, TokenSample, fit_sample
-from lightning_mcore.data.packing.online import OnlinePacker
+from lightning_mcore.data.packing.online import OnlinePacker, samples_from_state, samples_to_state
 from lightning_mcore.data.packing.rows import collate_padded, collate_rows
 
 Batch = dict[str, Tensor]
@@ -134,7 +133,7 @@ class _Reader:
             self._rows.load_state_dict(state["rows"])
             self._passed = state["passed"]
             self._rng.bit_generator.state = state["random"]
-            self._buffer = _samples(state["buffer"])
+            self._buffer = samples_from_state(state["buffer"])
             self._packer.load_state_dict(state["packer"])
 
     def __iter__(self) -> Iterator[Item]:
@@ -224,7 +223,7 @@ class _Reader:
             "rows": self._rows.state_dict(),
             "passed": self._passed,
             "random": self._rng.bit_generator.state,
-            "buffer": _plain(self._buffer),
+            "buffer": samples_to_state(self._buffer),
             "packer": self._packer.state_dict(),
         }
 
@@ -276,24 +275,3 @@ def _in_order(settings: StreamSettings, epoch: int) -> list[str]:
         return settings.files
     order = np.random.default_rng([settings.seed, epoch]).permutation(len(settings.files))
     return [settings.files[place] for place in order]
-
-
-def _plain(samples: Sequence[TokenSample]) -> State:
-    """Return samples as plain numbers and tensors: ``tokens`` [t] int32, ``learnt`` [t] bool, end to end."""
-    tokens = [torch.as_tensor(sample.tokens.astype(np.int32)) for sample in samples]
-    masks = [torch.as_tensor(sample.loss_mask) for sample in samples]
-    return {
-        "ids": [sample.sample_id for sample in samples],
-        "sizes": [len(sample.tokens) for sample in samples],
-        "tokens": torch.cat([torch.zeros(0, dtype=torch.int32), *tokens]),
-        "learnt": torch.cat([torch.zeros(0, dtype=torch.bool), *masks]),
-    }
-
-
-def _samples(state: Mapping[str, Any]) -> list[TokenSample]:
-    """Rebuild samples from the result of :func:`_plain`."""
-    parts = zip(state["tokens"].split(state["sizes"]), state["learnt"].split(state["sizes"]), strict=True)
-    return [
-        TokenSample(tokens.numpy(), learnt.numpy(), number)
-        for (tokens, learnt), number in zip(parts, state["ids"], strict=True)
-    ]

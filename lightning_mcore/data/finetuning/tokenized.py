@@ -141,7 +141,7 @@ def tokenize_files(
         rows = reading.with_partners(rows)
         try:
             rows.map(
-                _Tokenize(reading, reader, encoder, files[0] if len(files) == 1 else name, chosen),
+                functools.partial(_tokenize, reading, reader, encoder, files[0] if len(files) == 1 else name, chosen),
                 with_indices=True,
                 remove_columns=rows.column_names,
                 features=_features(reading),
@@ -243,21 +243,12 @@ def columns_of_stream(rows: Any, files: Sequence[str]) -> list[str]:
     return list(columns)
 
 
-class _Tokenize:
-    """Tokenises a row; a class, so that it can be pickled for other processes."""
-
-    def __init__(
-        self, reading: Reading, reader: RowReader, encoder: Encoder, name: str, chosen: Sequence[int] | None
-    ) -> None:
-        self._reading = reading
-        self._reader = reader
-        self._encoder = encoder
-        self._name = name
-        self._chosen = chosen
-
-    def __call__(self, row: Row, index: int) -> dict[str, Any]:
-        name = f"row {index if self._chosen is None else self._chosen[index]} of {self._name}"
-        return self._reading.encoded(self._reader, self._encoder, row, index, name)
+def _tokenize(
+    reading: Reading, reader: RowReader, encoder: Encoder, name: str, chosen: Sequence[int] | None, row: Row, index: int
+) -> dict[str, Any]:
+    """Return the cache's columns of a row; other processes get this function with all but the row and its index."""
+    number = index if chosen is None else chosen[index]
+    return reading.encoded(reader, encoder, row, index, f"row {number} of {name}")
 
 
 def columns_of(sample: TokenSample) -> dict[str, Any]:

@@ -26,6 +26,17 @@ from lightning_mcore.config.value_checks import require_choice, require_size
 logger = logging.getLogger(__name__)
 
 
+# What is left out, by the name of its count
+_LEFT_OUT = {
+    "pieces_without_target": "pieces without a target",
+    "without_answer": "without an answer",
+    "too_short": "of fewer than two tokens",
+    "without_target": "without a target",
+    "through_image": "whose cut goes through an image or a video",
+    "unreadable_image": "with an image or a video that cannot be read",
+}
+
+
 @dataclass
 class PackingStatistics:
     """Counts of samples, rows and tokens; two of these can be added."""
@@ -66,8 +77,7 @@ class PackingStatistics:
     @property
     def left_out(self) -> int:
         """Samples that are in no row."""
-        of_images = self.through_image + self.unreadable_image
-        return self.without_answer + self.too_short + self.without_target + of_images
+        return sum(getattr(self, name) for name in _LEFT_OUT if name != "pieces_without_target")
 
     @property
     def lossless(self) -> bool:
@@ -96,27 +106,13 @@ class PackingStatistics:
 
     def __str__(self) -> str:
         filled = f", {self.fill:.2%} filled" if self.rows else ""
-        parts = [
-            f"packed {self.packed:,} of {self.samples:,} samples, {self.tokens:,} tokens, into {self.rows:,} rows"
-            + filled
-        ]
-        if self.cut:
-            parts.append(f"cut {self.cut:,} that were longer than a row by {self.cut_tokens:,} tokens")
-        if self.split:
-            parts.append(f"split {self.split:,} that were longer than a row into {self.pieces:,} pieces")
-        if self.pieces_without_target:
-            parts.append(f"left out {self.pieces_without_target:,} pieces without a target")
-        if self.without_answer:
-            parts.append(f"left out {self.without_answer:,} without an answer")
-        if self.too_short:
-            parts.append(f"left out {self.too_short:,} of fewer than two tokens")
-        if self.without_target:
-            parts.append(f"left out {self.without_target:,} without a target")
-        if self.through_image:
-            parts.append(f"left out {self.through_image:,} whose cut goes through an image or a video")
-        if self.unreadable_image:
-            parts.append(f"left out {self.unreadable_image:,} with an image or a video that cannot be read")
-        return "; ".join(parts)
+        said = f"packed {self.packed:,} of {self.samples:,} samples, {self.tokens:,} tokens, into {self.rows:,} rows"
+        counts = (
+            (self.cut, f"cut {self.cut:,} that were longer than a row by {self.cut_tokens:,} tokens"),
+            (self.split, f"split {self.split:,} that were longer than a row into {self.pieces:,} pieces"),
+            *((getattr(self, name), f"left out {getattr(self, name):,} {why}") for name, why in _LEFT_OUT.items()),
+        )
+        return "; ".join([said + filled, *(text for count, text in counts if count)])
 
 
 Overlong = Literal["error", "cut", "split"]

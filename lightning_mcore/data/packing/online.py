@@ -31,6 +31,29 @@ from lightning_mcore.data.packing.best_fit import (
 from lightning_mcore.data.packing.rows import build_row
 
 
+def samples_to_state(samples: Sequence[TokenSample]) -> dict[str, Any]:
+    """Return samples as numbers and tensors, end to end: ``tokens`` [t] int64 and ``loss_mask`` [t] bool."""
+    tokens = [torch.zeros(0, dtype=torch.int64)]
+    masks = [torch.zeros(0, dtype=torch.bool)]
+    for sample in samples:
+        tokens.append(torch.as_tensor(sample.tokens.astype(np.int64)))
+        is_learnt = np.ones(len(sample.tokens)) if sample.loss_mask is None else sample.loss_mask
+        masks.append(torch.as_tensor(is_learnt.astype(np.bool_)))
+    return {
+        "sample_ids": [sample.sample_id for sample in samples],
+        "sample_sizes": [len(sample.tokens) for sample in samples],
+        "tokens": torch.cat(tokens),
+        "loss_mask": torch.cat(masks),
+    }
+
+
+def samples_from_state(state: Mapping[str, Any]) -> list[TokenSample]:
+    """Rebuild samples from the result of :func:`samples_to_state`."""
+    sizes = state["sample_sizes"]
+    parts = zip(state["tokens"].split(sizes), state["loss_mask"].split(sizes), state["sample_ids"], strict=True)
+    return [TokenSample(tokens.numpy(), mask.numpy(), sample_id) for tokens, mask, sample_id in parts]
+
+
 class _OpenRow(NamedTuple):
     """A row with room left. Tuple order sorts rows from fullest to emptiest, and by age among equals."""
 
@@ -118,16 +141,7 @@ class OnlinePacker:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the open rows and the counts, as numbers and tensors."""
-        samples = [sample for row in self._open for sample in row.samples]
-        tokens = [torch.as_tensor(sample.tokens.astype(np.int64)) for sample in samples]
-        masks = [
-            torch.ones(len(sample.tokens), dtype=torch.bool)
-            if sample.loss_mask is None
-            else torch.as_tensor(sample.loss_mask.astype(np.bool_))
-            for sample in samples
-        ]
-        empty = torch.zeros(0, dtype=torch.int64)
-        # Samples end to end; ``sample_sizes`` splits them again, ``row_sizes`` deals them to the open rows.
+        # ``row_sizes`` deals the samples to the open rows.
         return {
             "settings": self._settings(),
             "next_number": self._next_number,
@@ -135,10 +149,7 @@ class OnlinePacker:
             "statistics": asdict(self.statistics),
             "row_numbers": [row.number for row in self._open],
             "row_sizes": [len(row.samples) for row in self._open],
-            "sample_ids": [sample.sample_id for sample in samples],
-            "sample_sizes": [len(sample.tokens) for sample in samples],
-            "tokens": torch.cat([empty, *tokens]),
-            "loss_mask": torch.cat([empty.bool(), *masks]),
+            **samples_to_state([sample for row in self._open for sample in row.samples]),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -158,9 +169,7 @@ class OnlinePacker:
                 )
         self._next_number, self._next_sample = state["next_number"], state["next_sample"]
         self.statistics = PackingStatistics(**state["statistics"])
-        sizes = state["sample_sizes"]
-        parts = zip(state["tokens"].split(sizes), state["loss_mask"].split(sizes), state["sample_ids"], strict=True)
-        samples = iter([TokenSample(tokens.numpy(), mask.numpy(), sample_id) for tokens, mask, sample_id in parts])
+        samples = iter(samples_from_state(state))
         self._open = []
         for number, size in zip(state["row_numbers"], state["row_sizes"], strict=True):
             held = [next(samples) for _ in range(size)]
