@@ -37,12 +37,8 @@ EACH_EXPERT = re.compile(r"\.experts\.\d")
 _TRANSLATED = """
     deepseek_v3 dots1 ernie4_5_moe glm4_moe minimax_m2 mixtral olmoe qwen3_moe qwen3_next
 """
-_ADAPTED_OUTSIDE = (
-    "router",
-    "shared_experts",
-    "word_embeddings",
-    "output_layer",
-)  # Megatron's modules that may have adapters, besides linear_*
+# Megatron's modules that may have adapters, besides linear_*
+_ADAPTED_OUTSIDE = ("router", "shared_experts", "word_embeddings", "output_layer")
 _OF_EXPERTS, _OF_DENSE_LAYERS = ("mlp.experts.", "mlp.router.", "mlp.shared_experts."), ("mlp.linear_fc",)
 _ADAPTED = (".weight", ".gate_weight")
 

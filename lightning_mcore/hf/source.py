@@ -27,13 +27,7 @@ from safetensors import SafetensorError, safe_open
 from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.config.field_homes import MODULE_FIELDS
 from lightning_mcore.hf.config_rules import LONGEST_SEQUENCE, refuse_outside, refuse_unless
-from lightning_mcore.hf.family import (
-    SCORE,
-    VALUE_HEAD,
-    VALUE_HEAD_FILE,
-    Family,
-    split_fields,
-)
+from lightning_mcore.hf.family import SCORE, VALUE_HEAD, VALUE_HEAD_FILE, Family, split_fields
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, CONFIG_FILE, INDEX_FILE, SINGLE_FILE, read_json
 from lightning_mcore.hf.registry import find_family, registered_family
 
@@ -151,11 +145,8 @@ def complete_config(family: Family, content: Mapping[str, Any]) -> dict[str, Any
     if content.get("num_labels") is not None:
         refuse_outside("num_labels", content["num_labels"], 0, _MOST_LABELS)
     # Kimi K2's config class is DeepSeek-V3's, under which transformers completes it; the name is put back afterwards
-    known = (
-        {"model_type": family.config_class}
-        if family.config_class and family.model_type == content["model_type"]
-        else {}
-    )
+    is_stand_in = family.config_class and family.model_type == content["model_type"]
+    known = {"model_type": family.config_class} if is_stand_in else {}
     whole = _completed(json.dumps({**content, **known})) | dict.fromkeys(known, family.model_type)
     config = flat(copy.deepcopy(whole))
     if "partial_rotary_factor" in (config.get("rope_parameters") or {}):
@@ -289,6 +280,7 @@ def pretrained_settings(
     family: str | None = None,
     seq_length: int | None = None,
     transformer: Mapping[str, Any] | None = None,
+    weights: bool = True,
 ) -> dict[str, Any]:
     """Return the arguments of ``MCoreGPT`` for a Hugging Face model.
 
@@ -297,6 +289,7 @@ def pretrained_settings(
         family: Name or path of its family; None for the one in its config.
         seq_length: Tokens per sequence in training; None for the longest that the model supports.
         transformer: Fields of ``TransformerConfig`` that override the config's.
+        weights: False reads the config alone, as :func:`planned_settings` does.
 
     Returns:
         ``vocab_size``, ``seq_length``, ``transformer`` and the position settings; ``hf`` describes their source, as
@@ -309,13 +302,11 @@ def pretrained_settings(
     if is_own_checkpoint(path):
         settings = _settings_of_checkpoint(path, family, transformer or {})
     else:
-        settings = _settings_of_model(path, family)
-    return _with_choices(settings, seq_length, transformer)
-
-
-def _with_choices(
-    settings: dict[str, Any], seq_length: int | None, transformer: Mapping[str, Any] | None
-) -> dict[str, Any]:
+        refuse_megatron_checkpoint(path)
+        source = HFSource.open(path, family, weights)
+        folder = source.open_tensors() if weights else None
+        tensors, stored = (_names_there(source), None) if folder is None else (folder.shapes, folder.stored)
+        settings = settings_of_source(source, tensors, path, family, stored)
     settings["transformer"] = {**settings["transformer"], **(transformer or {})}
     return {**settings, "seq_length": settings["seq_length"] if seq_length is None else seq_length}
 
@@ -330,14 +321,7 @@ def planned_settings(
 
     Multi-token prediction layers are included, unless the weights are there and lack them.
     """
-    if is_own_checkpoint(path):
-        settings = pretrained_settings(path, family, seq_length, transformer)
-    else:
-        refuse_megatron_checkpoint(path)
-        source = HFSource.open(path, family, weights=False)
-        settings = settings_of_source(source, _names_there(source), path, family)
-        settings = _with_choices(settings, seq_length, transformer)
-    return settings
+    return pretrained_settings(path, family, seq_length, transformer, weights=False)
 
 
 def _names_there(source: HFSource) -> Collection[str] | None:
@@ -354,13 +338,6 @@ def _names_there(source: HFSource) -> Collection[str] | None:
 def absolute(path: str) -> str:
     """Return the absolute path of a folder; a hub name is returned unchanged."""
     return os.path.abspath(path) if os.path.isdir(path) else path
-
-
-def _settings_of_model(path: str, family: str | None) -> dict[str, Any]:
-    refuse_megatron_checkpoint(path)
-    source = HFSource.open(path, family)
-    folder = source.open_tensors()
-    return settings_of_source(source, folder.shapes, path, family, folder.stored)
 
 
 def refuse_megatron_checkpoint(path: str) -> None:

@@ -118,11 +118,11 @@ class SaveHFModel(Callback):
                 check_adapter_export(pl_module, self.experts)
             elif isinstance(lora, LoRA) and lora.quantization:
                 raise ValueError(NOT_MERGED)
-        if self.every_checkpoint and stage == "fit" and self._is_active(trainer) and not _model_checkpoints(trainer):
-            raise ValueError(
-                f"{type(self).__name__}(every_checkpoint=True) writes beside a ModelCheckpoint, and the trainer has"
-                " none; add ModelCheckpoint(dirpath) to its callbacks, or give folder"
-            )
+            if self.every_checkpoint and not _model_checkpoints(trainer):
+                raise ValueError(
+                    f"{type(self).__name__}(every_checkpoint=True) writes beside a ModelCheckpoint, and the trainer has"
+                    " none; add ModelCheckpoint(dirpath) to its callbacks, or give folder"
+                )
         # Lightning runs hooks in list order; a checkpoint must be there before this callback looks for it
         others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [*others, self]  # type: ignore[attr-defined] # a new list, because Lightning is iterating
@@ -209,10 +209,7 @@ class SaveHFModel(Callback):
                 if _is_beside(beside, trainer):
                     atomic.remove(beside)
                 elif os.path.lexists(beside):
-                    _log.warning(
-                        "%s is not a model beside a checkpoint of this run, so it is not deleted",
-                        beside,
-                    )
+                    _log.warning("%s is not a model beside a checkpoint of this run, so it is not deleted", beside)
             except (OSError, ValueError) as error:
                 _log.warning("%s is no longer needed and could not be deleted: %s", beside, error)
             self._there.remove(path)

@@ -36,13 +36,7 @@ from lightning_mcore.hf.safetensors import SafetensorsFolder, write_safetensors
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.interop.export_adapter import save_adapter
-from lightning_mcore.interop.export_config import (
-    Description,
-    describe,
-    warn_of_losses,
-    write_files,
-    write_json,
-)
+from lightning_mcore.interop.export_config import Description, describe, warn_of_losses, write_files, write_json
 from lightning_mcore.interop.export_folder import new_folder, require_free, shared_folder
 from lightning_mcore.interop.export_plan import (
     MAX_SHARD_SIZE,
@@ -234,9 +228,8 @@ def _write_all(plan: ExportPlan, folder: str, read: Callable[[Place], Tensor], b
     stopped, lock = Event(), Lock()
 
     def write(file: str) -> None:
-        memory = torch.empty(
-            max(map(plan.size, plan.files[file])), dtype=torch.uint8
-        )  # the system provides only pages that are used
+        # The system provides only pages that are used.
+        memory = torch.empty(max(map(plan.size, plan.files[file])), dtype=torch.uint8)
 
         def assemble(name: str) -> Tensor:
             if stopped.is_set():

@@ -21,12 +21,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_mcore.checkpoint.stored_dtypes import StoredDtypes
 from lightning_mcore.config.field_homes import MODULE_FIELDS
-from lightning_mcore.hf.family import (
-    SCORING,
-    Family,
-    complete_fields,
-    differences,
-)
+from lightning_mcore.hf.family import SCORING, Family, complete_fields, differences
 from lightning_mcore.hf.files import CONFIG_FILE
 from lightning_mcore.hf.registry import family_names, find_family, recorded_family
 from lightning_mcore.hf.source import (
@@ -41,17 +36,9 @@ from lightning_mcore.hf.source import (
 from lightning_mcore.hf.weight_rules import Shape
 
 _TOKENIZER_FILES = (
-    "tokenizer*",
-    "*.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "*.jinja",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
+    *("tokenizer*", "*.model", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("chat_template*", "*.jinja"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
 _CODE_FILES = ("*.py",)  # copied for a config with auto_map
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import lightning
 import torch
@@ -224,15 +224,7 @@ class _PiecesToRead(Sequence[Piece]):
     def __len__(self) -> int:
         return len(self._planned)
 
-    @overload
-    def __getitem__(self, index: int) -> Piece: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Piece]: ...
-
-    def __getitem__(self, index: int | slice) -> Piece | Sequence[Piece]:
-        if isinstance(index, slice):
-            return _PiecesToRead(self._planned[index], self._weights)
+    def __getitem__(self, index: Any) -> Any:  # one piece; nobody asks for a slice
         piece = self._planned[index]
         if not isinstance(piece.content, Tensor):
             return piece

@@ -234,13 +234,7 @@ _PROFILER = "belongs to a profiler that is not available; give the Trainer a pro
 
 # The keys of each reason, with LLaMA-Factory's defaults
 _GROUPS: dict[str, dict[str, Any]] = {
-    _FULL: {
-        "module_dropout": 0.0,
-        "oft_rank": 0,
-        "oft_block_size": 32,
-        "oft_target": "all",
-        "use_llama_pro": False,
-    },
+    _FULL: {"module_dropout": 0.0, "oft_rank": 0, "oft_block_size": 32, "oft_target": "all", "use_llama_pro": False},
     _PISSA: {"pissa_init": False, "pissa_iter": 16, "pissa_convert": False},
     _PPO: {
         "ppo_buffer_size": 1,
@@ -346,12 +340,7 @@ _GROUPS: dict[str, dict[str, Any]] = {
         "kt_lora_expert_intermediate_size": None,
         "kt_config": None,
     },
-    _KERNELS: {
-        "use_unsloth": False,
-        "use_unsloth_gc": False,
-        "shift_attn": False,
-        "mixture_of_depths": None,
-    },
+    _KERNELS: {"use_unsloth": False, "use_unsloth_gc": False, "shift_attn": False, "mixture_of_depths": None},
     _ASFT: {"use_asft_loss": False, "asft_alpha": 0.1},
     _EAFT: {"use_eaft_loss": False, "eaft_alpha": 1.0},
     _MUON: {"use_muon": False},
