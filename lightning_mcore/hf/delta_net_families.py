@@ -25,14 +25,7 @@ from lightning_mcore.hf.config_rules import (
 )
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.rope_rules import PARTIAL_ROPE
-from lightning_mcore.hf.weight_rules import (
-    DeltaNetRows,
-    Experts,
-    GatedQueryKeyValue,
-    Rename,
-    Stack,
-    WeightRule,
-)
+from lightning_mcore.hf.weight_rules import DeltaNetRows, Experts, GatedQueryKeyValue, Rename, Stack, WeightRule
 
 _DELTA_NET, _ATTENTION = "linear_attention", "full_attention"
 

@@ -24,13 +24,7 @@ from lightning_mcore.checkpoint.differences import Differences
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.checkpoint.weights import load_weights
 from lightning_mcore.config.lora import EMBEDDING, OUTPUT, LoRA
-from lightning_mcore.hf.adapters import (
-    EACH_EXPERT,
-    check_held,
-    fingerprint,
-    merge_adapters,
-    projection_names,
-)
+from lightning_mcore.hf.adapters import EACH_EXPERT, check_held, fingerprint, merge_adapters, projection_names
 from lightning_mcore.hf.family import Family, complete_fields
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, read_json
 from lightning_mcore.hf.peft_tensors import (

@@ -28,14 +28,7 @@ from lightning_mcore.config.value_checks import require_choice
 from lightning_mcore.data.finetuning.chat import ChatTemplate
 from lightning_mcore.data.finetuning.conversations import Format, LossOn, Message, Row
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
-from lightning_mcore.data.finetuning.media import (
-    Stored,
-    UnusableFileError,
-    called,
-    loaded_image,
-    opened_image,
-    stored,
-)
+from lightning_mcore.data.finetuning.media import Stored, UnusableFileError, called, loaded_image, opened_image, stored
 from lightning_mcore.data.finetuning.processors import load_processor, require_processor
 from lightning_mcore.data.finetuning.tokenized import Encoder, Reading, RowReader
 from lightning_mcore.data.finetuning.videos import END, START, VIDEO_PAD, Videos

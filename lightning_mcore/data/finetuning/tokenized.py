@@ -27,13 +27,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_mcore.config.value_checks import require_choice
 from lightning_mcore.data.checked_files import cached_folder, first_change, named_fingerprints
 from lightning_mcore.data.finetuning.chat import ChatEncoder, ChatTemplate, TemplateEncoder
-from lightning_mcore.data.finetuning.conversations import (
-    ConversationReader,
-    Format,
-    LossOn,
-    Message,
-    Row,
-)
+from lightning_mcore.data.finetuning.conversations import ConversationReader, Format, LossOn, Message, Row
 from lightning_mcore.data.finetuning.files import explained, file_marks, load_rows
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.preprocess.tokenizer import tokenizer_digest

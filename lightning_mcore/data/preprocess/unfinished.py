@@ -30,12 +30,7 @@ import numpy as np
 from lightning_mcore.checkpoint.atomic import is_locked_elsewhere, sync_directory
 from lightning_mcore.data.preprocess.inputs import UNFINISHED
 from lightning_mcore.data.preprocess.worker import Piece, read_tokens
-from lightning_mcore.data.pretraining.index import (
-    checksums_path,
-    facts_path,
-    write_dataset_checksums,
-    write_index,
-)
+from lightning_mcore.data.pretraining.index import checksums_path, facts_path, write_dataset_checksums, write_index
 
 _FORMAT = 3  # of the files in the folder; work of another format is not resumed
 
