@@ -48,7 +48,7 @@ def training_flops_per_token(
 
 def _forward(fields: Mapping[str, Any], vocab_size: int, seq_length: int) -> float:
     """Return the operations of one token's forward pass; with ``seq_length=0``, only products with weights."""
-    windows = _windowed_layers(fields)
+    windows = windowed_layers(fields)
     linear = fields.get("linear_attention_freq") or [0] * fields["num_layers"]
     layers = [
         (
@@ -84,8 +84,11 @@ def _product(rows: int, columns: int) -> int:
     return 2 * rows * columns
 
 
-def _windowed_layers(fields: Mapping[str, Any]) -> list[bool]:
-    """Return whether each layer uses ``window_size``. Source: ``is_layer_window_attention`` of megatron-core 0.16.1."""
+def windowed_layers(fields: Mapping[str, Any]) -> list[bool]:
+    """Return for each layer whether it uses ``window_size``: ``window_attn_skip_freq=2`` means layers 0, 2, 4, ...
+
+    Source: ``is_layer_window_attention`` of megatron-core 0.16.1.
+    """
     skip, num_layers = fields.get("window_attn_skip_freq"), fields["num_layers"]
     if skip is None:
         return [True] * num_layers

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_mcore.config.architecture import ARCHITECTURE_DEFAULTS
 from lightning_mcore.config.field_homes import DEFAULTS, MODULE_FIELDS
+from lightning_mcore.config.flops import moe_layers, windowed_layers
 from lightning_mcore.config.positions import YARN_DEFAULTS
 from lightning_mcore.hf.config_rules import ConfigRule, Same, shortened
 from lightning_mcore.hf.weight_rules import Experts, Rename, Rows, Stack, Vocabulary, WeightRule
@@ -295,29 +296,22 @@ def _normal_form(whole: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _normal_windows(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return which layers have a window, as a tuple of flags; None if all have one."""
-    window, skip = whole["window_size"], whole["window_attn_skip_freq"]
-    if isinstance(skip, int):
-        # Megatron's int n: every n-th layer, beginning with layer n - 1, has full attention
-        skip = tuple(int((layer + 1) % skip != 0) for layer in range(whole["num_layers"]))
-    windowed = tuple(map(bool, skip)) if skip is not None else (True,)
-    if window is None or not any(windowed):
+    """Return ``window_attn_skip_freq`` as a tuple of flags, one for each layer; None if all have a window."""
+    windowed = windowed_layers(whole)
+    if whole["window_size"] is None or not any(windowed):
         return {"window_size": None, "window_attn_skip_freq": None}
-    return {"window_attn_skip_freq": None if all(windowed) else windowed}
+    return {"window_attn_skip_freq": None if all(windowed) else tuple(windowed)}
 
 
 def _normal_experts(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return which layers have experts, as a tuple of flags; 1 if all have them."""
+    """Return ``moe_layer_freq`` as a tuple of flags, one for each layer; 1 if all have experts."""
     if not whole["num_moe_experts"]:
         return {"moe_layer_freq": 1}
-    every = whole["moe_layer_freq"]
-    if isinstance(every, int):
-        # Megatron's int n: every n-th layer, beginning with layer 0 (not n - 1, as above), has experts
-        every = tuple(layer % every == 0 for layer in range(whole["num_layers"]))
-    if all(every):
+    have_experts = moe_layers(whole)
+    if all(have_experts):
         # Without a dense layer, ffn_hidden_size is not used, so any value of it means the same model
         return {"moe_layer_freq": 1, "ffn_hidden_size": whole["moe_ffn_hidden_size"]}
-    return {"moe_layer_freq": tuple(map(bool, every))}
+    return {"moe_layer_freq": tuple(have_experts)}
 
 
 MODULE_DEFAULTS: dict[str, Any] = {
