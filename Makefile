@@ -44,7 +44,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install lock check docs site-check format test test-fast test-thorough test-lightning test-ray test-oldest test-latest test-te test-te-suite sentences fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-vl demo-fp8 bench bench-checkpoint \
-	bench-generate bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-scale bench-startup bench-vision plots gpu torture faults mutate house clean
+	bench-generate bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-rehearse bench-scale bench-startup bench-vision plots gpu torture faults mutate house clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -258,6 +258,9 @@ bench-peers: $(INSTALLED)  ## compare a step with Lightning's DDP and FSDP2, tra
 
 bench-preference: $(INSTALLED)  ## compare a DPO step with TRL (if installed), and its memory with gathered logits
 	$(RUN) -m benchmarks.preference $(ARGS)
+
+bench-rehearse: $(INSTALLED)  ## compare plans with rehearsals of runs of real sizes, and measure what a rehearsal takes
+	$(RUN) -m benchmarks.rehearse $(ARGS)
 
 bench-scale: $(INSTALLED)  ## count what grows with the number of ranks: collectives, files and bytes
 	$(RUN) -m benchmarks.scale $(ARGS)

@@ -182,11 +182,12 @@ def _open_copy_group(layout: ParallelLayout, timeout: timedelta) -> dist.Process
     world_size = dist.get_world_size()
     if layout.model_parallel_size in (1, world_size):
         return None
-    places = [layout.coordinates(rank, world_size).data_parallel_rank for rank in range(world_size)]
+    copies: list[list[int]] = [[] for _ in range(layout.data_parallel_size(world_size))]
+    for rank in range(world_size):
+        copies[layout.coordinates(rank, world_size).data_parallel_rank].append(rank)
     mine = None
     # Every rank takes part in making every group, because torch numbers them.
-    for copy in range(layout.data_parallel_size(world_size)):
-        ranks = [rank for rank, place in enumerate(places) if place == copy]
+    for ranks in copies:
         group = dist.new_group(ranks, timeout, "fake" if dist.get_backend() == "fake" else "gloo")
         mine = group if dist.get_rank() in ranks else mine
     return mine

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of a rehearsal: two optimizer steps, a validation batch, and the state dicts of a save."""
 
+import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -71,6 +72,8 @@ class RankReport:
         waits: Where a step waits for the device.
         operators: Operators on the device in a step.
         seconds: How long this rank took to rehearse.
+        cpu_seconds: The CPU time of that, without imports.
+        host_bytes: The most memory of its process on the host.
         notes: What was assumed.
     """
 
@@ -85,6 +88,8 @@ class RankReport:
     waits: tuple[Wait, ...]
     operators: int
     seconds: float
+    cpu_seconds: float
+    host_bytes: int
     notes: tuple[str, ...] = ()
 
 
@@ -290,6 +295,8 @@ def play(
         holders=tuple(Holder(kind, module, size) for (module, kind), size in held.most_common() if size > 0),
         step_peak_bytes=phases.peaks[f"step {STEPS}"][0],
         seconds=time.monotonic() - begun,
+        cpu_seconds=time.process_time(),
+        host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         notes=tuple(sorted(counts.notes)),
         **phases.step,
     )

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of real sizes, planned and rehearsed: memory of each stage, collectives of a step, and what a rehearsal takes.
+
+``plan`` computes memory by formulas, and ``rehearse`` plays the real model on fake GPUs, so that each checks the
+other. Stages are the first, the middle and the last one of a pipeline. The time is CPU time of one process, so that
+other work on the machine changes little; all stages of a run are played at the same time.
+
+    python -m benchmarks.rehearse
+    python -m benchmarks.rehearse --models llama3-8b --variants full lora
+
+The results, with versions and commit, go to benchmarks/results/. Runs that are already in the file are kept.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.overhead import REPOSITORY, circumstances, write_results
+from lightning_mcore.config.run import RunSettings
+from lightning_mcore.planning.plan import make_plan
+from lightning_mcore.rehearsal import Rehearsal, rehearse
+from lightning_mcore.rehearsal.settings import build_of
+
+_GIB = 2**30
+_NODE = 8
+_LLAMA: dict[str, Any] = {
+    "num_query_groups": 8,
+    "gated_linear_unit": True,
+    "activation_func": "silu",
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+}
+_EXPERTS: dict[str, Any] = {
+    "moe_router_topk": 8,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.001,
+}
+_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and how it is split; a microbatch has one row."""
+
+    devices: int
+    microbatches: int
+    vocab_size: int
+    transformer: Mapping[str, Any]
+    strategy: Mapping[str, Any]
+    seq_length: int = 8192
+    model: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _split(tensor: int, pipeline: int, **more: Any) -> dict[str, Any]:
+    sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline, **more}
+    return {**sizes, "sequence_parallel": tensor > 1, "use_distributed_optimizer": True}
+
+
+MODELS: dict[str, Model] = {
+    "llama3-8b": Model(
+        devices=8,
+        microbatches=4,
+        vocab_size=128_256,
+        seq_length=4096,
+        transformer={
+            **_LLAMA,
+            "num_layers": 32,
+            "hidden_size": 4096,
+            "ffn_hidden_size": 14_336,
+            "num_attention_heads": 32,
+        },
+        strategy=_split(2, 2),
+    ),
+    "llama3-70b": Model(
+        devices=512,
+        microbatches=8,
+        vocab_size=128_256,
+        transformer={
+            **_LLAMA,
+            "num_layers": 80,
+            "hidden_size": 8192,
+            "ffn_hidden_size": 28_672,
+            "num_attention_heads": 64,
+        },
+        strategy=_split(8, 8),
+    ),
+    "llama3-405b": Model(
+        devices=16_384,
+        microbatches=16,
+        vocab_size=128_256,
+        transformer={
+            **_LLAMA,
+            "num_layers": 126,
+            "hidden_size": 16_384,
+            "ffn_hidden_size": 53_248,
+            "num_attention_heads": 128,
+            "num_layers_in_first_pipeline_stage": 7,
+            "num_layers_in_last_pipeline_stage": 7,
+        },
+        strategy=_split(8, 16),
+    ),
+    "qwen3-30b-a3b": Model(
+        devices=32,
+        microbatches=4,
+        vocab_size=151_936,
+        seq_length=4096,
+        transformer={
+            **_LLAMA,
+            **_EXPERTS,
+            "num_layers": 48,
+            "hidden_size": 2048,
+            "ffn_hidden_size": 6144,
+            "num_attention_heads": 32,
+            "num_query_groups": 4,
+            "kv_channels": 128,
+            "qk_layernorm": True,
+            "num_moe_experts": 128,
+            "moe_ffn_hidden_size": 768,
+        },
+        strategy=_split(1, 4, expert_model_parallel_size=8),
+    ),
+    "deepseek-v3": Model(
+        devices=2048,
+        microbatches=16,
+        vocab_size=129_280,
+        seq_length=4096,
+        transformer={
+            **_LLAMA,
+            **_EXPERTS,
+            "num_layers": 61,
+            "hidden_size": 7168,
+            "ffn_hidden_size": 18_432,
+            "num_attention_heads": 128,
+            "num_query_groups": 128,
+            "multi_latent_attention": True,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_head_dim": 128,
+            "qk_pos_emb_head_dim": 64,
+            "v_head_dim": 128,
+            "qk_layernorm": True,
+            "num_moe_experts": 256,
+            "moe_ffn_hidden_size": 2048,
+            "moe_shared_expert_intermediate_size": 2048,
+            "moe_layer_freq": [0] * 3 + [1] * 58,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "num_layers_in_first_pipeline_stage": 4,
+            "num_layers_in_last_pipeline_stage": 1,
+        },
+        strategy=_split(1, 16, expert_model_parallel_size=64),
+    ),
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "recompute": {"transformer": _RECOMPUTE},
+    "lora": {"lora": {"r": 16}},
+    "dpo": {"preference": {"loss": "dpo"}},
+}
+
+
+def settings_of(model: Model, variant: str) -> RunSettings:
+    """Return a run as ``plan`` and ``rehearse`` read it from a file."""
+    changes = VARIANTS[variant]
+    return RunSettings(
+        strategy=model.strategy,
+        precision={"precision": "bf16-mixed"},
+        model={
+            "vocab_size": model.vocab_size,
+            "seq_length": model.seq_length,
+            "transformer_impl": "local",
+            **model.model,
+            **changes,
+            "transformer": {**model.transformer, **changes.get("transformer", {})},
+        },
+        trainer={"accumulate_grad_batches": model.microbatches, "max_steps": 1000, "gradient_clip_val": 1.0},
+        data={"batch_size": 1, "seq_length": model.seq_length},
+    )
+
+
+def measure(model: Model, variant: str) -> dict[str, Any]:
+    """Plan and rehearse a run; return what both say."""
+    settings = settings_of(model, variant)
+    build, _ = build_of(settings, model.devices, _NODE)
+    found: Rehearsal = rehearse(build, progress=lambda rank, what: print(f"  rank {rank}: {what}", flush=True))
+    stages = {stage.stage: stage for stage in make_plan(settings, model.devices, _NODE).stages}
+    ranks = []
+    for rank in found.ranks:
+        planned = stages[rank.stage].memory.total
+        ranks.append(
+            {
+                **{name: value for name, value in asdict(rank).items() if name != "holders"},
+                "holders": [asdict(holder) for holder in rank.holders[:8]],
+                "planned_bytes": planned,
+                "ratio": rank.peak_bytes / planned,
+            }
+        )
+    return {"layout": found.layout, "devices": model.devices, "seconds": found.seconds, "ranks": ranks}
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Return the results as Markdown: memory and time, and then collectives."""
+    lines = [
+        "| run | ranks | stage | planned, GiB | rehearsed, GiB | rehearsed / planned | CPU, s | host memory, GiB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, run in results.items():
+        for rank in run["ranks"]:
+            lines.append(
+                f"| {name} | {run['devices']:,} | {rank['stage']} | {rank['planned_bytes'] / _GIB:.2f} "
+                f"| {rank['peak_bytes'] / _GIB:.2f} | {rank['ratio']:.3f} "
+                f"| {rank['cpu_seconds']:.0f} | {rank['host_bytes'] / _GIB:.2f} |"
+            )
+    lines += ["", "| run | stage | collectives of a step: calls, GiB |", "|---|---|---|"]
+    for name, run in results.items():
+        for rank in run["ranks"]:
+            moved = [
+                f"{item['kind']} {item['group']} {item['calls']:,}, {item['bytes'] / _GIB:.2f}"
+                for item in rank["traffic"]
+                if item["bytes"] >= 0.01 * _GIB
+            ]
+            lines.append(f"| {name} | {rank['stage']} | {'; '.join(moved)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the selected rehearsals and write the results."""
+    parser = argparse.ArgumentParser(description="Compare plans with rehearsals of runs of real sizes.")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--microbatches", type=int, help="of a step, instead of the table's")
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    options = parser.parse_args()
+    facts = circumstances(options)
+    known = options.output / f"rehearse_cpu_{facts['date'].replace('-', '')}.json"
+    results: dict[str, Any] = json.loads(known.read_text())["results"] if known.is_file() else {}
+    for name in options.models:
+        model = MODELS[name]
+        if options.microbatches is not None:
+            model = replace(model, microbatches=options.microbatches)
+        for variant in options.variants:
+            print(f"rehearsing {name} {variant} ...", flush=True)
+            results[f"{name} {variant}"] = measure(model, variant)
+            order = [f"{each} {kind}" for each in MODELS for kind in VARIANTS]
+            results = {run: results[run] for run in order if run in results}
+            write_results(
+                options.output, "rehearse", "Runs of real sizes, planned and rehearsed", facts, results, table(results)
+            )
+
+
+if __name__ == "__main__":
+    main()
