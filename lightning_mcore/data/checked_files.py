@@ -19,7 +19,7 @@ import logging
 import os
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +36,6 @@ _log = logging.getLogger(__name__)
 
 _CHECKSUMS = "checksums"
 _FORMAT = 1
-_SPAN = BLOCK * 128  # bytes that one thread reads at a time
 _THREADS = 4
 _WHOLE = 1 << 30
 _SAMPLED = 1 << 10
@@ -112,12 +111,8 @@ def _mapped(path: str) -> Checksums | None:
 def checksums_of(path: str) -> tuple[int, NDArray[np.uint32]]:
     """Return a file's size and the CRC32 of each block."""
     size = os.path.getsize(path)
-    # crc32 and pread release the GIL, so threads run in parallel; each takes spans of 128 blocks (8 MiB).
     blocks = range(-(-size // BLOCK))
-    with open(path, "rb") as file, ThreadPoolExecutor(_THREADS) as threads:
-        spans = [blocks[start : start + _SPAN // BLOCK] for start in range(0, len(blocks), _SPAN // BLOCK)]
-        found = threads.map(lambda span: _of_blocks(file.fileno(), span, size), spans)
-        return size, np.fromiter((checksum for part in found for checksum in part), np.uint32, len(blocks))
+    return size, np.fromiter(_checksums(path, size, blocks, at_once=128), np.uint32, len(blocks))
 
 
 def fingerprints(paths: Sequence[str]) -> list[str]:
@@ -135,16 +130,21 @@ def fingerprints(paths: Sequence[str]) -> list[str]:
 def _fingerprint(path: str, size: int, most: int | None) -> str:
     count = -(-size // BLOCK)
     blocks = range(count) if most is None or count <= most else np.linspace(0, count - 1, most).astype(int).tolist()
-    with open(path, "rb") as file, ThreadPoolExecutor(_THREADS) as threads:
-        parts = [blocks[start : start + 16] for start in range(0, len(blocks), 16)]
-        found = threads.map(lambda part: _of_blocks(file.fileno(), part, size), parts)
-        sums = b"".join(_CRC.pack(checksum) for part in found for checksum in part)
+    sums = b"".join(map(_CRC.pack, _checksums(path, size, blocks, at_once=16)))
     return f"{size} bytes, {crc32(sums):08x}"
 
 
-def _of_blocks(descriptor: int, blocks: Iterable[int], size: int) -> list[int]:
-    places = [block * BLOCK for block in blocks]
-    return [crc32(os.pread(descriptor, min(BLOCK, size - place), place)) for place in places]
+def _checksums(path: str, size: int, blocks: Sequence[int], at_once: int) -> Iterator[int]:
+    """Yield the CRC32 of some blocks of a file, in their order; a thread takes ``at_once`` of them at a time."""
+    # crc32 and pread release the GIL, so threads run in parallel.
+    with open(path, "rb") as file, ThreadPoolExecutor(_THREADS) as threads:
+
+        def read(part: Sequence[int]) -> list[int]:
+            places = [block * BLOCK for block in part]
+            return [crc32(os.pread(file.fileno(), min(BLOCK, size - place), place)) for place in places]
+
+        for part in threads.map(read, [blocks[start : start + at_once] for start in range(0, len(blocks), at_once)]):
+            yield from part
 
 
 def named_fingerprints(paths: Sequence[str]) -> list[str]:
@@ -213,7 +213,9 @@ def cached_folder(folder: str, make: Callable[[str], None], what: str, check: bo
     # Concurrent runs may want the same folder. One of them writes it; the others wait and then find it finished.
     while True:
         try:
-            return _checked(folder, _marks_in(folder)) if check else read_checksums(os.path.join(folder, _CHECKSUMS))
+            if not check:
+                return read_checksums(os.path.join(folder, _CHECKSUMS))
+            return _checked(folder, stat_marks(os.path.join(folder, name) for name in sorted(os.listdir(folder))))
         except (ValueError, OSError) as error:
             if os.path.lexists(folder):
                 _log.warning("%s are rebuilt: %s", what, error)
@@ -256,10 +258,6 @@ def stat_marks(paths: Iterable[str]) -> Marks:
         except OSError:
             marks.append(None)
     return tuple(marks)
-
-
-def _marks_in(folder: str) -> Marks:
-    return stat_marks(os.path.join(folder, name) for name in sorted(os.listdir(folder)))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -83,7 +83,7 @@ class WeightMap:
         self._rules = _Rules(family, int(fields["num_layers"]))
         for name, shape in tensors.items():
             rule, prefix = self._rules.find(name)
-            self.blocks[name] = [_prefixed(block, prefix) for block in rule.blocks(shape, fields)]
+            self.blocks[name] = [replace(block, hf=prefix + block.hf) for block in rule.blocks(shape, fields)]
             if rule.in_fp32:
                 self.in_fp32 |= {block.hf for block in self.blocks[name]}
         self.shapes = _shapes(block for blocks in self.blocks.values() for block in blocks)
@@ -146,10 +146,6 @@ class _Rules:
 
     def _prefix(self, layer: int) -> str:
         return self._family.layer_prefix.replace("{layer}", str(layer))
-
-
-def _prefixed(block: Block, prefix: str) -> Block:
-    return replace(block, hf=prefix + block.hf) if prefix else block
 
 
 def _shapes(blocks: Iterable[Block]) -> dict[str, Shape]:

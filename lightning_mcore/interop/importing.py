@@ -83,7 +83,8 @@ def import_checkpoint(
     folder = source.open_tensors()
     settings = settings_of_source(source, folder.shapes, path, family, folder.stored if given is None else None)
     # With "auto", tensors stored in a wider dtype than most keep it (_keep_wide); a chosen dtype rounds them
-    kept = _running_type(folder.stored.most) if given is None else given
+    most = folder.stored.most
+    kept = given or (most if most in PRECISIONS else torch.float32)
     kind = MCoreVisionGPT if "vision" in settings else MCoreGPT
     kind.check_kind(path, settings)
     with single_process():
@@ -112,10 +113,6 @@ def _import_adapter(
         for parameter in module.parameters():
             parameter.data = parameter.data.to(kept) if parameter.requires_grad else parameter.data
         _write(module, ShardPlanner(), out, kept)
-
-
-def _running_type(most: torch.dtype) -> torch.dtype:
-    return most if most in PRECISIONS else torch.float32
 
 
 class _OnMeta(TorchFunctionMode):

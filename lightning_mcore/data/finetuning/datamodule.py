@@ -219,7 +219,8 @@ class MCoreFinetuningData(pl.LightningDataModule):
         run_on_all_ranks(lambda: self._open(splits, multiples))
         if self.streaming and stage in ("fit", None):
             self._stream = settings = run_on_all_ranks(self._stream_settings)
-            self._sources = self._sources_of_stream(settings)
+            # Only rank 0 reads the files for this.
+            self._sources = run_on_rank0(partial(describe_sources, settings.files, self.tokenizer, self.reading))
         if self.reading.template is None and self.tokenizer.chat_template is None:
             rank_zero_info("the tokenizer has no chat template: each row becomes prompt, response and EOS token")
 
@@ -371,10 +372,6 @@ class MCoreFinetuningData(pl.LightningDataModule):
         # One process on each machine compares the cache with its checksums.
         checks = self.trainer is None or self.trainer.local_rank == 0
         return tokenize_files(files, name, self.tokenizer, reading, self.cache_dir, self.num_proc, checks)
-
-    def _sources_of_stream(self, settings: StreamSettings) -> dict[str, Any]:
-        """Return the sources of a stream; only rank 0 reads the files for it."""
-        return run_on_rank0(partial(describe_sources, settings.files, self.tokenizer, self.reading))
 
     def _check_vocabulary(self, tokenized: Any, split: str) -> None:
         vocab_size = self._model_vocab_size()

@@ -244,14 +244,13 @@ class _Samples(TokenizedSamples):
     def take(self, indices: Sequence[int] | NDArray[np.int64]) -> list[TokenSample]:
         """Return the samples at ``indices`` [n], with the images and videos that are left after they were cut."""
         rows = self._seen[self._source[indices].tolist()]
-        seen = [{_IMAGES: images, _VIDEOS: videos} for images, videos in zip(rows[_IMAGES], rows[_VIDEOS], strict=True)]
-        return [self._with_files(*both) for both in zip(super().take(indices), seen, strict=True)]
-
-    def _with_files(self, sample: TokenSample, seen: dict[str, list[Stored]]) -> SeeingSample:
-        """Return a sample with the images and videos whose tokens are among its inputs."""
-        images, videos = self._whole(sample.tokens[:-1], seen)
-        files = tuple(seen[_IMAGES][:images]), tuple(seen[_VIDEOS][:videos])
-        return SeeingSample(sample.tokens, sample.loss_mask, sample.sample_id, *files)
+        found: list[TokenSample] = []
+        for sample, images, videos in zip(super().take(indices), rows[_IMAGES], rows[_VIDEOS], strict=True):
+            # Those whose tokens are among the inputs, which are all tokens but the last.
+            counts = self._whole(sample.tokens[:-1], {_IMAGES: images, _VIDEOS: videos})
+            files = tuple(images[: counts[0]]), tuple(videos[: counts[1]])
+            found.append(SeeingSample(sample.tokens, sample.loss_mask, sample.sample_id, *files))
+        return found
 
 
 class _Packed(PackedDataset):

@@ -358,13 +358,11 @@ class TokenizedSamples(Dataset[TokenSample]):
     def take(self, indices: Sequence[int] | NDArray[np.int64]) -> list[TokenSample]:
         """Return the samples at ``indices`` [n], in one read; pieces are cut again here rather than stored."""
         samples = self._read(self._source[indices].tolist())
-        return [
-            sample if sample.length <= self._row_length and not piece else self._fitted(sample)[piece]
-            for sample, piece in zip(samples, self._piece[indices].tolist(), strict=True)
-        ]
-
-    def _fitted(self, sample: TokenSample) -> list[TokenSample]:
-        return fit_sample(sample, self._row_length, PackingStatistics(), self._overlong, "drop")
+        for place, piece in enumerate(self._piece[indices].tolist()):
+            if piece or samples[place].length > self._row_length:
+                pieces = fit_sample(samples[place], self._row_length, PackingStatistics(), self._overlong, "drop")
+                samples[place] = pieces[piece]
+        return samples
 
     def _read(self, rows: list[int]) -> list[TokenSample]:
         read = self._tokenized[rows]

@@ -149,7 +149,7 @@ def preprocess(options: Options, on_progress: Callable[[Progress, int], None] | 
     clock = time.monotonic()
     with closing(UnfinishedDataset(options.output, command, options.overwrite)) as dataset:
         workers = Workers(options.workers or len(os.sched_getaffinity(0)), options.worker_settings(facts, eod))
-        _tokenise(dataset, workers, files, options, on_progress or _show_nothing)
+        _tokenise(dataset, workers, files, options, on_progress or (lambda progress, total: None))
         done = dataset.progress
         if done.documents == 0:
             dataset.discard()
@@ -171,10 +171,6 @@ def preprocess(options: Options, on_progress: Callable[[Progress, int], None] | 
         bytes_per_second=(done.text_bytes - done.resumed_bytes) / max(seconds, 1e-9),
         resumed=done.resumed_bytes > 0,
     )
-
-
-def _show_nothing(progress: Progress, total: int) -> None:
-    """Show no progress."""
 
 
 def _end_of_document(facts: TokenizerFacts, append_eod: bool) -> int | None:
