@@ -36,7 +36,7 @@ def require_flag(name: str, value: object, or_none: bool = False) -> None:
 
 
 def require_number(name: str, value: object, above: float = 0.0, at_least: float | None = None) -> None:
-    """Raise TypeError or ValueError for a value that is not a finite number above ``above``, or of ``at_least``."""
+    """Raise TypeError or ValueError unless a value is a finite number above ``above``; with ``at_least``, not below."""
     allowed = f"above {above:g}" if at_least is None else f"of {at_least:g} or more"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r} is not a number; give one {allowed}")

@@ -123,7 +123,9 @@ def own_keys(given: Mapping[str, Any]) -> FactoryKeys:
 def check_supported(given: Mapping[str, Any]) -> None:
     """Raise ValueError for a LLaMA-Factory key that is not supported, unless it has its default value."""
     for key, value in given.items():
-        default, reason = REFUSED.get(key, (value, ""))
+        if key not in REFUSED:
+            continue
+        default, reason = REFUSED[key]
         if value != default or isinstance(value, bool) != isinstance(default, bool):  # 0 == False
             raise ValueError(f"{key}: {shown(key, value)} {reason}; leave it out, or keep its default {default!r}")
 
