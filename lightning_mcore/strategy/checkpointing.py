@@ -396,3 +396,21 @@ def _last_links(callback: ModelCheckpoint, trainer: pl.Trainer, begins_anew: boo
                 " to start a new run"
             )
     return links
+
+
+def last_checkpoint(trainer: pl.Trainer) -> str | None:
+    """Return the newest complete checkpoint of a trainer: its URL, or its path as :func:`path_from_here` writes it."""
+    # Lightning sets the last two before a save, which may have been interrupted; a URL is taken as it is.
+    names = ("_last_checkpoint_saved", "best_model_path", "last_model_path")
+    paths = [str(getattr(callback, name, "")) for name in names for callback in trainer.checkpoint_callbacks]
+    complete = [path for path in paths if "://" in path or os.path.exists(path)]
+    if not complete:
+        return None
+    return path_from_here(max(complete, key=lambda path: 0.0 if "://" in path else os.path.getmtime(path)))
+
+
+def path_from_here(path: str) -> str:
+    """Return a path relative to the current folder if it is in it, and a URL as it is."""
+    if "://" in path:
+        return path
+    return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else os.path.normpath(path)

@@ -60,6 +60,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_mcore.parallel.rank_watch import describe
 from lightning_mcore.strategy.attributes import attributes_set
+from lightning_mcore.strategy.checkpointing import last_checkpoint
 
 _GRACE = 30.0  # seconds for the other ranks to end by themselves, once one has failed or the run was interrupted
 _TICK = 0.1
@@ -77,7 +78,7 @@ _kept_by_ranks: WeakSet[pl.LightningModule] = WeakSet()
 
 @dataclass
 class _Outcome:
-    """What a rank sends back; only rank 0 fills in the second half."""
+    """What a rank sends back: rank 0 everything, another rank its error and, with it, attributes and metrics."""
 
     failed_at: float | None = None  # seconds, the same clock for all ranks
     error: str = ""
@@ -149,12 +150,14 @@ class NotebookLauncher(_Launcher):
                     self._run_ranks(folder)
                 finally:
                     outcomes = [_read_outcome(folder, rank) for rank in range(len(self._ranks))]
-                    if outcomes and outcomes[0] is not None:
-                        _receive(outcomes[0], trainer, receivers)
+                    # Rank 0's, or another's if rank 0 had to be ended: an interrupt must name the last checkpoint
+                    for outcome in [each for each in outcomes if each is not None and each.attributes][:1]:
+                        _receive(outcome, trainer, receivers)
                 self._raise_first(outcomes)
         except KeyboardInterrupt:
+            told = _interrupted(trainer)  # by its callbacks
             self._keep_callbacks_out(trainer)
-            raise RuntimeError(_interrupted(trainer)) from None
+            raise RuntimeError(told) from None
         except BaseException:
             self._keep_callbacks_out(trainer)
             raise
@@ -261,7 +264,7 @@ def run_rank(folder: str) -> None:
         outcome.traceback = "".join(traceback.format_exception(error))
         with contextlib.suppress(Exception):
             outcome.exception = _dumps(error)
-    if trainer.global_rank == 0:
+    if trainer.global_rank == 0 or outcome.failed_at is not None:
         outcome.returned = move_data_to_device(outcome.returned, "cpu")
         outcome.attributes = [_pickled_attributes(receiver, receivers, trainer) for receiver in receivers]
         outcome.metrics = move_data_to_device([dict(metrics) for metrics in _metrics(trainer)], "cpu")
@@ -369,7 +372,7 @@ def _pickled_attributes(value: Any, receivers: list[Any], trainer: pl.Trainer) -
 
 
 def _receive(outcome: _Outcome, trainer: pl.Trainer, receivers: list[Any]) -> None:
-    """Give the notebook's objects the attributes and metrics of rank 0's."""
+    """Give the notebook's objects the attributes and metrics of a rank's."""
     for receiver, attributes in zip(receivers, outcome.attributes, strict=True):
         for name, pickled in attributes.items():
             with contextlib.suppress(Exception):  # it refers to what only the rank has, such as a lambda
@@ -393,19 +396,11 @@ def _take_weights(trainer: pl.Trainer, weights: dict[str, Any] | None) -> None:
         model.load_state_dict(weights)
         return
     _kept_by_ranks.add(model)
-    checkpoint = _checkpoint(trainer)
+    checkpoint = last_checkpoint(trainer)
     where = (
         f"the trained weights are in {checkpoint}" if checkpoint else "no checkpoint was saved, so its weights are lost"
     )
     rank_zero_info(f"MCoreStrategy: the ranks of this run have ended; {where}")
-
-
-def _checkpoint(trainer: pl.Trainer) -> str:
-    """Return the newest checkpoint of the run, from the current folder where possible; empty if there is none."""
-    names = ("last_model_path", "best_model_path")
-    paths = [str(getattr(callback, name, "")) for callback in trainer.checkpoint_callbacks for name in names]
-    newest = max((path for path in paths if os.path.exists(path)), key=os.path.getmtime, default="")
-    return os.path.relpath(newest) if newest.startswith(os.getcwd() + os.sep) else newest
 
 
 def _function(trainer: pl.Trainer) -> str:
@@ -415,7 +410,7 @@ def _function(trainer: pl.Trainer) -> str:
 def _check_has_weights(trainer: pl.Trainer, arguments: dict[str, Any]) -> None:
     """Raise RuntimeError if the run would start from new weights although an earlier run has trained some."""
     if arguments.get("model") in _kept_by_ranks and arguments.get("ckpt_path") is None:
-        checkpoint = _checkpoint(trainer)
+        checkpoint = last_checkpoint(trainer)
         raise RuntimeError(
             f"{_function(trainer)}: this model has been trained by ranks that have ended, and its weights are in their"
             f" checkpoint; pass ckpt_path={checkpoint or 'the path of the checkpoint'!r}, or use a new model"
@@ -423,6 +418,6 @@ def _check_has_weights(trainer: pl.Trainer, arguments: dict[str, Any]) -> None:
 
 
 def _interrupted(trainer: pl.Trainer) -> str:
-    checkpoint = _checkpoint(trainer)
+    checkpoint = last_checkpoint(trainer)
     further = f", or go on from the last checkpoint with ckpt_path={checkpoint!r}" if checkpoint else ""
     return f"{_function(trainer)} was interrupted, and its ranks have ended; run it again to start over{further}"

@@ -73,7 +73,7 @@ from lightning_mcore.parallel.known_warnings import ignore_known_warnings
 from lightning_mcore.parallel.random_state import new_seed
 from lightning_mcore.parallel.rank_connections import rendezvous
 from lightning_mcore.strategy.attributes import attributes_set
-from lightning_mcore.strategy.checkpointing import EXCEPTION_TIMEOUT, Checkpoints
+from lightning_mcore.strategy.checkpointing import EXCEPTION_TIMEOUT, Checkpoints, last_checkpoint
 from lightning_mcore.strategy.checks import (
     check_against_layout,
     check_arguments,
@@ -574,8 +574,13 @@ class MCoreStrategy(DDPStrategy):
     # ---- the end
 
     def on_exception(self, exception: BaseException) -> None:
-        """Finish the saves in flight if the other ranks arrive here too; one of them may have died."""
+        """Finish the saves in flight if the other ranks arrive here too; one may have died. Say how to go on."""
         self.checkpoints.finish(EXCEPTION_TIMEOUT)
+        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        if isinstance(exception, KeyboardInterrupt) and trainer is not None:
+            path = last_checkpoint(trainer)
+            further = f"go on with ckpt_path={path!r}" if path is not None else "there is no checkpoint to go on from"
+            rank_zero_info(f"MCoreStrategy: interrupted at step {trainer.global_step:,}; {further}")
 
     def teardown(self) -> None:
         """Unwrap the model, keeping its weights, and restore everything that the run has changed.

@@ -26,6 +26,7 @@ SECONDS = 120.0  # a cell takes 10 on two free cores, most of it imports of the 
 GPT = """
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 from lightning_mcore import MCoreGPT, MCoreStrategy
 
@@ -50,7 +51,7 @@ def run(**settings):
         accelerator="cpu",
         devices=2,
         strategy=MCoreStrategy(tensor_model_parallel_size=2),
-        callbacks=[Losses()],
+        callbacks=[Losses(), ModelCheckpoint(every_n_train_steps=2)],
         enable_progress_bar=False,
         **settings,
     )
@@ -101,7 +102,7 @@ def losses_of_a_script(folder: str) -> list[float]:
 def test_a_notebook_trains_on_two_ranks_again_and_again(tmp_path: Path) -> None:
     with kernel(tmp_path) as notebook_kernel:
         assert notebook_kernel.run(GPT, SECONDS).error == ""
-        _interrupted_in_the_middle(notebook_kernel)
+        _interrupted_in_the_middle(notebook_kernel, tmp_path)
         # Large enough for several threads, after which a fork of the kernel could hang.
         assert (
             notebook_kernel.run("torch.set_num_threads(2); torch.ones(999, 999) @ torch.ones(999, 999)", SECONDS).error
@@ -120,10 +121,16 @@ def test_a_notebook_trains_on_two_ranks_again_and_again(tmp_path: Path) -> None:
         _ranks_end_with_the_kernel(notebook_kernel)
 
 
-def _interrupted_in_the_middle(notebook_kernel: Kernel) -> None:
+def _interrupted_in_the_middle(notebook_kernel: Kernel, folder: Path) -> None:
     cell = notebook_kernel.run("run(max_steps=10**6)", SECONDS, "step 3\n", notebook_kernel.manager.interrupt_kernel)
     assert "step 3\n" in cell.text
-    assert cell.error == "RuntimeError: fit was interrupted, and its ranks have ended; run it again to start over"
+    told = re.fullmatch(
+        "RuntimeError: fit was interrupted, and its ranks have ended; run it again to start over, or go on from the"
+        " last checkpoint with ckpt_path='(lightning_logs/version_0/checkpoints/epoch=.*)'",
+        cell.error,
+    )
+    assert told is not None, cell.error
+    assert (folder / told[1]).is_dir()
     assert notebook_kernel.ranks == []
 
 
