@@ -225,6 +225,11 @@ def own_layout(lora: LoRA, names: Sequence[str]) -> ExpertLayout:
     return "stacked" if found else "each"
 
 
+def can_stack(lora: LoRA, names: Sequence[str]) -> bool:
+    """Return whether the stacked layout can hold the adapters of experts."""
+    return _differing(lora, names) is None
+
+
 def require_stackable(lora: LoRA, names: Sequence[str]) -> None:
     """Raise ValueError for adapters of experts that the stacked layout cannot hold."""
     parameter = _differing(lora, names)

@@ -30,6 +30,7 @@ from lightning_mcore.hf.source import variant_name
 from lightning_mcore.interop.export import export_model
 from lightning_mcore.layers.autograd import sum_for_one_loss
 from lightning_mcore.layers.inputs import IGNORED_LABEL, ModelInputs, check_vocabulary
+from lightning_mcore.layers.lora import Adapter
 from lightning_mcore.layers.padded_rows import PaddedRows
 from lightning_mcore.layers.sampling import whole_logits, whole_sequence
 from lightning_mcore.layers.score import HiddenStates, ScoreLayer
@@ -245,6 +246,17 @@ class HFModel(nn.Module):
         settings = self._own_builder.hparams["hf"]["generation_config"]
         made: Any = GenerationConfig
         return made(**settings) if settings else made.from_model_config(self.config)
+
+    def export_options(self) -> dict[str, list[str]]:
+        """Return what ``lightning-mcore export`` can write from a checkpoint of the user's module, and its options.
+
+        Returns:
+            ``{"export": ["--like", path]}``; empty if only :meth:`save_pretrained` can write the model: with another
+            head, or with adapters.
+        """
+        if self.suffix or any(isinstance(child, Adapter) for child in self.modules()):
+            return {}
+        return {"export": ["--like", str(self._own_builder.hparams["hf"]["path"])]}
 
     @property
     def vocab_size(self) -> int:

@@ -45,6 +45,7 @@ from lightning_mcore.hf.adapters import (
 )
 from lightning_mcore.hf.freezing import check_trained, train_only
 from lightning_mcore.hf.peft_folder import check_folders, given_lora, load_adapter, merge_folders
+from lightning_mcore.hf.peft_tensors import can_stack
 from lightning_mcore.hf.pretrained import keep_wide, load_pretrained, pieces_of_module
 from lightning_mcore.hf.registry import family_and_fields
 from lightning_mcore.hf.source import absolute, pretrained_settings
@@ -364,6 +365,20 @@ class MCoreGPT(SpeedLogs):
     def hf_names(self) -> tuple[Any, dict[str, Any]]:
         """Return the family that names the projections, and the settings of the model."""
         return family_and_fields({**self.hparams, "transformer": self.transformer}, self._given_family)
+
+    def export_options(self) -> dict[str, list[str]]:
+        """Return what ``lightning-mcore export`` can write from a checkpoint of this module, and its options for each.
+
+        Returns:
+            ``{"export": []}``; with adapters, the options for the ``"adapter"`` alone, and for the ``"merged"`` model
+            unless the base is quantized.
+        """
+        if self.lora is None:
+            return {"export": []}
+        family, fields = self.hf_names()
+        stacked = can_stack(self.lora, projection_names(family, fields))
+        options = {"adapter": ["--adapter", *([] if stacked else ["--experts", "each"])]}
+        return options if self.lora.quantization else {**options, "merged": []}
 
     @property
     def _resumes(self) -> bool:

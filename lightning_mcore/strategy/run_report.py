@@ -15,7 +15,6 @@
 ``lightning-mcore fit`` adds :class:`RunReport` to its callbacks.
 """
 
-import os
 import shlex
 import time
 from collections.abc import Sequence
@@ -24,10 +23,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_mcore.config.text import human
 from lightning_mcore.parallel.consensus import all_gather_object
+from lightning_mcore.strategy.checkpointing import last_checkpoint, path_from_here
 from lightning_mcore.strategy.strategy import MCoreStrategy
 
 _RANKS_SHOWN = 8
@@ -173,13 +172,12 @@ class RunReport(pl.Callback):
             lines.append(f"loss curve  {self._draw(self.folder)}")
         # Not trainer.log_dir, which is collective, and this is rank 0 alone.
         folders = [folder for logger in trainer.loggers if (folder := getattr(logger, "log_dir", None))]
-        lines += [f"logs        {_from_here(str(folder))}" for folder in folders]
+        lines += [f"logs        {path_from_here(str(folder))}" for folder in folders]
         path = last_checkpoint(trainer)
         if path is not None:
             lines.append(f"checkpoint  {path}")
             lines.append(f"continue    {self._continue(path, trainer)}")
-            if isinstance(trainer.strategy, MCoreStrategy):
-                lines.append(f"export      lightning-mcore export {shlex.quote(path)} OUT")
+            lines += _exports(path, pl_module)
         _say(trainer, *lines)
 
     def _continue(self, path: str, trainer: pl.Trainer) -> str:
@@ -217,13 +215,16 @@ class RunReport(pl.Callback):
         return folder / "loss.png"
 
 
-def last_checkpoint(trainer: pl.Trainer) -> str | None:
-    """Return the path or URL of the checkpoint that a trainer saved last."""
-    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    paths = [callback._last_checkpoint_saved for callback in callbacks if callback._last_checkpoint_saved]
-    if not paths:
-        return None
-    return _from_here(max(paths, key=lambda path: os.path.getmtime(path) if os.path.exists(path) else 0.0))
+def _exports(path: str, module: pl.LightningModule) -> list[str]:
+    """Return the commands that export a checkpoint; none for a module that does not say how its model is exported."""
+    parts: Any = module.modules()
+    for part in parts:
+        if hasattr(part, "export_options"):
+            return [
+                f"{written:<11} {shlex.join(['lightning-mcore', 'export', path, 'OUT', *options])}"
+                for written, options in part.export_options().items()
+            ]
+    return []
 
 
 def without_option(words: Sequence[str], name: str) -> list[str]:
@@ -231,13 +232,6 @@ def without_option(words: Sequence[str], name: str) -> list[str]:
     return [
         word for before, word in zip(["", *words], words, strict=False) if name not in (before, word.partition("=")[0])
     ]
-
-
-def _from_here(path: str) -> str:
-    """Return a path relative to the current folder if it is in it, and a URL as it is."""
-    if "://" in path:
-        return path
-    return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else os.path.normpath(path)
 
 
 def _say(trainer: pl.Trainer, *lines: str) -> None:

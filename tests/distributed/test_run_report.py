@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of a run: each rank's part of the model, the loss, the last checkpoint, and commands that work."""
 
+import contextlib
 import os
 import re
 import shlex
@@ -11,10 +12,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
-from lightning_mcore import MCoreGPT, MCoreStrategy, RunReport
+from lightning_mcore import MCoreGPT, MCoreStrategy, RunReport, hf_model
+from lightning_mcore.cli import main
 from lightning_mcore.parallel.chunks import count_parameters
 from lightning_mcore.strategy import run_report
+from lightning_mcore.strategy.checkpointing import last_checkpoint
+from tests.support.hf_models import save_tiny, tiny_folder
 from tests.support.ranks import run_ranks
 from tests.support.toy import make_trainer
 
@@ -101,6 +107,92 @@ def test_a_run_ends_with_its_loss_its_checkpoint_and_the_next_commands(
     assert (tmp_path / "sample.txt").read_text().startswith("a")
 
 
+BOTH = ["adapter", "merged"]
+
+
+def fit_adapters(base: str, folder: str, lora: dict[str, Any]) -> None:
+    """Train adapters for two steps and report."""
+    os.chdir(folder)
+    splits = {} if "quantization" in lora else {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    trainer = make_trainer(MCoreStrategy(**splits), callbacks=[RunReport()], max_steps=2, enable_checkpointing=True)
+    trainer.fit(MCoreGPT.from_pretrained(base, seq_length=8, lora=lora), Text())
+
+
+@pytest.mark.filterwarnings("ignore:MLP requires ffn_hidden_size:DeprecationWarning")  # of Megatron
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("family", "lora", "written"),
+    [
+        ("llama", {"r": 2, "target_modules": ["q_proj"]}, BOTH),
+        ("wide", {"r": 2, "target_modules": ["q_proj"], "quantization": "nf4"}, ["adapter"]),
+        ("qwen3_moe", {"r": 2, "target_modules": ["gate_proj", "up_proj"], "alpha_pattern": {"up_proj": 3}}, BOTH),
+    ],
+    ids=["dense", "quantized", "experts that differ"],
+)
+def test_the_export_commands_of_a_run_with_adapters_work(
+    family: str, lora: dict[str, Any], written: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 384}  # a block of 64 columns for each rank
+    base = str(save_tiny("llama", tmp_path / "wide", **sizes) if family == "wide" else tiny_folder(family))
+    run_ranks(2, fit_adapters, base, str(tmp_path), lora, timeout=120)
+    told = re.findall(r"^(adapter|merged|export) +lightning-mcore (export .*)$", capfd.readouterr().out, re.MULTILINE)
+    assert [name for name, _ in told] == written
+    assert ("--experts each" in told[0][1]) == (family == "qwen3_moe")
+    for name, command in told:
+        words = [str(tmp_path / name) if word == "OUT" else word for word in shlex.split(command)]
+        with contextlib.chdir(tmp_path):
+            assert main(words) == 0
+        model = AutoModelForCausalLM.from_pretrained(base if name == "adapter" else tmp_path / name)
+        if name == "adapter":
+            PeftModel.from_pretrained(model, tmp_path / name)
+
+
+class HFText(Text):
+    """The same rows as transformers' models take them."""
+
+    def train_dataloader(self) -> Any:
+        rows = [torch.full((8,), 60 + index % 3) for index in range(8)]
+        return torch.utils.data.DataLoader([{"input_ids": row, "labels": row} for row in rows], batch_size=2)
+
+
+def fit_hf_module(base: str, folder: str) -> None:
+    """Train a module of ``hf_model`` for two steps and report."""
+    os.chdir(folder)
+    trainer = make_trainer(
+        MCoreStrategy(tensor_model_parallel_size=2), callbacks=[RunReport()], max_steps=2, enable_checkpointing=True
+    )
+    trainer.fit(FineTuning(base), HFText())
+
+
+def test_the_export_command_of_a_module_around_a_hugging_face_model_works(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(2, fit_hf_module, str(tiny_folder("llama")), str(tmp_path), timeout=120)
+    [command] = re.findall(r"^export +lightning-mcore (export .*)$", capfd.readouterr().out, re.MULTILINE)
+    with contextlib.chdir(tmp_path):
+        assert main([str(tmp_path / "hf") if word == "OUT" else word for word in shlex.split(command)]) == 0
+    AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+
+
+class FineTuning(pl.LightningModule):
+    """A module of the user's around a Hugging Face model."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def configure_model(self) -> None:
+        self.model = hf_model(self, self.path)
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**batch).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=2e-5)
+
+
 class Descending(pl.LightningModule):
     """Logs as loss of a step what is left of seven."""
 
@@ -129,12 +221,23 @@ def test_the_last_loss_is_that_of_the_last_step_also_of_a_thinned_curve(
     assert [step for step, _ in report._curve] == [1, 3, 5, 6]
 
 
-@pytest.mark.parametrize("path", ["s3://bucket/runs/last.ckpt", "/elsewhere/last.ckpt", "here/last.ckpt"])
-def test_a_path_that_is_not_below_the_current_folder_is_shown_as_it_is(path: str) -> None:
+def test_the_last_checkpoint_is_complete_and_its_path_starts_here_if_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
     callback = pl.callbacks.ModelCheckpoint()
-    callback._last_checkpoint_saved = os.path.abspath(path) if path.startswith("here") else path
     trainer: Any = SimpleNamespace(checkpoint_callbacks=[callback])
-    assert run_report.last_checkpoint(trainer) == path
+    for path, shown in (
+        (str(tmp_path / "last.ckpt"), str(tmp_path / "last.ckpt")),
+        (str(here / "last.ckpt"), "last.ckpt"),
+        ("s3://bucket/last.ckpt", "s3://bucket/last.ckpt"),
+    ):
+        callback._last_checkpoint_saved, callback.best_model_path = path, str(here / "not_yet.ckpt")
+        assert last_checkpoint(trainer) == (shown if "://" in path else None)
+        Path(path).touch() if "://" not in path else None
+        assert last_checkpoint(trainer) == shown
 
 
 def test_a_prompt_that_nothing_encodes_is_refused() -> None:
