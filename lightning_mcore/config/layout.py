@@ -454,10 +454,11 @@ def _share_of_world(world_size: int, axes: dict[str, int]) -> int:
     require_size("world_size", world_size)
     size = math.prod(axes.values())
     if world_size % size:
-        named = " * ".join(f"{name}={value}" for name, value in axes.items())
+        named = [f"{name}={value}" for name, value in axes.items() if value > 1]
+        product = " * ".join(named) + (f" = {size}" if len(named) > 1 else "")
         raise ValueError(
-            f"world_size={world_size} is not a multiple of {named}, which makes {size}; choose sizes whose product is"
-            f" {choices(divisors(world_size))}, or start {neighbours(world_size, size)} ranks"
+            f"{product} does not divide the number of ranks (devices * num_nodes), which is {world_size}; choose sizes"
+            f" whose product is {choices(divisors(world_size))}, or start {neighbours(world_size, size)} ranks"
         )
     return world_size // size
 

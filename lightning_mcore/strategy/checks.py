@@ -99,9 +99,13 @@ def validate_module(strategy: "MCoreStrategy", module: pl.LightningModule) -> No
     ``ValueError`` for settings that contradict each other, the module or the machine.
     """
     layout, precision = strategy.layout, strategy.precision_plugin
+    _check_module(module, layout)
+    # Before the number of ranks: 3 stages of 4 layers on 4 ranks would not fit on 6 either.
+    shape = module.model_shape() if isinstance(module, MCoreModule) else None
+    if shape is not None:
+        layout.validate_model(shape)
     world_size = planned_world_size(strategy)
     layout.validate_world(world_size)
-    _check_module(module, layout)
     ddp_config = strategy.gradients.megatron_config(precision.ddp_fields())
     machine = FP8Machine.of(strategy.root_device)
     hint = queue_hint(layout, machine.capability, os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
@@ -109,9 +113,6 @@ def validate_module(strategy: "MCoreStrategy", module: pl.LightningModule) -> No
         rank_zero_warn(hint)
     check_fp8(precision.fp8, module, layout, ddp_config, strategy.optimizer_config, machine, strategy.micro_batch_size)
     if isinstance(module, MCoreModule):
-        shape = module.model_shape()
-        if shape is not None:
-            layout.validate_model(shape)
         module.check_settings()
     raise_first(expert_faults(layout, strategy.root_device.type))
     check_device(strategy, world_size)

@@ -208,8 +208,14 @@ def test_what_is_wrong_before_the_run_is_one_sentence(folder: Path) -> None:
     )
     told = [line for line in errors.splitlines() if line.startswith("error")]
     assert (code, len(told)) == (2, 1), errors
-    assert told[0].startswith("error: world_size=3 is not a multiple of tensor_model_parallel_size=2")
+    assert told[0].startswith("error: tensor_model_parallel_size=2 does not divide the number of ranks")
     assert "Traceback" not in errors
+    code, _, errors = lightning_mcore(
+        folder, *run, "--trainer.devices=4", "--trainer.strategy.pipeline_model_parallel_size=3"
+    )
+    told = [line for line in errors.splitlines() if line.startswith("error")]
+    assert (code, len(told)) == (2, 1), errors
+    assert told[0].startswith("error: pipeline_model_parallel_size=3 does not divide num_layers="), told
     code, _, errors = lightning_mcore(folder, *run, "--ckpt_path=no.ckpt")
     assert code == 2
     assert re.search(r"^error: .*no\.ckpt", errors, re.MULTILINE), errors

@@ -168,6 +168,7 @@ BEFORE_GROUPS: dict[str, Case] = {
     "accumulation": Case(trainer={"accumulate_grad_batches": 0}),
     "world": Case(strategy={TP: 3}),
     "layers": Case(strategy={PP: 2}, module=gpt(num_layers=3)),
+    "layers-before-the-world": Case(strategy={PP: 3}, module=gpt(num_layers=4)),
     "chunks": Case(strategy={PP: 2, VP: 3}, trainer={"accumulate_grad_batches": 2}, module=gpt()),
     "heads": Case(strategy={TP: 2}, module=gpt(num_attention_heads=3)),
     "query-groups": Case(strategy={TP: 2}, module=gpt(num_query_groups=3)),

@@ -346,7 +346,7 @@ def test_a_trainer_that_does_not_fit_the_workers_is_refused(fake: FakeRay) -> No
         (make_trainer({}), "the trainer takes its ranks from LightningEnvironment, not from Ray"),
         (trainer(devices=2), "devices=2 does not match the 1 Ray workers on this machine"),
         (trainer(num_nodes=2), "num_nodes=2 times devices=1 does not match the 1 Ray workers; set num_nodes=1"),
-        (trainer(MCoreStrategy(**{TP: 2})), "world_size=1 is not a multiple of tensor_model_parallel_size=2"),
+        (trainer(MCoreStrategy(**{TP: 2})), "tensor_model_parallel_size=2 does not divide the number of ranks"),
     ]
     for wrong, sentence in refused:
         with refuses((TypeError, ValueError), sentence):
