@@ -10,6 +10,7 @@ calls is a failure.
 import inspect
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import CodeType, FrameType
@@ -31,8 +32,8 @@ from tests.support.chats import characters, exchanges, write
 from tests.support.clips import write_clip
 from tests.support.factory_files import LLAMA3, MERGE_LORA, write_run
 from tests.support.hf_models import save_tiny
-from tests.support.pages import LANGUAGES, MARKS, OUTPUT, PAGES, ROOT, Block, blocks, check_output, commands
-from tests.support.ranks import run_ranks
+from tests.support.pages import LANGUAGES, MARKS, OUTPUT, PAGES, REJECTED, ROOT, Block, blocks, check_output, commands
+from tests.support.ranks import program_environment, run_ranks
 
 LAPTOP = ROOT / "docs/start/laptop.md"
 SHORT = {  # what is added to a command
@@ -64,7 +65,10 @@ def test_every_block_runs_or_says_why_not() -> None:
             saved = block.language in ("json", "dockerfile") or (block.language == "yaml" and block.file is not None)
             assert block.marked or not saved or str(block.file) in used, f"{block.place}: nothing uses this file"
             for title in block.titles:
-                assert title in (*MARKS, OUTPUT) or re.fullmatch(r"[\w-]+(\.\w+)?", title), (block.place, title)
+                assert title in (*MARKS, OUTPUT, REJECTED) or re.fullmatch(r"[\w-]+(\.\w+)?", title), (
+                    block.place,
+                    title,
+                )
 
 
 def test_what_does_not_run_is_at_least_code(tmp_path: Path) -> None:
@@ -132,8 +136,9 @@ def prepare(path: Path, folder: Path) -> None:
 class Reader:
     """Runs a page in a folder, as someone who follows it from top to bottom does."""
 
-    def __init__(self, path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, path: Path, folder: Path, capsys: pytest.CaptureFixture[str], in_full: bool = False) -> None:
         self.path, self.folder, self.capsys = path, folder, capsys
+        self.in_full = in_full  # nothing is shortened
         self.program: list[Block] = []  # Python that has not run yet
         self.scripts: dict[str, Block] = {}  # files that have not run yet
         self.printed = ""
@@ -142,7 +147,7 @@ class Reader:
         """Run the page."""
         for block in blocks(self.path):
             text = block.text
-            for printed, short in REPLACED.items():
+            for printed, short in {} if self.in_full else REPLACED.items():
                 text = text.replace(printed, short)
             if block.file:
                 (self.folder / block.file).write_text(text)
@@ -156,7 +161,7 @@ class Reader:
         """Do with a block what its language says."""
         if OUTPUT in block.titles:
             self.run_python()
-            if self.path != LAPTOP:  # whose runs are shorter here
+            if self.in_full or self.path != LAPTOP:  # whose runs are shorter
                 check_output(block.text, self.printed)
         elif block.language == "python" and block.file and "__main__" in text:
             self.scripts[block.file] = block
@@ -164,6 +169,8 @@ class Reader:
             self.program.append(block)
         elif block.language == "yaml" and block.file is None:
             self.run_yaml(text)
+        elif REJECTED in block.titles:
+            self.printed = rejected(commands(text, self.folder)[0][1:], self.folder)
         elif block.language == "bash":
             self.printed = ""
             for words in commands(text, self.folder):
@@ -203,7 +210,7 @@ class Reader:
         """Return what is added to a command."""
         if words[0] == "llamafactory":
             return [] if words[1] == "export" else SHORT["llamafactory"]
-        added = SHORT.get(words[0], [])
+        added = [] if self.in_full else SHORT.get(words[0], [])
         return [*added, "--trainer.accelerator=cpu", f"--trainer.devices={self.devices(words)}"] if added else []
 
     def run_yaml(self, text: str) -> None:
@@ -225,6 +232,15 @@ class Reader:
             if self.path.stem not in ELSEWHERE:
                 assert set.intersection(*unused) == set(), "nothing calls these; call them in calls_of_pages.py"
         self.program = []
+
+
+def rejected(words: list[str], folder: Path) -> str:
+    """Run a command that must end with exit code 2, and return its error message."""
+    command = [sys.executable, "-m", "lightning_mcore.cli", *words]
+    environment = program_environment() | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 2, done.stderr
+    return done.stderr
 
 
 def run_program(texts: list[tuple[str, str]], name: str, folder: str) -> set[str]:
@@ -277,3 +293,15 @@ def test_the_page_runs_as_printed(path: Path, tmp_path: Path, capsys: pytest.Cap
         sizes = (f"--trainer.strategy.{axis}_model_parallel_size=1" for axis in ("tensor", "pipeline"))
         reader.run("lightning-mcore", "fit", "--config", "run.yaml", "--trainer.devices=1", *sizes)
     reader.read()
+
+
+@pytest.mark.thorough
+@pytest.mark.distributed
+def test_the_journey_of_the_laptop_gives_what_the_page_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every file and command of the page in turn, as a reader has them; numbers agree to a percent."""
+    reader = Reader(LAPTOP, tmp_path, capsys, in_full=True)
+    reader.read()
+    here, in_transformers = re.findall(r"^b'    def .*$", reader.printed, re.MULTILINE)
+    assert here == in_transformers

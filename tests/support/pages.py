@@ -27,6 +27,7 @@ MARKS = {
     "needs a cluster": "runs on several machines, or on more processes than a test can start",
 }
 OUTPUT = "output"
+REJECTED = "is rejected"  # a command that ends with an error message
 LANGUAGES = ("python", "bash", "yaml", "json", "dockerfile", "text")
 PROGRAMS = ("lightning-mcore", "python")
 _FENCE = re.compile(r'^( *)```(\w*)(?: title="([^"]+)")?\n(.*?)^\1```$', re.DOTALL | re.MULTILINE)
@@ -51,7 +52,7 @@ class Block:
     @property
     def file(self) -> str | None:
         """The name of the file that the reader saves it as."""
-        return next((title for title in self.titles if title not in MARKS and title != OUTPUT), None)
+        return next((title for title in self.titles if title not in (*MARKS, OUTPUT, REJECTED)), None)
 
     @property
     def marked(self) -> bool:
