@@ -5,22 +5,19 @@ That their code runs is for ``test_doc_blocks.py``.
 """
 
 import ast
-import os
+import dataclasses
 import re
-import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig
 
 from lightning_mcore.cli import COMMANDS
 from tests.examples.test_examples import run_on_ranks
-from tests.support.pages import OUTPUT, PAGES, ROOT, blocks, check_output
+from tests.support.pages import PAGES, ROOT, blocks
 
-LAPTOP = ROOT / "docs/start/laptop.md"
 page = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
@@ -88,6 +85,49 @@ def test_the_settings_beside_megatrons_flags_exist() -> None:
         assert [flag for flag in flags if flag.replace("-", "_") not in signature(home).parameters] == []
 
 
+@pytest.mark.filterwarnings("ignore")  # of Megatron
+def test_the_settings_beside_the_trainers_arguments_exist() -> None:
+    import lightning.pytorch as pl
+    import transformers
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from megatron.core.transformer import TransformerConfig
+
+    import lightning_mcore as ours
+    from lightning_mcore.arguments.mapping import LANDINGS
+
+    homes = {
+        "trainer": [pl.Trainer],
+        "strategy": [ours.MCoreStrategy],
+        "model": [ours.MCoreGPT.from_pretrained, ours.MCorePreference.from_pretrained],
+        "model.transformer": [TransformerConfig],
+        "model.recipe": [ours.Recipe],
+        "model.lora": [ours.LoRA],
+        "model.preference": [ours.Preference],
+        "data": [ours.MCoreFinetuningData, ours.MCorePreferenceData],
+        "ModelCheckpoint": [ModelCheckpoint],
+    }
+    text = guide("from-trainer").read_text()
+    named = re.findall(r"`((?:trainer|strategy|model|data|ModelCheckpoint)\.[a-z_.]+)(?:: \w+)?`", text)
+    named = [name for name in named if name not in ("trainer.validate", "trainer.test")]  # methods
+    assert len(named) > 60
+    places = [name.rpartition(".")[::2] for name in named]
+    assert [name for home, name in places if not any(name in signature(each).parameters for each in homes[home])] == []
+    adapters = re.search(r"under their own names: (.*?)\.", text, re.DOTALL)
+    assert adapters is not None
+    both = {*signature(ours.LoRA).parameters} & {*signature(LoraConfig).parameters}
+    assert [name for name in re.findall("`(.*?)`", adapters[1]) if name not in both] == []
+    theirs = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    tables = re.findall(r"^\| `TrainingArguments` \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
+    rows = [row.split(" | ")[:2] for row in "".join(tables).splitlines()]
+    of_trainer = [(name, place) for names, place in rows for name in re.findall("`(.*?)`", names)]
+    assert len(of_trainer) > 40
+    assert [name for name, _ in of_trainer if name not in theirs] == []
+    # Where our own TrainingArguments keep a value as it is, the page names the same place.
+    kept = [(name, place) for name, place in of_trainer if name in LANDINGS]
+    assert len(kept) > 12
+    assert [(name, place) for name, place in kept if f"`{LANDINGS[name]}`" not in place] == []
+
+
 def test_every_page_has_its_place_in_the_site() -> None:
     nav = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(nav) == sorted(str(path.relative_to(ROOT / "docs")) for path in PAGES[1:])
@@ -99,43 +139,6 @@ def test_the_first_example_is_complete_within_forty_lines() -> None:
     assert start + 1 + len(code.splitlines()) < 40
     assert "trainer.fit(" in code
     assert len(lines) <= 180
-
-
-@pytest.mark.thorough
-def test_the_journey_of_the_laptop_gives_what_the_page_shows(tmp_path: Path) -> None:
-    """Every file and command of the page in turn, as a reader has them; numbers agree to a percent."""
-    commands = {
-        "python": sys.executable,
-        "lightning-mcore": f"{sys.executable} -m lightning_mcore.cli",
-    }
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    output, printed, shown = "", [], 0
-    for block in blocks(LAPTOP):
-        if block.file:
-            (tmp_path / block.file).write_text(block.text)
-        elif OUTPUT in block.titles:
-            check_output(block.text, output)
-            shown += 1
-        elif block.language == "bash" and not block.marked:
-            output = ""
-            for line in block.text.splitlines():
-                program, _, rest = line.partition(" ")
-                done = subprocess.run(
-                    [*commands[program].split(), *shlex.split(rest)],
-                    cwd=tmp_path,
-                    env=environment,
-                    capture_output=True,
-                    text=True,
-                    timeout=400,
-                    check=False,
-                )
-                assert done.returncode == 0, done.stderr
-                output += done.stdout + done.stderr
-                printed.append(done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "")
-    assert shown == 3
-    here, _, in_transformers = printed[-3:]
-    assert here == in_transformers
-    assert here.startswith("b'    def ")
 
 
 _TRAIN_NET = """
