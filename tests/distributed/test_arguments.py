@@ -23,6 +23,7 @@ from tests.support.argument_table import LIVE, Run
 from tests.support.chats import characters, exchanges, write
 from tests.support.hf_models import save_tiny
 from tests.support.ranks import run_ranks
+from tests.support.toy import Watch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 
@@ -105,30 +106,19 @@ class Evaluations(pl.Callback):
         self.steps.append(trainer.global_step)
 
 
-class Losses(pl.Callback):
-    """Keeps the loss of the last step after each batch."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if "train_loss" in trainer.callback_metrics:  # not before the first step
-            self.seen.append(float(trainer.callback_metrics["train_loss"]))
-
-
 def train(folder: str, values: dict[str, Any]) -> list[float]:
     """Train a Llama with arguments, and return its losses."""
     from lightning_mcore.arguments import TrainingArguments
 
     warnings.filterwarnings("ignore")
     args = TrainingArguments(**{"use_cpu": True, "disable_tqdm": True, "learning_rate": 1e-2, **values})
-    losses = Losses()
+    watch = Watch()
     files = {"validation_files": f"{folder}/validation.jsonl", "cache_dir": f"{folder}/cache"}
     data = args.data(f"{folder}/train.jsonl", characters(), SEQ_LENGTH, overrides=files)
     ranks = torch.distributed.get_world_size()
-    trainer = args.trainer(devices=ranks, plugins=LightningEnvironment(), callbacks=losses, enable_model_summary=False)
+    trainer = args.trainer(devices=ranks, plugins=LightningEnvironment(), callbacks=watch, enable_model_summary=False)
     trainer.fit(args.model(f"{folder}/model", seq_length=SEQ_LENGTH), data, ckpt_path=args.ckpt_path)
-    return losses.seen
+    return watch.seen.logged
 
 
 def look_at_checkpoint(out: Path) -> dict[str, Any]:
@@ -217,16 +207,16 @@ def follow(folder: str, values: dict[str, Any]) -> tuple[list[int], list[float]]
 
     warnings.filterwarnings("ignore")
     args = TrainingArguments(**{"use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 2, **values})
-    losses, evaluations = Losses(), Evaluations()
+    watch, evaluations = Watch(), Evaluations()
     files = {"validation_files": f"{folder}/validation.jsonl", "cache_dir": f"{folder}/cache"}
     data = args.data(f"{folder}/train.jsonl", characters(), SEQ_LENGTH, overrides=files)
-    more: list[Any] = [losses, evaluations]
+    more: list[Any] = [watch, evaluations]
     trainer = args.trainer(devices=1, plugins=LightningEnvironment(), callbacks=more, enable_model_summary=False)
     model = args.model(f"{folder}/model", seq_length=SEQ_LENGTH)
     trainer.fit(model, data, ckpt_path=args.ckpt_path)
     if values.get("do_eval"):
         assert "val_loss" in trainer.validate(model, data, verbose=False)[0]
-    return evaluations.steps, losses.seen
+    return evaluations.steps, watch.seen.logged
 
 
 OF_STEPS = {"max_steps": 14, "save_steps": 6, "save_total_limit": 3, "eval_strategy": "steps", "eval_steps": 5}

@@ -25,7 +25,7 @@ from lightning_mcore.parallel.groups import close_process_groups, open_process_g
 from tests.support.naive_attention import naive_attention, window
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("attention")]  # they share runs
 
 S, B, HEADS = 32, 2, 4
 SINKS = torch.tensor([-3.0, 0.0, 1.5, 4.0])

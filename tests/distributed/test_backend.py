@@ -25,7 +25,7 @@ from lightning_mcore.parallel.groups import close_process_groups, open_process_g
 from tests.parity.global_tensors import Slice, assemble, fill_weights, gradient_slices, spread
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("backend")]  # they share runs
 
 VOCAB_SIZE, S, B = 64, 16, 2
 TOLERANCE = 1e-5  # of the largest gradient of each tensor, fp32; measured: at most 2.0e-6

@@ -126,7 +126,7 @@ def train(run: Run, folder: str) -> dict[str, Any]:
         use_distributed_sampler=False,
         log_every_n_steps=1,
         limit_val_batches=3,
-        limit_test_batches=PERIOD // 2,
+        limit_test_batches=5,
         val_check_interval=20,
         num_sanity_val_steps=1,
         callbacks=[generate],

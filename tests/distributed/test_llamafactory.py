@@ -79,6 +79,7 @@ def test_a_line_of_flags_runs_without_the_switches_of_gpus(tmp_path: Path, capfd
     """The losses are those of the same keys without the switches; what changes numbers is refused."""
     file = write_run(tmp_path, QWEN3_MOE, "qwen3_moe")
     keys = {**yaml.safe_load(Path(file).read_text()), "max_steps": 2, "pipeline_model_parallel_size": 2}
+    keys["gradient_accumulation_steps"] = 2
     del keys["num_train_epochs"]
     kernels = {
         "additional_configs": '{"moe_permute_fusion": true, "attention_backend": "flash"}',
@@ -238,9 +239,9 @@ def shown_by_the_board(lines: list[str]) -> tuple[list[tuple[int, float]], str, 
 
 
 def test_the_log_is_that_of_llamafactory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """40 samples on one rank, 8 in a step: 5 steps are an epoch."""
-    keys = {**LLAMA3, "max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 8, "logging_steps": 2}
-    file = write_run(tmp_path, keys)
+    """20 samples on one rank, 4 of them to validate on and 4 in a step: 4 steps are an epoch."""
+    keys = {**LLAMA3, "max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 4, "logging_steps": 2}
+    file = write_run(tmp_path, keys, data=rows(20))
     assert run_all(1, file, "val_size=0.2", "eval_strategy=epoch", "eval_on_start=true", "plot_loss=true") == [0]
     lines = (tmp_path / "out" / "trainer_log.jsonl").read_text().splitlines()
     curve, label, percentage = shown_by_the_board(lines)
@@ -258,7 +259,7 @@ def test_the_log_is_that_of_llamafactory(tmp_path: Path, capfd: pytest.CaptureFi
         *("current_steps", "total_steps", "loss", "lr", "epoch", "percentage", "elapsed_time", "remaining_time")
     }
     assert "losses: " in capfd.readouterr().out
-    other = write_run(tmp_path / "other", {**keys, "logging_steps": 100})
+    other = write_run(tmp_path / "other", {**keys, "logging_steps": 100}, data=rows(20))
     assert run_all(1, other, "plot_loss=true") == [0]
     assert not (tmp_path / "other" / "out" / "trainer_log.jsonl").exists()
     assert not (tmp_path / "other" / "out" / "training_loss.png").exists()

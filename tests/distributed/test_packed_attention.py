@@ -24,7 +24,7 @@ from tests.distributed.test_attention import HEADS, SINKS, TOLERANCE, build, gro
 from tests.support.naive_attention import naive_packed_attention, split_packed, unsplit_packed, window
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("packed attention")]  # they share runs
 
 # boundaries and real lengths; in "short" all real tokens of the first sequence lie on rank 0
 PACKS: dict[str, tuple[list[int], list[int]]] = {

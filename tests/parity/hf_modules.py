@@ -18,6 +18,7 @@ from tests.support.hf_models import VOCAB_SIZE
 from tests.support.toy import make_trainer
 
 STEPS, ROWS = 4, 4
+NEW_TOKENS = 5
 RATE = 2.5e-4  # four steps of Adam move a weight by up to 1e-3
 Batch = dict[str, Tensor]
 _INPUTS = ("input_ids", "attention_mask")
@@ -284,7 +285,7 @@ class Writer(FineTuning):
         if self.ours:
             self.model.pipeline.chunks[0].register_forward_pre_hook(self._count, with_kwargs=True)
         prompts: Any = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "pad_token_id": 0}
-        self.written = self.model.generate(**prompts, max_new_tokens=8)
+        self.written = self.model.generate(**prompts, max_new_tokens=NEW_TOKENS)
         widths = list(self.widths)
         torch.manual_seed(self.global_rank)
         self.sampled = self.model.generate(**prompts, max_new_tokens=4, do_sample=True)

@@ -41,7 +41,7 @@ from tests.support.ranks import RanksFailedError, run_ranks
 from tests.support.thorough import thorough_but
 from tests.support.tiny import Recipe
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("fresh models")]  # they share runs
 
 SEED = 1234
 RECIPE = Recipe(steps=1, global_batch_size=4, token_weighted=True)

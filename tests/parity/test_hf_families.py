@@ -16,7 +16,7 @@ from tests.support.layouts import Layout
 from tests.support.ranks import RanksFailedError, run_ranks
 from tests.support.thorough import thorough_but
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("families")]  # they share runs
 
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe")
 DENSE = tuple(name for name in FAMILIES if name not in EXPERTS)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.hf_modules import KINDS, freeze_each, train, train_each, validate_in_parts, write_each
+from tests.parity.hf_modules import KINDS, NEW_TOKENS, freeze_each, train, train_each, validate_in_parts, write_each
 from tests.support.hf_models import read_tensors, tiny_folder
 from tests.support.ranks import RanksFailedError, run_ranks
 from tests.support.thorough import thorough_but
@@ -109,10 +109,10 @@ def test_generation_gives_the_tokens_of_transformers_on_every_layout() -> None:
     one = run_ranks(1, write_each, {model: (str(tiny_folder(model)), "auto") for model, _ in layouts.values()})[0]
     ranks = run_ranks(2, write_each, runs, timeout=120)
     for name, (model, _) in layouts.items():
-        expected, length = one[model][0], one[model][0].size(1) - 8
+        expected, length = one[model][0], one[model][0].size(1) - NEW_TOKENS
         for found in ranks:
             tokens, sampled, widths = found[name]
             assert torch.equal(tokens, expected), name
             assert torch.equal(sampled, ranks[0][name][1]) or name == "ep2", name
             if name not in ("cp2", "pp2-vp2"):  # no cache, and two calls for each token
-                assert widths == [length] + [1] * 7, name
+                assert widths == [length] + [1] * (NEW_TOKENS - 1), name

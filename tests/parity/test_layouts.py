@@ -26,7 +26,7 @@ from tests.support.ranks import run_ranks
 from tests.support.thorough import thorough_but
 from tests.support.tiny import Recipe, microbatches
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("layouts")]  # they share runs
 
 TOLERANCE = 1e-5
 

@@ -34,7 +34,7 @@ LAYOUTS = (
     Layout(moe=True, dp=2, pp=2, ep=2, distributed_optimizer=True, overlap=True),
 )
 WEIGHTINGS: dict[Precision, bool] = {"32-true": False, "bf16-mixed": True}  # whether losses are weighted by tokens
-BOTH_IN_FP32 = ("dp2", "tp2-sp-pp2", "moe-dp2-pp2-ep2-do-overlap")
+BOTH_IN_FP32 = ("dp2", "tp2-sp-pp2", "dp2-do-overlap")
 STAY = ("one", "tp2-sp", "pp2-vp2", "cp2", "dp2-do-overlap", "tied-pp2", "moe-dp2-pp2-ep2-do-overlap")
 
 

@@ -29,6 +29,7 @@ from tests.support.thorough import thorough_but
 
 pytestmark = [
     pytest.mark.distributed,
+    pytest.mark.xdist_group("adapters"),  # they share references
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT asks
     pytest.mark.filterwarnings(
         "ignore:The following rank_pattern keys did not match:RuntimeWarning"
@@ -150,7 +151,6 @@ LAYOUTS: dict[Layout, tuple[str, ...]] = {
         "one key head",
         "lengths of one key head",
         "all",
-        "patterns",
         "lengths",
         "lengths with biases",
         "latent attention",
@@ -159,8 +159,8 @@ LAYOUTS: dict[Layout, tuple[str, ...]] = {
         "output layer",
         "delta nets",
         *JOINED,
-        *ROUTERS,
-        *STACKED,
+        "gates",
+        "stacked experts",
     ),
     Layout(pp=2): ("all", "output layer", "some layers", "patterns", "embedding"),
     Layout(pp=2, vp=2): ("all", "some layers"),
@@ -169,7 +169,7 @@ LAYOUTS: dict[Layout, tuple[str, ...]] = {
     Layout(moe=True, tp=2, sp=True, ep=2, etp=1): (*STACKED, *ROUTERS),
     Layout(moe=True, dp=2, pp=2, ep=2): STACKED,
     Layout(tp=2, pp=2, sp=True): ("all", "shared expert"),
-    Layout(tp=2, cp=2, sp=True): ("all", "lengths", "stacked experts", "embedding", "gates"),
+    Layout(tp=2, cp=2, sp=True): ("all", "patterns", "lengths", *STACKED, "embedding", *ROUTERS),
 }
 
 

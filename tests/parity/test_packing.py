@@ -35,7 +35,7 @@ from tests.support.ranks import run_ranks
 from tests.support.thorough import thorough_but
 from tests.support.tiny import DELTA_NET, Recipe
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("packing")]  # they share runs
 
 TOLERANCE = 1e-5
 COUNTS_OWN_TOKENS = hasattr(multi_token_prediction, "process_mtp_loss")  # since 0.17

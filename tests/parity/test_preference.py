@@ -41,10 +41,11 @@ from tests.support.hf_models import VOCAB_SIZE, tiny_folder
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
 from tests.support.thorough import thorough_but
-from tests.support.toy import make_trainer
+from tests.support.toy import Watch, make_trainer
 
 pytestmark = [
     pytest.mark.distributed,
+    pytest.mark.xdist_group("preferences"),  # they share references
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT asks
 ]
 
@@ -462,32 +463,22 @@ def test_the_margin_of_kto_is_that_of_all_examples_though_each_microbatch_has_on
 # ---- the reference of a run
 
 
-class Losses(pl.Callback):
-    """Keeps the loss of each step."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.losses.append(float(trainer.callback_metrics["train_loss"]))
-
-
 def fit(folder: str, layout: Layout, cache: str, ckpt_path: str | None = None, **arguments: Any) -> list[float]:
     """Train over three batches, and keep a checkpoint after each; return the losses of the steps."""
     module = MCorePreference.from_pretrained(folder, seq_length=LENGTH, **arguments)
     keep = pl.callbacks.ModelCheckpoint(f"{cache}/kept", "{step}", save_top_k=-1, every_n_train_steps=1)
-    seen = Losses()
+    watch = Watch()
     trainer = make_trainer(
         MCoreStrategy(**layout.strategy_arguments),
         use_distributed_sampler=False,
         limit_val_batches=0,
         enable_checkpointing=True,
-        callbacks=[keep, seen],
+        callbacks=[keep, watch],
     )
     data = Data(cache, packed=False)
     data.batches = 3
     trainer.fit(module, data, ckpt_path=ckpt_path)
-    return seen.losses
+    return watch.seen.logged
 
 
 def runs_with_adapters(folder: str, other: str, cache: str) -> list[list[float]]:

@@ -20,15 +20,16 @@ from lightning_mcore.layers.quantized import NF4Weight, check_blocks
 from tests.distributed.test_lora import train, whole
 from tests.parity.hf_training import LENGTH, Seen, _mean, predict_and_step, text
 from tests.parity.test_lora import ATTENTION, Adapted, WatchedAdapters, _differences, _folders, _generator
-from tests.parity.test_preference import Data, Losses
+from tests.parity.test_preference import Data
 from tests.support.hf_models import save_tiny
 from tests.support.layouts import Layout
 from tests.support.ranks import RanksFailedError, run_ranks
 from tests.support.thorough import thorough_but
-from tests.support.toy import make_trainer
+from tests.support.toy import Watch, make_trainer
 
 pytestmark = [
     pytest.mark.distributed,
+    pytest.mark.xdist_group("adapters in 4 bits"),  # they share references
     pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT asks
 ]
@@ -39,7 +40,8 @@ LAYOUTS = (Layout(), Layout(tp=2, sp=True), Layout(tp=2, pp=2))
 @functools.cache
 def base() -> str:
     """A tiny model whose rows hold whole blocks on two ranks."""
-    return str(save_tiny("llama", Path(_folders().name) / "wide", hidden_size=256, intermediate_size=384))
+    sizes = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 384}
+    return str(save_tiny("llama", Path(_folders().name) / "wide", **sizes))
 
 
 @functools.cache
@@ -112,7 +114,7 @@ def test_rows_without_whole_blocks_are_refused_before_anything_is_built(tmp_path
 @functools.cache
 def experts() -> str:
     """A tiny model whose experts have rows of whole blocks."""
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64}
+    sizes = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64}
     return str(save_tiny("qwen3_moe", Path(_folders().name) / "experts", **sizes))
 
 
@@ -170,16 +172,16 @@ def prefer(folder: str, cache: str) -> dict[str, list[float]]:
         module = MCorePreference.from_pretrained(
             folder, seq_length=LENGTH, preference=setting, lora=lora, recipe=recipe
         )
-        course, data = Losses(), Data(f"{cache}/{case}", packed=False, case=case)
+        watch, data = Watch(), Data(f"{cache}/{case}", packed=False, case=case)
         data.batches = 2
         make_trainer(
             MCoreStrategy(tensor_model_parallel_size=2, sequence_parallel=True),
             use_distributed_sampler=False,
             limit_val_batches=0,
-            callbacks=[course],
+            callbacks=[watch],
         ).fit(module, data)
         assert any(isinstance(child, NF4Weight) for child in module.modules())
-        found[case] = course.losses
+        found[case] = watch.seen.logged
     return found
 
 

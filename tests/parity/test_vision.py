@@ -28,7 +28,7 @@ from tests.support.ranks import run_ranks
 from tests.support.toy import make_trainer
 from tests.support.vision_models import IMAGE_TOKEN, VIDEO_TOKEN, VOCAB_SIZE, joined, vision_batch, vision_folder
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("vision models")]  # they share runs
 
 LENGTH, PADDING = 48, 4
 LOGITS, LOSS, GRADIENT = 1e-4, 1e-5, 1e-4  # the first two absolute, the third of the greatest value of a tensor

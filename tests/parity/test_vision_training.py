@@ -22,7 +22,7 @@ from tests.support.ranks import run_ranks
 from tests.support.toy import Watch, make_trainer
 from tests.support.vision_models import joined, vision_batch, vision_folder
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("vision training")]  # they share runs
 
 LENGTH = 48
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -33,7 +33,7 @@ NOTHING: list[Any] = [[], []]
 IMAGES: list[list[Any]] = [[], [(1, 4, 4)], [(1, 2, 2), (1, 6, 4), (1, 2, 4)], [(1, 2, 2)] * 3 + [(1, 4, 6), (1, 2, 4)]]
 """The sizes of the images of each microbatch of a step."""
 
-STEPS = 10
+STEPS = 4
 LAYOUTS: dict[Layout, str] = {
     Layout(tp=2): "qwen3_vl",
     Layout(tp=2, sp=True): "qwen3_vl",
@@ -134,7 +134,7 @@ def on_one_rank(family: str, steps: int) -> tuple[list[float], dict[str, Tensor]
         for layout in LAYOUTS
     ],
 )
-def test_ten_steps_on_images_are_those_of_one_rank(layout: Layout) -> None:
+def test_steps_on_images_are_those_of_one_rank(layout: Layout) -> None:
     """And so are the first gradients of every weight, the tower's included; the images differ in number and size."""
     ranks = _compare(layout, LAYOUTS[layout], STEPS)
     if layout == Layout(tp=2, sp=True):

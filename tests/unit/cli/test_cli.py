@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``lightning-mcore``: every command is found, what is wrong is one sentence, and every option is reachable."""
 
+import contextlib
 import importlib
 import inspect
+import io
 import os
 import re
 import subprocess
@@ -23,6 +25,7 @@ from lightning_mcore import MCoreModule, MCoreStrategy, cli
 from lightning_mcore.cli import quick_checks
 from lightning_mcore.cli.command import run_command, sentence
 from lightning_mcore.cli.fit import SHORT_NAMES, TrainingCLI
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -155,15 +158,31 @@ def test_a_command_ends_with_a_sentence_and_a_code(
     assert run_command(lambda: 1) == 1
 
 
-@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["plan", "examples/configs/llama3_8b_bf16.yaml"]])
-def test_a_reader_that_has_read_enough_is_no_error(words: list[str]) -> None:
-    command = [sys.executable, "-m", "lightning_mcore.cli", *words]
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    command = [sys.executable, "-m", "lightning_mcore.cli", "--help"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize("words", [["plan", "--help"], ["plan", "examples/configs/llama3_8b_bf16.yaml"]])
+def test_a_command_whose_reader_has_read_enough_is_no_error(words: list[str]) -> None:
+    assert run_ranks(1, command_without_a_reader, words, open_group=False) == [(0, "")]
+
+
+def command_without_a_reader(words: list[str]) -> tuple[Any, str]:
+    """Run a command whose output nobody reads; return its exit code and what it complained about."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    sys.argv = ["lightning-mcore", *words]
+    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as end:
+        sys.exit(cli.console())
+    sys.stdout.flush()  # as at the end of a program
+    return end.value.code, said.getvalue()
 
 
 def test_a_connection_that_breaks_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
