@@ -29,6 +29,7 @@ GLOBAL_BALANCING_LOSS = "global_load_balancing_loss"
 Z_LOSS = "z_loss"
 """Names under which Megatron's routers record these losses."""
 
+_COUNTED = "_real_tokens"
 _FEW = 1e-9  # a count too small to change any other, whose square is not zero in fp32
 # Buffers that a cast of the model would make bf16, in which a count stops at 256.
 _COUNTERS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
@@ -77,13 +78,12 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
         # Two ranks with 60 and 40 real tokens have the shares 60 * 2 / 100 = 1.2 and 0.8: the z-loss becomes
         # (1.2 a + 0.8 b) / 2 = 0.6 a + 0.4 b, and with weighs_tokens both are multiplied by 100.
         ranks = self.tp_cp_group.size()
-        own: Tensor | int = logits.shape[0] * logits.shape[1] if padding_mask is None else (~padding_mask).sum()
-        total = own * ranks
+        own: Tensor | int = logits.shape[0] * logits.shape[1]
+        total: Tensor | int = own * ranks
         self.z_share, self.is_empty = 1, None
-        if isinstance(own, Tensor) and isinstance(total, Tensor):
+        if padding_mask is not None:
+            own, total = _real_tokens(padding_mask, self.tp_cp_group)
             if ranks > 1:
-                total = own.clone()
-                dist.all_reduce(total, group=self.tp_cp_group)
                 self.z_share = own * ranks / total.clamp(min=1)
             self.is_empty = total == 0
         self.balancing_scale = total if self.weighs_tokens else 1
@@ -154,6 +154,24 @@ class ExactRouter(TopKRouter):  # type: ignore[misc]  # megatron-core has no typ
             counter = getattr(self, name, None)
             if counter is not None and counter.dtype != torch.float32:
                 counter.data = counter.data.float()
+
+
+def _real_tokens(padding_mask: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Return the numbers of tokens without padding, on this rank and on all of ``group``; collective.
+
+    All layers of a microbatch get views of one mask, also when they are recomputed. The first layer counts, and leaves
+    the numbers on the mask's storage, which they share.
+    """
+    version = -1 if padding_mask.is_inference() else padding_mask._version
+    view = (version, padding_mask.shape, padding_mask.stride(), padding_mask.storage_offset())
+    counted: dict[Any, tuple[Tensor, Tensor]] = vars(padding_mask.untyped_storage()).setdefault(_COUNTED, {})
+    if view not in counted:
+        own = (~padding_mask).sum()
+        total = own.clone()
+        if group.size() > 1:
+            dist.all_reduce(total, group=group)
+        counted[view] = own, total
+    return counted[view]
 
 
 class ChoiceBiasRouter(ExactRouter):
