@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 
 from lightning_mcore.optimizer.loss_scale import AgreedGradScaler
 from lightning_mcore.optimizer.parts import clamp_gradients, follow_user_groups, parts_with_parameters
+from lightning_mcore.parallel.chunks import parameters_changed
 from lightning_mcore.parallel.groups import process_group
 
 Closure = Callable[[], Any]
@@ -140,6 +141,7 @@ class MCoreOptimizer(Optimizer):
         if arguments and not self.user_steps_alone:
             raise TypeError(f"step({', '.join(arguments)}) is not available: the step is Megatron's; leave them out")
         result = self._step(closure, arguments)
+        parameters_changed(self._chunks)
         self.user._opt_called = True  # type: ignore[attr-defined]  # or LR schedulers warn that it was never stepped
         return result
 

@@ -39,6 +39,7 @@ from lightning_mcore.parallel.stage_layers import check_uniform_recompute
 TAKES_FP32 = "takes_fp32"
 """An attribute of a layer that computes the same way if its own tensors are fp32 and its inputs are not."""
 
+_COMPLETE = "has_complete_parameters"  # an attribute of a wrapped chunk
 _T = TypeVar("_T")
 _OWNED_FIELDS = (
     "tensor_model_parallel_size",
@@ -347,13 +348,18 @@ def count_parameters(chunks: ModelChunks, layout: ParallelLayout) -> int:
 def synchronize_parameters(chunks: ModelChunks) -> None:
     """Gather parameters that are still sharded after an overlapped step; collective over the data-parallel ranks."""
     for chunk in chunks.ddp:
-        if chunk.use_forward_hook:
-            _remove_forward_hooks(chunk)
+        if chunk.use_forward_hook and not getattr(chunk, _COMPLETE, False):
             with torch.no_grad():
                 chunk.start_param_sync(force_sync=True)
                 if quantized := [weight for weight in chunk.parameters() if is_float8tensor(weight)]:
                     post_all_gather_processing(quantized)  # Megatron does this only if the forward pass gathers them
-            chunk.enable_forward_pre_hook()
+            setattr(chunk, _COMPLETE, True)
+
+
+def parameters_changed(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Record that an optimizer has stepped, so that parameters may be sharded again."""
+    for chunk in chunks:
+        setattr(chunk, _COMPLETE, False)
 
 
 def check_gradients(chunks: ModelChunks) -> None:
