@@ -6,28 +6,25 @@ A packed batch has b rows of s tokens. Its ``cu_seqlens`` and ``cu_seqlens_padde
 format: :func:`packed_sequences` turns the boundaries into that row's ``PackedSeqParams``.
 
 The torch backend, the checks here, Megatron's rotary embeddings and multi-token prediction need the boundaries as plain
-numbers, in every layer. Reading them from a GPU waits until it has finished its work. So the strategy keeps the numbers
-next to the tensors that it moves to the device (:func:`keep_boundaries_on_host`), and the torch backend's layers get a
-:class:`PackedSequences` of numbers and host tensors. TransformerEngine's kernels take device tensors
+numbers, in every layer. They are read where the host has them (``host_values.py``), and the torch backend's layers get
+a :class:`PackedSequences` of numbers and host tensors. TransformerEngine's kernels take device tensors
 (:meth:`PackedSequences.on`).
 
 Source: ``PackedSeqParams`` (megatron.core.packed_seq_params, 0.16.1 and 0.19.2); TransformerEngine's meaning of
 ``cu_seqlens_q_padded``: sequence ``i`` starts at ``padded[i]``, and its first ``cu[i + 1] - cu[i]`` tokens are real.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from lightning_mcore.layers.host_values import known_values
 from lightning_mcore.parallel.context import check_packed_offsets, packed_positions
 
 _BOUNDARIES = "_boundaries_on_the_host"
-_NUMBERS = "_numbers_on_the_host"
 OF_ROWS = ("cu_seqlens", "cu_seqlens_padded")
 """The boundaries in a packed batch."""
 _HAS_PAD_BETWEEN_SEQS = "pad_between_seqs" in {field.name for field in fields(PackedSeqParams)}  # 0.16 lacks it
@@ -66,28 +63,6 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron-core h
         return _of_tensors(padded, padded, self.boundaries)
 
 
-def keep_boundaries_on_host(moved: Any, on_host: Any) -> None:
-    """Keep a packed batch's boundaries on the host, next to the tensors that were moved to the device.
-
-    The strategy calls it after each transfer; anything but a packed batch is ignored.
-    """
-    if not isinstance(moved, Mapping) or not isinstance(on_host, Mapping):
-        return
-    for name in OF_ROWS:
-        source, target = on_host.get(name), moved.get(name)
-        if isinstance(source, Tensor) and isinstance(target, Tensor) and source.device.type == "cpu":
-            setattr(target, _NUMBERS, (_version(target), source.tolist()))
-
-
-def rows_between(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """Return rows ``start`` to ``stop - 1`` of a tensor, with the numbers that :func:`keep_boundaries_on_host` kept."""
-    rows = tensor[start:stop]
-    numbers = _kept_numbers(tensor)
-    if numbers is not None:
-        setattr(rows, _NUMBERS, (_version(rows), numbers[start:stop]))
-    return rows
-
-
 def packed_sequences(
     cu_seqlens: Tensor, cu_seqlens_padded: Tensor, row_length: int, context_parallel_size: int = 1
 ) -> PackedSequences:
@@ -105,9 +80,11 @@ def packed_sequences(
             f"cu_seqlens has shape {list(cu_seqlens.shape)} and cu_seqlens_padded {list(cu_seqlens_padded.shape)}; "
             "give both as [rows, sequences + 1]"
         )
-    real_rows, padded_rows = _kept_numbers(cu_seqlens), _kept_numbers(cu_seqlens_padded)
-    if real_rows is None or padded_rows is None:
+    known_real, known_padded = known_values(cu_seqlens), known_values(cu_seqlens_padded)
+    if known_real is None or known_padded is None:
         real_rows, padded_rows = torch.stack((cu_seqlens, cu_seqlens_padded)).tolist()
+    else:
+        real_rows, padded_rows = known_real.tolist(), known_padded.tolist()
     offsets, lengths = [0], []
     for row, (real, padded) in enumerate(zip(real_rows, padded_rows, strict=True)):
         _check_row(row, real, padded, row_length, context_parallel_size)
@@ -176,17 +153,6 @@ def _of_tensors(real: Tensor, padded: Tensor, boundaries: Boundaries) -> PackedS
     if _HAS_PAD_BETWEEN_SEQS:
         packed.pad_between_seqs = real is not padded and boundaries.has_padding
     return packed
-
-
-def _kept_numbers(tensor: Tensor) -> list[list[int]] | None:
-    """Return the values that :func:`keep_boundaries_on_host` stored, if the tensor has not changed since."""
-    version, numbers = getattr(tensor, _NUMBERS, (None, None))
-    return numbers if version == _version(tensor) else None
-
-
-def _version(tensor: Tensor) -> int:
-    """Return a number that grows when the tensor is changed in place; -1 if torch does not count changes."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _check_row(row: int, real: list[int], padded: list[int], row_length: int, context_parallel_size: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lightning_mcore.layers.host_values import host_values, send
 from lightning_mcore.layers.inputs import IGNORED_LABEL
 from lightning_mcore.parallel.context import split_for_context_parallel
 
@@ -26,6 +27,7 @@ class PaddedRows:
     starts: Tensor | None  # [b], column of each row's first token; None if all are 0
     lengths: Tensor | None  # [b]; None if no row has padding
     length: int  # s, rounded up to a multiple that the layout needs
+    real: Tensor | None = None  # [b, s] bool on the host: True for a token; None if no row has padding
 
     @classmethod
     def of(
@@ -36,7 +38,7 @@ class PaddedRows:
         multiple: int,
         is_relative: bool = True,
     ) -> "PaddedRows":
-        """Read a batch's padding; waits for the device if a mask or positions are given.
+        """Read a batch's padding; waits for the device if the host does not know the mask or the positions.
 
         ``attention_mask`` is [b, s], 1 for a token and 0 for padding; ``position_ids`` [b, s] or [1, s].
         ``is_relative`` says that only differences of positions matter, so that a row may begin with any. Raises
@@ -58,12 +60,13 @@ class PaddedRows:
                 f"attention_mask has the shape {list(attention_mask.shape)}, but only a padding mask of the shape of"
                 f" input_ids, {list(self.shape)}, is supported; give 1 for a token and 0 for padding"
             )
-        seen = attention_mask != 0
+        mask, device = host_values(attention_mask), attention_mask.device
+        seen = mask != 0
         lengths = seen.sum(dim=1)
         starts = seen.int().argmax(dim=1)
-        columns = torch.arange(self.shape[1], device=seen.device)
+        columns = torch.arange(self.shape[1])
         expected = (columns >= starts[:, None]) & (columns < (starts + lengths)[:, None])
-        wrong = (seen != expected).any() | ((attention_mask != 0) & (attention_mask != 1)).any()
+        wrong = (seen != expected).any() | ((mask != 0) & (mask != 1)).any()
         is_wrong, is_moved, is_padded = torch.stack(
             [wrong, (starts > 0).any(), (lengths < self.shape[1]).any()]
         ).tolist()
@@ -72,19 +75,26 @@ class PaddedRows:
                 "attention_mask is not a padding mask: a row has a 0 between tokens, or a value besides 0 and 1; pad"
                 " rows on the left or on the right only"
             )
-        return replace(self, starts=starts if is_moved else None, lengths=lengths if is_padded else None)
+        return replace(
+            self,
+            starts=send(starts, device) if is_moved else None,
+            lengths=send(lengths, device) if is_padded else None,
+            real=seen if is_padded else None,
+        )
 
     def _check_positions(self, position_ids: Tensor, is_relative: bool) -> None:
-        positions = position_ids.expand(self.shape)
+        positions = host_values(position_ids).expand(self.shape)
         steps = positions.diff(dim=1) == 1
-        if self.tokens is not None:
-            steps = steps | ~(self.tokens[:, 1:] & self.tokens[:, :-1])
+        if self.real is not None:
+            steps = steps | ~(self.real[:, 1:] & self.real[:, :-1])
         if not bool(steps.all()):
             raise ValueError(
                 "position_ids do not count up by one along the tokens of a row, and other positions are not supported;"
                 " leave position_ids out"
             )
-        first = positions[:, :1] if self.starts is None else positions.gather(1, self.starts[:, None])
+        first = positions[:, :1]
+        if self.real is not None:
+            first = positions.gather(1, self.real.int().argmax(dim=1, keepdim=True))
         if not is_relative and bool(first.any()):
             raise ValueError(
                 "position_ids do not begin with 0 at the first token of a row, and other positions are not supported"
@@ -128,9 +138,9 @@ class PaddedRows:
                 f"labels have the shape {list(labels.shape)} and input_ids {list(self.shape)}; give one for each token"
             )
         targets = functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
-        if self.tokens is None:
+        if self.tokens is None or self.real is None:
             return targets
-        if bool(((labels != IGNORED_LABEL) & ~self.tokens).any()):
+        if bool(((host_values(labels) != IGNORED_LABEL) & ~self.real).any()):
             raise ValueError(
                 "labels has targets where attention_mask is 0, which would train on padding; set them to"
                 f" {IGNORED_LABEL}"

@@ -28,8 +28,12 @@ def vocab_parallel_argmax(logits: Tensor, vocab_size: int, tp_group: dist.Proces
     """
     first = tp_group.rank() * logits.size(-1)
     real = min(max(vocab_size - first, 0), logits.size(-1))
-    padding = torch.arange(logits.size(-1), device=logits.device) >= real
-    value, index = logits.float().masked_fill(padding, float("-inf")).max(dim=-1)
+    if real:
+        value, index = logits[..., :real].max(dim=-1)  # no copy of the logits
+        value = value.float()
+    else:  # this rank has only padding
+        value = logits.new_full(logits.shape[:-1], float("-inf"), dtype=torch.float32)
+        index = torch.zeros_like(value, dtype=torch.int64)
     values, indices = _gather(value, tp_group), _gather(index + first, tp_group)
     return indices.gather(0, values.argmax(dim=0, keepdim=True))[0]
 

@@ -30,6 +30,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mcore.config.vision import Vision
+from lightning_mcore.layers.host_values import host_values, known_values, send
 from lightning_mcore.layers.inputs import ModelInputs
 from lightning_mcore.layers.multi_token import MultiTokenGPT
 from lightning_mcore.layers.multimodal_rotary import MultimodalRotary, positions_in_row
@@ -41,7 +42,8 @@ class VisionInputs(ModelInputs):
     """A rank's share of a batch with images; ``cp`` is rank and size of the context-parallel group."""
 
     rope_positions: Tensor  # [3, b, s / cp] int64: time, height and width of each token
-    vision_rows: Tensor  # [b, s / cp]: the row of the tower's outputs that replaces the token; -1 for text
+    # [b, s / cp], on the host if it knows them: the row of the tower's outputs that replaces the token; -1 for text
+    vision_rows: Tensor
     patches: Tensor | None  # [n, values of a patch]; None without images, and on stages without the tower
     vision_grids: Tensor | None  # [images and videos, 3], in patches
     cp: tuple[int, int]
@@ -50,13 +52,14 @@ class VisionInputs(ModelInputs):
     def of_batch(cls, inputs: ModelInputs, batch: dict[str, Tensor], cp_rank: int, cp_size: int) -> "VisionInputs":
         """Add the entries of ``data/multimodal.py``, split for this rank; without them, all tokens are text."""
         shape = inputs.tokens.shape
-        positions, rows = batch.get("rope_positions"), batch.get("vision_rows")
+        positions, rows = batch.get("rope_positions"), batch.get("vision_rows", torch.full(shape, -1))
+        known = known_values(rows)
         if positions is None:
             positions = inputs.position_ids[..., None].expand(-1, -1, 3)
         return cls(
             **{each.name: getattr(inputs, each.name) for each in fields(inputs)},
             rope_positions=positions.reshape(*shape, 3).permute(2, 0, 1),
-            vision_rows=torch.full_like(inputs.tokens, -1) if rows is None else rows.reshape(shape),
+            vision_rows=(rows if known is None else known).reshape(shape),
             patches=batch.get("patches"),
             vision_grids=batch.get("vision_grids"),
             cp=(cp_rank, cp_size),
@@ -83,20 +86,21 @@ class VisionInputs(ModelInputs):
 
 def with_own_images(part: dict[str, Tensor], seen: dict[str, Tensor], vision: Vision) -> dict[str, Tensor]:
     """Return some rows of a batch, ``part``, with their own images and videos from the whole batch, ``seen``."""
-    grids, rows = seen["vision_grids"], part["vision_rows"]
-    tokens = [vision.tokens_of((time, height, width)) for time, height, width in grids.tolist()]
-    image = torch.arange(len(tokens), device=rows.device)
-    image = image.repeat_interleave(torch.tensor(tokens, device=rows.device))
-    is_here = torch.zeros(len(tokens), dtype=torch.bool, device=rows.device)
+    grids, rows = host_values(seen["vision_grids"]), host_values(part["vision_rows"])
+    device = part["vision_rows"].device
+    tokens = torch.tensor([vision.tokens_of((time, height, width)) for time, height, width in grids.tolist()])
+    image = torch.arange(len(tokens)).repeat_interleave(tokens)
+    is_here = torch.zeros(len(tokens), dtype=torch.bool)
     is_here[image[rows[rows >= 0]]] = True
     if not is_here.any():
         return part
     numbers = is_here[image].cumsum(0) - 1
+    patches = is_here.repeat_interleave(grids.prod(1)).nonzero().flatten()
     return {
         **part,
-        "vision_rows": torch.where(rows >= 0, numbers[rows.clamp(min=0)], -1),
-        "vision_grids": grids[is_here],
-        "patches": seen["patches"][is_here.repeat_interleave(grids.prod(1))],
+        "vision_rows": send(torch.where(rows >= 0, numbers[rows.clamp(min=0)], -1), device),
+        "vision_grids": send(grids[is_here], device),
+        "patches": seen["patches"].index_select(0, send(patches, device)),
     }
 
 
@@ -136,7 +140,7 @@ class VisionTower(nn.Module):
         """
         if patches is None or grids is None:
             return self._see(*self._blank())
-        group = process_group("tp_cp")
+        group, grids = process_group("tp_cp"), host_values(grids)
         if group.size() == 1:
             return self._see(patches, grids)
         frames = [(1, height, width) for count, height, width in grids.tolist() for _ in range(count)]
@@ -144,7 +148,7 @@ class VisionTower(nn.Module):
         shares = share_out([self._vision.load_of(size) for size in sizes], group.size())
         own, parts = shares[group.rank()], torch.split(patches, sizes)
         if own:
-            own_grids = grids.new_tensor([frames[frame] for frame in own])
+            own_grids = torch.tensor([frames[frame] for frame in own])
             seen = self._see(torch.cat([parts[frame] for frame in own]), own_grids)
         else:
             seen = self._see(*self._blank())
@@ -152,18 +156,20 @@ class VisionTower(nn.Module):
         most = max(sum(tokens[frame] for frame in share) for share in shares)
         padded = functional.pad(seen, (0, 0, 0, 0, 0, most - len(seen)))
         gathered: Tensor = tensor_parallel.gather_from_sequence_parallel_region(padded, group=group)
-        return gathered.index_select(0, _places(shares, tokens, most).to(gathered.device))
+        return gathered.index_select(0, send(_places(shares, tokens, most), gathered.device))
 
     def _see(self, patches: Tensor, grids: Tensor) -> Tensor:
+        """Return the tower's outputs; ``grids`` are on the host, where the tower reads them."""
         with torch.set_grad_enabled(self.learns):
-            output = self.tower(patches, grid_thw=grids, return_dict=True)
+            known = _known_indices(self.tower, grids, patches.device)
+            output = self.tower(patches, grid_thw=grids, return_dict=True, **known)
             return torch.stack([output.pooler_output, *(getattr(output, "deepstack_features", None) or ())], dim=1)
 
     def _blank(self) -> tuple[Tensor, Tensor]:
         """Return the smallest image's patches and size."""
         weight: Tensor = self.tower.patch_embed.proj.weight  # type: ignore[union-attr, assignment]
         side = self._vision.config["spatial_merge_size"]
-        grids = torch.tensor([[1, side, side]], device=weight.device)
+        grids = torch.tensor([[1, side, side]])
         return weight.new_zeros(side * side, weight[0].numel()), grids
 
     def _apply(self, fn: Any, recurse: bool = True) -> "VisionTower":
@@ -173,6 +179,38 @@ class VisionTower(nn.Module):
         for name, table in self.named_buffers():
             table.data = tables[name].to(table.device)
         return self
+
+
+def _known_indices(tower: Any, grids: Tensor, device: torch.device) -> dict[str, Any]:
+    """Return what a tower would compute from the sizes of images, on the device where its layers need it there.
+
+    On the device it would wait for each image. Source: the towers' ``forward`` and ``vision_utils`` (transformers 5.19
+    and 5.24), which take these tensors as arguments.
+    """
+    from transformers import vision_utils
+    from transformers.utils.generic import is_flash_attention_requested
+
+    merge: int = tower.spatial_merge_size
+    sent = {"position_ids": vision_utils.get_vision_position_ids(grids, merge)}
+    kept: dict[str, Any] = {}
+    if hasattr(tower, "num_grid_per_side"):  # Qwen3-VL
+        sent["interp_indices"], sent["interp_weights"] = vision_utils.get_vision_interpolation_indices_and_weights(
+            grids,
+            num_grid_per_side=tower.num_grid_per_side,
+            mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners,
+            spatial_merge_size=merge,
+        )
+    if hasattr(tower, "window_size"):  # Qwen2.5-VL
+        sent["window_index"], kept["cu_window_seqlens"] = vision_utils.get_vision_window_index(
+            grids, merge, tower.window_size, tower.patch_size
+        )
+    if is_flash_attention_requested(tower.config):  # other attention splits the sequences on the host
+        sent["cu_seqlens"], kept["max_seqlen"] = vision_utils.get_vision_attention_seqlens(grids, tower.config)
+        if "cu_window_seqlens" in kept:
+            sent["cu_window_seqlens"] = kept.pop("cu_window_seqlens")
+            kept["max_window_seqlen"] = int(sent["cu_window_seqlens"].diff().max())
+    return {**{name: send(values, device) for name, values in sent.items()}, **kept}
 
 
 def share_out(loads: Sequence[int], ranks: int) -> list[list[int]]:
@@ -241,9 +279,10 @@ class VisionGPT(MultiTokenGPT):
         """
         self.rotary_pos_emb.positions = rope_positions
         if self.pre_process and (patches is not None or self.vision.learns):
-            rows = self._own_rows(vision_rows).flatten()
+            rows, device = self._own_rows(vision_rows).flatten(), args[0].device
             places = (rows >= 0).nonzero().flatten()
-            seen = self.vision(patches, vision_grids).index_select(0, rows[places])
+            seen = self.vision(patches, vision_grids).index_select(0, send(rows[places], device))
+            places = send(places, device)
             self._seen = places, seen[:, 0]
             if seen.size(1) > 1:
                 kwargs["extra_block_kwargs"] = {"context": seen[:, 1:], "context_mask": places}

@@ -21,7 +21,9 @@ from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.rules.model import LossNormalization
 from lightning_mcore.config.vision import LANGUAGE_MODEL, PARTS, Vision
 from lightning_mcore.data.multimodal import INPUTS, with_vision
+from lightning_mcore.layers.host_values import known_values, note_values
 from lightning_mcore.layers.inputs import ModelInputs
+from lightning_mcore.layers.packed_sequences import OF_ROWS
 from lightning_mcore.layers.spec import TransformerImpl
 from lightning_mcore.layers.vision import VisionGPT, VisionInputs, with_own_images
 from lightning_mcore.layers.vision_weights import tower_flops_per_token
@@ -32,6 +34,7 @@ from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.stage_layers import layers_of_first_chunk
 
 _OF_THE_TOWER = ("patches", "vision_grids")  # entries of a batch that do not belong to tokens
+_WHERE = ("vision_rows", *OF_ROWS)  # which tokens are of images, and in which sequence
 
 
 class MCoreVisionGPT(MCoreGPT):
@@ -209,7 +212,12 @@ class MCoreVisionGPT(MCoreGPT):
     def shard_context(self, batch: Batch) -> Batch:
         """Return this context-parallel rank's share of a batch's tokens, and all of its images."""
         of_tokens, seen = _parts(batch)
-        return {**super().shard_context(of_tokens), **seen}
+        part = super().shard_context(of_tokens)
+        on_host = {name: known_values(value) for name, value in of_tokens.items() if name in _WHERE}
+        if "vision_rows" in on_host and None not in on_host.values():
+            on_host["tokens"] = on_host["vision_rows"]  # which the base class measures
+            note_values(part["vision_rows"], super().shard_context(on_host)["vision_rows"])
+        return {**part, **seen}
 
     def model_inputs(self, batch: Batch) -> ModelInputs:
         """Return the model's inputs for a batch, or for this context-parallel rank's share of one.

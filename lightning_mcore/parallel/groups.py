@@ -201,6 +201,15 @@ def model_copy_group() -> dist.ProcessGroup:
     return group
 
 
+def any_of_copy(own: bool) -> bool:
+    """Return whether ``own`` is true on some rank of this model copy; collective over them, on the host."""
+    if process_group("dp").size() == dist.get_world_size():
+        return own
+    flag = torch.tensor([int(own)])
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=model_copy_group())
+    return bool(flag.item())
+
+
 def collectives_issued() -> dict[str, int]:
     """Return how many collectives this rank has issued in each of its groups of several ranks, by group name.
 

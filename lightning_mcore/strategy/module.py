@@ -27,6 +27,7 @@ from lightning_mcore.checkpoint.single_file import checked_file
 from lightning_mcore.checkpoint.weights import build_from_checkpoint, hyper_parameters_of, load_weights, refuse_code
 from lightning_mcore.config.layout import ModelShape, ParallelLayout
 from lightning_mcore.config.rules.model import LossNormalization, check_normalization
+from lightning_mcore.layers.host_values import rows_between
 from lightning_mcore.layers.inputs import (
     ModelInputs,
     is_packed,
@@ -34,7 +35,6 @@ from lightning_mcore.layers.inputs import (
     split_packed_batch,
 )
 from lightning_mcore.layers.losses import sample_mean, token_mean
-from lightning_mcore.layers.packed_sequences import rows_between
 from lightning_mcore.layers.session import SingleModelSession, single_process
 from lightning_mcore.parallel.context import split_for_context_parallel
 from lightning_mcore.parallel.groups import (
@@ -46,6 +46,8 @@ from lightning_mcore.parallel.groups import (
 )
 from lightning_mcore.parallel.pipeline import ChunkFactory, Pipeline, PipelineHost
 from lightning_mcore.strategy.outputs import join_outputs
+
+_LOGITS_AT_ONCE = 2**24
 
 
 class MCoreModule(pl.LightningModule):
@@ -328,12 +330,20 @@ class MCoreModule(pl.LightningModule):
         """
         pipeline = self._pipeline_of_step()
         chunk: Any = pipeline.chunks[pipeline.is_last.index(True)]
-        # Megatron's loss takes [s, b, v]. With b = 1, the transposed logits are contiguous, so this does not copy.
-        turned = logits.transpose(0, 1).contiguous()
-        if turned.data_ptr() == logits.data_ptr() and chunk.config.cross_entropy_loss_fusion:
-            turned = turned.clone()  # TransformerEngine's fused loss writes gradients over it
-        losses: Tensor = chunk.compute_language_model_loss(inputs.labels, turned)
-        return losses
+        assert inputs.labels is not None, "losses need labels"
+        # Without gradients, positions go through it in groups, because it needs a copy of their logits. Of 4096
+        # positions with 16384 logits each (128k / tp=8), 1024 go at once: 64 MiB in fp32 instead of 256.
+        rows, length, columns = logits.shape
+        group = length if torch.is_grad_enabled() else max(_LOGITS_AT_ONCE // (rows * columns), 1)
+        found: list[Tensor] = []
+        for start in range(0, length, group):
+            part = logits[:, start : start + group]
+            # Megatron's loss takes [s, b, v]. With b = 1, the transposed logits are contiguous, so this does not copy.
+            turned = part.transpose(0, 1).contiguous()
+            if turned.data_ptr() == part.data_ptr() and chunk.config.cross_entropy_loss_fusion:
+                turned = turned.clone()  # TransformerEngine's fused loss writes gradients over it
+            found.append(chunk.compute_language_model_loss(inputs.labels[:, start : start + group], turned))
+        return torch.cat(found, dim=1) if len(found) > 1 else found[0]
 
     def model_inputs(self, batch: dict[str, Tensor]) -> ModelInputs:
         """Return the model's inputs for a batch, or for this context-parallel rank's share of one.

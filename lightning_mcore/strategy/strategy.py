@@ -45,8 +45,8 @@ from torch import Tensor
 from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.text import human
+from lightning_mcore.layers.host_values import keep_on_host
 from lightning_mcore.layers.metrics import sum_tokens_seen
-from lightning_mcore.layers.packed_sequences import keep_boundaries_on_host
 from lightning_mcore.layers.spec import attention_environment_restored
 from lightning_mcore.optimizer.factory import configure_optimizers, make_optimizer
 from lightning_mcore.optimizer.megatron import MCoreOptimizer, optimizer_after_run
@@ -425,13 +425,13 @@ class MCoreStrategy(DDPStrategy):
         return batch
 
     def _move_to_device(self, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
-        """Move a batch as Lightning does; the boundaries of packed sequences also stay on the host."""
+        """Move a batch as Lightning does; the host still knows its whole numbers."""
         moved = super().batch_to_device(batch, device, dataloader_idx)
         # Unless a user's hook may have changed them. Lightning's selector finds its owner: the module or datamodule.
         hooks = self._module.trainer._data_connector._datahook_selector
         changing = ("transfer_batch_to_device", "on_after_batch_transfer")
         if hooks is not None and not any(is_overridden(name, hooks.get_instance(name)) for name in changing):
-            keep_boundaries_on_host(moved, batch)
+            keep_on_host(moved, batch)
         return moved
 
     @stop_iteration_is_an_error

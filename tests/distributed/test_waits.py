@@ -39,12 +39,15 @@ PACKAGES = {str(Path(package.__file__).parent): package.__name__ for package in 
 ON_THE_HOST = (  # in this file, or in this function of it: the tensor is never on the device
     "torch/optim/",  # counters of steps, on a GPU on the device and not read
     "layers/inputs.py",  # batches before they are moved
+    "data/multimodal.py",
+    "layers/vision.py _known_indices",  # sizes of images, on the host
     "parallel/groups.py random_state_of_stage",
     "parallel/stage_shapes.py",  # messages between hosts
     "tensor_parallel/random.py",
 )
 OF_EXPERTS = "megatron.core/transformer/moe/"  # on the CPU they multiply one by one, so their sizes are read
 COPIES = (torch.tensor, torch.as_tensor)  # not those of the CPU runtime, which replaces the names
+NEW = (torch.arange, torch.full, torch.ones, torch.zeros)
 STEP = "the optimizer has stepped"
 
 
@@ -62,6 +65,10 @@ class Waits(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function is Tensor.detach and sys._getframe(1).f_code.co_name == "keep_on_host":
+            return function(*args, **kwargs).as_subclass(OnHost)
+        if function is Tensor.to and isinstance(args[0], OnHost) and "device" in str(args[1:]):
+            return function(*args, **kwargs).as_subclass(Tensor)
         if function in (Tensor.tolist, Tensor.numpy, Tensor.cpu):
             self.note(args[0])
         elif function in (Tensor.__getitem__, Tensor.__setitem__):
@@ -74,7 +81,12 @@ class Waits(TorchFunctionMode):
             if not kwargs.get("device"):
                 return function(*args, **kwargs).as_subclass(OnHost)
             self.note()
-        return function(*args, **kwargs)
+        elif function in NEW and not kwargs.get("device"):
+            return function(*args, **kwargs).as_subclass(OnHost)
+        result = function(*args, **kwargs)
+        if isinstance(result, OnHost) and any(isinstance(a, Tensor) and not isinstance(a, OnHost) for a in args):
+            return result.as_subclass(Tensor)  # a number of the host changes a tensor of the device
+        return result
 
     def note(self, tensor: Tensor | None = None) -> None:
         """Add the innermost file of a known package, unless it reads what is on the host in any case."""
@@ -103,7 +115,10 @@ class WaitsOfOperators(TorchDispatchMode):
         self.waits = waits
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function._schema.name.removeprefix("aten::") in self.WAITING:
+        name = function._schema.name.removeprefix("aten::")
+        is_set = name in ("index_put", "index_put_") and args[2].numel() > 1  # one number is filled in
+        masks = args[1] if name == "index" or is_set else ()
+        if name in self.WAITING or any(mask is not None and mask.dtype == torch.bool for mask in masks):
             self.waits.note(args[0])
         return function(*args, **(kwargs or {}))
 
@@ -260,6 +275,12 @@ USUAL = [*DECISION, STEP, LOGS]
 # ranks, layout, module and the waits of a step
 MODULES: dict[str, tuple[int, dict[str, Any], Any, list[str]]] = {
     "without-shapes-pp2": (2, PP2, without_shapes, USUAL),
+    "vision": (1, {}, seeing, USUAL),
+    "vision-tp2-sp": (2, TP2, seeing, USUAL),
+    "vision-cp2": (2, {"context_parallel_size": 2}, seeing, USUAL),
+    "hf-masks": (1, {}, with_masks, USUAL),
+    "hf-masks-pp2": (2, PP2, with_masks, USUAL),
+    "preference": (1, {"micro_batch_size": 2}, preferring, USUAL),
     "plain": (1, {}, plain, [STEP]),  # not clipped, and Lightning logs it
     "plain-dp2-do": (2, {"use_distributed_optimizer": True}, plain, [*DECISION, STEP]),
 }

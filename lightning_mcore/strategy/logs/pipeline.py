@@ -29,7 +29,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_mcore.parallel.groups import from_last_stage, process_group
+from lightning_mcore.parallel.groups import any_of_copy, from_last_stage, process_group
 from lightning_mcore.strategy.attributes import attributes_set
 from lightning_mcore.strategy.logs.evaluation import metrics_unchanged
 from lightning_mcore.strategy.logs.override import log_replaced_by
@@ -201,6 +201,10 @@ class PipelineLogs:
             share = counted / process_group("cp").size()  # every rank has counted complete sequences
             self._add(_Name(what, {"sync_dist": True}, "sum", torch.float64), share, 1.0)
         self._counted = {} if over_copies else self._counted
+        # A forward pass that has never logged anything, such as that of a reference model, asks over the hosts' network
+        # whether any rank has now, instead of waiting for the GPU. All ranks know the same names.
+        if not known and not any_of_copy(bool(self._entries or self._changed or self._error)):
+            return None
         packed = self._from_last_stage(known, over_copies, bool(self._new_names(known)) or self._error is not None)
         self._unread = _Unread(place, over_copies, packed, HostCopy(packed), self._module._current_fx_name)
         loss = packed[1, 0].float() if over_copies else None

@@ -9,14 +9,13 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from lightning_mcore.layers.host_values import keep_on_host, rows_between
 from lightning_mcore.layers.packed_sequences import (
     Boundaries,
     PackedSequences,
     all_real,
     boundaries_of,
-    keep_boundaries_on_host,
     packed_sequences,
-    rows_between,
     split_packed_rows,
 )
 from lightning_mcore.parallel.context import sequence_of_tokens
@@ -123,9 +122,13 @@ def test_a_batch_is_read_from_the_device_once(monkeypatch: pytest.MonkeyPatch) -
 def test_numbers_kept_on_the_host_are_not_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = packed_sequences(REAL, PADDED, ROW)
     batch = {"cu_seqlens": REAL.clone(), "cu_seqlens_padded": PADDED.clone()}
-    keep_boundaries_on_host(batch, {"cu_seqlens": REAL, "cu_seqlens_padded": PADDED})
+    keep_on_host(batch, {"cu_seqlens": REAL, "cu_seqlens_padded": PADDED})
     second = {name: rows_between(tensor, 1, 2) for name, tensor in batch.items()}
-    for name in ("tolist", "item", "__int__", "__bool__", "__index__"):
+    of_device, tolist = {id(tensor) for tensor in (*batch.values(), *second.values())}, Tensor.tolist
+    monkeypatch.setattr(
+        Tensor, "tolist", lambda tensor: pytest.fail("read") if id(tensor) in of_device else tolist(tensor)
+    )
+    for name in ("item", "__int__", "__bool__", "__index__"):
         monkeypatch.setattr(Tensor, name, lambda *_: pytest.fail("read from the device"))
 
     assert packed_sequences(*batch.values(), ROW).boundaries == expected.boundaries
@@ -134,7 +137,7 @@ def test_numbers_kept_on_the_host_are_not_read_from_the_device(monkeypatch: pyte
 
 def test_a_tensor_that_was_changed_is_read_again() -> None:
     batch = {"cu_seqlens": REAL.clone(), "cu_seqlens_padded": PADDED.clone()}
-    keep_boundaries_on_host(batch, {"cu_seqlens": REAL, "cu_seqlens_padded": PADDED})
+    keep_on_host(batch, {"cu_seqlens": REAL, "cu_seqlens_padded": PADDED})
     batch["cu_seqlens"][0, 1] -= 1
 
     assert packed_sequences(*batch.values(), ROW).boundaries.lengths[:2] == (4, 16)
