@@ -175,7 +175,9 @@ def test_hardware_flops_add_what_is_recomputed() -> None:
     assert core.hardware_flops - core.model_flops == pytest.approx(4 * 64 / 2 * 2 * 2 * 32 * 128)
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_moe_experts": 4, "moe_router_topk": 1}, LATENT])
+@pytest.mark.parametrize(
+    "changes", [{}, {"num_moe_experts": 4, "moe_router_topk": 1, "moe_router_pre_softmax": True}, LATENT]
+)
 def test_adapters_cost_as_much_on_ranks_as_in_the_model(changes: dict[str, object]) -> None:
     arguments = {**GPT, "transformer": {**GPT["transformer"], **changes}}  # type: ignore[dict-item]
     arguments["lora"] = {"r": 4, "modules_to_save": ["lm_head"]}

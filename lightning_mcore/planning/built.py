@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parameters of the real model: one layer of each kind, built by ``MCoreGPT`` on PyTorch's meta device.
+
+A meta tensor has a shape and no memory, so the model may be of any size. It is built as on one rank, with one of its
+experts; what ranks share is known from the marks that Megatron puts on parameters, by which it also sums gradients and
+norms. ``parameters.py`` lays the tensors out on ranks.
+
+Megatron asks its process groups for sizes while it builds. :func:`alone` answers 1 for all of them, whatever groups
+this process may have, and they are as before afterwards.
+"""
+
+import contextlib
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+from lightning_mcore.checkpoint.model_state import sharded_tensors
+from lightning_mcore.checkpoint.optimizer_state import pieces_of
+from lightning_mcore.config.rules.model import KERNELS, NEEDS_CUDA, NEEDS_TRANSFORMER_ENGINE, TORCH_BACKEND_VALUES
+from lightning_mcore.hf.weight_map import held_rectangle
+from lightning_mcore.models.gpt import MCoreGPT
+from lightning_mcore.models.preference import MCorePreference
+from lightning_mcore.parallel.chunks import ModelChunks
+from lightning_mcore.parallel.cpu_runtime import cpu_runtime
+from lightning_mcore.planning.model import GPTFields
+
+_OF_THE_RUN = {*KERNELS, *NEEDS_CUDA, *NEEDS_TRANSFORMER_ENGINE, *TORCH_BACKEND_VALUES}
+_OF_LAYERS = (
+    *("num_layers_", "account_for_", "recompute_", "moe_layer_recompute", "distribute_saved"),
+    *("no_rope_freq", "window_attn_skip_freq"),
+)
+"""How the names of fields begin that divide the layers or have a value for each, but add no parameters."""
+
+
+@dataclass(frozen=True)
+class ParameterTensor:
+    """Parameters of one kind and size."""
+
+    name: str  # in a checkpoint; without the prefix of a layer
+    size: int  # elements of one such parameter on a rank
+    copies: int = 1  # on a rank; one for each expert
+    expert: bool = False  # of routed experts
+    is_matrix: bool = False
+    is_linear: bool = False  # the weight of a linear layer inside a transformer layer, which FP8 may hold
+    is_shared: bool = False  # with another stage: a tied embedding, or the embedding of multi-token prediction
+    shape: tuple[int, ...] = ()  # on all ranks together
+    split: int | None = None  # the axis that tensor-parallel ranks share; None where each has the whole
+    is_trained: bool = True
+    bits: float | None = None  # of an element of quantized weights, lengths of blocks included
+
+    @property
+    def elements(self) -> int:
+        """Elements of all copies together."""
+        return self.size * self.copies
+
+
+class _One:
+    """A process group of this rank and others like it."""
+
+    def __init__(self, size: int = 1) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def alone(experts: int = 1) -> Iterator[None]:
+    """Build Megatron's layers for one rank inside the ``with`` block, which has one of ``experts`` experts."""
+    names = vars(parallel_state)
+    known: dict[str, Any] = {name: _One() for name in names if name.isupper() and "_GROUP" in name}
+    known["_EXPERT_MODEL_PARALLEL_GROUP"] = _One(experts)
+    known |= {name: 0 for name in names if name.startswith("_MPU_") and name.endswith("_RANK")}
+    known |= {name: None for name in names if name.startswith("_MPU_") and name.endswith("_SIZE")}
+    meta = torch.device("meta")
+    replaced = [
+        (dist, "is_initialized", lambda: True),
+        (dist, "get_rank", lambda group=None: 0),
+        (dist, "get_world_size", lambda group=None: 1 if group is None else group.size()),
+        (torch.cuda, "current_device", lambda: meta),
+        (CudaRNGStatesTracker, "fork", lambda tracker, name="": contextlib.nullcontext()),
+    ]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(cpu_runtime())
+        stack.enter_context(mock.patch.dict(names, known))
+        for owner, name, answer in replaced:
+            stack.enter_context(mock.patch.object(owner, name, answer))
+        stack.enter_context(meta)
+        yield
+
+
+def built_tensors(fields: GPTFields) -> tuple[tuple[str, ParameterTensor], ...]:
+    """Return the parameters of a model with one layer of each of :func:`kinds`, by prefix, as on one rank.
+
+    Raises ValueError if Megatron's layers cannot be built with these sizes.
+    """
+    of_kinds = kinds(fields)
+    architecture = {name: value for name, value in vars(fields.architecture).items() if value is not None}
+    if (delta_net := fields.architecture.delta_net) is not None:
+        architecture["delta_net"] = {**delta_net, "linear_attention_freq": [int(mixer) for _, mixer in of_kinds]}
+    given = fields.transformer
+    transformer = {
+        **{name: value for name, value in given.items() if name not in _OF_THE_RUN and not name.startswith(_OF_LAYERS)},
+        "num_layers": len(of_kinds),
+        "mtp_num_layers": 1 if fields.mtp_num_layers else None,
+    }
+    if fields.experts is not None:
+        transformer["moe_layer_freq"] = [int(is_moe) for is_moe, _ in of_kinds]
+    arguments = {
+        "vocab_size": fields.padded_vocab_size,
+        "make_vocab_size_divisible_by": 1,
+        "seq_length": fields.seq_length,
+        "transformer": transformer,
+        "architecture": architecture,
+        "share_embeddings_and_output_weights": fields.tied,
+        "position_embedding_type": "learned_absolute" if fields.learned_positions else "rope",
+        "transformer_impl": "local",
+    }
+    try:
+        return _built(json.dumps(arguments, default=str, sort_keys=True), fields.scores)
+    except (AssertionError, NotImplementedError) as error:
+        raise ValueError(f"megatron-core cannot build this model: {error}") from error
+
+
+def kinds(fields: GPTFields) -> list[tuple[bool, bool]]:
+    """Return the kinds of layers, the last layer's last: whether they have experts, and a gated delta net."""
+    mixers = [fields.architecture.has_delta_net(layer) for layer in range(fields.num_layers)]
+    return list(dict.fromkeys(reversed(list(zip(fields.is_moe, mixers, strict=True)))))[::-1]
+
+
+@lru_cache(maxsize=64)
+def _built(arguments: str, scores: bool) -> tuple[tuple[str, ParameterTensor], ...]:
+    given = json.loads(arguments)
+    experts = given["transformer"].get("num_moe_experts") or 1
+    with alone(experts), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run shows Megatron's warnings
+        module = MCorePreference(**given, preference={"loss": "reward"}) if scores else MCoreGPT(**given)
+        module.megatron_fields = lambda: {"expert_model_parallel_size": experts}  # type: ignore[method-assign]
+        chunk = module.build_chunk(pre_process=True, post_process=True, vp_stage=None)
+        entries = sharded_tensors(ModelChunks(chunk.config, [chunk], None), 0)
+        # Of an expert's entry, the shape of all experts is known, too.
+        names = {id(entry.data): held_rectangle(pieces_of(entry)[0].place)[0] for entry in entries}
+    owners = {f"{name}.": owner for name, owner in chunk.named_modules()}
+    found = []
+    for local, parameter in chunk.named_parameters():
+        name, shape = names[id(parameter)], tuple(parameter.shape)
+        owner = owners[local[: local.rindex(".") + 1]]
+        in_layer = name.startswith(("decoder.", "mtp."))
+        expert = ".local_experts." in local
+        tensor = ParameterTensor(
+            name=_of_layer(name)[1],
+            size=parameter.numel(),
+            copies=experts if expert else 1,
+            expert=expert,
+            is_matrix=parameter.dim() == 2,
+            is_linear=in_layer and parameter.dim() == 2 and isinstance(owner, ColumnParallelLinear | RowParallelLinear),
+            shape=shape,
+            split=parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None,
+        )
+        found.append((_of_layer(name)[0], tensor))
+    return tuple(found)
+
+
+def _of_layer(name: str) -> tuple[str, str]:
+    """Return a name in a checkpoint as a prefix and the rest: ``decoder.layers.0.`` and ``mlp.linear_fc1.weight``."""
+    found = re.match(r"(decoder|mtp)\.layers\.\d+\.|embedding\.|decoder\.|", name)
+    assert found is not None  # the last alternative is empty
+    return found[0], name[found.end() :]
