@@ -14,7 +14,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 from unittest import mock
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from torch import nn
 
 from lightning_mcore.checkpoint.model_state import sharded_tensors
 from lightning_mcore.checkpoint.optimizer_state import pieces_of
@@ -65,6 +66,9 @@ class ParameterTensor:
         return self.size * self.copies
 
 
+_LINEAR = (ColumnParallelLinear, RowParallelLinear)
+
+
 class _One:
     """A process group of this rank and others like it."""
 
@@ -86,19 +90,27 @@ def alone(experts: int = 1) -> Iterator[None]:
     known["_EXPERT_MODEL_PARALLEL_GROUP"] = _One(experts)
     known |= {name: 0 for name in names if name.startswith("_MPU_") and name.endswith("_RANK")}
     known |= {name: None for name in names if name.startswith("_MPU_") and name.endswith("_SIZE")}
+    replaced: dict[str, Any] = {
+        "is_initialized": lambda: True,
+        "get_rank": lambda group=None: 0,
+        "get_world_size": lambda group=None: 1 if group is None else group.size(),
+    }
+    with on_meta(), mock.patch.dict(names, known), mock.patch.multiple(dist, **replaced):
+        yield
+
+
+@contextlib.contextmanager
+def on_meta() -> Iterator[None]:
+    """Put layers on the meta device inside the ``with`` block, and keep Megatron's warnings for the run."""
     meta = torch.device("meta")
-    replaced = [
-        (dist, "is_initialized", lambda: True),
-        (dist, "get_rank", lambda group=None: 0),
-        (dist, "get_world_size", lambda group=None: 1 if group is None else group.size()),
-        (torch.cuda, "current_device", lambda: meta),
-        (CudaRNGStatesTracker, "fork", lambda tracker, name="": contextlib.nullcontext()),
-    ]
     with contextlib.ExitStack() as stack:
         stack.enter_context(cpu_runtime())
-        stack.enter_context(mock.patch.dict(names, known))
-        for owner, name, answer in replaced:
-            stack.enter_context(mock.patch.object(owner, name, answer))
+        stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=meta))
+        # Random states are of a device, and there are no values to draw.
+        nothing = contextlib.nullcontext()
+        stack.enter_context(mock.patch.object(CudaRNGStatesTracker, "fork", return_value=nothing))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
         stack.enter_context(meta)
         yield
 
@@ -146,33 +158,34 @@ def kinds(fields: GPTFields) -> list[tuple[bool, bool]]:
 def _built(arguments: str, scores: bool) -> tuple[tuple[str, ParameterTensor], ...]:
     given = json.loads(arguments)
     experts = given["transformer"].get("num_moe_experts") or 1
-    with alone(experts), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the run shows Megatron's warnings
+    with alone(experts):
         module = MCorePreference(**given, preference={"loss": "reward"}) if scores else MCoreGPT(**given)
         module.megatron_fields = lambda: {"expert_model_parallel_size": experts}  # type: ignore[method-assign]
         chunk = module.build_chunk(pre_process=True, post_process=True, vp_stage=None)
         entries = sharded_tensors(ModelChunks(chunk.config, [chunk], None), 0)
-        # Of an expert's entry, the shape of all experts is known, too.
         names = {id(entry.data): held_rectangle(pieces_of(entry)[0].place)[0] for entry in entries}
-    owners = {f"{name}.": owner for name, owner in chunk.named_modules()}
     found = []
     for local, parameter in chunk.named_parameters():
-        name, shape = names[id(parameter)], tuple(parameter.shape)
-        owner = owners[local[: local.rindex(".") + 1]]
-        in_layer = name.startswith(("decoder.", "mtp."))
-        expert = ".local_experts." in local
-        tensor = ParameterTensor(
-            name=_of_layer(name)[1],
-            size=parameter.numel(),
-            copies=experts if expert else 1,
-            expert=expert,
-            is_matrix=parameter.dim() == 2,
-            is_linear=in_layer and parameter.dim() == 2 and isinstance(owner, ColumnParallelLinear | RowParallelLinear),
-            shape=shape,
-            split=parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None,
-        )
-        found.append((_of_layer(name)[0], tensor))
+        prefix, name = _of_layer(names[id(parameter)])
+        tensor = of_parameter(chunk, local, parameter)
+        found.append((prefix, replace(tensor, name=name, copies=experts if tensor.expert else 1)))
     return tuple(found)
+
+
+def of_parameter(chunk: nn.Module, name: str, parameter: nn.Parameter) -> ParameterTensor:
+    """Return what is known of a parameter by Megatron's marks on it, and by the module that owns it."""
+    owner, is_matrix = chunk.get_submodule(name.rpartition(".")[0]), parameter.dim() == 2
+    return ParameterTensor(
+        name,
+        parameter.numel(),
+        expert=".local_experts." in name or not getattr(parameter, "allreduce", True),
+        is_matrix=is_matrix,
+        is_linear=is_matrix and name.startswith(("decoder.", "mtp.")) and isinstance(owner, _LINEAR),
+        is_shared=getattr(parameter, "shared_embedding", False),
+        shape=tuple(parameter.shape),
+        split=getattr(parameter, "partition_dim", None) if getattr(parameter, "tensor_model_parallel", False) else None,
+        is_trained=parameter.requires_grad,
+    )
 
 
 def _of_layer(name: str) -> tuple[str, str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan from Python objects: a Trainer with ``MCoreStrategy``, an ``MCoreGPT`` and its data.
+"""A plan from Python objects: a Trainer with ``MCoreStrategy``, a module and its data.
 
 ::
 
@@ -7,8 +7,8 @@
 
     plan = plan_of(trainer, module, batch_size=4)
 
-The objects are only read; nothing is run. This file does not import Lightning or Megatron, because the code that made
-the objects has done so.
+The objects are only read; nothing is run. A module that is not an ``MCoreGPT`` is planned from its chunks
+(``chunks.py``).
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_mcore.config.run import RunSettings, rows_of_pairs
+from lightning_mcore.planning.chunks import plan_of_chunks
 from lightning_mcore.planning.machines import Machine
 from lightning_mcore.planning.plan import Plan, make_plan
 from lightning_mcore.planning.signatures import of_model
@@ -37,7 +38,8 @@ def plan_of(
 
     Args:
         trainer: A Trainer whose strategy is ``MCoreStrategy``.
-        module: An ``MCoreGPT``.
+        module: An ``MCoreGPT``, or any LightningModule that builds its model with ``pipeline()`` in
+            ``configure_model``: then activations, operations and traffic are not known.
         data: A data module with ``batch_size`` and, if it differs from the model's, ``seq_length``.
         batch_size: Rows of a DataLoader batch; replaces the data module's.
         machine: The machine for times and for the memory of a device.
@@ -46,12 +48,16 @@ def plan_of(
         image_tokens: Tokens of images in a row, to count the vision tower for them.
 
     Raises:
-        TypeError: The strategy is not ``MCoreStrategy``, or the module is not an ``MCoreGPT``.
-        ValueError: There are no devices.
+        TypeError: The strategy is not ``MCoreStrategy``.
+        ValueError: There are no devices, or the module builds no model with ``pipeline()``.
+        RuntimeError: The module is not an ``MCoreGPT``, and this process has process groups of a run.
     """
     settings = dataclasses.replace(settings_of(trainer, module, data, batch_size), image_tokens=image_tokens)
     of_node = devices_per_node or (trainer.num_devices if devices is None else min(8, devices))
-    return make_plan(settings, devices or trainer.num_devices * trainer.num_nodes, of_node, machine)
+    ranks = devices or trainer.num_devices * trainer.num_nodes
+    if not _is_gpt(module):
+        return plan_of_chunks(trainer, module, settings, ranks, of_node, machine)
+    return make_plan(settings, ranks, of_node, machine)
 
 
 def settings_of(trainer: Any, module: Any, data: Any = None, batch_size: int | None = None) -> RunSettings:
@@ -59,13 +65,13 @@ def settings_of(trainer: Any, module: Any, data: Any = None, batch_size: int | N
     strategy = trainer.strategy
     if not hasattr(strategy, "layout") or not hasattr(strategy, "gradients"):
         raise TypeError(f"{type(strategy).__name__} is not MCoreStrategy; give Trainer(strategy=MCoreStrategy(...))")
-    if not hasattr(module, "transformer") or "vocab_size" not in getattr(module, "hparams", {}):
-        raise TypeError(f"{type(module).__name__} is not an MCoreGPT, the only module whose sizes plan knows; give one")
-    model = _model(module)
+    model = _model(module) if _is_gpt(module) else {}
     names = ("batch_size", "seq_length", "packing")
     of_data = {name: value for name in names if (value := getattr(data, name, None)) is not None}
     of_data = rows_of_pairs(model, of_data) | ({} if batch_size is None else {"batch_size": batch_size})
     of_data.pop("packing", None)
+    if not model:
+        of_data = {"seq_length": 0, **of_data}
     return RunSettings(
         strategy=_strategy(strategy),
         precision=_precision(strategy.precision_plugin),
@@ -78,6 +84,10 @@ def settings_of(trainer: Any, module: Any, data: Any = None, batch_size: int | N
         },
         data=of_data,
     )
+
+
+def _is_gpt(module: Any) -> bool:
+    return hasattr(module, "transformer") and "vocab_size" in getattr(module, "hparams", {})
 
 
 def _strategy(strategy: Any) -> dict[str, Any]:

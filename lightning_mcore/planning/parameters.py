@@ -13,8 +13,9 @@ stage.
 With adapters (``adapters.py``), those of a weight follow it, and what is not trained is marked.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 
 from lightning_mcore.config.layout import ParallelLayout
@@ -178,10 +179,14 @@ def rank_parameters(
     fields: GPTFields, layout: ParallelLayout, pipeline_rank: int, backend: str = "local"
 ) -> ParameterCount:
     """Return how many parameters each rank of a pipeline stage holds."""
-    counts = dict.fromkeys(((kind, trained) for kind in (False, True) for trained in (False, True)), 0)
-    for tensors in rank_tensors(fields, layout, pipeline_rank, backend):
-        for tensor in tensors:
-            counts[tensor.expert, tensor.is_trained] += tensor.elements
+    return count_of(rank_tensors(fields, layout, pipeline_rank, backend))
+
+
+def count_of(chunks: Iterable[Iterable[ParameterTensor]]) -> ParameterCount:
+    """Return how many parameters the chunks of a rank have."""
+    counts = dict.fromkeys(((expert, trained) for expert in (False, True) for trained in (False, True)), 0)
+    for tensor in chain.from_iterable(chunks):
+        counts[tensor.expert, tensor.is_trained] += tensor.elements
     dense, expert = counts[False, True], counts[True, True]
     return ParameterCount(dense + counts[False, False], expert + counts[True, False], dense, expert)
 

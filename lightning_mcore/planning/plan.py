@@ -159,25 +159,30 @@ def make_plan(
     """
     run = check_run(settings, devices, backend, ask_others)
     limit = memory_limit if memory_limit is not None else machine.memory if machine is not None else None
-    layout, fields, rules = run.rules.layout, run.fields, run.rules
-    known: dict[str, Any] = {
-        "parameters": None,
-        "grid": None,
-        "stages": (),
-        "timeline": None,
-        "work": None,
-        "time": None,
-        "warnings": (),
-    }
+    known: dict[str, Any] = {}
     try:
-        known["parameters"] = model_parameters(fields) if fields is not None else None
+        known["parameters"] = model_parameters(run.fields) if run.fields is not None else None
         if run.is_computable:
             known |= _computed(run, settings, devices, devices_per_node, machine, limit)
     except (ValueError, TypeError, ArithmeticError, LookupError):
         if not run.errors:  # the sizes of a refused run may be inconsistent
             raise
+    return plan_of_run(run, devices, devices_per_node, machine, limit, known)
+
+
+def plan_of_run(
+    run: CheckedRun,
+    devices: int,
+    devices_per_node: int,
+    machine: Machine | None,
+    limit: float | None,
+    known: Mapping[str, Any],
+) -> Plan:
+    """Return the plan of a checked run, with what else is ``known`` of it."""
+    rules = run.rules
     kind = "FP8" if rules.fp8 is None or rules.fp8.fp4_recipe is None else "FP4"
     recipe = f" with {kind} ({rules.fp8.recipe})" if rules.fp8 is not None and rules.fp8.is_on else ""
+    nothing = dict.fromkeys(("parameters", "grid", "timeline", "work", "time"))
     return Plan(
         devices=devices,
         devices_per_node=devices_per_node,
@@ -186,12 +191,11 @@ def make_plan(
         memory_limit=limit,
         precision=rules.precision_name + recipe,
         backend=run.backend,
-        layout=layout,
+        layout=rules.layout,
         batch=run.batch,
-        fields=fields,
+        fields=run.fields,
         errors=run.errors,
-        assumptions=run.assumptions,
-        **known,
+        **{**nothing, "stages": (), "warnings": (), "assumptions": run.assumptions, **known},
     )
 
 

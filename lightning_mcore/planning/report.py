@@ -13,6 +13,7 @@ from lightning_mcore.config.text import counted
 from lightning_mcore.planning.communication import AxisVolume
 from lightning_mcore.planning.grid import ranks_text
 from lightning_mcore.planning.plan import Plan, StagePlan
+from lightning_mcore.planning.rules import OWN
 from lightning_mcore.planning.schedule import schedule_picture
 
 if TYPE_CHECKING:
@@ -22,7 +23,11 @@ WIDTH = 100
 GIB = 2**30
 _MOST_ROWS = 16
 _SHORTEST = 1e-3  # seconds; the time of a shorter step is not estimated
-_LAYERS = {"local": "Megatron's layers in PyTorch", "transformer_engine": "TransformerEngine's layers"}
+_LAYERS = {
+    "local": "Megatron's layers in PyTorch",
+    "transformer_engine": "TransformerEngine's layers",
+    OWN: "its own layers",
+}
 _OF_EXPERTS = ("etp", "ep", "edp")
 _GROUPS = ("tp", "cp", "dp", "pp", "dp_cp", "etp", "ep", "edp")
 
@@ -122,6 +127,7 @@ def _run(console: "Console", plan: Plan) -> None:
         lines.append(("layout", plan.layout.describe(plan.devices) if fits else "does not fit (see errors)"))
     if plan.batch is not None:
         lines.append(("global batch", plan.batch.sentence))
+    if plan.batch is not None and plan.batch.seq_length:
         lines.append(
             ("", f"{counted(plan.batch.rows, 'row')} x {plan.batch.seq_length:,} = {plan.batch.tokens:,} tokens a step")
         )
@@ -131,7 +137,8 @@ def _run(console: "Console", plan: Plan) -> None:
     fullest = plan.fullest
     if fullest is not None:
         limit = f" of {size(plan.memory_limit)}" if plan.memory_limit is not None else ""
-        lines.append(("memory", f"{size(fullest.memory.total)}{limit} on each rank of stage {fullest.stage}"))
+        without = " without activations" if plan.backend == OWN else ""
+        lines.append(("memory", f"{size(fullest.memory.total)}{limit} on each rank of stage {fullest.stage}{without}"))
     _heading(console, "run")
     _lines(console, lines)
 
@@ -180,7 +187,7 @@ def _stages(console: "Console", plan: Plan) -> None:
                 f"{stage.stage}{mark}",
                 _layers(stage),
                 count(stage.parameters.total),
-                *[f"{part / unit:.2f}" for part in parts],
+                *["-" if plan.backend == OWN and part == 0 else f"{part / unit:.2f}" for part in parts],
             ]
         )
     columns = ["stage", " layers", "parameters", "weights", "gradients", "optimizer", "activations", "total"]

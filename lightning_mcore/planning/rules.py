@@ -440,6 +440,8 @@ def check_batch(book: RuleBook, fields: GPTFields, rules: PlannedStrategy, batch
         book.attempt(lambda: check_microbatch(fp8, (batch.seq_length, batch.micro_batch_size), layout))
 
 
+OWN = "own"
+"""The backend of a module whose layers are its own."""
 _NOT_COUNTED = {"layernorm", "moe_act"}  # parts of recompute_modules that activation_memory.py does not know
 
 
@@ -471,16 +473,11 @@ class CheckedRun:
 
 
 def check_run(settings: RunSettings, devices: int, backend: str | None = None, ask_others: bool = True) -> CheckedRun:
-    """Check a run.
+    """Check a run on so many ranks.
 
-    Args:
-        settings: The run.
-        devices: Ranks of the whole run.
-        backend: The layers; None derives them from the model and the accelerator.
-        ask_others: Whether to check with Lightning's Trainer and Megatron's config too, which takes some milliseconds.
-
-    Raises:
-        ValueError: There are no devices.
+    ``backend`` None derives the layers from the model and the accelerator; :data:`OWN` is a model that no settings
+    describe. ``ask_others`` also checks with Lightning's Trainer and Megatron's config, which takes some milliseconds.
+    Raises ValueError if there are no devices.
     """
     if devices < 1:
         raise ValueError(f"devices={devices} is too small; choose 1 or more")
@@ -492,7 +489,7 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
         book.collect(lightning_faults(trainer))
     rules = PlannedStrategy(book, settings.strategy, settings.precision, device_type)
     rules.check(devices)
-    model = book.attempt(lambda: arguments_of_gpt(book, settings.model)) or {}
+    model = (book.attempt(lambda: arguments_of_gpt(book, settings.model)) if backend != OWN else None) or {}
     used = backend or backend_of(model, device_type)
     fused = _fusions(model, used, device_type)
     built = {**model, "transformer": {**fused, **model["transformer"]}} if fused else model

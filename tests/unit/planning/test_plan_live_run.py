@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan from Python objects is the plan of the same run as plain data."""
 
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 
-from lightning_mcore import MCoreGPT, MCorePrecision, MCorePreference, MCoreStrategy, Recipe
+from lightning_mcore import MCoreGPT, MCoreModule, MCorePrecision, MCorePreference, MCoreStrategy, Recipe
+from lightning_mcore.layers.spec import gpt_block_spec
+from lightning_mcore.layers.transformer_config import build_transformer_config
 from lightning_mcore.planning.live import plan_of, settings_of
 from lightning_mcore.planning.plan import make_plan
+from lightning_mcore.planning.report import report
 from tests.support.sentences import refuses
 from tests.unit.planning.test_plan_rules import DENSE, run_with
 
@@ -75,5 +82,90 @@ def test_configs_precision_and_data_are_read() -> None:
 def test_another_strategy_or_module_is_refused() -> None:
     with refuses(TypeError, "is not MCoreStrategy"):
         plan_of(trainer_with("ddp"), MCoreGPT(vocab_size=256, seq_length=32, transformer=DENSE))
-    with refuses(TypeError, "is not an MCoreGPT"):
+    with refuses(ValueError, "LightningModule builds no model with pipeline()"):
         plan_of(trainer_with(MCoreStrategy()), pl.LightningModule())
+
+
+class Net(MCoreModule):
+    """A module of a user, with a GPT of Megatron's in it."""
+
+    def __init__(self, transformer: dict[str, Any], tied: bool) -> None:
+        super().__init__()
+        self.transformer_fields, self.tied = transformer, tied
+
+    def configure_model(self) -> None:
+        self.model = self.pipeline(self.build_chunk)
+
+    def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
+        config = build_transformer_config(self.transformer_fields, self.megatron_fields())
+        return GPTModel(
+            config,
+            gpt_block_spec(config, "local", vp_stage),
+            vocab_size=256,
+            max_sequence_length=32,
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+            share_embeddings_and_output_weights=self.tied,
+            position_embedding_type="rope",
+        )
+
+
+MOE = DENSE | {"num_moe_experts": 4, "moe_layer_freq": [0, 1] * 2, "moe_token_dispatcher_type": "alltoall"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "experts": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "pipeline_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+        "use_distributed_optimizer": True,
+    },
+    "interleaved": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_any_module_with_a_pipeline_is_planned_from_its_chunks(layout: str, tied: bool) -> None:
+    """Its chunks are built rank by rank, so that they also check the layout of MCoreGPT's one-rank parameters."""
+    trainers = [trainer_with(MCoreStrategy(**LAYOUTS[layout]), num_nodes=2) for _ in range(2)]
+    module = Net(MOE, tied)
+    own = plan_of(trainers[0], module, batch_size=2)
+    gpt = MCoreGPT(vocab_size=256, seq_length=32, transformer=MOE, share_embeddings_and_output_weights=tied)
+    expected = plan_of(trainers[1], gpt, batch_size=2)
+
+    assert own.errors == expected.errors == ()
+    assert (own.grid, own.timeline) == (expected.grid, expected.timeline)
+    assert own.parameters is not None
+    assert expected.parameters is not None
+    assert own.parameters.total == expected.parameters.total
+    for ours, theirs in zip(own.stages, expected.stages, strict=True):
+        assert (ours.chunks, ours.parameters) == (theirs.chunks, theirs.parameters)
+        assert replace(ours.memory, activations=0) == replace(theirs.memory, activations=0)
+    assert not hasattr(module, "model")
+    assert not dist.is_initialized()
+    assert "activations, operations, traffic and time are not counted" in report(own)
+
+
+def test_a_module_whose_model_needs_values_is_refused() -> None:
+    class Loads(Net):
+        def configure_model(self) -> None:
+            super().configure_model()
+            next(self.model.parameters()).sum().item()
+
+    with refuses(ValueError, "Loads.configure_model() fails with weights that have no values"):
+        plan_of(trainer_with(MCoreStrategy()), Loads(DENSE, False))
+
+
+def test_a_module_is_not_planned_beside_the_groups_of_a_run() -> None:
+    from lightning_mcore.parallel.groups import open_single_process
+
+    open_single_process()
+    try:
+        with refuses(RuntimeError, "plan it in a new process"):
+            plan_of(trainer_with(MCoreStrategy()), Net(DENSE, False))
+        module = MCoreGPT(vocab_size=256, seq_length=32, transformer=DENSE)
+        assert plan_of(trainer_with(MCoreStrategy()), module).parameters is not None
+    finally:
+        dist.destroy_process_group()
