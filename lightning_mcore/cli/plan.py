@@ -9,8 +9,9 @@
     lightning-mcore plan llama.yaml cutoff_len=8192 --devices 8 --json
     lightning-mcore plan --model_name_or_path models/qwen3 --stage sft --dataset identity ... --devices 8
 
-The command builds no model and opens no process group. It lists every error that this package finds, and the first one
-that Megatron's config finds; the exit code is then 2. For a file that cannot be parsed, it shows only the first fault.
+The command builds one layer of each kind, without memory, and opens no process group. It lists every error that this
+package finds, and the first one that Megatron's config finds; the exit code is then 2. For a file that cannot be
+parsed, it shows only the first fault.
 :func:`kind_of` recognises a file:
 
 =====================  ====================================================================
@@ -27,7 +28,9 @@ is read as ``lightning-mcore llamafactory`` reads it.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +43,7 @@ from lightning_mcore.cli.quick_checks import require_settings
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.ray import elastic_sizes
 from lightning_mcore.config.run import RunSettings, number_of_devices
-from lightning_mcore.config.text import unknown_name
+from lightning_mcore.config.text import counted, unknown_name
 from lightning_mcore.hf.source import is_unknown_on_hub
 from lightning_mcore.planning.machines import MACHINES, Machine, machine_named, parse_memory
 from lightning_mcore.planning.plan import make_plan
@@ -49,6 +52,7 @@ from lightning_mcore.planning.suggest import Kind, suggest, suggestion_text
 
 _BACKENDS = {"local": "local", "te": "transformer_engine"}
 _DEVICES_OF_A_NODE = 8
+_SILENT_SECONDS = 3.0
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -164,7 +168,7 @@ def _plan(options: dict[str, Any], words: Sequence[str], parser: CommandParser) 
     if options["suggest"]:
         # _machine returns one whenever suggestions are asked for.
         assert machine is not None
-        found = suggest(settings, devices, per_node, machine, memory, backend)
+        found = suggest(settings, devices, per_node, machine, memory, backend, progress=_progress())
         shown = [layout.to_dict() for layout in found]
         text = (
             json.dumps(shown, indent=2) if options["json"] else suggestion_text(found, machine, memory, devices, kind)
@@ -240,6 +244,20 @@ def device_numbers(settings: RunSettings, devices: int | None, nodes: int | None
     if nodes < 1 or devices % nodes:
         raise ValueError(f"nodes={nodes} does not divide devices={devices}; give nodes of equal size")
     return devices, devices // nodes
+
+
+def _progress() -> Callable[[int, int], None]:
+    """Return what says every few seconds how far the search is."""
+    begun = said = time.monotonic()
+
+    def progress(tried: int, fitting: int) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if now - said >= _SILENT_SECONDS:
+            said = now
+            print(f"{now - begun:5.0f} s  {counted(tried, 'layout')} tried, {fitting} fit", file=sys.stderr)
+
+    return progress
 
 
 def _machine(options: dict[str, Any], settings: RunSettings) -> tuple[Machine | None, float | None]:

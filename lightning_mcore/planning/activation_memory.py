@@ -36,44 +36,30 @@ _PROJECTION = ("self_attention.linear_proj.weight",)
 class SavedTensor:
     """A tensor that is kept for backward.
 
-    Args:
-        name: Its description.
-        width: Elements for each token.
-        element: Bytes of an element.
-        shared: How tensor-parallel ranks divide it (context-parallel ranks divide every tensor): ``"tensor"``, by its
-            width; ``"sequence"``, by its tokens under sequence parallelism; ``"gathered"``, in the same way, but the
-            ranks that share an expert hold all their tokens together; ``"expert"``, as ``"gathered"``, and each holds a
-            part of the width; or ``"nobody"``. ``"stacked"`` is of ``width`` in all, for any number of tokens, and of
-            ``"stacked rows"`` each tensor-parallel rank has a part.
-        of_rows: Whether each row of a microbatch has its own tensor.
-        part: The part of a layer that it belongs to, as named in ``recompute_modules``; empty for other parts.
-        weights: The weights of which only the gradients need it; empty where others need it too.
+    Context-parallel ranks divide every tensor. Tensor-parallel ranks divide it by its width (``shared`` is
+    ``"tensor"``), by its tokens under sequence parallelism (``"sequence"``), or not (``"nobody"``). ``"gathered"`` is
+    as ``"sequence"``, but the ranks that share an expert hold all their tokens together; with ``"expert"``, each then
+    holds a part of the width. ``"stacked"`` is of ``width`` in all, for any number of tokens, and of ``"stacked rows"``
+    each tensor-parallel rank has a part.
     """
 
-    name: str
-    width: float
-    element: float
-    shared: Shared
-    of_rows: bool = True
-    part: str = ""
-    weights: tuple[str, ...] = ()
+    name: str  # its description
+    width: float  # elements for each token
+    element: float  # bytes of an element
+    shared: Shared  # how tensor-parallel ranks divide it
+    of_rows: bool = True  # whether each row of a microbatch has its own tensor
+    part: str = ""  # as ``recompute_modules`` names the part of a layer that it belongs to
+    weights: tuple[str, ...] = ()  # only their gradients need it; empty where others do too
 
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """The number format of activations.
+    """The number format of activations."""
 
-    Args:
-        element: Bytes of an activation: 4 or 2.
-        backend: ``"local"`` or ``"transformer_engine"``.
-        fp8: Whether linear layers of TransformerEngine keep their inputs in 8 bits.
-        packed: Whether rows hold several sequences each, and are joined to one.
-    """
-
-    element: int
-    backend: str = "local"
-    fp8: bool = False
-    packed: bool = False
+    element: int  # bytes of an activation: 4 or 2
+    backend: str = "local"  # ``"local"`` or ``"transformer_engine"``
+    fp8: bool = False  # whether linear layers of TransformerEngine keep their inputs in 8 bits
+    packed: bool = False  # whether rows hold several sequences each, and are joined to one
 
     @property
     def is_local(self) -> bool:
@@ -94,15 +80,7 @@ class NumberFormat:
 def layer_rows(
     fields: GPTFields, is_moe: bool, seq_length: int, form: NumberFormat, layer: int | None = None
 ) -> list[SavedTensor]:
-    """Return the tensors that a transformer layer keeps.
-
-    Args:
-        fields: The model.
-        is_moe: Whether its feed-forward part is a mixture of experts.
-        seq_length: Tokens of a row, used for attention that keeps its weights.
-        form: The number format of activations.
-        layer: Its number, from 0, by which its adapters are found; None for a layer of multi-token prediction.
-    """
+    """Return the tensors that a transformer layer keeps."""
     rows = [*_norm(fields, "input_layernorm", fields.hidden_size, form, weights=_BEHIND_NORM)]
     if layer is not None and fields.architecture.has_delta_net(layer):
         rows += _delta_net(fields, form)
@@ -393,21 +371,13 @@ def _experts(fields: GPTFields, experts: Experts, form: NumberFormat) -> Iterato
 
 @dataclass(frozen=True)
 class ActivationSetting:
-    """The settings that activations depend on, besides model and layout.
+    """The settings that activations depend on, besides model and layout."""
 
-    Args:
-        micro_batch_size: Rows of a microbatch.
-        num_microbatches: Microbatches of a step on one data-parallel rank.
-        seq_length: Tokens of a row.
-        form: The number format of activations.
-        group_size: ``microbatch_group_size_per_vp_stage``; None is the pipeline size.
-    """
-
-    micro_batch_size: int
-    num_microbatches: int
-    seq_length: int
-    form: NumberFormat
-    group_size: int | None = None
+    micro_batch_size: int  # rows of a microbatch
+    num_microbatches: int  # microbatches of a step on one data-parallel rank
+    seq_length: int  # tokens of a row
+    form: NumberFormat  # the number format of activations
+    group_size: int | None = None  # ``microbatch_group_size_per_vp_stage``; None is the pipeline size
 
     @property
     def tokens(self) -> int:
@@ -417,21 +387,13 @@ class ActivationSetting:
 
 @dataclass(frozen=True)
 class _ChunkBytes:
-    """Bytes of one microbatch in one chunk.
+    """Bytes of one microbatch in one chunk."""
 
-    Args:
-        kept: Bytes that forward keeps for backward.
-        output: Bytes kept after the last layer: final norm, logits, loss.
-        at_output: Bytes that the worst moment of the loss takes beside ``kept``.
-        in_layers: Bytes that the worst moment of a layer's backward takes beside ``kept``, minus ``output``.
-        in_tower: Bytes that the worst moment of the vision tower takes beside ``kept``, minus what layers keep.
-    """
-
-    kept: float
-    output: float
-    at_output: float
-    in_layers: float
-    in_tower: float
+    kept: float  # bytes that forward keeps for backward
+    output: float  # bytes kept after the last layer: final norm, logits, loss
+    at_output: float  # bytes that the worst moment of the loss takes beside ``kept``
+    in_layers: float  # bytes that the worst moment of a layer's backward takes beside ``kept``, minus ``output``
+    in_tower: float  # bytes that the worst moment of the vision tower takes beside ``kept``, minus what layers keep
 
     @property
     def beside(self) -> float:
@@ -440,14 +402,7 @@ class _ChunkBytes:
 
 
 def activation_memory(fields: GPTFields, layout: ParallelLayout, pipeline_rank: int, setting: ActivationSetting) -> int:
-    """Return the bytes of activations that a rank of a pipeline stage holds at its peak.
-
-    Args:
-        fields: The model.
-        layout: The parallel sizes, which fit the model.
-        pipeline_rank: The stage, from 0.
-        setting: Rows, tokens, microbatches and number formats.
-    """
+    """Return the bytes of activations that a rank of a pipeline stage holds at its peak."""
     meter = _Meter(fields, layout, setting)
     chunks = [meter.chunk(chunk) for chunk in stage_layers(fields, layout)[pipeline_rank]]
     moments = in_flight(layout, pipeline_rank, setting.num_microbatches, setting.group_size)

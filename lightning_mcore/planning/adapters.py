@@ -18,14 +18,7 @@ from lightning_mcore.planning.parameters import whole_shapes
 def with_adapters(fields: GPTFields, model: Mapping[str, Any]) -> GPTFields:
     """Return a model with the adapters or the frozen weights that the arguments of ``MCoreGPT`` ask for.
 
-    Args:
-        fields: The model.
-        model: The arguments; ``lora`` may be the folder of a PEFT adapter.
-
-    Raises:
-        FileNotFoundError: There is no such folder.
-        ValueError: A setting is out of range, or a target matches nothing.
-        TypeError: A setting has the wrong type.
+    Raises FileNotFoundError for a PEFT folder that does not exist, ValueError or TypeError for a wrong setting.
     """
     given, train_only = model.get("lora"), model.get("train_only")
     if train_only is not None:
@@ -43,16 +36,7 @@ def with_adapters(fields: GPTFields, model: Mapping[str, Any]) -> GPTFields:
 
 
 def check_adapters(fields: GPTFields, config: Any, model: Mapping[str, Any]) -> None:
-    """Refuse adapters that Megatron's settings and the layout do not allow.
-
-    Args:
-        fields: The model.
-        config: Megatron's config of it.
-        model: The arguments of ``MCoreGPT``.
-
-    Raises:
-        ValueError: There are such adapters.
-    """
+    """Refuse adapters that Megatron's settings and the layout do not allow."""
     adapted = fields.adapters
     if adapted is None or adapted.lora is None:
         return

@@ -16,13 +16,7 @@ if TYPE_CHECKING:
 def arguments_of_gpt(book: "RuleBook", model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``MCoreGPT``, with those from a Hugging Face config filled in.
 
-    Args:
-        book: Collects refusals of arguments.
-        model: Arguments of ``MCoreGPT``, or, with ``"path"``, those of ``MCoreGPT.from_pretrained``.
-
-    Raises:
-        FileNotFoundError: There is no such model.
-        ValueError: There is no model, or its family is unknown.
+    Raises FileNotFoundError or ValueError if there is no model, or its family is unknown.
     """
     if not model:
         raise ValueError("the run has no model; give MCoreGPT's arguments, or --model with a Hugging Face model")

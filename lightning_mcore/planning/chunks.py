@@ -46,8 +46,7 @@ def plan_of_chunks(
     if run.errors or layout is None or batch is None:
         return plan_of_run(run, devices, devices_per_node, machine, limit, {})
     stages = [_chunks(trainer, module, layout, stage) for stage in range(layout.pipeline_model_parallel_size)]
-    strategy = {**run.rules.strategy, "ddp_config": run.rules.ddp, "optimizer_config": run.rules.optimizer}
-    formats = StateFormats.of(run.rules.precision, strategy)
+    formats = StateFormats.of(run.rules.precision, run.rules.all_strategy)
     grid = RankGrid(layout, devices)
     timeline = PipelineTimeline.of(
         layout, batch.num_microbatches, run.rules.strategy.get("microbatch_group_size_per_vp_stage")

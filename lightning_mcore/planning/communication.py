@@ -21,49 +21,31 @@ from typing import Any
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
-from lightning_mcore.planning.parameters import rank_parameters
+from lightning_mcore.planning.parameters import ParameterCount, rank_parameters
 from lightning_mcore.planning.vision import trained_parameters
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The number formats and methods of communication.
+    """The number formats and methods of communication."""
 
-    Args:
-        activation_bytes: Bytes of one element of an activation.
-        gradient_bytes: Bytes of one element of a gradient while it is summed.
-        parameter_bytes: Bytes of one element of a parameter while it is gathered.
-        distributed_optimizer: Whether gradients are reduce-scattered and parameters gathered, or all-reduced.
-        backend: The layers: ``"local"`` or ``"transformer_engine"``.
-    """
-
-    activation_bytes: int
-    gradient_bytes: int
-    parameter_bytes: int
-    distributed_optimizer: bool
-    backend: str = "local"
+    activation_bytes: int  # bytes of one element of an activation
+    gradient_bytes: int  # bytes of one element of a gradient while it is summed
+    parameter_bytes: int  # bytes of one element of a parameter while it is gathered
+    distributed_optimizer: bool  # whether gradients are reduce-scattered and parameters gathered, or all-reduced
+    backend: str = "local"  # the layers: ``"local"`` or ``"transformer_engine"``
 
 
 @dataclass
 class AxisVolume:
-    """The bytes that a rank sends along one axis in a step.
+    """The bytes that a rank sends along one axis in a step."""
 
-    Args:
-        axis: ``tp``, ``cp``, ``ep``, ``etp``, ``pp``, ``dp`` (dense gradients), ``edp`` (of experts), ``tower``,
-            ``embedding``.
-        group_size: Ranks that take part.
-        stride: Distance between neighbours in the group, in ranks.
-        sent: Bytes.
-        what: The collectives, as text.
-        each_microbatch: Whether they run for every microbatch instead of once per step.
-    """
-
-    axis: str
-    group_size: int
-    stride: int
-    what: str
-    each_microbatch: bool
-    sent: float = field(default=0.0)
+    axis: str  # ``tp``, ``cp``, ``ep``, ``etp``, ``pp``, ``dp``, ``edp``, ``tower`` or ``embedding``
+    group_size: int  # ranks that take part
+    stride: int  # distance between neighbours in the group, in ranks
+    what: str  # the collectives, as text
+    each_microbatch: bool  # whether they run for every microbatch instead of once per step
+    sent: float = field(default=0.0)  # bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -71,17 +53,17 @@ class AxisVolume:
 
 
 def communication_volume(
-    fields: GPTFields, layout: ParallelLayout, world_size: int, batch: GlobalBatch, traffic: Traffic, stage: int
+    fields: GPTFields,
+    layout: ParallelLayout,
+    world_size: int,
+    batch: GlobalBatch,
+    traffic: Traffic,
+    stage: int,
+    parameters: ParameterCount | None = None,
 ) -> list[AxisVolume]:
     """Return the bytes that each rank of a pipeline stage sends in an optimizer step, without axes of one rank.
 
-    Args:
-        fields: The model.
-        layout: The parallel sizes, which fit model and world.
-        world_size: Number of ranks.
-        batch: Microbatches and their rows.
-        traffic: The number formats and methods of communication.
-        stage: The pipeline stage, from 0.
+    ``parameters`` are the rank's, if they are known.
     """
     tokens = batch.micro_batch_size * batch.seq_length // layout.context_parallel_size
     stages = stage_layers(fields, layout)
@@ -94,7 +76,8 @@ def communication_volume(
         sent["pp"] = message * ((place < last) + (place > 0))
         for axis, volume in sent.items():
             volumes[axis].sent += volume * batch.num_microbatches
-    _add_gradients(volumes, fields, layout, traffic, stage)
+    parameters = parameters or rank_parameters(fields, layout, stage, traffic.backend)
+    _add_gradients(volumes, fields, parameters, traffic, stage)
     trained = fields.adapters is None or "embedding.word_embeddings.weight" in fields.adapters.of
     if fields.tied and trained and len(stages) > 1 and stage in (0, len(stages) - 1):
         rows = fields.padded_vocab_size / layout.tensor_model_parallel_size
@@ -180,13 +163,7 @@ def _of_adapters(fields: GPTFields, layout: ParallelLayout, prefix: str, runs: M
 
 
 def forward_runs(fields: GPTFields, place: int, num_layers: int) -> Mapping[str, int]:
-    """Return how often each part of a layer runs forward: once, or twice if it is recomputed.
-
-    Args:
-        fields: The model, with its recomputation.
-        place: Index of the layer in its chunk; layers of multi-token prediction come after ``num_layers``.
-        num_layers: Decoder layers of the chunk.
-    """
+    """Return how often each part of a layer runs forward: once, or twice if it is recomputed."""
     recompute = fields.recompute
     parts = ("attention", "core_attn", "mlp", "moe", "shared_experts", "mla_up_proj")
     if recompute.granularity == "full":
@@ -242,9 +219,8 @@ def _of_ends(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, toke
 
 
 def _add_gradients(
-    volumes: Mapping[str, AxisVolume], fields: GPTFields, layout: ParallelLayout, traffic: Traffic, stage: int
+    volumes: Mapping[str, AxisVolume], fields: GPTFields, parameters: ParameterCount, traffic: Traffic, stage: int
 ) -> None:
-    parameters = rank_parameters(fields, layout, stage, traffic.backend)
     for axis, count in (("dp", parameters.trained_dense), ("edp", parameters.trained_expert)):
         size = volumes[axis].group_size
         bytes_each = 2 * traffic.gradient_bytes

@@ -76,8 +76,7 @@ class RankGrid:
     def size(self, group: str) -> int:
         """Return how many ranks a group has.
 
-        Raises:
-            ValueError: There is no such group.
+        Raises ValueError if there is no such group.
         """
         if group not in GROUPS:
             raise ValueError(f"group={group!r} is unknown; choose {choices(GROUPS)}")
@@ -86,12 +85,7 @@ class RankGrid:
     def ranks(self, group: str, rank: int) -> list[int]:
         """Return the group of a rank, in ascending order, which is Megatron's.
 
-        Args:
-            group: One of :data:`GROUPS`.
-            rank: Any rank of the world.
-
-        Raises:
-            ValueError: There is no such group or rank.
+        Raises ValueError if there is no such group or rank.
         """
         self.size(group)
         if not 0 <= rank < self.world_size:
@@ -128,26 +122,15 @@ def ranks_text(ranks: list[int]) -> str:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The rows and tokens that one optimizer step reads.
+    """The rows and tokens that one optimizer step reads."""
 
-    Args:
-        micro_batch_size: Rows of a microbatch, one run through the model; the last of a DataLoader batch may be
-            shorter.
-        num_microbatches: Microbatches of a step on each data-parallel rank.
-        data_parallel_size: Model copies that read different rows.
-        rows: Rows of a step on all ranks together.
-        seq_length: Tokens of a row.
-        expert_model_parallel_size: Used only in the sentence.
-        is_assumed: Whether the settings do not give the rows of a DataLoader batch.
-    """
-
-    micro_batch_size: int
-    num_microbatches: int
-    data_parallel_size: int
-    rows: int
-    seq_length: int
-    expert_model_parallel_size: int = 1
-    is_assumed: bool = False
+    micro_batch_size: int  # rows of a microbatch; the last of a DataLoader batch may be shorter
+    num_microbatches: int  # microbatches of a step on each data-parallel rank
+    data_parallel_size: int  # model copies that read different rows
+    rows: int  # rows of a step on all ranks together
+    seq_length: int  # tokens of a row
+    expert_model_parallel_size: int = 1  # used only in the sentence
+    is_assumed: bool = False  # whether the settings do not give the rows of a DataLoader batch
 
     @property
     def tokens(self) -> int:
@@ -178,16 +161,7 @@ def global_batch(
 ) -> GlobalBatch:
     """Compute the batch of a step as the strategy will split it.
 
-    Args:
-        strategy: Arguments of ``MCoreStrategy``; ``micro_batch_size`` cuts a DataLoader batch.
-        trainer: Arguments of ``Trainer``; ``accumulate_grad_batches`` is the number of DataLoader batches of a step.
-        batch_size: Rows of a DataLoader batch on one data-parallel rank.
-        seq_length: Tokens of a row.
-        dp: Data-parallel size.
-
-    Raises:
-        TypeError: A size is not an int.
-        ValueError: A size is below 1.
+    Raises TypeError or ValueError for a size that is not a positive int.
     """
     accumulated = trainer.get("accumulate_grad_batches", 1)
     micro = strategy.get("micro_batch_size")

@@ -26,22 +26,13 @@ LINK_SHARE = 0.75
 
 @dataclass(frozen=True)
 class Machine:
-    """One device and its links.
+    """One device and its links."""
 
-    Args:
-        name: The name in ``--device``.
-        memory: Memory in bytes.
-        peak: Operations per second, by number format (``bf16``, ``fp8``, ``fp32``: TF32); unsupported formats are
-            absent.
-        nvlink: Bytes per second that it sends to devices of its node.
-        network: Bytes per second that it sends to other nodes.
-    """
-
-    name: str
-    memory: float
-    peak: dict[str, float]
-    nvlink: float
-    network: float
+    name: str  # the name in ``--device``
+    memory: float  # memory in bytes
+    peak: dict[str, float]  # operations per second by number format: ``bf16``, ``fp8``, ``fp32`` (TF32)
+    nvlink: float  # bytes per second that it sends to devices of its node
+    network: float  # bytes per second that it sends to other nodes
 
     def link(self, stride: int, size: int, devices_per_node: int) -> float:
         """Return the bandwidth of a group in bytes per second: NVLink's if the group lies within a node."""
@@ -70,8 +61,7 @@ _LEAST_MEMORY = 1e6
 def machine_named(name: str) -> Machine:
     """Return the machine with a name.
 
-    Raises:
-        ValueError: The name is unknown.
+    Raises ValueError if the name is unknown.
     """
     if name.lower() not in MACHINES:
         raise ValueError(unknown_name("device", name, MACHINES))
@@ -81,8 +71,7 @@ def machine_named(name: str) -> Machine:
 def parse_memory(text: str) -> float:
     """Return the number of bytes of a text such as ``80GB``, ``79.6GiB`` or a plain number.
 
-    Raises:
-        ValueError: The text is not a size, or no device has this size.
+    Raises ValueError if the text is not a size, or no device has this size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sizes of an ``MCoreGPT`` that determine memory and parameters, and the layers of each pipeline rank.
 
-``TransformerConfig`` fills in Megatron's defaults too, but needs torch and a second to import, and warns. The rest of
-``planning`` takes a model as :class:`GPTFields`. Other files check whether the values are allowed
+The rest of ``planning`` takes a model as :class:`GPTFields`. Other files check whether the values are allowed
 (``layers/transformer_config.py``, ``config/layout.py``); here they are not checked.
 
 :func:`stage_layers` splits the layers, chunk by chunk, as Megatron builds them: evenly, with the embedding or the loss
-counted as a layer, with a first or last stage of its own size, or as ``pipeline_model_parallel_layout`` says. Counting
-parameters and memory, and the report of ``lightning-mcore plan``, start from it.
-
-Pure arithmetic: no torch, no megatron-core.
+counted as a layer, with a first or last stage of its own size, or as ``pipeline_model_parallel_layout`` says. Pure
+arithmetic.
 
 Source: ``get_num_layers_to_build`` and ``get_transformer_layer_offset`` of megatron-core 0.16.1.
 """
@@ -35,21 +32,13 @@ _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Sizes of multi-latent attention, in channels; the defaults are those of ``MLATransformerConfig`` 0.16.1.
+    """Sizes of multi-latent attention, in channels; the defaults are those of ``MLATransformerConfig`` 0.16.1."""
 
-    Args:
-        q_lora_rank: Compressed queries; None if they are not compressed.
-        kv_lora_rank: Compressed keys and values.
-        qk_head_dim: The part of a head of queries and keys that is not rotated.
-        qk_pos_emb_head_dim: The part that is rotated; all heads share the rotated part of the keys.
-        v_head_dim: A head of values.
-    """
-
-    q_lora_rank: int | None = 512
-    kv_lora_rank: int = 512
-    qk_head_dim: int = 128
-    qk_pos_emb_head_dim: int = 64
-    v_head_dim: int = 128
+    q_lora_rank: int | None = 512  # compressed queries; None if they are not compressed
+    kv_lora_rank: int = 512  # compressed keys and values
+    qk_head_dim: int = 128  # the part of a head of queries and keys that is not rotated
+    qk_pos_emb_head_dim: int = 64  # the part that is rotated; all heads share the rotated part of the keys
+    v_head_dim: int = 128  # a head of values
 
     @property
     def query_width(self) -> int:
@@ -59,84 +48,41 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class Experts:
-    """Sizes of the layers with experts.
+    """Sizes of the layers with experts."""
 
-    Args:
-        count: Routed experts of a layer.
-        topk: Number of routed experts that process a token.
-        width: Inner width of a routed expert.
-        shared_width: Inner width of the shared experts together; 0 for none.
-        shared_gate: Whether the output of the shared experts has a gate, a weight of [1, h].
-        latent_width: Width that routed experts read and write; None for the hidden size.
-        capacity_factor: ``moe_expert_capacity_factor``; None if no token is dropped.
-        pads_to_capacity: Whether every expert computes on as many tokens as it may take.
-        dispatcher: ``moe_token_dispatcher_type``.
-        grouped: Whether TransformerEngine's grouped products compute the experts.
-    """
-
-    count: int
-    topk: int
-    width: int
-    shared_width: int
-    shared_gate: bool
-    latent_width: int | None
-    capacity_factor: float | None
-    pads_to_capacity: bool
-    dispatcher: str
-    grouped: bool
+    count: int  # routed experts of a layer
+    topk: int  # number of routed experts that process a token
+    width: int  # inner width of a routed expert
+    shared_width: int  # inner width of the shared experts together; 0 for none
+    shared_gate: bool  # whether the output of the shared experts has a gate, a weight of [1, h]
+    latent_width: int | None  # width that routed experts read and write; None for the hidden size
+    capacity_factor: float | None  # ``moe_expert_capacity_factor``; None if no token is dropped
+    pads_to_capacity: bool  # whether every expert computes on as many tokens as it may take
+    dispatcher: str  # ``moe_token_dispatcher_type``
+    grouped: bool  # whether TransformerEngine's grouped products compute the experts
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """What backward recomputes instead of keeping it.
+    """What backward recomputes instead of keeping it."""
 
-    Args:
-        granularity: ``"full"``, ``"selective"`` or None.
-        method: With ``"full"``: ``"uniform"`` or ``"block"``.
-        num_layers: With ``"uniform"``, layers of a group; with ``"block"``, recomputed layers of a stage's chunk.
-        modules: With ``"selective"``: the recomputed parts of a layer.
-        distribute: Whether tensor-parallel ranks share the tensors kept of a recomputed layer.
-    """
-
-    granularity: str | None
-    method: str | None
-    num_layers: int
-    modules: frozenset[str]
-    distribute: bool
+    granularity: str | None  # ``"full"``, ``"selective"`` or None
+    method: str | None  # with ``"full"``: ``"uniform"`` or ``"block"``
+    num_layers: int  # with ``"uniform"``, layers of a group; with ``"block"``, recomputed layers of a stage's chunk
+    modules: frozenset[str]  # with ``"selective"``: the recomputed parts of a layer
+    distribute: bool  # whether tensor-parallel ranks share the tensors kept of a recomputed layer
 
 
 @dataclass(frozen=True)
 class GPTFields:
-    """The sizes of a GPT: those of ``TransformerConfig``, with its names, and those of ``MCoreGPT``.
+    """The sizes of a GPT: those of ``TransformerConfig``, with its names, and those of ``MCoreGPT``."""
 
-    Args:
-        vocab_size: Number of existing tokens.
-        padded_vocab_size: Rows of the embedding.
-        seq_length: Tokens of a sequence.
-        learned_positions: Rows of the embedding of positions; 0 with rotary positions or none.
-        rotary_channels: Channels of a head that are rotated; 0 for none.
-        tied: Whether the output layer is the embedding's transpose.
-        attention: Sizes of multi-latent attention; None for grouped heads.
-        experts: Sizes of the layers with experts; None for a dense model.
-        is_moe: For each layer, whether its feed-forward part is a mixture of experts.
-        recompute: What backward recomputes.
-        shape: The sizes that a layout must divide, for ``ParallelLayout.validate_model``.
-        transformer: The given fields of ``TransformerConfig``.
-        architecture: What Megatron's config has no field for.
-        scores: Whether the output layer gives each token one score, as in a reward model, instead of logits.
-        adapters: What is trained beside frozen weights, as ``adapters.py`` fills it in; None where all weights are.
-        tower: Shape and part of each weight of the vision tower, by its name, as ``vision.py`` fills it in.
-        frozen: Parts of a vision-language model that are not trained.
-        vision: The settings of the tower; None for a text-only model.
-        image_tokens: Tokens of images in a row; 0 if unknown.
-    """
-
-    vocab_size: int
-    padded_vocab_size: int
-    seq_length: int
-    learned_positions: int
-    rotary_channels: int
-    tied: bool
+    vocab_size: int  # number of existing tokens
+    padded_vocab_size: int  # rows of the embedding
+    seq_length: int  # tokens of a sequence
+    learned_positions: int  # rows of the embedding of positions; 0 with rotary positions or none
+    rotary_channels: int  # channels of a head that are rotated; 0 for none
+    tied: bool  # whether the output layer is the embedding's transpose
     num_layers: int
     hidden_size: int
     num_attention_heads: int
@@ -153,19 +99,19 @@ class GPTFields:
     attention_dropout: float
     fp32_residual_connection: bool
     mtp_num_layers: int
-    attention: LatentAttention | None
-    experts: Experts | None
-    is_moe: tuple[bool, ...]
-    recompute: Recompute
-    shape: ModelShape
-    transformer: Mapping[str, Any]
-    architecture: Architecture = field(default_factory=Architecture)
-    scores: bool = False
-    adapters: AdaptedModel | None = None
-    tower: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
-    frozen: frozenset[str] = frozenset()
-    vision: Vision | None = None
-    image_tokens: int = 0
+    attention: LatentAttention | None  # sizes of multi-latent attention; None for grouped heads
+    experts: Experts | None  # sizes of the layers with experts; None for a dense model
+    is_moe: tuple[bool, ...]  # for each layer, whether its feed-forward part is a mixture of experts
+    recompute: Recompute  # what backward recomputes
+    shape: ModelShape  # the sizes that a layout must divide, for ``ParallelLayout.validate_model``
+    transformer: Mapping[str, Any]  # the given fields of ``TransformerConfig``
+    architecture: Architecture = field(default_factory=Architecture)  # what Megatron's config has no field for
+    scores: bool = False  # whether the output layer gives each token one score, as in a reward model, instead of logits
+    adapters: AdaptedModel | None = None  # what is trained beside frozen weights; None where all are
+    tower: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)  # shape and part, by name
+    frozen: frozenset[str] = frozenset()  # parts of a vision-language model that are not trained
+    vision: Vision | None = None  # the settings of the tower; None for a text-only model
+    image_tokens: int = 0  # tokens of images in a row; 0 if unknown
 
     @property
     def output_size(self) -> int:
@@ -176,12 +122,7 @@ class GPTFields:
     def of(cls, model: Mapping[str, Any]) -> "GPTFields":
         """Read the arguments of ``MCoreGPT`` (those of ``from_pretrained`` must be resolved first).
 
-        Args:
-            model: ``vocab_size``, ``seq_length``, ``transformer`` and other arguments that are not defaults. Arguments
-                that do not affect sizes are not read.
-
-        Raises:
-            ValueError: One of these three is absent.
+        Raises ValueError for a name or a size that is unknown.
         """
         missing = [name for name in ("vocab_size", "seq_length", "transformer") if model.get(name) is None]
         given: Mapping[str, Any] = model.get("transformer") or {}
@@ -235,12 +176,7 @@ class GPTFields:
 
 
 def backend_of(model: Mapping[str, Any], device_type: str) -> str:
-    """Return the layers of a model, ``"local"`` or ``"transformer_engine"``, on GPUs with TransformerEngine.
-
-    Args:
-        model: The arguments of ``MCoreGPT``.
-        device_type: ``"cuda"`` or ``"cpu"``.
-    """
+    """Return the layers of a model, ``"local"`` or ``"transformer_engine"``, on GPUs with TransformerEngine."""
     choice: str = model.get("transformer_impl") or "auto"
     if choice != "auto":
         return choice
@@ -294,31 +230,18 @@ def _recompute(given: Mapping[str, Any]) -> Recompute:
 
 @dataclass(frozen=True)
 class ChunkLayers:
-    """The part of the model that one virtual stage of one pipeline rank holds.
+    """The part of the model that one virtual stage of one pipeline rank holds."""
 
-    Args:
-        layers: Indices of its decoder layers in the whole model, from 0, in order.
-        embedding: Whether the chunk has the embedding.
-        output: Whether the chunk has the output layer and the loss.
-        mtp: Number of layers of multi-token prediction; with any, the chunk has an embedding (a copy if it is not the
-            first).
-    """
-
-    layers: tuple[int, ...]
-    embedding: bool
-    output: bool
-    mtp: int = 0
+    layers: tuple[int, ...]  # indices of its decoder layers in the whole model, from 0, in order
+    embedding: bool  # whether the chunk has the embedding
+    output: bool  # whether the chunk has the output layer and the loss
+    mtp: int = 0  # layers of multi-token prediction; with any, it has an embedding, perhaps a copy
 
 
 def stage_layers(fields: GPTFields, layout: ParallelLayout) -> list[list[ChunkLayers]]:
     """Return the chunks of every pipeline rank.
 
-    Args:
-        fields: The model.
-        layout: The parallel sizes, which fit the model (``ParallelLayout.validate_model``).
-
-    Returns:
-        Indexed by pipeline rank, then by virtual stage.
+    Indexed by pipeline rank, then by virtual stage.
     """
     pp, chunks = layout.pipeline_model_parallel_size, layout.num_chunks
     stages = layout.pipeline_stages

@@ -27,6 +27,10 @@ from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
 __all__ = ["ParameterTensor", "chunk_tensors", "model_parameters", "rank_parameters", "rank_tensors", "whole_shapes"]
 
 
+Tensors = list[list[ParameterTensor]]
+"""The parameters of a rank, chunk by chunk."""
+
+
 def chunk_tensors(
     fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, backend: str = "local"
 ) -> list[ParameterTensor]:
@@ -191,9 +195,7 @@ def count_of(chunks: Iterable[Iterable[ParameterTensor]]) -> ParameterCount:
     return ParameterCount(dense + counts[False, False], expert + counts[True, False], dense, expert)
 
 
-def rank_tensors(
-    fields: GPTFields, layout: ParallelLayout, pipeline_rank: int, backend: str = "local"
-) -> list[list[ParameterTensor]]:
+def rank_tensors(fields: GPTFields, layout: ParallelLayout, pipeline_rank: int, backend: str = "local") -> Tensors:
     """Return the parameter tensors of each rank of a pipeline stage, chunk by chunk."""
     chunks = stage_layers(fields, layout)[pipeline_rank]
     return [chunk_tensors(fields, layout, chunk, backend) for chunk in chunks]

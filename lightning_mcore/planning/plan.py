@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan a run before anything runs: grid, batch, stages, memory, communication, FLOPs, warnings and errors.
 
-:func:`make_plan` takes a run as plain data (``config/run.py``) and allocates nothing: no model and no process group.
-All ranks of a pipeline stage hold the same, so 16,384 devices cost no more time than 8. ``lightning-mcore plan`` prints
-the plan; :func:`plan_of` makes one from a Trainer and a module.
+:func:`make_plan` takes a run as plain data (``config/run.py``). It opens no process group and needs no memory for a
+model: one layer of each kind is built on the meta device (``built.py``). All ranks of a pipeline stage hold the same,
+so 16,384 devices cost no more time than 8. ``lightning-mcore plan`` prints the plan; ``live.plan_of`` makes one from a
+Trainer and a module.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,14 @@ from lightning_mcore.planning.communication import AxisVolume, Traffic, communic
 from lightning_mcore.planning.grid import GlobalBatch, RankGrid
 from lightning_mcore.planning.machines import Machine
 from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
-from lightning_mcore.planning.parameters import ModelParameters, ParameterCount, model_parameters, rank_parameters
+from lightning_mcore.planning.parameters import (
+    ModelParameters,
+    ParameterCount,
+    Tensors,
+    count_of,
+    model_parameters,
+    rank_tensors,
+)
 from lightning_mcore.planning.rules import CheckedRun, check_run
 from lightning_mcore.planning.schedule import PipelineTimeline
 from lightning_mcore.planning.state_memory import RankMemory, optimizer_of, rank_memory
@@ -111,26 +119,27 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data, for JSON."""
-        timeline, layout = self.timeline, self.layout
+        timeline, machine = self.timeline, self.machine
+        plain = {name: getattr(self, name) for name in ("devices", "devices_per_node", "device_type")}
+
+        def of(part: Any) -> dict[str, Any] | None:
+            if part is None:
+                return None
+            made: dict[str, Any] = part.to_dict() if hasattr(part, "to_dict") else asdict(part)
+            return made
+
         return {
-            "devices": self.devices,
-            "devices_per_node": self.devices_per_node,
-            "device_type": self.device_type,
-            "device": self.machine.name if self.machine is not None else None,
+            **plain,
+            "device": machine.name if machine is not None else None,
             "memory_limit_bytes": self.memory_limit,
             "precision": self.precision,
             "backend": self.backend,
-            "layout": asdict(layout) if layout is not None else None,
-            "grid": self.grid.to_dict() if self.grid is not None else None,
-            "batch": self.batch.to_dict() if self.batch is not None else None,
-            "parameters": asdict(self.parameters) if self.parameters is not None else None,
+            **{name: of(getattr(self, name)) for name in ("layout", "grid", "batch", "parameters")},
             "stages": [stage.to_dict() for stage in self.stages],
             "pipeline": {"bubble": timeline.bubble, "formula": timeline.formula} if timeline is not None else None,
-            "flops": self.work.to_dict() if self.work is not None else None,
-            "estimated_seconds": self.time.to_dict() if self.time is not None else None,
-            "warnings": list(self.warnings),
-            "errors": list(self.errors),
-            "assumptions": list(self.assumptions),
+            "flops": of(self.work),
+            "estimated_seconds": of(self.time),
+            **{name: list(getattr(self, name)) for name in ("warnings", "errors", "assumptions")},
         }
 
 
@@ -207,44 +216,35 @@ def _computed(
     machine: Machine | None,
     limit: float | None,
 ) -> dict[str, Any]:
-    layout, fields, batch = run.rules.layout, run.fields, run.batch
-    assert layout is not None
-    assert fields is not None
-    assert batch is not None
-    grid = RankGrid(layout, devices)
+    layout, fields, batch = run.sizes
+    rules, grid = run.rules, RankGrid(layout, devices)
     timeline = PipelineTimeline.of(
-        layout, batch.num_microbatches, run.rules.strategy.get("microbatch_group_size_per_vp_stage")
+        layout, batch.num_microbatches, rules.strategy.get("microbatch_group_size_per_vp_stage")
     )
     stages = stage_plans(run, settings, devices)
     work = step_work(fields, layout, devices, batch)
-    overlaps = Overlaps(
-        gradients=bool(run.rules.resolved("overlap_grad_reduce")),
-        parameters=bool(run.rules.resolved("overlap_param_gather")),
-        stages=run.rules.overlap_p2p_comm,
-        tensor=bool(run.rules.strategy.get("tp_comm_overlap")),
-    )
     time = None
     if machine is not None:
-        traffic = [stage.traffic for stage in stages]
         time = step_time(
             work.slowed_flops_of_rank,
-            traffic,
+            [stage.traffic for stage in stages],
             batch.num_microbatches,
             timeline.bubble,
             machine,
             number_format(run),
             devices_per_node,
-            overlaps,
+            Overlaps(
+                gradients=bool(rules.resolved("overlap_grad_reduce")),
+                parameters=bool(rules.resolved("overlap_param_gather")),
+                stages=rules.overlap_p2p_comm,
+                tensor=bool(rules.strategy.get("tp_comm_overlap")),
+            ),
         )
     memory = [stage.memory for stage in stages]
     warnings = run_warnings(run, grid.sizes, timeline.bubble, memory, limit, devices_per_node)
     return {
-        "grid": grid,
-        "stages": tuple(stages),
-        "timeline": timeline,
-        "work": work,
-        "time": time,
-        "warnings": tuple(warnings),
+        **{"grid": grid, "timeline": timeline, "work": work, "time": time},
+        **{"stages": tuple(stages), "warnings": tuple(warnings)},
     }
 
 
@@ -256,17 +256,8 @@ def number_format(run: CheckedRun) -> str:
 
 
 def stage_plans(run: CheckedRun, settings: RunSettings, devices: int) -> list[StagePlan]:
-    """Compute what one rank of each pipeline stage holds and sends.
-
-    Args:
-        run: The checked run, whose layout, devices and model fit each other.
-        settings: The run.
-        devices: Ranks of the whole run.
-    """
-    layout, fields, batch = run.rules.layout, run.fields, run.batch
-    assert layout is not None
-    assert fields is not None
-    assert batch is not None
+    """Compute what one rank of each pipeline stage holds and sends."""
+    layout, fields, batch = run.sizes
     name = run.rules.precision_name
     width = _PARAMETER_BYTES.get(name, 2)
     traffic = Traffic(
@@ -278,33 +269,34 @@ def stage_plans(run: CheckedRun, settings: RunSettings, devices: int) -> list[St
     )
     plans = []
     for stage, chunks in enumerate(stage_layers(fields, layout)):
-        memory = stage_memory(run, settings, devices, stage)
-        volumes = communication_volume(fields, layout, devices, batch, traffic, stage)
-        parameters = rank_parameters(fields, layout, stage, run.backend)
+        tensors = rank_tensors(fields, layout, stage, run.backend)
+        parameters = count_of(tensors)
+        memory = stage_memory(run, settings, devices, stage, tensors)
+        volumes = communication_volume(fields, layout, devices, batch, traffic, stage, parameters)
         first = stage * devices // layout.pipeline_model_parallel_size
         plans.append(StagePlan(stage, first, tuple(chunks), parameters, memory, tuple(volumes)))
     return plans
 
 
-def stage_memory(run: CheckedRun, settings: RunSettings, devices: int, stage: int) -> RankMemory:
-    """Compute what one rank of a pipeline stage holds; the arguments are those of :func:`stage_plans`."""
-    layout, fields, batch = run.rules.layout, run.fields, run.batch
-    assert layout is not None
-    assert fields is not None
-    assert batch is not None
+def stage_memory(
+    run: CheckedRun, settings: RunSettings, devices: int, stage: int, tensors: Tensors | None = None
+) -> RankMemory:
+    """Compute what one rank of a pipeline stage holds; ``tensors`` are its parameters, if they are known."""
+    layout, fields, batch = run.sizes
     return rank_memory(
         fields,
         layout,
         stage,
         world_size=devices,
         precision=run.rules.precision,
-        strategy={**run.rules.strategy, "ddp_config": run.rules.ddp, "optimizer_config": run.rules.optimizer},
+        strategy=run.rules.all_strategy,
         optimizer=optimizer_of(run.model),
         micro_batch_size=batch.micro_batch_size,
         num_microbatches=batch.num_microbatches,
         seq_length=batch.seq_length,
         packed=bool(settings.data.get("packing")),
         backend=run.backend,
+        tensors=tensors,
     )
 
 
@@ -322,16 +314,7 @@ def run_warnings(
     limit: float | None,
     devices_per_node: int,
 ) -> list[str]:
-    """Return the warnings of a run that follow from its settings.
-
-    Args:
-        run: The run after its checks.
-        sizes: Ranks along each axis.
-        bubble: Share of the step in which a stage waits.
-        memory: Of one rank of each stage.
-        limit: Memory of a device in bytes; None where it is not known.
-        devices_per_node: Devices of a node.
-    """
+    """Return the warnings of a run that follow from its settings."""
     assert run.rules.layout is not None
     layout = run.rules.layout
     return [

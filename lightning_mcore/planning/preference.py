@@ -19,13 +19,7 @@ from lightning_mcore.planning.grid import GlobalBatch
 def family_to_read(model: Mapping[str, Any]) -> str | None:
     """Return the family by whose rules the weights at ``path`` are read; None for the one in its config.
 
-    Args:
-        model: Arguments of ``from_pretrained``.
-
-    Raises:
-        FileNotFoundError: There is no such model.
-        ValueError: ``preference`` is wrong.
-        TypeError: ``preference`` is wrong.
+    Raises FileNotFoundError if there is no such model, ValueError or TypeError if ``preference`` is wrong.
     """
     family = model.get("family")
     is_reward = "preference" in model and Preference.of(model["preference"]).gives_scores
@@ -35,13 +29,7 @@ def family_to_read(model: Mapping[str, Any]) -> str | None:
 def arguments_in_use(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``MCoreGPT``, with what ``MCorePreference`` changes in them.
 
-    Args:
-        model: The arguments; with ``preference``, those of ``MCorePreference``.
-
-    Raises:
-        FileNotFoundError: There is no such adapter.
-        ValueError: ``preference`` or ``lora`` is wrong.
-        TypeError: ``preference`` or ``lora`` is wrong.
+    Raises FileNotFoundError if there is no such adapter, ValueError or TypeError for a wrong setting.
     """
     if "preference" not in model or not isinstance(model.get("transformer"), Mapping):
         return dict(model)
@@ -56,13 +44,7 @@ def _lora(model: Mapping[str, Any]) -> LoRA | None:
 
 
 def faults_of_pairs(settings: RunSettings, model: Mapping[str, Any], batch: GlobalBatch | None) -> Iterator[str]:
-    """Yield a sentence for each setting that the model does not allow, and if microbatches cut pairs apart.
-
-    Args:
-        settings: The run.
-        model: Its model.
-        batch: Its batch; None if unknown.
-    """
+    """Yield a sentence for each setting that the model does not allow, and if microbatches cut pairs apart."""
     if "preference" not in model:
         return
     config = SimpleNamespace(**(DEFAULTS | model["transformer"]))
@@ -73,10 +55,6 @@ def faults_of_pairs(settings: RunSettings, model: Mapping[str, Any], batch: Glob
 
 
 def assumptions_of_preference(model: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is not counted, as part of a sentence.
-
-    Args:
-        model: Its model.
-    """
+    """Yield what is not counted, as part of a sentence."""
     if "preference" in model and Preference.of(model["preference"]).needs_reference:
         yield "the passes that compute log-probabilities under the reference are not counted"

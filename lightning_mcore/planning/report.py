@@ -35,12 +35,7 @@ _GROUPS = ("tp", "cp", "dp", "pp", "dp_cp", "etp", "ep", "edp")
 def report(plan: Plan, picture: bool = False) -> str:
     """Return the text of a plan.
 
-    Args:
-        plan: The plan to show.
-        picture: Whether to draw the pipeline schedule.
-
-    Raises:
-        ModuleNotFoundError: The package rich is not installed.
+    Raises ModuleNotFoundError without the package rich.
     """
     console = _console()
     with console.capture() as capture:
@@ -74,13 +69,7 @@ def _console() -> "Console":
 
 
 def table_text(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return one table, with the first column aligned left and the others right.
-
-    Args:
-        title: Its heading.
-        columns: Headings of the columns.
-        rows: The texts of each row.
-    """
+    """Return one table, with the first column aligned left and the others right."""
     console = _console()
     with console.capture() as capture:
         _table(console, title, columns, rows)
@@ -280,25 +269,21 @@ def seconds(number: float) -> str:
 
 def count(number: float) -> str:
     """Return a number of parameters, such as ``8.03 B``."""
-    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if number >= unit:
-            return f"{number / unit:.2f} {name}"
-    return f"{number:.0f}"
+    return _in_units(number, 1000, ("K", "M", "B", "T"))
 
 
 def size(number: float | None) -> str:
     """Return bytes, such as ``1.50 GiB``."""
-    if number is None:
-        return "unknown"
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if number >= unit:
-            return f"{number / unit:,.2f} {name}"
-    return f"{number:.0f} B"
+    return "unknown" if number is None else _in_units(number, 1024, ("Ki", "Mi", "Gi", "Ti"), "B")
 
 
 def flops(number: float) -> str:
     """Return operations, such as ``2.10 PFLOP``."""
-    for unit, name in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
-        if number >= unit:
-            return f"{number / unit:,.2f} {name}FLOP"
-    return f"{number:.0f} FLOP"
+    return _in_units(number, 1000, ("K", "M", "G", "T", "P", "E"), "FLOP")
+
+
+def _in_units(number: float, step: int, prefixes: Sequence[str], unit: str = "") -> str:
+    power = sum(number >= step**place for place in range(1, len(prefixes) + 1))
+    if not power:
+        return f"{number:.0f} {unit}".rstrip()
+    return f"{number / step**power:,.2f} {prefixes[power - 1]}{unit}"

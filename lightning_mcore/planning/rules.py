@@ -98,11 +98,7 @@ class RuleBook:
     def attempt(self, check: Callable[[], T]) -> T | None:
         """Run a check and keep its refusal.
 
-        Args:
-            check: The check; it raises its refusal.
-
-        Returns:
-            The result of the check; None if it refused.
+        Returns the result of the check; None if it refused.
         """
         try:
             return check()
@@ -132,13 +128,7 @@ class RuleBook:
     def check_arguments(self, where: str, given: Mapping[str, Any], known: Arguments) -> dict[str, Any]:
         """Refuse unknown names and values that do not have their type.
 
-        Args:
-            where: The kind of name, such as ``"argument of MCoreStrategy"``.
-            given: Values by name.
-            known: The existing arguments.
-
-        Returns:
-            The valid arguments.
+        Returns the valid arguments.
         """
         fitting = {}
         for name, value in given.items():
@@ -190,6 +180,11 @@ class PlannedStrategy:
     def resolved(self, name: str) -> Any:
         """Return a setting of gradients: the argument, or else the field of ``ddp_config``, or else the default."""
         return strategy_rules.resolved(self.strategy, self.ddp).get(name, of_config("ddp_config")[name].default)
+
+    @property
+    def all_strategy(self) -> dict[str, Any]:
+        """The arguments of ``MCoreStrategy``, with its configs as dicts of the fields that are not defaults."""
+        return {**self.strategy, "ddp_config": self.ddp, "optimizer_config": self.optimizer}
 
     @property
     def distributed(self) -> bool:
@@ -270,12 +265,7 @@ def _given(arguments: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, An
 def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:
     """Refuse arguments of ``MCoreGPT`` that are wrong on every layout.
 
-    Args:
-        book: Collects refusals.
-        model: Its arguments.
-
-    Returns:
-        The sizes of the model; None if unknown.
+    Returns the sizes of the model; None if they are unknown.
     """
     owner, known = "MCoreVisionGPT" if "vision" in model else "MCoreGPT", of_model(sees="vision" in model)
     given = book.check_arguments(f"argument of {owner}", model, known)
@@ -316,13 +306,7 @@ def settings_of_gpt(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_gpt_on_layout(book: RuleBook, fields: GPTFields, rules: PlannedStrategy) -> None:
-    """Refuse a model whose sizes the layout or FP8 cannot divide.
-
-    Args:
-        book: Collects refusals.
-        fields: The model.
-        rules: The settings of strategy and precision.
-    """
+    """Refuse a model whose sizes the layout or FP8 cannot divide."""
     layout, fp8 = rules.layout, rules.fp8
     if layout is None:
         return
@@ -337,16 +321,7 @@ def check_gpt_on_layout(book: RuleBook, fields: GPTFields, rules: PlannedStrateg
 def check_in_megatron(
     book: RuleBook, fields: GPTFields, rules: PlannedStrategy, model: Mapping[str, Any], backend: str, device_type: str
 ) -> None:
-    """Build Megatron's config and the optimizer, and collect the refusals of them and of our layers.
-
-    Args:
-        book: Collects refusals.
-        fields: The model.
-        rules: The settings of strategy and precision.
-        model: The arguments of ``MCoreGPT``.
-        backend: ``"local"`` or ``"transformer_engine"``.
-        device_type: ``"cuda"`` or ``"cpu"``.
-    """
+    """Build Megatron's config and the optimizer, and collect the refusals of them and of our layers."""
     settings, used = settings_of_gpt(model), backend
     if device_type != "cuda":  # only a machine with GPUs knows whether it has TransformerEngine
         used = book.attempt(lambda: resolve_transformer_impl(backend, device_type)) or "local"  # type: ignore[arg-type]
@@ -447,29 +422,25 @@ _NOT_COUNTED = {"layernorm", "moe_act"}  # parts of recompute_modules that activ
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """A run after its checks.
+    """A run after its checks."""
 
-    Args:
-        errors: A sentence for each refusal.
-        assumptions: Values that were assumed because the settings do not give them, and the settings' notes.
-        rules: The settings of strategy and precision.
-        model: Arguments of ``MCoreGPT``, with those of a Hugging Face config filled in.
-        fields: The sizes of the model; None if unknown.
-        batch: The rows and tokens of a step; None if layout or sizes are wrong.
-        backend: ``"local"`` or ``"transformer_engine"``.
-        device_type: ``"cuda"`` or ``"cpu"``.
-        is_computable: Whether layout, devices and model fit each other, so that the rest can be computed.
-    """
-
-    errors: tuple[str, ...]
-    assumptions: tuple[str, ...]
+    errors: tuple[str, ...]  # a sentence for each refusal
+    assumptions: tuple[str, ...]  # what is assumed because the settings do not give it, and the settings' notes
     rules: PlannedStrategy
-    model: Mapping[str, Any]
-    fields: GPTFields | None
-    batch: GlobalBatch | None
-    backend: str
-    device_type: str
-    is_computable: bool
+    model: Mapping[str, Any]  # arguments of ``MCoreGPT``, with those of a Hugging Face config filled in
+    fields: GPTFields | None  # None if unknown
+    batch: GlobalBatch | None  # None if layout or sizes are wrong
+    backend: str  # ``"local"``, ``"transformer_engine"`` or :data:`OWN`
+    device_type: str  # ``"cuda"`` or ``"cpu"``
+    is_computable: bool  # whether layout, devices and model fit each other
+
+    @property
+    def sizes(self) -> tuple[ParallelLayout, GPTFields, GlobalBatch]:
+        """The layout, the model and the batch of a run that is computable."""
+        assert self.rules.layout is not None
+        assert self.fields is not None
+        assert self.batch is not None
+        return self.rules.layout, self.fields, self.batch
 
 
 def check_run(settings: RunSettings, devices: int, backend: str | None = None, ask_others: bool = True) -> CheckedRun:

@@ -20,7 +20,7 @@ Source: ``get_pp_rank_microbatches``, ``get_schedule_table`` and the two pipelin
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from string import ascii_lowercase
 from typing import NamedTuple
@@ -57,15 +57,7 @@ class Played(NamedTuple):
 def stage_order(
     num_stages: int, num_chunks: int, num_microbatches: int, stage: int, group_size: int | None = None
 ) -> list[Pass]:
-    """Return the passes of one stage in the order in which Megatron runs them.
-
-    Args:
-        num_stages: Pipeline-parallel size.
-        num_chunks: Chunks of each stage; 1 is the schedule without interleaving.
-        num_microbatches: Microbatches of a step.
-        stage: Which stage, from 0.
-        group_size: ``microbatch_group_size_per_vp_stage``; None is the pipeline size.
-    """
+    """Return the passes of one stage in the order in which Megatron runs them."""
     if num_stages == 1:
         return [Pass(forward, microbatch, 0) for microbatch in range(num_microbatches) for forward in (True, False)]
     group = group_size or num_stages
@@ -95,19 +87,12 @@ def _table(num_microbatches: int, num_chunks: int, group: int) -> list[tuple[int
 
 @dataclass(frozen=True)
 class PipelineTimeline:
-    """The schedule of one step, played.
+    """The schedule of one step, played."""
 
-    Args:
-        num_stages: Pipeline-parallel size.
-        num_chunks: Chunks of each stage.
-        num_microbatches: Microbatches of a step.
-        group_size: ``microbatch_group_size_per_vp_stage``; None is the pipeline size.
-    """
-
-    num_stages: int
-    num_chunks: int
-    num_microbatches: int
-    group_size: int | None = None
+    num_stages: int  # pipeline-parallel size
+    num_chunks: int  # chunks of each stage
+    num_microbatches: int  # microbatches of a step
+    group_size: int | None = None  # ``microbatch_group_size_per_vp_stage``; None is the pipeline size
 
     @classmethod
     def of(cls, layout: ParallelLayout, num_microbatches: int, group_size: int | None = None) -> "PipelineTimeline":
@@ -138,6 +123,13 @@ class PipelineTimeline:
         """Forward and backward passes of all stages."""
         return 2 * self.num_stages * self.num_chunks * self.num_microbatches
 
+    @property
+    def short(self) -> "PipelineTimeline":
+        """The same schedule with only as many microbatches as show how it begins, repeats and ends."""
+        group = self.group_size or self.num_stages
+        kept = self.num_microbatches % group + 2 * group
+        return self if kept >= self.num_microbatches else replace(self, num_microbatches=kept)
+
     @cached_property
     def played(self) -> list[list[Played]]:
         """The passes of each stage with their times."""
@@ -150,17 +142,14 @@ class PipelineTimeline:
 
 @lru_cache(maxsize=4096)  # layouts that --suggest compares often have the same schedule
 def _duration(timeline: PipelineTimeline) -> int:
-    group = timeline.group_size or timeline.num_stages
-    kept = timeline.num_microbatches % group + 2 * group
-    unit = FORWARD_UNITS + BACKWARD_UNITS
-    if timeline.num_passes <= _MOST_PASSES:
-        return max(row[-1].end for row in timeline.played)
-    if timeline.num_chunks == 1 or (group == timeline.num_stages and timeline.num_microbatches % group == 0):
-        return (timeline.num_chunks * timeline.num_microbatches + timeline.num_stages - 1) * unit
-    if timeline.num_microbatches <= kept:
-        return max(row[-1].end for row in timeline.played)
-    short = PipelineTimeline(timeline.num_stages, timeline.num_chunks, kept, timeline.group_size)
-    return short.duration + (timeline.num_microbatches - kept) * timeline.num_chunks * unit
+    group, unit = timeline.group_size or timeline.num_stages, FORWARD_UNITS + BACKWARD_UNITS
+    if timeline.num_passes > _MOST_PASSES:
+        if timeline.num_chunks == 1 or (group == timeline.num_stages and timeline.num_microbatches % group == 0):
+            return (timeline.num_chunks * timeline.num_microbatches + timeline.num_stages - 1) * unit
+        if (short := timeline.short) is not timeline:
+            more = timeline.num_microbatches - short.num_microbatches
+            return short.duration + more * timeline.num_chunks * unit
+    return max(row[-1].end for row in timeline.played)
 
 
 def _play(orders: Sequence[Sequence[Pass]], num_stages: int, num_chunks: int) -> list[list[Played]]:
@@ -207,14 +196,7 @@ def in_flight(
     The first period of the schedule is enough because the later ones repeat it: the cost does not grow with the
     number of microbatches.
 
-    Args:
-        layout: The parallel sizes.
-        pipeline_rank: The stage, from 0.
-        num_microbatches: Microbatches of a step on one data-parallel rank.
-        group_size: ``microbatch_group_size_per_vp_stage``; None is the pipeline size.
-
-    Yields:
-        Microbatches in flight of each chunk, and the number of a chunk.
+    Yields the microbatches in flight of each chunk, and the number of the chunk that goes backward.
     """
     pp, chunks = layout.pipeline_model_parallel_size, layout.num_chunks
     behind = pp - pipeline_rank - 1
@@ -240,15 +222,10 @@ def in_flight(
 def schedule_picture(timeline: PipelineTimeline, width: int = 100) -> str:
     """Draw the schedule.
 
-    Args:
-        timeline: What to draw.
-        width: Columns that a line may have.
-
-    Returns:
-        A line for each stage and one below with the duration and the bubble; many stages are cut in the middle, too.
+    There is a line for each stage, and one with duration and bubble; many stages are cut in the middle, too.
     """
     note = f"{timeline.duration} units; bubble {timeline.bubble:.1%}; forward 1 unit, backward 2"
-    shown = _drawable(timeline)
+    shown = timeline if timeline.num_passes <= _MOST_PASSES else timeline.short
     if shown is not timeline:
         note += f"; drawn with {shown.num_microbatches} microbatches instead of {timeline.num_microbatches}"
     cell = max(len(_label(played, shown.num_chunks)) for row in shown.played for played in row) + 1
@@ -261,14 +238,6 @@ def schedule_picture(timeline: PipelineTimeline, width: int = 100) -> str:
     if len(lines) > 24:
         lines = [*lines[:12], " " * edge + "|" + _CUT, *lines[-12:]]
     return "\n".join([*lines, note])
-
-
-def _drawable(timeline: PipelineTimeline) -> PipelineTimeline:
-    group = timeline.group_size or timeline.num_stages
-    kept = min(timeline.num_microbatches, timeline.num_microbatches % group + 2 * group)
-    if timeline.num_passes <= _MOST_PASSES or kept == timeline.num_microbatches:
-        return timeline
-    return PipelineTimeline(timeline.num_stages, timeline.num_chunks, kept, timeline.group_size)
 
 
 def _row(row: list[Played], timeline: PipelineTimeline, cell: int) -> str:

@@ -35,15 +35,10 @@ _PLAIN = (int, float, bool, str, list, dict, tuple, NoneType)
 
 @dataclass(frozen=True)
 class Argument:
-    """One field of a dataclass or argument of a constructor.
+    """One field of a dataclass or argument of a constructor."""
 
-    Args:
-        hint: Its type; ``typing.Any`` where it takes objects.
-        default: Its default; ``...`` where it has none.
-    """
-
-    hint: Any
-    default: Any
+    hint: Any  # its type; ``typing.Any`` where it takes objects
+    default: Any  # its default; ``...`` where it has none
 
 
 Arguments = Mapping[str, Argument]
@@ -86,12 +81,7 @@ def of_precision() -> Arguments:
 
 
 def of_model(pretrained: bool = False, sees: bool = False) -> Arguments:
-    """Return the arguments of ``MCoreGPT`` and ``MCorePreference``, or of their ``from_pretrained``.
-
-    Args:
-        pretrained: Whether those of ``from_pretrained``.
-        sees: Whether those of ``MCoreVisionGPT`` instead.
-    """
+    """Return the arguments of ``MCoreGPT`` and ``MCorePreference``, or of their ``from_pretrained``."""
     kinds = (MCoreVisionGPT,) if sees else (MCorePreference, MCoreGPT)
     return {
         name: argument
@@ -140,11 +130,7 @@ _NOT_ASKED = (
 
 
 def lightning_faults(trainer: Mapping[str, Any]) -> Iterator[str]:
-    """Yield Lightning's refusals: of each argument alone, or else of all together.
-
-    Args:
-        trainer: Arguments of ``Trainer`` with checked names and types.
-    """
+    """Yield Lightning's refusals: of each argument alone, or else of all together."""
     asked = {name: value for name, value in trainer.items() if name not in _NOT_ASKED}
     if trainer.get("accelerator") != "cpu":
         asked.pop("devices", None)  # the machine of the run decides
@@ -157,11 +143,7 @@ def lightning_faults(trainer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def may_never_end(trainer: Mapping[str, Any]) -> bool:
-    """Return whether the arguments leave the number of steps unknown, however much data there is.
-
-    Args:
-        trainer: Arguments of ``Trainer``; False if Lightning refuses them.
-    """
+    """Return whether the arguments leave the number of steps unknown, however much data there is."""
     names = ("max_steps", "max_epochs", "max_time")
     try:
         made = _trainer({name: trainer[name] for name in names if trainer.get(name) is not None})

@@ -10,9 +10,8 @@ arithmetic.
 Left out because they are small: the step counters of Adam, buffers of routers, scales of FP8. Left out because there
 are no activations then: the fp32 gradients that an optimizer makes of 16-bit ones while it steps.
 
-:func:`rank_memory` is the one entry for ``lightning-mcore plan``: it takes a run as the arguments that its parts are
-made with, and adds ``activation_memory.py``. What a process takes beside these (libraries, communication buffers, a
-fragmented allocator, the work space of kernels) is not counted; on a GPU leave some gigabytes for it.
+:func:`rank_memory` adds ``activation_memory.py``. What a process takes beside these (libraries, communication buffers,
+a fragmented allocator, the work space of kernels) is not counted; on a GPU leave some gigabytes for it.
 
 Sources: ``DistributedDataParallel``, ``_ParamAndGradBuffer``, ``DistributedOptimizer`` and
 ``Float16OptimizerWithFloat16Params`` of megatron-core 0.16.1. Weights in FP8 and TransformerEngine's optimizer are as
@@ -29,7 +28,7 @@ from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.planning.activation_memory import ActivationSetting, NumberFormat, activation_memory
 from lightning_mcore.planning.model import FP32, GPTFields
-from lightning_mcore.planning.parameters import ParameterTensor, rank_tensors
+from lightning_mcore.planning.parameters import ParameterTensor, Tensors, rank_tensors
 from lightning_mcore.planning.vision import patch_bytes
 
 OPTIMIZERS: Mapping[str, int] = {"adam": 2, "adamw": 2, "sgd": 1, "sgd_without_momentum": 0, "muonwithadamw": 2}
@@ -52,64 +51,36 @@ def optimizer_of(model: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class StateMemory:
-    """Bytes on one rank.
+    """Bytes on one rank."""
 
-    Args:
-        weights: Of parameters, padding included, and with FP8 of their copies in 8 bits.
-        gradients: Of the buffers in which gradients are summed.
-        optimizer: Of fp32 copies and moments, on the device.
-        host: Of those that ``optimizer_cpu_offload`` keeps in the memory of the host.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    host: int = 0
+    weights: int  # of parameters, padding included, and with FP8 of their copies in 8 bits
+    gradients: int  # of the buffers in which gradients are summed
+    optimizer: int  # of fp32 copies and moments, on the device
+    host: int = 0  # of those that ``optimizer_cpu_offload`` keeps in the memory of the host
 
 
 @dataclass(frozen=True)
 class StateFormats:
-    """How many bytes an element takes, and who holds it; made by :meth:`of`.
+    """How many bytes an element takes, and who holds it; made by :meth:`of`."""
 
-    Args:
-        parameter: Bytes of a parameter.
-        gradient: Bytes of a gradient in its buffer.
-        main: Bytes of the copy that the optimizer works on; 0 where it works on the parameters.
-        moments: Bytes of each moment.
-        optimizer: A name of :data:`OPTIMIZERS`.
-        distributed: Whether the optimizer state is sharded over the data-parallel ranks.
-        instances: Groups of these ranks, each of which holds a whole state.
-        bucket_size: Elements after which a new bucket begins; None for one bucket, 0 for Megatron's default.
-        large_buckets: ``pad_buckets_for_high_nccl_busbw``.
-        fp8: Whether linear layers compute in FP8.
-        fp8_param: Whether their weights are kept in it.
-        offloaded: Share of the optimizer state that is kept on the host.
-    """
-
-    parameter: int
-    gradient: int
-    main: int
-    moments: tuple[int, ...]
-    optimizer: str
-    distributed: bool
-    instances: int = 1
-    bucket_size: int | None = None
-    large_buckets: bool = False
-    fp8: bool = False
-    fp8_param: bool = False
-    offloaded: float = 0.0
+    parameter: int  # bytes of a parameter
+    gradient: int  # bytes of a gradient in its buffer
+    main: int  # bytes of the copy that the optimizer works on; 0 where it works on the parameters
+    moments: tuple[int, ...]  # bytes of each moment
+    optimizer: str  # A name of :data:`OPTIMIZERS`
+    distributed: bool  # whether the optimizer state is sharded over the data-parallel ranks
+    instances: int = 1  # groups of these ranks, each of which holds a whole state
+    bucket_size: int | None = None  # elements of a bucket; None for one bucket, 0 for Megatron's default
+    large_buckets: bool = False  # ``pad_buckets_for_high_nccl_busbw``
+    fp8: bool = False  # whether linear layers compute in FP8
+    fp8_param: bool = False  # whether their weights are kept in it
+    offloaded: float = 0.0  # share of the optimizer state that is kept on the host
 
     @classmethod
     def of(cls, precision: Mapping[str, Any], strategy: Mapping[str, Any], optimizer: str = "adamw") -> "StateFormats":
         """Read them from the arguments of a run.
 
-        Args:
-            precision: Arguments of ``MCorePrecision``.
-            strategy: Arguments of ``MCoreStrategy``; ``ddp_config`` and ``optimizer_config`` as dicts of fields.
-            optimizer: A name of :data:`OPTIMIZERS`.
-
-        Raises:
-            ValueError: The precision or the optimizer is unknown.
+        Raises ValueError for a name or a size that is unknown.
         """
         name = precision.get("precision") or "32-true"
         if name not in _BYTES:
@@ -152,15 +123,7 @@ def state_memory(
 ) -> StateMemory:
     """Return the bytes of weights, gradients and optimizer state on a rank of one pipeline stage.
 
-    Args:
-        chunks: The parameters of each of its chunks, as ``rank_tensors`` returns them.
-        layout: The parallel sizes.
-        formats: Bytes of an element, and the settings of the optimizer.
-        world_size: Ranks of the run.
-        pipeline_rank: The stage; the first one may have several buckets.
-
-    Returns:
-        Those of the rank that holds most; shards differ by their padding.
+    They are those of the rank that holds most; shards differ by their padding.
     """
     weights = gradients = 0
     state = 0.0
@@ -264,21 +227,13 @@ def _weight_bytes(buffer: Sequence[ParameterTensor], padded: int, formats: State
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank, at the moment of a step when most is held.
+    """Bytes on one rank, at the moment of a step when most is held."""
 
-    Args:
-        weights: Of parameters, padding included.
-        gradients: Of the buffers in which gradients are summed.
-        optimizer: Of fp32 copies and moments, on the device.
-        activations: Of what forward keeps for backward, of all microbatches in flight.
-        host: Optimizer state that is kept in the memory of the host; not in the total.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    host: int = 0
+    weights: int  # of parameters, padding included
+    gradients: int  # of the buffers in which gradients are summed
+    optimizer: int  # of fp32 copies and moments, on the device
+    activations: int  # of what forward keeps for backward, of all microbatches in flight
+    host: int = 0  # optimizer state that is kept in the memory of the host; not in the total
 
     @property
     def total(self) -> int:
@@ -300,31 +255,16 @@ def rank_memory(
     seq_length: int | None = None,
     packed: bool = False,
     backend: str = "local",
+    tensors: Tensors | None = None,
 ) -> RankMemory:
     """Return the bytes that a rank of a pipeline stage holds; all ranks of a stage are alike but for padding.
 
-    Args:
-        fields: The model.
-        layout: The parallel sizes, which fit the model and the world.
-        pipeline_rank: The stage, from 0.
-        world_size: Ranks of the run.
-        precision: Arguments of ``MCorePrecision``; the name of the format under ``"precision"``.
-        strategy: Arguments of ``MCoreStrategy``; ``ddp_config`` and ``optimizer_config`` as dicts of their fields.
-        optimizer: ``"adam"``, ``"adamw"``, ``"sgd"`` (with momentum), ``"sgd_without_momentum"`` or
-            ``"muonwithadamw"``.
-        micro_batch_size: Rows of a microbatch on one data-parallel rank.
-        num_microbatches: Microbatches of a step on one data-parallel rank.
-        seq_length: Tokens of a row; None for the model's.
-        packed: Whether rows hold several sequences each.
-        backend: Whose layers: ``"local"`` or ``"transformer_engine"``.
-
-    Raises:
-        ValueError: The precision, the optimizer or the backend is unknown.
+    Raises ValueError if the precision, the optimizer or the backend is unknown.
     """
     if backend not in _BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; choose one of {_BACKENDS}")
     formats = StateFormats.of(precision, strategy, optimizer)
-    tensors = rank_tensors(fields, layout, pipeline_rank, backend)
+    tensors = tensors or rank_tensors(fields, layout, pipeline_rank, backend)
     state = state_memory(tensors, layout, formats, world_size, pipeline_rank)
     setting = ActivationSetting(
         micro_batch_size=micro_batch_size,

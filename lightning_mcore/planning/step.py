@@ -32,24 +32,14 @@ _BACKWARD_SHARE = 2 / 3
 
 @dataclass(frozen=True)
 class StepWork:
-    """Operations of one optimizer step.
+    """Operations of one optimizer step."""
 
-    Args:
-        model_flops: Operations of the model, over all ranks.
-        hardware_flops: The same, including recomputation.
-        hardware_flops_of_rank: The hardware FLOPs of one rank of each pipeline stage.
-        slowed_flops_of_rank: The same, with narrow matrices counted as the wide-matrix work that takes equally long;
-            used to estimate time.
-        flops_per_token: Operations of the model for one token.
-        tower_flops: Those of the model's operations that its vision tower takes.
-    """
-
-    model_flops: float
-    hardware_flops: float
-    hardware_flops_of_rank: tuple[float, ...]
-    slowed_flops_of_rank: tuple[float, ...]
-    flops_per_token: float
-    tower_flops: float = 0.0
+    model_flops: float  # operations of the model, over all ranks
+    hardware_flops: float  # the same, including recomputation
+    hardware_flops_of_rank: tuple[float, ...]  # of one rank of each pipeline stage
+    slowed_flops_of_rank: tuple[float, ...]  # the same, narrow matrices as wide work that takes as long
+    flops_per_token: float  # operations of the model for one token
+    tower_flops: float = 0.0  # those of the model's operations that its vision tower takes
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -57,14 +47,7 @@ class StepWork:
 
 
 def step_work(fields: GPTFields, layout: ParallelLayout, world_size: int, batch: GlobalBatch) -> StepWork:
-    """Count the operations of a step.
-
-    Args:
-        fields: The model, with its recomputation.
-        layout: The parallel sizes, which fit model and world.
-        world_size: Number of ranks.
-        batch: Rows and tokens of a step.
-    """
+    """Count the operations of a step."""
     trained = None if fields.adapters is None else fields.adapters.multiplications(topk=_topk(fields))
     given = {**fields.transformer, **(fields.architecture.delta_net or {})}
     per_token = training_flops_per_token(given, fields.output_size, batch.seq_length, trained)
@@ -206,36 +189,22 @@ def _latent_up_projections(fields: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class Overlaps:
-    """The communication that overlaps with computation.
+    """The communication that overlaps with computation."""
 
-    Args:
-        gradients: ``overlap_grad_reduce``: during the backward pass of the last microbatch.
-        parameters: ``overlap_param_gather``: during the forward pass of the first microbatch.
-        stages: ``overlap_p2p_comm``.
-        tensor: ``tp_comm_overlap``; half of it is assumed to be hidden.
-    """
-
-    gradients: bool = False
-    parameters: bool = False
-    stages: bool = False
-    tensor: bool = False
+    gradients: bool = False  # ``overlap_grad_reduce``: during the backward pass of the last microbatch
+    parameters: bool = False  # ``overlap_param_gather``: during the forward pass of the first microbatch
+    stages: bool = False  # ``overlap_p2p_comm``
+    tensor: bool = False  # ``tp_comm_overlap``; half of it is assumed to be hidden
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step on the slowest stage.
+    """Seconds of a step on the slowest stage."""
 
-    Args:
-        compute: Matrix products, including recomputation.
-        each_microbatch: Communication of every microbatch.
-        once: Communication of gradients and parameters that is not hidden.
-        bubble: Waiting for other stages.
-    """
-
-    compute: float
-    each_microbatch: float
-    once: float
-    bubble: float
+    compute: float  # matrix products, including recomputation
+    each_microbatch: float  # communication of every microbatch
+    once: float  # communication of gradients and parameters that is not hidden
+    bubble: float  # waiting for other stages
 
     @property
     def total(self) -> float:
@@ -257,18 +226,7 @@ def step_time(
     devices_per_node: int,
     overlaps: Overlaps,
 ) -> StepTime:
-    """Estimate the time of a step.
-
-    Args:
-        flops_of_rank: Operations of one rank of each stage, narrow matrices weighed (``slowed_flops_of_rank``).
-        traffic_of_rank: The bytes that it sends, for each stage.
-        num_microbatches: Microbatches of the step.
-        bubble: Share of the time in which a stage waits.
-        machine: The devices.
-        number_format: ``"bf16"``, ``"fp8"`` or ``"fp32"``.
-        devices_per_node: Devices that NVLink joins.
-        overlaps: The communication that is hidden.
-    """
+    """Estimate the time of a step."""
     of_stages = []
     for flops, volumes in zip(flops_of_rank, traffic_of_rank, strict=True):
         compute = flops / machine.speed(number_format)

@@ -8,7 +8,7 @@ the estimated time of a step (``step.py``), and the best ones that Megatron's ow
 is rough: measure the first few.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -58,29 +58,17 @@ _OF_RECOMPUTE = (
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A layout that fits.
+    """A layout that fits."""
 
-    Args:
-        strategy: Arguments of ``MCoreStrategy`` to set.
-        recompute: Fields of ``transformer`` to set.
-        micro_batch_size: Rows of a DataLoader batch, which is one microbatch.
-        batch_size: The same as files give it: half for padded pairs.
-        num_microbatches: ``accumulate_grad_batches``.
-        memory: Bytes of the fullest rank.
-        bubble: Share of the step during which a stage waits.
-        seconds: Estimated time of a step.
-        flops_rate: Operations of the model per second on each device.
-    """
-
-    strategy: Mapping[str, Any]
-    recompute: Mapping[str, Any]
-    micro_batch_size: int
-    batch_size: int
-    num_microbatches: int
-    memory: int
-    bubble: float
-    seconds: float
-    flops_rate: float
+    strategy: Mapping[str, Any]  # arguments of ``MCoreStrategy`` to set
+    recompute: Mapping[str, Any]  # fields of ``transformer`` to set
+    micro_batch_size: int  # rows of a DataLoader batch, which is one microbatch
+    batch_size: int  # the same as files give it: half for padded pairs
+    num_microbatches: int  # ``accumulate_grad_batches``
+    memory: int  # bytes of the fullest rank
+    bubble: float  # share of the step during which a stage waits
+    seconds: float  # estimated time of a step
+    flops_rate: float  # operations of the model per second on each device
 
     @property
     def recomputed(self) -> str:
@@ -100,6 +88,7 @@ def suggest(
     memory: float | None = None,
     backend: str | None = None,
     most: int = 10,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[Suggestion]:
     """Return the layouts that fit, best first.
 
@@ -111,6 +100,7 @@ def suggest(
         memory: Bytes of a device; None for the machine's.
         backend: Whose layers.
         most: The largest number of layouts to return.
+        progress: Called with how many layouts have been tried, and how many of them fit.
 
     Raises:
         ValueError: The model is wrong, or no layout fits.
@@ -130,6 +120,8 @@ def suggest(
             least = min(least, needed)
             continue
         for micro, count in _microbatches(layout, devices, rows):
+            if progress is not None:
+                progress(tried, len(found))
             tried += 1
             plan, recompute = _fitting(
                 settings, layout, devices, devices_per_node, machine, backend, limit, micro, count
@@ -161,8 +153,7 @@ def _accepted(
 ) -> list[Suggestion]:
     """Return the first suggestions that Megatron's own config accepts.
 
-    Raises:
-        ValueError: It accepts none of the first.
+    Raises ValueError if it accepts none of the first.
     """
     accepted: list[Suggestion] = []
     refused: list[str] = []
@@ -329,15 +320,7 @@ def _resets(given: Mapping[str, Any], chosen: Mapping[str, Any], known: Argument
 def suggestion_text(
     found: Sequence[Suggestion], machine: Machine, memory: float | None, devices: int, kind: Kind = "lightning"
 ) -> str:
-    """Return the layouts as a table, and the lines that set the best one.
-
-    Args:
-        found: Layouts, best first.
-        machine: The machine for which times are estimated.
-        memory: Bytes of a device; None for the machine's.
-        devices: Ranks of the whole run.
-        kind: The kind of file that the lines are for.
-    """
+    """Return the layouts as a table, and the lines that set the best one."""
     names = {"tp": "tensor_model", "pp": "pipeline_model", "vpp": "virtual_pipeline_model", "cp": "context"}
     names |= {"ep": "expert_model", "etp": "expert_tensor"}
     shown = [short for short, name in names.items() if any(f"{name}_parallel_size" in one.strategy for one in found)]

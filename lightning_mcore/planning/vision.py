@@ -20,12 +20,7 @@ _NAME = "vision.tower."
 
 
 def with_tower(fields: GPTFields, model: Mapping[str, Any]) -> GPTFields:
-    """Return a model with the weights of its tower, and with the parts that are frozen.
-
-    Args:
-        fields: The model.
-        model: The arguments of ``MCoreVisionGPT``, or of ``MCoreGPT``.
-    """
+    """Return a model with the weights of its tower, and with the parts that are frozen."""
     if model.get("vision") is None:
         return fields
     vision = Vision.of(model["vision"])
@@ -36,13 +31,7 @@ def with_tower(fields: GPTFields, model: Mapping[str, Any]) -> GPTFields:
 def with_images(fields: GPTFields, image_tokens: int | None, seq_length: int) -> GPTFields:
     """Return a model whose rows have this many tokens of images.
 
-    Args:
-        fields: The model, with its tower.
-        image_tokens: Tokens of images in a row; None if unknown.
-        seq_length: Tokens of a row.
-
-    Raises:
-        ValueError: The model has no tower, or a row does not have as many tokens.
+    Raises ValueError if the model has no tower, or a row does not have as many tokens.
     """
     if image_tokens is None:
         return fields
@@ -56,25 +45,13 @@ def with_images(fields: GPTFields, image_tokens: int | None, seq_length: int) ->
 
 
 def check_first_stage(fields: GPTFields, layout: ParallelLayout) -> None:
-    """Refuse a first pipeline stage with too few layers for the outputs from inside the tower.
-
-    Args:
-        fields: The model.
-        layout: The parallel sizes, which fit the model.
-
-    Raises:
-        ValueError: It has too few.
-    """
+    """Refuse a first pipeline stage with too few layers for the outputs from inside the tower."""
     if fields.vision is not None:
         Vision.check_first_stage(fields.vision.deepstack, len(stage_layers(fields, layout)[0][0].layers))
 
 
 def assumptions_of_vision(fields: GPTFields | None) -> Iterator[str]:
-    """Yield what is assumed or not counted, as part of a sentence.
-
-    Args:
-        fields: The model; None if unknown.
-    """
+    """Yield what is assumed or not counted, as part of a sentence."""
     if fields is None or fields.vision is None:
         return
     if fields.image_tokens:
@@ -122,15 +99,8 @@ def _pixels(fields: GPTFields) -> int:
 def tower_bytes(fields: GPTFields, layout: ParallelLayout, rows: int, element: int) -> tuple[float, float]:
     """Return the bytes of the tower's activations on one rank of the first stage, without the patches of the batch.
 
-    Args:
-        fields: The model.
-        layout: The parallel sizes, which fit the model.
-        rows: Rows of a microbatch.
-        element: Bytes of an activation: 4 or 2.
-
-    Returns:
-        Bytes that it keeps of a microbatch for backward; and those that its worst moment takes beside them, while the
-        layers of the language model keep nothing of this microbatch.
+    Returns the bytes that it keeps of a microbatch for backward; and those that its worst moment takes beside them,
+    while the layers of the language model keep nothing of this microbatch.
     """
     vision, frozen = fields.vision, _frozen(fields)
     if vision is None or not fields.image_tokens:

@@ -302,6 +302,21 @@ def test_suggestions_fit_keep_the_global_batch_and_come_best_first() -> None:
         assert plan.fullest.memory.total == one.memory <= machine.memory
 
 
+def test_a_long_search_says_how_far_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_mcore.cli.plan._SILENT_SECONDS", 0.0)
+
+    code, _, error = printed(capsys, cli_file(tmp_path), "--suggest", "--memory", "80GB")
+
+    assert code == 0
+    lines = [line for line in error.splitlines() if "tried" in line]
+    tried = [int(line.split()[2]) for line in lines]
+    assert tried == sorted(tried)
+    assert len(lines) > 1
+    assert lines[-1].endswith(" fit")
+
+
 def test_suggest_prints_a_table_and_lines_to_paste(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text, _ = printed(capsys, cli_file(tmp_path), "--suggest", "--memory", "80GB")
     assert code == 0

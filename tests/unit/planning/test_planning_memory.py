@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters and memory of a run by arithmetic alone: known models, known rules, and the cost of asking."""
+"""Parameters and memory of a run that is not there: known models, known rules, and the cost of asking."""
 
 import time
 from dataclasses import replace
