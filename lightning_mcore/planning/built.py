@@ -174,6 +174,9 @@ def _built(arguments: str, scores: bool) -> tuple[tuple[str, ParameterTensor], .
 
 def of_parameter(chunk: nn.Module, name: str, parameter: nn.Parameter) -> ParameterTensor:
     """Return what is known of a parameter by Megatron's marks on it, and by the module that owns it."""
+    split = getattr(parameter, "partition_dim", None) if getattr(parameter, "tensor_model_parallel", False) else None
+    if name.endswith(".softmax_offset"):
+        split = 0  # a sink for each head; Megatron does not mark them
     owner, is_matrix = chunk.get_submodule(name.rpartition(".")[0]), parameter.dim() == 2
     return ParameterTensor(
         name,
@@ -183,7 +186,7 @@ def of_parameter(chunk: nn.Module, name: str, parameter: nn.Parameter) -> Parame
         is_linear=is_matrix and name.startswith(("decoder.", "mtp.")) and isinstance(owner, _LINEAR),
         is_shared=getattr(parameter, "shared_embedding", False),
         shape=tuple(parameter.shape),
-        split=getattr(parameter, "partition_dim", None) if getattr(parameter, "tensor_model_parallel", False) else None,
+        split=split,
         is_trained=parameter.requires_grad,
     )
 

@@ -150,6 +150,7 @@ CASES: dict[str, Case] = {
     "qkv-norms-with-bias": Case(2, {"tp": 2}, of(BIASED, qk_layernorm=True)),
     "l2-norms": Case(1, {}, of(DENSE, qk_l2_norm=True)),
     "output-gate-tp2": Case(2, {"tp": 2}, of(DENSE, attention_output_gate=True)),
+    "sinks-tp2": Case(2, {"tp": 2}, of(DENSE, softmax_type="learnable")),
     "first1": Case(2, {"pp": 2}, of(DENSE, num_layers_in_first_pipeline_stage=1)),
     "last1": Case(2, {"pp": 2}, of(DENSE, num_layers_in_last_pipeline_stage=1)),
     "first2-last4-pp4-vp2": Case(
