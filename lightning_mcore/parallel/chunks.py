@@ -9,7 +9,7 @@ The strategy calls :func:`wrap_chunks` in ``setup`` and :func:`unwrap_chunks` in
 use the chunks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mcore.config.fp8 import TRANSFORMER_FIELDS as FP8_FIELDS
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.rules.model import check_average_in_collective, check_fields
-from lightning_mcore.parallel.consensus import control_group
+from lightning_mcore.parallel.consensus import all_gather_object
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.pipeline import Pipeline
 from lightning_mcore.parallel.stage_layers import check_uniform_recompute
@@ -329,20 +329,34 @@ def unwrap_chunks(chunks: ModelChunks) -> ModelChunks:
 
 def count_parameters(chunks: ModelChunks, layout: ParallelLayout) -> int:
     """Return the number of parameters of the whole model; collective over the world."""
+    return count_whole({"model": [parameter for chunk in chunks.bare for parameter in chunk.parameters()]}, layout)[
+        "model"
+    ]
+
+
+def count_whole(parts: Mapping[str, Iterable[torch.nn.Parameter]], layout: ParallelLayout) -> dict[str, int]:
+    """Return how many parameters the whole model has in each part, of which this rank has some; collective."""
     # TP=2, PP=2: a rank of stage 0 has 500 parameters, of which 400 are halves of matrices: its stage has 900. With 700
     # in stage 1, four ranks sum up to 2 * 900 + 2 * 700, which is twice the model.
-    of_stage = 0
-    for parameter in (parameter for chunk in chunks.bare for parameter in chunk.parameters()):
-        if getattr(parameter, "shared", False):  # the last stage's copy of tied embeddings
-            continue
-        is_of_expert = not getattr(parameter, "allreduce", True)
-        ranks = layout.expert_model_parallel_size if is_of_expert else 1
-        if getattr(parameter, "tensor_model_parallel", False):
-            ranks *= layout.expert_tensor_size if is_of_expert else layout.tensor_model_parallel_size
-        of_stage += parameter.numel() * ranks
-    total = torch.tensor([of_stage])
-    dist.all_reduce(total, group=control_group())
-    return int(total) * layout.pipeline_model_parallel_size // dist.get_world_size()
+    of_stage = {
+        name: sum(parameter.numel() * _ranks_that_share(parameter, layout) for parameter in parameters)
+        for name, parameters in parts.items()
+    }
+    of_ranks = all_gather_object(of_stage)
+    copies = dist.get_world_size() // layout.pipeline_model_parallel_size
+    # Only some stages may have a part.
+    return {name: sum(of_rank.get(name, 0) for of_rank in of_ranks) // copies for name in parts}
+
+
+def _ranks_that_share(parameter: torch.nn.Parameter, layout: ParallelLayout) -> int:
+    """Return how many ranks of a stage hold a shard of a parameter; 0 for one that is counted elsewhere."""
+    if getattr(parameter, "shared", False):  # the last stage's copy of tied embeddings
+        return 0
+    is_of_expert = not getattr(parameter, "allreduce", True)
+    ranks = layout.expert_model_parallel_size if is_of_expert else 1
+    if getattr(parameter, "tensor_model_parallel", False):
+        ranks *= layout.expert_tensor_size if is_of_expert else layout.tensor_model_parallel_size
+    return ranks
 
 
 def synchronize_parameters(chunks: ModelChunks) -> None:

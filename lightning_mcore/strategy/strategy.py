@@ -94,6 +94,7 @@ from lightning_mcore.strategy.preemption import install_sigterm_handler, prepare
 from lightning_mcore.strategy.resume import ExactResume
 from lightning_mcore.strategy.same_batches import SameBatches
 from lightning_mcore.strategy.step_runner import StepRunner
+from lightning_mcore.strategy.summary import summaries_of_the_whole
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -374,8 +375,9 @@ class MCoreStrategy(DDPStrategy):
             self._chunks = plain.wrap(module, ddp_config, self._restores)
 
     def _show_size(self) -> None:
-        """Say how large a split model is, because Lightning's summary counts the parameters of rank 0."""
-        if self.layout.model_parallel_size > 1:
+        """Say how large a split model is, and let Lightning's summary count all of it."""
+        if self.layout.model_parallel_size > 1 or self.layout.expert_model_parallel_size > 1:
+            self._restores.enter_context(summaries_of_the_whole(self.lightning_module.trainer, self.layout))
             whole = human(count_parameters(self.chunks, self.layout))
             own = human(sum(parameter.numel() for chunk in self.chunks.bare for parameter in chunk.parameters()))
             rank_zero_info(f"MCoreStrategy: the model has {whole} parameters; rank 0 holds {own}")

@@ -12,6 +12,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -87,6 +89,37 @@ def test_the_size_of_the_whole_model_is_that_of_one_rank(name: str) -> None:
     layout, shape = LAYOUTS[name]
     counts = run_ranks(4, run, layout, shape, None, name == TIED, timeout=120)
     assert counts == run_ranks(1, run, {}, shape, None, name == TIED, timeout=120) * 4
+
+
+class Table(ModelSummary):
+    """Keeps Lightning's table of the model as a text, on every rank."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.text = str(self._summary(trainer, pl_module))
+
+
+def table_of(layout: dict[str, Any], shape: dict[str, Any]) -> tuple[str, int]:
+    """Train a step; return the table, and the number of this rank's parameters."""
+    table = Table(max_depth=2)
+    model = MCoreGPT(vocab_size=128, seq_length=8, transformer=shape)
+    trainer = make_trainer(MCoreStrategy(**layout), callbacks=[table], max_steps=1)
+    trainer.fit(model, Text())
+    return table.text, sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != TIED])
+def test_lightnings_table_counts_the_whole_model_and_this_ranks_part(name: str) -> None:
+    layout, shape = LAYOUTS[name]
+    [(of_one_rank, whole)] = run_ranks(1, table_of, {}, shape, timeout=120)
+    assert "Params per Device" not in of_one_rank
+    for text, own in run_ranks(4, table_of, layout, shape, timeout=120):
+        assert "| Params | Params per Device |" in re.sub(" +", " ", text)
+        [row] = re.findall(r"^.*\bPipeline\b.*$", text, re.MULTILINE)
+        assert re.findall(r"[\d.]+ [KM]", row) == [get_human_readable_count(whole), get_human_readable_count(own)]
+        for kind in ("Trainable params", "Total params", "params size"):
+            lines = [re.findall(rf"^.*{kind}.*$", each, re.MULTILINE) for each in (of_one_rank, text)]
+            assert len(lines[0]) == 1
+            assert lines[0] == lines[1]
 
 
 def test_a_run_ends_with_its_loss_its_checkpoint_and_the_next_commands(

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
@@ -90,6 +90,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_load_state_dicts": CombinedLoader,
     "_local_scalar_dense": torch.ops.aten,
     "_logger_connector": pl.Trainer,
+    "_max_depth": ModelSummary,
     "_mode": CombinedLoader,
     "_monitor_candidates": ModelCheckpoint,
     "_only_lift_cpu_tensors": torch._C,
