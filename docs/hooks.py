@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks for mkdocs: the version in the footer, roles in docstrings, and fields of argument classes.
+"""Hooks for mkdocs: version and repository, roles in docstrings, and fields of argument classes.
 
 ``fields of NAME`` on a line of a page becomes a list of the fields that a class of ``lightning_mcore.arguments`` adds.
 """
@@ -15,13 +15,16 @@ _FIELDS = re.compile(r"^fields of (\w+)$", re.MULTILINE)
 
 
 def on_config(config: Any, **_: object) -> None:
-    """Name the package's version and license in the footer.
+    """Name the package's version and license in the footer, and link the repository and each page's source.
 
     Args:
         config: The configuration of the site.
     """
     project = tomllib.loads(Path(config.config_file_path).with_name("pyproject.toml").read_text())["project"]
     config.copyright = f"{project['name']} {project['version']}, {project['license']}"
+    repository = project.get("urls", {}).get("Repository")
+    if repository is not None:
+        config.repo_url, config.repo_name, config.edit_uri = repository, "Repository", "edit/main/docs/"
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
