@@ -377,7 +377,7 @@ class MCoreStrategy(DDPStrategy):
     def _show_size(self) -> None:
         """Say how large a split model is, and let Lightning's summary count all of it."""
         if self.layout.model_parallel_size > 1 or self.layout.expert_model_parallel_size > 1:
-            self._restores.enter_context(summaries_of_the_whole(self.lightning_module.trainer, self.layout))
+            self._restores.enter_context(summaries_of_the_whole(self._module.trainer, self.layout))
             whole = human(count_parameters(self.chunks, self.layout))
             own = human(sum(parameter.numel() for chunk in self.chunks.bare for parameter in chunk.parameters()))
             rank_zero_info(f"MCoreStrategy: the model has {whole} parameters; rank 0 holds {own}")

@@ -20,8 +20,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary
-from lightning.pytorch.utilities.model_summary import ModelSummary as Summary
-from lightning.pytorch.utilities.model_summary import get_human_readable_count
+from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary as Summary
+from lightning.pytorch.utilities.model_summary.model_summary import get_human_readable_count
 from torch.nn import Parameter
 
 from lightning_mcore.config.layout import ParallelLayout
@@ -69,7 +69,7 @@ class WholeSummary(Summary):
         return [*data[:place], ("Params per Device", rows), *data[place:]]
 
 
-def summaries_of_the_whole(trainer: pl.Trainer, layout: ParallelLayout) -> contextlib.AbstractContextManager[None]:
+def summaries_of_the_whole(trainer: pl.Trainer, layout: ParallelLayout) -> contextlib.ExitStack:
     """Let the trainer's ModelSummary callbacks count the whole model until the end of the context."""
     callbacks = [callback for callback in trainer.callbacks if isinstance(callback, ModelSummary)]  # type: ignore[attr-defined]
     stack = contextlib.ExitStack()
