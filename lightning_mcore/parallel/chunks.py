@@ -316,7 +316,8 @@ def unwrap_chunks(chunks: ModelChunks) -> ModelChunks:
         chunk.param_to_bucket_group.clear()
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             # Megatron's optimizer, which writes a later save, keeps the buffers, and with this option weights in them.
-            if not buffer.ddp_config.reuse_grad_buf_for_mxfp8_param_ag:
+            # NCCL has registered the memory of others, in its own pool (nccl_ub), and would send from what is gone.
+            if not (buffer.ddp_config.reuse_grad_buf_for_mxfp8_param_ag or buffer.nccl_ub):
                 buffer.grad_data.untyped_storage().resize_(0)
         for parameter in chunk.parameters():
             parameter.grad = None
