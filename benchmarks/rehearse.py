@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.overhead import REPOSITORY, circumstances, write_results
 from lightning_mcore.config.run import RunSettings
+from lightning_mcore.config.vision import Vision
 from lightning_mcore.planning.plan import make_plan
 from lightning_mcore.rehearsal import Rehearsal, rehearse
 from lightning_mcore.rehearsal.settings import build_of
@@ -40,6 +41,20 @@ _EXPERTS: dict[str, Any] = {
     "moe_aux_loss_coeff": 0.001,
 }
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_TOWER: dict[str, Any] = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "out_hidden_size": 3584,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+    "tokens_per_second": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,7 @@ class Model:
     strategy: Mapping[str, Any]
     seq_length: int = 8192
     model: Mapping[str, Any] = field(default_factory=dict)
+    image_tokens: int | None = None
 
 
 def _split(tensor: int, pipeline: int, **more: Any) -> dict[str, Any]:
@@ -154,12 +170,30 @@ MODELS: dict[str, Model] = {
         },
         strategy=_split(1, 16, expert_model_parallel_size=64),
     ),
+    "qwen2.5-vl-7b": Model(
+        devices=8,
+        microbatches=4,
+        vocab_size=152_064,
+        seq_length=4096,
+        transformer={
+            **_LLAMA,
+            "num_layers": 28,
+            "hidden_size": 3584,
+            "ffn_hidden_size": 18_944,
+            "num_attention_heads": 28,
+            "num_query_groups": 4,
+            "add_qkv_bias": True,
+        },
+        strategy=_split(2, 2),
+        model={"vision": Vision("qwen2_5_vl", _TOWER, 151_655, 151_656, (16, 24, 24)).plain()},
+        image_tokens=1024,
+    ),
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     "recompute": {"transformer": _RECOMPUTE},
     "lora": {"lora": {"r": 16}},
-    "dpo": {"preference": {"loss": "dpo"}},
+    "dpo": {"preference": {"loss": "sigmoid"}},
 }
 
 
@@ -179,6 +213,7 @@ def settings_of(model: Model, variant: str) -> RunSettings:
         },
         trainer={"accumulate_grad_batches": model.microbatches, "max_steps": 1000, "gradient_clip_val": 1.0},
         data={"batch_size": 1, "seq_length": model.seq_length},
+        image_tokens=model.image_tokens,
     )
 
 
@@ -237,14 +272,15 @@ def main() -> None:
     options = parser.parse_args()
     facts = circumstances(options)
     known = options.output / f"rehearse_cpu_{facts['date'].replace('-', '')}.json"
-    results: dict[str, Any] = json.loads(known.read_text())["results"] if known.is_file() else {}
     for name in options.models:
         model = MODELS[name]
         if options.microbatches is not None:
             model = replace(model, microbatches=options.microbatches)
         for variant in options.variants:
             print(f"rehearsing {name} {variant} ...", flush=True)
-            results[f"{name} {variant}"] = measure(model, variant)
+            row = measure(model, variant)
+            results = json.loads(known.read_text())["results"] if known.is_file() else {}
+            results[f"{name} {variant}"] = row
             order = [f"{each} {kind}" for each in MODELS for kind in VARIANTS]
             results = {run: results[run] for run in order if run in results}
             write_results(

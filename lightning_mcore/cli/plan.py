@@ -72,6 +72,7 @@ def add_run_options(parser: CommandParser) -> None:
     add("--nodes", type=int, metavar="M", help="number of nodes (default: the file's, or one per 8 devices)")
     add("--model", metavar="PATH_OR_NAME", help="a Hugging Face model, instead of the file's")
     add("--seq-length", type=int, metavar="N", help="tokens of a row, instead of the file's")
+    add("--image-tokens", type=int, metavar="N", help="tokens of images in a row, to count the vision tower for them")
     add("--json", action="store_true", help="print everything as JSON")
 
 
@@ -84,7 +85,6 @@ def _parser() -> CommandParser:
     )
     add_run_options(parser)
     add = parser.add_argument
-    add("--image-tokens", type=int, metavar="N", help="tokens of images in a row, to count the vision tower for them")
     add("--backend", choices=sorted(_BACKENDS), help="layers to plan for (default: the file's, te on GPUs)")
     add("--device", choices=sorted(MACHINES), help="device for times and memory (default: h100 if the run is on GPUs)")
     add("--memory", metavar="80GB", help="memory of a device (default: as --device has)")
@@ -156,12 +156,12 @@ def read_run(
         kind = "llamafactory"
         flags = [word for word in words if word not in named]
         settings = settings_of_flags(flags, model, options["seq_length"], parser)
+    settings = replace(settings, image_tokens=options["image_tokens"])
     return settings, kind, *device_numbers(settings, options["devices"], options["nodes"])
 
 
 def _plan(options: dict[str, Any], words: Sequence[str], parser: CommandParser) -> int:
     settings, kind, devices, per_node = read_run(options, words, parser)
-    settings = replace(settings, image_tokens=options["image_tokens"])
     settings, elastic_fault = _with_sizes(settings)
     machine, memory = _machine(options, settings)
     backend = _BACKENDS[options["backend"]] if options["backend"] else None

@@ -47,7 +47,33 @@ def _parser() -> CommandParser:
     add("--rank", type=int, metavar="R", help="the rank to play (default: the first, middle and last pipeline stage)")
     add("--device", choices=sorted(MACHINES), default="h100", help="device for the memory (default: h100)")
     add("--memory", metavar="80GB", help="memory of a device (default: as --device has)")
+    add(
+        "--assume",
+        action="append",
+        default=[],
+        metavar="FILE:LINE=VALUE",
+        help="what a line reads from the GPU, or how many elements it selects (default: 1); may be repeated",
+    )
     return parser
+
+
+def assumed_values(given: Sequence[str]) -> dict[str, float]:
+    """Return what lines read, by ``file:line``, from words such as ``net.py:12=0.5`` or ``net.py:12=False``.
+
+    Raises ValueError for another form.
+    """
+    values = {}
+    for word in given:
+        place, _, value = word.rpartition("=")
+        file, _, line = place.rpartition(":")
+        try:
+            number = {"true": 1.0, "false": 0.0}.get(value.lower())
+            values[place] = float(value) if number is None else number
+        except ValueError:
+            file = ""
+        if not file or not line.isdigit():
+            raise ValueError(f"--assume {word} is not FILE:LINE=VALUE; give a number for a line, such as net.py:12=0.5")
+    return values
 
 
 def _rehearse(options: dict[str, Any], words: Sequence[str], parser: CommandParser) -> int:
@@ -59,11 +85,12 @@ def _rehearse(options: dict[str, Any], words: Sequence[str], parser: CommandPars
     def progress(rank: int, what: str) -> None:
         print(f"{time.monotonic() - begun:5.0f} s  rank {rank}: {what}", file=sys.stderr)
 
+    assume = assumed_values(options["assume"])
     build, layout = build_of(settings, devices, per_node)
     if options["rank"] is not None:
         layout.coordinates(options["rank"], devices)  # raises for a rank outside the world
     ranks = None if options["rank"] is None else [options["rank"]]
-    found = rehearse(build, ranks, per_node, memory, progress)
+    found = rehearse(build, ranks, per_node, memory, progress, assume)
     plan = make_plan(settings, devices, per_node, machine, memory)
     planned = {stage.stage: stage.memory.total for stage in plan.stages}
     if options["json"]:

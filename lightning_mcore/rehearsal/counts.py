@@ -21,7 +21,7 @@ import os
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -36,8 +36,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 _ALLOCATED = 512  # bytes of which PyTorch's CUDA allocator hands out multiples
 _REAL_COPY = 2**20  # bytes up to which a copy to the host gets (assumed) values
 _OF_OTHERS = ("/torch/", "/contextlib.py", "/lightning_mcore/rehearsal/", "/functools.py")
-# Functions that do not get 1 for what they read. This one asks whether gradients have overflowed.
-_ANSWERS = {"_unscale_main_grads_and_check_for_nan": 0}
+_OF_LIBRARIES = ("/site-packages/", "/lightning_mcore/")
+# Functions that do not get 1 for what they read: whether gradients have overflowed, and whether a metric has seen NaNs
+_ANSWERS = {"_unscale_main_grads_and_check_for_nan": 0, "_cast_and_nan_check_input": 0}
 
 _KINDS = {
     "allreduce": "all-reduce",
@@ -53,6 +54,12 @@ _KINDS = {
     "scatter": "scatter",
 }
 aten = torch.ops.aten
+# Operators whose output has as many elements as values say, and its shape if there are ``count`` of them
+_COUNTED: dict[Any, Callable[[Any, int], list[int]]] = {
+    aten.nonzero.default: lambda args, count: [count, args[0].dim()],
+    aten.masked_select.default: lambda args, count: [count],
+    aten.repeat_interleave.Tensor: lambda args, count: [count],
+}
 
 
 @dataclass
@@ -97,7 +104,11 @@ class _Storage:
 class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what happens inside the ``with`` block; CUDA tensors are fake there."""
 
-    def __init__(self, group_names: Callable[[ProcessGroup], str] = lambda group: group.group_name) -> None:
+    def __init__(
+        self,
+        group_names: Callable[[ProcessGroup], str] = lambda group: group.group_name,
+        assume: Mapping[str, float] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.memory = Memory()
@@ -106,6 +117,8 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.waits: Counter[tuple[str, str]] = Counter()  # (file:line function, what)
         self.operators = 0
         self.notes: set[str] = set()  # what was assumed
+        self.assume = assume or {}  # "file:line", to what it reads, or to how many elements it selects
+        self.reads: dict[str, float] = {}  # the same for what the user's own lines have read
         self.group_names = group_names
         self.known: Any = WeakIdKeyDictionary()  # device tensors with assumed values
         self.selected: int | None = None  # how many elements masks select now
@@ -178,14 +191,11 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten._local_scalar_dense.default:
             return self._read(args[0])
         if func is aten.equal.default:
-            self.wait("compares values")
-            return True
+            return bool(self._assumed("compares values"))
         self.operators += not func.is_view
         if func in (aten.copy_.default, aten._to_copy.default):
             return self._copy(func, args, kwargs)
-        if func is aten.masked_select.default and self.selected is not None:
-            self.wait("counts what a mask selects")
-            func, args = aten.new_empty.default, (args[0], [self.selected])
+        func, args, kwargs = self._with_assumed_count(func, args, kwargs)
         with self.fake:
             output = func(*args, **kwargs)
         self._track(output)
@@ -230,32 +240,70 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         source = args[0] if is_new else args[1]
         target = args[0].device if not is_new else torch.device(kwargs.get("device") or source.device)
         waits = not kwargs.get("non_blocking", False) and (is_new or len(args) < 3 or not args[2])
+        value: float = 1
         if source.device.type != target.type and waits:
-            self.wait("copies to the host" if target.type == "cpu" else "copies to the device")
+            if target.type == "cpu":
+                value = self._assumed("copies to the host")
+            else:
+                self.wait("copies to the device")
         if target.type == "cpu":
             dtype = (kwargs.get("dtype") or source.dtype) if is_new else args[0].dtype
             if not is_new and not isinstance(args[0], FakeTensor):
-                return args[0].fill_(1)
+                return args[0].fill_(value)
             if is_new and source.numel() * dtype.itemsize <= _REAL_COPY:
                 known = self.known.get(source)
-                return torch.ones(source.shape, dtype=dtype) if known is None else known.to(dtype)
+                return torch.full(source.shape, value, dtype=dtype) if known is None else known.to(dtype)
         with self.fake:
             output = func(*args, **kwargs)
         self._track(output)
         return output
 
+    def _with_assumed_count(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return a call whose output has the number of elements that is assumed for its line, if there is one."""
+        masks = [item for item in args[1] or () if _is_mask(item)] if func is aten.index.Tensor else []
+        if not masks and func not in _COUNTED:
+            return func, args, kwargs
+        given = self.selected if func is aten.masked_select.default else None
+        count = given if given is not None else self._given(_caller())
+        if count is None:
+            return func, args, kwargs
+        self._assumed("counts what values select", count)
+        if func in _COUNTED:
+            dtype = {"dtype": torch.long} if func is aten.nonzero.default else {}
+            return aten.new_empty.default, (args[0], _COUNTED[func](args, int(count))), dtype
+        # x[mask] with a mask of 2 dimensions is x[rows, columns].
+        places = [
+            place
+            for item in args[1]
+            for place in ([masks[0].new_empty(int(count), dtype=torch.long)] * item.dim() if _is_mask(item) else [item])
+        ]
+        return func, (args[0], places), kwargs
+
     def _read(self, tensor: Tensor) -> bool | int | float:
-        frame = self.wait("reads a value") if tensor.device.type == "cuda" else ""
-        answer = _ANSWERS.get(frame, 1)
+        answer = self._assumed("reads a value") if tensor.device.type == "cuda" else 1
         return bool(answer) if tensor.dtype == torch.bool else float(answer) if tensor.is_floating_point() else answer
 
-    def wait(self, what: str) -> str:
-        """Count a wait for the device, at the line outside PyTorch that causes it; return its function."""
-        frame: Any = sys._getframe(1)
-        while frame.f_back is not None and any(part in frame.f_code.co_filename for part in _OF_OTHERS):
-            frame = frame.f_back
-        self.waits[f"{short(frame.f_code.co_filename)}:{frame.f_lineno} {frame.f_code.co_name}", what] += 1
-        return str(frame.f_code.co_name)
+    def _given(self, frame: Any) -> float | None:
+        """Return what the user assumes for a line."""
+        where = _place(frame)
+        return next((value for place, value in self.assume.items() if f"/{where}".endswith(f"/{place}")), None)
+
+    def _assumed(self, what: str, value: float | None = None) -> float:
+        """Count a wait that depends on values, and return what they are assumed to be."""
+        frame = _caller()
+        self._wait_at(frame, what)
+        given = self._given(frame) if value is None else value
+        answer = _ANSWERS.get(frame.f_code.co_name, 1) if given is None else given
+        if not any(part in frame.f_code.co_filename for part in _OF_LIBRARIES):
+            self.reads[_place(frame)] = answer
+        return answer
+
+    def wait(self, what: str) -> None:
+        """Count a wait for the device, at the line outside PyTorch that causes it."""
+        self._wait_at(_caller(), what)
+
+    def _wait_at(self, frame: Any, what: str) -> None:
+        self.waits[f"{_place(frame)} {frame.f_code.co_name}", what] += 1
 
     def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func._schema.name.removeprefix("c10d::")
@@ -269,6 +317,18 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             work = FakeWork().boxed()
             return work if len(func._schema.returns) == 1 else (args[0], work)
         return func(*args, **kwargs)
+
+
+def _caller() -> Any:
+    """Return the frame of the line outside PyTorch and this package's rehearsals that runs now."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and any(part in frame.f_code.co_filename for part in _OF_OTHERS):
+        frame = frame.f_back
+    return frame
+
+
+def _place(frame: Any) -> str:
+    return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def short(file: str) -> str:
@@ -289,6 +349,10 @@ def _tensors(items: Iterable[Any]) -> Iterator[Tensor]:
             yield item
         elif isinstance(item, list | tuple):
             yield from _tensors(item)
+
+
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
 
 
 def _is_cuda(device: Any) -> bool:

@@ -9,6 +9,7 @@ collectives send nothing, and makes CUDA tensors fake (``counts.py``). PyTorch a
 import contextlib
 import ctypes
 import importlib
+import itertools
 import math
 import os
 import pickle
@@ -35,22 +36,31 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_mcore.parallel import consensus
+from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.rehearsal.counts import Counts
+from lightning_mcore.strategy import pipeline_runner
 
 _OPTIONS: Any = FakeProcessGroup.Options
 
 
 @contextlib.contextmanager
 def fake_cuda(
-    library: Path, rank: int, world_size: int, devices_per_node: int, memory: int, answers: "Answers"
+    library: Path,
+    rank: int,
+    world_size: int,
+    devices_per_node: int,
+    memory: int,
+    answers: "Answers",
+    assume: Mapping[str, float] | None = None,
 ) -> Iterator[Counts]:
     """Play a rank inside the ``with`` block, and count what it does.
 
-    ``memory`` is what a device has, in bytes; ``answers`` are the objects that other ranks send.
+    ``memory`` is what a device has, in bytes; ``answers`` are the objects that other ranks send; ``assume`` is
+    as in :class:`Counts`.
     """
     local = rank % devices_per_node
     ctypes.CDLL(str(library)).fake_cuda_guard(local)
-    counts = Counts()
+    counts = Counts(assume=assume)
     environment = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -69,6 +79,7 @@ def fake_cuda(
             *_of_tensors(counts),
             *_of_experts(counts),
             *_of_groups(answers),
+            *_of_stages(counts, answers),
         ]
         for owner, name, replacement in table:
             stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
@@ -325,6 +336,15 @@ class Answers:
         self._store, self._rank, self._played = store, rank, played
         self._sent: Counter[str] = Counter()
 
+    def post(self, name: str, value: Any) -> None:
+        """Tell ranks that are played at the same time."""
+        if self._store is not None:
+            self._store.set(name, pickle.dumps(value))
+
+    def posted(self, name: str) -> Any:
+        """Return what another rank posts; wait for it."""
+        return pickle.loads(self._store.get(name))
+
     def broadcast(self, objects: list[Any], source: int, ranks: tuple[int, ...]) -> None:
         """Send a list of objects if this rank is the source; otherwise replace its items by the source's."""
         others = [rank for rank in self._played if rank in ranks]
@@ -337,6 +357,37 @@ class Answers:
             self._store.set(key, pickle.dumps(objects))
         else:
             objects[:] = pickle.loads(self._store.get(key))
+
+
+def _of_stages(counts: Counts, answers: Answers) -> list[tuple[Any, str, Any]]:
+    """Return ``(owner, attribute, replacement)`` with which stages know what their neighbors send, if shapes vary.
+
+    Every stage sends as much as the first one, which is played at the same time.
+    """
+    sent: list[list[int]] = []
+    received = itertools.count(1)
+    gradients = itertools.count()
+
+    def exchange_shapes(
+        communicator: Any,
+        tensor_send_next: Tensor | None,
+        tensor_send_prev: Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+    ) -> list[list[int]]:
+        counts.notes.add("each pipeline stage sends as much as the first one")
+        if tensor_send_next is not None:
+            sent.append(list(tensor_send_next.shape))
+            if process_group("pp").rank() == 0:
+                answers.post(f"shape {len(sent)}", sent[-1])
+        shapes = [[1, 1, 1], [1, 1, 1]]
+        if recv_prev:
+            shapes[0] = answers.posted(f"shape {next(received)}")
+        if recv_next:  # the gradient of what this stage has sent
+            shapes[1] = sent[next(gradients)]
+        return shapes
+
+    return [(pipeline_runner, "exchange_shapes", exchange_shapes)]
 
 
 def _of_groups(answers: Answers) -> list[tuple[Any, str, Any]]:

@@ -15,8 +15,8 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,17 @@ _OTHERS = "another rank failed"
 
 @dataclass(frozen=True)
 class Job:
-    """A run to rehearse; ``ranks`` is None for the first, middle and last stage of rank 0's pipeline."""
+    """A run to rehearse.
+
+    ``ranks`` is None for the first, middle and last stage of rank 0's pipeline. ``assume`` says what a line reads from
+    the device, or how many elements it selects, by ``file:line``.
+    """
 
     build: Build
     ranks: tuple[int, ...] | None
     devices_per_node: int
     memory: int  # bytes of a device
+    assume: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -114,16 +119,20 @@ def _rehearsed(job: Job, library: Path, progress: Progress) -> Played | Failure:
             ranks = world.chosen(job.ranks)
         except ValueError as error:
             return Failure(str(error), "", is_wrong_input=True)
-        together = world.with_last_stages(ranks)
+        together = world.with_ends(ranks)
 
         def played(rank: int) -> Callable[[Callable[[str], None]], RankReport]:
             store = dist.FileStore(os.path.join(folder, "store"), -1)  # type: ignore[attr-defined]
-            return lambda say: play(job.build, world, rank, together, store, library, job.memory, say)
+            return lambda say: play(job.build, world, rank, together, store, library, job.memory, job.assume, say)
 
         reports = _forked({rank: played(rank) for rank in together}, progress)
     failures = [report for report in reports if isinstance(report, Failure)]
     if failures:
         return next((failure for failure in failures if failure.sentence != _OTHERS), failures[0])
+    read = {f"/{place}" for report in reports for place in report.reads}
+    for place in job.assume:
+        if not any(where.endswith(f"/{place}") for where in read):
+            return Failure(f"{place} reads no value; {_lines(read)}", "", is_wrong_input=True)
     return Played(world, tuple(report for report in reports if report.rank in ranks))
 
 
@@ -175,18 +184,32 @@ def _call(function: Callable[[Callable[[str], None]], Any], sender: Connection) 
 
 
 def _sentence(error: Exception) -> str:
-    """Return one line about an error; for an operator that raises it, with the line that calls the operator."""
+    """Return one line about an error, with the line that causes it, and what was assumed of values."""
     text = " ".join(str(error).split()) or type(error).__name__
     stack = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in stack if not _is_of_torch(frame.filename)]
-    if not frames or not _is_of_torch(stack[-1].filename):
-        return text
-    where = f"{short(frames[-1].filename)}:{frames[-1].lineno}"
+    where = f"{short(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
     if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
-        return f"{where}: {text} needs the values of a tensor, which a rehearsal does not have; use one without them"
-    if isinstance(error, UnsupportedOperatorException | NotImplementedError):
-        return f"{where}: {text[:200]}: a rehearsal needs an operator that also works on fake tensors"
-    return f"{where}: {text}"
+        return f"{where}: {text} needs the values of a tensor, which a rehearsal does not have; {_ASSUME % where}"
+    if isinstance(error, FileNotFoundError) and error.filename is not None:
+        return f"{where}: {error.filename} does not exist; a rehearsal builds the run's own module and data, so add it"
+    if isinstance(error, UnsupportedOperatorException | NotImplementedError) and _is_of_torch(stack[-1].filename):
+        return (
+            f"{where}: {text[:200]}: an operator has no fake kernel, which a rehearsal needs; add one with"
+            " torch.library.register_fake"
+        )
+    if reads := getattr(error, "reads", {}):
+        places = ", ".join(f"{value:g} for {place}" for place, value in reads.items())
+        text += f" (a rehearsal assumed {places}; --assume FILE:LINE=VALUE assumes another value)"
+    return f"{where}: {text}" if frames and _is_of_torch(stack[-1].filename) else text
+
+
+_ASSUME = "say how many elements it selects with --assume %s=COUNT"
+
+
+def _lines(read: Iterable[str]) -> str:
+    places = ", ".join(sorted(where[1:] for where in read))
+    return f"lines that do: {places}" if read else "no line of the module does, so leave --assume out"
 
 
 def _is_of_torch(file: str) -> bool:

@@ -4,7 +4,7 @@
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -74,7 +74,8 @@ class RankReport:
         seconds: How long this rank took to rehearse.
         cpu_seconds: The CPU time of that, without imports.
         host_bytes: The most memory of its process on the host.
-        notes: What was assumed.
+        reads: The module's own lines that read values from the device, and the values that they got.
+        notes: What else was assumed.
     """
 
     rank: int
@@ -90,6 +91,7 @@ class RankReport:
     seconds: float
     cpu_seconds: float
     host_bytes: int
+    reads: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -243,10 +245,16 @@ class World:
             self.layout.coordinates(rank, self.size)
         return tuple(dict.fromkeys(ranks))
 
-    def with_last_stages(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return the ranks and the last stages of their pipelines, which send loss and logs to the others."""
-        of_stage = self.size // self.layout.pipeline_model_parallel_size
-        return tuple(dict.fromkeys([*ranks, *(self.size - of_stage + rank % of_stage for rank in ranks)]))
+    def with_ends(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return the ranks and the ends of their pipelines.
+
+        Loss and logs come from the last stage, and unknown shapes from the first.
+        32 ranks in 4 stages: rank 10 is in stage 1, and its pipeline begins with rank 2 and ends with rank 26.
+        """
+        stages = self.layout.pipeline_model_parallel_size
+        of_stage = self.size // stages
+        ends = (stage * of_stage + rank % of_stage for rank in ranks for stage in (0, stages - 1))
+        return tuple(dict.fromkeys([*ranks, *ends]))
 
 
 def world_of(build: Build, library: Path, devices_per_node: int) -> World:
@@ -270,18 +278,23 @@ def play(
     store: Any,
     library: Path,
     memory: int,
+    assume: Mapping[str, float],
     progress: Progress,
 ) -> RankReport:
     """Run a fit as one rank of a world; ``together`` are the ranks that are played at the same time."""
     begun = time.monotonic()
     answers = Answers(store, rank, together)
-    with fake_cuda(library, rank, world.size, world.devices_per_node, memory, answers) as counts:
+    with fake_cuda(library, rank, world.size, world.devices_per_node, memory, answers, assume) as counts:
         progress("setup")
         trainer, module, data = build()
         phases = _Phases(counts, progress)
         counts.group_names = _name_of
         shorten(trainer, phases)
-        trainer.fit(module, *([data] if isinstance(data, pl.LightningDataModule) else data))
+        try:
+            trainer.fit(module, *([data] if isinstance(data, pl.LightningDataModule) else data))
+        except Exception as error:
+            error.reads = counts.reads  # type: ignore[attr-defined]
+            raise
         if not phases.step:
             done = trainer.global_step
             raise ValueError(f"the data ended after {done} of {STEPS} optimizer steps; give more batches")
@@ -297,6 +310,7 @@ def play(
         seconds=time.monotonic() - begun,
         cpu_seconds=time.process_time(),
         host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        reads=dict(counts.reads),
         notes=tuple(sorted(counts.notes)),
         **phases.step,
     )

@@ -27,6 +27,8 @@ def rehearsal_text(rehearsal: "Rehearsal", planned: Mapping[int, int] | None = N
     parts.append(table_text("ranks", [*columns, "operators of a step"], rows))
     for rank in rehearsal.ranks:
         parts += _of_rank(rank)
+    for place, value in {place: value for rank in rehearsal.ranks for place, value in rank.reads.items()}.items():
+        parts.append(f"assumed: {place} reads {value:g}; --assume {place}=VALUE assumes another value")
     for note in sorted({note for rank in rehearsal.ranks for note in rank.notes}):
         parts.append(f"assumed: {note}")
     return "\n".join(parts)

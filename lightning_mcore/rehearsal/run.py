@@ -16,7 +16,7 @@
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -55,6 +55,7 @@ def rehearse(
     devices_per_node: int = 8,
     memory: float = 80e9,
     progress: Callable[[int, str], None] | None = None,
+    assume: Mapping[str, float] | None = None,
 ) -> Rehearsal:
     """Play ranks of a run on fake GPUs: two optimizer steps, a validation batch, and the state of a save.
 
@@ -66,13 +67,16 @@ def rehearse(
         devices_per_node: GPUs that a node seems to have.
         memory: Bytes that a GPU seems to have.
         progress: Called with a rank and what it begins.
+        assume: What a line of the module reads from the GPU, by ``"file.py:line"``, or how many elements it selects;
+            other lines read 1, and may not select.
 
     Raises:
-        ValueError: A setting of the run is wrong, a rank is outside the world, or the data is too short.
+        ValueError: A setting of the run is wrong, a rank is outside the world, the data is too short, or a line of
+            ``assume`` reads nothing.
         RuntimeError: There is no compiler, or the run does something that fake tensors cannot do.
     """
     begun = time.monotonic()
-    job = Job(build, None if ranks is None else tuple(ranks), devices_per_node, int(memory))
+    job = Job(build, None if ranks is None else tuple(ranks), devices_per_node, int(memory), dict(assume or {}))
     [found] = run_jobs([job], progress or (lambda rank, what: None))
     if isinstance(found, Failure):
         kind = ValueError if found.is_wrong_input else RuntimeError

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rehearsal of a run that is described by a file, with rows of made-up tokens."""
+"""The rehearsal of a run that is described by a file, with rows of made-up tokens and images."""
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -13,8 +14,10 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_mcore.arguments.build import make_precision, make_strategy
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.run import RunSettings
+from lightning_mcore.config.vision import Vision
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
+from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.planning.rules import check_run
 from lightning_mcore.rehearsal.rank import STEPS, Build
 
@@ -41,21 +44,40 @@ class MadeUpRows(Dataset[dict[str, Tensor]]):
         return self.row
 
 
+def batch_with_images(vision: Vision, rows: int, length: int, image_tokens: int) -> dict[str, Tensor]:
+    """Return a batch whose rows begin with one image each, as square as its number of tokens allows.
+
+    With 2 x 2 patches to a token, an image of 384 tokens has 32 x 48 patches.
+    """
+    height = next(size for size in range(math.isqrt(image_tokens), 0, -1) if image_tokens % size == 0)
+    merged, config = int(vision.config["spatial_merge_size"]), vision.config
+    grid = torch.tensor([1, height * merged, image_tokens // height * merged])
+    channels = config.get("in_channels") or config.get("in_chans") or 3
+    pixels = channels * config.get("temporal_patch_size", 2) * config["patch_size"] ** 2
+    tokens = torch.zeros(rows, length, dtype=torch.long)
+    tokens[:, :image_tokens] = vision.image_token_id
+    return {
+        "tokens": tokens,
+        "labels": torch.zeros_like(tokens),
+        "image_grid_thw": grid.expand(rows, 3).contiguous(),
+        "pixel_values": torch.zeros(rows * int(grid.prod()), pixels),
+    }
+
+
 def build_of(
     settings: RunSettings, devices: int, devices_per_node: int, backend: str | None = None
 ) -> tuple[Build, ParallelLayout]:
     """Return what builds the run of a file, for ``rehearse``, and its layout.
 
-    Raises ValueError for settings with which the run would be refused, and for a model that sees images.
+    Raises ValueError for settings with which the run would be refused, and for a model that sees images whose number is
+    not given.
     """
     run = check_run(settings, devices)
     if run.errors:
         raise ValueError(run.errors[0])
     assert run.batch is not None
-    if "vision" in run.model:
-        raise ValueError(
-            "a model that sees images is rehearsed only with its own data; call lightning_mcore.rehearsal.rehearse"
-        )
+    if "vision" in run.model and settings.image_tokens is None:
+        raise ValueError("the model sees images, and the tokens of them in a row are not known; give --image-tokens N")
     if run.device_type == "cpu":
         raise ValueError("accelerator='cpu' has no GPU to rehearse; set trainer.accelerator to 'gpu'")
     accumulated = settings.trainer.get("accumulate_grad_batches") or 1
@@ -69,7 +91,7 @@ def _build(
     settings: RunSettings, model: Mapping[str, Any], devices: tuple[int, int], batch: tuple[int, int, int]
 ) -> tuple[pl.Trainer, pl.LightningModule, Any]:
     rows, length, accumulated = batch
-    is_preference = "preference" in model
+    arguments = {**model, "recipe": model.get("recipe") or {}}
     trainer = pl.Trainer(
         accelerator="gpu",
         devices=devices[1],
@@ -79,7 +101,12 @@ def _build(
         use_distributed_sampler=False,
         **{name: settings.trainer[name] for name in _OF_TRAINER if name in settings.trainer},
     )
+    if "vision" in model:
+        assert settings.image_tokens is not None
+        image = batch_with_images(Vision.of(model["vision"]), rows, length, settings.image_tokens)
+        loader: Any = DataLoader([image] * (accumulated * STEPS), batch_size=None)  # type: ignore[arg-type]
+        return trainer, MCoreVisionGPT(**arguments), (loader, loader)
+    is_preference = "preference" in model
     data = MadeUpRows(rows * accumulated * STEPS, length, bool(settings.data.get("packing")), is_preference)
     loader = DataLoader(data, batch_size=rows)
-    arguments = {**model, "recipe": model.get("recipe") or {}}
     return trainer, (MCorePreference if is_preference else MCoreGPT)(**arguments), (loader, loader)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_mcore import MCoreGPT, MCorePreference, MCoreStrategy
+from lightning_mcore import MCoreGPT, MCorePreference, MCoreStrategy, MuonWithAdamW
 from lightning_mcore.rehearsal.processes import Job
+from tests.support import toy
 
 LENGTH, VOCABULARY = 32, 128
 SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "add_bias_linear": False}
@@ -71,17 +72,45 @@ def gpt_run(
     transformer: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
     packed: bool = False,
+    folder: str | None = None,
+    kind: type[pl.LightningModule] | None = None,
     trainer: Callable[..., pl.Trainer] = gpu_trainer,
     **strategy: Any,
 ) -> tuple[pl.Trainer, pl.LightningModule, Any]:
-    """Return the parts of a run of a tiny GPT, with rows of 32 tokens in batches of two."""
+    """Return the parts of a run of a tiny GPT, new or from a folder, with rows of 32 tokens in batches of two."""
     made = trainer(
         world, MCoreStrategy(**strategy), precision=precision, accumulate_grad_batches=accumulate, gradient_clip_val=1.0
     )
+    loader = DataLoader(Texts(packed, "preference" in (model or {})), batch_size=2)
+    if folder is not None:
+        return made, MCoreGPT.from_pretrained(folder, seq_length=LENGTH, **(model or {})), (loader, loader)
     sizes = {"vocab_size": VOCABULARY, "seq_length": LENGTH, **(model or {})}
-    kind = MCorePreference if "preference" in sizes else MCoreGPT
-    loader = DataLoader(Texts(packed, "preference" in sizes), batch_size=2)
+    kind = MCorePreference if "preference" in sizes else kind or MCoreGPT
     return made, kind(transformer={**SIZES, **(transformer or {})}, **sizes), (loader, loader)
+
+
+def net_run(
+    kind: type[pl.LightningModule], world: int = 1, **strategy: Any
+) -> tuple[pl.Trainer, pl.LightningModule, Any]:
+    """Return the parts of a run of a module of ``toy.py``, which evaluates with torchmetrics."""
+    loader = toy.loader(64, 4)
+    return gpu_trainer(world, MCoreStrategy(**strategy), accumulate_grad_batches=2), kind(), (loader, loader)
+
+
+class WithMuon(MCoreGPT):
+    """A GPT whose matrices are trained with Muon."""
+
+    def configure_optimizers(self) -> Any:
+        named = list(self.named_parameters())
+        matrices = [p for name, p in named if "layers" in name and p.dim() == 2]
+        others = [p for name, p in named if not ("layers" in name and p.dim() == 2)]
+        return MuonWithAdamW(matrices, others, lr=0.02, adamw_lr=0.01)
+
+
+@torch.library.custom_op("rehearsed::double", mutates_args=())
+def double(value: Tensor) -> Tensor:
+    """An operator without a fake kernel."""
+    return 2 * value
 
 
 class Plain(pl.LightningModule):
@@ -98,9 +127,11 @@ class Plain(pl.LightningModule):
             output = output[output > 0]
         if self.fault == "device":
             output = output + torch.ones(256)
+        if self.fault == "operator":
+            output = double(output)
         loss = output.sum()
-        if loss.item() < 0:
-            raise ValueError("a fake loss is 1")
+        if loss.item() > 1:
+            raise ValueError(f"loss={loss.item()} is too large")
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -110,9 +141,11 @@ class Plain(pl.LightningModule):
 def plain_run(fault: str = "", rows: int = 64) -> tuple[pl.Trainer, pl.LightningModule, Any]:
     """Return the parts of a run of ``Plain``."""
     trainer = pl.Trainer(accelerator="gpu", devices=1, strategy=MCoreStrategy())
+    if fault == "file":
+        torch.load("no-such-rows.pt")
     return trainer, Plain(fault), (DataLoader(torch.ones(rows, 1024), batch_size=8),)
 
 
-def job(build: Any, *ranks: int) -> Job:
+def job(build: Any, *ranks: int, assume: dict[str, float] | None = None) -> Job:
     """Return a run to rehearse, with its default ranks if none are given."""
-    return Job(build, ranks or None, 8, 80 * 10**9)
+    return Job(build, ranks or None, 8, 80 * 10**9, assume or {})

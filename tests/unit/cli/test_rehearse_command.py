@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from lightning_mcore.cli import main
-from lightning_mcore.rehearsal.settings import MadeUpRows
+from lightning_mcore.cli.rehearse import assumed_values
+from lightning_mcore.config.vision import Vision
+from lightning_mcore.rehearsal.settings import MadeUpRows, batch_with_images
 
 RUN: dict[str, Any] = {
     "trainer": {
@@ -69,6 +71,9 @@ def test_two_stages_of_a_file_are_played_and_compared_with_the_plan(
         (["--trainer.accelerator=cpu"], "accelerator='cpu' has no GPU to rehearse; set trainer.accelerator to 'gpu'"),
         (["--devices", "4", "--nodes", "3"], "nodes=3 does not divide devices=4"),
         (["--rnk", "1"], "unknown option 'rnk'; did you mean 'rank'?"),
+        (["--assume", "net.py=1"], "--assume net.py=1 is not FILE:LINE=VALUE; give a number for a line"),
+        (["--assume", "net.py:1=no"], "--assume net.py:1=no is not FILE:LINE=VALUE"),
+        (["--image-tokens", "8"], "image_tokens=8 is given, but the model has no vision tower"),
         (["--rank", "4"], "rank=4 is outside world_size=4; choose 0 to 3"),
     ],
 )
@@ -86,6 +91,18 @@ def test_a_missing_file_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == (
         "error: none.yaml is not a file; give a YAML or JSON file with the settings of a run\n"
     )
+
+
+def test_values_that_lines_read_are_given_by_file_and_line() -> None:
+    assert assumed_values(["a=b/net.py:12=0.5", "net.py:3=False"]) == {"a=b/net.py:12": 0.5, "net.py:3": 0.0}
+
+
+def test_made_up_images_have_as_many_tokens_as_the_settings_say() -> None:
+    vision = Vision("qwen2_5_vl", {"spatial_merge_size": 2, "patch_size": 14, "in_channels": 3}, 7, 8, (1, 1, 1))
+    batch = batch_with_images(vision, 2, 512, 384)
+    assert batch["image_grid_thw"].tolist() == [[1, 32, 48]] * 2
+    assert batch["pixel_values"].shape == (2 * 32 * 48, 3 * 2 * 14 * 14)
+    assert ((batch["tokens"] == 7).sum(1) == 384).all()
 
 
 def test_made_up_rows_have_the_form_of_the_data() -> None:

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every parallel axis and kind of model is rehearsed, except those in ``CANNOT``, which has their reasons."""
 
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_mcore.rehearsal import RankReport
 from lightning_mcore.rehearsal.processes import Failure, Played, run_jobs
-from tests.support.rehearsed import EXPERTS, GATED, LATENT, gpt_run, job
+from tests.support import toy
+from tests.support.rehearsed import EXPERTS, GATED, LATENT, WithMuon, gpt_run, job, net_run
 from tests.support.thorough import thorough_but
 
 TP2: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -33,6 +36,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "lora": {"model": {"lora": {"r": 4}}, "transformer": GATED},
     "preference": {"model": {"preference": {"loss": "orpo"}}, "transformer": GATED},
 }
+# Runs of other modules
+OTHERS: dict[str, Callable[..., Any]] = {
+    "muon": partial(gpt_run, kind=WithMuon),
+    "plain-dp2-metrics": partial(net_run, toy.PlainNet, 2),
+    "pp2-metrics": partial(net_run, toy.StagedNet, 2, **PP2),
+}
 CANNOT: dict[str, tuple[dict[str, Any], str]] = {
     # A mask selects as many tokens as routing gives it, and no count of them is passed on.
     "experts-allgather": (
@@ -43,9 +52,27 @@ CANNOT: dict[str, tuple[dict[str, Any], str]] = {
 SOON = ("cp2", "dp2-overlaps", "experts-ep2-tp2", "fp16", "recompute")
 
 
+# Beginnings of the options of docs/status/support.md that are rehearsed, with the runs that show it
+OPTIONS = {
+    "tensor, sequence, pipeline (": ("tp2-sp", "cp2", "pp2-vp2", "experts-ep2-tp2"),
+    "distributed optimizer, overlap": ("dp2-overlaps", "tp2-pp2-dp4-overlaps"),
+    "`32-true`, `bf16-mixed`": ("fp32", "bf16-true"),
+    "`16-mixed`, `16-true`": ("fp16",),
+    "other torch optimizers, `Muon": ("muon",),
+    "multi-latent attention": ("latent-attention",),
+    "multi-token prediction": ("multi-token",),
+    "packed sequences (": ("packed",),
+    "full (uniform, block) and": ("recompute",),
+    "all uses of `self.log`": ("plain-dp2-metrics", "pp2-metrics"),
+    "LoRA, rsLoRA, LoRA+": ("lora",),
+    "DPO, cDPO, robust": ("preference",),
+}
+
+
 def play(names: list[str]) -> dict[str, Played | Failure]:
     known = {**RUNS, **{name: arguments for name, (arguments, _) in CANNOT.items()}}
-    jobs = [job(partial(gpt_run, **known[name])) for name in names]
+    builds = {**{name: partial(gpt_run, **arguments) for name, arguments in known.items()}, **OTHERS}
+    jobs = [job(builds[name]) for name in names]
     return dict(zip(names, run_jobs(jobs, lambda rank, what: None), strict=True))
 
 
@@ -78,6 +105,24 @@ def test_two_steps_a_validation_and_a_save_are_played(found: dict[str, Played | 
         assert report.operators > 400
         # A step reads logs, the gradient norm and the like, none of them for each parameter.
         assert sum(wait.times for wait in report.waits if "moe" not in wait.where) <= 20
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_modules_are_played(found: dict[str, Played | Failure], name: str) -> None:
+    for report in ranks_of(found[name]):
+        assert report.parameters > 0
+        assert report.operators > 10
+        assert report.peak_bytes >= report.step_peak_bytes > 4 * report.parameters
+        assert report.reads == {}
+
+
+def test_the_status_page_says_what_is_rehearsed() -> None:
+    page = Path("docs/status/support.md").read_text(encoding="utf-8")
+    rows = [line[2:].split(" | ") for line in page.splitlines() if line.startswith("| ") and line.count(" | ") == 4]
+    marked = [cells[0] for cells in rows if "rehearsed" in cells[2]]
+    assert [option for option in marked if not option.startswith(tuple(OPTIONS))] == []
+    assert [start for start in OPTIONS if not any(option.startswith(start) for option in marked)] == []
+    assert {run for runs in OPTIONS.values() for run in runs} <= {*RUNS, *OTHERS}
 
 
 @pytest.mark.parametrize("name", CANNOT)

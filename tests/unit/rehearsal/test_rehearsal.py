@@ -12,6 +12,13 @@ from lightning_mcore.rehearsal.processes import Failure, Played, run_jobs
 from tests.support import rehearsed
 from tests.support.rehearsed import gpt_run, job, plain_run
 
+
+def line_of(text: str) -> str:
+    lines = Path(rehearsed.__file__).read_text(encoding="utf-8").splitlines()
+    return f"tests/support/rehearsed.py:{next(number for number, line in enumerate(lines, 1) if text in line)}"
+
+
+LOSS, SELECTION = line_of("loss.item() > 1"), line_of("output > 0")
 JOBS = {
     "plain": job(plain_run),
     "one": job(gpt_run),
@@ -21,6 +28,11 @@ JOBS = {
     "value": job(partial(plain_run, "value")),
     "device": job(partial(plain_run, "device")),
     "short": job(partial(plain_run, rows=8)),
+    "file": job(partial(plain_run, "file")),
+    "operator": job(partial(plain_run, "operator")),
+    "large": job(plain_run, assume={LOSS: 2}),
+    "selected": job(partial(plain_run, "value"), assume={SELECTION: 7, LOSS.removeprefix("tests/"): 0.5}),
+    "nothing": job(plain_run, assume={"rehearsed.py:1": 2}),
 }
 MEBIBYTE = 2**20
 
@@ -33,11 +45,6 @@ def found() -> dict[str, Played | Failure]:
 def ranks_of(found: Played | Failure) -> tuple[RankReport, ...]:
     assert isinstance(found, Played), found.trace
     return found.ranks
-
-
-def line_of(text: str) -> str:
-    lines = Path(rehearsed.__file__).read_text(encoding="utf-8").splitlines()
-    return f"tests/support/rehearsed.py:{next(number for number, line in enumerate(lines, 1) if text in line)}"
 
 
 def held(rank: RankReport, kind: str) -> int:
@@ -58,7 +65,7 @@ def test_a_wait_is_named_by_file_and_line(found: dict[str, Played | Failure]) ->
     [rank] = ranks_of(found["plain"])
     [wait] = [wait for wait in rank.waits if "rehearsed.py" in wait.where]
     assert (wait.where, wait.what, wait.times) == (
-        f"{line_of('loss.item() < 0')} training_step",
+        f"{line_of('loss.item() > 1')} training_step",
         "reads a value",
         1,
     )
@@ -95,6 +102,12 @@ def test_both_stages_of_a_pipeline_are_played(found: dict[str, Played | Failure]
         ("outside", "rank=1 is outside world_size=1; choose 0 to 0"),
         ("undivided", "world_size=2"),
         ("value", "{output > 0}: aten.nonzero.default needs the values of a tensor"),
+        ("value", "say how many elements it selects with --assume {output > 0}=COUNT"),
+        ("file", "{torch.load}: no-such-rows.pt does not exist; a rehearsal builds the run's own module and data"),
+        ("operator", "{double(output)}: "),
+        ("operator", "an operator has no fake kernel, which a rehearsal needs"),
+        ("large", "loss=2.0 is too large (a rehearsal assumed 2 for {loss.item() > 1}"),
+        ("nothing", "rehearsed.py:1 reads no value; lines that do: {loss.item() > 1}"),
         ("device", "{torch.ones(256)}: Expected all tensors to be on the same device"),
         ("short", "the data ended after 1 of 2 optimizer steps; give more batches"),
     ],
@@ -102,9 +115,20 @@ def test_both_stages_of_a_pipeline_are_played(found: dict[str, Played | Failure]
 def test_what_cannot_be_played_is_one_sentence(found: dict[str, Played | Failure], name: str, sentence: str) -> None:
     failure = found[name]
     assert isinstance(failure, Failure)
-    sentence = re.sub("{(.*)}", lambda match: line_of(match[1]), sentence)
+    sentence = re.sub("{(.*?)}", lambda match: line_of(match[1]), sentence)
     assert sentence in failure.sentence
     assert "\n" not in failure.sentence
+
+
+def test_a_line_reads_what_is_assumed_for_it(found: dict[str, Played | Failure]) -> None:
+    [rank] = ranks_of(found["plain"])
+    assert rank.reads == {LOSS: 1}
+    [rank] = ranks_of(found["selected"])
+    assert rank.reads == {LOSS: 0.5, SELECTION: 7}
+    assert {wait.where.partition(" ")[0]: wait.what for wait in rank.waits if "rehearsed.py" in wait.where} == {
+        LOSS: "reads a value",
+        SELECTION: "counts what values select",
+    }
 
 
 def test_without_a_compiler_there_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
