@@ -11,6 +11,7 @@ this process may have, and they are as before afterwards.
 
 import contextlib
 import json
+import logging
 import re
 import warnings
 from collections.abc import Iterator
@@ -66,6 +67,7 @@ class ParameterTensor:
         return self.size * self.copies
 
 
+_MEGATRON = logging.getLogger("megatron")
 _LINEAR = (ColumnParallelLinear, RowParallelLinear)
 
 
@@ -111,6 +113,8 @@ def on_meta() -> Iterator[None]:
         stack.enter_context(mock.patch.object(CudaRNGStatesTracker, "fork", return_value=nothing))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
+        stack.callback(_MEGATRON.setLevel, _MEGATRON.level)
+        _MEGATRON.setLevel(logging.ERROR)
         stack.enter_context(meta)
         yield
 

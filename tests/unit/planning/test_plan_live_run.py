@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan from Python objects is the plan of the same run as plain data."""
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from lightning_mcore import MCoreGPT, MCoreModule, MCorePrecision, MCorePreference, MCoreStrategy, Recipe
 from lightning_mcore.layers.spec import gpt_block_spec
 from lightning_mcore.layers.transformer_config import build_transformer_config
+from lightning_mcore.planning.built import on_meta
 from lightning_mcore.planning.live import plan_of, settings_of
 from lightning_mcore.planning.plan import make_plan
 from lightning_mcore.planning.report import report
@@ -146,6 +148,15 @@ def test_any_module_with_a_pipeline_is_planned_from_its_chunks(layout: str, tied
     assert not hasattr(module, "model")
     assert not dist.is_initialized()
     assert "activations, operations, traffic and time are not counted" in report(own)
+
+
+def test_megatron_warns_in_the_run_and_not_in_its_plan(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("megatron.core.models.gpt.gpt_model")  # warns of itself since megatron-core 0.19
+    with on_meta():
+        logger.warning("in the plan")
+    logger.warning("in the run")
+
+    assert [record.message for record in caplog.records] == ["in the run"]
 
 
 def test_a_module_whose_model_needs_values_is_refused() -> None:
