@@ -9,7 +9,6 @@ For example, ``ddp_bucket_size=40_000_000`` becomes ``settings.strategy["ddp_con
 ``eval_steps=50`` with ``gradient_accumulation_steps=4`` becomes ``val_check_interval=200``, counted in batches.
 """
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from lightning_mcore.arguments.on_cpu import without_gpu_switches
 from lightning_mcore.arguments.training_rules import METRICS, checkpoints_activations, text_of
 from lightning_mcore.config.fp8 import FP8Settings
 from lightning_mcore.config.run import RunSettings
+from lightning_mcore.hf.files import CONFIG_FILE, read_json
 
 _SAME_IN_STRATEGY = """
     tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel virtual_pipeline_model_parallel_size
@@ -221,15 +221,12 @@ def _data(arguments: Any) -> dict[str, Any]:
 
 def _has_experts(model_path: str) -> bool:
     """Return whether the Hugging Face model in a local folder has experts; False for a name on the hub."""
-    path = Path(model_path) / "config.json"
-    if not path.is_file():
-        return False
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        return False  # opening the model reports the fault
+        config = read_json(model_path, CONFIG_FILE)
+    except (OSError, ValueError):
+        return False  # there is no such folder, or opening the model reports the fault
     # A vision-language model has its language model's fields in text_config.
-    parts = (config, config.get("text_config")) if isinstance(config, dict) else ()
+    parts = (config, config.get("text_config"))
     counts = [part.get(name) for part in parts if isinstance(part, dict) for name in _EXPERTS_IN_CONFIGS]
     return any(isinstance(count, int | float) and count > 1 for count in counts)
 

@@ -186,21 +186,16 @@ class FP8Settings:
 
     def ddp_fields(self) -> dict[str, Any]:
         """Return the fields of ``DistributedDataParallelConfig``; an empty dict without FP8."""
-        if not self.is_on or self.fp4_recipe is not None:
-            return {}
-        return {
-            "fp8_param_gather": self.fp8_param,
-            "reuse_grad_buf_for_mxfp8_param_ag": self.reuse_grad_buf_for_mxfp8_param_ag,
-        }
+        return self._with_buffer({"fp8_param_gather": self.fp8_param})
 
     def optimizer_fields(self) -> dict[str, Any]:
         """Return the fields of ``OptimizerConfig``; an empty dict without FP8."""
+        return self._with_buffer({"fp8_recipe": self.recipe})
+
+    def _with_buffer(self, fields: dict[str, Any]) -> dict[str, Any]:
         if not self.is_on or self.fp4_recipe is not None:
             return {}
-        return {
-            "fp8_recipe": self.recipe,
-            "reuse_grad_buf_for_mxfp8_param_ag": self.reuse_grad_buf_for_mxfp8_param_ag,
-        }
+        return {**fields, "reuse_grad_buf_for_mxfp8_param_ag": self.reuse_grad_buf_for_mxfp8_param_ag}
 
 
 def asked_for(recipe: str) -> str:
