@@ -98,7 +98,7 @@ class PipelineEvaluation:
             # without experts, a step may communicate with other model copies.
             num_parts = max(num_parts, -(-rows_of_others // part_rows))
             group = process_group("experts")
-            if group.size() > 1:
+            if group.size() > 1 and self._chunks.config.num_moe_experts:
                 (num_parts,) = self._max_over([num_parts], group)
         return num_parts + -num_parts % self._runner.microbatch_multiple
 

@@ -301,3 +301,37 @@ def test_other_modules_wait_no_more_often(name: str) -> None:
     folder = str(folders[build]()) if build in folders else ""
     for places in run_ranks(size, waits_of_a_module, name, folder, timeout=90):
         assert places == wanted
+
+
+class InEachEvaluation(pl.Callback):
+    """Notes the waits of each validation batch but the last, until the next batch begins."""
+
+    def __init__(self) -> None:
+        self.waits = Waits()
+        self.of_batches: list[list[str]] = []
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.waits.__enter__()
+        self.waits.below.__enter__()
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self.of_batches.append(list(self.waits.places))
+        self.waits.places.clear()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.waits.below.__exit__(None, None, None)
+        self.waits.__exit__(None, None, None)
+
+
+def waits_of_an_evaluation(layout: dict[str, Any], size: int) -> list[str]:
+    run, seen = with_layout(RUN, **layout), InEachEvaluation()
+    trainer = make_trainer(run, size, seen, use_distributed_sampler=False, limit_val_batches=4)
+    trainer.validate(make_model(run), make_loader(run), verbose=False)
+    return seen.of_batches[-1]
+
+
+# Not on several stages, where the states of metrics are sent after each batch.
+@pytest.mark.parametrize(("size", "layout"), [(1, {}), (2, TP2)])
+def test_evaluation_waits_for_the_logs_of_each_batch(size: int, layout: dict[str, Any]) -> None:
+    for places in run_ranks(size, waits_of_an_evaluation, layout, size, timeout=90):
+        assert places == [LOGS]
