@@ -193,9 +193,10 @@ def _sentence(error: Exception) -> str:
         return f"{where}: {text} needs the values of a tensor, which a rehearsal does not have; {_ASSUME % where}"
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         return f"{where}: {error.filename} does not exist; a rehearsal builds the run's own module and data, so add it"
-    if isinstance(error, UnsupportedOperatorException | NotImplementedError) and _is_of_torch(stack[-1].filename):
+    lacks_kernel = isinstance(error, UnsupportedOperatorException | NotImplementedError) or "no fake impl" in text
+    if lacks_kernel and _is_of_torch(stack[-1].filename):
         return (
-            f"{where}: {text[:200]}: an operator has no fake kernel, which a rehearsal needs; add one with"
+            f"{where}: {text.partition('. ')[0]}: an operator has no fake kernel, which a rehearsal needs; add one with"
             " torch.library.register_fake"
         )
     if reads := getattr(error, "reads", {}):

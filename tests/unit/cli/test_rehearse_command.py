@@ -67,7 +67,7 @@ def test_two_stages_of_a_file_are_played_and_compared_with_the_plan(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--devices", "3"], "world_size=3"),
+        (["--devices", "3"], "pipeline_model_parallel_size=2 does not divide the number of ranks"),
         (["--trainer.accelerator=cpu"], "accelerator='cpu' has no GPU to rehearse; set trainer.accelerator to 'gpu'"),
         (["--devices", "4", "--nodes", "3"], "nodes=3 does not divide devices=4"),
         (["--rnk", "1"], "unknown option 'rnk'; did you mean 'rank'?"),

@@ -79,7 +79,8 @@ def play(names: list[str]) -> dict[str, Played | Failure]:
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> dict[str, Played | Failure]:
     """Play the runs of all selected tests of this file at once, in one process."""
-    items = [item for item in request.session.items if item.fspath == request.node.fspath]
+    own = (item for item in request.session.items if item.fspath == request.node.fspath)
+    items = [item for item in own if hasattr(item, "callspec")]
     return play(sorted({item.callspec.params["name"] for item in items}))  # type: ignore[attr-defined]
 
 
