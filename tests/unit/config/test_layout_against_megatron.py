@@ -66,7 +66,7 @@ def test_ranks_stand_where_megatrons_rank_generator_puts_them(world_size: int) -
         layout = ParallelLayout(tp, pp, None, None, cp, ep, etp, sequence_parallel=tp > 1)
         expert_tp = etp or tp
         if world_size % (tp * pp * cp) or world_size % (expert_tp * ep * pp):
-            with pytest.raises(ValueError, match="is not a multiple of"):
+            with pytest.raises(ValueError, match="does not divide the number of ranks"):
                 layout.validate_world(world_size)
             continue
         dp, edp = layout.data_parallel_size(world_size), layout.expert_data_parallel_size(world_size)
