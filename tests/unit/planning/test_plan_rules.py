@@ -72,7 +72,7 @@ WRONG: dict[str, tuple[RunSettings, str]] = {
     "sp without tp": (run_with(strategy={"sequence_parallel": True}), "sequence_parallel"),
     "vp without pp": (run_with(strategy={"virtual_pipeline_model_parallel_size": 2}), "virtual_pipeline"),
     "tp does not divide heads": (run_with(strategy={"tensor_model_parallel_size": 3}), "tensor_model_parallel_size=3"),
-    "world": (run_with(strategy={"context_parallel_size": 3}), "context_parallel_size=3 does not divide the number of ranks"),
+    "world": (run_with(strategy={"context_parallel_size": 3}), "does not divide the number of ranks"),
     "pp does not divide layers": (
         run_with(strategy={"pipeline_model_parallel_size": 4}, transformer={"num_layers": 6}),
         "pipeline_model_parallel_size=4",
