@@ -26,6 +26,7 @@ ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of routers' nam
 _NOT_ALL_LINEAR = (OUTPUT, EMBEDDING, *ROUTERS, "layer", "conv1d", "output_layer")
 _EXPERT = re.compile(r"(.*\.)?\w+\.experts\.\d+\.(\w+)")
 _HEADS = ["classifier", "score"]  # PEFT adds both to modules_to_save for every classifier, which has only one
+_NUMBER_OF_EXPERT = re.compile(r"(?<=\.experts)\.\d+(?=\.)")
 _INSIDE_EXPERTS = re.compile(r"(?<=\.experts)\.\d+\..*")
 NOT_MERGED = (
     "adapters cannot be merged into weights with quantization='nf4'; write them alone (adapter=True), and merge them"
@@ -303,6 +304,16 @@ class LoRA:
                     f"modules_to_save={self.modules_to_save!r} means {name}, which gets an adapter; write its last part"
                     " out in modules_to_save, or leave it out of target_modules"
                 )
+
+    def differs_among_experts(self, names: Iterable[str]) -> bool:
+        """Whether experts of a layer differ in having an adapter or in its rank; ``names`` as in check_targets."""
+        ranks: dict[str, set[int | None]] = {}
+        for name in names:
+            if EXPERTS in name:
+                # model.layers.3.mlp.experts.5.up_proj is one of model.layers.3.mlp.experts.up_proj
+                kind = _NUMBER_OF_EXPERT.sub("", name)
+                ranks.setdefault(kind, set()).add(self.rank(name) if self.adapts(name) else None)
+        return any(len(found) > 1 for found in ranks.values())
 
     def check_layers(self, config: Any, names: Iterable[str]) -> None:
         """Raise ValueError for a Megatron config that does not work with adapters; ``names`` as in check_targets."""

@@ -77,12 +77,13 @@ def add_adapters(chunks: ModelChunks, family: Family, fields: Mapping[str, Any],
 
 def _put_on(chunks: ModelChunks, family: Family, fields: Mapping[str, Any], lora: LoRA) -> None:
     check_held(family, fields, lora)
+    differs = lora.differs_among_experts(projection_names(family, fields))
     family = family.in_adapters()
     for index, chunk in enumerate(chunks.bare):
         found = [each for each in weights_of_chunk(chunks, index, family, fields) if not each.name.startswith(TOWER)]
         chunk.requires_grad_(False)
         for weight in found:
-            _train(weight, lora)
+            _train(weight, lora, differs)
         for weight in found if lora.quantization else ():
             # Only after adapters are on: a weight in modules_to_save is not frozen, and is not quantized
             is_linear = isinstance(weight.module, LINEAR) and weight.name.startswith("decoder.")
@@ -233,7 +234,7 @@ def _of_all_experts(weight: str, tensors: Sequence[str]) -> bool:
     return ".experts.experts." in weight and not all(map(EACH_EXPERT.search, tensors))
 
 
-def _train(weight: ChunkWeight, lora: LoRA) -> None:
+def _train(weight: ChunkWeight, lora: LoRA, experts_differ: bool) -> None:
     """Put a weight's adapters on its layer, or let the weight be trained whole."""
     if any(map(lora.saves, weight.modules)):
         weight.parameter.requires_grad_(True)
@@ -255,7 +256,7 @@ def _train(weight: ChunkWeight, lora: LoRA) -> None:
     split = _split(weight)
     if projections[0].is_embedding:  # whose weight counts as transposed
         split = None if split is None else 1 - split
-    adapt(weight.module, projections, lora, split)
+    adapt(weight.module, projections, lora, split, experts_differ and EXPERTS in adapted[0])
     # PEFT has one A for gate and up of the experts' parameter, so they share one here
     if EXPERTS in adapted[0] and lora.targets_parameter(adapted[0]):
         share_a(weight.module)

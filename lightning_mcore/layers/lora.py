@@ -173,6 +173,7 @@ class Adapters(nn.ModuleDict):
         super().__init__({p.name.rpartition(".")[2]: Adapter(p, columns, lora, weight) for p in projections})
         self.parameter = parameter
         self.enabled = True
+        self.experts_differ = False  # in rank, or in having an adapter
         self.split = split
         self.group = group_of(layer) or process_group("tp")
         # TransformerEngine's layers of experts have no mode of parallelism. The token dispatcher sums their outputs and
@@ -438,7 +439,15 @@ class _Adapted:
         own = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         # The layer's own method may list adapters as if they were whole on every rank.
         own = {name: entry for name, entry in own.items() if not name.startswith(inner)}
-        return own | self.lora.sharded_state_dict(inner, sharded_offsets, metadata)
+        if not self.lora.experts_differ:
+            return own | self.lora.sharded_state_dict(inner, sharded_offsets, metadata)
+        # Expert 5 of 8 has index 5 of a first axis of 8 in one tensor for all. If the others' adapters have another
+        # shape, or are not there, no such tensor exists. Its own is then called lora.5.up_proj.lora_A.
+        *outer, (_, expert, _) = sharded_offsets
+        adapters = self.lora.sharded_state_dict(inner, tuple(outer), metadata)
+        for name, entry in adapters.items():
+            adapters[name] = replace(entry, key=f"{inner}{expert}.{entry.key.removeprefix(inner)}")
+        return own | adapters
 
 
 class _AdaptedLinear(_Adapted):
@@ -489,12 +498,16 @@ def _normalised(layer: Any, inputs: Tensor) -> Tensor:
     return functional.layer_norm(inputs, weight.shape, weight, layer.layer_norm_bias, layer.eps)
 
 
-def adapt(layer: Any, projections: Sequence[Projection], lora: LoRA, split: int | None) -> None:
+def adapt(
+    layer: Any, projections: Sequence[Projection], lora: LoRA, split: int | None, experts_differ: bool = False
+) -> None:
     """Give a layer of ``ADAPTABLE`` adapters, in place. With DoRA collective over the ranks that share the layer.
 
-    The layer has its weights and is not wrapped yet. ``split`` is as in :class:`Adapters`.
+    The layer has its weights and is not wrapped yet. ``split`` is as in :class:`Adapters`. ``experts_differ`` says that
+    the layer belongs to one of several experts whose adapters differ.
     """
     adapters = Adapters(layer, projections, lora, split)
+    adapters.experts_differ = experts_differ
     base: Any = type(layer)
 
     def gating(router: Any, inputs: Tensor) -> Tensor:

@@ -241,6 +241,30 @@ def test_a_run_goes_on_where_it_was_saved(layout: Layout, family: str, tmp_path:
         assert rank["losses"] == pytest.approx(undisturbed[0]["losses"][2:], abs=LOSS)
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"target_modules": r".*experts\.[1-2]\.(up|down)_proj"},
+        {"target_modules": "all-linear", "rank_pattern": {r"experts\.1\.down_proj": 2}},
+    ],
+    ids=["some experts", "ranks differ"],
+)
+def test_adapters_that_differ_among_experts_go_on_and_are_exported(chosen: dict[str, Any], tmp_path: Path) -> None:
+    lora, base = {**SETTINGS, **chosen}, folder("qwen3_moe")
+    layout = Layout(moe=True, dp=2, ep=2, distributed_optimizer=True)
+    undisturbed = run_ranks(2, train, base, layout, lora, steps=4)
+    first, start, exported = (str(tmp_path / name) for name in ("first", "step=2.ckpt", "exported"))
+    run_ranks(2, train, base, layout, lora, steps=2, save=str(tmp_path), adapter=first, experts="each")
+    export_checkpoint(start, exported, adapter=True, experts="each")
+    of_run, of_file = (load_file(Path(path) / "adapter_model.safetensors") for path in (first, exported))
+    assert of_run.keys() == of_file.keys()
+    assert all(torch.equal(of_run[name], of_file[name]) for name in of_run)
+    resumed = whole(run_ranks(2, train, base, layout, lora, steps=4, start=start))
+    assert all(torch.equal(data, resumed[place]) for place, data in whole(undisturbed).items())
+    for rank in run_ranks(2, train, base, Layout(moe=True, pp=2), lora, steps=4, start=start):
+        assert rank["losses"] == pytest.approx(undisturbed[0]["losses"][2:], abs=LOSS)
+
+
 def resume_whole(family: str, start: str) -> None:
     """Resume a run of adapters with a model that has none."""
     trainer = make_trainer(MCoreStrategy(), max_steps=STEPS + 1)
