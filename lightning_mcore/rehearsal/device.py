@@ -169,6 +169,7 @@ def _of_cuda(counts: Counts, local: int, devices: int, memory: int) -> list[tupl
         (TorchElasticEnvironment, "validate_settings", _returns(None)),
         (torch._C, "_cuda_isInBadFork", _returns(False)),
         (torch._C, "_cuda_getDevice", _returns(local)),
+        (torch._C, "_cuda_getCurrentRawStream", _returns(0)),
         # Megatron's tracker of random states, on the CPU's generator
         (importlib.import_module("megatron.core.tensor_parallel.random"), "_lazy_call", lambda call, **kwargs: call()),
     ]

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_mcore.arguments.build import make_precision, make_strategy
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.preference import Preference
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.vision import Vision
 from lightning_mcore.models.gpt import MCoreGPT
@@ -25,17 +26,23 @@ _OF_TRAINER = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_al
 
 
 class MadeUpRows(Dataset[dict[str, Tensor]]):
-    """Rows of zeros in the form of the run's data: sequences packed four to a row, or answers to score."""
+    """Rows of zeros in the form of the run's data: sequences packed four to a row, or answers to compare."""
 
-    def __init__(self, rows: int, length: int, packed: bool, preference: bool) -> None:
+    def __init__(
+        self, rows: int, length: int, packed: bool, preference: Preference | None = None, reference: bool = False
+    ) -> None:
         positions = torch.arange(length)
         self.rows = rows
         self.row = {"tokens": positions * 0, "labels": positions * 0, "lengths": torch.tensor(length)}
         if packed:
             self.row |= dict.fromkeys(("cu_seqlens", "cu_seqlens_padded"), torch.arange(5) * length // 4)
-        if preference:
+        if preference is not None:
             last = (positions < length - 1).float()  # an answer's last token has no label
-            self.row |= {"loss_mask": last, "sample_ids": torch.tensor(0), "desirable": torch.tensor(True)}
+            self.row |= {"loss_mask": last, "sample_ids": torch.tensor(0)}
+            if preference.kind.reads == "examples":
+                self.row["desirable"] = torch.tensor(True)
+            if reference:
+                self.row["reference_logps"] = torch.tensor(0.0, dtype=torch.float64)
 
     def __len__(self) -> int:
         return self.rows
@@ -106,7 +113,9 @@ def _build(
         image = batch_with_images(Vision.of(model["vision"]), rows, length, settings.image_tokens)
         loader: Any = DataLoader([image] * (accumulated * STEPS), batch_size=None)  # type: ignore[arg-type]
         return trainer, MCoreVisionGPT(**arguments), (loader, loader)
-    is_preference = "preference" in model
-    data = MadeUpRows(rows * accumulated * STEPS, length, bool(settings.data.get("packing")), is_preference)
+    preference = Preference.of(model["preference"]) if "preference" in model else None
+    # The reference of adapters is the model without them, which runs in each step.
+    in_data = preference is not None and preference.needs_reference and not model.get("lora")
+    data = MadeUpRows(rows * accumulated * STEPS, length, bool(settings.data.get("packing")), preference, in_data)
     loader = DataLoader(data, batch_size=rows)
-    return trainer, (MCorePreference if is_preference else MCoreGPT)(**arguments), (loader, loader)
+    return trainer, (MCoreGPT if preference is None else MCorePreference)(**arguments), (loader, loader)

@@ -269,6 +269,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
     ),
     "llama, tied, wide heads": ("llama", {"tie_word_embeddings": True, "head_dim": 16}),
+    "llama, rows of 128": ("llama", {"hidden_size": 128, "intermediate_size": 128}),
     "llama, one key head": ("llama", {"num_key_value_heads": 1}),
     "olmo2, one key head": ("olmo2", {"num_key_value_heads": 1}),
     "minimax_m2, one key head": ("minimax_m2", {"num_key_value_heads": 1}),

@@ -208,16 +208,18 @@ def _measure(run: LiveRun) -> dict[str, int]:
         callbacks=[measure],
         use_distributed_sampler=run.family is None,
     )
-    kind = MCorePreference if "preference" in run.model else MCoreGPT if run.family is None else MCoreVisionGPT
-    trainer.fit(kind(**run.arguments), _data(run))
+    trainer.fit(*parts_of(run))
     return measure.found
 
 
-def _data(run: LiveRun) -> DataLoader[Any]:
+def parts_of(run: LiveRun, steps: int = 1) -> tuple[pl.LightningModule, DataLoader[Any]]:
+    """Return the module of a run, and data for a number of steps."""
+    kind = MCorePreference if "preference" in run.model else MCoreGPT if run.family is None else MCoreVisionGPT
+    microbatches = steps * run.microbatches
     if run.family is not None:
         sizes: list[Any] = [[run.images] * run.rows, [[]] * run.rows]
-        batches = [vision_batch(run.family, run.model["seq_length"], *sizes, seed) for seed in range(run.microbatches)]
-        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
-    count = run.world * run.rows * run.microbatches
+        batches = [vision_batch(run.family, run.model["seq_length"], *sizes, seed) for seed in range(microbatches)]
+        return kind(**run.arguments), DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+    count = run.world * run.rows * microbatches
     rows = Rows(count, run.model["seq_length"], run.model["vocab_size"], run.packed, "preference" in run.model)
-    return DataLoader(rows, batch_size=run.rows)
+    return kind(**run.arguments), DataLoader(rows, batch_size=run.rows)

@@ -11,7 +11,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_mcore import MCoreGPT, MCorePreference, MCoreStrategy, MuonWithAdamW
 from lightning_mcore.rehearsal.processes import Job
+from lightning_mcore.strategy.precision import MCorePrecision
+from tests.parity import hf_modules
 from tests.support import toy
+from tests.support.live_memory import LiveRun, parts_of
 
 LENGTH, VOCABULARY = 32, 128
 SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "add_bias_linear": False}
@@ -56,6 +59,7 @@ class Texts(Dataset[dict[str, Tensor]]):
             row |= dict.fromkeys(("cu_seqlens", "cu_seqlens_padded"), torch.arange(5) * (LENGTH // 4))
         if self.pairs:
             row |= {"sample_ids": torch.tensor(0), "loss_mask": (torch.arange(LENGTH) < LENGTH - 1).float()}
+            row["reference_logps"] = torch.tensor(0.0, dtype=torch.float64)
         return row
 
 
@@ -89,6 +93,13 @@ def gpt_run(
     return made, kind(transformer={**SIZES, **(transformer or {})}, **sizes), (loader, loader)
 
 
+def hf_run(path: str, world: int = 1, **strategy: Any) -> tuple[pl.Trainer, pl.LightningModule, Any]:
+    """Return the parts of a run of a module that wraps a Hugging Face model."""
+    loader = DataLoader(hf_modules.Texts(), batch_size=4, collate_fn=hf_modules.collate)
+    trainer = gpu_trainer(world, MCoreStrategy(**strategy), precision="bf16-mixed")
+    return trainer, hf_modules.FineTuning(path, ours=True), (loader, loader)
+
+
 def net_run(
     kind: type[pl.LightningModule], world: int = 1, **strategy: Any
 ) -> tuple[pl.Trainer, pl.LightningModule, Any]:
@@ -105,6 +116,19 @@ class WithMuon(MCoreGPT):
         matrices = [p for name, p in named if "layers" in name and p.dim() == 2]
         others = [p for name, p in named if not ("layers" in name and p.dim() == 2)]
         return MuonWithAdamW(matrices, others, lr=0.02, adamw_lr=0.01)
+
+
+def live_run(run: LiveRun) -> tuple[pl.Trainer, pl.LightningModule, Any]:
+    """Return the parts of a run whose memory is also measured on ranks without a GPU."""
+    trainer = gpu_trainer(
+        run.world,
+        MCoreStrategy(**run.strategy),
+        plugins=[MCorePrecision(run.precision)],  # type: ignore[arg-type]
+        accumulate_grad_batches=run.microbatches,
+        use_distributed_sampler=run.family is None,
+    )
+    module, loader = parts_of(run, steps=2)
+    return trainer, module, (loader,)
 
 
 @torch.library.custom_op("rehearsed::double", mutates_args=())
@@ -131,7 +155,7 @@ class Plain(pl.LightningModule):
             output = double(output)
         loss = output.sum()
         if loss.item() > 1:
-            raise ValueError("the loss is too large")
+            raise ValueError(f"loss={loss.item()} is too large")
         return loss
 
     def configure_optimizers(self) -> Any:

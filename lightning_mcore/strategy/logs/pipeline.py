@@ -91,6 +91,7 @@ class _Unread:
     """The merged values of a step that are not logged yet."""
 
     place: _Place
+    is_first: bool  # of its kind, so that all names are new, on every rank
     over_copies: bool
     packed: Tensor  # as _from_last_stage returns it
     on_host: HostCopy
@@ -206,9 +207,10 @@ class PipelineLogs:
         if not known and not any_of_copy(bool(self._entries or self._changed or self._error)):
             return None
         packed = self._from_last_stage(known, over_copies, bool(self._new_names(known)) or self._error is not None)
-        self._unread = _Unread(place, over_copies, packed, HostCopy(packed), self._module._current_fx_name)
+        hook = self._module._current_fx_name
+        self._unread = _Unread(place, is_first, over_copies, packed, HostCopy(packed), hook)
         loss = packed[1, 0].float() if over_copies else None
-        if is_first or not over_copies:  # all names of a first step are new, on every rank
+        if is_first or not over_copies:
             self.complete()
         else:
             self._complete_on_demand(self._unread)
@@ -258,7 +260,7 @@ class PipelineLogs:
     def _complete(self, unread: _Unread, may_exchange: bool) -> None:
         packed, on_host = unread.packed, unread.on_host.read()  # the only wait for the device
         news, *numbers = on_host.tolist()
-        are_names_known, are_metrics_unchanged = news[0] == 1, news[1] == 1
+        are_names_known, are_metrics_unchanged = news[0] == 1 and not unread.is_first, news[1] == 1
         # A hook may look on one rank only, so it cannot start a collective: it then still sees the step before.
         if not (may_exchange or (are_names_known and are_metrics_unchanged)):
             return

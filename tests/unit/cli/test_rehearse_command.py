@@ -9,6 +9,7 @@ import pytest
 
 from lightning_mcore.cli import main
 from lightning_mcore.cli.rehearse import assumed_values
+from lightning_mcore.config.preference import Preference
 from lightning_mcore.config.vision import Vision
 from lightning_mcore.rehearsal.settings import MadeUpRows, batch_with_images
 
@@ -64,6 +65,20 @@ def test_two_stages_of_a_file_are_played_and_compared_with_the_plan(
     assert "rank 2: step 2" in shown.err
 
 
+def test_answers_of_a_file_have_what_the_reference_model_says_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = {name: dict(part) for name, part in RUN.items()}
+    pairs = {"class_path": "lightning_mcore.MCoreStrategy", "init_args": {"micro_batch_size": 2}}
+    run["trainer"] |= {"devices": 1, "strategy": pairs}
+    run["model"]["class_path"] = "lightning_mcore.MCorePreference"
+    run["model"]["init_args"] = {**run["model"]["init_args"], "preference": {"loss": "sigmoid"}}
+    (tmp_path / "run.yaml").write_text(json.dumps(run), encoding="utf-8")
+    assert main(["rehearse", str(tmp_path / "run.yaml"), "--json"]) == 0
+    [rank] = json.loads(capsys.readouterr().out)["ranks"]
+    assert rank["peak_bytes"] > 16 * rank["parameters"]
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -106,8 +121,8 @@ def test_made_up_images_have_as_many_tokens_as_the_settings_say() -> None:
 
 
 def test_made_up_rows_have_the_form_of_the_data() -> None:
-    plain, packed = (MadeUpRows(4, 512, packed, packed)[3] for packed in (False, True))
-    assert len(MadeUpRows(4, 512, False, False)) == 4
+    plain, packed = MadeUpRows(4, 512, False)[3], MadeUpRows(4, 512, True, Preference(loss="kto"), True)[3]
+    assert len(MadeUpRows(4, 512, False)) == 4
     assert plain.keys() == {"tokens", "labels", "lengths"}
     assert packed["cu_seqlens"].tolist() == [0, 128, 256, 384, 512]
     assert packed["loss_mask"].sum() == 511
