@@ -155,7 +155,7 @@ class Plain(pl.LightningModule):
             output = double(output)
         loss = output.sum()
         if loss.item() > 1:
-            raise ValueError(f"loss={loss.item()} is too large")
+            raise ValueError("the loss is too large")
         return loss
 
     def configure_optimizers(self) -> Any:

@@ -176,7 +176,11 @@ def test_every_error_is_listed_and_the_exit_code_is_2(tmp_path: Path, capsys: py
     code, text, _ = printed(capsys, cli_file(tmp_path), *words, "--devices", "6")
     joined = " ".join(text.split())
     assert code == 2
-    for part in ("recompute_method", "overlap_param_gather=True needs", "world_size=6"):
+    for part in (
+        "recompute_method",
+        "overlap_param_gather=True needs",
+        "number of ranks (devices * num_nodes), which is 6",
+    ):
         assert part in joined, part
 
 
