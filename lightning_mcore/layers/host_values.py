@@ -30,14 +30,14 @@ def keep_on_host(moved: Any, on_host: Any) -> None:
 
 def note_values(tensor: Tensor, values: Tensor) -> Tensor:
     """Note a tensor's values, which are on the host, and return the tensor."""
-    setattr(tensor, _KEPT, (_version(tensor), values))
+    setattr(tensor, _KEPT, (version_of(tensor), values))
     return tensor
 
 
 def known_values(tensor: Tensor) -> Tensor | None:
     """Return the noted values, on the host, unless the tensor has changed since."""
     version, values = getattr(tensor, _KEPT, (None, None))
-    return values if version == _version(tensor) else None
+    return values if version == version_of(tensor) else None
 
 
 def host_values(tensor: Tensor) -> Tensor:
@@ -59,6 +59,6 @@ def send(values: Tensor, device: torch.device) -> Tensor:
     return note_values(values.to(device), values.detach())
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     """Return the counter of in-place changes of a tensor; tensors of inference mode do not have one."""
     return -1 if tensor.is_inference() else tensor._version

@@ -166,14 +166,16 @@ class Adapters(nn.ModuleDict):
     counts as transposed.
     """
 
-    def __init__(self, layer: Any, projections: Sequence[Projection], lora: LoRA, split: int | None) -> None:
+    def __init__(
+        self, layer: Any, projections: Sequence[Projection], lora: LoRA, split: int | None, experts_differ: bool
+    ) -> None:
         parameter = "gate_weight" if isinstance(layer, SharedExpertMLP) else "weight"
         weight = layer._parameters[parameter]
         rows, columns = weight.shape[::-1] if isinstance(layer, VocabParallelEmbedding) else weight.shape
         super().__init__({p.name.rpartition(".")[2]: Adapter(p, columns, lora, weight) for p in projections})
         self.parameter = parameter
         self.enabled = True
-        self.experts_differ = False  # in rank, or in having an adapter
+        self.experts_differ = experts_differ  # in rank, or in having an adapter
         self.split = split
         self.group = group_of(layer) or process_group("tp")
         # TransformerEngine's layers of experts have no mode of parallelism. The token dispatcher sums their outputs and
@@ -504,10 +506,9 @@ def adapt(
     """Give a layer of ``ADAPTABLE`` adapters, in place. With DoRA collective over the ranks that share the layer.
 
     The layer has its weights and is not wrapped yet. ``split`` is as in :class:`Adapters`. ``experts_differ`` says that
-    the layer belongs to one of several experts whose adapters differ.
+    the layer is in an expert, and that experts of a layer have different adapters.
     """
-    adapters = Adapters(layer, projections, lora, split)
-    adapters.experts_differ = experts_differ
+    adapters = Adapters(layer, projections, lora, split, experts_differ)
     base: Any = type(layer)
 
     def gating(router: Any, inputs: Tensor) -> Tensor:

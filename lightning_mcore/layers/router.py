@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lightning_mcore.config.architecture import architecture_of
 from lightning_mcore.layers.autograd import attach, scale_gradient
+from lightning_mcore.layers.host_values import version_of
 
 GLOBAL_BALANCING_LOSS = "global_load_balancing_loss"
 Z_LOSS = "z_loss"
@@ -162,8 +163,7 @@ def _real_tokens(padding_mask: Tensor, group: dist.ProcessGroup) -> tuple[Tensor
     All layers of a microbatch get views of one mask, also when they are recomputed. The first layer counts, and leaves
     the numbers on the mask's storage, which they share.
     """
-    version = -1 if padding_mask.is_inference() else padding_mask._version
-    view = (version, padding_mask.shape, padding_mask.stride(), padding_mask.storage_offset())
+    view = (version_of(padding_mask), padding_mask.shape, padding_mask.stride(), padding_mask.storage_offset())
     counted: dict[Any, tuple[Tensor, Tensor]] = vars(padding_mask.untyped_storage()).setdefault(_COUNTED, {})
     if view not in counted:
         own = (~padding_mask).sum()
