@@ -58,6 +58,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_mcore.config.lora import NOT_MERGED, LoRA
+from lightning_mcore.layers.host_values import version_of
 from lightning_mcore.parallel.groups import generator_of, process_group
 
 ADAPTERS = "lora"
@@ -344,7 +345,7 @@ class Adapters(nn.ModuleDict):
 
     def _squares(self, weight: Tensor) -> Tensor:
         """Return the squared length of each row of W, computed again only if W has changed."""
-        state = (weight.data_ptr(), weight._version, weight.dtype)
+        state = (weight.data_ptr(), version_of(weight), weight.dtype)
         if self._known is None or self._known[0] != state:
             with torch.inference_mode(False), torch.no_grad():  # training reads it after an evaluation
                 self._known = state, self._over_columns(weight.detach().float().square().sum(1))

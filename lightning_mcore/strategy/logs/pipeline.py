@@ -29,6 +29,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_mcore.layers.host_values import version_of
 from lightning_mcore.parallel.groups import any_of_copy, from_last_stage, process_group
 from lightning_mcore.strategy.attributes import attributes_set
 from lightning_mcore.strategy.logs.evaluation import metrics_unchanged
@@ -483,7 +484,7 @@ def _traces(metric: Metric) -> list[Any]:
         if isinstance(value, list):  # a list state grows, or is emptied and grows
             traces += [len(value), value[-1] if value else None]
         else:
-            traces += [value, value._version if isinstance(value, Tensor) and not value.is_inference() else None]
+            traces += [value, version_of(value) if isinstance(value, Tensor) else None]
     return traces
 
 

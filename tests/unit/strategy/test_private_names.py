@@ -120,6 +120,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_type": torch.ScriptObject,
     "_timeout": DDPStrategy,
     "_update_count": torchmetrics.Metric,
+    "_version": torch.Tensor,
     "_world": distributed_c10d,
 }
 OF_TRANSFORMER_ENGINE = {
