@@ -108,7 +108,7 @@ __all__ = [
     "single_process",
 ]
 
-_HOMES = {
+HOMES = {
     "CommunicationOptions": "config.communication",
     "FP8Monitor": "strategy.fp8_monitor",
     "LoRA": "config.lora",
@@ -208,11 +208,11 @@ if not TYPE_CHECKING:  # otherwise a type checker would accept any name
         """Import a name on first use."""
         if name in _PACKAGES:
             return importlib.import_module(f"{__name__}.{name}")
-        if name not in _HOMES:
+        if name not in HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if _HOMES[name].partition(".")[0] in _WITH_MEGATRON and name not in _LIGHT:
+        if HOMES[name].partition(".")[0] in _WITH_MEGATRON and name not in _LIGHT:
             importlib.import_module(f"{__name__}.parallel.megatron_import").import_megatron()
-        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        value = getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)
         globals()[name] = value  # found without this function from now on
         return value
 

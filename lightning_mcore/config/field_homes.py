@@ -10,7 +10,8 @@ Sources: ``TransformerConfig.__post_init__``, ``apply_rotary_pos_emb`` and ``TEG
 0.19.2.
 """
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Collection, Mapping
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
@@ -126,6 +127,18 @@ def check_home(name: str) -> None:
         raise ValueError(f"{name} belongs to the precision, not to the model; set it through Trainer(precision=...)")
     if name in _SCHEDULE_FIELDS or name.startswith("_"):
         raise ValueError(f"{name} is filled in by the strategy while it runs the model; remove it from transformer")
+
+
+def unknown_field(name: str, known: Collection[str], of_latent_attention: Collection[str], release: str) -> str:
+    """Return a sentence that rejects a name which is not a field of ``TransformerConfig``.
+
+    ``known`` are the fields of the model's config class, and ``of_latent_attention`` those of multi-latent attention's.
+    """
+    if name in of_latent_attention:
+        return f"{name} is a field of multi-latent attention; set multi_latent_attention=True or remove it"
+    close = difflib.get_close_matches(name, known, n=1)
+    suggestion = f"did you mean {close[0]}?" if close else "see TransformerConfig for the fields there are"
+    return f"TransformerConfig of megatron-core {release} has no field {name}; {suggestion}"
 
 
 def check_lengths(fields: Mapping[str, Any]) -> None:

@@ -9,7 +9,6 @@ anything is allocated; :func:`build_transformer_config` runs when the model is b
 module may do the same.
 """
 
-import difflib
 import enum
 import importlib
 import traceback
@@ -23,7 +22,15 @@ from typing import Any
 from megatron.core import __version__
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from lightning_mcore.config.field_homes import DEFAULTS, MODULE_FIELDS, REQUIRED, SHORT_NAMES, check_home, check_lengths
+from lightning_mcore.config.field_homes import (
+    DEFAULTS,
+    MODULE_FIELDS,
+    REQUIRED,
+    SHORT_NAMES,
+    check_home,
+    check_lengths,
+    unknown_field,
+)
 from lightning_mcore.config.value_checks import accepts, choices_of, is_callable
 
 __all__ = ["DEFAULTS", "MODULE_FIELDS", "build_transformer_config", "check_transformer_fields"]
@@ -57,7 +64,7 @@ def field_faults(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 raise ValueError(f"transformer has the key {name!r}, which is not text; give names of fields")
             check_home(name)
             if name not in hints:
-                raise ValueError(_unknown(name, hints))
+                raise ValueError(unknown_field(name, hints, _hints_of_config(latent=True), _MEGATRON))
             _check_value(name, value, hints[name])
         except ValueError as error:
             yield name, str(error)
@@ -130,14 +137,6 @@ def _hints_of_config(latent: bool) -> dict[str, Any]:
         # A TransformerConfig field keeps its own hint even if the subclass repeats it.
         hints = {**typing.get_type_hints(MLATransformerConfig), **hints}
     return hints
-
-
-def _unknown(name: str, hints: Mapping[str, Any]) -> str:
-    if name in typing.get_type_hints(MLATransformerConfig):
-        return f"{name} is a field of multi-latent attention; set multi_latent_attention=True or remove it"
-    close = difflib.get_close_matches(name, hints, n=1)
-    suggestion = f"did you mean {close[0]}?" if close else "see TransformerConfig for the fields there are"
-    return f"TransformerConfig of megatron-core {_MEGATRON} has no field {name}; {suggestion}"
 
 
 def _check_value(name: str, value: Any, hint: Any) -> None:

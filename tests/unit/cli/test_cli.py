@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ import lightning_mcore
 from lightning_mcore import MCoreModule, MCoreStrategy, cli
 from lightning_mcore.cli import quick_checks
 from lightning_mcore.cli.command import run_command, sentence
-from lightning_mcore.cli.fit import SHORT_NAMES, TrainingCLI
+from lightning_mcore.cli.fit import SHORT_NAMES, CommandCLI, TrainingCLI
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
+
+MEGATRON = version("megatron-core").partition("+")[0]
 
 TINY = """
 seed_everything: 1
@@ -71,6 +74,15 @@ def test_no_command_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == cli.overview() + "\n"
 
 
+WRONG_FILES = {
+    "top": "trainr: {max_steps: 3}\n",
+    "model": "model: {class_path: MCoreGPT, init_args: {vocab_siz: 8}}\n",
+    "field": "model: {class_path: MCoreGPT, init_args: {transformer: {num_layrs: 2}}}\n",
+    "latent": "model: {class_path: MCoreGPT, init_args: {transformer: {kv_lora_rank: 8}}}\n",
+    "home": "model: {class_path: lightning_mcore.MCoreGPT, init_args: {transformer: {bf16: true}}}\n",
+    "callback": "trainer: {callbacks: [{class_path: M}, {class_path: SaveHFModel, init_args: {foldr: a}}]}\n",
+}
+
 EARLY = {
     "no file": (["fit", "--config", "nix.yaml"], "--config nix.yaml is not a file; give the path of a YAML file"),
     "no file to plan": (
@@ -90,13 +102,55 @@ EARLY = {
         "unknown key of trainer.strategy 'tensor_parallel_size'; did you mean 'tensor_model_parallel_size'?",
     ),
     "key": (["fit", "--config", "{wrong}"], "unknown key of trainer 'max_stepps'; did you mean 'max_steps'?"),
+    "misspelt --config": (["fit", "--confg", "{tiny}"], "unknown option '--confg'; did you mean '--config'?"),
+    "misspelt --trainer": (
+        ["fit", "--config", "{tiny}", "--trainr.devices=3"],
+        "unknown option '--trainr.devices'; did you mean '--trainer.devices'?",
+    ),
+    "option of another command": (
+        ["fit", "--config", "{tiny}", "--return_predictions", "true"],
+        "unknown option '--return_predictions'; did you mean '--trainer.precision'?",
+    ),
+    "option of the model": (
+        ["validate", "--config", "{tiny}", "--model.vocab_siz=8"],
+        "unknown key of model 'vocab_siz'; did you mean 'vocab_size'?",
+    ),
+    "option of data named on the command line": (
+        ["fit", "--data=MCorePretrainingData", "--data.seq_lenth=8"],
+        "unknown key of data 'seq_lenth'; did you mean 'seq_length'?",
+    ),
+    "key at the top": (["fit", "--config", "{top}"], "unknown key 'trainr'; did you mean 'trainer'?"),
+    "key of the model": (
+        ["fit", "--config", "{model}"],
+        "unknown key of model 'vocab_siz'; did you mean 'vocab_size'?",
+    ),
+    "field of the model": (
+        ["fit", "--config", "{field}"],
+        f"TransformerConfig of megatron-core {MEGATRON} has no field num_layrs; did you mean num_layers?",
+    ),
+    "field of multi-latent attention": (
+        ["fit", "--config", "{latent}"],
+        "kv_lora_rank is a field of multi-latent attention; set multi_latent_attention=True or remove it",
+    ),
+    "field of the strategy in the model": (
+        ["fit", "--config", "{home}"],
+        "bf16 belongs to the precision, not to the model; set it through Trainer(precision=...)",
+    ),
+    "key of a callback": (
+        ["fit", "--config", "{callback}"],
+        "unknown key of trainer.callbacks[1] 'foldr'; did you mean 'folder'?",
+    ),
 }
 
 
 def test_what_needs_no_import_is_said_before_torch_is_imported(tmp_path: Path, tiny: str) -> None:
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("trainer: {max_stepps: 3}\n")
-    cases = [([word.format(tiny=tiny, wrong=wrong) for word in words], sentence) for words, sentence in EARLY.values()]
+    files = {"tiny": tiny, "wrong": wrong}
+    for name, text in WRONG_FILES.items():
+        files[name] = tmp_path / f"{name}.yaml"
+        files[name].write_text(text)
+    cases = [([word.format(**files) for word in words], sentence) for words, sentence in EARLY.values()]
     code = f"""
 import contextlib, io, sys
 from lightning_mcore import cli
@@ -130,9 +184,32 @@ def test_the_short_help_names_options_that_exist() -> None:
         assert known is None or name in known, option
 
 
-def test_every_option_of_trainer_and_strategy_is_known_before_they_are_imported() -> None:
-    for place, kind in ((quick_checks._TRAINER, pl.Trainer), (quick_checks._STRATEGY, MCoreStrategy)):
-        assert [*inspect.signature(kind.__init__).parameters][1:] == quick_checks._arguments(*place)
+def test_every_option_is_known_before_its_owner_is_imported() -> None:
+    assert quick_checks._arguments_of_trainer() == [*inspect.signature(pl.Trainer.__init__).parameters][1:]
+    for kind in SHORT_NAMES:
+        assert quick_checks._arguments_of_class(kind.__name__) in ([], [*inspect.signature(kind).parameters])
+    assert quick_checks._arguments_of_class("mcore") == [*inspect.signature(MCoreStrategy).parameters]
+
+
+def test_the_same_name_in_another_package_is_not_judged_early(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("model: {class_path: own.MCoreGPT, init_args: {size: 8, transformer: {depth: 2}}}\n")
+    quick_checks.refuse_early("fit", ["--config", str(path), "--model.width=3"])
+
+
+@pytest.mark.parametrize("command", cli.TRAINING)
+def test_every_option_of_a_command_is_known_before_it_is_imported(command: str) -> None:
+    known: set[str] = set()
+
+    class Asked(CommandCLI):
+        def parse_arguments(self, parser: Any, args: Any) -> None:
+            known.update(self._subcommand_parsers[command]._option_string_actions)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Asked(args=[command])
+    roots = {name.removeprefix("--").partition(".")[0] for name in known if name.startswith("--")}
+    assert roots == {"config", "help", *quick_checks._ROOTS, *quick_checks._MORE_ROOTS.get(command, ())}
 
 
 @pytest.mark.parametrize(
