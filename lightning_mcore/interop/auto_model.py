@@ -547,9 +547,8 @@ def _here(local: Tensor | None, compute: Callable[[Tensor], Tensor], device: tor
 
 def _on_all_stages(local: Tensor | None, compute: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
     """Return on every pipeline stage what the last one computes from its output; collective over the pipeline."""
-    own = None if local is None else compute(local)
-    sent: Tensor = from_last_stage(own, device)
-    return sent.to(device) if own is None else own
+    sent: Tensor = from_last_stage(None if local is None else compute(local), device)
+    return sent
 
 
 @contextlib.contextmanager

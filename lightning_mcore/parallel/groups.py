@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from torch import Tensor
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.parallel.consensus import all_true, control_group
@@ -249,14 +250,52 @@ def align_random_state() -> None:
         put_common(state[0])
 
 
+class _OnDevice(NamedTuple):
+    """A tensor that is sent from device to device."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 def from_last_stage(value: Any, device: torch.device) -> Any:
     """Return the last pipeline stage's value on every stage; collective over the pipeline.
 
-    The value is pickled; its tensors arrive on the CPU. ``device`` is this rank's, for the communication.
+    Tensors on ``device``, which is this rank's, are sent from device to device, and everything else is pickled and sent
+    from host to host. So no host waits for its device.
     """
+    # {"sum": two fp32 numbers, "count": 3} is sent as {"sum": _OnDevice([2], fp32), "count": 3} and 8 bytes.
     group = process_group("pp")
-    box = [apply_to_collection(value, torch.Tensor, lambda tensor: tensor.detach().cpu())]
-    dist.broadcast_object_list(box, src=dist.get_global_rank(group, group.size() - 1), group=group, device=device)
+    source = dist.get_global_rank(group, group.size() - 1)
+    is_source = dist.get_rank() == source
+    tensors: list[Tensor] = []
+
+    def take_out(tensor: Tensor) -> Any:
+        tensor = tensor.detach()
+        if tensor.device.type != device.type or tensor.layout != torch.strided:
+            return tensor.cpu()
+        tensors.append(tensor.contiguous())
+        return _OnDevice(tensor.shape, tensor.dtype)
+
+    def put_in(sent: _OnDevice) -> Tensor:
+        tensors.append(torch.empty(sent.shape, dtype=sent.dtype, device=device))
+        return tensors[-1]
+
+    outline = tell_stages(apply_to_collection(value, Tensor, take_out) if is_source else None)
+    received = value if is_source else apply_to_collection(outline, _OnDevice, put_in)
+    for tensor in tensors:
+        dist.broadcast(tensor.view(-1).view(torch.uint8), src=source, group=group)  # gloo does not send every dtype
+    return received
+
+
+def tell_stages(value: Any) -> Any:
+    """Return the last pipeline stage's value, which is pickled, on every stage; collective, from host to host."""
+    group, box = process_group("pp"), [value]
+    *others, source = dist.get_process_group_ranks(group)
+    if dist.get_rank() == source:
+        for rank in others:
+            dist.send_object_list(box, rank, control_group())
+    else:
+        dist.recv_object_list(box, source, control_group())
     return box[0]
 
 

@@ -35,7 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_mcore.parallel import consensus
+from lightning_mcore.parallel import consensus, groups
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.rehearsal.counts import Counts
 from lightning_mcore.strategy import pipeline_runner
@@ -416,14 +416,28 @@ def _of_groups(answers: Answers) -> list[tuple[Any, str, Any]]:
     def scatter(output: list[Any], objects: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
         output[0] = objects[0] if objects else None
 
+    def tell_stages(value: Any) -> Any:
+        ranks, box = tuple(dist.get_process_group_ranks(process_group("pp"))), [value]
+        answers.broadcast(box, ranks[-1], ranks)
+        return box[0]
+
     def combine_on_rank0(function: Callable[[], Any], combine: Callable[[list[Any]], Any]) -> Any:
         return combine([function()] * dist.get_world_size())
 
-    # Modules that have imported it by name keep the original, so it is replaced in each of them.
+    # Modules that have imported them by name keep the originals, so they are replaced in each of them.
     users = [module for name, module in list(sys.modules.items()) if name.startswith("lightning_mcore.")]
-    original = consensus.combine_on_rank0
+    replaced = [
+        (consensus.combine_on_rank0, combine_on_rank0),
+        (groups.any_of_copy, tell_stages),  # what the last stage says; the others log nothing
+        (groups.tell_stages, tell_stages),
+    ]
     return [
-        *((module, "combine_on_rank0", combine_on_rank0) for module in users if original in vars(module).values()),
+        *(
+            (module, original.__name__, replacement)
+            for original, replacement in replaced
+            for module in users
+            if vars(module).get(original.__name__) is original
+        ),
         (dist, "new_group", fake_group),
         (parallel_state, "generate_masked_orthogonal_rank_groups", rank_groups),
         (dist, "broadcast_object_list", broadcast),

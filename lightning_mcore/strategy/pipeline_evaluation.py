@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_mcore.config.fp8 import check_microbatch
 from lightning_mcore.parallel.chunks import ModelChunks
@@ -136,11 +135,8 @@ class PipelineEvaluation:
                 output = ValueError(
                     f"micro_batch_size={part_rows} splits batches, and for the parts {step} returned {error}"
                 )
-        group = process_group("pp")
-        if group.size() > 1:
-            sent = from_last_stage(output, self._device)
-            if group.rank() < group.size() - 1:
-                output = apply_to_collection(sent, Tensor, lambda tensor: tensor.to(self._device))
+        if process_group("pp").size() > 1:
+            output = from_last_stage(output, self._device)
         if isinstance(output, ValueError):
             raise output
         return output

@@ -28,6 +28,7 @@ from torchmetrics.aggregation import CatMetric, MaxMetric, MeanMetric, SumMetric
 
 import lightning_mcore
 from lightning_mcore import MCoreGPT
+from lightning_mcore.parallel import groups
 from lightning_mcore.strategy.same_batches import FIRST_BATCHES
 from tests.support.ranks import run_ranks
 from tests.support.toy import Batch, Memory, Samples, StagedNet, Watch, loader, make_trainer, run_fit
@@ -216,20 +217,21 @@ def _plain(state: Any) -> Any:
 def send_metrics(strategy: dict[str, Any]) -> dict[str, Any]:
     """Train and validate; return the states of the metrics, and which metrics each object that was sent held."""
     sent: list[list[str]] = []
-    broadcast, states = dist.broadcast_object_list, States()
+    tell_stages, states = groups.tell_stages, States()
 
-    def noting(box: list[Any], *args: Any, **kwargs: Any) -> None:
-        broadcast(box, *args, **kwargs)
-        if isinstance(box[0], dict) and any("_update_count" in part for part in box[0].values()):
-            sent.append(sorted(box[0]))
+    def noting(value: Any) -> Any:
+        told = tell_stages(value)
+        if isinstance(told, dict) and any("_update_count" in part for part in told.values()):
+            sent.append(sorted(told))
+        return told
 
-    dist.broadcast_object_list = noting
+    groups.tell_stages = noting
     try:
         module = Measured()
         trainer = make_trainer(strategy, callbacks=[states], max_epochs=2, use_distributed_sampler=False)
         trainer.fit(module, loader(8, 2), loader(4, 2))
     finally:
-        dist.broadcast_object_list = broadcast
+        groups.tell_stages = tell_stages
     return {"states": states.states, "sent": sent, "indices": torch.cat(module.never.value).tolist()}
 
 
@@ -284,11 +286,12 @@ class Reads(pl.Callback):
 def send_outputs() -> dict[str, Any]:
     """Validate and test with and without readers; return how often was sent, what was seen and what was logged."""
     sent: list[Any] = []
-    broadcast = dist.broadcast_object_list
+    tell_stages = groups.tell_stages
 
-    def noting(box: list[Any], *args: Any, **kwargs: Any) -> None:
-        broadcast(box, *args, **kwargs)
-        sent.extend(part for part in box if isinstance(part, dict) and "returned" in part)
+    def noting(value: Any) -> Any:
+        told = tell_stages(value)
+        sent.extend(part for part in [told] if isinstance(part, dict) and "returned" in part)
+        return told
 
     def run(way: str, module: Any, seen: list[float], *callbacks: Any) -> Any:
         sent.clear()
@@ -300,7 +303,7 @@ def send_outputs() -> dict[str, Any]:
     at_end = LambdaCallback(
         on_validation_batch_end=lambda *all_of_it: of_lambda.append(all_of_it[2]["returned"].item())
     )
-    dist.broadcast_object_list = noting
+    groups.tell_stages = noting
     try:
         return {
             "nobody": run("validate", Returning(), []),
@@ -311,7 +314,7 @@ def send_outputs() -> dict[str, Any]:
             "not in validation": run("validate", listening, []),
         }
     finally:
-        dist.broadcast_object_list = broadcast
+        groups.tell_stages = tell_stages
 
 
 def test_the_stages_get_what_a_step_returned_where_some_rank_reads_it() -> None:

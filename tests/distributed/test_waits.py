@@ -42,7 +42,8 @@ ON_THE_HOST = (  # in this file, or in this function of it: the tensor is never 
     "data/multimodal.py",
     "layers/vision.py _known_indices",  # sizes of images, on the host
     "parallel/groups.py random_state_of_stage",
-    "parallel/stage_shapes.py",  # messages between hosts
+    "parallel/groups.py tell_stages",  # messages between hosts
+    "parallel/stage_shapes.py",
     "tensor_parallel/random.py",
 )
 OF_EXPERTS = "megatron.core/transformer/moe/"  # on the CPU they multiply one by one, so their sizes are read
@@ -330,8 +331,7 @@ def waits_of_an_evaluation(layout: dict[str, Any], size: int) -> list[str]:
     return seen.of_batches[-1]
 
 
-# Not on several stages, where the states of metrics are sent after each batch.
-@pytest.mark.parametrize(("size", "layout"), [(1, {}), (2, TP2)])
+@pytest.mark.parametrize(("size", "layout"), [(1, {}), (2, TP2), (2, PP2)])
 def test_evaluation_waits_for_the_logs_of_each_batch(size: int, layout: dict[str, Any]) -> None:
     for places in run_ranks(size, waits_of_an_evaluation, layout, size, timeout=90):
         assert places == [LOGS]

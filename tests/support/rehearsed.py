@@ -69,6 +69,19 @@ def gpu_trainer(world: int, strategy: MCoreStrategy, **arguments: Any) -> pl.Tra
     return pl.Trainer(accelerator="gpu", strategy=strategy, **nodes, **arguments)
 
 
+class ReadsLoss(pl.Callback):
+    """A user's callback that needs a logged value on every rank."""
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if "val_loss" not in trainer.callback_metrics:
+            raise RuntimeError("val_loss is not logged")
+
+
+def watched_trainer(world: int, strategy: MCoreStrategy, **arguments: Any) -> pl.Trainer:
+    """Return a Trainer that reads its validation loss."""
+    return gpu_trainer(world, strategy, callbacks=[ReadsLoss()], **arguments)
+
+
 def gpt_run(
     world: int = 1,
     precision: str = "bf16-mixed",

@@ -448,7 +448,6 @@ class PipelineLogs:
             elif not is_source:
                 for name, value in states[path].items():
                     setattr(metric, name, value)
-                metric.to(self._device)
 
     def _replay(self, name: _Name, value: Tensor, weight: Tensor, is_merged: bool) -> None:
         options = dict(name.options)

@@ -10,7 +10,7 @@ import pytest
 from lightning_mcore.rehearsal import RankReport, rehearse
 from lightning_mcore.rehearsal.processes import Failure, Played, run_jobs
 from tests.support import rehearsed
-from tests.support.rehearsed import gpt_run, job, plain_run
+from tests.support.rehearsed import gpt_run, job, plain_run, watched_trainer
 
 
 def line_of(text: str) -> str:
@@ -23,6 +23,7 @@ JOBS = {
     "plain": job(plain_run),
     "one": job(gpt_run),
     "pp2": job(partial(gpt_run, world=4, pipeline_model_parallel_size=2)),
+    "watched": job(partial(gpt_run, world=4, pipeline_model_parallel_size=2, trainer=watched_trainer)),
     "outside": job(gpt_run, 1),
     "undivided": job(partial(gpt_run, world=2, tensor_model_parallel_size=4)),
     "value": job(partial(plain_run, "value")),
@@ -94,6 +95,10 @@ def test_both_stages_of_a_pipeline_are_played(found: dict[str, Played | Failure]
     for rank in (first, last):
         moved = {item.kind: (item.calls, item.bytes) for item in rank.traffic if item.group == "pp"}
         assert moved["send"] == moved["receive"] == (2, 2 * 2 * 32 * 64 * 2)
+
+
+def test_every_stage_logs_the_validation_loss(found: dict[str, Played | Failure]) -> None:
+    assert [rank.stage for rank in ranks_of(found["watched"])] == [0, 1]
 
 
 @pytest.mark.parametrize(
