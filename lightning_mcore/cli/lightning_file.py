@@ -20,7 +20,9 @@ from lightning_mcore.hf.source import sees_images
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.models.vision import MCoreVisionGPT
-from lightning_mcore.planning.signatures import Arguments, fields_of, of_model, of_precision, of_strategy, of_trainer
+from lightning_mcore.planning.signatures import Arguments, arguments_of, fields_of, of_model, of_trainer
+from lightning_mcore.strategy.precision import MCorePrecision
+from lightning_mcore.strategy.strategy import MCoreStrategy
 
 TOP_KEYS = ("trainer", "model", "data", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path", "verbose", "ray")
 # Keys of a file that only another command than fit has
@@ -153,7 +155,7 @@ def _strategy(trainer: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
             f"trainer.strategy={shown!r} is not MCoreStrategy, the only strategy that plan supports; set class_path:"
             " lightning_mcore.MCoreStrategy"
         )
-    arguments = _changed(arguments, of_strategy())
+    arguments = _changed(arguments, arguments_of(MCoreStrategy))
     return arguments, arguments.pop("precision_plugin", None)
 
 
@@ -182,7 +184,7 @@ def _precision(trainer: Mapping[str, Any], of_its_strategy: Any) -> dict[str, An
     if name != "MCorePrecision":
         return {"precision": arguments.get("precision")}
     raise_first(precision_faults(asked, arguments.get("precision", "32-true")))
-    return _changed(arguments, of_precision())
+    return _changed(arguments, arguments_of(MCorePrecision))
 
 
 def _model(given: Any, where: str) -> dict[str, Any]:

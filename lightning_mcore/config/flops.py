@@ -36,33 +36,31 @@ def training_flops_per_token(
     Source: ``num_floating_point_operations`` of megatron.training 0.19.2, which differs in two points: it leaves out
     the router and gives every layer full attention.
     """
-    forward = _forward(fields, vocab_size, seq_length)
+    width, ahead = fields["hidden_size"], fields.get("mtp_num_layers") or 0
+    layers = layer_flops(fields, seq_length)
+    layers += [layers[-1]] * ahead
+    scores = sum(parts["core_attn"] for parts in layers)  # products without weights: attention, delta-net memory
+    products = sum(sum(parts.values()) for parts in layers) - scores
+    products += ahead * _product(2 * width, width) + (1 + ahead) * _product(width, vocab_size)
     if trained is None:
-        return _FORWARD_AND_BACKWARD * forward
+        return _FORWARD_AND_BACKWARD * (products + scores)
     # With frozen weights: the gradient of each weight that is trained, and whole passes for adapters
     saved, added = (2 * count for count in trained)
-    products = _forward(fields, vocab_size, 0)
-    scores = _FORWARD_AND_BACKWARD * (forward - products)  # products without weights: attention, delta-net memory
-    return scores + _FORWARD_AND_INPUT * products + saved + _FORWARD_AND_BACKWARD * added
+    return _FORWARD_AND_BACKWARD * (scores + added) + _FORWARD_AND_INPUT * products + saved
 
 
-def _forward(fields: Mapping[str, Any], vocab_size: int, seq_length: int) -> float:
-    """Return the operations of one token's forward pass; with ``seq_length=0``, only products with weights."""
-    windows = windowed_layers(fields)
+def layer_flops(fields: Mapping[str, Any], seq_length: int) -> list[dict[str, float]]:
+    """Return the operations of one token's forward pass through each layer, by part as ``recompute_modules`` has them.
+
+    Those of ``core_attn`` have no weights. ``fields`` as in :func:`training_flops_per_token`.
+    """
     linear = fields.get("linear_attention_freq") or [0] * fields["num_layers"]
-    layers = [
-        (
-            _delta_net(fields, seq_length)
-            if is_linear
-            else _attention(fields, _attended_keys(seq_length, fields.get("window_size") if windowed else None))
-        )
-        + (_moe(fields) if is_moe else _mlp(fields, _ffn_hidden_size(fields)))
-        for is_moe, windowed, is_linear in zip(moe_layers(fields), windows, linear, strict=True)
+    layers = zip(moe_layers(fields), windowed_layers(fields), linear, strict=True)
+    return [
+        (_delta_net(fields) if is_linear else _attention(fields, seq_length, windowed))
+        | (_moe(fields) if is_moe else {"mlp": _mlp(fields, _ffn_hidden_size(fields))})
+        for is_moe, windowed, is_linear in layers
     ]
-    width = fields["hidden_size"]
-    ahead = fields.get("mtp_num_layers") or 0
-    forward = sum(layers) + ahead * (layers[-1] + _product(2 * width, width))
-    return forward + (1 + ahead) * _product(width, vocab_size)
 
 
 def moe_layers(fields: Mapping[str, Any]) -> list[bool]:
@@ -97,7 +95,8 @@ def windowed_layers(fields: Mapping[str, Any]) -> list[bool]:
     return [bool(flag) for flag in skip]
 
 
-def _attention(fields: Mapping[str, Any], keys: float) -> float:
+def _attention(fields: Mapping[str, Any], seq_length: int, windowed: bool) -> dict[str, float]:
+    keys = _attended_keys(seq_length, fields.get("window_size") if windowed else None)
     if fields.get("multi_latent_attention"):
         return _latent_attention(fields, keys)
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
@@ -106,33 +105,32 @@ def _attention(fields: Mapping[str, Any], keys: float) -> float:
     queries = 3 if fields.get("attention_output_gate") else 2  # the query, the output and the gate have the same size
     projections = queries * _product(hidden, heads * channels) + 2 * _product(hidden, groups * channels)
     core = 2 * _product(1, heads * channels)  # scores, and the sum of the values
-    return projections + keys * core
+    return {"attention": projections, "core_attn": keys * core}
 
 
-def _latent_attention(fields: Mapping[str, Any], keys: float) -> float:
+def _latent_attention(fields: Mapping[str, Any], keys: float) -> dict[str, float]:
     """Count multi-latent attention, as in DeepSeek-V2; defaults of ``MLATransformerConfig`` 0.16.1."""
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     rotated, value = fields.get("qk_pos_emb_head_dim", 64), fields.get("v_head_dim", 128)
     plain, latent = fields.get("qk_head_dim", 128), fields.get("kv_lora_rank", 512)
-    query_latent = fields.get("q_lora_rank", 512)
-    query = heads * (plain + rotated)
-    if query_latent is None:
-        projections = _product(hidden, query)
-    else:
-        projections = _product(hidden, query_latent) + _product(query_latent, query)
+    query_latent, query = fields.get("q_lora_rank", 512), heads * (plain + rotated)
     # Down to the latent, and up to each head's key and value; all heads share the latent and the rotated part.
-    projections += _product(hidden, latent + rotated) + _product(latent, heads * (plain + value))
+    projections, up = _product(hidden, latent + rotated), _product(latent, heads * (plain + value))
+    if query_latent is None:
+        projections += _product(hidden, query)
+    else:
+        projections, up = projections + _product(hidden, query_latent), up + _product(query_latent, query)
     projections += _product(heads * value, hidden)
-    return projections + keys * _product(1, query + heads * value)
+    return {"attention": projections, "mla_up_proj": up, "core_attn": keys * _product(1, query + heads * value)}
 
 
-def _delta_net(fields: Mapping[str, Any], seq_length: int) -> float:
+def _delta_net(fields: Mapping[str, Any]) -> dict[str, float]:
     hidden, (keys, values, heads) = fields["hidden_size"], delta_net_channels(fields)
     # Query, key, value, output gate, and two numbers per value head: the decay and the strength of a write
     projections = _product(hidden, 2 * (keys + values + heads)) + _product(values, hidden)
     convolution = _product(fields["linear_conv_kernel_dim"], 2 * keys + values)
-    memory: int = 3 * _product(fields["linear_key_head_dim"], values)  # a token asks what is there, writes, and reads
-    return projections + convolution + (memory if seq_length else 0)
+    memory = 3 * _product(fields["linear_key_head_dim"], values)  # a token asks what is there, writes, and reads
+    return {"attention": projections + convolution, "core_attn": memory}
 
 
 def _attended_keys(seq_length: int, window_size: tuple[int, int] | list[int] | None) -> float:
@@ -152,11 +150,11 @@ def _mlp(fields: Mapping[str, Any], ffn_hidden_size: int) -> int:
     return matrices * _product(fields["hidden_size"], ffn_hidden_size)
 
 
-def _moe(fields: Mapping[str, Any]) -> int:
+def _moe(fields: Mapping[str, Any]) -> dict[str, float]:
     router = _product(fields["hidden_size"], fields["num_moe_experts"])
     expert = _mlp(fields, _given(fields, "moe_ffn_hidden_size", _ffn_hidden_size(fields)))
     shared = _mlp(fields, _given(fields, "moe_shared_expert_intermediate_size", 0))
-    return router + int(fields.get("moe_router_topk", 2)) * expert + shared
+    return {"moe": router + int(fields.get("moe_router_topk", 2)) * expert, "shared_experts": shared}
 
 
 def _ffn_hidden_size(fields: Mapping[str, Any]) -> int:

@@ -1,12 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of a planned model, with those that a Hugging Face config gives."""
+"""The arguments of a planned ``MCoreGPT``: with those of a Hugging Face config, and those that a preference changes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from lightning_mcore.config.field_homes import DEFAULTS
+from lightning_mcore.config.lora import LoRA
+from lightning_mcore.config.preference import Preference, faults_with_model
+from lightning_mcore.config.run import RunSettings
+from lightning_mcore.hf.family import SCORING
+from lightning_mcore.hf.peft_folder import given_lora
+from lightning_mcore.hf.source import planned_settings, sees_images, variant_name
 from lightning_mcore.models.gpt import MCoreGPT
+from lightning_mcore.models.preference import arguments_of_base
 from lightning_mcore.models.vision import MCoreVisionGPT
-from lightning_mcore.planning.preference import arguments_in_use, family_to_read
+from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.signatures import of_model
 
 if TYPE_CHECKING:
@@ -22,13 +31,46 @@ def arguments_of_gpt(book: "RuleBook", model: Mapping[str, Any]) -> dict[str, An
         raise ValueError("the run has no model; give MCoreGPT's arguments, or --model with a Hugging Face model")
     if "path" not in model:
         return arguments_in_use(model)
-    from lightning_mcore.hf.source import planned_settings, sees_images  # transformers takes two seconds
-
     sees = bool(sees_images(model["path"]))
     kind = MCoreVisionGPT if sees else MCoreGPT
     given = book.check_arguments(f"argument of {kind.__name__}.from_pretrained", model, of_model(True, sees))
-    names = ("path", "family", "seq_length", "transformer")
-    family = family_to_read(given)
+    family = given.get("family")
+    if "preference" in given and Preference.of(given["preference"]).gives_scores:
+        family = variant_name(given["path"], family, SCORING)
     source = planned_settings(given["path"], family, given.get("seq_length"), given.get("transformer"))
     kind.check_kind(given["path"], source)
+    names = ("path", "family", "seq_length", "transformer")
     return arguments_in_use({**{name: value for name, value in given.items() if name not in names}, **source})
+
+
+def arguments_in_use(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``MCoreGPT``, with what ``MCorePreference`` changes in them.
+
+    Raises FileNotFoundError if there is no such adapter, ValueError or TypeError for a wrong setting.
+    """
+    if "preference" not in model or not isinstance(model.get("transformer"), Mapping):
+        return dict(model)
+    setting, is_tied = Preference.of(model["preference"]), bool(model.get("share_embeddings_and_output_weights"))
+    changed = arguments_of_base(setting, model["transformer"], _lora(model), is_tied)
+    return {**model, **{name: value for name, value in changed.items() if name in model}}
+
+
+def _lora(model: Mapping[str, Any]) -> LoRA | None:
+    """Return the adapters of a model, also where they are given as a folder."""
+    return None if model.get("lora") is None else given_lora(model["lora"])[0]
+
+
+def faults_of_pairs(settings: RunSettings, model: Mapping[str, Any], batch: GlobalBatch | None) -> Iterator[str]:
+    """Yield a sentence for each setting that the model does not allow, and if microbatches cut pairs apart."""
+    if "preference" not in model:
+        return
+    config = SimpleNamespace(**(DEFAULTS | model["transformer"]))
+    yield from faults_with_model(Preference.of(model["preference"]), _lora(model), config)
+    if batch is not None and batch.micro_batch_size % 2 and not settings.data.get("packing"):
+        yield f"micro_batch_size={batch.micro_batch_size} cuts a pair apart; choose an even number"
+
+
+def assumptions_of_preference(model: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is not counted, as part of a sentence."""
+    if "preference" in model and Preference.of(model["preference"]).needs_reference:
+        yield "the passes that compute log-probabilities under the reference are not counted"

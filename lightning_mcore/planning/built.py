@@ -134,7 +134,7 @@ def built_tensors(fields: GPTFields) -> tuple[tuple[str, ParameterTensor], ...]:
         "num_layers": len(of_kinds),
         "mtp_num_layers": 1 if fields.mtp_num_layers else None,
     }
-    if fields.experts is not None:
+    if fields.num_moe_experts is not None:
         transformer["moe_layer_freq"] = [int(is_moe) for is_moe, _ in of_kinds]
     arguments = {
         "vocab_size": fields.padded_vocab_size,

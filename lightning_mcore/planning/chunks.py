@@ -22,13 +22,11 @@ from lightning_mcore.parallel.chunks import find_pipeline
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import close_process_groups, open_process_groups
 from lightning_mcore.planning.built import ParameterTensor, of_parameter, on_meta
-from lightning_mcore.planning.grid import RankGrid
 from lightning_mcore.planning.machines import Machine
 from lightning_mcore.planning.model import ChunkLayers
 from lightning_mcore.planning.parameters import ModelParameters, count_of
-from lightning_mcore.planning.plan import Plan, StagePlan, plan_of_run, run_warnings
+from lightning_mcore.planning.plan import Plan, StagePlan, of_stages, plan_of_run
 from lightning_mcore.planning.rules import OWN, check_run
-from lightning_mcore.planning.schedule import PipelineTimeline
 from lightning_mcore.planning.state_memory import RankMemory, StateFormats, state_memory
 
 
@@ -42,22 +40,18 @@ def plan_of_chunks(
     """
     run = check_run(settings, devices, OWN)
     limit = machine.memory if machine is not None else None
-    layout, batch = run.rules.layout, run.batch
-    if run.errors or layout is None or batch is None:
+    layout = run.rules.layout
+    if run.errors or layout is None or run.batch is None:
         return plan_of_run(run, devices, devices_per_node, machine, limit, {})
     stages = [_chunks(trainer, module, layout, stage) for stage in range(layout.pipeline_model_parallel_size)]
     formats = StateFormats.of(run.rules.precision, run.rules.all_strategy)
-    grid = RankGrid(layout, devices)
-    timeline = PipelineTimeline.of(
-        layout, batch.num_microbatches, run.rules.strategy.get("microbatch_group_size_per_vp_stage")
-    )
     made, total, trained = [], 0, 0
     for stage, chunks in enumerate(stages):
         tensors = [of_chunk for _, of_chunk in chunks]
         state = state_memory(tensors, layout, formats, devices, stage)
         memory = RankMemory(state.weights, state.gradients, state.optimizer, 0, state.host)
         layers = tuple(held for held, _ in chunks)
-        made.append(StagePlan(stage, stage * grid.world_size // len(stages), layers, count_of(tensors), memory, ()))
+        made.append(StagePlan(stage, stage * devices // len(stages), layers, count_of(tensors), memory, ()))
         for tensor in (tensor for of_chunk in tensors for tensor in of_chunk):
             if tensor.is_shared and stage > 0:
                 continue  # a copy of the first stage's
@@ -65,13 +59,9 @@ def plan_of_chunks(
             whole = tensor.elements * (1 if tensor.split is None else ranks)
             whole *= layout.expert_model_parallel_size if tensor.expert else 1
             total, trained = total + whole, trained + whole * tensor.is_trained
-    memories = [stage.memory for stage in made]
     known = {
-        "grid": grid,
-        "timeline": timeline,
-        "stages": tuple(made),
+        **of_stages(run, made, devices, devices_per_node, limit),
         "parameters": ModelParameters(total, total, trained),
-        "warnings": tuple(run_warnings(run, grid.sizes, timeline.bubble, memories, limit, devices_per_node)),
         "assumptions": (
             *run.assumptions,
             f"{type(module).__name__} is known by its chunks only: activations, operations, traffic and time are not"

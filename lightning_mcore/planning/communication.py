@@ -2,10 +2,9 @@
 """The bytes that one rank sends in an optimizer step, axis by axis.
 
 Volumes are those of ring algorithms. With n ranks and a whole tensor of S bytes, an all-gather or a reduce-scatter
-sends (n - 1) / n x S, an all-reduce twice that, and an all-to-all (n - 1) / n of what the rank holds. t below are the
-tokens of a microbatch on one context-parallel rank, h the hidden size, e the bytes of an activation. Recomputed forward
-passes send again. Small volumes are left out: gradients of norms over tensor-parallel ranks, routing probabilities,
-shapes, outputs of a vision tower.
+sends (n - 1) / n x S, an all-reduce twice that, and an all-to-all (n - 1) / n of what the rank holds. Recomputed
+forward passes send again. Small volumes are left out: gradients of norms over tensor-parallel ranks, routing
+probabilities, shapes, outputs of a vision tower.
 
 Sources: ``tensor_parallel/layers.py`` and ``mappings.py`` (tensor and sequence parallelism: an all-reduce, or an
 all-gather and a reduce-scatter, on each side of a pair of matrices, and another all-gather for the gradient of the
@@ -14,9 +13,8 @@ megatron-core 0.16.1; ``layers/core_attention.py`` here. The volumes of tensor p
 al., 2021 (8 b s h (t - 1) / t elements a layer), and Korthikanti et al., 2022.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.planning.grid import GlobalBatch
@@ -47,10 +45,6 @@ class AxisVolume:
     each_microbatch: bool  # whether they run for every microbatch instead of once per step
     sent: float = field(default=0.0)  # bytes
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return {**vars(self), "sent": round(self.sent)}
-
 
 def communication_volume(
     fields: GPTFields,
@@ -66,18 +60,26 @@ def communication_volume(
     ``parameters`` are the rank's, if they are known.
     """
     tokens = batch.micro_batch_size * batch.seq_length // layout.context_parallel_size
-    stages = stage_layers(fields, layout)
-    volumes = _volumes(layout, world_size, traffic)
+    stages, volumes = stage_layers(fields, layout), _volumes(layout, world_size, traffic)
+    of_token = tokens * traffic.activation_bytes * batch.num_microbatches
     for index, chunk in enumerate(stages[stage]):
-        sent: dict[str, float] = _of_layers(fields, layout, chunk, tokens, traffic)
-        sent["tp"] += _of_ends(fields, layout, chunk, tokens, traffic)
+        for axis, channels in [*_of_layers(fields, layout, chunk), *_of_ends(fields, layout, chunk)]:
+            volumes[axis].sent += channels * of_token
+        if not fields.scores:  # of the loss: largest logit, that of the target, the sum, each in fp32
+            of_loss = 3 * 2 * 4 * _ring(layout.tensor_model_parallel_size)
+            volumes["tp"].sent += (chunk.output + chunk.mtp) * of_loss * tokens * batch.num_microbatches
         place, last = index * len(stages) + stage, len(stages) * len(stages[stage]) - 1
-        message = tokens * fields.hidden_size * traffic.activation_bytes / _shares(layout)
-        sent["pp"] = message * ((place < last) + (place > 0))
-        for axis, volume in sent.items():
-            volumes[axis].sent += volume * batch.num_microbatches
+        messages = (place < last) + (place > 0)
+        volumes["pp"].sent += messages * fields.hidden_size * of_token / _shares(layout)
     parameters = parameters or rank_parameters(fields, layout, stage, traffic.backend)
-    _add_gradients(volumes, fields, parameters, traffic, stage)
+    bytes_each = traffic.gradient_bytes + (
+        traffic.parameter_bytes if traffic.distributed_optimizer else traffic.gradient_bytes
+    )
+    for axis, count in (("dp", parameters.trained_dense), ("edp", parameters.trained_expert)):
+        volumes[axis].sent += count * bytes_each * _ring(volumes[axis].group_size)
+    if stage == 0:
+        ring = _ring(layout.tensor_model_parallel_size)
+        volumes["tower"].sent += trained_parameters(fields) * 2 * traffic.gradient_bytes * ring
     trained = fields.adapters is None or "embedding.word_embeddings.weight" in fields.adapters.of
     if fields.tied and trained and len(stages) > 1 and stage in (0, len(stages) - 1):
         rows = fields.padded_vocab_size / layout.tensor_model_parallel_size
@@ -114,34 +116,28 @@ def _ring(size: int) -> float:
     return (size - 1) / size
 
 
-def _of_layers(
-    fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, tokens: int, traffic: Traffic
-) -> dict[str, float]:
-    """Return bytes of one microbatch through the layers of a chunk."""
+def _of_layers(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers) -> Iterator[tuple[str, float]]:
+    """Yield axes, and the channels that a rank sends along them for each token through the layers of a chunk."""
     tp, cp = layout.tensor_model_parallel_size, layout.context_parallel_size
-    whole = tokens * fields.hidden_size * traffic.activation_bytes * _ring(tp)
-    sent = dict.fromkeys(("tp", "cp", "ep", "etp"), 0.0)
-    numbers = [*chunk.layers, *[fields.num_layers - 1] * chunk.mtp]
-    keys = (cp - 1) * _keys_and_values(fields, tp) * tokens * traffic.activation_bytes
-    for place, layer in enumerate(numbers):
+    # One column-parallel and one row-parallel matrix: forward runs, and backward.
+    pair, back = 2 * fields.hidden_size * _ring(tp), 1.5 if layout.sequence_parallel else 1
+    for place, layer in enumerate([*chunk.layers, *[fields.num_layers - 1] * chunk.mtp]):
         runs = forward_runs(fields, place, len(chunk.layers))
-        sent["tp"] += _pair(whole, runs["attention"], layout)
-        if fields.architecture.has_delta_net(layer):
-            exchanged = _exchanged(fields, tp) * tokens * traffic.activation_bytes
-            sent["cp"] += (runs["attention"] + 1) * exchanged * _ring(cp)
+        yield "tp", pair * (runs["attention"] + back)
+        if fields.architecture.has_delta_net(layer):  # the output of the first projection goes, and the values return
+            keys, values, heads = fields.architecture.delta_net_channels
+            yield "cp", (runs["attention"] + 1) * (2 * keys + 3 * values + 2 * heads) / tp * _ring(cp)
         else:
-            sent["cp"] += (runs["core_attn"] + 2) * keys
+            yield "cp", (runs["core_attn"] + 2) * (cp - 1) * _keys_and_values(fields, tp)
         if place < len(chunk.layers):
-            sent["tp"] += _of_adapters(fields, layout, f"decoder.layers.{layer}.", runs) * whole / fields.hidden_size
+            yield "tp", _of_adapters(fields, layout, f"decoder.layers.{layer}.", runs) * _ring(tp)
         if not fields.is_moe[layer]:
-            sent["tp"] += _pair(whole, runs["mlp"], layout)
+            yield "tp", pair * (runs["mlp"] + back)
             continue
-        assert fields.experts is not None
-        if fields.experts.shared_width:
-            sent["tp"] += _pair(whole, runs["shared_experts"], layout)
-        for axis, volume in _experts(fields, layout, tokens, traffic).items():
-            sent[axis] += (runs["moe"] + 1) * 2 * volume
-    return sent
+        if fields.moe_shared_expert_intermediate_size:
+            yield "tp", pair * (runs["shared_experts"] + back)
+        for axis, channels in _of_experts(fields, layout):
+            yield axis, (runs["moe"] + 1) * 2 * channels
 
 
 def _of_adapters(fields: GPTFields, layout: ParallelLayout, prefix: str, runs: Mapping[str, int]) -> float:
@@ -164,69 +160,38 @@ def _of_adapters(fields: GPTFields, layout: ParallelLayout, prefix: str, runs: M
 
 def forward_runs(fields: GPTFields, place: int, num_layers: int) -> Mapping[str, int]:
     """Return how often each part of a layer runs forward: once, or twice if it is recomputed."""
-    recompute = fields.recompute
     parts = ("attention", "core_attn", "mlp", "moe", "shared_experts", "mla_up_proj")
-    if recompute.granularity == "full":
-        whole = recompute.method == "uniform" or place < recompute.num_layers or place >= num_layers
-        return dict.fromkeys(parts, 1 + whole)
-    runs = {part: 1 + (part in recompute.modules) for part in parts}
-    runs["shared_experts"] = max(runs["shared_experts"], runs["moe"])
-    return runs
-
-
-def _pair(whole: float, runs: int, layout: ParallelLayout) -> float:
-    """Bytes of one column-parallel and one row-parallel matrix: forward runs, and backward."""
-    return whole * (2 * runs + (3 if layout.sequence_parallel else 2))
-
-
-def _exchanged(fields: GPTFields, tp: int) -> float:
-    """Channels that gated delta nets exchange for each token: the output of the first projection, and what returns."""
-    keys, values, heads = fields.architecture.delta_net_channels
-    return (2 * keys + 3 * values + 2 * heads) / tp
+    if fields.recompute_granularity == "full":
+        is_late = fields.recompute_num_layers <= place < num_layers
+        return dict.fromkeys(parts, 2 if fields.recompute_method == "uniform" or not is_late else 1)
+    runs = {part: 1 + (part in fields.recomputed) for part in parts}
+    return {**runs, "shared_experts": max(runs["shared_experts"], runs["moe"])}
 
 
 def _keys_and_values(fields: GPTFields, tp: int) -> float:
     """Channels of keys and values that one rank holds for each token."""
-    if fields.attention is not None:
-        return fields.num_attention_heads * (fields.attention.query_width + fields.attention.v_head_dim) / tp
-    return 2 * max(fields.num_query_groups / tp, 1) * fields.kv_channels
+    if fields.multi_latent_attention:
+        return float(fields.num_attention_heads * (fields.query_width + fields.v_head_dim) / tp)
+    return float(2 * max(fields.num_query_groups / tp, 1) * fields.kv_channels)
 
 
-def _experts(fields: GPTFields, layout: ParallelLayout, tokens: int, traffic: Traffic) -> dict[str, float]:
-    """Bytes of one exchange with the experts: tokens to them, or results back."""
-    experts = fields.experts
-    assert experts is not None
+def _of_experts(fields: GPTFields, layout: ParallelLayout) -> Iterator[tuple[str, float]]:
+    """Yield axes and channels of one exchange with the experts: tokens to them, or results back."""
     ep, etp = layout.expert_model_parallel_size, layout.expert_tensor_size
-    own = tokens / layout.tensor_model_parallel_size * (experts.latent_width or fields.hidden_size)
-    own *= traffic.activation_bytes
-    if experts.dispatcher == "allgather":
-        return {"ep": (ep - 1) * own * etp, "etp": (etp - 1) * own}
-    sent = own * experts.topk * (experts.capacity_factor or 1.0 if experts.pads_to_capacity else 1.0)
-    return {"ep": _ring(ep) * sent, "etp": (etp - 1) * sent}
+    own = (fields.moe_latent_size or fields.hidden_size) / layout.tensor_model_parallel_size
+    if fields.moe_token_dispatcher_type == "allgather":
+        yield from (("ep", (ep - 1) * own * etp), ("etp", (etp - 1) * own))
+        return
+    capacity = fields.moe_expert_capacity_factor if fields.moe_pad_expert_input_to_capacity else None
+    sent = own * fields.moe_router_topk * (capacity or 1.0)
+    yield from (("ep", _ring(ep) * sent), ("etp", (etp - 1) * sent))
 
 
-def _of_ends(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, tokens: int, traffic: Traffic) -> float:
-    """Bytes of one microbatch through embedding, output layer and loss."""
-    tp = layout.tensor_model_parallel_size
-    whole = tokens * fields.hidden_size * traffic.activation_bytes * _ring(tp)
-    embeddings = int(chunk.embedding) + (1 if chunk.mtp else 0)
-    outputs = int(chunk.output) + chunk.mtp
-    of_output = whole * (3 if layout.sequence_parallel else 2)
-    of_loss = 3 * 2 * tokens * 4 * _ring(tp)  # largest logit, that of the target, the sum: each in fp32
+def _of_ends(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers) -> Iterator[tuple[str, float]]:
+    """Yield axes and channels of a token through embedding and output layer."""
+    whole = fields.hidden_size * _ring(layout.tensor_model_parallel_size)
+    of_output = 3 if layout.sequence_parallel else 2
     if fields.scores:  # each rank has the whole layer; only parts of sequences are gathered
-        of_output, of_loss = 2 * whole * layout.sequence_parallel, 0
-    return embeddings * 2 * whole + outputs * (of_output + of_loss)
-
-
-def _add_gradients(
-    volumes: Mapping[str, AxisVolume], fields: GPTFields, parameters: ParameterCount, traffic: Traffic, stage: int
-) -> None:
-    for axis, count in (("dp", parameters.trained_dense), ("edp", parameters.trained_expert)):
-        size = volumes[axis].group_size
-        bytes_each = 2 * traffic.gradient_bytes
-        if traffic.distributed_optimizer:
-            bytes_each = traffic.gradient_bytes + traffic.parameter_bytes
-        volumes[axis].sent += count * bytes_each * _ring(size)
-    if stage == 0:
-        tower = volumes["tower"]
-        tower.sent += trained_parameters(fields) * 2 * traffic.gradient_bytes * _ring(tower.group_size)
+        of_output = 2 * layout.sequence_parallel
+    yield "tp", (chunk.embedding + (chunk.mtp > 0)) * 2 * whole
+    yield "tp", (chunk.output + chunk.mtp) * of_output * whole

@@ -138,8 +138,7 @@ def _on_rank(
 
     Routed experts then read and write the latent width, which follows the router in the order of Megatron's modules.
     """
-    experts, hidden = fields.experts, fields.hidden_size
-    latent = None if experts is None else experts.latent_width
+    hidden, latent = fields.hidden_size, fields.moe_latent_size
     if tensor.expert and latent is not None and tensor.is_matrix:
         shape = tuple(latent if size == hidden else size for size in tensor.shape)
         tensor = replace(tensor, shape=shape, size=prod(shape))
@@ -206,7 +205,7 @@ def model_parameters(fields: GPTFields) -> ModelParameters:
     tensors = chunk_tensors(fields, ParallelLayout(), _whole(fields))
     total = sum(tensor.elements for tensor in tensors)
     trained = sum(tensor.elements for tensor in tensors if tensor.is_trained)
-    idle = 0 if fields.experts is None else 1 - fields.experts.topk / fields.experts.count
+    idle = 1 - fields.moe_router_topk / fields.num_moe_experts if fields.num_moe_experts else 0
     return ModelParameters(total, total - round(idle * sum(t.elements for t in tensors if t.expert)), trained)
 
 

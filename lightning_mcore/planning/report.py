@@ -154,7 +154,7 @@ def _groups(console: "Console", plan: Plan) -> None:
     rows = [
         [name, f"{grid.size(name):,}", f"{grid.world_size // grid.size(name):,}", ranks_text(grid.ranks(name, 0))]
         for name in _GROUPS
-        if grid.size(name) > 1 and (name not in _OF_EXPERTS or (plan.fields and plan.fields.experts))
+        if grid.size(name) > 1 and (name not in _OF_EXPERTS or (plan.fields and plan.fields.num_moe_experts))
     ]
     if rows:
         _table(console, "process groups", ["group", "ranks", "groups", " the group of rank 0"], rows)

@@ -3,23 +3,20 @@
 
 Megatron's config stops at the first fault of a model. That fault is listed; the next one appears once it is corrected.
 
-:class:`RuleBook` collects refusals. :class:`PlannedStrategy` holds the valid settings of ``MCoreStrategy`` and
-``MCorePrecision``, and reports the faults of the others. The functions after it check an ``MCoreGPT`` by itself, on its
-layout, and with its batch. The rules are those of the classes (``config/rules/``, ``optimizer/rules.py``, the parts
-themselves). Megatron's own rules run when its ``TransformerConfig`` is built here, and Lightning's when a ``Trainer``
-is built (``signatures.py``). The strategy is built too, with its valid arguments, because its part of Megatron's config
-comes from it.
+:class:`RuleBook` collects refusals. The rules are those of the classes (``config/rules/``, ``optimizer/rules.py``, the
+parts themselves). Megatron's own rules run when its ``TransformerConfig`` is built here, and Lightning's when a
+``Trainer`` is built (``signatures.py``). The strategy is built too, with its valid arguments, because its part of
+Megatron's config comes from it.
 
-:func:`check_run` goes through a run in the order in which it would start: the arguments of Trainer, strategy and
-precision, the model's, the layout on the devices, the model on the layout, the microbatches.
+:func:`check_run` asks in the order in which ``fit`` refuses: the arguments of Trainer, strategy and precision, the
+model's, the model on the layout, the layout on the devices, the microbatches.
 """
 
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from dataclasses import fields as dataclass_fields
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -57,19 +54,17 @@ from lightning_mcore.optimizer.rules import (
 )
 from lightning_mcore.parallel.stage_layers import check_uniform_recompute
 from lightning_mcore.planning.adapters import check_adapters, with_adapters
-from lightning_mcore.planning.arguments import arguments_of_gpt
+from lightning_mcore.planning.arguments import arguments_of_gpt, assumptions_of_preference, faults_of_pairs
 from lightning_mcore.planning.grid import GlobalBatch, global_batch
 from lightning_mcore.planning.model import GPTFields, backend_of
-from lightning_mcore.planning.preference import assumptions_of_preference, faults_of_pairs
 from lightning_mcore.planning.signatures import (
     Arguments,
+    arguments_of,
     fields_of,
     lightning_faults,
     may_never_end,
     of_config,
     of_model,
-    of_precision,
-    of_strategy,
     of_trainer,
 )
 from lightning_mcore.planning.vision import assumptions_of_vision, check_first_stage, with_images, with_tower
@@ -79,12 +74,9 @@ from lightning_mcore.strategy.strategy import MCoreStrategy
 from lightning_mcore.te_cpu.load import is_prepared
 
 T = TypeVar("T")
-_LAYOUT = tuple(field.name for field in dataclass_fields(ParallelLayout))
-_FP8 = tuple(field.name for field in dataclass_fields(FP8Settings))
-_SIZES = ("num_distributed_optimizer_instances", "bucket_size")
+P = ParamSpec("P")
 _MISSING = re.compile(r"\bTE\b")
 """Part of Megatron's message if TransformerEngine is missing or has another version than it needs."""
-
 _ASK_TRANSFORMER_ENGINE = ("apply_rope_fusion", "fused_single_qkv_rope", "moe_permute_fusion", "use_te_activation_func")
 """Fields for which Megatron's config looks for TransformerEngine, except those of FP8."""
 
@@ -95,75 +87,62 @@ class RuleBook:
     def __init__(self) -> None:
         self.errors: list[str] = []
 
-    def attempt(self, check: Callable[[], T]) -> T | None:
-        """Run a check and keep its refusal.
-
-        Returns the result of the check; None if it refused.
-        """
+    def attempt(self, check: Callable[P, T], *given: P.args, **named: P.kwargs) -> T | None:
+        """Run a check, keep its refusal, and return its result; None if it refused."""
         try:
-            return check()
+            return check(*given, **named)
         except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError) as error:
-            self.refuse(str(error))
+            self.collect([str(error)])
             return None
 
-    def passes(self, check: Callable[[], object]) -> bool:
+    def passes(self, check: Callable[P, object], *given: P.args, **named: P.kwargs) -> bool:
         """Run a check, keep its refusal, and return whether it passed."""
-        before = len(self.errors)
-        self.attempt(check)
-        return len(self.errors) == before
+        return self.attempt(lambda: [check(*given, **named)]) is not None
 
     def collect(self, sentences: Iterable[str]) -> bool:
-        """Keep the sentences of rules, and return whether there were none."""
-        before = len(self.errors)
-        for sentence in sentences:
-            self.refuse(sentence)
-        return len(self.errors) == before
-
-    def refuse(self, sentence: str) -> None:
-        """Keep a sentence, once."""
-        text = " ".join(sentence.split())
-        if text not in self.errors:
-            self.errors.append(text)
+        """Keep each sentence once, and return whether there were none."""
+        found = [" ".join(sentence.split()) for sentence in sentences]
+        self.errors = list(dict.fromkeys([*self.errors, *found]))
+        return not found
 
     def check_arguments(self, where: str, given: Mapping[str, Any], known: Arguments) -> dict[str, Any]:
-        """Refuse unknown names and values that do not have their type.
-
-        Returns the valid arguments.
-        """
+        """Refuse unknown names and values that do not have their type, and return the valid arguments."""
         fitting = {}
         for name, value in given.items():
             if name not in known:
-                self.refuse(unknown_name(where, name, known))
+                self.collect([unknown_name(where, name, known)])
             elif not accepts(known[name].hint, value) and value != known[name].default:
-                self.refuse(f"{where} {name}={value!r} does not fit; choose {choices_of(known[name].hint)}")
+                self.collect([f"{where} {name}={value!r} does not fit; choose {choices_of(known[name].hint)}"])
             else:
                 fitting[name] = value
         return fitting
 
 
 class PlannedStrategy:
-    """The settings of strategy and precision, checked against each other.
-
-    Args:
-        book: Collects refusals.
-        strategy: Arguments of ``MCoreStrategy``.
-        precision: Arguments of ``MCorePrecision``.
-        device_type: ``"cuda"`` or ``"cpu"``.
-    """
+    """The settings of strategy and precision that are valid; ``book`` gets the refusals of the others."""
 
     def __init__(
         self, book: RuleBook, strategy: Mapping[str, Any], precision: Mapping[str, Any], device_type: str
     ) -> None:
         self._book = book
-        self._device_type = device_type
-        self.strategy = book.check_arguments("argument of MCoreStrategy", strategy, of_strategy())
-        self.precision = book.check_arguments("argument of MCorePrecision", precision, of_precision())
-        self.layout = book.attempt(lambda: ParallelLayout(**_given(self.strategy, _LAYOUT)))
-        self.fp8 = book.attempt(lambda: FP8Settings(**_given(self.precision, _FP8)))
-        self.ddp = self._options("ddp_config", of_config("ddp_config"))
-        self.optimizer = self._options("optimizer_config", of_config("optimizer_config"))
-        communication = self._options("communication", of_config("communication"))
-        self.communication = book.attempt(lambda: CommunicationOptions(**communication))
+        self._device_type = device_type  # "cuda" or "cpu"
+        self.strategy = book.check_arguments("argument of MCoreStrategy", strategy, arguments_of(MCoreStrategy))
+        self.precision = book.check_arguments("argument of MCorePrecision", precision, arguments_of(MCorePrecision))
+        self.layout = book.attempt(ParallelLayout, **_given(self.strategy, ParallelLayout))
+        self.fp8 = book.attempt(FP8Settings, **_given(self.precision, FP8Settings))
+        self.ddp, self.optimizer = self._options("ddp_config"), self._options("optimizer_config")
+        self.communication = book.attempt(CommunicationOptions, **self._options("communication"))
+
+    def _options(self, name: str) -> dict[str, Any]:
+        """Return the fields of a config that differ from their defaults."""
+        given, known = self.strategy.get(name), of_config(name)
+        if given is None:
+            return {}
+        if not isinstance(given, Mapping):
+            self._book.collect([f"{name}={given!r} is not a mapping; give its fields by name"])
+            return {}
+        right = self._book.check_arguments(f"field of {name}", class_and_arguments(given)[1], known)
+        return {key: value for key, value in right.items() if value != known[key].default}
 
     @property
     def precision_name(self) -> str:
@@ -171,11 +150,15 @@ class PlannedStrategy:
         return str(self.precision.get("precision") or "32-true")
 
     @property
+    def computes_in_fp8(self) -> bool:
+        """Whether linear layers compute in FP8, or in FP4."""
+        return self.fp8 is not None and self.fp8.is_on
+
+    @property
     def overlap_p2p_comm(self) -> bool:
         """Whether stages send while computing, with the default filled in."""
         given = self.strategy.get("overlap_p2p_comm")
-        interleaved = self.layout is not None and self.layout.is_interleaved
-        return interleaved if given is None else bool(given)
+        return bool(self.layout is not None and self.layout.is_interleaved if given is None else given)
 
     def resolved(self, name: str) -> Any:
         """Return a setting of gradients: the argument, or else the field of ``ddp_config``, or else the default."""
@@ -192,74 +175,59 @@ class PlannedStrategy:
         return bool(self.resolved("use_distributed_optimizer"))
 
     def check(self, world_size: int) -> None:
-        """Refuse settings that contradict each other, the devices or their number; the model is checked later."""
+        """Refuse settings that contradict each other, or the devices; model and number of ranks are checked later."""
         book, device_type = self._book, self._device_type
-        precision = book.attempt(lambda: MCorePrecision(**self.precision))
+        precision = book.attempt(MCorePrecision, **self.precision)
         if precision is not None and precision.fp8.is_on:
             settings = (self.distributed, bool(self.resolved("overlap_param_gather")))
-            offloads = bool(self.optimizer.get("optimizer_cpu_offload"))
             if device_type != "cpu" or not is_prepared():  # TransformerEngine of te_cpu
                 book.collect(strategy_rules.fp8_device_faults(precision.fp8.recipe, device_type))
-            book.attempt(lambda: precision.fp8.check_optimizer(*settings, offloads))
-        sizes = {f"ddp_config.{name}": self.ddp[name] for name in _SIZES if name in self.ddp}
-        sizes |= _given(self.strategy, ("micro_batch_size", "microbatch_group_size_per_vp_stage"))
-        before = len(book.errors)
-        for name, size in sizes.items():
-            book.attempt(lambda name=name, size=size: require_size(name, size))  # type: ignore[misc]
-        sized = len(book.errors) == before
+            book.attempt(precision.fp8.check_optimizer, *settings, bool(self.optimizer.get("optimizer_cpu_offload")))
+        names = ("micro_batch_size", "microbatch_group_size_per_vp_stage")
+        of_ddp = ("num_distributed_optimizer_instances", "bucket_size")
+        sizes = {f"ddp_config.{name}": self.ddp[name] for name in of_ddp if name in self.ddp}
+        sizes |= {name: self.strategy[name] for name in names if self.strategy.get(name) is not None}
+        sized = [book.passes(require_size, name, size) for name, size in sizes.items()]
         book.collect(strategy_rules.gradient_faults(self.strategy, self.ddp))
         owned = precision.ddp_fields() if precision is not None else ddp_fields_of(self.precision_name)
-        book.attempt(lambda: check_owned_by_precision(self.ddp, owned))
+        book.attempt(check_owned_by_precision, self.ddp, owned)
         book.collect(optimizer_config_faults(self.optimizer, self.distributed))
         book.collect(optimizer_device_faults(self.optimizer, device_type, bool(owned["grad_reduce_in_fp32"])))
-        layout = self.layout
-        if layout is None:
-            return
-        self._check_overlaps(layout)
-        if book.passes(lambda: layout.validate_world(world_size)) and sized:
-            book.collect(strategy_rules.world_faults(self.ddp, layout, world_size, device_type))
-        book.collect(strategy_rules.expert_faults(layout, device_type))
-
-    def megatron_fields(self) -> dict[str, Any]:
-        """Return the fields of Megatron's config that strategy and precision own."""
-        without_optimizer = {**self.strategy, "ddp_config": self.ddp or None, "optimizer_config": None}
-        strategy = self._book.attempt(lambda: make_strategy(without_optimizer))
-        if strategy is None:  # refused above
-            strategy = MCoreStrategy(**(vars(self.layout) if self.layout is not None else {}))
-        strategy.parallel_devices = [torch.device(self._device_type)]
-        strategy.cluster_environment = LightningEnvironment()
-        quiet = RuleBook()  # refused above
-        strategy._precision_plugin = quiet.attempt(lambda: MCorePrecision(**self.precision))
-        return strategy.megatron_fields()
-
-    def _options(self, name: str, known: Arguments) -> dict[str, Any]:
-        """Return the fields of a config that differ from their defaults."""
-        given = self.strategy.get(name)
-        if given is None:
-            return {}
-        if not isinstance(given, Mapping):
-            self._book.refuse(f"{name}={given!r} is not a mapping; give its fields by name")
-            return {}
-        right = self._book.check_arguments(f"field of {name}", class_and_arguments(given)[1], known)
-        return {key: value for key, value in right.items() if value != known[key].default}
+        if self.layout is not None:
+            self._check_overlaps(self.layout)
+            if all(sized) and RuleBook().passes(self.layout.validate_world, world_size):
+                book.collect(strategy_rules.world_faults(self.ddp, self.layout, world_size, device_type))
+            book.collect(strategy_rules.expert_faults(self.layout, device_type))
 
     def _check_overlaps(self, layout: ParallelLayout) -> None:
         book, given, device_type = self._book, self.strategy, self._device_type
         group = given.get("microbatch_group_size_per_vp_stage")
         if book.collect(strategy_rules.schedule_faults(given, self.ddp, layout)) and group is not None:
-            book.attempt(lambda: layout.validate_microbatches(group, group))
-        options, instances = self.communication, self.ddp.get("num_distributed_optimizer_instances", 1)
-        if options is not None:
-            book.collect(options.layout_faults(layout, self.overlap_p2p_comm, instances))
-            book.collect(options.device_faults(device_type))
+            book.attempt(layout.validate_microbatches, group, group)
+        if self.communication is not None:
+            instances = self.ddp.get("num_distributed_optimizer_instances", 1)
+            book.collect(self.communication.layout_faults(layout, self.overlap_p2p_comm, instances))
+            book.collect(self.communication.device_faults(device_type))
         enabled, path = bool(given.get("tp_comm_overlap")), given.get("tp_comm_overlap_cfg")
         if book.collect(strategy_rules.tensor_overlap_faults(enabled, path, layout)):
-            book.attempt(lambda: TensorParallelOverlap(enabled, path, layout))
+            book.attempt(TensorParallelOverlap, enabled, path, layout)
         book.collect(strategy_rules.tensor_overlap_device_faults(enabled, device_type))
 
+    def megatron_fields(self) -> dict[str, Any]:
+        """Return the fields of Megatron's config that strategy and precision own."""
+        without_optimizer = {**self.strategy, "ddp_config": self.ddp or None, "optimizer_config": None}
+        strategy = self._book.attempt(make_strategy, without_optimizer)
+        if strategy is None:  # refused above
+            strategy = MCoreStrategy(**(vars(self.layout) if self.layout is not None else {}))
+        strategy.parallel_devices = [torch.device(self._device_type)]
+        strategy.cluster_environment = LightningEnvironment()
+        strategy._precision_plugin = RuleBook().attempt(MCorePrecision, **self.precision)  # refused above
+        return strategy.megatron_fields()
 
-def _given(arguments: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: arguments[name] for name in names if arguments.get(name) is not None}
+
+def _given(arguments: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    """Return the arguments that are fields of a dataclass."""
+    return {name: arguments[name] for name in kind.__dataclass_fields__ if arguments.get(name) is not None}
 
 
 def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:
@@ -271,14 +239,13 @@ def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:
     given = book.check_arguments(f"argument of {owner}", model, known)
     missing = [name for name, argument in known.items() if argument.default is ... and name not in model]
     if missing:
-        book.refuse(f"{owner} lacks {' and '.join(missing)}; give {'it' if len(missing) == 1 else 'them'}")
+        book.collect([f"{owner} lacks {' and '.join(missing)}; give {'it' if len(missing) == 1 else 'them'}"])
     for name in ("vocab_size", "seq_length", "make_vocab_size_divisible_by"):
         if name in given:
-            book.attempt(lambda name=name: require_size(name, given[name]))  # type: ignore[misc]
-    settings = settings_of_gpt(given)
-    transformer = given.get("transformer")
+            book.attempt(require_size, name, given[name])
     recipe = book.check_arguments("field of Recipe", given.get("recipe") or {}, fields_of(Recipe))
     book.attempt(lambda: Recipe.of(recipe).check_adapters(given.get("lora") is not None))
+    transformer = given.get("transformer")
     if not isinstance(transformer, Mapping):
         return None
     wrong = dict(field_faults(transformer))
@@ -286,17 +253,16 @@ def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:
     right = {name: value for name, value in transformer.items() if name not in wrong}
     for name in REQUIRED:
         if right.get(name) is not None:
-            book.attempt(lambda name=name: require_size(name, right[name]))  # type: ignore[misc]
-    book.attempt(lambda: check_positions(settings, transformer))
+            book.attempt(require_size, name, right[name])
+    book.attempt(check_positions, settings_of_gpt(given), transformer)
+    book.attempt(check_parts, given.get("freeze") or (), given.get("lora"))
     arguments = {**given, "transformer": right}
-    book.attempt(lambda: check_parts(arguments.get("freeze") or (), arguments.get("lora")))
     try:  # even for a model with wrong fields, to find later errors too
-        fields = GPTFields.of(arguments)
-        fields = with_tower(fields, arguments)
-        return book.attempt(lambda: with_adapters(fields, arguments)) or fields
+        fields = with_tower(GPTFields.of(arguments), arguments)
+        return book.attempt(with_adapters, fields, arguments) or fields
     except (ValueError, TypeError, ArithmeticError, LookupError) as error:
         if not book.errors:
-            book.refuse(f"the sizes of the model do not add up: {error}")
+            book.collect([f"the sizes of the model do not add up: {error}"])
         return None
 
 
@@ -305,17 +271,18 @@ def settings_of_gpt(model: Mapping[str, Any]) -> dict[str, Any]:
     return {name: argument.default for name, argument in of_model().items()} | dict(model)
 
 
-def check_gpt_on_layout(book: RuleBook, fields: GPTFields, rules: PlannedStrategy) -> None:
-    """Refuse a model whose sizes the layout or FP8 cannot divide."""
+def check_gpt_on_layout(book: RuleBook, fields: GPTFields, rules: PlannedStrategy) -> bool:
+    """Refuse a model that layout or FP8 cannot divide, and return whether the layout can."""
     layout, fp8 = rules.layout, rules.fp8
     if layout is None:
-        return
-    if book.passes(lambda: layout.validate_model(fields.shape)):
-        book.attempt(lambda: check_first_stage(fields, layout))
+        return False
+    fits = book.passes(layout.validate_model, fields.shape)
+    if fits:
+        book.attempt(check_first_stage, fields, layout)
     if fp8 is not None and fp8.is_on:
-        sizes = (layout.tensor_model_parallel_size, layout.expert_tensor_size)
-        book.attempt(lambda: check_model(fp8, fields.shape, *sizes))
-        book.attempt(lambda: check_layers(fp8, fields.num_layers, layout.pipeline_model_parallel_size))
+        book.attempt(check_model, fp8, fields.shape, layout.tensor_model_parallel_size, layout.expert_tensor_size)
+        book.attempt(check_layers, fp8, fields.num_layers, layout.pipeline_model_parallel_size)
+    return fits
 
 
 def check_in_megatron(
@@ -324,25 +291,25 @@ def check_in_megatron(
     """Build Megatron's config and the optimizer, and collect the refusals of them and of our layers."""
     settings, used = settings_of_gpt(model), backend
     if device_type != "cuda":  # only a machine with GPUs knows whether it has TransformerEngine
-        used = book.attempt(lambda: resolve_transformer_impl(backend, device_type)) or "local"  # type: ignore[arg-type]
+        used = book.attempt(resolve_transformer_impl, backend, device_type) or "local"  # type: ignore[arg-type]
     _check_optimizer(book, rules, settings)
     owned = rules.megatron_fields()
-    if fields.attention is not None:
+    if fields.transformer.get("multi_latent_attention"):
         owned |= {name: settings[name] for name in ("rotary_base", "rotary_percent")}
     config: Any = _config(book, fields, owned, backend, device_type)
     if config is None:
         return
     set_architecture(config, fields.architecture)
-    book.attempt(lambda: check_architecture(config, used))
-    book.attempt(lambda: check_fields(config, used, device_type))  # type: ignore[arg-type]
-    book.attempt(lambda: check_uniform_recompute(config))
-    book.attempt(lambda: check_adapters(fields, config, settings))
+    book.attempt(check_architecture, config, used)
+    book.attempt(check_fields, config, used, device_type)  # type: ignore[arg-type]
+    book.attempt(check_uniform_recompute, config)
+    book.attempt(check_adapters, fields, config, settings)
     tied, positions = settings["share_embeddings_and_output_weights"], settings["position_embedding_type"]
-    book.attempt(lambda: check_multi_token(config, bool(tied), positions == "learned_absolute"))
-    book.attempt(lambda: check_normalization(settings["loss_normalization"], config))
-    book.attempt(lambda: check_average_in_collective(bool(rules.resolved("average_in_collective")), config))
+    book.attempt(check_multi_token, config, bool(tied), positions == "learned_absolute")
+    book.attempt(check_normalization, settings["loss_normalization"], config)
+    book.attempt(check_average_in_collective, bool(rules.resolved("average_in_collective")), config)
     if device_type == "cpu" and not HAVE_TE:
-        book.attempt(lambda: check_without_transformer_engine(config))
+        book.attempt(check_without_transformer_engine, config)
 
 
 def _config(book: RuleBook, fields: GPTFields, owned: Mapping[str, Any], backend: str, device_type: str) -> Any:
@@ -358,61 +325,50 @@ def _config(book: RuleBook, fields: GPTFields, owned: Mapping[str, Any], backend
         except (ValueError, ImportError, TypeError, AttributeError) as error:
             is_missing = not isinstance(error, ValueError) or _MISSING.search(str(error))
             if HAVE_TE or device_type != "cuda" or backend == "local" or not is_missing:
-                book.refuse(str(error))
+                book.collect([str(error)])
                 return None
-        late = {
-            name: value
-            for name, value in {**fields.transformer, **owned}.items()
-            if name.startswith("fp8") or name in _ASK_TRANSFORMER_ENGINE
-        }
-        early = [{name: given[name] for name in given.keys() - late.keys()} for given in (fields.transformer, owned)]
-        config = book.attempt(lambda: build_transformer_config(*early))
-    for name, value in late.items() if config is not None else ():
-        setattr(config, name, value)
+        given = {**fields.transformer, **owned}
+        late = {name for name in given if name.startswith("fp8") or name in _ASK_TRANSFORMER_ENGINE}
+        early = [{name: one[name] for name in one.keys() - late} for one in (fields.transformer, owned)]
+        config = book.attempt(build_transformer_config, *early)
+    for name in late if config is not None else ():
+        setattr(config, name, given[name])
     return config
 
 
 def _check_optimizer(book: RuleBook, rules: PlannedStrategy, settings: Mapping[str, Any]) -> None:
     """Create the optimizer for one parameter, and refuse it if it does not work with the strategy."""
-    quiet = RuleBook()  # faults of the recipe are already collected
-    recipe = quiet.attempt(lambda: Recipe.of(settings["recipe"] or {}))
-    if recipe is None:
+    recipe = RuleBook().attempt(Recipe.of, settings["recipe"] or {})
+    if recipe is None:  # already refused
         return
-    made = recipe.build_optimizer([("weight", nn.Parameter(torch.zeros(1, 1)))])
-    layout = rules.layout or ParallelLayout()
-    sizes = (layout.tensor_model_parallel_size, layout.expert_model_parallel_size)
+    made, layout = recipe.build_optimizer([("weight", nn.Parameter(torch.zeros(1, 1)))]), rules.layout
     book.attempt(
-        lambda: check_kind(
-            made,
-            inline=False,
-            distributed=rules.distributed,
-            tensor_parallel_size=sizes[0],
-            expert_model_parallel_size=sizes[1],
-        )
+        check_kind,
+        made,
+        inline=False,
+        distributed=rules.distributed,
+        tensor_parallel_size=layout.tensor_model_parallel_size if layout is not None else 1,
+        expert_model_parallel_size=layout.expert_model_parallel_size if layout is not None else 1,
     )
     book.collect(optimizer_option_faults(rules.optimizer, megatron_fields(made) or {}, type(made).__name__))
 
 
 def check_batch(book: RuleBook, fields: GPTFields, rules: PlannedStrategy, batch: GlobalBatch) -> None:
     """Refuse microbatches that the schedule, the layout or FP8 cannot run."""
-    layout, group = rules.layout, rules.strategy.get("microbatch_group_size_per_vp_stage")
+    layout, fp8, length = rules.layout, rules.fp8, batch.seq_length
     if layout is None:
         return
-    book.attempt(lambda: layout.validate_microbatches(batch.num_microbatches, group))
+    group = rules.strategy.get("microbatch_group_size_per_vp_stage")
+    book.attempt(layout.validate_microbatches, batch.num_microbatches, group)
     unit = layout.sequence_multiple
-    if batch.seq_length % unit and fields.seq_length % unit == 0:
-        book.refuse(
-            f"data.seq_length={batch.seq_length} is not a multiple of {unit}, which the layout needs; choose"
-            f" {-(-batch.seq_length // unit) * unit}"
-        )
-    if batch.seq_length > fields.seq_length and fields.learned_positions:
-        book.refuse(
-            f"data.seq_length={batch.seq_length} is more than the {fields.learned_positions} learned positions of the"
-            " model; make them equal"
-        )
-    if rules.fp8 is not None and rules.fp8.is_on:
-        fp8 = rules.fp8
-        book.attempt(lambda: check_microbatch(fp8, (batch.seq_length, batch.micro_batch_size), layout))
+    if length % unit and fields.seq_length % unit == 0:
+        needed = f"data.seq_length={length} is not a multiple of {unit}, which the layout needs"
+        book.collect([f"{needed}; choose {-(-length // unit) * unit}"])
+    if length > fields.seq_length and fields.learned_positions:
+        learned = f"the {fields.learned_positions} learned positions of the model"
+        book.collect([f"data.seq_length={length} is more than {learned}; make them equal"])
+    if fp8 is not None and fp8.is_on:
+        book.attempt(check_microbatch, fp8, (length, batch.micro_batch_size), layout)
 
 
 OWN = "own"
@@ -452,7 +408,7 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
     """
     if devices < 1:
         raise ValueError(f"devices={devices} is too small; choose 1 or more")
-    book, assumptions = RuleBook(), list(settings.notes)
+    book, fits = RuleBook(), False
     device_type = "cpu" if settings.trainer.get("accelerator") == "cpu" else "cuda"
     trainer = book.check_arguments("argument of Trainer", settings.trainer, of_trainer())
     book.collect(strategy_rules.trainer_faults(trainer))
@@ -460,45 +416,30 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
         book.collect(lightning_faults(trainer))
     rules = PlannedStrategy(book, settings.strategy, settings.precision, device_type)
     rules.check(devices)
-    model = (book.attempt(lambda: arguments_of_gpt(book, settings.model)) if backend != OWN else None) or {}
+    model = (book.attempt(arguments_of_gpt, book, settings.model) if backend != OWN else None) or {}
     used = backend or backend_of(model, device_type)
-    fused = _fusions(model, used, device_type)
+    fused = book.attempt(_fusions, model, used, device_type) or {}
     built = {**model, "transformer": {**fused, **model["transformer"]}} if fused else model
     fields = check_gpt(book, built) if model else None
-    if ask_others and fields is not None and may_never_end(trainer):
-        _check_end(book, model)
     if fields is not None:
-        check_gpt_on_layout(book, fields, rules)
+        recipe = RuleBook().attempt(Recipe.of, model.get("recipe") or {})
+        if ask_others and recipe is not None and may_never_end(trainer):
+            book.attempt(recipe.check_end, None)
+        fits = check_gpt_on_layout(book, fields, rules)
         if ask_others:
             check_in_megatron(book, fields, rules, model, used, device_type)
-    batch = _batch(book, settings, rules, fields, devices, assumptions)
+    # Last, because a reader can change the layout to fit the model, and then the number of ranks may fit too.
+    divides = rules.layout is not None and book.passes(rules.layout.validate_world, devices)
+    batch = _batch(book, settings, rules, fields, devices) if divides else None
     if batch is not None and fields is not None:
         check_batch(book, fields, rules, batch)
-        text, length = fields, batch.seq_length
-        fields = book.attempt(lambda: with_images(text, settings.image_tokens, length)) or fields
-    is_computable = batch is not None and fields is not None and _fits(rules, fields)
-    if model.get("transformer_impl", "auto") == "auto" and backend is None and used == "transformer_engine":
-        assumptions.append(
-            "layers of TransformerEngine, as transformer_impl='auto' chooses on GPUs (or use --backend local)"
-        )
-    if fields is not None and (unknown := sorted(fields.recompute.modules & _NOT_COUNTED)):
-        assumptions.append(f"memory that recompute of {' and '.join(unknown)} saves is not counted")
-    assumptions += _of_kernels(rules, fused)
-    assumptions += [*assumptions_of_preference(model), *assumptions_of_vision(fields)]
+        fields = book.attempt(with_images, fields, settings.image_tokens, batch.seq_length) or fields
     if fields is not None:
         book.collect(faults_of_pairs(settings, model, batch))
-    return CheckedRun(
-        tuple(book.errors), tuple(assumptions), rules, model, fields, batch, used, device_type, is_computable
-    )
-
-
-def _check_end(book: RuleBook, model: Mapping[str, Any]) -> None:
-    """Refuse a learning-rate schedule that needs the number of steps if that is unknown."""
-    try:
-        recipe = Recipe.of(model.get("recipe") or {})
-    except (TypeError, ValueError):
-        return  # already refused
-    book.attempt(lambda: recipe.check_end(None))
+    is_chosen = model.get("transformer_impl", "auto") == "auto" and backend is None and used == "transformer_engine"
+    assumptions = (*settings.notes, *_assumptions(settings, rules, model, fields, is_chosen, fused))
+    is_computable = fits and batch is not None
+    return CheckedRun(tuple(book.errors), assumptions, rules, model, fields, batch, used, device_type, is_computable)
 
 
 def _fusions(model: Mapping[str, Any], backend: str, device_type: str) -> dict[str, bool]:
@@ -511,45 +452,41 @@ def _fusions(model: Mapping[str, Any], backend: str, device_type: str) -> dict[s
     return {**found, "apply_rope_fusion": False} if "vision" in model else found
 
 
-def _of_kernels(rules: PlannedStrategy, fused: Mapping[str, bool]) -> Iterator[str]:
+def _assumptions(
+    settings: RunSettings,
+    rules: PlannedStrategy,
+    model: Mapping[str, Any],
+    fields: GPTFields | None,
+    is_chosen: bool,
+    fused: Mapping[str, bool],
+) -> Iterator[str]:
+    """Yield what is assumed, or is not counted; ``is_chosen`` is whether layers of TransformerEngine are a default."""
+    if settings.data.get("batch_size") is None:
+        yield f"{counted(_rows(settings, rules), 'row')} in a DataLoader batch (data.batch_size is not given)"
+    if is_chosen:
+        yield "layers of TransformerEngine, as transformer_impl='auto' chooses on GPUs (or use --backend local)"
+    if fields is not None and (unknown := sorted(fields.recomputed & _NOT_COUNTED)):
+        yield f"memory that recompute of {' and '.join(unknown)} saves is not counted"
     if fused:
         yield f"fused, unless model.transformer sets these fields: {', '.join(n for n, on in fused.items() if on)}"
     if rules.fp8 is not None and rules.fp8.fp4_recipe is not None:
         yield "FP4 counts as bf16 in memory, and as FP8 in time"
+    yield from assumptions_of_preference(model)
+    yield from assumptions_of_vision(fields)
+
+
+def _rows(settings: RunSettings, rules: PlannedStrategy) -> Any:
+    given = settings.data.get("batch_size")
+    return rules.strategy.get("micro_batch_size") or 1 if given is None else given
 
 
 def _batch(
-    book: RuleBook,
-    settings: RunSettings,
-    rules: PlannedStrategy,
-    fields: GPTFields | None,
-    devices: int,
-    assumptions: list[str],
+    book: RuleBook, settings: RunSettings, rules: PlannedStrategy, fields: GPTFields | None, devices: int
 ) -> GlobalBatch | None:
-    rows, length = settings.data.get("batch_size"), settings.data.get("seq_length")
-    is_assumed = rows is None
-    if rows is None:
-        rows = rules.strategy.get("micro_batch_size") or 1
-        assumptions.append(f"{counted(rows, 'row')} in a DataLoader batch (data.batch_size is not given)")
-    if length is None and fields is not None:
-        length = fields.seq_length
-    layout = rules.layout
+    length, layout = settings.data.get("seq_length"), rules.layout
+    length = fields.seq_length if length is None and fields is not None else length
     if layout is None or length is None:
         return None
-    try:
-        layout.validate_world(devices)
-    except ValueError:
-        return None  # already refused
-    batch = book.attempt(
-        lambda: global_batch(rules.strategy, settings.trainer, rows, length, layout.data_parallel_size(devices))
-    )
-    return None if batch is None else replace(batch, is_assumed=is_assumed)
-
-
-def _fits(rules: PlannedStrategy, fields: GPTFields) -> bool:
-    try:
-        if rules.layout is not None:
-            rules.layout.validate_model(fields.shape)
-    except ValueError:
-        return False
-    return rules.layout is not None
+    dp = layout.data_parallel_size(devices)
+    batch = book.attempt(global_batch, rules.strategy, settings.trainer, _rows(settings, rules), length, dp)
+    return None if batch is None else replace(batch, is_assumed=settings.data.get("batch_size") is None)

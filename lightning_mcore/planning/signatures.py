@@ -27,8 +27,6 @@ from lightning_mcore.config.value_checks import is_callable
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.models.vision import MCoreVisionGPT
-from lightning_mcore.strategy.precision import MCorePrecision
-from lightning_mcore.strategy.strategy import MCoreStrategy
 
 _PLAIN = (int, float, bool, str, list, dict, tuple, NoneType)
 
@@ -68,16 +66,6 @@ def fields_of(kind: type) -> Arguments:
 def of_trainer() -> Arguments:
     """Return the arguments of Lightning's ``Trainer``."""
     return arguments_of(inspect.unwrap(pl.Trainer.__init__))
-
-
-def of_strategy() -> Arguments:
-    """Return the arguments of ``MCoreStrategy``."""
-    return arguments_of(MCoreStrategy)
-
-
-def of_precision() -> Arguments:
-    """Return the arguments of ``MCorePrecision``."""
-    return arguments_of(MCorePrecision)
 
 
 def of_model(pretrained: bool = False, sees: bool = False) -> Arguments:

@@ -26,7 +26,7 @@ from typing import Any
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.text import unknown_name
-from lightning_mcore.planning.activation_memory import ActivationSetting, NumberFormat, activation_memory
+from lightning_mcore.planning.activation_memory import Activations, NumberFormat
 from lightning_mcore.planning.model import FP32, GPTFields
 from lightning_mcore.planning.parameters import ParameterTensor, Tensors, rank_tensors
 from lightning_mcore.planning.vision import patch_bytes
@@ -34,8 +34,7 @@ from lightning_mcore.planning.vision import patch_bytes
 OPTIMIZERS: Mapping[str, int] = {"adam": 2, "adamw": 2, "sgd": 1, "sgd_without_momentum": 0, "muonwithadamw": 2}
 """Moments that an optimizer keeps of each element; Muon keeps one of each matrix."""
 
-
-_BYTES = {"32-true": (4, 4), "bf16-mixed": (2, 4), "bf16-true": (2, 2), "16-mixed": (2, 4), "16-true": (2, 2)}
+BYTES = {"32-true": (4, 4), "bf16-mixed": (2, 4), "bf16-true": (2, 2), "16-mixed": (2, 4), "16-true": (2, 2)}
 _TENSOR_ALIGNMENT = 64  # elements
 _BUCKET_ALIGNMENT = 128
 _BACKENDS = ("local", "transformer_engine")
@@ -83,11 +82,11 @@ class StateFormats:
         Raises ValueError for a name or a size that is unknown.
         """
         name = precision.get("precision") or "32-true"
-        if name not in _BYTES:
-            raise ValueError(f"precision={name!r} is unknown; choose one of {tuple(_BYTES)}")
+        if name not in BYTES:
+            raise ValueError(f"precision={name!r} is unknown; choose one of {tuple(BYTES)}")
         if optimizer not in OPTIMIZERS:
             raise ValueError(unknown_name("optimizer", optimizer, OPTIMIZERS))
-        parameter, gradient = _BYTES[name]
+        parameter, gradient = BYTES[name]
         ddp, own = strategy.get("ddp_config") or {}, strategy.get("optimizer_config") or {}
         main, moments = _of_optimizer(parameter, optimizer, own, precision)
         overlaps = bool(strategy.get("overlap_grad_reduce") or ddp.get("overlap_grad_reduce"))
@@ -266,13 +265,10 @@ def rank_memory(
     formats = StateFormats.of(precision, strategy, optimizer)
     tensors = tensors or rank_tensors(fields, layout, pipeline_rank, backend)
     state = state_memory(tensors, layout, formats, world_size, pipeline_rank)
-    setting = ActivationSetting(
-        micro_batch_size=micro_batch_size,
-        num_microbatches=num_microbatches,
-        seq_length=fields.seq_length if seq_length is None else seq_length,
-        form=NumberFormat(formats.parameter, backend, formats.fp8 and backend == "transformer_engine", packed),
-        group_size=strategy.get("microbatch_group_size_per_vp_stage"),
-    )
-    activations = activation_memory(fields, layout, pipeline_rank, setting)
+    form = NumberFormat(formats.parameter, backend, formats.fp8 and backend == "transformer_engine", packed)
+    length = fields.seq_length if seq_length is None else seq_length
+    group = strategy.get("microbatch_group_size_per_vp_stage")
+    meter = Activations(fields, layout, micro_batch_size, length, form)
+    activations = meter.peak(pipeline_rank, num_microbatches, group)
     activations += patch_bytes(fields, micro_batch_size * num_microbatches) if pipeline_rank == 0 else 0
     return RankMemory(state.weights, state.gradients, state.optimizer, activations, state.host)

@@ -22,9 +22,10 @@ from lightning_mcore.planning.plan import Plan, make_plan, stage_memory
 from lightning_mcore.planning.report import GIB, table_text
 from lightning_mcore.planning.rules import check_run
 from lightning_mcore.planning.schedule import PipelineTimeline
-from lightning_mcore.planning.signatures import Arguments, of_strategy, of_transformer
+from lightning_mcore.planning.signatures import Arguments, arguments_of, of_transformer
 from lightning_mcore.planning.state_memory import StateFormats, optimizer_of, state_memory
 from lightning_mcore.planning.vision import with_images
+from lightning_mcore.strategy.strategy import MCoreStrategy
 
 Kind = Literal["lightning", "llamafactory", "arguments"]
 
@@ -134,7 +135,7 @@ def suggest(
                 continue
             rate = plan.work.model_flops / plan.time.total / devices
             chosen = _strategy(layout, devices)
-            strategy = _resets(settings.strategy, chosen, of_strategy()) | chosen
+            strategy = _resets(settings.strategy, chosen, arguments_of(MCoreStrategy)) | chosen
             recompute = _resets(settings.model.get("transformer") or {}, recompute, of_transformer()) | recompute
             found_here = Suggestion(
                 strategy, recompute, micro, micro // each, count, needed, plan.timeline.bubble, plan.time.total, rate
@@ -201,7 +202,7 @@ def _model_and_rows(settings: RunSettings, devices: int, backend: str | None) ->
 
 def _layouts(fields: GPTFields, devices: int, devices_per_node: int) -> Iterator[ParallelLayout]:
     """Yield every layout that divides devices and model."""
-    experts = fields.experts.count if fields.experts is not None else 1
+    experts = fields.num_moe_experts or 1
     sizes = [size for size in divisors(devices) if size <= max(fields.num_layers, experts, devices_per_node)]
     long = [size for size in sizes if size == 1 or fields.seq_length // size >= _LEAST_TOKENS]
     for tp in (size for size in sizes if size <= devices_per_node and devices_per_node % size == 0):
@@ -295,7 +296,7 @@ def _changed(
     settings: RunSettings, strategy: Mapping[str, Any], recompute: Mapping[str, Any], micro: int, count: int
 ) -> RunSettings:
     given = settings.model.get("transformer") or {}
-    kept = {**settings.strategy, **_resets(settings.strategy, strategy, of_strategy())}
+    kept = {**settings.strategy, **_resets(settings.strategy, strategy, arguments_of(MCoreStrategy))}
     transformer = {**given, **_resets(given, recompute, of_transformer())}
     return replace(
         settings,

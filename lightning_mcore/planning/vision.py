@@ -80,7 +80,7 @@ def tower_flops(fields: GPTFields) -> tuple[float, float]:
     """Return the operations of the tower for the images of a row, without and with those of recomputation."""
     if fields.vision is None or not fields.image_tokens:
         return 0.0, 0.0
-    recomputes = (False, fields.recompute.granularity == "full")
+    recomputes = (False, fields.recompute_granularity == "full")
     once, again = (tower_flops_per_token(fields.vision, _frozen(fields), each) for each in recomputes)
     return fields.image_tokens * once, fields.image_tokens * again
 
@@ -113,7 +113,7 @@ def tower_bytes(fields: GPTFields, layout: ParallelLayout, rows: int, element: i
     norm, inner, of_inner = _of_parts(vision, shapes, element)
     block = 2 * norm + 9 * width + of_inner * inner  # 2 outputs of norms, 3 + 2 of attention before and 2 after it
     projector = norm + width * (1 if PROJECTOR in frozen else 3)
-    recomputes = fields.recompute.granularity == "full"
+    recomputes = fields.recompute_granularity == "full"
     kept, beside = 0.0, of_inner * inner + 2 * width
     if TOWER not in frozen:
         kept += _pixels(fields) * element + int(vision.config["depth"]) * (width if recomputes else block)

@@ -20,7 +20,7 @@ from lightning_mcore.hf.peft_folder import given_lora, read_lora
 from lightning_mcore.hf.peft_tensors import require_stackable
 from lightning_mcore.layers.lora import merging
 from lightning_mcore.layers.quantized import check_quantization
-from lightning_mcore.planning.preference import arguments_in_use
+from lightning_mcore.planning.arguments import arguments_in_use
 from tests.support.hf_models import tiny_folder
 from tests.support.sentences import refuses
 

@@ -488,3 +488,11 @@ def test_a_model_in_fp8_for_gpus_is_checked_where_transformer_engine_is_missing(
     )
     errors = make_plan(settings, 1).errors
     assert [sentence is not None and sentence in error for error in errors] == ([True] if sentence else [])
+
+
+def test_the_reason_of_the_model_comes_before_that_of_the_number_of_ranks() -> None:
+    errors = make_plan(run_with(strategy={"pipeline_model_parallel_size": 3}), 4).errors
+    assert [error.split(";")[0] for error in (errors[0], errors[-1])] == [
+        "pipeline_model_parallel_size=3 does not divide num_layers=4",
+        "pipeline_model_parallel_size=3 does not divide the number of ranks (devices * num_nodes), which is 4",
+    ]
