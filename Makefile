@@ -11,7 +11,8 @@
 #   MCORE_LATEST  the megatron-core release that "make test-latest" uses
 #   TE_RELEASE    the TransformerEngine release that "make test-te" uses
 #   LIGHTNING     a checkout of Lightning's repository; "make test-lightning" runs Lightning's own tests
-#   SOURCE        a checkout of TransformerEngine; "make test-te-suite" runs TransformerEngine's own tests
+#   SOURCE        a checkout of TransformerEngine, whose own tests "make test-te-suite" runs, or of Megatron-LM, on which
+#                 "make test-mcore-source" runs our tests
 #   MIN_TESTS     a run of fewer tests fails; not checked if PYTEST_ARGS is set
 #                 (MIN_TE_TESTS, MIN_THOROUGH_TESTS and MIN_THOROUGH_TE_TESTS likewise for the other sets)
 #   ARGS          arguments for a demo, a benchmark, Lightning's tests or the tests with random settings
@@ -43,7 +44,7 @@ SOURCE ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock check docs site-check format test test-fast test-thorough test-lightning test-ray test-oldest test-latest test-te test-te-suite sentences fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-vl demo-fp8 bench bench-checkpoint \
+.PHONY: help install lock check docs site-check format test test-fast test-thorough test-lightning test-ray test-oldest test-latest test-mcore-source test-te test-te-suite sentences fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-vl demo-fp8 bench bench-checkpoint \
 	bench-generate bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-rehearse bench-scale bench-startup bench-vision plots gpu torture faults mutate house clean
 
 help:  ## list the commands
@@ -163,6 +164,33 @@ test-latest: $(LATEST)/.unpacked  ## run all tests on the newest packages that p
 	$(NEWEST)/bin/python -m tests.torchvision_on_cpu
 	PYTHONPATH=$(CURDIR)/$(LATEST)/site MEGATRON_CORE_VERSION=$(MCORE_LATEST) MIN_TESTS=$(MIN_TESTS) \
 		$(NEWEST)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+# A copy of the checkout's megatron.core comes first on the path, so that the checkout stays as it is and the bound in
+# pyproject.toml does not apply. Its metadata says its version; megatron-core reads triton, which this Python may lack.
+CHECKOUT := .mcore-source
+CORE = $(CHECKOUT)/site/megatron/core
+define ADD_METADATA
+import pathlib, runpy, sys; \
+version = runpy.run_path(sys.argv[1] + "/megatron/core/package_info.py")["__shortversion__"]; \
+folder = pathlib.Path(sys.argv[1], f"megatron_core-{version}.dist-info"); folder.mkdir(); \
+(folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: megatron-core\nVersion: {version}\n")
+endef
+
+test-mcore-source: $(INSTALLED)  ## run our tests on a checkout of Megatron-LM, newer than the releases we support
+	@test -f "$(SOURCE)/megatron/core/package_info.py" || { \
+		echo "SOURCE='$(SOURCE)' is not a checkout of Megatron-LM; get one with: git clone --depth 1" \
+			"https://github.com/NVIDIA/Megatron-LM, and name it: make test-mcore-source SOURCE=/path/to/Megatron-LM" \
+			>&2; exit 1; }
+	rm -rf $(CHECKOUT)
+	mkdir -p $(CHECKOUT)/site/megatron
+	cp -R "$(SOURCE)/megatron/core" $(CORE)
+	NO_VCS_VERSION=1 $(RUN) -c '$(ADD_METADATA)' $(CHECKOUT)/site
+	$(RUN) -m pip download --quiet --no-deps --dest $(CHECKOUT)/wheels --only-binary=:all: triton
+	for wheel in $(CHECKOUT)/wheels/*.whl; do $(RUN) -m zipfile -e "$$wheel" $(CHECKOUT)/site; done
+	rm -r $(CHECKOUT)/wheels
+	$(RUN) -c '$(BUILD_HELPERS)' $(CORE)/datasets/helpers
+	PYTHONPATH=$(CURDIR)/$(CHECKOUT)/site MIN_TESTS=$(MIN_TESTS) \
+		$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup -m "$(MARK)" $(PYTEST_ARGS)
 
 # Only TransformerEngine's Python code, without the CUDA library. It is unpacked next to .venv instead of installed into
 # it, because all other tests run without it.

@@ -17,11 +17,11 @@ import sys
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import Strategy
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from lightning_mcore import MCoreModule, MCoreStrategy
+from lightning_mcore.layers.gpt import GPTChunk
 from lightning_mcore.layers.spec import gpt_block_spec
 from stdlib_text import StdlibText
 
@@ -55,7 +55,7 @@ class TinyGPT(MCoreModule):
             attention_dropout=0.0,
             **self.megatron_fields(),
         )
-        return GPTModel(
+        return GPTChunk(
             config,
             gpt_block_spec(config, "local", vp_stage),
             vocab_size=256,

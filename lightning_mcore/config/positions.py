@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The position settings of ``MCoreGPT``: check them, and turn them into arguments of Megatron's ``GPTModel``.
+"""The position settings of ``MCoreGPT``: check them, and turn them into arguments of ``GPTChunk``.
 
-Megatron spreads these settings over arguments of ``GPTModel`` and attributes of its config, and ignores some if others
-are set; such pairs raise. Multi-latent attention does its own rotation, which fields of its config control.
+Megatron spreads these settings over arguments of its model and attributes of its config, and ignores some if others are
+set; such pairs raise. Multi-latent attention does its own rotation, which fields of its config control.
 """
 
 from collections.abc import Mapping
@@ -91,12 +91,12 @@ def _check_yarn(kind: str, yarn: Mapping[str, Any] | None) -> None:
 
 
 def gpt_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the position arguments of ``GPTModel``."""
+    """Return the position arguments of ``GPTChunk``."""
     names = ("position_embedding_type", "rotary_base", "rope_scaling_factor", *_ROTARY_DEFAULTS)
     return {name: settings[name] for name in names}
 
 
 def set_yarn(config: "TransformerConfig", yarn: Mapping[str, Any] | None) -> None:
-    """Set the attributes of the config that ``GPTModel`` reads with ``position_embedding_type="yarn"``."""
+    """Set the attributes of the config that ``GPTChunk`` reads with ``position_embedding_type="yarn"``."""
     for name, value in ({**YARN_DEFAULTS, **yarn} if yarn is not None else {}).items():
         setattr(config, f"yarn_{name}", value)

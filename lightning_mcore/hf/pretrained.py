@@ -77,8 +77,8 @@ def load_pretrained(module: pl.LightningModule, path: str, family: str | None = 
     """Fill the chunks that ``pipeline()`` has built from a Hugging Face model; collective over the world.
 
     The weights are read once per model: if ``validate`` follows ``fit``, the trained weights stay. Padding rows of the
-    embedding become zero. ``MCoreGPT`` excludes them from the loss. A plain ``GPTModel`` does not, so give it the exact
-    vocabulary size.
+    embedding become zero. ``MCoreGPT`` excludes them from the loss. Give another model the exact vocabulary
+    size.
 
     Args:
         module: A module whose model is built and not wrapped yet, as at the end of ``configure_model``.

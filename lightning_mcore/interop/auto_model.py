@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -29,6 +28,7 @@ from lightning_mcore.hf.family import HIDDEN, SCORING
 from lightning_mcore.hf.source import variant_name
 from lightning_mcore.interop.export import export_model
 from lightning_mcore.layers.autograd import sum_for_one_loss
+from lightning_mcore.layers.gpt import GPTChunk
 from lightning_mcore.layers.inputs import IGNORED_LABEL, ModelInputs, check_vocabulary
 from lightning_mcore.layers.lora import Adapter
 from lightning_mcore.layers.padded_rows import PaddedRows
@@ -132,7 +132,7 @@ class _Builder(MCoreGPT):
 
     make_output: Callable[[TransformerConfig], nn.Module] | None = None
 
-    def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
+    def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTChunk:
         chunk = super().build_chunk(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
         if self.make_output is not None and post_process:
             chunk.output_layer = self.make_output(self.config)

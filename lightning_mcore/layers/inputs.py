@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A batch, dense or packed, as a language model takes it.
 
-:class:`ModelInputs` turns a rank's share of a batch into the arguments of Megatron's ``GPTModel``. A packed batch
-becomes one long sequence in the ``thd`` format, with its boundaries and with what the layers must know about padding.
+:class:`ModelInputs` turns a rank's share of a batch into the arguments of a ``GPTChunk``. A packed batch becomes one
+long sequence in the ``thd`` format, with its boundaries and with what the layers must know about padding.
 ``MCoreModule.forward_step`` calls it; ``losses.py`` turns each token's loss into the loss of the batch.
 
 A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted; -100 without a target), and optionally
@@ -98,7 +98,7 @@ class ModelInputs:
         )
 
     def arguments(self, config: TransformerConfig, boundaries_on_host: bool = False) -> dict[str, Any]:
-        """Return ``GPTModel``'s keyword arguments besides tokens, positions, mask and labels; None is left out.
+        """Return ``GPTChunk``'s keyword arguments besides tokens, positions, mask and labels; None is left out.
 
         ``boundaries_on_host`` is for layers that read packed boundaries on the host. Raises ValueError if Megatron's
         fused rotary embedding of packed rows would ignore a setting.

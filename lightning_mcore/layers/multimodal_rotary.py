@@ -18,7 +18,7 @@ from lightning_mcore.parallel.context import packed_positions
 
 
 class MultimodalRotary(nn.Module):
-    """Replaces ``GPTModel.rotary_pos_emb``: returns the angles of ``positions``, which are set before the model runs.
+    """Replaces ``GPTChunk.rotary_pos_emb``: returns the angles of ``positions``, which are set before the model runs.
 
     ``sections`` counts the channel pairs that time, height and width rotate; ValueError if they do not add up to half a
     head. ``interleaved`` says that the three alternate over the channels.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that replace ``GPTModel.output_layer``, and are called like it.
+"""Layers that replace ``GPTChunk.output_layer``, and are called like it.
 
 :class:`ScoreLayer` is for reward models and classifiers: one or more scores per token instead of logits over the
 vocabulary. All tensor-parallel ranks hold the whole layer and compute the same scores, in fp32. :class:`HiddenStates`

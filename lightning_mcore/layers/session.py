@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
@@ -111,7 +111,11 @@ class SingleModelSession(Callback):
                     if getattr(child, name, False):
                         setattr(child, name, False)
                         self._open.callback(setattr, child, name, True)
-            if isinstance(child, GPTModel) and child.mtp_process and child.config.calculate_per_token_loss:
+            if (
+                isinstance(child, LanguageModule)
+                and getattr(child, "mtp_process", False)
+                and child.config.calculate_per_token_loss
+            ):
                 self._open.callback(child.register_forward_pre_hook(self._count, with_kwargs=True).remove)
         self._auxiliary_scale = torch.tensor(1 / trainer.accumulate_grad_batches, device=pl_module.device)
 

@@ -8,7 +8,7 @@ and experts stay Megatron's. For TransformerEngine it returns Megatron's own spe
 
 Checkpoints use TransformerEngine's weight names, so each backend loads what the other saved.
 
-``MCoreGPT`` calls this file, and so does your own module if it builds a Megatron ``GPTModel``.
+``MCoreGPT`` calls this file, and so does your own module if it builds a ``GPTChunk`` or Megatron's ``GPTModel``.
 """
 
 import contextlib
@@ -172,7 +172,7 @@ def gpt_block_spec(
     transformer_impl: Literal["local", "transformer_engine"],
     vp_stage: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """Return the layers of one chunk, for ``GPTModel(transformer_layer_spec=...)``.
+    """Return the layers of one chunk, for ``GPTChunk(transformer_layer_spec=...)``.
 
     The config may ask for dense layers, experts and mixtures of both (``moe_layer_freq``), multi-latent attention,
     norms of queries and keys, uneven pipelines and ``pipeline_model_parallel_layout``.

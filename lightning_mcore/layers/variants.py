@@ -241,7 +241,7 @@ def with_bias(linear: type[nn.Module]) -> type[nn.Module]:
 
 
 def change_ends(chunk: Any, architecture: Architecture) -> None:
-    """Scale the embedding and logits of a ``GPTModel`` chunk, cap its logits, and stretch its positions."""
+    """Scale the embedding and logits of a ``GPTChunk``, cap its logits, and stretch its positions."""
     if architecture.stretch is not None:
         chunk.rotary_pos_emb = StretchedRotation(chunk.rotary_pos_emb, chunk.rotary_base, architecture.stretch)
     if architecture.embedding_scale != 1.0 and hasattr(chunk, "embedding"):

@@ -30,9 +30,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mcore.config.vision import Vision
+from lightning_mcore.layers.gpt import GPTChunk
 from lightning_mcore.layers.host_values import host_values, known_values, send
 from lightning_mcore.layers.inputs import ModelInputs
-from lightning_mcore.layers.multi_token import MultiTokenGPT
 from lightning_mcore.layers.multimodal_rotary import MultimodalRotary, positions_in_row
 from lightning_mcore.parallel.groups import process_group
 
@@ -235,8 +235,8 @@ def _places(shares: list[list[int]], tokens: list[int], most: int) -> Tensor:
     return torch.cat([places[frame] for frame in range(len(tokens))])
 
 
-class VisionGPT(MultiTokenGPT):
-    """One chunk of a vision-language model: ``GPTModel``, and the tower if the chunk has the embedding."""
+class VisionGPT(GPTChunk):
+    """One chunk of a vision-language model: a ``GPTChunk``, and the tower if the chunk has the embedding."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class VisionGPT(MultiTokenGPT):
                 _adds(number, is_last=number + 1 == vision.deepstack), with_kwargs=True
             )
 
-    def forward(
+    def forward(  # type: ignore[override]  # three more arguments, and the rest by position or name
         self,
         *args: Any,
         rope_positions: Tensor,
@@ -272,7 +272,7 @@ class VisionGPT(MultiTokenGPT):
         vision_grids: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Run the chunk; other arguments and the result are as in ``GPTModel``.
+        """Run the chunk; other arguments and the result are as in ``GPTChunk``.
 
         ``rope_positions`` is [3, b, s / cp], for packed rows [3, 1, b * s] (``positions_in_row``). The others are as in
         :class:`VisionInputs`.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``MCoreGPT``: a GPT, dense or with experts, ready to train on every layout.
 
-A LightningModule on megatron-core's ``GPTModel``. Plain data, ``transformer={...}``, describes the model with the
+A LightningModule on a GPT of megatron-core's parts. Plain data, ``transformer={...}``, describes the model with the
 fields of Megatron's ``TransformerConfig``. The strategy and ``Trainer(precision=...)`` decide how it is split and in
 which number formats it computes. The steps below do not mention ranks or stages. Follow them in your own module: build
 in ``configure_model``, and call ``self.model(...)`` once in each step.
@@ -21,7 +21,6 @@ from typing import Any, Literal, Self
 import torch
 from lightning.pytorch.utilities.parsing import AttributeDict
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -50,6 +49,7 @@ from lightning_mcore.hf.pretrained import keep_wide, load_pretrained, pieces_of_
 from lightning_mcore.hf.registry import family_and_fields
 from lightning_mcore.hf.source import absolute, pretrained_settings
 from lightning_mcore.layers import sampling
+from lightning_mcore.layers.gpt import GPTChunk
 from lightning_mcore.layers.inputs import (
     ModelInputs,
     check_places,
@@ -58,7 +58,7 @@ from lightning_mcore.layers.inputs import (
 )
 from lightning_mcore.layers.losses import token_mean
 from lightning_mcore.layers.metrics import TokenAccuracy, TokenPerplexity
-from lightning_mcore.layers.multi_token import MultiTokenGPT, check_multi_token, gpt_mtp_block_spec
+from lightning_mcore.layers.multi_token import check_multi_token, gpt_mtp_block_spec
 from lightning_mcore.layers.quantized import check_blocks, check_quantization
 from lightning_mcore.layers.spec import TransformerImpl, check_backend, gpt_block_spec, resolve_transformer_impl
 from lightning_mcore.layers.transformer_config import build_transformer_config, check_transformer_fields
@@ -469,7 +469,7 @@ class MCoreGPT(SpeedLogs):
                 "with its **kwargs; create the module yourself and call load_weights(path) in its configure_model()"
             )
 
-    def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
+    def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTChunk:
         """Build one chunk, with the embedding if ``pre_process``, and with the output layer if ``post_process``."""
         impl = self._impl(self._device_type())
         chunk = self._new_chunk(
@@ -489,8 +489,8 @@ class MCoreGPT(SpeedLogs):
         change_ends(chunk, self.architecture)
         return chunk
 
-    def _new_chunk(self, *args: Any, **kwargs: Any) -> GPTModel:
-        return MultiTokenGPT(*args, **kwargs)
+    def _new_chunk(self, *args: Any, **kwargs: Any) -> GPTChunk:
+        return GPTChunk(*args, **kwargs)
 
     def model_shape(self) -> ModelShape:
         """Return the sizes that the layout must divide; builds nothing."""

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from lightning_mcore.config.lora import LoRA
@@ -30,6 +29,7 @@ from lightning_mcore.config.rules.model import weighted_by_tokens
 from lightning_mcore.data.preference.pairs import check_pairs
 from lightning_mcore.hf.family import SCORING
 from lightning_mcore.hf.source import variant_name
+from lightning_mcore.layers.gpt import GPTChunk
 from lightning_mcore.layers.inputs import ModelInputs, is_packed
 from lightning_mcore.layers.lora import adapters_off
 from lightning_mcore.layers.losses import sample_sums, tail_weights
@@ -249,7 +249,7 @@ class MCorePreference(MCoreGPT):
         super().check_settings()
         raise_first(faults_with_model(self.preference, self.lora, self._build_config()))
 
-    def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
+    def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTChunk:
         """Build one chunk; a reward model's has a score layer as its output layer."""
         chunk = super().build_chunk(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
         if self.preference.gives_scores and post_process:

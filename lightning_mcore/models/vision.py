@@ -14,13 +14,13 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.rules.model import LossNormalization
 from lightning_mcore.config.vision import LANGUAGE_MODEL, PARTS, Vision
 from lightning_mcore.data.multimodal import INPUTS, with_vision
+from lightning_mcore.layers.gpt import GPTChunk
 from lightning_mcore.layers.host_values import known_values, note_values
 from lightning_mcore.layers.inputs import ModelInputs
 from lightning_mcore.layers.packed_sequences import OF_ROWS
@@ -176,7 +176,7 @@ class MCoreVisionGPT(MCoreGPT):
         super().check_settings()
         Vision.check_first_stage(self.vision.deepstack, layers_of_first_chunk(self._build_config()))
 
-    def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
+    def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTChunk:
         """Build one chunk: with tower and embedding if ``pre_process``, with the output layer if ``post_process``."""
         chunk = super().build_chunk(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
         for name, parameter in chunk.named_parameters():
@@ -186,7 +186,7 @@ class MCoreVisionGPT(MCoreGPT):
                 parameter.requires_grad_(False)
         return chunk
 
-    def _new_chunk(self, *args: Any, **kwargs: Any) -> GPTModel:
+    def _new_chunk(self, *args: Any, **kwargs: Any) -> GPTChunk:
         return VisionGPT(*args, vision=self.vision, **kwargs)
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:

@@ -352,15 +352,22 @@ def _norm_of_all(
 
 
 def _absent_names() -> list[tuple[Any, str, Any]]:
-    """Return ``(owner, attribute, replacement)`` for names that only TransformerEngine binds (0.16.1 to 0.19.2)."""
+    """Return ``(owner, attribute, replacement)`` for names that only TransformerEngine binds (0.16.1 to 0.20)."""
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     latent_attention = importlib.import_module("megatron.core.transformer.multi_latent_attention")
-    return [
+    multi_token = importlib.import_module("megatron.core.transformer.multi_token_prediction")
+    has_engine = importlib.util.find_spec("transformer_engine") is not None
+    replacements = [
         # moe_utils.RouterGatingLinearFunction reads it unconditionally; it is unbound without TransformerEngine
         (moe_utils, "te_general_gemm", getattr(moe_utils, "te_general_gemm", None)),
         # multi_latent_attention (0.16.1) mistakes its stand-in names for an installed TransformerEngine
-        (latent_attention, "HAVE_TE", importlib.util.find_spec("transformer_engine") is not None),
+        (latent_attention, "HAVE_TE", has_engine),
     ]
+    asks = "is_inference_column_parallel_linear"
+    if not has_engine and hasattr(multi_token, asks):
+        # MultiTokenPredictionLayer (0.20) would call isinstance() with stand-ins for TransformerEngine's classes
+        replacements.append((multi_token, asks, lambda module: False))
+    return replacements
 
 
 @contextlib.contextmanager

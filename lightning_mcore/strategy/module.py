@@ -57,9 +57,9 @@ class MCoreModule(pl.LightningModule):
     plain Lightning. Works under :class:`~lightning_mcore.MCoreStrategy`, ``"auto"`` and ``"ddp"``.
 
     Examples:
-        >>> from megatron.core.models.gpt import GPTModel
         >>> from megatron.core.transformer import TransformerConfig
         >>> from lightning_mcore import MCoreModule
+        >>> from lightning_mcore.layers.gpt import GPTChunk
         >>> from lightning_mcore.layers.spec import gpt_block_spec
         >>> class Net(MCoreModule):
         ...     def configure_model(self):
@@ -69,7 +69,7 @@ class MCoreModule(pl.LightningModule):
         ...
         ...     def build_chunk(self, **stage):  # pre_process, post_process and vp_stage
         ...         layers = gpt_block_spec(self.config, "local", stage["vp_stage"])
-        ...         return GPTModel(self.config, layers, vocab_size=256, max_sequence_length=64, **stage)
+        ...         return GPTChunk(self.config, layers, vocab_size=256, max_sequence_length=64, **stage)
         ...
         ...     def training_step(self, batch, batch_idx):
         ...         return self.forward_step(batch)

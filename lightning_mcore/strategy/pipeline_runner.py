@@ -47,6 +47,7 @@ from lightning_mcore.config.fp8 import check_microbatch
 from lightning_mcore.config.layout import ModelShape
 from lightning_mcore.config.rules.strategy import NO_SYNC_BATCHNORM
 from lightning_mcore.config.text import counted
+from lightning_mcore.layers.gpt import GPTChunk
 from lightning_mcore.layers.multi_token import check_multi_token
 from lightning_mcore.layers.spec import set_attention_environment
 from lightning_mcore.parallel.chunks import ModelChunks, check_gradients, pipeline_config, wrap_chunks
@@ -104,7 +105,8 @@ def wrap_pipeline(
     if config.mtp_num_layers and strategy.layout.pipeline_model_parallel_size > 1:
         # Only stages with an embedding know whether positions are learned; all of them raise the error.
         learned_positions = any(getattr(layer, "add_position_embedding", False) for layer in pipeline.modules())
-        run_on_all_ranks(lambda: check_multi_token(config, learned_positions=learned_positions))
+        is_ours = all(isinstance(chunk, GPTChunk) for chunk in pipeline.chunks)
+        run_on_all_ranks(lambda: check_multi_token(config, learned_positions=learned_positions, is_ours=is_ours))
     return wrap_chunks(list(pipeline.chunks), config, pipeline, ddp_config, strategy.gradients.align_grad_reduce)
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.positions import set_yarn
-from lightning_mcore.layers.multi_token import MultiTokenGPT, check_multi_token, gpt_mtp_block_spec
+from lightning_mcore.layers.gpt import GPTChunk
+from lightning_mcore.layers.multi_token import gpt_mtp_block_spec
 from lightning_mcore.layers.packed_sequences import packed_sequences, split_packed_rows
 from lightning_mcore.layers.spec import gpt_block_spec
 from lightning_mcore.layers.transformer_config import build_transformer_config
@@ -144,7 +144,7 @@ YARN = {"rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16, "b
 
 @dataclass(frozen=True)
 class Model:
-    """A model as fields of its config and arguments of ``GPTModel``."""
+    """A model as fields of its config and arguments of ``GPTChunk``."""
 
     fields: dict[str, Any]
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -166,16 +166,11 @@ MODELS: dict[str, Model] = {
     "ahead-recomputed": Model({"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5, **FULL}),
 }
 ON_FOUR_RANKS = ("grouped", "window", "latent-rope", "attention-recomputed", "ahead")
-REFUSES_AHEAD = hasattr(multi_token_prediction, "process_mtp_loss")  # with context parallelism, since 0.17
 
 
 def models_on(size: int) -> list[str]:
     """Return the models that run on so many context-parallel ranks."""
-    return [
-        name
-        for name in MODELS
-        if (size < 4 or name in ON_FOUR_RANKS) and not (size > 1 and REFUSES_AHEAD and name.startswith("ahead"))
-    ]
+    return [name for name in MODELS if size < 4 or name in ON_FOUR_RANKS]
 
 
 def samples() -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -217,11 +212,11 @@ def packed_batch(multiple: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     return batch, real, padded
 
 
-def build_model(model: Model, size: int) -> MultiTokenGPT:
+def build_model(model: Model, size: int) -> GPTChunk:
     config = build_transformer_config({**FIELDS, **model.fields}, {"context_parallel_size": size})
     if "yarn" in model.arguments.values():
         set_yarn(config, YARN)
-    built = MultiTokenGPT(
+    built = GPTChunk(
         config,
         gpt_block_spec(config, "local"),
         vocab_size=VOCAB_SIZE,
@@ -236,7 +231,7 @@ def build_model(model: Model, size: int) -> MultiTokenGPT:
     return built
 
 
-def run(model: MultiTokenGPT, batch: dict[str, Tensor], params: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
+def run(model: GPTChunk, batch: dict[str, Tensor], params: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of each token and the gradients of their masked sum."""
     extra = {"loss_mask": batch["mask"]} if model.config.mtp_num_layers else {}
     losses = model(batch["tokens"], batch["positions"], None, labels=batch["labels"], packed_seq_params=params, **extra)
@@ -273,12 +268,6 @@ def packed_results(size: int) -> list[dict[str, tuple[Tensor, dict[str, Tensor]]
 def padded_results() -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
     (results,) = run_ranks(1, losses_and_gradients, 1, False, timeout=180)
     return results
-
-
-@pytest.mark.skipif(not REFUSES_AHEAD, reason="megatron-core 0.16 is exact there")
-def test_multi_token_prediction_under_context_parallelism_is_refused_where_ranks_count_their_own_tokens() -> None:
-    with pytest.raises(ValueError, match=r"context_parallel_size=2: .* divides that loss by its own tokens"):
-        check_multi_token(build_transformer_config({**FIELDS, "mtp_num_layers": 1}, {"context_parallel_size": 2}))
 
 
 @pytest.mark.parametrize(("name", "size"), [(name, size) for size in (1, 2, 4) for name in models_on(size)])

@@ -6,7 +6,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +21,6 @@ from tests.support.toy import Memory, make_trainer
 pytestmark = pytest.mark.distributed
 
 VOCAB_SIZE, ROW = 40, 32
-IS_LATE = hasattr(multi_token_prediction, "process_mtp_loss")  # since 0.17
 READS = 3  # in a step: the norm of gradients, twice on a CPU, and the logs
 LENGTHS = (6, 25, 9, 17, 3, 30, 12, 12, 8, 20, 5, 14)
 TRANSFORMER: dict[str, Any] = {
@@ -213,7 +211,7 @@ def count_reads(strategy: dict[str, Any], runs: list[tuple[int, int, dict[str, A
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_step_reads_as_little_from_the_device_however_many_layers_microbatches_and_sequences(size: int) -> None:
-    ahead = {} if size > 1 and IS_LATE else {"mtp_num_layers": 1}  # refused together
+    ahead = {"mtp_num_layers": 1}
     runs: list[tuple[int, int, dict[str, Any]]] = [(2, 1, {}), (4, 1, {}), (2, 3, {}), (2, 3, ahead)]
     for counted in run_ranks(size, count_reads, {"context_parallel_size": size}, runs, timeout=180):
         assert counted == [READS] * len(runs)

@@ -23,7 +23,8 @@ from lightning_mcore.config.lora import LoRA
 from lightning_mcore.hf.adapters import add_adapters
 from lightning_mcore.hf.freezing import train_only
 from lightning_mcore.hf.registry import family_and_fields
-from lightning_mcore.layers.multi_token import MultiTokenGPT, gpt_mtp_block_spec
+from lightning_mcore.layers.gpt import GPTChunk
+from lightning_mcore.layers.multi_token import gpt_mtp_block_spec
 from lightning_mcore.layers.spec import gpt_block_spec
 from lightning_mcore.layers.transformer_config import build_transformer_config
 from lightning_mcore.parallel.chunks import ModelChunks
@@ -252,7 +253,7 @@ def rank_of(case: Case, rank: int, instances: int = 1) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def build(case: Case) -> list[MultiTokenGPT]:
+def build(case: Case) -> list[GPTChunk]:
     """Build the chunks of this rank."""
     layout, given = case.parallel, {**case.arguments}
     names = [name for name in vars(layout) if name != "expert_tensor_parallel_size"]
@@ -266,7 +267,7 @@ def build(case: Case) -> list[MultiTokenGPT]:
         vp_stage = index if layout.num_chunks > 1 else None
         first, last = pipeline_stage(vp_stage)
         chunks.append(
-            MultiTokenGPT(
+            GPTChunk(
                 config,
                 gpt_block_spec(config, "local", vp_stage),
                 vocab_size=GPTFields.of(given).padded_vocab_size,
@@ -292,7 +293,7 @@ def planned_fields(case: Case) -> GPTFields:
     return with_adapters(GPTFields.of(case.arguments), case.arguments)
 
 
-def held(chunk: MultiTokenGPT) -> tuple[ChunkLayers, list[tuple[int, bool]], list[tuple[int, bool]]]:
+def held(chunk: GPTChunk) -> tuple[ChunkLayers, list[tuple[int, bool]], list[tuple[int, bool]]]:
     """Return what a chunk holds: its layers, and each tensor's size and whether it is trained; experts apart."""
     layers = tuple(layer.layer_number - 1 for layer in chunk.decoder.layers)
     ahead = len(chunk.mtp.layers) if hasattr(chunk, "mtp") else 0

@@ -21,6 +21,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from lightning_mcore import MCoreStrategy
 from lightning_mcore.checkpoint.optimizer_state import identity_of, shares_of
@@ -105,7 +106,8 @@ def state_of(trainer: pl.Trainer) -> State:
     """Return the weights and the optimizer's state, as Megatron describes them."""
     strategy = trainer.strategy
     chunks = strategy._chunks.bare  # type: ignore[attr-defined]
-    model = {f"model{index}": chunk.sharded_state_dict() for index, chunk in enumerate(chunks)}
+    described = ensure_metadata_has_dp_cp_group(None)  # GPTModel of 0.16 looks into it, with multi-token prediction
+    model = {f"model{index}": chunk.sharded_state_dict(metadata=described) for index, chunk in enumerate(chunks)}
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
     with strategy.runtime():  # type: ignore[attr-defined]
         optimizer = strategy.optimizers[0].megatron.sharded_state_dict(model, metadata=metadata)  # type: ignore[attr-defined]

@@ -152,7 +152,7 @@ def _build_chunks(
     for vp_stage in range(layout.vp) if layout.vp else [None]:
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        models.append(tiny.build_gpt(config, layout, recipe, first, last, vp_stage))
+        models.append(tiny.build_gpt(config, layout, recipe, first, last, vp_stage, is_reference=True))
     if fill:
         fill_weights(models)
     if recipe.precision != "32-true":

@@ -58,7 +58,7 @@ def fill_weights(modules: Iterable[nn.Module]) -> None:
         for module in modules:
             missing = {parameter.data_ptr(): name for name, parameter in module.named_parameters()}
             for owner, part in _sharded_tensors(module):
-                part.data.copy_(_draw(part)[part.global_slice()])
+                part.data.copy_(_draw(part)[_global_slice(part)])
                 missing.pop(owner.data_ptr(), None)
             assert not missing, f"left as they were: {sorted(missing.values())}"
 
@@ -153,8 +153,16 @@ def _draw(part: ShardedTensor) -> torch.Tensor:
     return 1 + 0.1 * noise if "norm" in part.key else 0.1 * noise
 
 
+def _global_slice(part: ShardedTensor) -> tuple[int | slice, ...]:
+    """Return which part of the global tensor this is, as megatron-core before 0.20 does (``global_slice``)."""
+    # Layer 3 of 4, rows 8 to 16 of 32: offsets (3, 8), local shape [8], one prepended axis give (3, slice(8, 16))
+    prepended = part.prepend_axis_num
+    ranges = zip(part.global_offset[prepended:], part.local_shape, strict=True)
+    return (*part.global_offset[:prepended], *(slice(start, start + length) for start, length in ranges))
+
+
 def _as_slice(part: ShardedTensor, data: torch.Tensor) -> Slice:
-    index = tuple(axis if isinstance(axis, int) else (axis.start, axis.stop) for axis in part.global_slice())
+    index = tuple(axis if isinstance(axis, int) else (axis.start, axis.stop) for axis in _global_slice(part))
     return Slice(part.key, tuple(part.global_shape), index, data.detach().float().clone())
 
 

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import Strategy
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreModule, MCoreStrategy
@@ -97,7 +97,7 @@ class TinyGPT(MCoreModule):
         self.model = self.pipeline(self.build_chunk)
         fill_weights(self.model.chunks)
 
-    def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTModel:
+    def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> LanguageModule:
         """Build one chunk."""
         return tiny.build_gpt(self.config, self.layout, self.recipe, pre_process, post_process, vp_stage)
 

@@ -11,7 +11,6 @@ from math import prod
 from typing import Any
 
 import pytest
-from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -35,7 +34,6 @@ ROW = 32
 LENGTHS = ((1,), (5, 13, 3), (32,), (9, 9), (2,), (), (1, 16, 7), (30,))
 WITHOUT_LOSS = 3  # the row of which no token counts in the loss
 STEPS = 2
-COUNTS_OWN_TOKENS = hasattr(multi_token_prediction, "process_mtp_loss")  # since 0.17
 
 BALANCED: dict[str, Any] = {
     "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
@@ -196,7 +194,7 @@ def _cases(layout: Layout) -> tuple[tuple[str, str], ...]:
         names = [name for name in names if name != "balanced over all copies"]  # it is about all copies' microbatches
     if layout.tp * layout.cp > 1:
         names = [name for name in names if name != "sinkhorn"]
-    if layout.vp is not None or (layout.cp > 1 and COUNTS_OWN_TOKENS):
+    if layout.vp is not None:
         names = [name for name in names if name not in ("tokens", "balanced")]
     sizes = layout.dp, layout.tp, layout.pp, layout.cp
     if max(sizes) < prod(sizes) or (layout.moe and max(layout.pp, layout.cp) > 1):  # the other layouts weigh losses so

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.activations import squared_relu
-from megatron.core.transformer import multi_token_prediction
+from megatron.core.activations import quick_gelu, squared_relu
 
 from tests.parity import bare_loop, lightning_loop
 from tests.parity.bare_loop import Trace
@@ -86,7 +85,6 @@ LATENT = {"multi_latent_attention": True, "kv_lora_rank": 16, "qk_head_dim": 8, 
     "kv_channels": None,
     "num_query_groups": None,
 }
-MTP_CP2 = () if hasattr(multi_token_prediction, "process_mtp_loss") else (CP2,)  # refused by us since 0.17
 
 OPTIONS = (
     # experts: who goes where
@@ -237,6 +235,7 @@ OPTIONS = (
             "layernorm_zero_centered_gamma": True,
             "normalization": "LayerNorm",
             "apply_residual_connection_post_layernorm": True,
+            "activation_func": quick_gelu,  # megatron-core 0.20 clamps a gated SiLU only in experts
             "activation_func_clamp_value": 0.5,
             "glu_linear_offset": 1.0,
         },
@@ -252,10 +251,11 @@ OPTIONS = (
     Option(
         "two-tokens-ahead",
         {"mtp_num_layers": 1},
-        (PP2, *MTP_CP2),
+        (PP2, CP2),
         (DO2, Layout(tied=True, tp=2, sp=True)),
         recipe=TOKENS,
     ),
+    Option("two-tokens-ahead-by-means", {"mtp_num_layers": 1}, (PP2,)),
     Option(
         "three-tokens-ahead", {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3}, (VP2,), recipe=TOKENS, num_layers=4
     ),

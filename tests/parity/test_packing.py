@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron.core.transformer import multi_token_prediction
 
 from tests.parity.global_tensors import assemble, spread
 from tests.parity.packed import (
@@ -38,7 +37,6 @@ from tests.support.tiny import DELTA_NET, Recipe
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("packing")]  # they share runs
 
 TOLERANCE = 1e-5
-COUNTS_OWN_TOKENS = hasattr(multi_token_prediction, "process_mtp_loss")  # since 0.17
 ALL: tuple[Mean, ...] = ("tokens", "samples", "microbatches")
 
 LAYOUTS = (
@@ -156,7 +154,7 @@ def test_a_document_that_changes_changes_not_one_bit_of_its_neighbours(layout: L
 
 
 MTP = replace(RECIPE, options=(*TWO_LAYERS, ("mtp_num_layers", 1), ("mtp_loss_scaling_factor", 0.3)))
-MTP_LAYOUTS = (Layout(tp=2, sp=True), Layout(pp=2), *(() if COUNTS_OWN_TOKENS else (Layout(cp=2),)))
+MTP_LAYOUTS = (Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2))
 
 
 @pytest.mark.parametrize("layout", thorough_but(MTP_LAYOUTS, *(row.id for row in MTP_LAYOUTS if row.pp == 1)))
@@ -167,9 +165,8 @@ def test_multi_token_prediction_guesses_within_documents_alone_on_every_layout(l
     wanted = assemble(slices_of([whole["tokens"]]))
     worst = spread(slices_of([trace["tokens"] for trace in traces]), wanted)
     assert {key: value for key, value in worst.items() if value > TOLERANCE} == {}
-    if not COUNTS_OWN_TOKENS:  # later releases weigh each microbatch of multi-token prediction by its own tokens
-        worst = spread(slices_of([whole["tokens"]]), assemble(slices_of([dense])))
-        assert {key: value for key, value in worst.items() if value > TOLERANCE} == {}
+    worst = spread(slices_of([whole["tokens"]]), assemble(slices_of([dense])))
+    assert {key: value for key, value in worst.items() if value > TOLERANCE} == {}
 
 
 def _compare(layout: Layout, recipe: Recipe, rows: Rows, means: tuple[Mean, ...]) -> None:

@@ -10,17 +10,20 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_token_prediction
 from torch.nn import functional
 
 from lightning_mcore.config.architecture import Architecture, set_architecture
 from lightning_mcore.config.positions import set_yarn
-from lightning_mcore.layers.multi_token import MultiTokenGPT, gpt_mtp_block_spec
+from lightning_mcore.layers.gpt import GPTChunk
+from lightning_mcore.layers.multi_token import gpt_mtp_block_spec
 from lightning_mcore.layers.spec import gpt_block_spec
 from tests.support.layouts import Layout
 
 VOCAB_SIZE = 128
+SINCE_0_17 = hasattr(multi_token_prediction, "process_mtp_loss")
 SEQ_LENGTH = 32  # tokens; cp4 cuts it into 8 slices of 4
 TEXT_SIZE = 8  # sequences there are for one optimizer step
 
@@ -83,7 +86,7 @@ class Recipe:
         initial_loss_scale: Where the loss scale of fp16 starts.
         loss_scale_window: Steps without overflow after which it doubles.
         options: Fields of the TransformerConfig that make another model of it, as items; a tuple stands for a list.
-        model_options: Arguments of GPTModel, as items.
+        model_options: Arguments of the model, as items.
         impl: ``transformer_impl``, whose layers the model is built from.
     """
 
@@ -148,15 +151,21 @@ def build_gpt(
     pre_process: bool,
     post_process: bool,
     vp_stage: int | None,
-) -> GPTModel:
-    """Build the chunk of the tiny model that holds the layers of ``vp_stage`` on this pipeline rank."""
+    is_reference: bool = False,
+) -> LanguageModule:
+    """Build the chunk of the tiny model that holds the layers of ``vp_stage`` on this pipeline rank.
+
+    It is ours, or as a reference Megatron's own ``GPTModel``, except where that divides the losses of multi-token
+    prediction by other numbers.
+    """
     block = gpt_block_spec(config, recipe.impl, vp_stage=vp_stage)
     arguments: dict[str, Any] = {"position_embedding_type": "rope"} | dict(recipe.model_options)
     if "yarn" in arguments:
         set_yarn(config, dict(arguments.pop("yarn")))
     if config.mtp_num_layers:
         arguments["mtp_block_spec"] = gpt_mtp_block_spec(config, recipe.impl, vp_stage=vp_stage)
-    return (MultiTokenGPT if config.mtp_num_layers else GPTModel)(
+    divides_otherwise = config.mtp_num_layers and recipe.token_weighted and SINCE_0_17
+    return (GPTModel if is_reference and not divides_otherwise else GPTChunk)(
         config,
         block,
         vocab_size=VOCAB_SIZE,

@@ -31,7 +31,7 @@ class AuxiliaryLogs:
       each layer's value, as ``moe/z_loss_layer_0``, counted from 0 as Megatron does.
     * ``mtp_loss_1``, ``mtp_loss_2``, ...: the loss of the first, second, ... token after the next one: the mean over
       microbatches of each one's mean over tokens. Under context parallelism, a plain ``GPTModel`` averages the ranks'
-      means; ``multi_token.MultiTokenGPT`` weights them by their tokens.
+      means; ``gpt.GPTChunk`` weights them by their tokens.
 
     Source: ``track_moe_metrics`` (megatron.core.transformer.moe.moe_utils, 0.16.1), ``MoEMetricsTracker.report``
     (moe_logging.py, 0.19.2) and ``MTPLossLoggingHelper`` (multi_token_prediction.py, both).
