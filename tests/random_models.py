@@ -23,7 +23,7 @@ from lightning_mcore import MCoreGPT, single_process
 from lightning_mcore.hf import find_family
 from lightning_mcore.hf.family import split_fields
 from lightning_mcore.hf.source import complete_config
-from tests.support.hf_models import CONFIGS, UNKNOWN_TO_TRANSFORMERS, VOCAB_SIZE, save_tiny, tiny_config
+from tests.support.hf_models import CONFIGS, UNKNOWN_TO_TRANSFORMERS, VOCAB_SIZE, auto_model, save_tiny, tiny_config
 
 LENGTH = 24
 TOLERANCE = 3e-5  # measured: at most 2.8e-5 with delta nets, which magnify the rounding of their inputs
@@ -33,13 +33,14 @@ _SWITCH, _EXPERTS, _CAP = (False, True), (4, 8), (None, 2.0)
 CHOICES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "qkv_bias", "attention_out_bias"), _SWITCH),
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "use_qk_norm", "norm_topk_prob"), _SWITCH),
+    "mup_enabled": _SWITCH,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), _EXPERTS),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _CAP),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k"), (2, 3)),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), (2, 3)),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), (0.5, 1.0, 3.0)),
     "attention_multiplier": (0.0625, 0.25),
     "decoder_sparse_step": (1, 2),
-    "first_k_dense_replace": (0, 1, 2),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), (0, 1, 2)),
     "head_dim": (8, 16),
     "intermediate_size": (20, 36, 48),
     "kv_lora_rank": (8, 20),
@@ -55,14 +56,14 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "moe_layer_start_index": (0, 1),
     "moe_num_shared_experts": (0, 1, 2),
     "n_group": (1, 2),
-    "n_shared_experts": (1, 2),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts"), (1, 2)),
     "num_hidden_layers": (1, 2, 3, 5),
     "q_lora_rank": (None, 8, 12),
     "qk_nope_head_dim": (4, 8),
     "qk_rope_head_dim": (4, 8),
     "query_pre_attn_scalar": (8, 16, 24),
     "rms_norm_eps": (1e-6, 1e-5, 1e-2),
-    "routed_scaling_factor": (1.0, 2.5),
+    **dict.fromkeys(("routed_scaling_factor", "route_scale"), (1.0, 2.5)),
     "shared_expert_intermediate_size": (8, 24),
     "sliding_window": (1, 5, 40),
     "swiglu_limit": (0.5, 7.0),
@@ -123,6 +124,8 @@ def _draw(family: str, draw: random.Random) -> dict[str, Any]:
     if whole.get("layer_types") and "layer_types" in known:
         other = "linear_attention" if "linear_conv_kernel_dim" in known else "sliding_attention"
         keys["layer_types"] = [draw.choice(("full_attention", other)) for _ in range(layers)]
+    if "mlp_layer_types" in known:
+        keys["mlp_layer_types"] = [draw.choice(("dense", "sparse")) for _ in range(layers)]
     if "mlp_only_layers" in known:
         keys["mlp_only_layers"] = [layer for layer in range(layers) if draw.random() < 0.3]
     if "no_rope_layers" in known:
@@ -151,7 +154,7 @@ def difference(family: str, keys: dict[str, Any]) -> float:
 
     It is a share of the greatest logit, which may be 30 where a norm follows a delta net.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     tokens = torch.randint(1, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(len(str(keys))))
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
@@ -159,7 +162,7 @@ def difference(family: str, keys: dict[str, Any]) -> float:
         known = UNKNOWN_TO_TRANSFORMERS.get(family, family)
         more: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
         more["config"] = AutoConfig.for_model(**{**content, "model_type": known})
-        expected = AutoModelForCausalLM.from_pretrained(folder, **more).eval()(tokens, use_cache=False).logits
+        expected = auto_model().from_pretrained(folder, **more).eval()(tokens, use_cache=False).logits
         with single_process():
             model = MCoreGPT.from_pretrained(folder, seq_length=LENGTH)
             model.configure_model()

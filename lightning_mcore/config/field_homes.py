@@ -34,6 +34,7 @@ SHORT_NAMES = {
     "gelu_tanh": "lightning_mcore.layers.activations.gelu_tanh",
     "gelu_sigmoid": "lightning_mcore.layers.activations.gelu_sigmoid",
     "relu_squared": "lightning_mcore.layers.activations.relu_squared",
+    "xielu": "lightning_mcore.layers.activations.xielu",
     "quick_gelu": "megatron.core.activations.quick_gelu",
     "squared_relu": "megatron.core.activations.squared_relu",
 }

@@ -35,7 +35,8 @@ from lightning_mcore.parallel.consensus import all_gather_object
 _DIGESTED = 1 << 17  # values digested at once, few enough for a processor's cache
 EACH_EXPERT = re.compile(r"\.experts\.\d")
 _TRANSLATED = """
-    deepseek_v3 dots1 ernie4_5_moe glm4_moe minimax_m2 mixtral olmoe qwen3_moe qwen3_next
+    afmoe deepseek_v3 dots1 ernie4_5_moe exaone_moe glm4_moe glm4_moe_lite hunyuan_v1_moe minimax_m2 mixtral olmoe
+    qwen3_moe qwen3_next solar_open
 """
 # Megatron's modules that may have adapters, besides linear_*
 _ADAPTED_OUTSIDE = ("router", "shared_experts", "word_embeddings", "output_layer")
@@ -352,9 +353,9 @@ def adapted_model(tensors: Mapping[str, Shape], family: Family, fields: Mapping[
         shape = tensors[name]
         sizes: dict[str, tuple[int, int, int]] = {}  # rows, columns and the expert
         for block in blocks:
-            module = block.hf.rpartition(".")[0]
+            module, size = block.hf.rpartition(".")[0], block.shape or (1,)  # a buffer may be a single number
             expert = block.start[0] if len(shape) > 2 else 0
-            sizes[module] = (sizes.get(module, (0,))[0] + block.shape[-2:][0], block.shape[-1], expert)
+            sizes[module] = (sizes.get(module, (0,))[0] + size[-2:][0], size[-1], expert)
         looks_up = name.startswith("embedding.")
         if len(sizes) == 1 and len(shape) == 2:  # with the padding of a vocabulary
             rows, columns = shape[::-1] if looks_up else shape

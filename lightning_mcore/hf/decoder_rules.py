@@ -61,6 +61,12 @@ SWIGLU_LAYERS: tuple[ConfigRule, ...] = (
 )
 """What :data:`DECODER` has besides positions and the size of heads."""
 
+
+def without(key: str, rules: tuple[ConfigRule, ...]) -> tuple[ConfigRule, ...]:
+    """Return the rules except the one that owns the key."""
+    return tuple(rule for rule in rules if key not in rule.keys)
+
+
 HEAD_SIZE = Same("head_dim", "kv_channels", at_least=1)
 
 DECODER: tuple[ConfigRule, ...] = (*SWIGLU_LAYERS, ROPE, HEAD_SIZE)

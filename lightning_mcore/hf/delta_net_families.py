@@ -25,7 +25,7 @@ from lightning_mcore.hf.config_rules import (
 )
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.rope_rules import PARTIAL_ROPE
-from lightning_mcore.hf.weight_rules import DeltaNetRows, Experts, GatedQueryKeyValue, Rename, Stack, WeightRule
+from lightning_mcore.hf.weight_rules import DeltaNetRows, Experts, GatedQueryKeyValue, Rename, WeightRule
 
 _DELTA_NET, _ATTENTION = "linear_attention", "full_attention"
 
@@ -160,7 +160,7 @@ QWEN3_5_MOE = replace(
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     config=(
-        *(rule for rule in QWEN3_5.config if rule.keys != ("intermediate_size",)),
+        *d.without("intermediate_size", QWEN3_5.config),
         *_SHARED_EXPERT,
         e.ALL_LAYERS,
         e.NORMALISED_ROUTER,
@@ -193,8 +193,7 @@ _STACKED = replace(
     QWEN3_5_MOE,
     layer=(
         *(rule for rule in QWEN3_5_MOE.layer if not isinstance(rule, Experts)),
-        Stack("mlp.experts.experts.linear_fc1.weight", "mlp.experts.gate_up_proj"),
-        Stack("mlp.experts.experts.linear_fc2.weight", "mlp.experts.down_proj"),
+        *e.STACKED_EXPERTS[2:],
     ),
 )
 

@@ -21,7 +21,10 @@ from lightning_mcore.hf.config_rules import (
     refuse_outside,
     refuse_unless,
 )
-from lightning_mcore.hf.weight_rules import Experts, Rename, Rows, WeightRule
+from lightning_mcore.hf.weight_rules import Experts, Rename, Rows, Stack, WeightRule
+
+SPARSE, DENSE = "sparse", "dense"
+"""The names of layers in ``mlp_layer_types``: with and without experts."""
 
 _BEST_OF_GROUP = 2  # number of experts by which transformers ranks a group
 
@@ -59,21 +62,24 @@ def _write_sparse(fields: Fields) -> dict[str, Any]:
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-def _read_first_dense(config: Config) -> dict[str, Any]:
-    dense = config.get("first_k_dense_replace") or 0
-    refuse_outside("first_k_dense_replace", dense, 0)
-    return _expert_layers([layer >= dense for layer in range(config["num_hidden_layers"])])
+def first_dense(key: str) -> Derived:
+    """Return the rule of the key for how many layers have no experts, the first ones of the model."""
 
+    def read(config: Config) -> dict[str, Any]:
+        dense = config.get(key) or 0
+        refuse_outside(key, dense, 0)
+        return _expert_layers([layer >= dense for layer in range(config["num_hidden_layers"])])
 
-def _write_first_dense(fields: Fields) -> dict[str, Any]:
-    flags = _layers_with_experts(fields)
-    dense = flags.count(False)
-    # With `dense` dense layers in all, they come first only if none of the first `dense` has experts
-    if any(flags[:dense]):
-        raise ValueError(
-            f"moe_layer_freq={fields['moe_layer_freq']!r} cannot be expressed in its config: dense layers come first"
-        )
-    return {"first_k_dense_replace": dense}
+    def write(fields: Fields) -> dict[str, Any]:
+        flags = _layers_with_experts(fields)
+        dense = flags.count(False)
+        # With `dense` dense layers in all, they come first only if none of the first `dense` has experts
+        if any(flags[:dense]):
+            given = fields["moe_layer_freq"]
+            raise ValueError(f"moe_layer_freq={given!r} cannot be expressed in its config: dense layers come first")
+        return {key: dense}
+
+    return Derived((key,), read, write)
 
 
 def _write_all(fields: Fields) -> dict[str, Any]:
@@ -84,9 +90,23 @@ def _write_all(fields: Fields) -> dict[str, Any]:
     return {}
 
 
+def _read_mlp_types(config: Config) -> dict[str, Any]:
+    kinds = list(config["mlp_layer_types"])[: config["num_hidden_layers"]]
+    for kind in kinds:
+        refuse_unless("mlp_layer_types", kind, (SPARSE, DENSE), "Megatron does not have such layers")
+    return _expert_layers([kind == SPARSE for kind in kinds])
+
+
+def _write_mlp_types(fields: Fields) -> dict[str, Any]:
+    return {"mlp_layer_types": [SPARSE if flag else DENSE for flag in _layers_with_experts(fields)]}
+
+
 SPARSE_LAYERS = Derived(("decoder_sparse_step", "mlp_only_layers"), _read_sparse, _write_sparse)
 
-FIRST_DENSE = Derived(("first_k_dense_replace",), _read_first_dense, _write_first_dense)
+FIRST_DENSE = first_dense("first_k_dense_replace")
+
+# transformers makes the list from first_k_dense_replace if it is missing
+MLP_TYPES = Derived(("mlp_layer_types", "first_k_dense_replace"), _read_mlp_types, _write_mlp_types)
 
 ALL_LAYERS = Derived((), lambda config: {}, _write_all)
 
@@ -127,7 +147,7 @@ def _read_groups(config: Config) -> dict[str, Any]:
         refuse_outside(key, value, 1)
     if chosen >= groups:
         return {}
-    experts = config.get("n_routed_experts") or config["num_local_experts"]
+    experts = next(config[key] for key in ("n_routed_experts", "num_local_experts", "num_experts") if config.get(key))
     if experts % groups or experts // groups < _BEST_OF_GROUP:
         raise ValueError(
             f"n_group={groups} of {experts} experts is not supported, because a group is ranked by its "
@@ -149,15 +169,19 @@ def _write_groups(fields: Fields) -> dict[str, Any]:
     return {"n_group": fields["moe_router_num_groups"] if chosen else 1, "topk_group": chosen or 1}
 
 
-def _read_scale(config: Config) -> dict[str, Any]:
-    scale = config.get("routed_scaling_factor", 1.0)
-    refuse_outside("routed_scaling_factor", scale, 0.0)
-    if scale == 0:
-        raise ValueError(
-            f"routed_scaling_factor={scale!r} is not supported, because no expert would contribute then; only numbers"
-            " above 0 are"
-        )
-    return {"moe_router_topk_scaling_factor": float(scale)} if scale != 1 else {}
+def scale(key: str) -> Derived:
+    """Return the rule of the key for the factor that the weights of chosen experts are multiplied by."""
+
+    def read(config: Config) -> dict[str, Any]:
+        factor = config.get(key, 1.0)
+        refuse_outside(key, factor, 0.0)
+        if factor == 0:
+            raise ValueError(
+                f"{key}={factor!r} is not supported, because no expert would contribute then; only numbers above 0 are"
+            )
+        return {"moe_router_topk_scaling_factor": float(factor)} if factor != 1 else {}
+
+    return Derived((key,), read, lambda fields: {key: fields["moe_router_topk_scaling_factor"] or 1.0})
 
 
 NO_ROUTER_LOSS: tuple[ConfigRule, ...] = (
@@ -176,16 +200,33 @@ SOFTMAX_ROUTER = Derived(
 
 NORMALISED_ROUTER = Derived((), _read_normalised, lambda fields: {})
 
-SIGMOID_ROUTER: tuple[ConfigRule, ...] = (
+SIGMOID_WITH_BIAS: tuple[ConfigRule, ...] = (
     Constants({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
     Preset({"moe_router_dtype": "fp32", "moe_router_bias_update_rate": 0.0}),
+)
+
+SIGMOID_ROUTER: tuple[ConfigRule, ...] = (
+    *SIGMOID_WITH_BIAS,
     Derived(("norm_topk_prob",), _read_sigmoid, lambda fields: {"norm_topk_prob": fields["moe_router_topk"] > 1}),
     Derived(("n_group", "topk_group"), _read_groups, _write_groups),
-    Derived(
-        ("routed_scaling_factor",),
-        _read_scale,
-        lambda fields: {"routed_scaling_factor": fields["moe_router_topk_scaling_factor"] or 1.0},
-    ),
+    scale("routed_scaling_factor"),
+)
+
+
+def _read_softmax_groups(config: Config) -> dict[str, Any]:
+    groups = _read_groups(config)
+    if groups and config.get("norm_topk_prob"):
+        raise ValueError(
+            f"n_group={config['n_group']} is not supported with norm_topk_prob=True, because Megatron then ranks groups"
+            " by logits, and transformers by probabilities; only choosing all groups is"
+        )
+    return groups
+
+
+SCALED_SOFTMAX_ROUTER: tuple[ConfigRule, ...] = (
+    SOFTMAX_ROUTER,
+    Derived(("n_group", "topk_group"), _read_softmax_groups, _write_groups),
+    scale("routed_scaling_factor"),
 )
 
 
@@ -195,32 +236,36 @@ EXPERT_SIZES: tuple[ConfigRule, ...] = (
 )
 
 
-def _read_shared_experts(config: Config) -> dict[str, Any]:
-    shared = config.get("n_shared_experts", 1)
-    refuse_outside("n_shared_experts", shared, 1)
-    return {"moe_shared_expert_intermediate_size": shared * config["moe_intermediate_size"]}
+def shared_experts(key: str) -> Derived:
+    """Return the rule of the key for the number of shared experts, which are as wide as routed ones."""
+
+    def read(config: Config) -> dict[str, Any]:
+        shared = config.get(key, 1)
+        refuse_outside(key, shared, 1)
+        return {"moe_shared_expert_intermediate_size": shared * config["moe_intermediate_size"]}
+
+    def write(fields: Fields) -> dict[str, Any]:
+        size, of_one = fields["moe_shared_expert_intermediate_size"], fields["moe_ffn_hidden_size"]
+        if not size or size % of_one:
+            raise ValueError(
+                f"moe_shared_expert_intermediate_size={size} cannot be expressed in its config: shared experts have"
+                f" a multiple of {of_one}"
+            )
+        return {key: size // of_one}
+
+    return Derived((key,), read, write)
 
 
-def _write_shared_experts(fields: Fields) -> dict[str, Any]:
-    size, of_one = fields["moe_shared_expert_intermediate_size"], fields["moe_ffn_hidden_size"]
-    if not size or size % of_one:
-        raise ValueError(
-            f"moe_shared_expert_intermediate_size={size} cannot be expressed in its config: shared experts have"
-            f" a multiple of {of_one}"
-        )
-    return {"n_shared_experts": size // of_one}
-
-
-SHARED_EXPERTS = Derived(("n_shared_experts",), _read_shared_experts, _write_shared_experts)
+ROUTED_EXPERTS = Same("n_routed_experts", "num_moe_experts", others=("num_local_experts",), at_least=1)
 
 SIGMOID_EXPERTS: tuple[ConfigRule, ...] = (
-    Same("n_routed_experts", "num_moe_experts", others=("num_local_experts",), at_least=1),
+    ROUTED_EXPERTS,
     *EXPERT_SIZES,
-    SHARED_EXPERTS,
-    FIRST_DENSE,
+    shared_experts("n_shared_experts"),
     *SIGMOID_ROUTER,
     *NO_ROUTER_LOSS,
 )
+"""Routed and shared experts as in DeepSeek-V3, without the rule that says which layers have them."""
 
 
 def expert_weights(gate: str, expert: str, names: tuple[str, str, str]) -> tuple[WeightRule, ...]:
@@ -247,6 +292,13 @@ def shared_expert_weights(expert: str) -> tuple[WeightRule, ...]:
 
 
 EXPERTS = expert_weights("mlp.gate", "mlp.experts.{expert}", ("gate_proj", "up_proj", "down_proj"))
+
+STACKED_EXPERTS: tuple[WeightRule, ...] = (
+    *EXPERTS[:2],
+    Stack("mlp.experts.experts.linear_fc1.weight", "mlp.experts.gate_up_proj"),
+    Stack("mlp.experts.experts.linear_fc2.weight", "mlp.experts.down_proj"),
+)
+"""One tensor for all experts of a layer."""
 
 GATED_SHARED_EXPERT: tuple[ConfigRule, ...] = (
     Same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", at_least=1),

@@ -26,19 +26,27 @@ from lightning_mcore.hf.config_rules import (
     Unused,
     refuse_outside,
     refuse_unless,
+    shortened,
 )
 from lightning_mcore.hf.decoder_rules import family
 from lightning_mcore.hf.delta_net_families import DELTA_NETS, WITH_TOWERS
 from lightning_mcore.hf.rope_rules import (
     ALPHA_ROPE,
+    GROWING_LATENT_ROPE,
     GROWING_ROPE,
     LATENT_ROPE,
     ROPE,
     ROPE_BY_LAYER_TYPE,
     UNROTATED_LAYERS,
 )
-from lightning_mcore.hf.weight_rules import InterleavedStack, Rename, Stack
-from lightning_mcore.hf.window_rules import LAYER_WINDOWS, SWITCHED_LAYER_WINDOWS, SWITCHED_WINDOW, WINDOW
+from lightning_mcore.hf.weight_rules import GatedQueryKeyValue, InterleavedStack, Rename, Stack
+from lightning_mcore.hf.window_rules import (
+    LAYER_WINDOWS,
+    SLIDING_ATTENTION,
+    SWITCHED_LAYER_WINDOWS,
+    SWITCHED_WINDOW,
+    WINDOW,
+)
 
 
 def _read_only(read: Callable[[Config], dict[str, Any]], *keys: str) -> Derived:
@@ -74,7 +82,8 @@ BLOCK_SPARSE = (
     *e.expert_weights("block_sparse_moe.gate", "block_sparse_moe.experts.{expert}", ("w1", "w3", "w2")),
 )
 SPARSE = (e.EXPERT_SIZES, e.SPARSE_LAYERS, e.SOFTMAX_ROUTER, e.NO_ROUTER_LOSS)
-SIGMOID = (e.SIGMOID_EXPERTS, e.SIGMOID_EXPERT_WEIGHTS)
+SIGMOID_LAYERS = (e.SIGMOID_EXPERTS, e.SIGMOID_EXPERT_WEIGHTS)
+SIGMOID = (e.FIRST_DENSE, SIGMOID_LAYERS)
 MULTIPLIERS = (
     Same("embedding_multiplier", "embedding_scale"),
     Same("residual_multiplier", "residual_scale"),
@@ -119,28 +128,41 @@ _LATENT_WEIGHTS = tuple(
 _EPSILON_OF_LATENTS = 1e-6  # fixed in transformers; rms_norm_eps applies to the other norms
 
 
-def _read_latents(config: Config) -> dict[str, Any]:
-    heads, turned = config["num_attention_heads"], config["qk_rope_head_dim"]
-    # Latent attention has no groups, and its head sizes follow from two others: the keys may only repeat them
-    refuse_unless("num_key_value_heads", config.get("num_key_value_heads", heads), (heads,), "each head has its own")
-    for key, size in (("head_dim", turned), ("qk_head_dim", config["qk_nope_head_dim"] + turned)):
-        refuse_unless(key, config.get(key, size), (size,), "it follows from qk_nope_head_dim and qk_rope_head_dim")
-    other = config.get("rms_norm_eps") != _EPSILON_OF_LATENTS
-    # q_lora_rank=None matters: Megatron's default is a number
-    return {"q_lora_rank": config.get("q_lora_rank")} | ({"latent_epsilon": _EPSILON_OF_LATENTS} if other else {})
+def _latent_attention(rope: Derived, has_whole_heads: bool = False) -> tuple[d.Part, ...]:
+    """Return the rules of latent attention.
+
+    Its ``head_dim`` counts only the rotated channels of a head, or with ``has_whole_heads`` all of them.
+    """
+
+    def read(config: Config) -> dict[str, Any]:
+        heads, turned = config["num_attention_heads"], config["qk_rope_head_dim"]
+        # Latent attention has no groups, and its head sizes follow from two others: the keys may only repeat them
+        refuse_unless(
+            "num_key_value_heads", config.get("num_key_value_heads", heads), (heads,), "each head has its own"
+        )
+        whole = config["qk_nope_head_dim"] + turned
+        for key, size in (("head_dim", whole if has_whole_heads else turned), ("qk_head_dim", whole)):
+            refuse_unless(key, config.get(key, size), (size,), "it follows from qk_nope_head_dim and qk_rope_head_dim")
+        other = config.get("rms_norm_eps") != _EPSILON_OF_LATENTS
+        # q_lora_rank=None matters: Megatron's default is a number
+        return {"q_lora_rank": config.get("q_lora_rank")} | ({"latent_epsilon": _EPSILON_OF_LATENTS} if other else {})
+
+    return (
+        Constants({"multi_latent_attention": True, "qk_layernorm": True}),
+        d.SWIGLU_LAYERS,
+        rope,
+        _LATENT_SIZES,
+        Derived(("q_lora_rank", "head_dim", "qk_head_dim"), read, lambda f: {"q_lora_rank": f["q_lora_rank"]}),
+        Only("attention_bias", False, "Megatron's latent attention has none"),
+        Only("rope_interleave", True, "Megatron rotates neighbouring channels of latent attention"),
+        Rename("input_layernorm.weight", "input_layernorm.weight"),
+        Rename("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight"),
+        Rename("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight"),
+        _LATENT_WEIGHTS,
+    )
 
 
-LATENT_ATTENTION = (
-    Constants({"multi_latent_attention": True, "qk_layernorm": True}),
-    *(d.SWIGLU_LAYERS, LATENT_ROPE, *_LATENT_SIZES),
-    Derived(("q_lora_rank", "head_dim", "qk_head_dim"), _read_latents, lambda f: {"q_lora_rank": f["q_lora_rank"]}),
-    Only("attention_bias", False, "Megatron's latent attention has none"),
-    Only("rope_interleave", True, "Megatron rotates neighbouring channels of latent attention"),
-    Rename("input_layernorm.weight", "input_layernorm.weight"),
-    Rename("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight"),
-    Rename("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight"),
-    *_LATENT_WEIGHTS,
-)
+LATENT_ATTENTION = _latent_attention(LATENT_ROPE)
 
 
 def _write_original(fields: Fields) -> dict[str, Any]:
@@ -254,15 +276,19 @@ ERNIE_EXPERTS = (
     *(e.NO_ROUTER_LOSS, e.EXPERTS, e.shared_expert_weights("mlp.shared_experts")),
     Rename("mlp.router.choice_bias", "mlp.moe_statics.e_score_correction_bias", in_fp32=True),
 )
-# Arcee's MLP has no gate, so the up projection alone is Megatron's linear_fc1
-SQUARED_RELU = (
-    Only("hidden_act", "relu2"),
-    Constants({"normalization": "RMSNorm", "gated_linear_unit": False, "activation_func": "relu_squared"}),
-    Constants({"add_bias_linear": False}),
-    d.MLP[0],
-    *(Rename(f"mlp.linear_fc1.{kind}", f"mlp.up_proj.{kind}") for kind in ("weight", "bias")),
-    *(Rename(f"mlp.linear_fc2.{kind}", f"mlp.down_proj.{kind}") for kind in ("weight", "bias")),
-)
+
+
+def _ungated(hidden_act: str, activation: str) -> tuple[d.Part, ...]:
+    """Return the rules of an MLP without a gate: its up projection alone is Megatron's linear_fc1."""
+    return (
+        Only("hidden_act", hidden_act),
+        Constants({"normalization": "RMSNorm", "gated_linear_unit": False, "activation_func": activation}),
+        Constants({"add_bias_linear": False}),
+        *(Rename(f"mlp.linear_fc1.{kind}", f"mlp.up_proj.{kind}") for kind in ("weight", "bias")),
+        *(Rename(f"mlp.linear_fc2.{kind}", f"mlp.down_proj.{kind}") for kind in ("weight", "bias")),
+    )
+
+
 GPT_OSS_EXPERTS = (
     Same("swiglu_limit", "activation_func_clamp_value", at_least=0.0),
     Only("swiglu_alpha", 1.702, "Megatron's activation has no other"),
@@ -278,8 +304,7 @@ GPT_OSS_EXPERTS = (
     Rename("mlp.experts.experts.linear_fc2.bias", "mlp.experts.down_proj_bias"),
 )
 MINIMAX_ROUTER = (
-    Constants({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
-    Preset({"moe_router_dtype": "fp32", "moe_router_bias_update_rate": 0.0}),
+    *e.SIGMOID_WITH_BIAS,
     Rename("mlp.router.expert_bias", "block_sparse_moe.e_score_correction_bias", in_fp32=True),
 )
 
@@ -295,7 +320,84 @@ def _unwritten(**values: Any) -> tuple[Only, ...]:
     return tuple(Only(key, value, is_written=False) for key, value in values.items())
 
 
+_XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 DECODER = (d.DECODER, d.ATTENTION)
+HUNYUAN = (
+    *(d.SWIGLU_LAYERS, d.HEAD_SIZE, ALPHA_ROPE, d.ATTENTION, BIASES),
+    *(d.PRETRAINING_TP, Constants({"head_norms": "after_rotation"})),
+    *_unwritten(use_qk_norm=True, use_cla=False),
+    Unused(("eod_token_id", "sep_token_id", "cla_share_factor", "attention_head_dim")),
+    Rename("self_attention.core_attention.q_layernorm.weight", "self_attn.query_layernorm.weight"),
+    Rename("self_attention.core_attention.k_layernorm.weight", "self_attn.key_layernorm.weight"),
+)
+
+
+def _read_hunyuan_experts(config: Config) -> dict[str, Any]:
+    given = config["moe_topk"]
+    chosen = given if isinstance(given, list) else [given]
+    if len(set(chosen)) > 1:
+        raise ValueError(
+            f"moe_topk={shortened(given)} is not supported, because Megatron chooses equally many experts in all"
+            " layers; only equal numbers are"
+        )
+    # Their weights are normalised, so a single one would always have the weight 1
+    refuse_outside("moe_topk", chosen[0], 2)
+    return {"moe_router_topk": chosen[0], "moe_shared_expert_intermediate_size": config["intermediate_size"]}
+
+
+HUNYUAN_EXPERTS = (
+    *(e.NUM_EXPERTS, e.ALL_LAYERS, e.NO_ROUTER_LOSS),
+    Derived(("moe_topk",), _read_hunyuan_experts, lambda fields: {"moe_topk": fields["moe_router_topk"]}),
+    *_unwritten(norm_topk_prob=True, use_mixed_mlp_moe=True, mlp_bias=False),
+    # Lists with a number for each layer, which transformers does not read; other numbers would change shapes
+    Unused(("moe_intermediate_size", "num_shared_expert", "moe_layer_num_skipped")),
+    *e.expert_weights("mlp.gate.wg", "mlp.experts.{expert}", ("gate_proj", "up_proj", "down_proj")),
+    *e.shared_expert_weights("mlp.shared_mlp"),
+)
+EXAONE_EXPERTS = (
+    *(e.MLP_TYPES, e.NUM_EXPERTS, e.EXPERT_SIZES, e.shared_experts("num_shared_experts")),
+    *(e.SIGMOID_ROUTER, e.NO_ROUTER_LOSS, e.EXPERTS, e.shared_expert_weights("mlp.shared_experts")),
+    Rename("mlp.router.expert_bias", "mlp.e_score_correction_bias", in_fp32=True),
+)
+
+
+def _read_local_positions(config: Config) -> dict[str, Any]:
+    # layer_types of (sliding, sliding, full) becomes [0, 0, 1], no rotation in the third
+    unrotated = [int(kind != SLIDING_ATTENTION) for kind in config["layer_types"]]
+    return {"no_rope_freq": unrotated} if any(unrotated) else {}
+
+
+LOCAL_POSITIONS = _read_only(_read_local_positions)
+AFMOE = (
+    Constants({"layer_norms": "around", "attention_output_gate": True}),
+    Derived(
+        ("mup_enabled",),
+        lambda config: {"embedding_scale": float(config["hidden_size"] ** 0.5)} if config.get("mup_enabled") else {},
+        lambda fields: {"mup_enabled": fields["embedding_scale"] != 1.0},
+    ),
+    *(e.first_dense("num_dense_layers"), e.NUM_EXPERTS, e.EXPERT_SIZES, e.shared_experts("num_shared_experts")),
+    *(e.SIGMOID_WITH_BIAS, e.NORMALISED_ROUTER, e.scale("route_scale"), e.NO_ROUTER_LOSS),
+    *_unwritten(score_func="sigmoid", route_norm=True, n_group=1, topk_group=1),
+    Unused(("load_balance_coeff", "use_grouped_mm")),
+    d.ATTENTION[0],
+    GatedQueryKeyValue(
+        "self_attention.linear_qkv.weight",
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+        gate="self_attn.gate_proj.weight",
+    ),
+    d.ATTENTION[2],
+    *_norms("post_attention_layernorm.weight", "post_mlp_layernorm.weight"),
+    # Of dense layers, and of those with experts
+    Rename("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    Rename("pre_mlp_layernorm.weight", "pre_mlp_layernorm.weight"),
+    *d.MLP[1:],
+    # Without the norm before them
+    *e.expert_weights("mlp.router.gate", "mlp.experts.{expert}", ("gate_proj", "up_proj", "down_proj"))[1:],
+    *e.shared_expert_weights("mlp.shared_experts"),
+    Rename("mlp.router.expert_bias", "mlp.expert_bias", in_fp32=True),
+)
 LLAMA = family("llama", "Llama", DECODER, BIASES, d.MLP, MLP_BIASES, d.PRETRAINING_TP)
 QWEN2 = family(  # and Qwen2.5
     *("qwen2", "Qwen2", DECODER, SWITCHED_LAYER_WINDOWS, Constants({"add_qkv_bias": True}), d.QKV_BIAS, d.MLP),
@@ -374,19 +476,12 @@ _ROWS = (
         Unused(("cache_implementation", "_sliding_window_pattern", "sliding_window_pattern")),
     ),
     # AFM-4.5B
-    family("arcee", "Arcee", BASICS, d.ATTENTION, BIASES, d.MLP_BIAS, SQUARED_RELU),
+    family("arcee", "Arcee", BASICS, d.ATTENTION, BIASES, d.MLP_BIAS, d.MLP[0], _ungated("relu2", "relu_squared")),
     family(
         *("olmoe", "Olmoe", DECODER, BIASES, NORM_OF_ALL_HEADS, Only("clip_qkv", None), e.NUM_EXPERTS),
         *(e.CHOSEN_EXPERTS, e.ALL_LAYERS, e.SOFTMAX_ROUTER, e.NO_ROUTER_LOSS, e.EXPERTS),
     ),
-    family(
-        *("hunyuan_v1_dense", "HunYuanDenseV1", d.SWIGLU_LAYERS, d.HEAD_SIZE, ALPHA_ROPE, d.ATTENTION, BIASES),
-        *(d.PRETRAINING_TP, Constants({"head_norms": "after_rotation"}), d.MLP),
-        *_unwritten(use_qk_norm=True, use_cla=False),
-        Unused(("eod_token_id", "sep_token_id", "cla_share_factor", "attention_head_dim")),
-        Rename("self_attention.core_attention.q_layernorm.weight", "self_attn.query_layernorm.weight"),
-        Rename("self_attention.core_attention.k_layernorm.weight", "self_attn.key_layernorm.weight"),
-    ),
+    family("hunyuan_v1_dense", "HunYuanDenseV1", HUNYUAN, d.MLP),
     family(  # multi-token prediction is left out
         *("minimax_m2", "MiniMaxM2", d.PARTIAL_DECODER, d.ATTENTION, NORM_OF_ALL_HEADS),
         *(CHOSEN, BLOCK_SPARSE, MINIMAX_ROUTER),
@@ -401,6 +496,38 @@ _ROWS = (
     ),
     family("ministral3", "Ministral3", d.SWIGLU_LAYERS, d.HEAD_SIZE, GROWING_ROPE, WINDOW, d.ATTENTION, d.MLP),
     family("ernie4_5_moe", "Ernie4_5_Moe", DECODER, INTERLEAVED, d.MLP, ERNIE_EXPERTS),
+    d.with_multi_token(  # GLM-4.7-Flash
+        *("glm4_moe_lite", "Glm4MoeLite", LATENT_ATTENTION, d.PRETRAINING_TP, d.MLP),
+        *(e.MLP_TYPES, SIGMOID_LAYERS, _unwritten(topk_method="noaux_tc", partial_rotary_factor=1.0)),
+    ),
+    family(
+        *("solar_open", "SolarOpen", d.without("intermediate_size", d.PARTIAL_DECODER), d.ATTENTION),
+        *(SOME_BIASES, e.ALL_LAYERS, SIGMOID_LAYERS, Unused(("intermediate_size",))),
+    ),
+    family(
+        *("exaone_moe", "ExaoneMoe", DECODER, LAYER_WINDOWS, HYBRID, HEAD_NORMS, d.MLP, EXAONE_EXPERTS),
+        Unused(("sliding_window_pattern",)),  # transformers makes layer_types from it
+    ),
+    family("hunyuan_v1_moe", "HunYuanMoEV1", HUNYUAN, HUNYUAN_EXPERTS),
+    family(
+        *("apertus", "Apertus", BASICS, d.ATTENTION[1:], BIASES, HEAD_NORMS, _ungated("xielu", "xielu")),
+        Rename("self_attention.linear_qkv.layer_norm_weight", "attention_layernorm.weight"),
+        Rename("mlp.linear_fc1.layer_norm_weight", "feedforward_layernorm.weight"),
+        *(
+            Rename(f"mlp.activation_func.{name}", f"mlp.act_fn.{name}")
+            for name in ("alpha_p", "alpha_n", "beta", "eps")
+        ),
+    ),
+    family(  # Trinity
+        *("afmoe", "Afmoe", d.DECODER, LAYER_WINDOWS, LOCAL_POSITIONS, HEAD_NORMS, AFMOE),
+        Only("attention_bias", False, "Megatron's output gates would have one too"),
+        Unused(("global_attn_every_n_layers",)),  # transformers makes layer_types from it
+    ),
+    family(
+        *("mistral4", "Mistral4", _latent_attention(GROWING_LATENT_ROPE, has_whole_heads=True), d.PRETRAINING_TP),
+        *(d.MLP, e.FIRST_DENSE, e.ROUTED_EXPERTS, e.EXPERT_SIZES, e.shared_experts("n_shared_experts")),
+        *(e.SCALED_SOFTMAX_ROUTER, e.NO_ROUTER_LOSS, e.STACKED_EXPERTS, e.shared_expert_weights("mlp.shared_experts")),
+    ),
 )
 
 FAMILIES = {row.model_type: row for row in (*_ROWS, *DELTA_NETS)} | WITH_TOWERS

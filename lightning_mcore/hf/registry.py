@@ -25,6 +25,31 @@ from lightning_mcore.hf.vision_families import VISION_LANGUAGE_FAMILIES
 
 ENTRY_POINTS = "lightning_mcore.families"
 
+_BY_AN_INDEXER = "each query attends only to the tokens that an indexer selects"
+_DECAYS = "each channel of their linear attention decays by itself"
+_LIMITS = "each of their layers has a limit of its own for activations"
+_MEMORY = "they have state-space layers"
+UNSUPPORTED: dict[str, tuple[str, str]] = {
+    "bailing_hybrid": (_DECAYS, "deepseek_v3"),
+    "deepseek_v32": (_BY_AN_INDEXER, "deepseek_v3"),
+    "falcon_h1": (_MEMORY, "llama"),
+    "gemma4": ("their layers without a window have wider heads than those with one", "gemma3_text"),
+    "glm_moe_dsa": (_BY_AN_INDEXER, "glm4_moe_lite"),
+    "granitemoehybrid": (_MEMORY, "granitemoe"),
+    "jamba": (_MEMORY, "mixtral"),
+    "kimi_linear": (_DECAYS, "deepseek_v3"),
+    "llama4": ("most of their layers attend only within chunks of the text", "llama"),
+    "mimo_v2_flash": ("their layers with a window have twice as many key heads as the others", "gpt_oss"),
+    "minimax_m3_vl": ("each query attends only to the blocks of tokens that an indexer selects", "minimax_m2"),
+    "mistral_large4": (_BY_AN_INDEXER, "mistral4"),
+    "nemotron_h": (_MEMORY, "llama"),
+    **dict.fromkeys(
+        ("step3p5", "step3p7"), ("each of their layers has a limit of its own for activations", "qwen3_moe")
+    ),
+}
+"""Well-known model types that are no family, with what Megatron and this package lack, and the nearest family. The
+text models of these types, such as ``gemma4_text``, are no families either."""
+
 
 def family_names() -> list[str]:
     """Return the names of all families of text models: the ``model_type`` of their ``config.json``."""
@@ -82,6 +107,11 @@ def registered_family(name: str) -> Family:
     for families in (FAMILIES, VISION_LANGUAGE_FAMILIES):
         if name in families:
             return families[name]
+    lacking = UNSUPPORTED.get(name.removesuffix("_text"))
+    if lacking is not None:
+        raise ValueError(
+            f"models of type {name!r} are not supported, because {lacking[0]}; the nearest family is {lacking[1]!r}"
+        )
     raise ValueError(
         f"models of type {name!r} are not supported; choose {', '.join(family_names())}, or give your own family, "
         "family='package.module:FAMILY', which the guide \"Add a family\" shows how to write"

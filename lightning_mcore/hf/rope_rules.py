@@ -243,19 +243,27 @@ ALPHA_ROPE = Derived(("rope_parameters",), _read_alpha, _write_rope)
 
 
 def _read_growing(config: Config) -> dict[str, Any]:
+    rope, growth = _growth(config)
+    return {**_rope_fields(rope, config), "query_growth": growth}
+
+
+def _growth(config: Config) -> tuple[Rope, dict[str, Any]]:
+    """Return ``rope_parameters`` without the keys of ``query_growth``, and that field."""
     rope = _without_nulls(config.get("rope_parameters"))
     rope.pop("max_position_embeddings", None)  # transformers does not read it
     beta = rope.pop("llama_4_scaling_beta", None)
     refuse_outside("rope_parameters.llama_4_scaling_beta", beta, 0.0)
-    growth = {"beta": float(beta), "original_max_position_embeddings": _original_length(rope, at_least=1)}
-    return {**_rope_fields(rope, config), "query_growth": growth}
+    return rope, {"beta": float(beta), "original_max_position_embeddings": _original_length(rope, at_least=1)}
 
 
 def _write_growing(fields: Fields) -> dict[str, Any]:
+    return _with_growth(_write_rope(fields), fields)
+
+
+def _with_growth(keys: dict[str, Any], fields: Fields) -> dict[str, Any]:
     growth = fields["query_growth"]
     if growth is None:
         raise ValueError("its queries do not grow with the position")
-    keys = _write_rope(fields)
     keys["rope_parameters"]["llama_4_scaling_beta"] = growth["beta"]
     keys["rope_parameters"]["original_max_position_embeddings"] = growth["original_max_position_embeddings"]
     return keys
@@ -297,6 +305,30 @@ def _write_latent(fields: Fields) -> dict[str, Any]:
 
 LATENT_ROPE = Derived(("rope_parameters",), _read_latent, _write_latent)
 """DeepSeek-V3, Kimi K2: Megatron's latent attention has its own rotation, set by fields of ``TransformerConfig``."""
+
+
+def _read_growing_latent(config: Config) -> dict[str, Any]:
+    rope, growth = _growth(config)
+    refuse_unless("rope_parameters.rope_type", rope["rope_type"], ("yarn",), "transformers would turn whole heads")
+    turned, size = config["qk_rope_head_dim"], config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    share = rope.pop("partial_rotary_factor", turned / size)
+    if int(size * share) != turned:
+        raise ValueError(
+            f"rope_parameters.partial_rotary_factor={share!r} is not supported with qk_rope_head_dim={turned}, because"
+            f" Megatron rotates these channels of {size}; only {turned / size} is"
+        )
+    return {**_read_latent({**config, "rope_parameters": rope}), "query_growth": growth}
+
+
+def _write_growing_latent(fields: Fields) -> dict[str, Any]:
+    keys = _with_growth(_write_latent(fields), fields)
+    turned, others = fields["qk_pos_emb_head_dim"], fields["qk_head_dim"]
+    keys["rope_parameters"]["partial_rotary_factor"] = turned / (others + turned)
+    return keys
+
+
+GROWING_LATENT_ROPE = Derived(("rope_parameters",), _read_growing_latent, _write_growing_latent)
+"""Mistral 4: latent attention whose queries are multiplied by a number that grows with their position."""
 
 
 def _read_unrotated(config: Config) -> dict[str, Any]:

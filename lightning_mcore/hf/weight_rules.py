@@ -269,10 +269,17 @@ class QueryKeyValue:
 
 @dataclass(frozen=True)
 class GatedQueryKeyValue(QueryKeyValue):
-    """:class:`QueryKeyValue` with output gates, which Hugging Face keeps in the query tensor.
+    """:class:`QueryKeyValue` with output gates, which Megatron stores after all queries of their group.
 
-    Megatron stores a group's gates after all its queries; Hugging Face stores each head's gate after its query.
+    Args:
+        megatron: Megatron's name.
+        query: Hugging Face's name of the queries.
+        key: Hugging Face's name of the keys.
+        value: Hugging Face's name of the values.
+        gate: Hugging Face's name of the gates; None if the query tensor has each head's gate after its query.
     """
+
+    gate: str | None = None
 
     def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
         """Return two blocks per head and two per group of heads."""
@@ -280,10 +287,14 @@ class GatedQueryKeyValue(QueryKeyValue):
         heads = fields["num_attention_heads"] // groups
         parts = []
         for group in range(groups):
+            own = range(group * heads, (group + 1) * heads)
             # Places count head-sized pieces of the query tensor, which holds q0 g0 q1 g1 ... With 2 heads per group,
             # Megatron's group 0 is q0 q1 g0 g1 k0 v0, which takes places 0, 2, 1, 3 of the query tensor.
-            queries = [(self.query, 2 * head) for head in range(group * heads, (group + 1) * heads)]
-            gates = [(name, place + 1) for name, place in queries]
+            if self.gate is None:
+                queries = [(self.query, 2 * head) for head in own]
+                gates = [(name, place + 1) for name, place in queries]
+            else:
+                queries, gates = [(self.query, head) for head in own], [(self.gate, head) for head in own]
             for name, place in (*queries, *gates, (self.key, group), (self.value, group)):
                 parts.append((name, place * channels, channels))
         return _row_after_row(parts, shape)

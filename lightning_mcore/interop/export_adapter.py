@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_mcore.checkpoint.manifest import saving
 from lightning_mcore.config.lora import EMBEDDING, LoRA
 from lightning_mcore.hf.adapters import is_translated, projection_names
-from lightning_mcore.hf.family import SCORE
+from lightning_mcore.hf.family import SCORE, Family
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE
 from lightning_mcore.hf.peft_folder import SETTINGS, TIED, WEIGHTS_FILE, has_tower, whole_shapes
 from lightning_mcore.hf.peft_tensors import (
@@ -32,6 +32,7 @@ from lightning_mcore.hf.peft_tensors import (
     require_stackable,
 )
 from lightning_mcore.hf.safetensors import write_safetensors
+from lightning_mcore.hf.weight_rules import Stack
 from lightning_mcore.interop.export_config import copy_tokenizer, write_json
 from lightning_mcore.interop.export_folder import new_folder, require_free
 from lightning_mcore.layers.lora import Adapter
@@ -59,11 +60,16 @@ def check_adapter_export(module: pl.LightningModule, experts: ExpertLayout = "st
     projections = projection_names(family, fields)
     if experts == "stacked":
         require_stackable(lora, projections)
-    elif has_tower(family) and any(is_stacked(name) and lora.adapts(name) for name in projections):
+    elif _is_read_stacked(family) and any(is_stacked(name) and lora.adapts(name) for name in projections):
         raise ValueError(
-            "experts='each' is not supported for models with a tower, which PEFT reads stacked; leave it out"
+            "experts='each' is not supported for models of this family, which PEFT reads stacked; leave it out"
         )
     return lora
+
+
+def _is_read_stacked(family: Family) -> bool:
+    """Return whether PEFT knows no pairs for each expert of a family."""
+    return has_tower(family) or any(isinstance(rule, Stack) for rule in family.layer)
 
 
 def save_adapter(

@@ -39,6 +39,7 @@ from torch import nn
 
 from lightning_mcore.config.architecture import Architecture, architecture_of, check_architecture
 from lightning_mcore.config.rules.model import check_fields, check_without_transformer_engine
+from lightning_mcore.layers.activations import xielu
 from lightning_mcore.layers.core_attention import TorchAttention, completed
 from lightning_mcore.layers.delta_net import GatedDeltaNet
 from lightning_mcore.layers.norms import LatentNorm, LatentQueryNorm, TorchNorm, check_norm
@@ -229,6 +230,12 @@ def check_backend(
     check_fields(config, transformer_impl, device_type)
     check_uniform_recompute(config)
     check_architecture(config, transformer_impl)
+    if config.activation_func is xielu and (config.gated_linear_unit or config.num_moe_experts):
+        raise ValueError(
+            f"activation_func='xielu' does not work with gated_linear_unit={config.gated_linear_unit} and"
+            f" num_moe_experts={config.num_moe_experts}; set gated_linear_unit=False and num_moe_experts=None, or"
+            " choose another activation"
+        )
     if transformer_impl == "transformer_engine":
         _check_norm_of_experts(config)
         return

@@ -49,6 +49,7 @@ from lightning_mcore.hf.pretrained import keep_wide, load_pretrained, pieces_of_
 from lightning_mcore.hf.registry import family_and_fields
 from lightning_mcore.hf.source import absolute, pretrained_settings
 from lightning_mcore.layers import sampling
+from lightning_mcore.layers.activations import learn_activations
 from lightning_mcore.layers.gpt import GPTChunk
 from lightning_mcore.layers.inputs import (
     ModelInputs,
@@ -487,6 +488,7 @@ class MCoreGPT(SpeedLogs):
         )
         chunk.existing_tokens = self.vocab_size
         change_ends(chunk, self.architecture)
+        learn_activations(chunk)
         return chunk
 
     def _new_chunk(self, *args: Any, **kwargs: Any) -> GPTChunk:

@@ -28,14 +28,14 @@ from lightning_mcore.hf.weight_rules import index_of
 from lightning_mcore.layers.sampling import gather_sequence
 from lightning_mcore.parallel.groups import process_group
 from tests.parity.global_tensors import whole_gradients
-from tests.support.hf_models import UNKNOWN_TO_TRANSFORMERS, VARIANTS, VOCAB_SIZE, read_tensors, tiny_folder
+from tests.support.hf_models import UNKNOWN_TO_TRANSFORMERS, VARIANTS, VOCAB_SIZE, auto_model, read_tensors, tiny_folder
 from tests.support.layouts import Layout
 from tests.support.toy import make_trainer
 
 ROWS, LENGTH = 2, 32
 LOGITS, LOSS, GRADIENT = 1e-4, 1e-5, 1e-4  # the first two absolute, the third of the greatest value of a tensor
 MULTI_TOKEN_SCALE = 0.5
-ROUTER_BIAS = "e_score_correction_bias"
+KEPT = ("e_score_correction_bias", "mlp.expert_bias", "act_fn.beta", "act_fn.eps")
 
 Batch = dict[str, Tensor]
 
@@ -58,7 +58,7 @@ class Reference:
     Attributes:
         logits: [b, s, v].
         loss: Mean over the tokens that count.
-        gradients: By the name of the tensor on the disk. A router's bias has none, and stands there itself: no step
+        gradients: By the name of the tensor on the disk. A buffer has none, and stands there itself: no step
             changes it.
     """
 
@@ -81,21 +81,21 @@ def reference(name: str) -> Reference:
         total = loss + MULTI_TOKEN_SCALE * extra.loss(batch, output.hidden_states[-1])
         parameters |= extra.parameters()
     total.backward()
-    kept = {key: tensor for key, tensor in read_tensors(folder) if key.endswith(ROUTER_BIAS)}
+    kept = {key: tensor for key, tensor in read_tensors(folder) if key.endswith(KEPT)}
     return Reference(output.logits.detach(), loss.item(), on_disk(name, parameters) | kept)
 
 
 @functools.cache
 def reference_model(name: str) -> Any:
     """Load a tiny model, or one of its variants, with transformers in fp32."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     folder = tiny_folder(name)
     family = VARIANTS.get(name, (name,))[0]
     content = json.loads((folder / "config.json").read_text())
     config = AutoConfig.for_model(**{**content, "model_type": UNKNOWN_TO_TRANSFORMERS.get(family, family)})
     keys: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(folder, config=config, **keys).train()
+    return auto_model().from_pretrained(folder, config=config, **keys).train()
 
 
 def _mean(logits: Tensor, labels: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def on_disk(name: str, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     family = VARIANTS[name][0] if name in VARIANTS else name
     found: dict[str, Tensor] = {}
     for key, parameter in parameters.items():
-        if key.endswith(ROUTER_BIAS):
+        if key.endswith(KEPT):
             continue
         gradient = parameter.grad
         assert gradient is not None, key
@@ -157,7 +157,7 @@ def on_disk(name: str, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
         if family == "granitemoe" and "block_sparse_moe" in key:
             found[_granite(key)] = gradient
             continue
-        if last not in ("gate_up_proj", "down_proj") or family == "gpt_oss":
+        if last not in ("gate_up_proj", "down_proj") or family in ("gpt_oss", "mistral4"):
             found[key] = gradient
             continue
         for expert, rows in enumerate(gradient):

@@ -36,6 +36,12 @@ EXPERTS = (
     "ernie4_5_moe",
     "qwen3_next",
     "qwen3_5_moe_text",
+    "glm4_moe_lite",
+    "solar_open",
+    "exaone_moe",
+    "hunyuan_v1_moe",
+    "afmoe",
+    "mistral4",
 )
 DENSE = tuple(name for name in MORE_FAMILIES if name not in EXPERTS)
 STRETCHED = ("llama, other constants", "llama, stretched with the length", "phi3, longrope")

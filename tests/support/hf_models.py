@@ -250,6 +250,63 @@ MORE_CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
         "shared_expert_intermediate_size": 24,
     },
+    "glm4_moe_lite": {
+        **_SIZES,
+        **_GROUPED,
+        **_LATENT,
+        "rms_norm_eps": 1e-3,
+        "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+        "num_nextn_predict_layers": 0,
+    },
+    "solar_open": {**_SIZES, **_SIGMOID, "head_dim": 16, "attention_bias": True, "routed_scaling_factor": 2.5},
+    "exaone_moe": {
+        **_SIZES,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "num_shared_experts": 2,
+        "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+        "sliding_window": 8,
+        "layer_types": _LAYERS,
+    },
+    "hunyuan_v1_moe": {
+        **_SIZES,
+        "head_dim": 16,
+        "num_experts": 4,
+        "moe_topk": 2,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 10.0, "factor": 1.0},
+    },
+    "afmoe": {
+        **_SIZES,
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "num_shared_experts": 2,
+        "num_dense_layers": 1,
+        "route_scale": 2.5,
+        "mup_enabled": True,
+        "sliding_window": 8,
+        "layer_types": _LAYERS,
+    },
+    "apertus": {**_SIZES, "hidden_act": "xielu", "attention_bias": True},
+    "mistral4": {
+        **_SIZES,
+        **_LATENT,
+        "rms_norm_eps": 1e-3,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "rope_parameters": {
+            **YARN,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.5,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
 }
 """The same of the families after them."""
 
@@ -349,6 +406,14 @@ def tiny_config(family: str, **overrides: Any) -> "PreTrainedConfig":
     )  # it changes what it is given
 
 
+def auto_model() -> Any:
+    """Return ``AutoModelForCausalLM``, which then knows Mistral 4 too; transformers maps only the one with a tower."""
+    from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
+
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+    return AutoModelForCausalLM
+
+
 def save_tiny(
     family: str,
     folder: str | Path,
@@ -370,13 +435,12 @@ def save_tiny(
             a layer for multi-token prediction, which transformers itself would not write.
     """
     from huggingface_hub import save_torch_state_dict
-    from transformers import AutoModelForCausalLM
 
     where = Path(folder)
     config = tiny_config(family, **overrides)
     extra = getattr(config, "num_nextn_predict_layers", 0) if family in MULTI_TOKEN else 0
     config.num_hidden_layers += extra
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = auto_model().from_config(config, dtype=dtype)
     model.save_pretrained(where)
     tensors = {name: draw_tensor(name, tensor) for name, tensor in read_tensors(where)}
     if "linear_num_key_heads" in CONFIGS[family]:  # norms have their weights minus 1, but not those behind a memory

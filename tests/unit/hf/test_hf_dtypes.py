@@ -57,7 +57,9 @@ def differences(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[s
     wrong = [f"{name} is in one of them" for name in expected.keys() ^ found.keys()]
     for name in expected.keys() & found.keys():
         one, other = expected[name], found[name]
-        if one.dtype != other.dtype or not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+        if one.dtype != other.dtype or not torch.equal(
+            *(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other))
+        ):
             wrong.append(f"{name}: {one.dtype} {one.flatten()[:2]}, now {other.dtype} {other.flatten()[:2]}")
     return wrong
 

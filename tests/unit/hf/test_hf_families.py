@@ -3,6 +3,8 @@
 
 import copy
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from lightning_mcore.config import field_homes
 from lightning_mcore.config.rules.model import NOT_OF_A_GPT
 from lightning_mcore.hf import Unused, family_names, find_family
+from lightning_mcore.hf.delta_net_families import WITH_TOWERS
 from lightning_mcore.hf.family import IRRELEVANT, TRAINING_ONLY, complete_fields, split_fields
+from lightning_mcore.hf.registry import UNSUPPORTED
 from lightning_mcore.hf.source import complete_config
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.layers.transformer_config import check_transformer_fields
@@ -52,7 +56,7 @@ def test_keys_are_written_as_they_were(name: str) -> None:
     config, fields = config_of(family, **overrides), read(family, **overrides)
     written = find_family(family).write_config(fields)
     left_out = {"rope_parameters", "moe_layer_end_index", *(key for key in ("head_dim",) if config.get(key) is None)}
-    if family != "mixtral" and fields["num_moe_experts"] and fields["moe_layer_freq"] == 1:
+    if family not in ("mixtral", "hunyuan_v1_moe") and fields["num_moe_experts"] and fields["moe_layer_freq"] == 1:
         left_out.add("intermediate_size")  # of no layer
     if config.get("decoder_sparse_step") == 2:
         left_out |= {"decoder_sparse_step", "mlp_only_layers"}  # the second says it all
@@ -142,6 +146,11 @@ NO_NUMBERS = {
     "exaone4": {"sliding_window_pattern"},  # makes layer_types
     "gemma3_text": {"_sliding_window_pattern"},
     "hunyuan_v1_dense": {"pretraining_tp", "eod_token_id"},
+    "hunyuan_v1_moe": {"pretraining_tp", "eod_token_id", "sep_token_id"},
+    "solar_open": {"intermediate_size"},
+    **{name: {"pretraining_tp"} for name in ("glm4_moe_lite", "mistral4")},
+    "exaone_moe": {"sliding_window_pattern"},
+    "afmoe": {"global_attn_every_n_layers"},
 }
 """Keys of a config class that change no number, beside those of any config."""
 
@@ -152,6 +161,7 @@ MADE_OF_OTHERS = {
     "seed_oss": {"residual_dropout"},  # affects training only
     "phi3": {"resid_pdrop", "embd_pdrop", "original_max_position_embeddings"},  # the last is of longrope only
     "dots1": {"max_window_layers"},
+    "exaone_moe": {"first_k_dense_replace"},
     "gemma": {"hidden_act"},  # transformers takes "gelu" as its approximation
 }
 """Keys that transformers overwrites, and those without effect beside ``no_rope_layers`` or ``layer_types``."""
@@ -163,7 +173,8 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"use_sliding_window": True, "sliding_window": 8, "mlp_only_layers": [1]},
     "glm4_moe": {"n_group": 2},
     "smollm3": {"use_sliding_window": True, "sliding_window": 8},
-    "dots1": {"n_group": 2},
+    **{name: {"n_group": 2} for name in ("dots1", "solar_open", "exaone_moe")},
+    "mistral4": {"n_group": 2, "norm_topk_prob": False},
 }
 """What a config has beside the plain one, so that each of its keys has an effect."""
 
@@ -188,6 +199,7 @@ OTHERS: dict[str, list[Any]] = {
     ],
     "layer_types": [["sliding_attention", "full_attention"] * 2, ["chunked_attention"] * 4],
     "mlp_only_layers": [[0], [0, 3]],
+    "mlp_layer_types": [["sparse"] * 4],
     "no_rope_layers": [[1, 1, 1, 1], [0, 1, 0, 1]],
     "decoder_sparse_step": [2, 3],
     "first_k_dense_replace": [0, 2],
@@ -275,6 +287,23 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
     ("deepseek_v3", {"rope_parameters": {**YARN, "truncate": False}}),
     ("glm4_moe", {"rope_parameters": YARN}),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "hash", "sparse"]}),
+    ("hunyuan_v1_moe", {"moe_topk": [2, 2, 4, 2]}),
+    ("hunyuan_v1_moe", {"moe_topk": 1}),
+    ("afmoe", {"attention_bias": True}),
+    ("afmoe", {"num_experts_per_tok": 1}),
+    ("mistral4", {"n_group": 2}),
+    (
+        "mistral4",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "llama_4_scaling_beta": 0.1,
+                "original_max_position_embeddings": 8,
+            }
+        },
+    ),
+    ("mistral4", {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.5}}),
 ]
 
 
@@ -285,6 +314,24 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 def test_values_that_megatron_cannot_compute_are_refused(family: str, overrides: dict[str, Any]) -> None:
     with refuses(ValueError, *overrides):
         read(family, **overrides)
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_well_known_models_that_are_no_family_are_refused_by_name(name: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    _, nearest = UNSUPPORTED[name]
+    assert name in CONFIG_MAPPING
+    assert nearest in family_names()
+    for kind in (name, f"{name}_text"):
+        with refuses(ValueError, f"{kind!r}"):
+            find_family(kind)
+
+
+def test_the_guide_lists_all_families() -> None:
+    guide = Path("docs/guides/hugging-face.md").read_text()
+    listed = re.findall("`([a-z0-9_]+)`", "".join(re.findall(r"^\| (`.*?) \|", guide, flags=re.MULTILINE)))
+    assert sorted(listed) == sorted(name for name in family_names() if name not in WITH_TOWERS)
 
 
 def test_a_model_with_another_epsilon_is_no_deepseek() -> None:

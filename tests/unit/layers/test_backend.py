@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_mcore import MCoreGPT
 from lightning_mcore.layers import spec as backend
+from lightning_mcore.layers.activations import xielu
 from lightning_mcore.layers.norms import LatentNorm
 from lightning_mcore.layers.session import single_process
 from lightning_mcore.layers.spec import TorchAttention, TorchNorm, gpt_block_spec, resolve_transformer_impl
@@ -400,6 +401,15 @@ def test_releases_that_leave_slices_of_experts_out_of_the_norm_are_refused(
     sentence = f"megatron-core {megatron_core} with TransformerEngine {transformer_engine} leaves experts out of"
     with pytest.raises(ValueError, match=sentence) if refused else contextlib.nullcontext():
         backend.check_backend(config, "transformer_engine", "cuda")
+
+
+@pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")
+@pytest.mark.parametrize("fields", [{"gated_linear_unit": True}, {"num_moe_experts": 4, "moe_ffn_hidden_size": 16}])
+def test_a_learned_activation_in_a_gate_or_an_expert_is_refused(fields: dict[str, Any]) -> None:
+    given = {"activation_func": xielu, "add_bias_linear": False, **fields}
+    config = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, **given)
+    with refuses(ValueError, "activation_func='xielu'"):
+        backend.check_backend(config, "local", "cpu")
 
 
 def test_choosing_an_untested_transformer_engine_is_logged_once(
