@@ -47,8 +47,8 @@ UNSUPPORTED: dict[str, tuple[str, str]] = {
         ("step3p5", "step3p7"), ("each of their layers has a limit of its own for activations", "qwen3_moe")
     ),
 }
-"""Well-known model types that are no family, with what Megatron and this package lack, and the nearest family. The
-text models of these types, such as ``gemma4_text``, are no families either."""
+"""Well-known model types that are not supported: what Megatron and this package lack, and the nearest family. The
+text models of these types, such as ``gemma4_text``, are not supported either."""
 
 
 def family_names() -> list[str]:
