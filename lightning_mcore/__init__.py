@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from lightning_mcore.models.vision import MCoreVisionGPT
     from lightning_mcore.optimizer.muon import MuonWithAdamW
     from lightning_mcore.strategy.fp8_monitor import FP8Monitor
+    from lightning_mcore.strategy.garbage import GarbageCollection
     from lightning_mcore.strategy.module import MCoreModule
     from lightning_mcore.strategy.precision import MCorePrecision
     from lightning_mcore.strategy.preemption import PreemptionCheckpoint
@@ -66,6 +67,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CommunicationOptions",
     "FP8Monitor",
+    "GarbageCollection",
     "LoRA",
     "MCoreCheckpointIO",
     "MCoreFinetuningData",
@@ -111,6 +113,7 @@ __all__ = [
 HOMES = {
     "CommunicationOptions": "config.communication",
     "FP8Monitor": "strategy.fp8_monitor",
+    "GarbageCollection": "strategy.garbage",
     "LoRA": "config.lora",
     "MCoreCheckpointIO": "checkpoint.io",
     "MCoreFinetuningData": "data.finetuning.datamodule",

@@ -40,6 +40,7 @@ from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.optimizer.muon import MuonWithAdamW
 from lightning_mcore.strategy.fp8_monitor import FP8Monitor
+from lightning_mcore.strategy.garbage import GarbageCollection
 from lightning_mcore.strategy.precision import MCorePrecision
 from lightning_mcore.strategy.preemption import PreemptionCheckpoint
 from lightning_mcore.strategy.progress import MCoreProgressBar
@@ -49,6 +50,7 @@ from lightning_mcore.strategy.strategy import MCoreStrategy
 # Imported, so that jsonargparse finds a class by its short name: --model=MCoreGPT, --trainer.strategy=MCoreStrategy
 SHORT_NAMES = (
     FP8Monitor,
+    GarbageCollection,
     MCoreCheckpointIO,
     MCoreFinetuningData,
     MCoreGPT,

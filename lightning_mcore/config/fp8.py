@@ -261,6 +261,14 @@ def check_microbatch(settings: FP8Settings, shape: tuple[int, int] | None, layou
         )
 
 
+def without_shape(settings: FP8Settings, error: str) -> str:
+    """Return what to change after TransformerEngine's ``error`` about a microbatch whose shape was not known before."""
+    return (
+        f"{asked_for(settings.recipe)} needs a multiple of {settings.alignment} tokens in each microbatch on each rank;"
+        f" pad the rows of each batch so that it has one ({error})"
+    )
+
+
 TRANSFORMER_FIELDS = tuple(
     f.name for f in fields(FP8Settings) if f.name not in ("reuse_grad_buf_for_mxfp8_param_ag", "fp4_recipe")
 )

@@ -200,6 +200,16 @@ def check_steps_take_batches(module: pl.LightningModule) -> None:
             )
 
 
+def check_not_compiled(module: pl.LightningModule) -> None:
+    """Raise ``ValueError`` for ``torch.compile(module)``, which compiles steps; stages leave theirs in the middle."""
+    if module._compiler_ctx is not None:
+        name = type(module).__name__
+        raise ValueError(
+            f"torch.compile({name}(...)) is not supported for a model built with pipeline(), as it compiles"
+            f" training_step, which stages leave where the model is called; pass {name}(...) itself to the Trainer"
+        )
+
+
 def check_averaging(module: pl.LightningModule, distributed: bool) -> None:
     """Raise ``ValueError`` for Lightning's callbacks that average weights, in runs where their copy would be wrong."""
     # WeightAveraging copies the module when a run begins, StochasticWeightAveraging before configure_model: too early

@@ -43,7 +43,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
-from lightning_mcore.config.fp8 import check_microbatch
+from lightning_mcore.config.fp8 import check_microbatch, without_shape
 from lightning_mcore.config.layout import ModelShape
 from lightning_mcore.config.rules.strategy import NO_SYNC_BATCHNORM
 from lightning_mcore.config.text import counted
@@ -56,7 +56,7 @@ from lightning_mcore.parallel.groups import process_group, random_state_of_stage
 from lightning_mcore.parallel.pipeline import Pipeline, StageOutput
 from lightning_mcore.parallel.stage_shapes import exchange_shapes
 from lightning_mcore.strategy.attributes import attributes_set
-from lightning_mcore.strategy.checks import check_backward_is_free, check_steps_take_batches
+from lightning_mcore.strategy.checks import check_backward_is_free, check_not_compiled, check_steps_take_batches
 from lightning_mcore.strategy.fp8_checks import check_chunks
 from lightning_mcore.strategy.module import MCoreModule, split_rows
 from lightning_mcore.strategy.pipeline_evaluation import PipelineEvaluation
@@ -92,13 +92,14 @@ def wrap_pipeline(
 ) -> ModelChunks:
     """Wrap the chunks of a model that was built with ``pipeline()``; without ``ddp_config`` only for evaluation.
 
-    Raises ``ValueError`` if the model does not fit the layout, or the module runs backward itself; ``TypeError`` if a
-    step draws its batches itself.
+    Raises ``ValueError`` if the model does not fit the layout, or the module is compiled or runs backward itself;
+    ``TypeError`` if a step draws its batches itself.
     """
     if strategy._layer_sync is not None:  # Lightning's plugin for Trainer(sync_batchnorm=True)
         raise ValueError(NO_SYNC_BATCHNORM)
     if ddp_config is not None:
         check_backward_is_free(module)
+    check_not_compiled(module)
     check_steps_take_batches(module)
     config = pipeline_config(pipeline, strategy.megatron_fields())
     strategy.layout.validate_model(ModelShape.from_config(config))
@@ -329,7 +330,12 @@ class PipelineRunner:
         muted = microbatch.is_padding or not is_last
         with self.recorder.microbatch(microbatch.batch, muted), self._pipeline.activate(chunk, is_last):
             batch = copy.copy(microbatch.batch)  # a step may take entries out of it, and runs for every chunk
-            output = getattr(self._module, step)(batch, *microbatch.step_arguments)
+            try:
+                output = getattr(self._module, step)(batch, *microbatch.step_arguments)
+            except AssertionError as error:
+                if microbatch.shape is None and str(error).startswith("FP8 execution requires"):
+                    raise ValueError(without_shape(self._strategy.precision_plugin.fp8, str(error))) from error
+                raise
         calls = self._pipeline.num_calls - calls_before
         may_call_again = self._pipeline.takes_whole_batches and not self._pipeline.is_staged  # a HF model, on one stage
         if calls != 1 and not may_call_again:

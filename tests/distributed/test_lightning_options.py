@@ -456,6 +456,23 @@ def test_an_exception_on_one_rank_ends_all(module: type, strategy: Any, rank: in
     assert "on one rank" in shown or "SystemExit" in shown  # what Lightning makes of an interrupt
 
 
+# Compiled modules
+
+
+def fit_compiled() -> tuple[str, int]:
+    trainer = make_trainer({})
+    trainer.fit(torch.compile(PlainNet(), backend="eager"), loader(12, 2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"torch.compile\(StagedNet\(...\)\) is not supported") as error:
+        make_trainer(PP2).fit(torch.compile(StagedNet(), backend="eager"), loader(12, 2))  # type: ignore[arg-type]
+    return str(error.value), trainer.global_step
+
+
+def test_a_compiled_module_is_refused_for_a_pipeline_alone() -> None:
+    for message, steps in run_ranks(2, fit_compiled):
+        assert message.endswith("pass StagedNet(...) itself to the Trainer")
+        assert steps == 3
+
+
 # Steps that draw their own batches
 
 

@@ -12,11 +12,11 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from torch.utils.data import DataLoader
 
-from lightning_mcore import single_process
+from lightning_mcore import MCoreGPT, single_process
 from lightning_mcore.checkpoint.extra_state import checked_extra_state
 from lightning_mcore.config.field_homes import fusion_defaults
 from tests.support.ranks import run_ranks
-from tests.te.runs import TRANSFORMER, Counting, Run, make_model, make_trainer, train
+from tests.te.runs import LENGTH, TRANSFORMER, VOCABULARY, Counting, Run, make_model, make_trainer, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("te-features")]  # they share runs
 
@@ -252,6 +252,27 @@ def test_a_batch_of_evaluation_that_fp8_cannot_divide_is_computed_in_bf16() -> N
     loss, in_bf16, after = run_ranks(1, validated, timeout=90)[0]
     assert loss == pytest.approx(in_bf16, rel=0.02)
     assert after[0] != after[1]  # training goes on in FP8
+
+
+class WithoutShapes(MCoreGPT):
+    """A module of a user that does not tell the shapes of its microbatches."""
+
+    def microbatch_shape(self, batch: Any) -> Any:
+        return super(MCoreGPT, self).microbatch_shape(batch)
+
+
+def trained_on_odd_rows() -> str:
+    run = Run(precision="bf16-mixed", fp8={"fp8_recipe": "delayed"}, steps=1)
+    module = WithoutShapes(VOCABULARY, LENGTH, TRANSFORMER, transformer_impl="transformer_engine")
+    with pytest.raises(ValueError, match="fp8_recipe='delayed' needs a multiple of 16 tokens in each micro") as error:
+        make_trainer(run, 1).fit(module, DataLoader(Shorter(), 1))
+    return str(error.value)
+
+
+def test_rows_of_unknown_length_that_fp8_cannot_divide_are_named() -> None:
+    [message] = run_ranks(1, trained_on_odd_rows)
+    assert "pad the rows of each batch" in message
+    assert "dims=[97, 256]" in message
 
 
 def first_sinks() -> list[list[float]]:

@@ -60,6 +60,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_coalescing_manager": distributed_c10d,
     "_combined_loader": _FitLoop,
     "_combined_loader_states_to_load": _FitLoop,
+    "_compiler_ctx": pl.LightningModule,
     "_console_kwargs": RichProgressBar,
     "_current_graph_task_id": torch._C,
     "_current_fx_name": pl.LightningModule,
