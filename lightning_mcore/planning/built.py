@@ -15,9 +15,9 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -45,8 +45,7 @@ _OF_LAYERS = (
 """How the names of fields begin that divide the layers or have a value for each, but add no parameters."""
 
 
-@dataclass(frozen=True)
-class ParameterTensor:
+class ParameterTensor(NamedTuple):
     """Parameters of one kind and size."""
 
     name: str  # in a checkpoint; without the prefix of a layer
@@ -67,29 +66,13 @@ class ParameterTensor:
         return self.size * self.copies
 
 
-_MEGATRON = logging.getLogger("megatron")
-_LINEAR = (ColumnParallelLinear, RowParallelLinear)
-
-
-class _One:
-    """A process group of this rank and others like it."""
-
-    def __init__(self, size: int = 1) -> None:
-        self._size = size
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return 0
-
-
 @contextlib.contextmanager
 def alone(experts: int = 1) -> Iterator[None]:
     """Build Megatron's layers for one rank inside the ``with`` block, which has one of ``experts`` experts."""
     names = vars(parallel_state)
-    known: dict[str, Any] = {name: _One() for name in names if name.isupper() and "_GROUP" in name}
-    known["_EXPERT_MODEL_PARALLEL_GROUP"] = _One(experts)
+    one, several = (SimpleNamespace(size=lambda ranks=ranks: ranks, rank=lambda: 0) for ranks in (1, experts))
+    known: dict[str, Any] = {name: one for name in names if name.isupper() and "_GROUP" in name}
+    known["_EXPERT_MODEL_PARALLEL_GROUP"] = several
     known |= {name: 0 for name in names if name.startswith("_MPU_") and name.endswith("_RANK")}
     known |= {name: None for name in names if name.startswith("_MPU_") and name.endswith("_SIZE")}
     replaced: dict[str, Any] = {
@@ -113,8 +96,9 @@ def on_meta() -> Iterator[None]:
         stack.enter_context(mock.patch.object(CudaRNGStatesTracker, "fork", return_value=nothing))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.callback(_MEGATRON.setLevel, _MEGATRON.level)
-        _MEGATRON.setLevel(logging.ERROR)
+        megatron = logging.getLogger("megatron")
+        stack.callback(megatron.setLevel, megatron.level)
+        megatron.setLevel(logging.ERROR)
         stack.enter_context(meta)
         yield
 
@@ -172,7 +156,7 @@ def _built(arguments: str, scores: bool) -> tuple[tuple[str, ParameterTensor], .
     for local, parameter in chunk.named_parameters():
         prefix, name = _of_layer(names[id(parameter)])
         tensor = of_parameter(chunk, local, parameter)
-        found.append((prefix, replace(tensor, name=name, copies=experts if tensor.expert else 1)))
+        found.append((prefix, tensor._replace(name=name, copies=experts if tensor.expert else 1)))
     return tuple(found)
 
 
@@ -182,12 +166,13 @@ def of_parameter(chunk: nn.Module, name: str, parameter: nn.Parameter) -> Parame
     if name.endswith(".softmax_offset"):
         split = 0  # a sink for each head; Megatron does not mark them
     owner, is_matrix = chunk.get_submodule(name.rpartition(".")[0]), parameter.dim() == 2
+    is_linear = isinstance(owner, ColumnParallelLinear | RowParallelLinear)
     return ParameterTensor(
         name,
         parameter.numel(),
         expert=".local_experts." in name or not getattr(parameter, "allreduce", True),
         is_matrix=is_matrix,
-        is_linear=is_matrix and name.startswith(("decoder.", "mtp.")) and isinstance(owner, _LINEAR),
+        is_linear=is_linear and is_matrix and name.startswith(("decoder.", "mtp.")),
         is_shared=getattr(parameter, "shared_embedding", False),
         shape=tuple(parameter.shape),
         split=split,

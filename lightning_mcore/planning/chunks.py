@@ -27,7 +27,7 @@ from lightning_mcore.planning.model import ChunkLayers
 from lightning_mcore.planning.parameters import ModelParameters, count_of
 from lightning_mcore.planning.plan import Plan, StagePlan, of_stages, plan_of_run
 from lightning_mcore.planning.rules import OWN, check_run
-from lightning_mcore.planning.state_memory import RankMemory, StateFormats, state_memory
+from lightning_mcore.planning.state_memory import StateFormats, state_memory
 
 
 def plan_of_chunks(
@@ -48,8 +48,7 @@ def plan_of_chunks(
     made, total, trained = [], 0, 0
     for stage, chunks in enumerate(stages):
         tensors = [of_chunk for _, of_chunk in chunks]
-        state = state_memory(tensors, layout, formats, devices, stage)
-        memory = RankMemory(state.weights, state.gradients, state.optimizer, 0, state.host)
+        memory = state_memory(tensors, layout, formats, devices, stage)
         layers = tuple(held for held, _ in chunks)
         made.append(StagePlan(stage, stage * devices // len(stages), layers, count_of(tensors), memory, ()))
         for tensor in (tensor for of_chunk in tensors for tensor in of_chunk):

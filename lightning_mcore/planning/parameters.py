@@ -14,7 +14,7 @@ With adapters (``adapters.py``), those of a weight follow it, and what is not tr
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from math import prod
 
@@ -25,7 +25,6 @@ from lightning_mcore.planning.built import ParameterTensor, built_tensors, kinds
 from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
 
 __all__ = ["ParameterTensor", "chunk_tensors", "model_parameters", "rank_parameters", "rank_tensors", "whole_shapes"]
-
 
 Tensors = list[list[ParameterTensor]]
 """The parameters of a rank, chunk by chunk."""
@@ -56,12 +55,12 @@ def _with_adapters(
     """Yield a tensor, and the adapters that are on it."""
     if fields.adapters is None:
         _, part = fields.tower.get(prefix + tensor.name, ((), LANGUAGE_MODEL))
-        yield replace(tensor, is_trained=part not in fields.frozen) if fields.frozen else tensor
+        yield tensor._replace(is_trained=part not in fields.frozen) if fields.frozen else tensor
         return
     own = fields.adapters.of.get(prefix + tensor.name)
     is_saved = own is not None and own.is_saved
     is_quantized = tensor.is_linear and prefix.startswith("decoder.") and not is_saved
-    yield replace(tensor, is_trained=is_saved, bits=_bits(fields.adapters.lora) if is_quantized else None)
+    yield tensor._replace(is_trained=is_saved, bits=_bits(fields.adapters.lora) if is_quantized else None)
     pairs = own.pairs if own is not None else ()
     if not tensor.expert:
         for pair in pairs:
@@ -106,7 +105,7 @@ def _of_chunk(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, bac
     if chunk.embedding or chunk.mtp:
         shared = staged and (fields.tied or fields.mtp_num_layers > 0)
         yield from (
-            ("embedding.", replace(tensor, is_shared=shared and tensor.name.startswith("word_")))
+            ("embedding.", tensor._replace(is_shared=shared and tensor.name.startswith("word_")))
             for tensor in parts["embedding."]
         )
     mixers = [fields.architecture.has_delta_net(layer) for layer in range(fields.num_layers)]
@@ -122,7 +121,7 @@ def _of_chunk(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, bac
     if chunk.output and not fields.tied:
         yield from (("", tensor) for tensor in parts[""])
     elif chunk.output and not chunk.embedding:
-        yield "embedding.", replace(parts["embedding."][0], is_shared=staged)
+        yield "embedding.", parts["embedding."][0]._replace(is_shared=staged)
     for name, (shape, _) in fields.tower.items() if chunk.embedding else ():
         yield "", ParameterTensor(name, prod(shape), is_matrix=len(shape) == 2, shape=shape)
 
@@ -141,14 +140,14 @@ def _on_rank(
     hidden, latent = fields.hidden_size, fields.moe_latent_size
     if tensor.expert and latent is not None and tensor.is_matrix:
         shape = tuple(latent if size == hidden else size for size in tensor.shape)
-        tensor = replace(tensor, shape=shape, size=prod(shape))
+        tensor = tensor._replace(shape=shape, size=prod(shape))
     ranks = layout.expert_tensor_size if tensor.expert else layout.tensor_model_parallel_size
     if tensor.split is None or ranks == 1 or (tensor.name in _WHOLE and backend == "transformer_engine"):
-        tensor = replace(tensor, split=None)
+        tensor = tensor._replace(split=None)
     else:
-        tensor = replace(tensor, size=tensor.size // ranks)
+        tensor = tensor._replace(size=tensor.size // ranks)
     copies = tensor.copies // layout.expert_model_parallel_size if tensor.expert else 1
-    yield replace(tensor, copies=copies)
+    yield tensor._replace(copies=copies)
     if tensor.name == "mlp.router.weight" and latent is not None:
         for name, shape in (("fc1_latent_proj", (latent, hidden)), ("fc2_latent_proj", (hidden, latent))):
             yield ParameterTensor(f"mlp.{name}.weight", prod(shape), is_matrix=True, is_linear=True, shape=shape)

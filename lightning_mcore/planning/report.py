@@ -5,22 +5,20 @@ Values that are the same for all stages appear once; long pipelines show their f
 come last, where they are seen first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import Any
 
 from lightning_mcore.config.text import counted
 from lightning_mcore.planning.communication import AxisVolume
 from lightning_mcore.planning.grid import ranks_text
-from lightning_mcore.planning.plan import Plan, StagePlan
+from lightning_mcore.planning.plan import GIB, Plan, StagePlan
 from lightning_mcore.planning.rules import OWN
 from lightning_mcore.planning.schedule import schedule_picture
 
-if TYPE_CHECKING:
-    from rich.console import Console
+__all__ = ["GIB", "report", "table_text"]
 
 WIDTH = 100
-GIB = 2**30
 _MOST_ROWS = 16
 _SHORTEST = 1e-3  # seconds; the time of a shorter step is not estimated
 _LAYERS = {
@@ -37,107 +35,89 @@ def report(plan: Plan, picture: bool = False) -> str:
 
     Raises ModuleNotFoundError without the package rich.
     """
-    console = _console()
+    lines = [*_heading("run"), *_lines(_run(plan)), *_groups(plan), *_stages(plan), *_traffic(plan), *_work(plan)]
+    if picture and plan.timeline is not None:
+        lines += [*_heading("pipeline schedule"), schedule_picture(plan.timeline, WIDTH)]
+    sections = {"assumed": plan.assumptions, "warnings": plan.warnings}
+    for title, sentences in {**sections, "errors: the run would be refused": plan.errors}.items():
+        if sentences:
+            lines += [*_heading(title), *(_indented(f"- {sentence}") for sentence in sentences)]
+    return "\n".join(line.rstrip() for line in "\n".join(lines).splitlines())
+
+
+def _rendered(part: Any) -> str:
+    """Return what rich makes of a table or a text."""
+    from rich.console import Console
+
+    console = Console(width=WIDTH, no_color=True, highlight=False, emoji=False, force_terminal=False)
     with console.capture() as capture:
-        _run(console, plan)
-        _groups(console, plan)
-        _stages(console, plan)
-        _traffic(console, plan)
-        _work(console, plan)
-        if picture and plan.timeline is not None:
-            _heading(console, "pipeline schedule")
-            console.print(schedule_picture(plan.timeline, WIDTH), markup=False, highlight=False)
-        for title, sentences in (
-            ("assumed", plan.assumptions),
-            ("warnings", plan.warnings),
-            ("errors: the run would be refused", plan.errors),
-        ):
-            _sentences(console, title, sentences)
+        console.print(part)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def _console() -> "Console":
+def _indented(text: str) -> str:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    return _rendered(Padding(Text(text), (0, 0, 0, 2)))
+
+
+def _heading(title: str) -> list[str]:
+    return ["", title.upper()]
+
+
+def table_text(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return one table; the first column and those whose names begin with a space are aligned left."""
     try:
-        from rich.console import Console
+        from rich import box
+        from rich.table import Table
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             'the tables of lightning-mcore plan need the package rich; pip install "lightning-mcore[cli]", or give'
             " --json",
             name="rich",
         ) from error
-    return Console(width=WIDTH, no_color=True, highlight=False, emoji=False, force_terminal=False)
-
-
-def table_text(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return one table, with the first column aligned left and the others right."""
-    console = _console()
-    with console.capture() as capture:
-        _table(console, title, columns, rows)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
-
-
-def _table(console: "Console", title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich import box
-    from rich.table import Table
-
-    _heading(console, title)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
     for place, column in enumerate(columns):
         table.add_column(column, justify="left" if place == 0 or column.startswith(" ") else "right")
     for row in rows:
         table.add_row(*row)
-    console.print(table)
+    return "\n".join([*_heading(title), _rendered(table)])
 
 
-def _heading(console: "Console", title: str) -> None:
-    console.print(f"\n{title.upper()}", markup=False)
+def _lines(lines: Sequence[tuple[str, str]]) -> list[str]:
+    """Return names and texts side by side."""
+    return [
+        f"  {'' if place else name:<14}{part}"
+        for name, text in lines
+        for place, part in enumerate(wrap(text, WIDTH - 16))
+    ]
 
 
-def _sentences(console: "Console", title: str, sentences: Sequence[str]) -> None:
-    from rich.padding import Padding
-    from rich.text import Text
-
-    if not sentences:
-        return
-    _heading(console, title)
-    for sentence in sentences:
-        console.print(Padding(Text(f"- {sentence}"), (0, 0, 0, 2)))
-
-
-def _run(console: "Console", plan: Plan) -> None:
+def _run(plan: Plan) -> list[tuple[str, str]]:
     lines = [("devices", _devices(plan)), ("precision", f"{plan.precision}, {_LAYERS.get(plan.backend, plan.backend)}")]
     if plan.parameters is not None:
-        total, active = plan.parameters.total, plan.parameters.active
+        total, active, trained = plan.parameters.total, plan.parameters.active, plan.parameters.trained
         of_token = "" if total == active else f"; {count(active)} of them for one token"
-        trained = "" if plan.parameters.trained == total else f"; {count(plan.parameters.trained)} trained"
-        lines.append(("parameters", f"{count(total)}{of_token}{trained}"))
+        of_adapters = "" if trained == total else f"; {count(trained)} trained"
+        lines.append(("parameters", f"{count(total)}{of_token}{of_adapters}"))
     if plan.layout is not None:
         fits = plan.grid is not None
         lines.append(("layout", plan.layout.describe(plan.devices) if fits else "does not fit (see errors)"))
-    if plan.batch is not None:
-        lines.append(("global batch", plan.batch.sentence))
-    if plan.batch is not None and plan.batch.seq_length:
-        lines.append(
-            ("", f"{counted(plan.batch.rows, 'row')} x {plan.batch.seq_length:,} = {plan.batch.tokens:,} tokens a step")
-        )
-    if plan.timeline is not None and plan.timeline.num_stages > 1:
-        kind = "1F1B" if plan.timeline.num_chunks == 1 else f"interleaved, {plan.timeline.num_chunks} chunks a stage"
-        lines.append(("pipeline", f"{kind}; bubble {plan.timeline.bubble:.1%} of a step"))
-    fullest = plan.fullest
+    batch, timeline, fullest = plan.batch, plan.timeline, plan.fullest
+    if batch is not None:
+        lines.append(("global batch", batch.sentence))
+    if batch is not None and batch.seq_length:
+        tokens = f"{counted(batch.rows, 'row')} x {batch.seq_length:,} = {batch.tokens:,} tokens a step"
+        lines.append(("", tokens))
+    if timeline is not None and timeline.num_stages > 1:
+        kind = "1F1B" if timeline.num_chunks == 1 else f"interleaved, {timeline.num_chunks} chunks a stage"
+        lines.append(("pipeline", f"{kind}; bubble {timeline.bubble:.1%} of a step"))
     if fullest is not None:
         limit = f" of {size(plan.memory_limit)}" if plan.memory_limit is not None else ""
         without = " without activations" if plan.backend == OWN else ""
         lines.append(("memory", f"{size(fullest.memory.total)}{limit} on each rank of stage {fullest.stage}{without}"))
-    _heading(console, "run")
-    _lines(console, lines)
-
-
-def _lines(console: "Console", lines: Sequence[tuple[str, str]]) -> None:
-    for name, text in lines:
-        parts = wrap(text, WIDTH - 16)
-        console.print(f"  {name:<14}{parts[0]}", markup=False)
-        for part in parts[1:]:
-            console.print(f"  {'':<14}{part}", markup=False)
+    return lines
 
 
 def _devices(plan: Plan) -> str:
@@ -147,116 +127,90 @@ def _devices(plan: Plan) -> str:
     return f"{plan.devices:,} x {kind}{where}"
 
 
-def _groups(console: "Console", plan: Plan) -> None:
-    grid = plan.grid
-    if grid is None:
-        return
-    rows = [
-        [name, f"{grid.size(name):,}", f"{grid.world_size // grid.size(name):,}", ranks_text(grid.ranks(name, 0))]
-        for name in _GROUPS
-        if grid.size(name) > 1 and (name not in _OF_EXPERTS or (plan.fields and plan.fields.num_moe_experts))
-    ]
-    if rows:
-        _table(console, "process groups", ["group", "ranks", "groups", " the group of rank 0"], rows)
+def _groups(plan: Plan) -> Iterator[str]:
+    grid, has_experts = plan.grid, plan.fields is not None and plan.fields.num_moe_experts
+    names = [name for name in _GROUPS if has_experts or name not in _OF_EXPERTS]
+    sizes = {name: size for name in names if grid is not None and (size := grid.size(name)) > 1}
+    if grid is not None and sizes:
+        rows = [
+            [name, f"{size:,}", f"{grid.world_size // size:,}", ranks_text(grid.ranks(name, 0))]
+            for name, size in sizes.items()
+        ]
+        yield table_text("process groups", ["group", "ranks", "groups", " the group of rank 0"], rows)
 
 
-def _stages(console: "Console", plan: Plan) -> None:
-    if not plan.stages:
-        return
+def _stages(plan: Plan) -> Iterator[str]:
     fullest = plan.fullest
-    most = max(stage.memory.total for stage in plan.stages)
-    unit, name = (GIB, "GiB") if most >= GIB else (2**20, "MiB")
+    if fullest is None:
+        return
+    unit, name = (GIB, "GiB") if fullest.memory.total >= GIB else (2**20, "MiB")
     rows = []
-    for stage in _shown(plan.stages):
+    for stage in _shown(plan.stages, fullest):
         memory = stage.memory
-        mark = " *" if stage is fullest and len(plan.stages) > 1 else ""
         parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total)
-        rows.append(
-            [
-                f"{stage.stage}{mark}",
-                _layers(stage),
-                count(stage.parameters.total),
-                *["-" if plan.backend == OWN and part == 0 else f"{part / unit:.2f}" for part in parts],
-            ]
-        )
+        sizes = ["-" if plan.backend == OWN and part == 0 else f"{part / unit:.2f}" for part in parts]
+        mark = " *" if stage is fullest and len(plan.stages) > 1 else ""
+        rows.append([f"{stage.stage}{mark}", _layers(stage), count(stage.parameters.total), *sizes])
     columns = ["stage", " layers", "parameters", "weights", "gradients", "optimizer", "activations", "total"]
-    _table(console, f"one rank of each stage (memory in {name})", columns, rows)
-    if any(stage.memory.host for stage in plan.stages):
-        most = max(stage.memory.host for stage in plan.stages)
-        console.print(f"  and up to {size(most)} of optimizer state in the memory of the host", markup=False)
+    yield table_text(f"one rank of each stage (memory in {name})", columns, rows)
+    if on_host := max(stage.memory.host for stage in plan.stages):
+        yield f"  and up to {size(on_host)} of optimizer state in the memory of the host"
 
 
-def _shown(stages: Sequence[StagePlan]) -> list[StagePlan]:
-    if len(stages) <= _MOST_ROWS:
-        return list(stages)
-    fullest = max(stages, key=lambda stage: stage.memory.total)
+def _shown(stages: Sequence[StagePlan], fullest: StagePlan) -> list[StagePlan]:
     picked = {0, 1, 2, fullest.stage, len(stages) - 2, len(stages) - 1}
-    return [stage for stage in stages if stage.stage in picked]
+    return [stage for stage in stages if len(stages) <= _MOST_ROWS or stage.stage in picked]
 
 
 def _layers(stage: StagePlan) -> str:
     texts = []
     for chunk in stage.chunks:
         parts = ["embedding"] if chunk.embedding else []
-        if chunk.layers:
-            first, last = chunk.layers[0], chunk.layers[-1]
-            parts.append(str(first) if first == last else f"{first}-{last}")
+        parts += ["-".join(map(str, dict.fromkeys((chunk.layers[0], chunk.layers[-1]))))] if chunk.layers else []
         parts += [f"{chunk.mtp} MTP"] if chunk.mtp else []
         parts += ["output"] if chunk.output else []
         texts.append(" ".join(parts) or "none")
-    if len(texts) > 4:
-        texts = [*texts[:2], "...", texts[-1]]
-    return ", ".join(texts)
+    return ", ".join(texts if len(texts) <= 4 else [*texts[:2], "...", texts[-1]])
 
 
-def _traffic(console: "Console", plan: Plan) -> None:
-    busiest: dict[str, tuple[AxisVolume, int]] = {}
-    for stage in plan.stages:
-        for volume in stage.traffic:
-            if volume.axis not in busiest or volume.sent > busiest[volume.axis][0].sent:
-                busiest[volume.axis] = (volume, stage.stage)
-    if not busiest:
-        return
-    rows = [
-        [v.axis, f"{v.group_size:,}", size(v.sent), "in each microbatch" if v.each_microbatch else "once", v.what]
-        for v, _ in busiest.values()
-    ]
-    columns = ["axis", "ranks", "sent a step", " when", " what"]
-    _table(console, "communication of one rank of the busiest stage", columns, rows)
+def _traffic(plan: Plan) -> Iterator[str]:
+    busiest: dict[str, AxisVolume] = {}
+    for volume in (volume for stage in plan.stages for volume in stage.traffic):
+        if volume.axis not in busiest or volume.sent > busiest[volume.axis].sent:
+            busiest[volume.axis] = volume
+    if busiest:
+        rows = [
+            [v.axis, f"{v.group_size:,}", size(v.sent), "in each microbatch" if v.each_microbatch else "once", v.what]
+            for v in busiest.values()
+        ]
+        columns = ["axis", "ranks", "sent a step", " when", " what"]
+        yield table_text("communication of one rank of the busiest stage", columns, rows)
 
 
-def _work(console: "Console", plan: Plan) -> None:
-    work = plan.work
-    if work is None or plan.batch is None:
-        return
+def _work(plan: Plan) -> list[str]:
+    work, time, batch = plan.work, plan.time, plan.batch
+    if work is None or batch is None:
+        return []
     again = work.hardware_flops / work.model_flops - 1
-    lines = [
-        ("model", f"{flops(work.model_flops)} a step, {flops(work.flops_per_token)} a token"),
-        ("one rank", f"{flops(max(work.hardware_flops_of_rank))} a step, on the stage that has most"),
-    ]
-    if work.tower_flops:
-        lines.insert(1, ("vision tower", f"{flops(work.tower_flops)} of it, on the first stage"))
+    lines = [("model", f"{flops(work.model_flops)} a step, {flops(work.flops_per_token)} a token")]
     if again > 0.001:
-        lines.insert(1, ("recomputed", f"{again:.1%} on top: {flops(work.hardware_flops)} a step"))
-    if plan.time is not None and plan.machine is not None and plan.time.total < _SHORTEST:
-        lines.append(
-            ("estimate", f"none on {plan.machine.name.upper()}: launching kernels takes longest in so small a step")
-        )
-    elif plan.time is not None and plan.machine is not None:
-        time, tokens = plan.time, plan.batch.tokens
-        lines.append(
-            (
-                "estimate",
-                f"{seconds(time.total)} a step on {plan.machine.name.upper()}: compute {seconds(time.compute)},"
-                f" communication {seconds(time.each_microbatch + time.once)}, bubble {seconds(time.bubble)}",
-            )
+        lines.append(("recomputed", f"{again:.1%} on top: {flops(work.hardware_flops)} a step"))
+    if work.tower_flops:
+        lines.append(("vision tower", f"{flops(work.tower_flops)} of it, on the first stage"))
+    lines.append(("one rank", f"{flops(max(work.hardware_flops_of_rank))} a step, on the stage that has most"))
+    name = plan.machine.name.upper() if plan.machine is not None else ""
+    if time is not None and time.total < _SHORTEST:
+        lines.append(("estimate", f"none on {name}: launching kernels takes longest in so small a step"))
+    elif time is not None:
+        of_parts = (
+            f"compute {seconds(time.compute)}, communication {seconds(time.each_microbatch + time.once)},"
+            f" bubble {seconds(time.bubble)}"
         )
         rate = work.model_flops / time.total / plan.devices / 1e12
-        lines.append(
-            ("", f"about {float(f'{tokens / time.total:.2g}'):,.0f} tokens/s, {rate:.0f} TFLOP/s of each device")
-        )
-    _heading(console, "work")
-    _lines(console, lines)
+        tokens = f"{float(f'{batch.tokens / time.total:.2g}'):,.0f} tokens/s"
+        lines.append(("estimate", f"{seconds(time.total)} a step on {name}: {of_parts}"))
+        lines.append(("", f"about {tokens}, {rate:.0f} TFLOP/s of each device"))
+    return [*_heading("work"), *_lines(lines)]
 
 
 def seconds(number: float) -> str:

@@ -19,7 +19,8 @@ microbatch (``a`` is the first chunk). A wide picture is cut in its middle.
 Source: ``get_pp_rank_microbatches``, ``get_schedule_table`` and the two pipelined schedules of megatron-core (0.16.1).
 """
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from string import ascii_lowercase
@@ -107,116 +108,84 @@ class PipelineTimeline:
         idle = self.num_stages - 1
         return idle / (self.num_chunks * self.num_microbatches + idle)
 
-    @cached_property
+    @property
+    def duration(self) -> int:
+        """Time of a step, in units of one chunk's forward pass."""
+        return _duration(self)
+
+    @property
     def bubble(self) -> float:
         """Share of the step in which an average stage waits, between 0 and 1."""
         busy = self.num_chunks * self.num_microbatches * (FORWARD_UNITS + BACKWARD_UNITS)
         return 1 - busy / self.duration
-
-    @cached_property
-    def duration(self) -> int:
-        """Time of a step, in units of one chunk's forward pass."""
-        return _duration(self)
 
     @property
     def num_passes(self) -> int:
         """Forward and backward passes of all stages."""
         return 2 * self.num_stages * self.num_chunks * self.num_microbatches
 
-    @property
-    def short(self) -> "PipelineTimeline":
-        """The same schedule with only as many microbatches as show how it begins, repeats and ends."""
-        group = self.group_size or self.num_stages
-        kept = self.num_microbatches % group + 2 * group
-        return self if kept >= self.num_microbatches else replace(self, num_microbatches=kept)
+    def short(self, groups: int = 2) -> "PipelineTimeline":
+        """Return the schedule with only as many microbatches as show how it begins, repeats itself and ends."""
+        count, group = self.num_microbatches, self.group_size or self.num_stages
+        return replace(self, num_microbatches=min(count, count % group + groups * group))
+
+    def order(self, stage: int) -> list[Pass]:
+        """Return the passes of a stage."""
+        return stage_order(self.num_stages, self.num_chunks, self.num_microbatches, stage, self.group_size)
 
     @cached_property
     def played(self) -> list[list[Played]]:
-        """The passes of each stage with their times."""
-        orders = [
-            stage_order(self.num_stages, self.num_chunks, self.num_microbatches, stage, self.group_size)
-            for stage in range(self.num_stages)
-        ]
-        return _play(orders, self.num_stages, self.num_chunks)
+        """The passes of each stage with their times: each starts once its stage is free and its input is there."""
+        ends: dict[tuple[bool, int, int], int] = {}  # of (forward, microbatch, place of the chunk in the model)
+        rows: list[list[Played]] = [[] for _ in range(self.num_stages)]
+        waiting = {stage: deque(self.order(stage)) for stage in range(self.num_stages)}
+        while any(waiting.values()):
+            before = len(ends)
+            for stage, passes in waiting.items():
+                row = rows[stage]
+                while passes and (ready := self._ready(passes[0], stage, ends)) is not None:
+                    action = passes.popleft()
+                    start = max(ready, row[-1].end if row else 0)
+                    row.append(Played(action, start, start + (FORWARD_UNITS if action.forward else BACKWARD_UNITS)))
+                    ends[action.forward, action.microbatch, action.chunk * self.num_stages + stage] = row[-1].end
+            if len(ends) == before:
+                raise RuntimeError("the stages wait for each other in this schedule")
+        return rows
+
+    def _ready(self, action: Pass, stage: int, ends: Mapping[tuple[bool, int, int], int]) -> int | None:
+        """Return when the input of a pass is there; None while it is not known."""
+        forward, microbatch, chunk = action
+        place = chunk * self.num_stages + stage
+        if forward:
+            return 0 if place == 0 else ends.get((True, microbatch, place - 1))
+        is_last = place == self.num_stages * self.num_chunks - 1
+        return ends.get((is_last, microbatch, place + (not is_last)))
 
 
 @lru_cache(maxsize=4096)  # layouts that --suggest compares often have the same schedule
 def _duration(timeline: PipelineTimeline) -> int:
-    group, unit = timeline.group_size or timeline.num_stages, FORWARD_UNITS + BACKWARD_UNITS
+    chunks, unit = timeline.num_chunks, FORWARD_UNITS + BACKWARD_UNITS
+    group = timeline.group_size or timeline.num_stages
     if timeline.num_passes > _MOST_PASSES:
-        if timeline.num_chunks == 1 or (group == timeline.num_stages and timeline.num_microbatches % group == 0):
-            return (timeline.num_chunks * timeline.num_microbatches + timeline.num_stages - 1) * unit
-        if (short := timeline.short) is not timeline:
-            more = timeline.num_microbatches - short.num_microbatches
-            return short.duration + more * timeline.num_chunks * unit
+        if chunks == 1 or (group == timeline.num_stages and timeline.num_microbatches % group == 0):
+            return (chunks * timeline.num_microbatches + timeline.num_stages - 1) * unit
+        if (short := timeline.short()) != timeline:
+            return short.duration + (timeline.num_microbatches - short.num_microbatches) * chunks * unit
     return max(row[-1].end for row in timeline.played)
-
-
-def _play(orders: Sequence[Sequence[Pass]], num_stages: int, num_chunks: int) -> list[list[Played]]:
-    """Start each pass as soon as its stage is free and what it needs from a neighbour is there."""
-    ends: dict[tuple[bool, int, int], int] = {}  # of (forward, microbatch, place of the chunk in the model)
-    rows: list[list[Played]] = [[] for _ in orders]
-    waiting = set(range(num_stages))
-    last = num_stages * num_chunks - 1
-    while waiting:
-        before = len(ends)
-        for stage in sorted(waiting):
-            row, order = rows[stage], orders[stage]
-            while len(row) < len(order):
-                action = order[len(row)]
-                place = action.chunk * num_stages + stage
-                ready = _ready(action, place, last, ends)
-                if ready is None:
-                    break
-                start = max(ready, row[-1].end if row else 0)
-                end = start + (FORWARD_UNITS if action.forward else BACKWARD_UNITS)
-                ends[action.forward, action.microbatch, place] = end
-                row.append(Played(action, start, end))
-            if len(row) == len(order):
-                waiting.discard(stage)
-        if len(ends) == before and waiting:
-            raise RuntimeError(f"stages {sorted(waiting)} wait for each other in this schedule")
-    return rows
-
-
-def _ready(action: Pass, place: int, last: int, ends: dict[tuple[bool, int, int], int]) -> int | None:
-    """Return when the input of a pass is there; None while it is not known."""
-    if action.forward:
-        return 0 if place == 0 else ends.get((True, action.microbatch, place - 1))
-    if place == last:
-        return ends.get((True, action.microbatch, place))
-    return ends.get((False, action.microbatch, place + 1))
 
 
 def in_flight(
     layout: ParallelLayout, pipeline_rank: int, num_microbatches: int, group_size: int | None = None
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield, before each backward pass, what is in flight and which chunk goes backward.
+    """Yield, before each backward pass, the microbatches in flight of each chunk, and which chunk goes backward.
 
-    The first period of the schedule is enough because the later ones repeat it: the cost does not grow with the
-    number of microbatches.
-
-    Yields the microbatches in flight of each chunk, and the number of the chunk that goes backward.
+    Three groups of microbatches are enough because the schedule repeats itself: more do not cost more.
     """
-    pp, chunks = layout.pipeline_model_parallel_size, layout.num_chunks
-    behind = pp - pipeline_rank - 1
-    if chunks == 1:
-        yield (min(num_microbatches, behind + 1),), 0
-        return
-    group = layout.microbatch_group_size(num_microbatches, group_size or pp)
-    period = group * chunks
-    warmup = min(2 * behind + (chunks - 1) * group, num_microbatches * chunks)
-    shown = min(num_microbatches, -(-(warmup + 2 * period) // period) * group)  # whole groups
-    forward = [chunk for _, chunk in _table(shown, chunks, group)]
-    backward = [chunks - 1 - chunk for chunk in forward]
-    counts = [forward[:warmup].count(chunk) for chunk in range(chunks)]
-    for done, chunk in enumerate(backward):
-        if warmup + done < len(forward):
-            counts[forward[warmup + done]] += 1
-        elif shown < num_microbatches:
-            return
-        yield tuple(counts), chunk
-        counts[chunk] -= 1
+    timeline, counts = PipelineTimeline.of(layout, num_microbatches, group_size).short(3), [0] * layout.num_chunks
+    for action in timeline.order(pipeline_rank):
+        if not action.forward:
+            yield tuple(counts), action.chunk
+        counts[action.chunk] += 1 if action.forward else -1
 
 
 def schedule_picture(timeline: PipelineTimeline, width: int = 100) -> str:
@@ -225,38 +194,28 @@ def schedule_picture(timeline: PipelineTimeline, width: int = 100) -> str:
     There is a line for each stage, and one with duration and bubble; many stages are cut in the middle, too.
     """
     note = f"{timeline.duration} units; bubble {timeline.bubble:.1%}; forward 1 unit, backward 2"
-    shown = timeline if timeline.num_passes <= _MOST_PASSES else timeline.short
-    if shown is not timeline:
+    shown = timeline.short() if timeline.num_passes > _MOST_PASSES else timeline
+    if shown != timeline:
         note += f"; drawn with {shown.num_microbatches} microbatches instead of {timeline.num_microbatches}"
     cell = max(len(_label(played, shown.num_chunks)) for row in shown.played for played in row) + 1
-    labels = [f"stage {stage} " for stage in range(shown.num_stages)]
-    edge = max(map(len, labels))
-    lines = []
+    end, labels = max(row[-1].end for row in shown.played), [f"stage {stage} " for stage in range(shown.num_stages)]
+    edge, lines = max(map(len, labels)), []
     for label, row in zip(labels, shown.played, strict=True):
-        lines.append(label.rjust(edge) + "|" + _row(row, shown, cell))
-    lines = [_cut(line, width, edge + 1) for line in lines]
+        text, now = label.rjust(edge) + "|", 0
+        for played in row:
+            text += "." * ((played.start - now) * cell)
+            text += _label(played, shown.num_chunks).ljust((played.end - played.start) * cell - 1, "-") + " "
+            now = played.end
+        lines.append(_cut(text + "." * ((end - now) * cell), width, edge + 1))
     if len(lines) > 24:
         lines = [*lines[:12], " " * edge + "|" + _CUT, *lines[-12:]]
     return "\n".join([*lines, note])
 
 
-def _row(row: list[Played], timeline: PipelineTimeline, cell: int) -> str:
-    text, now = "", 0
-    for played in row:
-        text += "." * ((played.start - now) * cell)
-        text += _label(played, timeline.num_chunks).ljust((played.end - played.start) * cell - 1, "-") + " "
-        now = played.end
-    end = max(one[-1].end for one in timeline.played)
-    return text + "." * ((end - now) * cell)
-
-
 def _label(played: Played, num_chunks: int) -> str:
-    chunk = "" if num_chunks == 1 else ascii_lowercase[played.action.chunk % 26]
-    return f"{played.action}{chunk}"
+    return f"{played.action}{'' if num_chunks == 1 else ascii_lowercase[played.action.chunk % 26]}"
 
 
 def _cut(line: str, width: int, edge: int) -> str:
-    if len(line) <= width:
-        return line
     half = (width - edge - len(_CUT)) // 2
-    return line[: edge + half] + _CUT + line[-half:]
+    return line if len(line) <= width else line[: edge + half] + _CUT + line[-half:]

@@ -9,10 +9,9 @@ import logging
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -20,7 +19,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.value_checks import is_callable
@@ -28,11 +26,8 @@ from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.models.vision import MCoreVisionGPT
 
-_PLAIN = (int, float, bool, str, list, dict, tuple, NoneType)
 
-
-@dataclass(frozen=True)
-class Argument:
+class Argument(NamedTuple):
     """One field of a dataclass or argument of a constructor."""
 
     hint: Any  # its type; ``typing.Any`` where it takes objects
@@ -45,9 +40,7 @@ Arguments = Mapping[str, Argument]
 @cache
 def arguments_of(function: Callable[..., Any]) -> Arguments:
     """Return the arguments of a function, without ``self``; of a class those of its constructor."""
-    owner: Any = function
-    if isinstance(function, type):
-        owner = function.__init__  # type: ignore[misc]
+    owner: Any = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
     hints = typing.get_type_hints(owner)
     return {
         name: Argument(_plain(hints.get(name, Any)), ... if given.default is given.empty else given.default)
@@ -70,18 +63,10 @@ def of_trainer() -> Arguments:
 
 def of_model(pretrained: bool = False, sees: bool = False) -> Arguments:
     """Return the arguments of ``MCoreGPT`` and ``MCorePreference``, or of their ``from_pretrained``."""
-    kinds = (MCoreVisionGPT,) if sees else (MCorePreference, MCoreGPT)
-    return {
-        name: argument
-        for kind in kinds
-        for name, argument in arguments_of(kind.from_pretrained if pretrained else kind).items()
-    }
-
-
-def of_transformer(latent: bool = False) -> Arguments:
-    """Return the fields of ``TransformerConfig``, with ``latent`` those of ``MLATransformerConfig``."""
-    fields = fields_of(TransformerConfig)
-    return {**fields_of(MLATransformerConfig), **fields} if latent else fields
+    found: dict[str, Argument] = {}
+    for kind in (MCoreVisionGPT,) if sees else (MCorePreference, MCoreGPT):
+        found |= arguments_of(kind.from_pretrained if pretrained else kind)
+    return found
 
 
 def of_config(name: str) -> Arguments:
@@ -106,7 +91,8 @@ def _takes_objects(hint: Any) -> bool:
         return False
     if kinds := typing.get_args(hint):
         return any(_takes_objects(kind) for kind in kinds)
-    return isinstance(hint, type) and hint not in _PLAIN and not issubclass(hint, enum.Enum)
+    plain = (int, float, bool, str, list, dict, tuple, NoneType)
+    return isinstance(hint, type) and hint not in plain and not issubclass(hint, enum.Enum)
 
 
 _NOT_ASKED = (
@@ -122,48 +108,31 @@ def lightning_faults(trainer: Mapping[str, Any]) -> Iterator[str]:
     asked = {name: value for name, value in trainer.items() if name not in _NOT_ASKED}
     if trainer.get("accelerator") != "cpu":
         asked.pop("devices", None)  # the machine of the run decides
-    alone = [(f"trainer.{name}={value!r}", _refusal({name: value})) for name, value in asked.items()]
-    if not any(refusal for _, refusal in alone):
-        alone = [("the arguments of the Trainer together", _refusal(asked))]
-    for what, refusal in alone:
-        if refusal is not None:
-            yield f"Lightning refuses {what}: {refusal}"
+    alone = {f"trainer.{name}={value!r}": {name: value} for name, value in asked.items()}
+    refusals = {what: made for what, given in alone.items() if isinstance(made := _trainer(given), str)}
+    if not refusals and isinstance(together := _trainer(asked), str):
+        refusals = {"the arguments of the Trainer together": together}
+    yield from (f"Lightning refuses {what}: {refusal}" for what, refusal in refusals.items())
 
 
 def may_never_end(trainer: Mapping[str, Any]) -> bool:
     """Return whether the arguments leave the number of steps unknown, however much data there is."""
     names = ("max_steps", "max_epochs", "max_time")
-    try:
-        made = _trainer({name: trainer[name] for name in names if trainer.get(name) is not None})
-    except (ValueError, TypeError, MisconfigurationException):
-        return False
-    return made.max_steps == -1 and made.max_epochs == -1
+    made = _trainer({name: trainer[name] for name in names if trainer.get(name) is not None})
+    return not isinstance(made, str) and made.max_steps == -1 and made.max_epochs == -1
 
 
-def _refusal(arguments: Mapping[str, Any]) -> str | None:
-    """Return Lightning's sentences as one; None if it refuses nothing."""
-    try:
-        _trainer(arguments)
-    except (ValueError, TypeError, MisconfigurationException) as error:
-        return " ".join(str(error).split()).removesuffix(".").replace(". ", "; ")
-    return None
-
-
-def _trainer(arguments: Mapping[str, Any]) -> pl.Trainer:
+def _trainer(arguments: Mapping[str, Any]) -> pl.Trainer | str:
+    """Make a trainer that does not run; return Lightning's sentences as one if it refuses the arguments."""
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     alone: dict[str, Any] = {"strategy": SingleDeviceStrategy("cpu"), "plugins": [LightningEnvironment()]}
-    with warnings.catch_warnings(), _without_messages():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        return pl.Trainer(**{"accelerator": "cpu", "devices": 1, **quiet, **alone, **arguments})
-
-
-@contextlib.contextmanager
-def _without_messages() -> Iterator[None]:
-    """Keep Lightning from listing the devices of a trainer that does not run."""
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+        logger = logging.getLogger("lightning.pytorch")  # would list the devices
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.ERROR)
+        try:
+            return pl.Trainer(**{"accelerator": "cpu", "devices": 1, **quiet, **alone, **arguments})
+        except (ValueError, TypeError, MisconfigurationException) as error:
+            return " ".join(str(error).split()).removesuffix(".").replace(". ", "; ")

@@ -20,7 +20,7 @@ documented there; they need a GPU and are not measured.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -49,13 +49,19 @@ def optimizer_of(model: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class StateMemory:
-    """Bytes on one rank."""
+class RankMemory:
+    """Bytes on one rank, at the moment of a step when most is held."""
 
     weights: int  # of parameters, padding included, and with FP8 of their copies in 8 bits
     gradients: int  # of the buffers in which gradients are summed
     optimizer: int  # of fp32 copies and moments, on the device
-    host: int = 0  # of those that ``optimizer_cpu_offload`` keeps in the memory of the host
+    activations: int = 0  # of what forward keeps for backward, of all microbatches in flight
+    host: int = 0  # optimizer state that is kept in the memory of the host; not in the total
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return self.weights + self.gradients + self.optimizer + self.activations
 
 
 @dataclass(frozen=True)
@@ -119,8 +125,8 @@ def state_memory(
     formats: StateFormats,
     world_size: int,
     pipeline_rank: int = 0,
-) -> StateMemory:
-    """Return the bytes of weights, gradients and optimizer state on a rank of one pipeline stage.
+) -> RankMemory:
+    """Return the bytes on a rank of one pipeline stage, without activations.
 
     They are those of the rank that holds most; shards differ by their padding.
     """
@@ -143,7 +149,7 @@ def state_memory(
             # A shard may be all padding but for one that is full.
             state += min(padded / shards, elements) / elements * of_state
     host = round(state * formats.offloaded)
-    return StateMemory(weights, gradients, round(state) - host, host)
+    return RankMemory(weights, gradients, round(state) - host, host=host)
 
 
 def _of_optimizer(
@@ -224,22 +230,6 @@ def _weight_bytes(buffer: Sequence[ParameterTensor], padded: int, formats: State
     return padded * formats.parameter + 2 * linear
 
 
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes on one rank, at the moment of a step when most is held."""
-
-    weights: int  # of parameters, padding included
-    gradients: int  # of the buffers in which gradients are summed
-    optimizer: int  # of fp32 copies and moments, on the device
-    activations: int  # of what forward keeps for backward, of all microbatches in flight
-    host: int = 0  # optimizer state that is kept in the memory of the host; not in the total
-
-    @property
-    def total(self) -> int:
-        """Bytes on the device."""
-        return self.weights + self.gradients + self.optimizer + self.activations
-
-
 def rank_memory(
     fields: GPTFields,
     layout: ParallelLayout,
@@ -271,4 +261,4 @@ def rank_memory(
     meter = Activations(fields, layout, micro_batch_size, length, form)
     activations = meter.peak(pipeline_rank, num_microbatches, group)
     activations += patch_bytes(fields, micro_batch_size * num_microbatches) if pipeline_rank == 0 else 0
-    return RankMemory(state.weights, state.gradients, state.optimizer, activations, state.host)
+    return replace(state, activations=activations)

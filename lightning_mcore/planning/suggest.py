@@ -8,9 +8,14 @@ the estimated time of a step (``step.py``), and the best ones that Megatron's ow
 is rough: measure the first few.
 """
 
+import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Literal
+
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.run import RunSettings, rows_of_pairs
@@ -18,11 +23,11 @@ from lightning_mcore.config.value_checks import divisors
 from lightning_mcore.planning.machines import Machine
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.parameters import rank_tensors
-from lightning_mcore.planning.plan import Plan, make_plan, stage_memory
+from lightning_mcore.planning.plan import make_plan, stage_memory
 from lightning_mcore.planning.report import GIB, table_text
 from lightning_mcore.planning.rules import check_run
 from lightning_mcore.planning.schedule import PipelineTimeline
-from lightning_mcore.planning.signatures import Arguments, arguments_of, of_transformer
+from lightning_mcore.planning.signatures import Arguments, arguments_of, fields_of
 from lightning_mcore.planning.state_memory import StateFormats, optimizer_of, state_memory
 from lightning_mcore.planning.vision import with_images
 from lightning_mcore.strategy.strategy import MCoreStrategy
@@ -107,16 +112,14 @@ def suggest(
         ValueError: The model is wrong, or no layout fits.
     """
     limit = (memory or machine.memory) * USABLE
-    fields, rows = _model_and_rows(settings, devices, backend)
-    found: dict[tuple[Any, ...], Suggestion] = {}
-    each = rows_of_pairs(settings.model, {**settings.data, "batch_size": 1})["batch_size"]
-    least = float("inf")
-    tried = 0
-    layouts = _layouts(fields, devices, devices_per_node)
-    for layout in sorted(layouts, key=lambda layout: _likely_cost(layout, devices_per_node)):
+    search = _Search(settings, devices, devices_per_node, machine, backend, limit)
+    fields, rows = search.model_and_rows()
+    found: dict[str, Suggestion] = {}
+    least, tried = math.inf, 0
+    for layout in sorted(_layouts(fields, devices, devices_per_node), key=search.likely_cost):
         if found and tried >= _MOST_TRIED:
             break
-        needed = _state(fields, layout, settings, devices)
+        needed = search.state(fields, layout)
         if needed > limit:
             least = min(least, needed)
             continue
@@ -124,61 +127,118 @@ def suggest(
             if progress is not None:
                 progress(tried, len(found))
             tried += 1
-            plan, recompute = _fitting(
-                settings, layout, devices, devices_per_node, machine, backend, limit, micro, count
-            )
-            if plan is None or plan.fullest is None or plan.time is None or plan.work is None:
+            one = search.best(layout, micro, count)
+            if one is None:
                 continue
-            needed = plan.fullest.memory.total
-            least = min(least, needed)
-            if needed > limit or plan.timeline is None:
-                continue
-            rate = plan.work.model_flops / plan.time.total / devices
-            chosen = _strategy(layout, devices)
-            strategy = _resets(settings.strategy, chosen, arguments_of(MCoreStrategy)) | chosen
-            recompute = _resets(settings.model.get("transformer") or {}, recompute, of_transformer()) | recompute
-            found_here = Suggestion(
-                strategy, recompute, micro, micro // each, count, needed, plan.timeline.bubble, plan.time.total, rate
-            )
-            key = tuple(sorted((name, str(value)) for name, value in found_here.strategy.items()))
-            if key not in found or found[key].seconds > found_here.seconds:
-                found[key] = found_here
+            least, key = min(least, one.memory), str(sorted(one.strategy.items(), key=str))
+            if one.memory <= limit and (key not in found or found[key].seconds > one.seconds):
+                found[key] = one
     if not found:
         raise ValueError(_nothing(least, limit, devices, rows))
-    ordered = sorted(found.values(), key=lambda one: (one.seconds, one.memory))
-    return _accepted(ordered, settings, devices, backend, most)
+    return search.accepted(sorted(found.values(), key=lambda one: (one.seconds, one.memory)), most)
 
 
-def _accepted(
-    ordered: Sequence[Suggestion], settings: RunSettings, devices: int, backend: str | None, most: int
-) -> list[Suggestion]:
-    """Return the first suggestions that Megatron's own config accepts.
+@dataclass(frozen=True)
+class _Search:
+    """What stays the same while layouts are tried."""
 
-    Raises ValueError if it accepts none of the first.
-    """
-    accepted: list[Suggestion] = []
-    refused: list[str] = []
-    for one in ordered:
-        if len(accepted) == most or len(refused) == _MOST_REFUSED:
-            break
-        tried = _changed(settings, one.strategy, one.recompute, one.micro_batch_size, one.num_microbatches)
-        errors = check_run(tried, devices, backend).errors
-        refused += errors[:1]
-        if not errors:
-            accepted.append(one)
-    if not accepted:
-        raise ValueError(refused[0])
-    return accepted
+    settings: RunSettings
+    devices: int
+    devices_per_node: int
+    machine: Machine
+    backend: str | None
+    limit: float  # bytes of a device that may be filled
 
+    def model_and_rows(self) -> tuple[GPTFields, int]:
+        """Return the model, and the rows of a step on the file's devices, or else on the given number."""
+        settings = self.settings
+        of_node, nodes = settings.trainer.get("devices"), settings.trainer.get("num_nodes") or 1
+        tried = [of_node * nodes] if isinstance(of_node, int) and of_node > 0 else []
+        for count in (*tried, self.devices):
+            run = check_run(settings, count, self.backend)
+            if run.fields is not None and run.batch is not None:
+                return with_images(run.fields, settings.image_tokens, run.batch.seq_length), run.batch.rows
+        raise ValueError(run.errors[0] if run.errors else "the global batch is unknown; give data.batch_size")
 
-def _likely_cost(layout: ParallelLayout, devices_per_node: int) -> float:
-    """Return a number that grows with the traffic of a layout: ranks of a model copy, and of experts beyond a node."""
-    experts = layout.expert_tensor_size * layout.expert_model_parallel_size
-    return layout.model_parallel_size * max(1.0, experts / devices_per_node)
+    def likely_cost(self, layout: ParallelLayout) -> float:
+        """Return a number that grows with the traffic of a layout: ranks of a model, and of experts beyond a node."""
+        experts = layout.expert_tensor_size * layout.expert_model_parallel_size
+        return layout.model_parallel_size * max(1.0, experts / self.devices_per_node)
+
+    def strategy(self, layout: ParallelLayout) -> dict[str, Any]:
+        """Return the arguments of the strategy to set: non-default sizes, sharding and overlaps."""
+        sizes = {name: value for name, value in vars(layout).items() if value != getattr(ParallelLayout(), name)}
+        if layout.data_parallel_size(self.devices) * layout.context_parallel_size > 1:
+            sizes |= dict.fromkeys(("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True)
+        return sizes
+
+    def state(self, fields: GPTFields, layout: ParallelLayout) -> float:
+        """Return the bytes of the first and last stage without activations, a lower bound for their ranks."""
+        kept = {name: value for name, value in self.settings.strategy.items() if name not in _REPLACED}
+        strategy, of_ends = {**kept, **self.strategy(layout)}, []
+        formats = StateFormats.of(self.settings.precision, strategy, optimizer_of(self.settings.model))
+        for stage in {0, layout.pipeline_model_parallel_size - 1}:
+            tensors = rank_tensors(fields, layout, stage)
+            of_ends.append(state_memory(tensors, layout, formats, self.devices, stage).total)
+        return max(of_ends)
+
+    def changed(self, strategy: Mapping[str, Any], recompute: Mapping[str, Any], micro: int, count: int) -> RunSettings:
+        """Return the run with another layout, recomputation and microbatches."""
+        settings, given = self.settings, self.settings.model.get("transformer") or {}
+        return replace(
+            settings,
+            strategy={**settings.strategy, **_set(settings.strategy, strategy, arguments_of(MCoreStrategy))},
+            model={**settings.model, "transformer": {**given, **_set(given, recompute, fields_of(TransformerConfig))}},
+            trainer={**settings.trainer, "accumulate_grad_batches": count},
+            data={**settings.data, "batch_size": micro},
+        )
+
+    def best(self, layout: ParallelLayout, micro: int, count: int) -> Suggestion | None:
+        """Return a layout with the least recomputation that fits, or else with the most."""
+        settings, closest, chosen = self.settings, None, self.strategy(layout)
+        for name, recompute in _RECOMPUTE.items():
+            tried = self.changed(chosen, recompute, micro, count)
+            if name != "full":  # the first stage alone is quick to compute, and is often the fullest
+                run = check_run(tried, self.devices, self.backend, ask_others=False)
+                if run.is_computable and stage_memory(run, tried, self.devices, 0).total > self.limit:
+                    continue
+            plan = make_plan(tried, self.devices, self.devices_per_node, self.machine, None, self.backend, False)
+            if plan.errors or plan.fullest is None or plan.time is None or plan.work is None or plan.timeline is None:
+                continue
+            pairs = rows_of_pairs(settings.model, {**settings.data, "batch_size": 1})["batch_size"]
+            closest = Suggestion(
+                strategy=_set(settings.strategy, chosen, arguments_of(MCoreStrategy)),
+                recompute=_set(settings.model.get("transformer") or {}, recompute, fields_of(TransformerConfig)),
+                micro_batch_size=micro,
+                batch_size=micro // pairs,
+                num_microbatches=count,
+                memory=plan.fullest.memory.total,
+                bubble=plan.timeline.bubble,
+                seconds=plan.time.total,
+                flops_rate=plan.work.model_flops / plan.time.total / self.devices,
+            )
+            if closest.memory <= self.limit:
+                break
+        return closest
+
+    def accepted(self, ordered: Sequence[Suggestion], most: int) -> list[Suggestion]:
+        """Return the first suggestions that Megatron's own config accepts; ValueError if it accepts none."""
+        accepted: list[Suggestion] = []
+        refused: list[str] = []
+        for one in ordered:
+            if len(accepted) == most or len(refused) == _MOST_REFUSED:
+                break
+            tried = self.changed(one.strategy, one.recompute, one.micro_batch_size, one.num_microbatches)
+            errors = check_run(tried, self.devices, self.backend).errors
+            refused += errors[:1]
+            accepted += [] if errors else [one]
+        if not accepted:
+            raise ValueError(refused[0])
+        return accepted
 
 
 def _nothing(least: float, limit: float, devices: int, rows: int) -> str:
-    if least == float("inf"):
+    if least == math.inf:
         return (
             f"no layout of {devices} devices divides the model and a global batch of {rows} rows; choose another number"
             " of devices or another batch"
@@ -189,133 +249,53 @@ def _nothing(least: float, limit: float, devices: int, rows: int) -> str:
     )
 
 
-def _model_and_rows(settings: RunSettings, devices: int, backend: str | None) -> tuple[GPTFields, int]:
-    """Return the model, and the rows of a step on the file's devices, or else on the given number."""
-    of_node, nodes = settings.trainer.get("devices"), settings.trainer.get("num_nodes") or 1
-    tried = [of_node * nodes] if isinstance(of_node, int) and of_node > 0 else []
-    for count in (*tried, devices):
-        run = check_run(settings, count, backend)
-        if run.fields is not None and run.batch is not None:
-            return with_images(run.fields, settings.image_tokens, run.batch.seq_length), run.batch.rows
-    raise ValueError(run.errors[0] if run.errors else "the global batch is unknown; give data.batch_size")
-
-
 def _layouts(fields: GPTFields, devices: int, devices_per_node: int) -> Iterator[ParallelLayout]:
     """Yield every layout that divides devices and model."""
     experts = fields.num_moe_experts or 1
     sizes = [size for size in divisors(devices) if size <= max(fields.num_layers, experts, devices_per_node)]
-    long = [size for size in sizes if size == 1 or fields.seq_length // size >= _LEAST_TOKENS]
-    for tp in (size for size in sizes if size <= devices_per_node and devices_per_node % size == 0):
-        for pp in (size for size in sizes if size <= fields.num_layers and devices % (tp * size) == 0):
-            for cp in (size for size in long if devices % (tp * pp * size) == 0):
-                for ep in (size for size in sizes if experts % size == 0 and devices % (size * pp) == 0):
-                    for chunks in _CHUNKS if pp > 1 else (None,):
-                        try:
-                            layout = ParallelLayout(
-                                tensor_model_parallel_size=tp,
-                                pipeline_model_parallel_size=pp,
-                                virtual_pipeline_model_parallel_size=chunks,
-                                context_parallel_size=cp,
-                                expert_model_parallel_size=ep,
-                                expert_tensor_parallel_size=1 if ep > 1 and tp > 1 else None,
-                                sequence_parallel=tp > 1,
-                            )
-                            layout.validate_world(devices)
-                            layout.validate_model(fields.shape)
-                        except ValueError:
-                            continue
-                        yield layout
-
-
-def _state(fields: GPTFields, layout: ParallelLayout, settings: RunSettings, devices: int) -> float:
-    """Return the bytes of the first and last stage without activations, a lower bound for their ranks."""
-    last = layout.pipeline_model_parallel_size - 1
-    kept = {name: value for name, value in settings.strategy.items() if name not in _REPLACED}
-    strategy = {**kept, **_strategy(layout, devices)}
-    of_ends = []
-    for stage in {0, last}:
-        formats = StateFormats.of(settings.precision, strategy, optimizer_of(settings.model))
-        state = state_memory(rank_tensors(fields, layout, stage), layout, formats, devices, stage)
-        of_ends.append(state.weights + state.gradients + state.optimizer)
-    return max(of_ends)
+    of_tp = [size for size in sizes if devices_per_node % size == 0]
+    of_pp = [size for size in sizes if size <= fields.num_layers]
+    of_cp = [size for size in sizes if size == 1 or fields.seq_length // size >= _LEAST_TOKENS]
+    of_ep = [size for size in sizes if experts % size == 0]
+    for tp, pp, cp, ep, chunks in product(of_tp, of_pp, of_cp, of_ep, _CHUNKS):
+        if devices % (tp * pp * cp) or devices % (ep * pp):
+            continue
+        with contextlib.suppress(ValueError):
+            layout = ParallelLayout(
+                tensor_model_parallel_size=tp,
+                pipeline_model_parallel_size=pp,
+                virtual_pipeline_model_parallel_size=chunks,
+                context_parallel_size=cp,
+                expert_model_parallel_size=ep,
+                expert_tensor_parallel_size=1 if ep > 1 and tp > 1 else None,
+                sequence_parallel=tp > 1,
+            )
+            layout.validate_world(devices)
+            layout.validate_model(fields.shape)
+            yield layout
 
 
 def _microbatches(layout: ParallelLayout, devices: int, rows: int) -> Iterator[tuple[int, int]]:
     """Yield rows of a microbatch and microbatches of a step that give the global batch."""
-    dp = layout.data_parallel_size(devices)
     for micro in _ROWS:
-        count, rest = divmod(rows, dp * micro)
+        count, rest = divmod(rows, layout.data_parallel_size(devices) * micro)
         if rest or not count:
             continue
-        try:
+        with contextlib.suppress(ValueError):
             layout.validate_microbatches(count)
-        except ValueError:
-            continue
-        if PipelineTimeline(layout.pipeline_model_parallel_size, layout.num_chunks, count).formula <= _MOST_BUBBLE:
-            yield micro, count
+            if PipelineTimeline.of(layout, count).formula <= _MOST_BUBBLE:
+                yield micro, count
 
 
-def _fitting(
-    settings: RunSettings,
-    layout: ParallelLayout,
-    devices: int,
-    devices_per_node: int,
-    machine: Machine,
-    backend: str | None,
-    limit: float,
-    micro: int,
-    count: int,
-) -> tuple[Plan | None, dict[str, Any]]:
-    """Return the plan with the least recomputation that fits, or else the one with the most recomputation."""
-    closest: tuple[Plan | None, dict[str, Any]] = (None, {})
-    for name, changes in _RECOMPUTE.items():
-        tried = _changed(settings, _strategy(layout, devices), changes, micro, count)
-        if name != "full":  # the first stage alone is quick to compute, and is often the fullest
-            run = check_run(tried, devices, backend, ask_others=False)
-            if run.is_computable and stage_memory(run, tried, devices, 0).total > limit:
-                continue
-        plan = make_plan(tried, devices, devices_per_node, machine, None, backend, ask_others=False)
-        if plan.errors or plan.fullest is None:
-            continue
-        closest = (plan, dict(changes))
-        if plan.fullest.memory.total <= limit:
-            break
-    return closest
-
-
-def _strategy(layout: ParallelLayout, devices: int) -> dict[str, Any]:
-    """Return the arguments of the strategy to set: non-default sizes, sharding and overlaps."""
-    default = ParallelLayout()
-    sizes = {name: value for name, value in vars(layout).items() if value != getattr(default, name, None)}
-    if layout.data_parallel_size(devices) * layout.context_parallel_size > 1:
-        sizes |= dict.fromkeys(("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True)
-    return {name: value for name, value in sizes.items() if name in _REPLACED}
-
-
-def _changed(
-    settings: RunSettings, strategy: Mapping[str, Any], recompute: Mapping[str, Any], micro: int, count: int
-) -> RunSettings:
-    given = settings.model.get("transformer") or {}
-    kept = {**settings.strategy, **_resets(settings.strategy, strategy, arguments_of(MCoreStrategy))}
-    transformer = {**given, **_resets(given, recompute, of_transformer())}
-    return replace(
-        settings,
-        strategy={**kept, **strategy},
-        model={**settings.model, "transformer": {**transformer, **recompute}},
-        trainer={**settings.trainer, "accumulate_grad_batches": count},
-        data={**settings.data, "batch_size": micro},
-    )
-
-
-def _resets(given: Mapping[str, Any], chosen: Mapping[str, Any], known: Arguments) -> dict[str, Any]:
-    """Return the defaults of settings that the file changes and the suggestion does not keep, to override the file."""
+def _set(given: Mapping[str, Any], chosen: Mapping[str, Any], known: Arguments) -> dict[str, Any]:
+    """Return what is chosen, and the defaults of settings that the file changes and the suggestion does not keep."""
     gone = {*_REPLACED, *_OF_RECOMPUTE}
     if not chosen.get("sequence_parallel"):
         gone |= {"tp_comm_overlap", "tp_comm_overlap_cfg"}
     if chosen.get("pipeline_model_parallel_size") is None or not chosen.get("overlap_grad_reduce"):
         gone |= {"align_grad_reduce"}
     defaults = {name: known[name].default for name in given if name in gone and name not in chosen}
-    return {name: default for name, default in defaults.items() if given[name] != default}
+    return {name: default for name, default in defaults.items() if given[name] != default} | dict(chosen)
 
 
 def suggestion_text(
