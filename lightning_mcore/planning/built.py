@@ -40,7 +40,7 @@ from lightning_mcore.planning.model import GPTFields
 _OF_THE_RUN = {*KERNELS, *NEEDS_CUDA, *NEEDS_TRANSFORMER_ENGINE, *TORCH_BACKEND_VALUES}
 _OF_LAYERS = (
     *("num_layers_", "account_for_", "recompute_", "moe_layer_recompute", "distribute_saved"),
-    *("no_rope_freq", "window_attn_skip_freq"),
+    *("no_rope_freq", "window_attn_skip_freq", "window_size"),
 )
 """How the names of fields begin that divide the layers or have a value for each, but add no parameters."""
 

@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_mcore.config.rules.strategy import GRADIENT_SETTINGS
 from lightning_mcore.config.run import RunSettings, rows_of_pairs
 from lightning_mcore.planning.chunks import plan_of_chunks
 from lightning_mcore.planning.machines import Machine
@@ -65,16 +66,15 @@ def settings_of(trainer: Any, module: Any, data: Any = None, batch_size: int | N
     strategy = trainer.strategy
     if not hasattr(strategy, "layout") or not hasattr(strategy, "gradients"):
         raise TypeError(f"{type(strategy).__name__} is not MCoreStrategy; give Trainer(strategy=MCoreStrategy(...))")
-    model = _model(module) if _is_gpt(module) else {}
+    model, plugin = _model(module) if _is_gpt(module) else {}, strategy.precision_plugin
     names = ("batch_size", "seq_length", "packing")
-    of_data = {name: value for name in names if (value := getattr(data, name, None)) is not None}
+    of_data = {} if model else {"seq_length": 0}
+    of_data |= {name: value for name in names if (value := getattr(data, name, None)) is not None}
     of_data = rows_of_pairs(model, of_data) | ({} if batch_size is None else {"batch_size": batch_size})
     of_data.pop("packing", None)
-    if not model:
-        of_data = {"seq_length": 0, **of_data}
     return RunSettings(
         strategy=_strategy(strategy),
-        precision=_precision(strategy.precision_plugin),
+        precision={"precision": plugin.precision, **_changed(plugin.fp8), **_changed(plugin._scaling)},
         model=model,
         trainer={
             "devices": trainer.num_devices,
@@ -94,10 +94,8 @@ def _strategy(strategy: Any) -> dict[str, Any]:
     gradients, overlap = strategy.gradients, strategy.tensor_overlap
     values = {
         **vars(strategy.layout),
-        "use_distributed_optimizer": gradients.use_distributed_optimizer,
-        "overlap_grad_reduce": gradients.overlap_grad_reduce,
-        "overlap_param_gather": gradients.overlap_param_gather,
-        "overlap_p2p_comm": strategy.overlap_p2p_comm or None,
+        **{name: getattr(gradients, name) for name in GRADIENT_SETTINGS},
+        "overlap_p2p_comm": strategy.overlap_p2p_comm,
         "microbatch_group_size_per_vp_stage": strategy.microbatch_group_size,
         "tp_comm_overlap": overlap.enabled,
         "tp_comm_overlap_cfg": overlap._config_path,
@@ -107,11 +105,6 @@ def _strategy(strategy: Any) -> dict[str, Any]:
         "communication": _changed(strategy.communication),
     }
     return {name: value for name, value in values.items() if value not in (None, {}, False)}
-
-
-def _precision(plugin: Any) -> dict[str, Any]:
-    scaling = _changed(plugin._scaling) if plugin._scaling is not None else {}
-    return {"precision": plugin.precision, **_changed(plugin.fp8), **scaling}
 
 
 def _model(module: Any) -> dict[str, Any]:

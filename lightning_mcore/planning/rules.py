@@ -30,13 +30,8 @@ from lightning_mcore.config.field_homes import REQUIRED, check_owned_by_precisio
 from lightning_mcore.config.fp8 import FP8Settings, check_layers, check_microbatch, check_model
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.positions import check_positions
+from lightning_mcore.config.rules import model as model_rules
 from lightning_mcore.config.rules import strategy as strategy_rules
-from lightning_mcore.config.rules.model import (
-    check_average_in_collective,
-    check_fields,
-    check_normalization,
-    check_without_transformer_engine,
-)
 from lightning_mcore.config.run import RunSettings, class_and_arguments
 from lightning_mcore.config.text import counted, unknown_name
 from lightning_mcore.config.value_checks import accepts, choices_of, require_size
@@ -45,28 +40,14 @@ from lightning_mcore.layers.spec import resolve_transformer_impl
 from lightning_mcore.layers.transformer_config import build_transformer_config, field_faults
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.models.vision import check_parts
-from lightning_mcore.optimizer.rules import (
-    check_kind,
-    megatron_fields,
-    optimizer_config_faults,
-    optimizer_device_faults,
-    optimizer_option_faults,
-)
+from lightning_mcore.optimizer import rules as optimizer_rules
 from lightning_mcore.parallel.stage_layers import check_uniform_recompute
+from lightning_mcore.planning import signatures
 from lightning_mcore.planning.adapters import check_adapters, with_adapters
 from lightning_mcore.planning.arguments import arguments_of_gpt, assumptions_of_preference, faults_of_pairs
 from lightning_mcore.planning.grid import GlobalBatch, global_batch
 from lightning_mcore.planning.model import GPTFields, backend_of
-from lightning_mcore.planning.signatures import (
-    Arguments,
-    arguments_of,
-    fields_of,
-    lightning_faults,
-    may_never_end,
-    of_config,
-    of_model,
-    of_trainer,
-)
+from lightning_mcore.planning.signatures import Arguments, arguments_of, fields_of, of_config, of_model
 from lightning_mcore.planning.vision import assumptions_of_vision, check_first_stage, with_images, with_tower
 from lightning_mcore.strategy.overlap import TensorParallelOverlap
 from lightning_mcore.strategy.precision import MCorePrecision
@@ -191,8 +172,9 @@ class PlannedStrategy:
         book.collect(strategy_rules.gradient_faults(self.strategy, self.ddp))
         owned = precision.ddp_fields() if precision is not None else ddp_fields_of(self.precision_name)
         book.attempt(check_owned_by_precision, self.ddp, owned)
-        book.collect(optimizer_config_faults(self.optimizer, self.distributed))
-        book.collect(optimizer_device_faults(self.optimizer, device_type, bool(owned["grad_reduce_in_fp32"])))
+        book.collect(optimizer_rules.optimizer_config_faults(self.optimizer, self.distributed))
+        in_fp32 = bool(owned["grad_reduce_in_fp32"])
+        book.collect(optimizer_rules.optimizer_device_faults(self.optimizer, device_type, in_fp32))
         if self.layout is not None:
             self._check_overlaps(self.layout)
             if all(sized) and RuleBook().passes(self.layout.validate_world, world_size):
@@ -216,9 +198,8 @@ class PlannedStrategy:
     def megatron_fields(self) -> dict[str, Any]:
         """Return the fields of Megatron's config that strategy and precision own."""
         without_optimizer = {**self.strategy, "ddp_config": self.ddp or None, "optimizer_config": None}
-        strategy = self._book.attempt(make_strategy, without_optimizer)
-        if strategy is None:  # refused above
-            strategy = MCoreStrategy(**(vars(self.layout) if self.layout is not None else {}))
+        sizes = vars(self.layout) if self.layout is not None else {}
+        strategy = self._book.attempt(make_strategy, without_optimizer) or MCoreStrategy(**sizes)
         strategy.parallel_devices = [torch.device(self._device_type)]
         strategy.cluster_environment = LightningEnvironment()
         strategy._precision_plugin = RuleBook().attempt(MCorePrecision, **self.precision)  # refused above
@@ -301,15 +282,15 @@ def check_in_megatron(
         return
     set_architecture(config, fields.architecture)
     book.attempt(check_architecture, config, used)
-    book.attempt(check_fields, config, used, device_type)  # type: ignore[arg-type]
+    book.attempt(model_rules.check_fields, config, used, device_type)  # type: ignore[arg-type]
     book.attempt(check_uniform_recompute, config)
     book.attempt(check_adapters, fields, config, settings)
     tied, positions = settings["share_embeddings_and_output_weights"], settings["position_embedding_type"]
     book.attempt(check_multi_token, config, bool(tied), positions == "learned_absolute")
-    book.attempt(check_normalization, settings["loss_normalization"], config)
-    book.attempt(check_average_in_collective, bool(rules.resolved("average_in_collective")), config)
+    book.attempt(model_rules.check_normalization, settings["loss_normalization"], config)
+    book.attempt(model_rules.check_average_in_collective, bool(rules.resolved("average_in_collective")), config)
     if device_type == "cpu" and not HAVE_TE:
-        book.attempt(check_without_transformer_engine, config)
+        book.attempt(model_rules.check_without_transformer_engine, config)
 
 
 def _config(book: RuleBook, fields: GPTFields, owned: Mapping[str, Any], backend: str, device_type: str) -> Any:
@@ -343,14 +324,15 @@ def _check_optimizer(book: RuleBook, rules: PlannedStrategy, settings: Mapping[s
         return
     made, layout = recipe.build_optimizer([("weight", nn.Parameter(torch.zeros(1, 1)))]), rules.layout
     book.attempt(
-        check_kind,
+        optimizer_rules.check_kind,
         made,
         inline=False,
         distributed=rules.distributed,
         tensor_parallel_size=layout.tensor_model_parallel_size if layout is not None else 1,
         expert_model_parallel_size=layout.expert_model_parallel_size if layout is not None else 1,
     )
-    book.collect(optimizer_option_faults(rules.optimizer, megatron_fields(made) or {}, type(made).__name__))
+    of_kind = optimizer_rules.megatron_fields(made) or {}
+    book.collect(optimizer_rules.optimizer_option_faults(rules.optimizer, of_kind, type(made).__name__))
 
 
 def check_batch(book: RuleBook, fields: GPTFields, rules: PlannedStrategy, batch: GlobalBatch) -> None:
@@ -410,10 +392,10 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
         raise ValueError(f"devices={devices} is too small; choose 1 or more")
     book, fits = RuleBook(), False
     device_type = "cpu" if settings.trainer.get("accelerator") == "cpu" else "cuda"
-    trainer = book.check_arguments("argument of Trainer", settings.trainer, of_trainer())
+    trainer = book.check_arguments("argument of Trainer", settings.trainer, signatures.of_trainer())
     book.collect(strategy_rules.trainer_faults(trainer))
     if ask_others:
-        book.collect(lightning_faults(trainer))
+        book.collect(signatures.lightning_faults(trainer))
     rules = PlannedStrategy(book, settings.strategy, settings.precision, device_type)
     rules.check(devices)
     model = (book.attempt(arguments_of_gpt, book, settings.model) if backend != OWN else None) or {}
@@ -423,7 +405,7 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
     fields = check_gpt(book, built) if model else None
     if fields is not None:
         recipe = RuleBook().attempt(Recipe.of, model.get("recipe") or {})
-        if ask_others and recipe is not None and may_never_end(trainer):
+        if ask_others and recipe is not None and signatures.may_never_end(trainer):
             book.attempt(recipe.check_end, None)
         fits = check_gpt_on_layout(book, fields, rules)
         if ask_others:

@@ -496,3 +496,9 @@ def test_the_reason_of_the_model_comes_before_that_of_the_number_of_ranks() -> N
         "pipeline_model_parallel_size=3 does not divide num_layers=4",
         "pipeline_model_parallel_size=3 does not divide the number of ranks (devices * num_nodes), which is 4",
     ]
+
+
+def test_a_window_that_only_the_torch_backend_refuses_is_planned_for_transformer_engine() -> None:
+    plan = make_plan(run_with({"window_size": [8, 4]}, trainer={"accelerator": "gpu", "devices": 1}), 1)
+    assert (plan.backend, plan.errors) == ("transformer_engine", ())
+    assert plan.stages
