@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-LayerNorms = Literal["before", "around", "after"]
+LayerNorms = Literal["before", "around", "after", "parallel"]
 HeadNorms = Literal["all_heads", "after_rotation"]
 
 STRETCHES: dict[str, tuple[str, ...]] = {
@@ -45,7 +45,9 @@ class Architecture:
 
     Args:
         layer_norms: Where a layer normalises: ``"before"`` attention and MLP; ``"after"`` each of them, on its output
-            before the residual is added; or ``"around"`` each of them, in both places.
+            before the residual is added; ``"around"`` each of them, in both places; or ``"parallel"``, once before
+            both: attention and MLP read the same, and both outputs are added to the residual.
+        norm_bias: Whether LayerNorms have biases.
         head_norms: Norms of queries and keys, instead of ``qk_layernorm``'s: ``"all_heads"`` for one norm over
             all heads together, ``"after_rotation"`` for one over each head after its rotation.
         attention_output_bias: Whether the output projection of attention has a bias even without ``add_bias_linear``.
@@ -70,6 +72,7 @@ class Architecture:
     """
 
     layer_norms: LayerNorms = "before"
+    norm_bias: bool = True
     head_norms: HeadNorms | None = None
     attention_output_bias: bool = False
     mlp_bias: bool = False
@@ -134,7 +137,7 @@ class Architecture:
 
 # Settings that only this package's own torch modules have
 _TORCH_BACKEND_ONLY = (
-    *("layer_norms", "head_norms", "attention_output_bias", "mlp_bias", "expert_bias"),
+    *("layer_norms", "norm_bias", "head_norms", "attention_output_bias", "mlp_bias", "expert_bias"),
     *("attention_cap", "latent_epsilon", "query_growth", "delta_net"),
 )
 
@@ -144,7 +147,9 @@ ARCHITECTURE_DEFAULTS: dict[str, Any] = {field.name: field.default for field in 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "layer_norms": get_args(LayerNorms),
     "head_norms": (None, *get_args(HeadNorms)),
-    **dict.fromkeys(("attention_output_bias", "mlp_bias", "expert_bias", "softmax_choice_bias"), (False, True)),
+    **dict.fromkeys(
+        ("norm_bias", "attention_output_bias", "mlp_bias", "expert_bias", "softmax_choice_bias"), (False, True)
+    ),
 }
 
 

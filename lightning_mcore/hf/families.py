@@ -368,6 +368,30 @@ def _read_local_positions(config: Config) -> dict[str, Any]:
 
 
 LOCAL_POSITIONS = _read_only(_read_local_positions)
+
+
+def _read_whole_heads(config: Config) -> dict[str, Any]:
+    size = config["hidden_size"] // config["num_attention_heads"]
+    refuse_unless("head_dim", config.get("head_dim", size), (size,), "it follows from hidden_size")
+    return {}
+
+
+COHERE = (
+    *(d.SIZES, ROPE, Same("layer_norm_eps", "layernorm_epsilon", at_least=0.0), Only("hidden_act", "silu")),
+    Same("attention_dropout", "attention_dropout"),
+    Same("tie_word_embeddings", "share_embeddings_and_output_weights"),
+    Constants({"gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False}),
+    Constants({"normalization": "LayerNorm", "layer_norms": "parallel", "norm_bias": False}),
+    Derived(
+        ("logit_scale",),
+        lambda config: {"logits_divisor": 1 / config["logit_scale"]},
+        lambda fields: {"logit_scale": 1 / fields["logits_divisor"]},
+    ),
+    _read_only(_read_whole_heads, "head_dim"),
+    *_unwritten(use_qk_norm=False, use_parallel_block=True, use_parallel_embedding=False, use_gated_activation=True),
+    Unused(("layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct")),
+    Unused(("use_embedding_sharing",)),  # tie_word_embeddings says it
+)
 AFMOE = (
     Constants({"layer_norms": "around", "attention_output_gate": True}),
     Derived(
@@ -517,6 +541,11 @@ _ROWS = (
             Rename(f"mlp.activation_func.{name}", f"mlp.act_fn.{name}")
             for name in ("alpha_p", "alpha_n", "beta", "eps")
         ),
+    ),
+    family(  # Command R7B and Command A
+        *("cohere2", "Cohere2", COHERE, LAYER_WINDOWS, LOCAL_POSITIONS),
+        *(d.ATTENTION, INTERLEAVED, BIASES, d.MLP[1:]),
+        Unused(("sliding_window_pattern",)),  # transformers makes layer_types from it
     ),
     family(  # Trinity
         *("afmoe", "Afmoe", d.DECODER, LAYER_WINDOWS, LOCAL_POSITIONS, HEAD_NORMS, AFMOE),

@@ -27,7 +27,7 @@ class TorchNorm(nn.Module):
         start = 0.0 if config.layernorm_zero_centered_gamma else 1.0
         self.weight = nn.Parameter(torch.full((hidden_size,), start, dtype=config.params_dtype))
         self.bias: nn.Parameter | None = None
-        if config.normalization == "LayerNorm":
+        if config.normalization == "LayerNorm" and architecture_of(config).norm_bias:
             self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
         # Under sequence parallelism a rank's gradients are partial sums: the mark makes Megatron's finalize_model_grads
         # add them up. Norms of queries and keys see some of the heads; Megatron finds those by name.
@@ -44,17 +44,17 @@ class TorchNorm(nn.Module):
         if self.config.layernorm_zero_centered_gamma:
             weight = weight + 1
         weight = weight.to(computed)
-        if bias is None:
+        if self.config.normalization == "RMSNorm":
             return functional.rms_norm(hidden_states, (self.hidden_size,), weight, self.eps).to(dtype)
-        return functional.layer_norm(hidden_states, (self.hidden_size,), weight, bias.to(computed), self.eps).to(dtype)
+        bias = bias if bias is None else bias.to(computed)
+        return functional.layer_norm(hidden_states, (self.hidden_size,), weight, bias, self.eps).to(dtype)
 
     def _weights(self) -> tuple[Tensor, Tensor | None]:
         return self.weight, self.bias
 
     def extra_repr(self) -> str:
         """Describe the norm in ``print(model)``."""
-        kind = "RMSNorm" if self.bias is None else "LayerNorm"
-        return f"{kind}, {self.hidden_size}, eps={self.eps}"
+        return f"{self.config.normalization}, {self.hidden_size}, eps={self.eps}"
 
 
 class LatentNorm(TorchNorm):

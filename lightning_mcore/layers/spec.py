@@ -44,7 +44,14 @@ from lightning_mcore.layers.core_attention import TorchAttention, completed
 from lightning_mcore.layers.delta_net import GatedDeltaNet
 from lightning_mcore.layers.norms import LatentNorm, LatentQueryNorm, TorchNorm, check_norm
 from lightning_mcore.layers.router import ChoiceBiasRouter, ExactRouter
-from lightning_mcore.layers.variants import BiasedExpertOutput, NormAndAdd, VariantAttention, with_bias
+from lightning_mcore.layers.variants import (
+    BiasedExpertOutput,
+    NormAndAdd,
+    OutputAlone,
+    ParallelLayer,
+    VariantAttention,
+    with_bias,
+)
 from lightning_mcore.parallel.stage_layers import check_uniform_recompute
 from lightning_mcore.te_cpu.load import ONLY_ON_THE_CPU, is_prepared, untested_on_the_cpu
 
@@ -274,6 +281,9 @@ def _use_our_modules(
         experts.router = ChoiceBiasRouter if architecture.softmax_choice_bias else ExactRouter
     if architecture.layer_norms != "before" or architecture.residual_scale != 1.0:
         submodules.self_attn_bda = submodules.mlp_bda = ModuleSpec(module=NormAndAdd, params={"config": config})
+    if architecture.layer_norms == "parallel":
+        layer.module = ParallelLayer
+        submodules.self_attn_bda = ModuleSpec(module=OutputAlone, params={"config": config})
     splits_gates = config.attention_output_gate and config.num_query_groups < config.tensor_model_parallel_size
     if architecture.window_rotary_base is not None or architecture.head_norms == "all_heads" or splits_gates:
         submodules.self_attention.module = VariantAttention
@@ -285,7 +295,7 @@ def _use_our_modules(
     attention.core_attention = TorchAttention
     before = IdentityOp if architecture.layer_norms == "after" else TorchNorm
     _replace_norm(submodules, "input_layernorm", before)
-    _replace_norm(submodules, "pre_mlp_layernorm", before)
+    _replace_norm(submodules, "pre_mlp_layernorm", IdentityOp if architecture.layer_norms == "parallel" else before)
     _add_biases(submodules, architecture, has_experts=experts is not None)
     if experts is not None and (config.add_bias_linear or architecture.expert_bias):
         projections = _submodules_of(experts.experts)

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
@@ -39,7 +40,7 @@ class NormAndAdd(MegatronModule):  # type: ignore[misc]  # megatron-core has no 
         architecture = architecture_of(config)
         self.scale = architecture.residual_scale
         self.norm: TorchNorm | None = None
-        if architecture.layer_norms != "before":
+        if architecture.layer_norms in ("around", "after"):
             self.norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
@@ -58,6 +59,53 @@ class NormAndAdd(MegatronModule):  # type: ignore[misc]  # megatron-core has no 
         if self.scale != 1.0:
             output = output * self.scale
         return residual + functional.dropout(output, dropout, training)
+
+
+class ParallelLayer(TransformerLayer):  # type: ignore[misc]  # megatron-core has no type information
+    """A layer whose attention and MLP read the same normalised input; both outputs are added to the residual.
+
+    Megatron's halves run one after the other as ever, so recomputation and packed rows work. The first returns the
+    output of attention alone (:class:`OutputAlone`), and the second starts from the layer's input again.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pre_mlp_layernorm = _SameNorm(self.input_layernorm)
+
+    def _forward_attention(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        attended, context = super()._forward_attention(hidden_states, *args, **kwargs)
+        return (attended, hidden_states), context  # which Megatron hands to _forward_mlp
+
+    def _forward_mlp(self, hidden_states: tuple[Tensor, Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        attended, residual = hidden_states
+        output: Tensor = super()._forward_mlp(residual, *args, **kwargs)
+        return attended + output
+
+
+class _SameNorm(nn.Module):
+    """Another module's norm; its weight stays that module's alone."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = (norm,)  # in a tuple, torch does not register it a second time
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        normalised: Tensor = self.norm[0](hidden_states)
+        return normalised
+
+
+class OutputAlone(MegatronModule):  # type: ignore[misc]  # megatron-core has no type information
+    """Returns the output of attention with its bias, in place of Megatron's ``get_bias_dropout_add``."""
+
+    def forward(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+        """Return the function that leaves out the residual; ``fused`` has no effect."""
+
+        def output(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            values, bias = output_and_bias
+            return functional.dropout(values if bias is None else values + bias, dropout, training)
+
+        return output
 
 
 class _NormOfAllHeads(nn.Module):

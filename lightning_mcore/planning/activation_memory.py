@@ -93,7 +93,8 @@ def layer_rows(
     rows = [*_norm(fields, "input_layernorm", hidden, form, weights=_BEHIND_NORM)]
     rows += _delta_net(fields, form) if has_delta_net else _attention(fields, seq_length, form)
     of_mlp = () if is_moe else ("mlp.linear_fc1.weight",)
-    rows += _norm(fields, "pre_mlp_layernorm", hidden, form, is_moe, of_mlp)
+    same_input = fields.architecture.layer_norms == "parallel"  # as the norm before attention, which keeps it
+    rows += [*_norm(fields, "pre_mlp_layernorm", hidden, form, is_moe, of_mlp)][same_input:]
     rows += _experts(fields, form) if is_moe else _mlp(fields, fields.ffn_hidden_size, form, "mlp")
     if fields.architecture.layer_norms == "around":
         for name in ("self_attn_bda.norm", "mlp_bda.norm"):
@@ -190,12 +191,12 @@ def _norm(
     weights: tuple[str, ...] = (),
 ) -> Iterator[Row]:
     """Yield what a norm keeps, and last its output, which the linear layer behind it keeps for ``weights``."""
-    fused = not form.is_local or fields.layer_norm_has_bias
+    fused = not form.is_local or fields.subtracts_mean
     kept = FP32 if fields.fp32_residual_connection or not fused else form.element
     yield Row(f"{name} input", width, kept, "sequence")
     if not fused:
         yield Row(f"{name} input, scaled", width, FP32, "sequence", weights=(f"{name}.weight",))
-    yield Row(f"{name} statistics", 2 if fields.layer_norm_has_bias else 1, FP32, "sequence")
+    yield Row(f"{name} statistics", 2 if fields.subtracts_mean else 1, FP32, "sequence")
     # A router reads the output too, so it is also kept unchanged.
     yield Row(f"{name} output", width, form.element if kept_whole else form.linear_input, "sequence", weights=weights)
 
@@ -251,13 +252,13 @@ def _grouped_attention(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
     # The values are a view of it, which keeps the whole tensor.
     yield Row("queries, keys and values", both + values + queries * fields.attention_output_gate, element, "tensor")
     if fields.qk_layernorm:
-        fused = not form.is_local or fields.layer_norm_has_bias
+        fused = not form.is_local or fields.subtracts_mean
         copied = (both, FP32) if is_copied and not fused else (queries, element)
         yield Row("queries before their norm, or both in fp32", *copied, "tensor")
         if not fused:
             of_norms = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
             yield Row("queries and keys, scaled", both, FP32, "tensor", weights=of_norms)
-        yield Row("statistics of heads", heads * (2 if fields.layer_norm_has_bias else 1), FP32, "tensor")
+        yield Row("statistics of heads", heads * (2 if fields.subtracts_mean else 1), FP32, "tensor")
     if kind == "all_heads":
         yield Row("queries and keys before their norms, in fp32", both if is_copied else queries, FP32, "tensor")
         yield Row("queries and keys, normalised", both, element, "tensor")

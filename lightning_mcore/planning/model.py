@@ -66,8 +66,8 @@ class GPTFields:
         return 1 if self.scores else self.padded_vocab_size
 
     @property
-    def layer_norm_has_bias(self) -> bool:
-        """Whether norms subtract the mean, and add a bias."""
+    def subtracts_mean(self) -> bool:
+        """Whether norms subtract the mean."""
         return bool(self.normalization == "LayerNorm")
 
     @property

@@ -175,6 +175,12 @@ RUNS: dict[str, LiveRun] = {
     "tp2-sp-delta-net": run(world=2, strategy=SP, architecture=DELTA_NET),
     "norms-around": run(architecture={"layer_norms": "around"}),
     "norms-around-bf16": run(precision="bf16-mixed", architecture={"layer_norms": "around"}),
+    "norms-parallel": run(
+        DENSE | {"normalization": "LayerNorm"}, architecture={"layer_norms": "parallel", "norm_bias": False}
+    ),
+    "learned-activation-bf16": run(
+        DENSE | {"gated_linear_unit": False, "activation_func": "xielu"}, precision="bf16-mixed"
+    ),
     "norms-of-all-heads-bf16": run(precision="bf16-mixed", architecture={"head_norms": "all_heads"}),
     "norms-after-rotation-bf16": run(precision="bf16-mixed", architecture={"head_norms": "after_rotation"}),
     "capped-scores": run(architecture={"attention_cap": 30.0}),

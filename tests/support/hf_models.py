@@ -289,6 +289,13 @@ MORE_CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "layer_types": _LAYERS,
     },
+    "cohere2": {
+        **{key: value for key, value in _SIZES.items() if key != "rms_norm_eps"},
+        "layer_norm_eps": 1e-3,
+        "logit_scale": 0.25,
+        "sliding_window": 8,
+        "layer_types": _LAYERS,
+    },
     "apertus": {**_SIZES, "hidden_act": "xielu", "attention_bias": True},
     "mistral4": {
         **_SIZES,

@@ -113,9 +113,9 @@ def test_defaults_are_those_of_megatron() -> None:
 
     assert (fields.ffn_hidden_size, fields.kv_channels, fields.num_query_groups) == (256, 16, 4)
     assert fields.add_bias_linear
-    assert fields.layer_norm_has_bias
+    assert fields.subtracts_mean
     assert fields.padded_vocab_size == 1024
-    assert not gpt({**TINY, "multi_latent_attention": True, "normalization": None}).layer_norm_has_bias
+    assert not gpt({**TINY, "multi_latent_attention": True, "normalization": None}).subtracts_mean
 
 
 def test_chunks_go_round_the_stages() -> None:
