@@ -50,6 +50,10 @@ class Beginning(pl.Callback):
         """Record that the run has begun."""
         self.is_over = True
 
+    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Record that the run begins again: Lightning reads the training data after the sanity check."""
+        self.is_over = False
+
     on_train_start = on_validation_start = on_test_start = on_predict_start = on_sanity_check_start
 
 

@@ -18,9 +18,26 @@ _ELSEWHERE = {
     "global_batch_size": (
         "each model copy reads batch_size * accumulate_grad_batches rows in an optimizer step; set batch_size of the"
         " data and accumulate_grad_batches of the trainer"
-    )
+    ),
+    "bias": "adapters train no biases; leave it out",
+    "bf16": "set precision of the trainer to bf16-mixed",
+    "ddp_timeout": "set timeout of the strategy",
+    "eval_steps": "set val_check_interval of the trainer, in batches",
+    "fp16": "set precision of the trainer to 16-mixed",
+    "gradient_accumulation_steps": "set accumulate_grad_batches of the trainer",
+    "gradient_checkpointing": "set recompute_granularity in transformer of the model",
+    "logging_steps": "set log_every_n_steps of the trainer",
+    "max_grad_norm": "set gradient_clip_val of the trainer",
+    "num_train_epochs": "set max_epochs of the trainer",
+    "output_dir": "set default_root_dir of the trainer",
+    "per_device_eval_batch_size": "set eval_batch_size of the data",
+    "per_device_train_batch_size": "set batch_size of the data",
+    "report_to": "set logger of the trainer",
+    "save_steps": "set every_n_train_steps of ModelCheckpoint, a callback of the trainer",
+    "save_total_limit": "set save_top_k of ModelCheckpoint, a callback of the trainer",
+    "task_type": "the class of the model says what is trained; leave it out",
 }
-"""Names of Megatron-LM that no option has, and what to set instead."""
+"""Names of Megatron-LM, transformers and PEFT that no option has, and what to do instead."""
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
@@ -28,8 +45,9 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
 
     ``what`` is the kind of name, such as ``"option"`` or ``"key of run.yaml"``.
     """
-    if name in _ELSEWHERE:
-        return f"unknown {what} {name!r}; {_ELSEWHERE[name]}"
+    last = name.removeprefix("--").rpartition(".")[2]
+    if last in _ELSEWHERE:
+        return f"unknown {what} {name!r}; {_ELSEWHERE[last]}"
     names = sorted(set(known))
     close = difflib.get_close_matches(name, names, n=1)
     if close:

@@ -24,7 +24,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_mcore.config.text import human
+from lightning_mcore.config.text import counted, human
 from lightning_mcore.parallel.consensus import all_gather_object
 from lightning_mcore.strategy.checkpointing import last_checkpoint, path_from_here
 from lightning_mcore.strategy.strategy import MCoreStrategy
@@ -161,7 +161,7 @@ class RunReport(pl.Callback):
             _say(trainer, "", f"0 steps, because there was nothing to do: {done}; see max_steps and max_epochs")
             return
         steps, seconds = trainer.global_step - self._first_step, time.monotonic() - self._began
-        facts = [f"{steps:,} steps", f"{seconds:,.0f} s"]
+        facts = [counted(steps, "step"), f"{seconds:,.0f} s"]
         if self._curve:
             first, last = (human(float(loss)) for _, loss in (self._curve[0], self._curve[-1]))
             facts.append(f"{self.loss} {first} -> {last}")
@@ -178,6 +178,9 @@ class RunReport(pl.Callback):
             lines.append(f"checkpoint  {path}")
             lines.append(f"continue    {self._continue(path, trainer)}")
             lines += _exports(path, pl_module)
+        elif trainer.checkpoint_callback is not None:
+            monitor = getattr(trainer.checkpoint_callback, "monitor", None)
+            lines.append(f"checkpoint  none{f': {monitor} was never logged' if monitor else ' was saved'}")
         _say(trainer, *lines)
 
     def _continue(self, path: str, trainer: pl.Trainer) -> str:
@@ -220,9 +223,11 @@ def _exports(path: str, module: pl.LightningModule) -> list[str]:
     parts: Any = module.modules()
     for part in parts:
         if hasattr(part, "export_options"):
+            given = part.export_options()
+            folders = ["OUT"] if len(given) == 1 else [written.upper() for written in given]
             return [
-                f"{written:<11} {shlex.join(['lightning-mcore', 'export', path, 'OUT', *options])}"
-                for written, options in part.export_options().items()
+                f"{written:<11} {shlex.join(['lightning-mcore', 'export', path, folder, *options])}"
+                for folder, (written, options) in zip(folders, given.items(), strict=True)
             ]
     return []
 

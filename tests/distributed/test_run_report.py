@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -174,7 +174,7 @@ def test_the_export_commands_of_a_run_with_adapters_work(
     assert [name for name, _ in told] == written
     assert ("--experts each" in told[0][1]) == (family == "qwen3_moe")
     for name, command in told:
-        words = [str(tmp_path / name) if word == "OUT" else word for word in shlex.split(command)]
+        words = [str(tmp_path / name) if word in ("OUT", name.upper()) else word for word in shlex.split(command)]
         with contextlib.chdir(tmp_path):
             assert main(words) == 0
         model = AutoModelForCausalLM.from_pretrained(base if name == "adapter" else tmp_path / name)
@@ -182,6 +182,26 @@ def test_the_export_commands_of_a_run_with_adapters_work(
             assert any("experts.0." in key for key in load_file(tmp_path / name / "adapter_model.safetensors"))
         elif name == "adapter":
             PeftModel.from_pretrained(model, tmp_path / name)
+
+
+def fit_without_a_checkpoint(folder: str) -> None:
+    """Train a step with a checkpoint callback that never sees its metric."""
+    os.chdir(folder)
+    trainer = make_trainer(
+        MCoreStrategy(),
+        callbacks=[RunReport(), ModelCheckpoint(monitor="val_loss")],
+        max_steps=1,
+        limit_val_batches=0,
+        enable_checkpointing=True,
+    )
+    trainer.fit(MCoreGPT(vocab_size=128, seq_length=8, transformer=SHAPE), Text())
+
+
+def test_a_run_that_saved_nothing_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(1, fit_without_a_checkpoint, str(tmp_path), timeout=120)
+    output = capfd.readouterr().out
+    assert re.search(r"^1 step, \d+ s, ", output, re.MULTILINE)
+    assert "\ncheckpoint  none: val_loss was never logged\n" in output
 
 
 class HFText(Text):

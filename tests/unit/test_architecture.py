@@ -48,6 +48,7 @@ ROOMS += [
 MAY_ENTER_THE_CPU_RUNTIME = {"strategy/strategy.py", "layers/session.py", "planning/built.py", "planning/chunks.py"}
 PASSES_ON_BY_NAME = {
     ("TrainingArguments", "trainer"),  # to Lightning's Trainer, after looking every name up there
+    *(("RuleBook", name) for name in ("attempt", "passes")),  # typed by the check that they call
     ("HFModel", "generate"),  # to transformers, which refuses names that it does not know
 }
 SAYS_NOTHING = {"utils", "helpers", "common", "base", "misc"}

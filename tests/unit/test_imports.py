@@ -132,7 +132,7 @@ for first in {(LIGHTNING_FIRST, PACKAGE_FIRST, ALL_NAMES_FIRST, STRATEGY_FIRST)!
 
 
 def test_every_public_name_has_one_home() -> None:
-    assert sorted({*lightning_mcore._HOMES, "__version__"}) == sorted(lightning_mcore.__all__)
+    assert sorted({*lightning_mcore.HOMES, "__version__"}) == sorted(lightning_mcore.__all__)
     with pytest.raises(AttributeError, match="module 'lightning_mcore' has no attribute 'MCoreStratgy'"):
         lightning_mcore.MCoreStratgy  # noqa: B018
 

@@ -9,6 +9,7 @@ and ``stream_reader.py`` open files here.
 import contextlib
 import functools
 import glob
+import importlib.util
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -63,17 +64,22 @@ def with_rows(files: Sequence[str]) -> list[str]:
     return found
 
 
+def require_datasets() -> None:
+    """Raise ModuleNotFoundError if the package ``datasets`` is not installed."""
+    if importlib.util.find_spec("datasets") is None:
+        raise ModuleNotFoundError(
+            'reading jsonl and parquet needs the package datasets; install it: pip install "lightning-mcore[data]"'
+        )
+
+
 def load_rows(files: Sequence[str], cache_dir: str | None = None, streaming: bool = False) -> Any:
     """Open files as a ``datasets.Dataset``, or an ``IterableDataset`` with ``streaming``, which needs no cache.
 
     Raises ModuleNotFoundError without ``datasets``, ValueError if a file is broken.
     """
-    try:
-        from datasets import load_dataset
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            'reading jsonl and parquet needs the package datasets; install it: pip install "lightning-mcore[data]"'
-        ) from None
+    require_datasets()
+    from datasets import load_dataset
+
     with explained(files):
         return load_dataset(
             _format(files[0]),

@@ -28,7 +28,7 @@ from lightning_mcore.config.value_checks import require_choice
 from lightning_mcore.data.checked_files import cached_folder, first_change, named_fingerprints
 from lightning_mcore.data.finetuning.chat import ChatEncoder, ChatTemplate, TemplateEncoder
 from lightning_mcore.data.finetuning.conversations import ConversationReader, Format, LossOn, Message, Row
-from lightning_mcore.data.finetuning.files import explained, file_marks, load_rows
+from lightning_mcore.data.finetuning.files import explained, file_marks, load_rows, require_datasets
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.preprocess.tokenizer import tokenizer_digest
 
@@ -209,6 +209,7 @@ def _changed_source(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | No
 
 def cache_folder(cache_dir: str | None) -> str:
     """Return the folder for this package's files in the cache of ``datasets``, or in ``cache_dir``."""
+    require_datasets()
     if cache_dir is None:
         from datasets import config
 

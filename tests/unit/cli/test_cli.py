@@ -26,6 +26,8 @@ from lightning_mcore import MCoreModule, MCoreStrategy, cli
 from lightning_mcore.cli import quick_checks
 from lightning_mcore.cli.command import run_command, sentence
 from lightning_mcore.cli.fit import SHORT_NAMES, CommandCLI, TrainingCLI
+from lightning_mcore.cli.guard import Beginning
+from lightning_mcore.config.text import unknown_name
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -210,6 +212,28 @@ def test_every_option_of_a_command_is_known_before_it_is_imported(command: str) 
         Asked(args=[command])
     roots = {name.removeprefix("--").partition(".")[0] for name in known if name.startswith("--")}
     assert roots == {"config", "help", *quick_checks._ROOTS, *quick_checks._MORE_ROOTS.get(command, ())}
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("--trainer.gradient_accumulation_steps", "set accumulate_grad_batches of the trainer"),
+        ("per_device_train_batch_size", "set batch_size of the data"),
+        ("task_type", "the class of the model says what is trained; leave it out"),
+    ],
+)
+def test_a_name_of_transformers_or_peft_is_answered_with_ours(name: str, remedy: str) -> None:
+    assert unknown_name("option", name, ["eval_batch_size"]) == f"unknown option {name!r}; {remedy}"
+
+
+def test_training_data_is_read_after_the_sanity_check_and_may_still_be_a_wrong_setting() -> None:
+    trainer: Any = None
+    beginning = Beginning()
+    over = []
+    for happens in ("on_sanity_check_start", "on_sanity_check_end", "on_train_start"):
+        getattr(beginning, happens)(trainer, trainer)
+        over.append(beginning.is_over)
+    assert over == [True, False, True]
 
 
 @pytest.mark.parametrize(

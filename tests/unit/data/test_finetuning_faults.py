@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is wrong with fine-tuning data is said in one sentence, with the file, the row and the setting to change."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from lightning_mcore.data.finetuning.chat import ChatEncoder
 from lightning_mcore.data.finetuning.conversations import ConversationReader
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.data.finetuning.files import explained, find_files, load_rows, name_of_row
+from lightning_mcore.data.finetuning.tokenized import cache_folder
 from tests.support.chats import Row, characters, exchanges, write
 from tests.support.sentences import refuses
 
@@ -213,6 +215,14 @@ def test_only_what_files_can_cause_is_explained_by_them(tmp_path: Path) -> None:
     for error in (OSError("gone"), UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"), ValueError("odd")):
         with pytest.raises(ValueError, match="cannot be read: "), explained([file]):
             raise error
+
+
+def test_files_need_datasets_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "datasets" else find(name))
+    for needs in (lambda: cache_folder(None), lambda: load_rows(["a.jsonl"])):
+        with refuses(ModuleNotFoundError, "needs the package datasets; install it: pip"):
+            needs()
 
 
 def test_a_template_needs_jinja2_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
