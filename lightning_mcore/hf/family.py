@@ -342,15 +342,16 @@ _LOSSES_AND_CHANCE = """
     init_model_with_meta_device moe_aux_loss_coeff moe_expert_capacity_factor moe_expert_rank_capacity_factor
     moe_input_jitter_eps moe_pad_expert_input_to_capacity moe_router_bias_update_rate
     moe_router_quantile_balancing_ema moe_token_drop_policy moe_z_loss_coeff mtp_detach_heads mtp_grad_scale_func
-    mtp_loss_scaling_factor moe_grad_scale_func output_layer_init_method perform_initialization qk_clip
+    mtp_hsm mtp_loss_scaling_factor moe_grad_scale_func output_layer_init_method perform_initialization qk_clip
     qk_clip_alpha qk_clip_threshold use_cpu_initialization
 """
 
 _NUMBER_FORMATS_AND_ROUNDING = """
-    activation_func_fp8_input_store apply_query_key_layer_scaling attention_softmax_in_fp32 batch_invariant_mode
-    deterministic_mode disable_bf16_reduced_precision_matmul disable_parameter_transpose_cache
+    activation_func_fp8_input_store apply_query_key_layer_scaling attention_softmax_in_fp32 batch_invariant_backend
+    batch_invariant_mode deterministic_mode disable_bf16_reduced_precision_matmul disable_parameter_transpose_cache
     fp32_residual_connection fp4_quantizer_factory fp8_interval fp8_output_proj fp8_quantizer_factory
-    moe_router_dtype moe_router_padding_for_fp8 moe_router_padding_for_quantization quant_recipe
+    moe_combine_bwd_dtype moe_dispatch_fwd_dtype moe_router_dtype moe_router_padding_for_fp8
+    moe_router_padding_for_quantization quant_recipe
 """
 
 _KERNELS = """
@@ -358,7 +359,7 @@ _KERNELS = """
     fused_residual_rmsnorm fused_single_qkv_rope gradient_accumulation_fusion kitchen_attention_backend
     masked_softmax_fusion mla_down_proj_fusion memory_efficient_layer_norm moe_grouped_gemm moe_permute_fusion
     moe_permute_fusion_into_hybridep moe_router_fusion moe_single_grouped_bias moe_single_grouped_weight
-    moe_use_legacy_grouped_gemm persist_layer_norm symmetric_ar_type transformer_impl
+    moe_use_grouped_tensor moe_use_legacy_grouped_gemm persist_layer_norm symmetric_ar_type transformer_impl
     use_fused_weighted_squared_relu use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert use_kitchen
     use_kitchen_attention use_te_activation_func use_te_rng_tracker use_transformer_engine_op_fuser
 """
@@ -379,7 +380,7 @@ _RANKS_AND_COMMUNICATION = """
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split async_tensor_model_parallel_allreduce
     barrier_with_L1_time batch_p2p_sync cp_comm_type defer_embedding_wgrad_compute delay_wgrad_compute
     ep_overlap_early_attn_memory_release expert_gtp_weight_remat_size expert_tensor_parallel_num_weight_shards
-    gtp_weight_remat_size hetereogenous_dist_checkpoint hierarchical_context_parallel_sizes
+    gtp_remat_opt_in_modules gtp_weight_remat_size hetereogenous_dist_checkpoint hierarchical_context_parallel_sizes
     high_priority_a2a_comm_stream hybrid_context_parallel max_seqlen_per_dp_cp_rank moe_deepep_num_sms
     moe_enable_deepep moe_extended_tp moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms
     moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms

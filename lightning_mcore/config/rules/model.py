@@ -38,10 +38,11 @@ NEEDS_TRANSFORMER_ENGINE: Collection[str] = (
     *("batch_invariant_mode", "cpu_offloading", "delay_wgrad_compute", "disable_parameter_transpose_cache"),
     *("fused_residual_rmsnorm", "memory_efficient_layer_norm", "persist_layer_norm", "symmetric_ar_type"),
     *("activation_func_fp8_input_store", "use_te_activation_func", "use_transformer_engine_op_fuser", "use_kitchen"),
-    *("fp4", "fp8", "quant_recipe"),
+    *("fp4", "fp8", "quant_recipe", "batch_invariant_backend"),
     # experts
     *("moe_grouped_gemm", "moe_latent_size", "moe_permute_fusion", "moe_router_fusion"),
     *("moe_router_padding_for_quantization", "moe_single_grouped_bias", "moe_single_grouped_weight"),
+    *("moe_use_grouped_tensor", "moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"),
     *("use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert"),
     "overlap_dispatch_backward_with_experts_wgrad",
 )
@@ -96,9 +97,15 @@ NOT_AVAILABLE: Mapping[str, str] = {
         ),
         "it is part of cuda_graph_impl, which is not supported",
     ),
+    "enable_mhc_connections": "the layers here pass on one stream of activations, not several",
+    **dict.fromkeys(
+        ("mhc_num_residual_streams", "mhc_sinkhorn_iterations", "mhc_init_gating_factor", "mhc_recompute_layer_num"),
+        "it is part of enable_mhc_connections, which is not supported",
+    ),
     "ep_overlap_early_attn_memory_release": "it is part of overlap_moe_expert_parallel_comm",
     "expert_gtp_weight_remat_size": "its process groups are not opened",
     "flash_decode": "it is for Megatron's inference engine",
+    "gtp_remat_opt_in_modules": "its process groups are not opened",
     "gtp_weight_remat_size": "its process groups are not opened",
     "heterogeneous_block_specs": "it belongs to Megatron's HeterogeneousTransformerConfig",
     "hierarchical_context_parallel_sizes": "its process groups are not opened",
@@ -109,6 +116,7 @@ NOT_AVAILABLE: Mapping[str, str] = {
     "moe_enable_routing_replay": "nothing here would record and replay",
     "moe_extended_tp": "megatron-core has retired it; set expert_tensor_parallel_size in MCoreStrategy",
     "moe_token_dropping": "megatron-core does not read it; set moe_expert_capacity_factor",
+    "mtp_hsm": "it has not been tested here",
     "num_microbatches_with_partial_activation_checkpoints": "a training_step does not know about microbatches",
     "overlap_moe_expert_parallel_comm": "it needs the schedule plans of Megatron-LM",
     "use_inference_optimized_layers": "it is for Megatron's inference engine",
@@ -120,6 +128,7 @@ NOT_AVAILABLE: Mapping[str, str] = {
 
 NOT_OF_A_GPT: Collection[str] = (
     *("is_hybrid_model", "linear_attention_freq", "mamba_num_heads", "mrope_section", "mtp_hybrid_override_pattern"),
+    *("gdp_num_householder", "gdp_cutedsl_kernel", "gdp_num_chunk_states_to_recompute"),
 )
 """Fields of Megatron's other models."""
 
@@ -134,6 +143,9 @@ def check_fields(
     ``transformer_impl`` is None for a model that is not ours, and ``device_type`` is None if the device is unknown.
     """
     defaults = {field.name: field.default for field in fields(config) if field.default is not MISSING}
+    defaults |= {
+        field.name: field.default_factory() for field in fields(config) if field.default_factory is not MISSING
+    }
     given = {name: value for name, value in vars(config).items() if name in defaults and value != defaults[name]}
     for name, reason in NOT_AVAILABLE.items():
         if given.get(name, []) != []:  # Megatron turns its own default of cuda_graph_modules into an empty list

@@ -587,7 +587,19 @@ SAID_BY_NONE = [
 ]
 """Fields that change what a model computes and that a config cannot express."""
 
-OF_OTHER_MODELS = ("dsa_", "linear_", "mamba_", "mup_", "use_mamba", "use_mup", "mrope", "heterogeneous", "_")
+OF_OTHER_MODELS = (
+    "dsa_",
+    "enable_mhc",
+    "mhc_",
+    "linear_",
+    "mamba_",
+    "mup_",
+    "use_mamba",
+    "use_mup",
+    "mrope",
+    "heterogeneous",
+    "_",
+)
 
 
 def test_every_field_is_known_to_say_what_a_model_is_or_how_it_is_trained() -> None:
