@@ -20,7 +20,9 @@ strategy (metrics, callbacks, loaders, settings of torch and Megatron) is restor
 """
 
 import contextlib
+import copy
 import os
+from collections import UserDict
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -428,11 +430,18 @@ class MCoreStrategy(DDPStrategy):
 
     def _move_to_device(self, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
         """Move a batch as Lightning does; the host still knows its whole numbers."""
-        moved = super().batch_to_device(batch, device, dataloader_idx)
-        # Unless a user's hook may have changed them. Lightning's selector finds its owner: the module or datamodule.
+        # Lightning's selector finds the owner of a hook: the module or datamodule.
         hooks = self._module.trainer._data_connector._datahook_selector
-        changing = ("transfer_batch_to_device", "on_after_batch_transfer")
-        if hooks is not None and not any(is_overridden(name, hooks.get_instance(name)) for name in changing):
+        before, *changing = "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"
+        own = {name for name in (before, *changing) if hooks and is_overridden(name, hooks.get_instance(name))}
+        if isinstance(batch, UserDict) and not own:
+            # A BatchEncoding of transformers. Its own to(), which Lightning would call, changes the batch, and waits
+            # for the device with each tensor.
+            moved = copy.copy(batch)
+            moved.data = super().batch_to_device(batch.data, device, dataloader_idx)
+        else:
+            moved = super().batch_to_device(batch, device, dataloader_idx)
+        if hooks and not own.intersection(changing):  # otherwise a user's hook may have changed the numbers
             keep_on_host(moved, batch)
         return moved
 

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from torch.utils.data import DataLoader
+from transformers import BatchEncoding
 
 from lightning_mcore import MCoreStrategy, MCoreVisionGPT
 from lightning_mcore.rehearsal.processes import Failure, Played, run_jobs
@@ -29,7 +30,12 @@ def seeing(family: str, folder: str) -> tuple[pl.Trainer, pl.LightningModule, An
     return trainer, MCoreVisionGPT.from_pretrained(folder, LENGTH), (loader, loader)
 
 
-def with_masks(folder: str) -> tuple[pl.Trainer, pl.LightningModule, Any]:
+def encoded(rows: Any) -> BatchEncoding:
+    """Return what the collators of transformers return, whose own ``to`` waits for each tensor."""
+    return BatchEncoding(collate(rows))
+
+
+def with_masks(folder: str, collate: Any = collate) -> tuple[pl.Trainer, pl.LightningModule, Any]:
     loader = DataLoader(Texts(), batch_size=4, collate_fn=collate)
     trainer = gpu_trainer(1, MCoreStrategy(micro_batch_size=1), precision="bf16-mixed", accumulate_grad_batches=2)
     return trainer, FineTuning(folder, ours=True), (loader,)
@@ -39,10 +45,11 @@ def with_masks(folder: str) -> tuple[pl.Trainer, pl.LightningModule, Any]:
 def found() -> dict[str, Played | Failure]:
     runs = {family: partial(seeing, family, str(vision_folder(family))) for family in ("qwen2_5_vl", "qwen3_vl")}
     runs["masks"] = partial(with_masks, str(tiny_folder("qwen3")))
+    runs["encodings"] = partial(with_masks, str(tiny_folder("qwen3")), encoded)
     return dict(zip(runs, run_jobs([job(run) for run in runs.values()], lambda rank, what: None), strict=True))
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "masks"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "masks", "encodings"])
 def test_a_step_reads_its_gradient_norm_and_its_logs(found: dict[str, Played | Failure], name: str) -> None:
     played = found[name]
     assert isinstance(played, Played), played.trace
