@@ -28,6 +28,7 @@ ENTRY_POINTS = "lightning_mcore.families"
 _BY_AN_INDEXER = "each query attends only to the tokens that an indexer selects"
 _DECAYS = "each channel of their linear attention decays by itself"
 _LIMITS = "each of their layers has a limit of its own for activations"
+_WITH_TOWER = "their language model is read only from a folder of its own, without the vision tower"
 _MEMORY = "they have state-space layers"
 UNSUPPORTED: dict[str, tuple[str, str]] = {
     "bailing_hybrid": (_DECAYS, "deepseek_v3"),
@@ -37,10 +38,12 @@ UNSUPPORTED: dict[str, tuple[str, str]] = {
     "glm_moe_dsa": (_BY_AN_INDEXER, "glm4_moe_lite"),
     "granitemoehybrid": (_MEMORY, "granitemoe"),
     "jamba": (_MEMORY, "mixtral"),
+    "kimi_k25": (_WITH_TOWER, "kimi_k2"),
     "kimi_linear": (_DECAYS, "deepseek_v3"),
     "llama4": ("most of their layers attend only within chunks of the text", "llama"),
     "mimo_v2_flash": ("their layers with a window have twice as many key heads as the others", "gpt_oss"),
     "minimax_m3_vl": ("each query attends only to the blocks of tokens that an indexer selects", "minimax_m2"),
+    "mistral3": (_WITH_TOWER, "ministral3"),
     "mistral_large4": (_BY_AN_INDEXER, "mistral4"),
     "nemotron_h": (_MEMORY, "llama"),
     **dict.fromkeys(

@@ -323,7 +323,7 @@ CONFIGS |= MORE_CONFIGS
 UNKNOWN_TO_TRANSFORMERS = {"kimi_k2": "deepseek_v3"}
 """Families that transformers reads as another one."""
 
-MULTI_TOKEN = ("deepseek_v3", "glm4_moe")
+MULTI_TOKEN = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 """Families that may have layers for multi-token prediction: ``save_tiny(..., num_nextn_predict_layers=1)``."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
