@@ -10,8 +10,10 @@ checkpoints. It imports neither of the two models.
 ``MCoreGPT`` and ``hf_model`` build it, ``layers/vision.py`` derives from it, and your own module may use it too.
 """
 
+import contextlib
 import importlib
 import inspect
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -38,6 +40,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 
+from lightning_mcore.config.loss_chunks import LossChunkSize, tokens_of_chunk
+from lightning_mcore.layers.chunked_loss import Vocabulary, draws_numbers, in_chunks
 from lightning_mcore.layers.multi_token import add_losses_ahead
 from lightning_mcore.layers.packed_sequences import all_real
 from lightning_mcore.layers.score import HiddenStates
@@ -68,11 +72,15 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
 
     Attributes:
         existing_tokens: Size of the vocabulary without padding, which has no part in the loss; None without padding.
+        loss_chunk_size: Tokens that go through the output layer and the loss at once, as in ``MCoreStrategy``, which
+            sets it.
 
     Source: ``GPTModel`` (megatron.core.models.gpt.gpt_model, 0.16.1 to 0.20).
     """
 
     existing_tokens: int | None = None
+    loss_chunk_size: LossChunkSize = "auto"
+    _judged: tuple[Tensor, list[Tensor]] | None = None  # labels, and where to put the most probable tokens
 
     def __init__(
         self,
@@ -232,13 +240,18 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if self.config.mtp_num_layers and (looks_ahead or not self.mtp_process):
             hidden = add_losses_ahead(self, hidden, labels, weight, loss_mask, packed_seq_params, runtime_gather_output)
+        if labels is not None:
+            return self.losses_of_hidden(hidden, labels, weight, runtime_gather_output)
+        if self._judged is not None:
+            wanted, best = self._judged
+            losses, tokens = self._in_chunks(hidden, wanted, weight, wants_best=True)
+            best.append(tokens)
+            return losses
         if inference_context is not None:
             hidden = hidden[-1:]
         logits, _ = self.output_layer(hidden, weight=weight, runtime_gather_output=runtime_gather_output)
-        if labels is None:
-            transposed: Tensor = logits.transpose(0, 1).contiguous()
-            return transposed
-        return self.compute_language_model_loss(labels, logits)
+        transposed: Tensor = logits.transpose(0, 1).contiguous()
+        return transposed
 
     def _angles(self, context: Any, hidden: Tensor | None, packed: PackedSeqParams | None) -> Any:
         """Return the rotary angles, [s, 1, 1, channels] fp32, of whole sequences; None if layers rotate by themselves.
@@ -273,6 +286,52 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
             for parameter in self.parameters():
                 keep(parameter)
             self._weights_stay = True
+
+    @contextlib.contextmanager
+    def judging(self, labels: Tensor) -> Iterator[list[Tensor]]:
+        """Let calls without labels return the losses of ``labels``, [b, s], instead of logits, inside the context.
+
+        The list gets the most probable token at each position, [b, s] int64. Multi-token prediction does not run.
+        """
+        self._judged = labels, []
+        try:
+            yield self._judged[1]
+        finally:
+            self._judged = None
+
+    def losses_of_hidden(
+        self, hidden: Tensor, labels: Tensor, weight: Tensor | None = None, gathered: bool | None = None
+    ) -> Tensor:
+        """Return the loss of each token, [b, s] fp32; in chunks if their logits are many.
+
+        ``hidden`` is [s, b, h] or a sequence-parallel share, ``labels`` [b, s]; ``weight`` and ``gathered`` are the
+        output layer's.
+        """
+        if self.parallel_output and not gathered and self._tokens_of_chunk(labels) is not None:
+            return self._in_chunks(hidden, labels, weight)[0]
+        logits, _ = self.output_layer(hidden, weight=weight, runtime_gather_output=gathered)
+        return self.compute_language_model_loss(labels, logits)
+
+    def _in_chunks(
+        self, hidden: Tensor, labels: Tensor, weight: Tensor | None, wants_best: bool = False
+    ) -> list[Tensor]:
+        return in_chunks(
+            lambda part: self.output_layer(part, weight=weight)[0],
+            hidden,
+            labels,
+            self._tokens_of_chunk(labels) or labels.numel(),
+            Vocabulary.of(self.existing_tokens or self.vocab_size, self._columns, self.tp_group),
+            wants_best=wants_best,
+            draws=draws_numbers(self.output_layer),
+        )
+
+    def _tokens_of_chunk(self, labels: Tensor) -> int | None:
+        return tokens_of_chunk(self.loss_chunk_size, labels.numel(), self._columns, torch.is_grad_enabled())
+
+    @property
+    def _columns(self) -> int:
+        """Logits of a token on this rank."""
+        return self.vocab_size // (self.tp_group.size() if self.parallel_output else 1)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Return the loss of each token, [b, s] fp32, from ``labels`` [b, s] and ``logits`` [s, b, v / tp].

@@ -144,22 +144,24 @@ class TokenAccuracy(_ExactMetric):
         self.add_state("tokens", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> None:
-        """Compare predictions with labels; collective over the tensor-parallel ranks.
+        """Compare predictions with labels; with logits collective over the tensor-parallel ranks.
 
         Args:
-            logits: [b, s, v / tp] (or any [..., v / tp]), any float dtype, this rank's slice of the padded vocabulary.
+            logits: [b, s, v / tp] (or any [..., v / tp]), any float dtype, this rank's slice of the padded vocabulary;
+                or the predicted tokens, [b, s] int64.
             labels: [b, s] int64, already shifted; -100 for a token without a target.
             loss_mask: [b, s], 1 where a token counts; None counts every token with a target.
 
         Raises:
             ValueError: The number of labels is not the number of positions.
         """
-        if labels.numel() != logits.numel() // logits.size(-1):
+        is_predicted = not logits.is_floating_point()
+        if labels.numel() != (logits.numel() if is_predicted else logits.numel() // logits.size(-1)):
             raise ValueError(
                 f"logits of shape {tuple(logits.shape)} with labels of shape {tuple(labels.shape)}; give one label for "
                 "each position of this rank"
             )
-        predicted = self._predict(logits.detach()).reshape(-1)
+        predicted = (logits if is_predicted else self._predict(logits.detach())).reshape(-1)
         counts = labels.reshape(-1) != IGNORED_LABEL
         if loss_mask is not None:
             counts = counts & (loss_mask.reshape(-1) > 0)

@@ -64,8 +64,7 @@ def add_losses_ahead(
         # Mask 0 1 1 1, shifted once: 1 1 1 0
         labels, _ = roll_tensor(labels, cp_group=group, packed_seq_params=packed)
         mask, count = roll_tensor(mask, cp_group=group, packed_seq_params=packed)
-        logits, _ = chunk.output_layer(states, weight=weight, runtime_gather_output=gathered)
-        losses = mask * chunk.compute_language_model_loss(labels, logits)
+        losses = mask * chunk.losses_of_hidden(states, labels, weight, gathered)
         if chunk.training:
             _record(losses, count, number, layers, group)
         losses = config.mtp_loss_scaling_factor / layers * losses

@@ -12,6 +12,7 @@ A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted: th
 has ``labels`` 6 7 8 -100. Rows may be packed (``data/packing/best_fit.py``): each sub-sequence then sees only itself.
 """
 
+import contextlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -622,14 +623,28 @@ class MCoreGPT(SpeedLogs):
                     metrics[name].reset()
 
     def _evaluate(self, stage: str, batch: Batch) -> None:
-        logits, inputs = self.token_logits(batch)
-        losses = self.losses_of_logits(logits, inputs)
+        losses, best, inputs = self._judged(batch)
         self._log_loss(f"{stage}_loss", self.learned_losses(losses), inputs)
         metrics: Any = self.metrics
         metrics[f"{stage}_perplexity"].update(losses, inputs.loss_mask)
-        metrics[f"{stage}_accuracy"].update(logits, inputs.labels, inputs.loss_mask)
+        metrics[f"{stage}_accuracy"].update(best, inputs.labels, inputs.loss_mask)
         for name in (f"{stage}_perplexity", f"{stage}_accuracy"):
             self.log(name, metrics[name], on_step=False, on_epoch=True)
+
+    def _judged(self, batch: Batch) -> tuple[Tensor, Tensor, ModelInputs]:
+        """Return the loss of each token and the most probable one, [b, s / cp], and the inputs; on the last stage."""
+        inputs = self.model_inputs(batch)
+        arguments = self._more_arguments(inputs)
+        arguments.pop("loss_mask", None)
+        pipeline = self._pipeline_of_step()
+        assert inputs.labels is not None, "losses need labels"
+        with contextlib.ExitStack() as stack:
+            best: list[Tensor] = []
+            if True in pipeline.is_last:
+                chunk: Any = pipeline.chunks[pipeline.is_last.index(True)]
+                best = stack.enter_context(chunk.judging(inputs.labels))
+            losses: Tensor = pipeline(inputs.tokens, inputs.position_ids, None, **arguments)
+        return losses, best[0], inputs
 
     def _build_config(self) -> TransformerConfig:
         owned = self.megatron_fields()

@@ -28,10 +28,12 @@ from typing import NamedTuple
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.lora import Trained
+from lightning_mcore.config.loss_chunks import LossChunkSize, tokens_of_chunk
 from lightning_mcore.planning.model import FP32, ChunkLayers, GPTFields, stage_layers
 from lightning_mcore.planning.schedule import in_flight
 from lightning_mcore.planning.vision import tower_bytes
 
+_OF_LOGITS = ("probabilities", "A x of the output layer", "B of the output layer, padded")  # not kept with chunks
 _INDEX = 8  # bytes of an int64
 
 
@@ -331,6 +333,7 @@ class Activations:
     rows: int  # rows of a microbatch
     seq_length: int  # tokens of a row
     form: NumberFormat
+    loss_chunk_size: LossChunkSize = None
 
     def peak(self, pipeline_rank: int, num_microbatches: int, group_size: int | None = None) -> int:
         """Return the bytes that a rank of a pipeline stage holds at its peak; see :func:`in_flight`."""
@@ -351,7 +354,7 @@ class Activations:
             layers.append(alike[key])
         kept, again = self._recomputed(layers)
         kept += self._weigh(embedding_rows(fields, form)) if chunk.embedding else 0.0
-        output = self._weigh(output_rows(fields, form)) if chunk.output else 0.0
+        output = self._output if chunk.output else 0.0
         output += self._multi_token_bytes() * chunk.mtp
         # A GPU frees a sent output at once, a CPU in the backward pass.
         kept += output + (self._hidden if form.is_local and not chunk.output else 0.0)
@@ -368,7 +371,7 @@ class Activations:
     def _multi_token_bytes(self) -> float:
         """Return the bytes that a layer of multi-token prediction keeps."""
         fields, form = self.fields, self.form
-        ends = self._weigh(embedding_rows(fields, form)) + self._weigh(output_rows(fields, form))
+        ends = self._weigh(embedding_rows(fields, form)) + self._output
         if fields.recompute_granularity == "full" and fields.recompute_method == "uniform":
             return ends + 2 * self._hidden
         return ends + self._weigh(self._left(multi_token_rows(fields, self.seq_length, form)))
@@ -398,8 +401,36 @@ class Activations:
         groups = [wholes[at : at + size] for at in range(0, len(wholes), size)]
         return len(groups) * hidden, max(map(sum, groups))
 
+    @property
+    def _chunk_of_loss(self) -> int | None:
+        """Tokens that go through the loss at once; None for all."""
+        columns = self.fields.padded_vocab_size // self.layout.tensor_model_parallel_size
+        return None if self.fields.scores else tokens_of_chunk(self.loss_chunk_size, int(self._tokens), columns)
+
+    @property
+    def _output(self) -> float:
+        """Bytes that the final norm, the output layer and the loss keep."""
+        rows = [*output_rows(self.fields, self.form)]
+        if self._chunk_of_loss is not None:  # logits are made again; kept are losses and logarithms of sums
+            rows = [row for row in rows if row.name not in _OF_LOGITS]
+            rows.append(Row("losses and log-sums", 2 * FP32, 1, "nobody"))
+        return self._weigh(rows)
+
+    def _in_chunks(self, tokens: int) -> float:
+        """Return the bytes that a chunk of the loss needs briefly, with the gradients of those before it."""
+        fields, element, hidden = self.fields, self.form.element, self.fields.hidden_size
+        rows, adapted = fields.padded_vocab_size / self.layout.tensor_model_parallel_size, _of_weight(fields, _OUTPUT)
+        halves = element if element < FP32 else 0
+        of_weight = rows * hidden * element * (fields.adapters is None or (adapted is not None and adapted.is_saved))
+        logits = tokens * rows * element * (3 if adapted is not None and adapted.pairs else 1)  # with what they add
+        at_loss = logits + tokens * rows * (FP32 + halves) + of_weight
+        at_product = tokens * rows * element + 2 * of_weight
+        return float(max(at_loss, at_product) + self._tokens * hidden * element)
+
     def _at_output(self) -> float:
         """Return the bytes that the loss needs briefly: its copy of the logits, then the output layer's gradient."""
+        if self._chunk_of_loss is not None:
+            return self._in_chunks(self._chunk_of_loss)
         fields, element, hidden = self.fields, self.form.element, self.fields.hidden_size
         if fields.scores:
             return float(self._tokens * hidden * FP32)  # the gradient of the score layer's input

@@ -104,7 +104,8 @@ def _strategy(strategy: Any) -> dict[str, Any]:
         "optimizer_config": _changed(strategy.optimizer_config),
         "communication": _changed(strategy.communication),
     }
-    return {name: value for name, value in values.items() if value not in (None, {}, False)}
+    given = {name: value for name, value in values.items() if value not in (None, {}, False)}
+    return {**given, "loss_chunk_size": strategy.loss_chunk_size}
 
 
 def _model(module: Any) -> dict[str, Any]:

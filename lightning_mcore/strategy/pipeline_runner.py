@@ -108,6 +108,9 @@ def wrap_pipeline(
         learned_positions = any(getattr(layer, "add_position_embedding", False) for layer in pipeline.modules())
         is_ours = all(isinstance(chunk, GPTChunk) for chunk in pipeline.chunks)
         run_on_all_ranks(lambda: check_multi_token(config, learned_positions=learned_positions, is_ours=is_ours))
+    for chunk in pipeline.chunks:
+        if isinstance(chunk, GPTChunk):
+            chunk.loss_chunk_size = strategy.loss_chunk_size
     return wrap_chunks(list(pipeline.chunks), config, pipeline, ddp_config, strategy.gradients.align_grad_reduce)
 
 

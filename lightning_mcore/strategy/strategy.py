@@ -46,6 +46,7 @@ from torch import Tensor
 
 from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.loss_chunks import LossChunkSize
 from lightning_mcore.config.text import human
 from lightning_mcore.layers.host_values import keep_on_host
 from lightning_mcore.layers.metrics import sum_tokens_seen
@@ -130,6 +131,9 @@ class MCoreStrategy(DDPStrategy):
         tp_comm_overlap_cfg: A YAML file with the overlap settings of each layer; None for TransformerEngine's defaults.
         micro_batch_size: Rows of a microbatch, into which each DataLoader batch is cut, also in evaluation; None makes
             a batch one microbatch.
+        loss_chunk_size: Tokens that go through the output layer and the loss at once, so that the logits of a whole row
+            never exist; backward computes them again. ``"auto"``: 1,024 if a microbatch has more than 2**26 logits on a
+            rank; None: all tokens.
         broadcast_batches: Let one rank of each model copy read the batches and send them to the others, where reading
             costs more than sending. By default all ranks of a copy read, and their batches are compared.
         ddp_config: Megatron's config for gradients, for settings that have no argument here; None for its
@@ -182,6 +186,7 @@ class MCoreStrategy(DDPStrategy):
         tp_comm_overlap: bool = False,
         tp_comm_overlap_cfg: str | None = None,
         micro_batch_size: int | None = None,
+        loss_chunk_size: LossChunkSize = "auto",
         broadcast_batches: bool = False,
         ddp_config: DistributedDataParallelConfig | None = None,
         optimizer_config: OptimizerConfig | None = None,
@@ -200,6 +205,7 @@ class MCoreStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             micro_batch_size=micro_batch_size,
+            loss_chunk_size=loss_chunk_size,
             overlap_p2p_comm=overlap_p2p_comm,
             microbatch_group_size_per_vp_stage=microbatch_group_size_per_vp_stage,
         )
@@ -227,6 +233,7 @@ class MCoreStrategy(DDPStrategy):
         check_against_layout(self, overlap_p2p_comm)
         check_optimizer_config(optimizer_config, self.gradients.distributed)
         self.micro_batch_size = micro_batch_size
+        self.loss_chunk_size = loss_chunk_size
         self.optimizer_config = optimizer_config
         self.checkpoints = Checkpoints(self)
         self.resume = ExactResume(self, self.layout)

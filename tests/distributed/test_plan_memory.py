@@ -137,6 +137,11 @@ RUNS: dict[str, LiveRun] = {
     "sgd": run(precision="bf16-true", recipe={"optimizer": "sgd"}),
     "wide-and-long": run(DENSE | {"hidden_size": 128, "ffn_hidden_size": 320, "num_layers": 6}, seq_length=512),
     "large-vocabulary": run(precision="bf16-mixed", vocab_size=8000),
+    "chunks": run(vocab_size=8000, strategy={"loss_chunk_size": 64}),
+    "chunks-tp2-sp-bf16": run(
+        vocab_size=8000, world=2, strategy=SP | {"loss_chunk_size": 100}, precision="bf16-mixed", rows=2
+    ),
+    "chunks-pp2-ahead": run(AHEAD, 2, PP | {"loss_chunk_size": 64}, vocab_size=4000, microbatches=2),
     "biased-learned-tied": run(
         BIASED,
         rows=2,

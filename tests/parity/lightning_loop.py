@@ -20,7 +20,9 @@ from tests.support.layouts import Layout
 from tests.support.tiny import Batch, Recipe
 
 
-def train(layout: Layout, recipe: Recipe, keep_gradients: bool = False, split_rows: bool = False) -> Trace:
+def train(
+    layout: Layout, recipe: Recipe, keep_gradients: bool = False, split_rows: bool = False, **options: Any
+) -> Trace:
     """Train the tiny GPT on this rank of ``layout``.
 
     Args:
@@ -29,11 +31,12 @@ def train(layout: Layout, recipe: Recipe, keep_gradients: bool = False, split_ro
         keep_gradients: Whether the trace holds the gradients of every step.
         split_rows: A DataLoader batch holds all microbatches of a step, and the strategy cuts it
             (``micro_batch_size``), instead of ``accumulate_grad_batches`` of one microbatch each.
+        options: More arguments of the strategy.
     """
     module = TinyGPT(layout, recipe, keep_gradients, split_rows)
     micro_batch_size = recipe.micro_batch_size if split_rows else None
     strategy = MCoreStrategy(
-        **layout.strategy_arguments, micro_batch_size=micro_batch_size, precision_plugin=_precision(recipe)
+        **layout.strategy_arguments, micro_batch_size=micro_batch_size, precision_plugin=_precision(recipe), **options
     )
     accumulate = 1 if split_rows else recipe.num_microbatches(layout)
     trainer = make_trainer(layout.world_size, strategy, accumulate, recipe.precision, recipe.clip)

@@ -53,6 +53,8 @@ CP, EP, SP = "context_parallel_size", "expert_model_parallel_size", "sequence_pa
         ({"micro_batch_size": 0}, ValueError),
         ({"micro_batch_size": True}, TypeError),
         ({"micro_batch_size": 2.0}, TypeError),
+        ({"loss_chunk_size": 0}, ValueError),
+        ({"loss_chunk_size": "all"}, ValueError),
         ({"overlap_p2p_comm": True}, ValueError),
         ({PP: 2, VP: 2, "overlap_p2p_comm": 1}, TypeError),
         ({"communication": dict}, TypeError),

@@ -36,6 +36,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "latent-attention": {"transformer": LATENT},
     "multi-token": {"transformer": {"mtp_num_layers": 1}},
     "packed": {"packed": True},
+    "chunks-tp2-sp": {"world": 2, **TP2, "loss_chunk_size": 16},
     "lora": {"model": {"lora": {"r": 4}}, "transformer": GATED},
     "preference": {"model": {"preference": {"loss": "orpo"}}, "transformer": GATED},
 }
@@ -77,6 +78,7 @@ OPTIONS = {
     "packed sequences (": ("packed", "cp2-packed"),
     "attention sinks": ("gpt-oss",),
     "full (uniform, block) and": ("recompute",),
+    "loss in chunks of tokens": ("chunks-tp2-sp",),
     "all uses of `self.log`": ("plain-dp2-metrics", "pp2-metrics"),
     "LoRA, rsLoRA, LoRA+": ("lora",),
     "QLoRA in fp32": ("quantized",),

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many tokens go through the output layer and the loss at once: ``MCoreStrategy(loss_chunk_size=...)``."""
+
+from typing import Literal
+
+LossChunkSize = int | Literal["auto"] | None
+
+_TOKENS = 1024  # rows of the output layer's matrix product; with fewer, a GPU is less busy
+_FEW_LOGITS = 2**26  # 256 MiB in fp32, below which computing them again saves little
+
+
+def tokens_of_chunk(size: LossChunkSize, tokens: int, columns: int, has_gradients: bool = True) -> int | None:
+    """Return the number of tokens of a chunk, None for all at once; ``columns`` are the logits of a token on a rank.
+
+    4,096 tokens with 128,256 columns have 2**29 logits: ``"auto"`` makes four chunks of 1,024 tokens.
+    """
+    if size == "auto":  # without gradients, chunks cost nothing
+        size = _TOKENS if tokens * columns > _FEW_LOGITS or not has_gradients else None
+    return size if size is not None and size < tokens else None
+
+
+def check_loss_chunk_size(size: object) -> None:
+    """Raise ValueError for a value that is not a :data:`LossChunkSize`."""
+    if size not in (None, "auto") and (type(size) is not int or size < 1):
+        raise ValueError(
+            f"loss_chunk_size={size!r} is not a number of tokens; choose 1 or more, 'auto', or None for all tokens at"
+            " once"
+        )

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token losses without the logits of a whole row: output layer and loss run over chunks of the row.
+
+A row of 32,768 tokens with a vocabulary of 131,072 has 2^32 logits: 16 GiB in fp32. The loss needs each of them only
+for a moment. So a chunk of 1,024 tokens goes through the output layer and the loss, its losses are kept, and its logits
+(512 MiB) are dropped; backward computes them again, which costs one more matrix product. Everything that acts on the
+output layer or on its logits acts on each chunk: adapters, caps, tied weights, padding of the vocabulary.
+
+The loss is Megatron's, log(sum of exp(logits)) - logit of the label, over the vocabulary of all tensor-parallel ranks.
+It is written here again because Megatron's keeps an fp32 copy of the logits and would send its sums again in backward.
+
+With tensor parallelism, each rank has its slice of the vocabulary for all tokens. With sequence parallelism, each rank
+has the hidden states of some tokens, and the output layer gathers them. A chunk then has tokens of every rank. For 8
+tokens on 2 ranks in chunks of 4:
+
+    rank 0 has tokens 0 1 2 3, rank 1 has tokens 4 5 6 7
+    first chunk: rank 0 gives 0 1, rank 1 gives 4 5      gathered: 0 1 4 5
+    second chunk: rank 0 gives 2 3, rank 1 gives 6 7     gathered: 2 3 6 7
+
+``gpt.GPTChunk`` calls :func:`in_chunks`.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_mcore.layers.sampling import vocab_parallel_argmax
+from lightning_mcore.parallel import random_state
+
+
+class Vocabulary(NamedTuple):
+    """The columns of the logits on this rank: ``real`` tokens from ``first`` on, then padding."""
+
+    first: int
+    real: int
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, size: int, columns: int, group: dist.ProcessGroup) -> "Vocabulary":
+        """Return the part of a vocabulary of ``size`` tokens on this rank of ``group``, which has ``columns``.
+
+        Of 50 tokens on 2 ranks with 32 columns each, rank 1 has tokens 32 to 49, and 14 columns of padding.
+        """
+        first = columns * group.rank()
+        return cls(first, min(max(size - first, 0), columns), group)
+
+
+def in_chunks(
+    logits_of: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    labels: Tensor,
+    tokens: int,
+    vocabulary: Vocabulary,
+    *,
+    wants_best: bool = False,
+    draws: bool = False,
+) -> list[Tensor]:
+    """Return the loss of each token, [b, s] fp32, and with ``wants_best`` the most probable token, [b, s] int64.
+
+    ``logits_of`` turns hidden states, [s, b, h] or a sequence-parallel share of them, into logits, [s, b, v / tp];
+    ``draws`` tells that it draws random numbers. ``hidden`` are those of all tokens, ``labels`` is [b, s], and
+    ``tokens`` is the size of a chunk, rounded down to whole positions of all rows and ranks.
+    """
+    rows, length = labels.shape
+    ranks = length // hidden.size(0)  # that share the sequence
+    own = max(tokens // (rows * ranks), 1)  # positions of a chunk on this rank
+    again: dict[str, Any] = {}
+    if draws:  # torch's own way to repeat random numbers does not know Megatron's generators
+        again["context_fn"] = functools.partial(_repeating, hidden.device)
+    found: list[list[Tensor]] = []
+    by_rank = labels.reshape(rows, ranks, -1)
+    for part, wanted in zip(torch.split(hidden, own), torch.split(by_rank, own, dim=2), strict=True):
+        compute = _Chunk(logits_of, wanted.reshape(rows, -1).t(), vocabulary, wants_best)
+        if torch.is_grad_enabled():
+            results = checkpoint(compute, part, use_reentrant=False, preserve_rng_state=False, **again)
+        else:
+            results = compute(part)
+        found.append([result.t().reshape(rows, ranks, -1) for result in results])
+    return [torch.cat(parts, dim=2).view(rows, length) for parts in zip(*found, strict=True)]
+
+
+class _Chunk:
+    """Computes a chunk: in forward, and again in backward, which knows the losses and repeats only the logits."""
+
+    def __init__(
+        self, logits_of: Callable[[Tensor], Tensor], labels: Tensor, vocabulary: Vocabulary, wants_best: bool
+    ) -> None:
+        self.logits_of, self.labels, self.vocabulary, self.wants_best = logits_of, labels, vocabulary, wants_best
+        self.known: list[Tensor] = []  # losses and log-sums, [s, b] each
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Return the losses, [s, b], and the most probable tokens if they are wanted."""
+        logits = self.logits_of(hidden)
+        if not self.known:
+            self.known = list(_losses_and_log_sums(logits.detach(), self.labels, self.vocabulary))
+        losses: Tensor = _TokenLosses.apply(logits, self.labels, self.vocabulary, *self.known)  # type: ignore[no-untyped-call]
+        if not self.wants_best:
+            return (losses,)
+        size = self.vocabulary.first + self.vocabulary.real
+        return losses, vocab_parallel_argmax(logits, size, self.vocabulary.group)
+
+
+def _losses_and_log_sums(logits: Tensor, labels: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """Return the losses, [s, b] fp32, and the logarithm of the sum over the vocabulary of exp(logit)."""
+    _, real, group = vocabulary
+    values = logits[..., :real]
+    most = values.amax(-1).float() if real else labels.new_full(labels.shape, -torch.inf, dtype=torch.float32)
+    if group.size() > 1:
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    is_own, column = _columns_of(labels, vocabulary)
+    chosen = logits.gather(-1, column[..., None])[..., 0].float().where(is_own, 0.0)
+    sums = torch.stack([torch.sub(values, most[..., None]).exp_().sum(-1), chosen])
+    if group.size() > 1:
+        dist.all_reduce(sums, group=group)
+    log_sums = sums[0].log() + most
+    return log_sums - sums[1], log_sums
+
+
+def _columns_of(labels: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """Return which labels, [s, b], are of this rank, and their columns; 0 for those that are not."""
+    first, real, _ = vocabulary
+    is_own = (labels >= first) & (labels < first + real)
+    return is_own, (labels - first).where(is_own, 0)
+
+
+class _TokenLosses(torch.autograd.Function):
+    """The losses of a chunk, whose gradient by the logits is softmax minus 1 at the label."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, vocabulary: Vocabulary, losses: Tensor, log_sums: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(logits, labels, log_sums)
+        ctx.vocabulary = vocabulary
+        return losses.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, labels, log_sums = ctx.saved_tensors
+        gradient = torch.sub(logits, log_sums[..., None]).exp_()  # in fp32
+        gradient[..., ctx.vocabulary.real :] = 0
+        is_own, column = _columns_of(labels, ctx.vocabulary)
+        gradient.scatter_add_(-1, column[..., None], -is_own[..., None].to(gradient.dtype))
+        return gradient.mul_(gradients[0][..., None]).to(logits.dtype), None, None, None, None
+
+
+def draws_numbers(output: nn.Module) -> bool:
+    """Return whether a layer, or an adapter in it, drops values at random."""
+    return any(module.training and bool(getattr(module, "dropout", 0)) for module in output.modules())
+
+
+def _repeating(device: torch.device) -> tuple[Any, Any]:
+    """Return contexts for a forward pass and for its repetition, which draws the same random numbers."""
+    return contextlib.nullcontext(), _with_state(random_state.take(device), device)
+
+
+@contextlib.contextmanager
+def _with_state(state: random_state.RandomState, device: torch.device) -> Iterator[None]:
+    now = random_state.take(device)
+    random_state.put(state, device)
+    try:
+        yield
+    finally:
+        random_state.put(now, device)

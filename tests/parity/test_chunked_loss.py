@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``MCoreStrategy(loss_chunk_size=...)`` against a bare Megatron loop on one rank, whose logits are whole.
+
+Both share Megatron's layers and loss. The bare loop calls ``GPTModel`` itself and knows nothing of chunks.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_mcore import MCoreGPT, MCoreStrategy
+from lightning_mcore.layers import chunked_loss, gpt
+from tests.parity import bare_loop, lightning_loop
+from tests.parity.bare_loop import Trace
+from tests.parity.test_layouts import Reference, distances
+from tests.support.layouts import Layout
+from tests.support.live_memory import Rows
+from tests.support.ranks import run_ranks
+from tests.support.tiny import Recipe
+from tests.support.toy import make_trainer
+
+pytestmark = pytest.mark.distributed
+
+TOLERANCE = 1e-5
+CHUNK = 12  # of 2 rows of 32 tokens: six chunks of 6 positions each, the last one shorter
+RECIPE = Recipe(token_weighted=True, steps=2, global_batch_size=4, micro_batch_size=2, eps=1e-4)
+AHEAD = replace(RECIPE, options=(("mtp_num_layers", 1), ("num_layers", 2)))
+
+TWO_RANKS = (
+    Layout(tp=2),
+    Layout(tp=2, sp=True),
+    Layout(tied=True, tp=2, sp=True),
+    Layout(tied=True, pp=2),
+    Layout(pp=2, vp=2),
+    Layout(cp=2),
+    Layout(dp=2, distributed_optimizer=True, overlap=True),
+    Layout(moe=True, dp=2, ep=2),
+    Layout(moe=True, tp=2, sp=True),
+)
+FOUR_RANKS = (
+    Layout(tied=True, tp=2, sp=True, pp=2),
+    Layout(tp=2, sp=True, cp=2),
+    Layout(dp=2, pp=2, distributed_optimizer=True),
+)
+
+
+@functools.cache
+def _reference(layout: Layout, recipe: Recipe) -> Reference:
+    (trace,) = run_ranks(1, bare_loop.train, layout, recipe, keep_gradients=True, timeout=120)
+    return Reference.of(trace)
+
+
+@pytest.mark.parametrize("layouts", [TWO_RANKS, FOUR_RANKS], ids=["two ranks", "four ranks"])
+def test_losses_in_chunks_train_as_whole_logits_do(layouts: Sequence[Layout]) -> None:
+    _check(layouts, RECIPE)
+
+
+def test_losses_of_tokens_ahead_are_computed_in_chunks_too() -> None:
+    _check((Layout(pp=2), Layout(tied=True, tp=2, sp=True)), AHEAD)
+
+
+def _check(layouts: Sequence[Layout], recipe: Recipe) -> None:
+    recipes = [recipe.shallow(layout) for layout in layouts]
+    ranks = run_ranks(layouts[0].world_size, _train_in_chunks, layouts, recipes, timeout=60 * len(layouts))
+    worst = {}
+    for index, (layout, own) in enumerate(zip(layouts, recipes, strict=True)):
+        traces = [rank[index] for rank in ranks]
+        found = distances(traces, _reference(layout.one_rank, own), layout, own)
+        worst |= {(layout.id, key): value for key, value in found.items() if not value <= TOLERANCE}
+    assert worst == {}
+
+
+def _train_in_chunks(layouts: Sequence[Layout], recipes: Sequence[Recipe]) -> list[Trace]:
+    chunks: list[int] = []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        chunks.append(len(args))
+        return chunked_loss.in_chunks(*args, **options)
+
+    gpt.in_chunks = counted
+    traces = []
+    for layout, recipe in zip(layouts, recipes, strict=True):
+        chunks.clear()
+        traces.append(lightning_loop.train(layout, recipe, keep_gradients=True, loss_chunk_size=CHUNK))
+        assert bool(chunks) or layout.pp > 1, layout.id  # only the last stage has losses
+    return traces
+
+
+class Kept(MCoreGPT):
+    """Keeps the tokens that evaluation found the most probable."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        _, self.best, _ = self._judged(batch)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}],
+    ids=["one", "tp2", "tp2-sp"],
+)
+def test_evaluation_in_chunks_finds_the_tokens_of_the_logits(sizes: dict[str, Any]) -> None:
+    run_ranks(sizes.get("tensor_model_parallel_size", 1), _evaluate, sizes)
+
+
+def _evaluate(sizes: dict[str, Any]) -> None:
+    module = Kept(61, 32, {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "init_method_std": 0.5})
+    loader: Any = DataLoader(Rows(2, 32, 61, False, False), batch_size=2)
+    trainer = make_trainer(MCoreStrategy(**sizes, loss_chunk_size=CHUNK), limit_val_batches=1, limit_predict_batches=1)
+    trainer.validate(module, loader, verbose=False)
+    found = module.best
+    [wanted] = trainer.predict(module, loader) or []  # from whole logits
+    assert torch.equal(found, wanted)
+    assert found.unique().numel() > 5  # so that another order of tokens would be seen
