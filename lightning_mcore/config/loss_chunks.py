@@ -14,8 +14,10 @@ def tokens_of_chunk(size: LossChunkSize, tokens: int, columns: int, has_gradient
 
     4,096 tokens with 128,256 columns have 2**29 logits: ``"auto"`` makes four chunks of 1,024 tokens.
     """
-    if size == "auto":  # without gradients, chunks cost nothing
-        size = _TOKENS if tokens * columns > _FEW_LOGITS or not has_gradients else None
+    if size == "auto":
+        size = _TOKENS if tokens * columns > _FEW_LOGITS else None
+    if size is None and not has_gradients:  # then nothing is computed again
+        size = _TOKENS
     return size if size is not None and size < tokens else None
 
 

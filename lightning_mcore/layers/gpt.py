@@ -79,7 +79,7 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
     """
 
     existing_tokens: int | None = None
-    loss_chunk_size: LossChunkSize = "auto"
+    loss_chunk_size: LossChunkSize = None
     _judged: tuple[Tensor, list[Tensor]] | None = None  # labels, and where to put the most probable tokens
 
     def __init__(

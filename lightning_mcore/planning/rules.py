@@ -170,7 +170,7 @@ class PlannedStrategy:
         sizes = {f"ddp_config.{name}": self.ddp[name] for name in of_ddp if name in self.ddp}
         sizes |= {name: self.strategy[name] for name in names if self.strategy.get(name) is not None}
         sized = [book.passes(require_size, name, size) for name, size in sizes.items()]
-        book.attempt(check_loss_chunk_size, self.strategy.get("loss_chunk_size", "auto"))
+        book.attempt(check_loss_chunk_size, self.strategy.get("loss_chunk_size"))
         book.collect(strategy_rules.gradient_faults(self.strategy, self.ddp))
         owned = precision.ddp_fields() if precision is not None else ddp_fields_of(self.precision_name)
         book.attempt(check_owned_by_precision, self.ddp, owned)

@@ -133,7 +133,7 @@ class MCoreStrategy(DDPStrategy):
             a batch one microbatch.
         loss_chunk_size: Tokens that go through the output layer and the loss at once, so that the logits of a whole row
             never exist; backward computes them again. ``"auto"``: 1,024 if a microbatch has more than 2**26 logits on a
-            rank; None: all tokens.
+            rank; None: all tokens in training, 1,024 in evaluation.
         broadcast_batches: Let one rank of each model copy read the batches and send them to the others, where reading
             costs more than sending. By default all ranks of a copy read, and their batches are compared.
         ddp_config: Megatron's config for gradients, for settings that have no argument here; None for its
@@ -186,7 +186,7 @@ class MCoreStrategy(DDPStrategy):
         tp_comm_overlap: bool = False,
         tp_comm_overlap_cfg: str | None = None,
         micro_batch_size: int | None = None,
-        loss_chunk_size: LossChunkSize = "auto",
+        loss_chunk_size: LossChunkSize = None,
         broadcast_batches: bool = False,
         ddp_config: DistributedDataParallelConfig | None = None,
         optimizer_config: OptimizerConfig | None = None,
@@ -232,8 +232,7 @@ class MCoreStrategy(DDPStrategy):
         self.microbatch_group_size = microbatch_group_size_per_vp_stage
         check_against_layout(self, overlap_p2p_comm)
         check_optimizer_config(optimizer_config, self.gradients.distributed)
-        self.micro_batch_size = micro_batch_size
-        self.loss_chunk_size = loss_chunk_size
+        self.micro_batch_size, self.loss_chunk_size = micro_batch_size, loss_chunk_size
         self.optimizer_config = optimizer_config
         self.checkpoints = Checkpoints(self)
         self.resume = ExactResume(self, self.layout)

@@ -41,6 +41,8 @@ def test_a_chunk_has_as_many_tokens_as_asked_for(size: Any, tokens: int, columns
 
 def test_without_gradients_chunks_are_always_small() -> None:
     assert tokens_of_chunk("auto", 4096, 128, has_gradients=False) == 1024
+    assert tokens_of_chunk(None, 4096, 128, has_gradients=False) == 1024
+    assert tokens_of_chunk(64, 4096, 128, has_gradients=False) == 64
 
 
 def losses_and_gradients(
