@@ -21,10 +21,11 @@ def tokens_of_chunk(size: LossChunkSize, tokens: int, columns: int, has_gradient
     return size if size is not None and size < tokens else None
 
 
-def check_loss_chunk_size(size: object) -> None:
-    """Raise ValueError for a value that is not a :data:`LossChunkSize`."""
+def checked_chunk_size(size: LossChunkSize) -> LossChunkSize:
+    """Return a size, or raise ValueError if it is not a :data:`LossChunkSize`."""
     if size not in (None, "auto") and (type(size) is not int or size < 1):
         raise ValueError(
             f"loss_chunk_size={size!r} is not a number of tokens; choose 1 or more, 'auto', or None for all tokens at"
             " once"
         )
+    return size

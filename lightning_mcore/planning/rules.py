@@ -29,7 +29,7 @@ from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.field_homes import REQUIRED, check_owned_by_precision, ddp_fields_of, fusion_defaults
 from lightning_mcore.config.fp8 import FP8Settings, check_layers, check_microbatch, check_model
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.config.loss_chunks import check_loss_chunk_size
+from lightning_mcore.config.loss_chunks import checked_chunk_size
 from lightning_mcore.config.positions import check_positions
 from lightning_mcore.config.rules import model as model_rules
 from lightning_mcore.config.rules import strategy as strategy_rules
@@ -170,7 +170,7 @@ class PlannedStrategy:
         sizes = {f"ddp_config.{name}": self.ddp[name] for name in of_ddp if name in self.ddp}
         sizes |= {name: self.strategy[name] for name in names if self.strategy.get(name) is not None}
         sized = [book.passes(require_size, name, size) for name, size in sizes.items()]
-        book.attempt(check_loss_chunk_size, self.strategy.get("loss_chunk_size"))
+        book.attempt(checked_chunk_size, self.strategy.get("loss_chunk_size"))
         book.collect(strategy_rules.gradient_faults(self.strategy, self.ddp))
         owned = precision.ddp_fields() if precision is not None else ddp_fields_of(self.precision_name)
         book.attempt(check_owned_by_precision, self.ddp, owned)

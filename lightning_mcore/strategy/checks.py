@@ -22,7 +22,6 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.config.loss_chunks import LossChunkSize, check_loss_chunk_size
 from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.strategy import expert_faults, precision_faults, schedule_faults
 from lightning_mcore.config.value_checks import require_flag, require_instance, require_size
@@ -47,7 +46,6 @@ def check_arguments(
     process_group_backend: str | None,
     timeout: object,
     micro_batch_size: int | None,
-    loss_chunk_size: LossChunkSize,
     overlap_p2p_comm: bool | None,
     microbatch_group_size_per_vp_stage: int | None,
 ) -> None:
@@ -60,7 +58,6 @@ def check_arguments(
     require_flag("overlap_p2p_comm", overlap_p2p_comm, or_none=True)
     if micro_batch_size is not None:
         require_size("micro_batch_size", micro_batch_size)
-    check_loss_chunk_size(loss_chunk_size)
     if microbatch_group_size_per_vp_stage is not None:
         require_size("microbatch_group_size_per_vp_stage", microbatch_group_size_per_vp_stage)
     for part in (process_group_backend or "gloo").split(","):  # such as "gloo" or "cpu:gloo,cuda:nccl"

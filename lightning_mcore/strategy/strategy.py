@@ -46,7 +46,7 @@ from torch import Tensor
 
 from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.config.loss_chunks import LossChunkSize
+from lightning_mcore.config.loss_chunks import LossChunkSize, checked_chunk_size
 from lightning_mcore.config.text import human
 from lightning_mcore.layers.host_values import keep_on_host
 from lightning_mcore.layers.metrics import sum_tokens_seen
@@ -205,7 +205,6 @@ class MCoreStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             micro_batch_size=micro_batch_size,
-            loss_chunk_size=loss_chunk_size,
             overlap_p2p_comm=overlap_p2p_comm,
             microbatch_group_size_per_vp_stage=microbatch_group_size_per_vp_stage,
         )
@@ -232,10 +231,9 @@ class MCoreStrategy(DDPStrategy):
         self.microbatch_group_size = microbatch_group_size_per_vp_stage
         check_against_layout(self, overlap_p2p_comm)
         check_optimizer_config(optimizer_config, self.gradients.distributed)
-        self.micro_batch_size, self.loss_chunk_size = micro_batch_size, loss_chunk_size
+        self.micro_batch_size, self.loss_chunk_size = micro_batch_size, checked_chunk_size(loss_chunk_size)
         self.optimizer_config = optimizer_config
-        self.checkpoints = Checkpoints(self)
-        self.resume = ExactResume(self, self.layout)
+        self.checkpoints, self.resume = Checkpoints(self), ExactResume(self, self.layout)
         self.batches = SameBatches(self, broadcast_batches)
         self.logs = StepLogger(self)
         self._runner: StepRunner = PlainModuleRunner(self)
