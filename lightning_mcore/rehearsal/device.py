@@ -191,8 +191,18 @@ def _of_tensors(counts: Counts) -> list[tuple[Any, str, Any]]:
         (Tensor, "pin_memory", lambda tensor, *args: tensor),
         (Tensor, "is_pinned", _returns(False)),
         (Tensor, "record_stream", _returns(None)),
+        (torch.UntypedStorage, "data_ptr", _address),
+        (FakeTensor, "data_ptr", lambda it: _address(it.untyped_storage()) + it.storage_offset() * it.element_size()),
         (torch.UntypedStorage, "resize_", counts.resize_storage(torch.UntypedStorage.resize_)),
     ]
+
+
+_real_address = torch.UntypedStorage.data_ptr
+
+
+def _address(storage: Any) -> int:
+    """Return where a storage begins; fake ones all begin at 0, so theirs is a number that no other has."""
+    return _real_address(storage) or storage._cdata
 
 
 def _without_modes(kind: type[Tensor], *args: Any) -> Tensor:
