@@ -56,6 +56,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_build_megatron_dataset_splits": BlendedMegatronDatasetBuilder,
     "_calculate_timestamps": Qwen3VLProcessor,
     "_callback_metrics": _LoggerConnector,
+    "_cdata": torch.UntypedStorage,
     "_checkpoint_connector": pl.Trainer,
     "_coalescing_manager": distributed_c10d,
     "_combined_loader": _FitLoop,
