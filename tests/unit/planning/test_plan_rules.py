@@ -490,6 +490,13 @@ def test_a_model_in_fp8_for_gpus_is_checked_where_transformer_engine_is_missing(
     assert [sentence is not None and sentence in error for error in errors] == ([True] if sentence else [])
 
 
+def test_fp8_on_a_cpu_has_one_reason() -> None:
+    padded = {"moe_router_padding_for_fp8": True, "moe_grouped_gemm": True}
+    settings = run_with(padded, precision={"precision": "bf16-mixed", "fp8_recipe": "delayed"}, base={**MOE, **LATENT})
+    [error] = make_plan(settings, 4).errors
+    assert error.startswith("FP8 needs a CUDA device, and this run is on 'cpu'")
+
+
 def test_the_reason_of_the_model_comes_before_that_of_the_number_of_ranks() -> None:
     errors = make_plan(run_with(strategy={"pipeline_model_parallel_size": 3}), 4).errors
     assert [error.split(";")[0] for error in (errors[0], errors[-1])] == [
