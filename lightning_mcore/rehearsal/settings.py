@@ -87,6 +87,11 @@ def build_of(
         raise ValueError("the model sees images, and the tokens of them in a row are not known; give --image-tokens N")
     if run.device_type == "cpu":
         raise ValueError("accelerator='cpu' has no GPU to rehearse; set trainer.accelerator to 'gpu'")
+    if run.rules.computes_in_fp8 or run.model.get("transformer_impl") == "transformer_engine":
+        raise ValueError(
+            "layers of TransformerEngine, and so FP8, cannot be rehearsed, because their kernels need values; set"
+            " model.transformer_impl to 'local' and leave fp8_recipe out"
+        )
     accumulated = settings.trainer.get("accumulate_grad_batches") or 1
     rows = run.batch.rows // (run.batch.data_parallel_size * accumulated)
     sizes = (devices, devices_per_node), (rows, run.batch.seq_length, accumulated)
