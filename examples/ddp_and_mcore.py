@@ -69,7 +69,7 @@ class TinyGPT(MCoreModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss per token; nothing here depends on stages or ranks."""
         tokens, labels = batch["tokens"], batch["labels"]  # both [b, s]
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         loss = self.model(tokens, positions, attention_mask=None, labels=labels).mean()
         self.log("train_loss", loss, sync_dist=True)
         return loss
