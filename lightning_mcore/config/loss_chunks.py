@@ -29,3 +29,19 @@ def checked_chunk_size(size: LossChunkSize) -> LossChunkSize:
             " once"
         )
     return size
+
+
+def check_chunked_loss(size: LossChunkSize, defers_gradient: bool, is_ours: bool = True) -> None:
+    """Raise ValueError if a model cannot take its loss in chunks; ``is_ours`` says that its chunks are GPTChunks."""
+    if size is None:
+        return
+    if not is_ours:
+        raise ValueError(
+            f"loss_chunk_size={size!r} needs a model built of GPTChunk from lightning_mcore.layers.gpt, whose loss can"
+            " be taken in chunks; build it, or leave loss_chunk_size out"
+        )
+    if defers_gradient:
+        raise ValueError(
+            f"loss_chunk_size={size!r} with defer_embedding_wgrad_compute=True would pair gradients with the"
+            " activations of other tokens; leave one of the two out"
+        )

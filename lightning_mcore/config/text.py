@@ -19,6 +19,12 @@ _ELSEWHERE = {
         "each model copy reads batch_size * accumulate_grad_batches rows in an optimizer step; set batch_size of the"
         " data and accumulate_grad_batches of the trainer"
     ),
+    "context_parallel_size": "set it in the strategy",
+    "micro_batch_size": "set it in the strategy",
+    "pipeline_model_parallel_size": "set it in the strategy",
+    "rampup_batch_size": "batches have the same size in a whole run; leave it out",
+    "sequence_parallel": "set it in the strategy",
+    "tensor_model_parallel_size": "set it in the strategy",
     "bias": "adapters train no biases; leave it out",
     "bf16": "set precision of the trainer to bf16-mixed",
     "ddp_timeout": "set timeout of the strategy",
@@ -45,10 +51,10 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
 
     ``what`` is the kind of name, such as ``"option"`` or ``"key of run.yaml"``.
     """
-    last = name.removeprefix("--").rpartition(".")[2]
-    if last in _ELSEWHERE:
-        return f"unknown {what} {name!r}; {_ELSEWHERE[last]}"
+    last = name.removeprefix("--").rpartition(".")[2].replace("-", "_")
     names = sorted(set(known))
+    if last in _ELSEWHERE and last not in {each.removeprefix("--").replace("-", "_") for each in names}:
+        return f"unknown {what} {name!r}; {_ELSEWHERE[last]}"
     close = difflib.get_close_matches(name, names, n=1)
     if close:
         return f"unknown {what} {name!r}; did you mean {close[0]!r}?"

@@ -64,8 +64,8 @@ def in_chunks(
     """Return the loss of each token, [b, s] fp32, and with ``wants_best`` the most probable token, [b, s] int64.
 
     ``logits_of`` turns hidden states, [s, b, h] or a sequence-parallel share of them, into logits, [s, b, v / tp];
-    ``draws`` tells that it draws random numbers. ``hidden`` are those of all tokens, ``labels`` is [b, s], and
-    ``tokens`` is the size of a chunk, rounded down to whole positions of all rows and ranks.
+    ``draws`` says whether it draws random numbers. ``hidden`` are those of all tokens, ``labels`` is [b, s], and
+    ``tokens`` is the size of a chunk, rounded down to whole positions of all rows and ranks; a chunk has at least one.
     """
     rows, length = labels.shape
     ranks = length // hidden.size(0)  # that share the sequence
@@ -114,12 +114,13 @@ def _losses_and_log_sums(logits: Tensor, labels: Tensor, vocabulary: Vocabulary)
     if group.size() > 1:
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     is_own, column = _columns_of(labels, vocabulary)
-    chosen = logits.gather(-1, column[..., None])[..., 0].float().where(is_own, 0.0)
+    # The largest logit is subtracted first: log(exp(0) + exp(-15)) - 0 keeps digits that 300.0000003 - 300 would lose.
+    chosen = (logits.gather(-1, column[..., None])[..., 0].float() - most).where(is_own, 0.0)
     sums = torch.stack([torch.sub(values, most[..., None]).exp_().sum(-1), chosen])
     if group.size() > 1:
         dist.all_reduce(sums, group=group)
-    log_sums = sums[0].log() + most
-    return log_sums - sums[1], log_sums
+    log_sums = sums[0].log()
+    return log_sums - sums[1], log_sums + most
 
 
 def _columns_of(labels: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,8 @@
 NVIDIA has deprecated ``GPTModel`` (a log message since 0.19) in favour of ``HybridModel``, which lacks some of its
 arguments and is still changing. Both only arrange parts that are not deprecated: an embedding, rotary angles, a
 ``TransformerBlock``, multi-token prediction and an output layer, under ``LanguageModule``. :class:`GPTChunk` arranges
-the same parts as ``GPTModel`` does, in the same order. So results are equal bit for bit, and each can read the other's
-checkpoints. It imports neither of the two models.
+the same parts as ``GPTModel`` does, in the same order. So results are equal bit for bit, except for the losses of
+multi-token prediction since 0.17, and each can read the other's checkpoints. It imports neither of the two models.
 
 ``MCoreGPT`` and ``hf_model`` build it, ``layers/vision.py`` derives from it, and your own module may use it too.
 """
@@ -41,10 +41,13 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 
 from lightning_mcore.config.loss_chunks import LossChunkSize, tokens_of_chunk
+from lightning_mcore.config.value_checks import require_choice
 from lightning_mcore.layers.chunked_loss import Vocabulary, draws_numbers, in_chunks
 from lightning_mcore.layers.multi_token import add_losses_ahead
 from lightning_mcore.layers.packed_sequences import all_real
 from lightning_mcore.layers.score import HiddenStates
+
+PositionEmbedding = Literal["learned_absolute", "rope", "yarn", "none"]
 
 _MTP_TAKES_PADDING = "padding_mask" in inspect.signature(MultiTokenPredictionBlock.forward).parameters  # since 0.18
 
@@ -90,9 +93,10 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
         max_sequence_length: int,
         pre_process: bool = True,
         post_process: bool = True,
+        *,
         parallel_output: bool = True,
         share_embeddings_and_output_weights: bool = False,
-        position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute",
+        position_embedding_type: PositionEmbedding = "learned_absolute",
         rotary_percent: float = 1.0,
         rotary_base: int = 10000,
         rope_scaling: bool = False,
@@ -101,6 +105,7 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
         mtp_block_spec: MultiTokenPredictionBlockSubmodules | None = None,
         vp_stage: int | None = None,
     ) -> None:
+        require_choice("position_embedding_type", position_embedding_type, PositionEmbedding)
         super().__init__(config=config)
         # What Megatron's schedules, gradient sums and optimizers read of a model
         self.model_type = ModelType.encoder_or_decoder
@@ -315,6 +320,7 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
     def _in_chunks(
         self, hidden: Tensor, labels: Tensor, weight: Tensor | None, wants_best: bool = False
     ) -> list[Tensor]:
+        """Return the loss of each token, and with ``wants_best`` the most probable one, [b, s] each."""
         return in_chunks(
             lambda part: self.output_layer(part, weight=weight)[0],
             hidden,
@@ -326,6 +332,8 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
         )
 
     def _tokens_of_chunk(self, labels: Tensor) -> int | None:
+        if not isinstance(self.output_layer, tensor_parallel.ColumnParallelLinear):  # FP8 wants other numbers of rows
+            return None
         return tokens_of_chunk(self.loss_chunk_size, labels.numel(), self._columns, torch.is_grad_enabled())
 
     @property

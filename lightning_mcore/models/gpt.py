@@ -632,11 +632,17 @@ class MCoreGPT(SpeedLogs):
             self.log(name, metrics[name], on_step=False, on_epoch=True)
 
     def _judged(self, batch: Batch) -> tuple[Tensor, Tensor, ModelInputs]:
-        """Return the loss of each token and the most probable one, [b, s / cp], and the inputs; on the last stage."""
+        """Return the loss of each token and the most probable one, [b, s / cp], and the inputs; on the last stage.
+
+        A model of other chunks than GPTChunk returns the logits, [b, s / cp, v / tp], instead of the tokens.
+        """
+        pipeline = self._pipeline_of_step()
+        if not all(isinstance(chunk, GPTChunk) for chunk in pipeline.chunks):
+            logits, inputs = self.token_logits(batch)
+            return self.losses_of_logits(logits, inputs), logits, inputs
         inputs = self.model_inputs(batch)
         arguments = self._more_arguments(inputs)
         arguments.pop("loss_mask", None)
-        pipeline = self._pipeline_of_step()
         assert inputs.labels is not None, "losses need labels"
         with contextlib.ExitStack() as stack:
             best: list[Tensor] = []

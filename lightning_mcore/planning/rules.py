@@ -29,7 +29,7 @@ from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.field_homes import REQUIRED, check_owned_by_precision, ddp_fields_of, fusion_defaults
 from lightning_mcore.config.fp8 import FP8Settings, check_layers, check_microbatch, check_model
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.config.loss_chunks import checked_chunk_size
+from lightning_mcore.config.loss_chunks import check_chunked_loss, checked_chunk_size
 from lightning_mcore.config.positions import check_positions
 from lightning_mcore.config.rules import model as model_rules
 from lightning_mcore.config.rules import strategy as strategy_rules
@@ -288,6 +288,7 @@ def check_in_megatron(
     book.attempt(check_uniform_recompute, config)
     book.attempt(check_adapters, fields, config, settings)
     tied, positions = settings["share_embeddings_and_output_weights"], settings["position_embedding_type"]
+    book.attempt(check_chunked_loss, rules.strategy.get("loss_chunk_size"), config.defer_embedding_wgrad_compute)
     book.attempt(check_multi_token, config, bool(tied), positions == "learned_absolute")
     book.attempt(model_rules.check_normalization, settings["loss_normalization"], config)
     book.attempt(model_rules.check_average_in_collective, bool(rules.resolved("average_in_collective")), config)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from lightning_mcore.config.flops import layer_flops, training_flops_per_token
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.loss_chunks import LossChunkSize, tokens_of_chunk
 from lightning_mcore.planning.communication import AxisVolume, forward_runs
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.machines import NARROW, Machine
@@ -37,8 +38,17 @@ class StepWork:
     tower_flops: float = 0.0  # those of the model's operations that its vision tower takes
 
 
-def step_work(fields: GPTFields, layout: ParallelLayout, world_size: int, batch: GlobalBatch) -> StepWork:
+def step_work(
+    fields: GPTFields,
+    layout: ParallelLayout,
+    world_size: int,
+    batch: GlobalBatch,
+    loss_chunk_size: LossChunkSize = None,
+) -> StepWork:
     """Count the operations of a step."""
+    tokens = batch.micro_batch_size * batch.seq_length // layout.context_parallel_size
+    columns = fields.output_size // layout.tensor_model_parallel_size
+    in_chunks = not fields.scores and tokens_of_chunk(loss_chunk_size, tokens, columns) is not None
     trained = None if fields.adapters is None else fields.adapters.multiplications(topk=fields.moe_router_topk)
     given = {**fields.transformer, **(fields.architecture.delta_net or {})}
     per_token = training_flops_per_token(given, fields.output_size, batch.seq_length, trained)
@@ -46,7 +56,7 @@ def step_work(fields: GPTFields, layout: ParallelLayout, world_size: int, batch:
     ranks = world_size // layout.pipeline_model_parallel_size
     of_stage, slowed = list[float](), list[float]()
     for chunks in stage_layers(fields, layout):
-        parts = _stage_flops(fields, of_layers, chunks)
+        parts = _stage_flops(fields, of_layers, chunks, in_chunks)
         of_stage.append(sum(parts.values()) * batch.tokens / ranks)
         slowed.append(sum(flops * (1 + NARROW / widths[part]) for part, flops in parts.items()) * batch.tokens / ranks)
     tower, again = (flops * batch.rows for flops in tower_flops(fields))
@@ -83,7 +93,7 @@ _NAMES = {
 
 
 def _stage_flops(
-    fields: GPTFields, of_layers: Sequence[Mapping[str, float]], chunks: Sequence[ChunkLayers]
+    fields: GPTFields, of_layers: Sequence[Mapping[str, float]], chunks: Sequence[ChunkLayers], in_chunks: bool
 ) -> dict[str, float]:
     """Return the operations of a stage for one token, by part, including recomputation."""
     parts = defaultdict[str, float](float)
@@ -94,7 +104,7 @@ def _stage_flops(
                 names = tuple(f"decoder.layers.{layer}.{name}" for name in _NAMES.get(part, ()))
                 parts[part] += _passes(fields, forward, names, runs[part])
         head = ("embedding." if fields.tied else "output_layer.",)
-        output = _passes(fields, 2 * fields.hidden_size * fields.output_size, head)
+        output = _passes(fields, 2 * fields.hidden_size * fields.output_size, head, 2 if in_chunks else 1)
         parts["output"] += (int(chunk.output) + chunk.mtp) * output
         if chunk.embedding and not fields.tied:
             parts["output"] += _passes(fields, 0, ("embedding.",))

@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.loss_chunks import check_chunked_loss
 from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.strategy import expert_faults, precision_faults, schedule_faults
 from lightning_mcore.config.value_checks import require_flag, require_instance, require_size
@@ -167,6 +168,7 @@ def check_plain(strategy: "MCoreStrategy", module: pl.LightningModule) -> None:
             f"micro_batch_size={strategy.micro_batch_size} needs a model built with self.pipeline(...), but {name} has "
             "none; use a smaller DataLoader batch with accumulate_grad_batches"
         )
+    check_chunked_loss(strategy.loss_chunk_size, defers_gradient=False, is_ours=False)
 
 
 def _sizes_that_split(layout: ParallelLayout) -> str:

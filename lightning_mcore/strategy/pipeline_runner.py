@@ -45,6 +45,7 @@ from torch import Tensor, nn
 
 from lightning_mcore.config.fp8 import check_microbatch, without_shape
 from lightning_mcore.config.layout import ModelShape
+from lightning_mcore.config.loss_chunks import check_chunked_loss
 from lightning_mcore.config.rules.strategy import NO_SYNC_BATCHNORM
 from lightning_mcore.config.text import counted
 from lightning_mcore.layers.gpt import GPTChunk
@@ -103,11 +104,12 @@ def wrap_pipeline(
     check_steps_take_batches(module)
     config = pipeline_config(pipeline, strategy.megatron_fields())
     strategy.layout.validate_model(ModelShape.from_config(config))
-    if config.mtp_num_layers and strategy.layout.pipeline_model_parallel_size > 1:
+    is_ours = all(isinstance(chunk, GPTChunk) for chunk in pipeline.chunks)
+    if config.mtp_num_layers:
         # Only stages with an embedding know whether positions are learned; all of them raise the error.
         learned_positions = any(getattr(layer, "add_position_embedding", False) for layer in pipeline.modules())
-        is_ours = all(isinstance(chunk, GPTChunk) for chunk in pipeline.chunks)
         run_on_all_ranks(lambda: check_multi_token(config, learned_positions=learned_positions, is_ours=is_ours))
+    check_chunked_loss(strategy.loss_chunk_size, config.defer_embedding_wgrad_compute, is_ours)
     for chunk in pipeline.chunks:
         if isinstance(chunk, GPTChunk):
             chunk.loss_chunk_size = strategy.loss_chunk_size

@@ -266,8 +266,8 @@ def test_a_run_that_would_change_the_order_is_refused(two: list[str], tmp_path: 
         (
             {"max_steps": 4},
             "the run now needs 16 training samples, but the run of the checkpoint drew 8, and the order of all samples"
-            " depends on it; give train_samples=8 to read these again when they are used up, or start a new run with"
-            " load_weights",
+            " depends on it; give the data train_samples=8 to read these again when they are used up, or start a new"
+            " run with load_weights",
         ),
         (
             {"train_samples": 12},

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT, MCoreStrategy
@@ -116,3 +118,27 @@ def _evaluate(sizes: dict[str, Any]) -> None:
     [wanted] = trainer.predict(module, loader) or []  # from whole logits
     assert torch.equal(found, wanted)
     assert found.unique().numel() > 5  # so that another order of tokens would be seen
+
+
+class OfMegatron(MCoreGPT):
+    """A model of Megatron's own class, whose evaluation has whole logits."""
+
+    def _new_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        return GPTModel(*args, **kwargs)
+
+
+def test_evaluation_of_megatrons_model_has_the_same_results() -> None:
+    ((found, wanted),) = run_ranks(1, _validate_both)
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert found["val_loss"] > 1
+
+
+def _validate_both() -> list[dict[str, float]]:
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
+    loader: Any = DataLoader(Rows(2, 32, 128, False, False), batch_size=2)
+    results = []
+    for kind in (MCoreGPT, OfMegatron):
+        pl.seed_everything(1)
+        trainer = make_trainer(MCoreStrategy(), limit_val_batches=1)
+        results.append(dict(trainer.validate(kind(128, 32, sizes), loader, verbose=False)[0]))
+    return results

@@ -20,17 +20,20 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
     FineGrainedActivationOffloadingInterface as Offloading,
 )
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreGPT
+from lightning_mcore import MCoreGPT, MCoreStrategy
 from lightning_mcore.layers.gpt import GPTChunk
 from tests.distributed.test_reshard import Losses, Saved, State, Watch, make_trainer
+from tests.parity import lightning_loop
 from tests.parity.bare_loop import _parallel_fields, process_groups
 from tests.parity.lightning_loop import TinyGPT
 from tests.support import tiny
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
+from tests.support.sentences import refuses
 from tests.support.tiny import DELTA_NET, SINCE_0_17, Recipe
 
 pytestmark = pytest.mark.distributed
@@ -203,3 +206,41 @@ def test_megatron_does_not_call_the_model_deprecated() -> None:
     """GPTModel says at each construction that it is, since megatron-core 0.19."""
     (messages,) = run_ranks(1, fit_and_listen, timeout=60)
     assert [message for message in messages if "deprecated" in message.lower()] == []
+
+
+class OfMegatron(TinyGPT):
+    """The tiny model of Megatron's own class."""
+
+    def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> LanguageModule:
+        with mock.patch.object(tiny, "GPTChunk", GPTModel):
+            return tiny.build_gpt(self.config, self.layout, self.recipe, pre_process, post_process, vp_stage)
+
+
+def _fit_megatrons(layout: Layout, recipe: Recipe, options: dict[str, Any]) -> str:
+    """Return why a model of Megatron's class is refused."""
+    strategy = MCoreStrategy(**layout.strategy_arguments, **options)
+    try:
+        lightning_loop.make_trainer(layout.world_size, strategy, 1).fit(OfMegatron(layout, recipe))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_megatrons_model_is_refused_where_it_divides_losses_ahead_by_other_numbers() -> None:
+    """Since 0.17 with context parallelism, before with means of microbatches; also without a pipeline."""
+    layout = Layout(cp=2) if SINCE_0_17 else Layout(dp=2)
+    recipe = Recipe(token_weighted=SINCE_0_17, steps=1, options=(("mtp_num_layers", 1), ("num_layers", 2)))
+    for told in run_ranks(2, _fit_megatrons, layout, recipe, {}):
+        assert told.startswith("mtp_num_layers=1 with")
+
+
+def test_megatrons_model_takes_no_loss_in_chunks_and_says_so() -> None:
+    [told] = run_ranks(1, _fit_megatrons, Layout(), Recipe(steps=1), {"loss_chunk_size": 8})
+    assert told.startswith("loss_chunk_size=8 needs a model built of GPTChunk")
+
+
+@pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")
+def test_positions_that_the_chunk_cannot_make_are_refused() -> None:
+    config = tiny.make_config({**tiny.TRANSFORMER, "num_layers": 1})
+    with refuses(ValueError, "position_embedding_type='mrope'"):
+        GPTChunk(config, ModuleSpec(GPTChunk), 8, 8, position_embedding_type="mrope")  # type: ignore[arg-type]

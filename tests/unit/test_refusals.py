@@ -369,6 +369,7 @@ AFTER_BUILDING: dict[str, Case] = {
     "forgot-pp": Case(strategy={PP: 2}, module=Forgot),
     "forgot-cp": Case(strategy={CP: 2}, module=Forgot),
     "rows-of-a-plain-module": Case(strategy={"micro_batch_size": 1}, module=PlainNet),
+    "chunks-of-a-plain-module": Case(strategy={"loss_chunk_size": 8}, module=PlainNet),
     "config-tp": Case(module=partial(OtherConfig, tensor_model_parallel_size=2)),
     "config-pp": Case(strategy={PP: 2}, module=partial(OtherConfig, pipeline_model_parallel_size=1)),
     "config-dtype": Case(module=partial(OtherConfig, params_dtype=torch.bfloat16, bf16=True)),

@@ -220,13 +220,13 @@ class ProgressLine:
         self._output = output
         self._bar: Any = None
         self._begun: float | None = None
-        self._last = time.monotonic()
+        self._last = 0.0
 
     def __call__(self, progress: Progress, total: int) -> None:
         """Show the progress."""
         now = time.monotonic()
         if self._begun is None:
-            self._begun = now
+            self._begun = self._last = now
             if self._output.isatty():
                 self._open(total)
         if self._bar is not None:

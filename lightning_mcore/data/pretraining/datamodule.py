@@ -285,8 +285,8 @@ class MCorePretrainingData(pl.LightningDataModule):
         if given is None and needed is not None and saved is not None and needed > saved:
             raise ValueError(
                 f"the run now needs {needed} training samples, but the run of the checkpoint drew {saved}, and the"
-                f" order of all samples depends on it; give train_samples={saved} to read these again when they are"
-                " used up, or start a new run with load_weights"
+                f" order of all samples depends on it; give the data train_samples={saved} to read these again when"
+                " they are used up, or start a new run with load_weights"
             )
         if needed != saved and given is None:
             _log.info("training draws %s rows, as in the run of the checkpoint, instead of %s", saved, needed)

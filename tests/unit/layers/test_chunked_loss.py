@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_mcore import LoRA, MCoreGPT, single_process
-from lightning_mcore.config.loss_chunks import tokens_of_chunk
+from lightning_mcore.config.loss_chunks import check_chunked_loss, tokens_of_chunk
 from lightning_mcore.layers import chunked_loss
 from lightning_mcore.layers.chunked_loss import Vocabulary, in_chunks
 from lightning_mcore.parallel.groups import process_group
+from tests.support.sentences import refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # in this process warnings are errors, and Megatron has many
 
@@ -121,3 +122,23 @@ def test_autograd_keeps_no_logits_and_the_losses_are_torchs() -> None:
     whole.square().sum().backward()
     torch.testing.assert_close(losses, whole)
     torch.testing.assert_close(found, hidden.grad)
+
+
+def test_small_losses_of_large_logits_keep_their_digits() -> None:
+    hidden = torch.eye(8)[:, None]  # a position for each row of the matrix
+    matrix = torch.randn(VOCABULARY, 8)
+    labels = torch.randint(VOCABULARY, (1, 8))
+    matrix[labels[0], torch.arange(8)] = 300.0
+    matrix[0] += 285.0
+    with single_process(), torch.no_grad():
+        vocabulary = Vocabulary.of(VOCABULARY, VOCABULARY, process_group("tp"))
+        (losses,) = in_chunks(lambda part: part @ matrix.t(), hidden, labels, 4, vocabulary)
+    exact = nn.functional.cross_entropy(matrix.t().double(), labels[0], reduction="none")
+    torch.testing.assert_close(losses[0].double(), exact, rtol=1e-3, atol=1e-7)
+    assert (exact > 0).any()
+
+
+def test_a_gradient_that_is_computed_later_is_refused() -> None:
+    with refuses(ValueError, "loss_chunk_size='auto' with defer_embedding_wgrad_compute=True"):
+        check_chunked_loss("auto", defers_gradient=True)
+    check_chunked_loss(None, defers_gradient=True)
