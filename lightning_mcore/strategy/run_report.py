@@ -180,7 +180,8 @@ class RunReport(pl.Callback):
             lines += _exports(path, pl_module)
         elif trainer.checkpoint_callback is not None:
             monitor = getattr(trainer.checkpoint_callback, "monitor", None)
-            lines.append(f"checkpoint  none{f': {monitor} was never logged' if monitor else ' was saved'}")
+            is_absent = monitor is not None and monitor not in trainer.callback_metrics
+            lines.append(f"checkpoint  none{f': {monitor} was never logged' if is_absent else ' was saved'}")
         _say(trainer, *lines)
 
     def _continue(self, path: str, trainer: pl.Trainer) -> str:

@@ -184,12 +184,12 @@ def test_the_export_commands_of_a_run_with_adapters_work(
             PeftModel.from_pretrained(model, tmp_path / name)
 
 
-def fit_without_a_checkpoint(folder: str) -> None:
-    """Train a step with a checkpoint callback that never sees its metric."""
+def fit_without_a_checkpoint(folder: str, monitor: str) -> None:
+    """Train a step with a checkpoint callback that saves later, or never sees its metric."""
     os.chdir(folder)
     trainer = make_trainer(
         MCoreStrategy(),
-        callbacks=[RunReport(), ModelCheckpoint(monitor="val_loss")],
+        callbacks=[RunReport(), ModelCheckpoint(monitor=monitor, every_n_train_steps=100)],
         max_steps=1,
         limit_val_batches=0,
         enable_checkpointing=True,
@@ -197,11 +197,16 @@ def fit_without_a_checkpoint(folder: str) -> None:
     trainer.fit(MCoreGPT(vocab_size=128, seq_length=8, transformer=SHAPE), Text())
 
 
-def test_a_run_that_saved_nothing_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run_ranks(1, fit_without_a_checkpoint, str(tmp_path), timeout=120)
+@pytest.mark.parametrize(
+    ("monitor", "told"), [("val_loss", "none: val_loss was never logged"), ("train_loss", "none was saved")]
+)
+def test_a_run_that_saved_nothing_says_why(
+    monitor: str, told: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(1, fit_without_a_checkpoint, str(tmp_path), monitor, timeout=120)
     output = capfd.readouterr().out
     assert re.search(r"^1 step, \d+ s, ", output, re.MULTILINE)
-    assert "\ncheckpoint  none: val_loss was never logged\n" in output
+    assert f"\ncheckpoint  {told}\n" in output
 
 
 class HFText(Text):
