@@ -17,12 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_mcore.arguments.documents import read_yaml
-from lightning_mcore.cli.quick_checks import load, options
+from lightning_mcore.cli.quick_checks import CONFIG, load, options
 from lightning_mcore.config.ray import RaySettings
 from lightning_mcore.config.text import unknown_name
 from lightning_mcore.config.value_checks import accepts, choices_of
 
-_CONFIG = ("-c", "--config")
 _CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 _CLASSES = ("model", "data", "optimizer", "lr_scheduler")
 
@@ -99,7 +98,7 @@ def _read(parser: Any, arguments: Sequence[str], documents: Sequence[Mapping[str
     for document in documents:
         _merge(settings, document)
     for name, value in options(arguments):
-        if name in _CONFIG:
+        if name in CONFIG:
             _merge(settings, load(value))
             continue
         # --trainer.callbacks+=X appends to a list, which is left to jsonargparse.

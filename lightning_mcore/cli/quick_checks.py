@@ -24,7 +24,7 @@ from lightning_mcore.config.field_homes import check_home, unknown_field
 from lightning_mcore.config.text import unknown_name
 
 _FILES = (".yaml", ".yml", ".json")
-_CONFIG = ("-c", "--config")
+CONFIG = ("-c", "--config")
 _HELP = ("-h", "--help")
 _ROOTS = (
     *("ckpt_path", "data", "lr_scheduler", "model", "optimizer", "print_config", "ray", "seed_everything", "trainer"),
@@ -52,7 +52,7 @@ def refuse_early(command: str, words: Sequence[str]) -> None:
     classes: dict[str, Any] = {}
     for name, value in options(words):
         place = name.removeprefix("--")
-        if name in _CONFIG:
+        if name in CONFIG:
             document = _document(value)
             _refuse_document(document, roots)
             trainer = document.get("trainer")

@@ -46,9 +46,7 @@ UNSUPPORTED: dict[str, tuple[str, str]] = {
     "mistral3": (_WITH_TOWER, "ministral3"),
     "mistral_large4": (_BY_AN_INDEXER, "mistral4"),
     "nemotron_h": (_MEMORY, "llama"),
-    **dict.fromkeys(
-        ("step3p5", "step3p7"), ("each of their layers has a limit of its own for activations", "qwen3_moe")
-    ),
+    **dict.fromkeys(("step3p5", "step3p7"), (_LIMITS, "qwen3_moe")),
 }
 """Well-known model types that are not supported: what Megatron and this package lack, and the nearest family. The
 text models of these types, such as ``gemma4_text``, are not supported either."""

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.lora import Trained
-from lightning_mcore.config.loss_chunks import LossChunkSize, tokens_of_chunk
+from lightning_mcore.config.loss_chunks import LossChunkSize
 from lightning_mcore.planning.model import FP32, ChunkLayers, GPTFields, stage_layers
 from lightning_mcore.planning.schedule import in_flight
 from lightning_mcore.planning.vision import tower_bytes
@@ -404,8 +404,7 @@ class Activations:
     @property
     def _chunk_of_loss(self) -> int | None:
         """Tokens that go through the loss at once; None for all."""
-        columns = self.fields.padded_vocab_size // self.layout.tensor_model_parallel_size
-        return None if self.fields.scores else tokens_of_chunk(self.loss_chunk_size, int(self._tokens), columns)
+        return self.fields.tokens_of_loss(self.loss_chunk_size, int(self._tokens), self.layout)
 
     @property
     def _output(self) -> float:

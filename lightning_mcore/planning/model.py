@@ -22,6 +22,7 @@ from lightning_mcore.config.field_homes import DEFAULTS, REQUIRED
 from lightning_mcore.config.flops import moe_layers
 from lightning_mcore.config.layout import ModelShape, ParallelLayout
 from lightning_mcore.config.lora import AdaptedModel
+from lightning_mcore.config.loss_chunks import LossChunkSize, tokens_of_chunk
 from lightning_mcore.config.preference import Preference
 from lightning_mcore.config.vision import Vision
 from lightning_mcore.planning.signatures import fields_of
@@ -64,6 +65,11 @@ class GPTFields:
     def output_size(self) -> int:
         """Rows of the output layer."""
         return 1 if self.scores else self.padded_vocab_size
+
+    def tokens_of_loss(self, size: LossChunkSize, tokens: int, layout: ParallelLayout) -> int | None:
+        """Return how many of a rank's tokens go through the loss at once; None for all."""
+        columns = self.padded_vocab_size // layout.tensor_model_parallel_size
+        return None if self.scores else tokens_of_chunk(size, tokens, columns)
 
     @property
     def subtracts_mean(self) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from lightning_mcore.config.flops import layer_flops, training_flops_per_token
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.config.loss_chunks import LossChunkSize, tokens_of_chunk
+from lightning_mcore.config.loss_chunks import LossChunkSize
 from lightning_mcore.planning.communication import AxisVolume, forward_runs
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.machines import NARROW, Machine
@@ -47,8 +47,7 @@ def step_work(
 ) -> StepWork:
     """Count the operations of a step."""
     tokens = batch.micro_batch_size * batch.seq_length // layout.context_parallel_size
-    columns = fields.output_size // layout.tensor_model_parallel_size
-    in_chunks = not fields.scores and tokens_of_chunk(loss_chunk_size, tokens, columns) is not None
+    in_chunks = fields.tokens_of_loss(loss_chunk_size, tokens, layout) is not None
     trained = None if fields.adapters is None else fields.adapters.multiplications(topk=fields.moe_router_topk)
     given = {**fields.transformer, **(fields.architecture.delta_net or {})}
     per_token = training_flops_per_token(given, fields.output_size, batch.seq_length, trained)
