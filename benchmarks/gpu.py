@@ -9,6 +9,7 @@ lightning  ours against Lightning's DDP and FSDP with the transformers model of 
 recipes    bf16 against each FP8 and FP4 recipe of the device: step time, FLOP/s, peak memory, and plan's estimate
 packing    several samples per row against one per row: real tokens per second
 recompute  activations kept or recomputed: step time, peak memory, and plan's estimate
+loss       all logits of a row at once or the loss in chunks: rows of 4,096, 32,768 and 131,072 tokens
 save       how long a synchronous and an asynchronous save delay a step
 =========  =============================================================================================================
 
@@ -85,6 +86,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 RECIPES = ("bf16", "delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
+CHUNK = 1024  # tokens of a chunk of the loss
 WARM_UP = 5  # warm-up steps; everything is compiled before the last of them
 LEARNING_RATE = 1e-4
 MIB = 2**20
@@ -103,6 +105,8 @@ class Run:
         steps: Measured steps, after the warm-up.
         recipe: One of ``RECIPES``.
         data: Dataset to load; None for full rows of random tokens.
+        vocab_size: Vocabulary size.
+        loss_chunk_size: Tokens per chunk of the loss; None for all logits of a row at once.
     """
 
     device: str
@@ -113,6 +117,8 @@ class Run:
     steps: int
     recipe: str = "bf16"
     data: Callable[["Run"], DataLoader[Any]] | None = None
+    vocab_size: int = 32_768
+    loss_chunk_size: int | None = None
 
     @property
     def impl(self) -> str:
@@ -125,11 +131,6 @@ class Run:
         name = "fp4_recipe" if self.recipe == "nvfp4" else "fp8_recipe"
         fp8: dict[str, Any] = {} if self.recipe == "bf16" else {name: self.recipe}
         return MCorePrecision("bf16-mixed", **fp8)
-
-    @property
-    def vocab_size(self) -> int:
-        """Vocabulary size."""
-        return 32_768 if self.device == "cuda" else 1024
 
     @property
     def samples(self) -> int:
@@ -335,7 +336,7 @@ def fit(
     trainer = pl.Trainer(
         accelerator="gpu" if run.device == "cuda" else "cpu",
         devices=1,
-        strategy=peer or MCoreStrategy(),
+        strategy=peer or MCoreStrategy(loss_chunk_size=run.loss_chunk_size),
         precision="bf16-mixed" if peer else None,
         plugins=None if peer else [run.precision],
         max_steps=WARM_UP + run.steps,
@@ -410,6 +411,32 @@ def recompute(run: Run) -> list[dict[str, Any]]:
         {"case": name, **fit(with_changes(run, transformer=run.transformer | fields)).summary()}
         for name, fields in RECOMPUTE.items()
     ]
+
+
+def loss(run: Run) -> list[dict[str, Any]]:
+    """Measure rows of three lengths with all their logits and with the loss in chunks, one row per step."""
+    rows: list[dict[str, Any]] = []
+    transformer = run.transformer | RECOMPUTE["full"]
+    for length in (run.seq_length, 8 * run.seq_length, 32 * run.seq_length):
+        steps = min(run.steps, 4 * 32 * run.seq_length // length)  # attention takes most of a long row
+        for name, size in (("at once", None), ("in chunks", CHUNK)):
+            one = with_changes(
+                run,
+                transformer=transformer,
+                seq_length=length,
+                microbatches=1,
+                steps=steps,
+                vocab_size=4 * run.vocab_size,
+                loss_chunk_size=size,
+            )
+            case = f"{length:,} tokens, {name}"
+            try:
+                rows.append({"case": case, **fit(one).summary()})
+            except torch.OutOfMemoryError:
+                rows.append({"case": case, "refused": "out of memory"})
+                gc.collect()
+                torch.cuda.empty_cache()
+    return rows
 
 
 def with_changes(run: Run, **changes: Any) -> Run:
@@ -501,6 +528,7 @@ PIECES: dict[str, Callable[[Run], list[dict[str, Any]]]] = {
     "recipes": recipes,
     "packing": packing,
     "recompute": recompute,
+    "loss": loss,
     "save": save,
 }
 
@@ -582,6 +610,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[dict[str, Any]]]:
         rows=options.rows,
         microbatches=options.microbatches,
         steps=options.steps,
+        vocab_size=32_768 if options.device == "cuda" else 1024,
     )
     facts = {**circumstances(options), **versions(), "bf16 products, TFLOP/s": round(highest_tflops(run.device), 1)}
     measured = {}
