@@ -25,6 +25,7 @@ import gc
 import importlib
 import importlib.metadata
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -514,6 +515,7 @@ def save(run: Run) -> list[dict[str, Any]]:
                 start = now(run.device)
                 trainer.save_checkpoint(Path(folder) / f"{step}.ckpt")
                 stalls.append(time.perf_counter() - start)
+                shutil.rmtree(Path(folder) / f"{step - 5}.ckpt", ignore_errors=True)  # room for two
 
             found = fit(run, after_step=save_now).summary()
         later_stalls = stalls[1:] or stalls  # the first one allocates memory for the copy
@@ -623,7 +625,8 @@ def main(arguments: list[str] | None = None) -> dict[str, list[dict[str, Any]]]:
             continue
         facts["device"] = torch.cuda.get_device_name()
         title = f"On a GPU: {name}, model {options.size}"
-        write_results(output, f"gpu-{name}-{options.size}", title, facts, measured[name], text, "cuda")
+        length = "" if options.seq_length == 4096 else f"-{options.seq_length}"
+        write_results(output, f"gpu-{name}-{options.size}{length}", title, facts, measured[name], text, "cuda")
     return measured
 
 
