@@ -29,6 +29,7 @@ import platform
 import resource
 import statistics
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -353,13 +354,17 @@ def measure_loops() -> list[dict[str, Any]]:
 
 
 def commit() -> str:
-    """Return the commit of the repository, or "unknown" without its history or git."""
+    """Return the commit of the repository; "unknown" in a copy without its history, or without git, and say why."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
         described = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        return "unknown"
-    return described.stdout.strip() or "unknown"
+        found, reason = "", "git is not installed"
+    else:
+        found, reason = described.stdout.strip(), described.stderr.strip()
+    if not found:
+        print(f"the commit of {REPOSITORY} is unknown ({reason}); run from a clone to record it", file=sys.stderr)
+    return found or "unknown"
 
 
 def circumstances(options: argparse.Namespace) -> dict[str, Any]:

@@ -8,11 +8,13 @@ other work on the machine changes little; all stages of a run are played at the 
     python -m benchmarks.rehearse
     python -m benchmarks.rehearse --models llama3-8b --variants full lora
 
-The results, with versions and commit, go to benchmarks/results/. Runs that are already in the file are kept.
+The results go to benchmarks/results/. Runs that are already in the file are kept, each with its own commit, load of
+the machine and microbatches.
 """
 
 import argparse
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -59,7 +61,7 @@ _TOWER: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Model:
-    """A model and how it is split; a microbatch has one row."""
+    """A model and how it is split; a microbatch has one row, or the two answers of a pair."""
 
     devices: int
     microbatches: int
@@ -69,6 +71,11 @@ class Model:
     seq_length: int = 8192
     model: Mapping[str, Any] = field(default_factory=dict)
     image_tokens: int | None = None
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Names of the variants that this model has; there is no preference training with images."""
+        return tuple(name for name in VARIANTS if name != "dpo" or self.image_tokens is None)
 
 
 def _split(tensor: int, pipeline: int, **more: Any) -> dict[str, Any]:
@@ -185,7 +192,10 @@ MODELS: dict[str, Model] = {
             "add_qkv_bias": True,
         },
         strategy=_split(2, 2),
-        model={"vision": Vision("qwen2_5_vl", _TOWER, 151_655, 151_656, (16, 24, 24)).plain()},
+        model={
+            "vision": Vision("qwen2_5_vl", _TOWER, 151_655, 151_656, (16, 24, 24)).plain(),
+            "hf": {"family": "qwen2_5_vl"},  # its names of matrices are those that adapters look for
+        },
         image_tokens=1024,
     ),
 }
@@ -212,7 +222,7 @@ def settings_of(model: Model, variant: str) -> RunSettings:
             "transformer": {**model.transformer, **changes.get("transformer", {})},
         },
         trainer={"accumulate_grad_batches": model.microbatches, "max_steps": 1000, "gradient_clip_val": 1.0},
-        data={"batch_size": 1, "seq_length": model.seq_length},
+        data={"batch_size": 2 if "preference" in changes else 1, "seq_length": model.seq_length},
         image_tokens=model.image_tokens,
     )
 
@@ -234,21 +244,23 @@ def measure(model: Model, variant: str) -> dict[str, Any]:
                 "ratio": rank.peak_bytes / planned,
             }
         )
-    return {"layout": found.layout, "devices": model.devices, "seconds": found.seconds, "ranks": ranks}
+    row = {"layout": found.layout, "devices": model.devices, "microbatches": model.microbatches}
+    return {**row, "seconds": found.seconds, "ranks": ranks}
 
 
 def table(results: Mapping[str, Any]) -> str:
     """Return the results as Markdown: memory and time, and then collectives."""
     lines = [
-        "| run | ranks | stage | planned, GiB | rehearsed, GiB | rehearsed / planned | CPU, s | host memory, GiB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| run | ranks | stage | planned, GiB | rehearsed, GiB | rehearsed / planned | CPU, s | host memory, GiB "
+        "| commit | load |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, run in results.items():
         for rank in run["ranks"]:
             lines.append(
                 f"| {name} | {run['devices']:,} | {rank['stage']} | {rank['planned_bytes'] / _GIB:.2f} "
                 f"| {rank['peak_bytes'] / _GIB:.2f} | {rank['ratio']:.3f} "
-                f"| {rank['cpu_seconds']:.0f} | {rank['host_bytes'] / _GIB:.2f} |"
+                f"| {rank['cpu_seconds']:.0f} | {rank['host_bytes'] / _GIB:.2f} | {run['commit']} | {run['load']} |"
             )
     lines += ["", "| run | stage | collectives of a step: calls, GiB |", "|---|---|---|"]
     for name, run in results.items():
@@ -270,22 +282,26 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, help="of a step, instead of the table's")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
-    facts = circumstances(options)
-    known = options.output / f"rehearse_cpu_{facts['date'].replace('-', '')}.json"
     for name in options.models:
         model = MODELS[name]
         if options.microbatches is not None:
             model = replace(model, microbatches=options.microbatches)
-        for variant in options.variants:
+        for variant in (each for each in model.variants if each in options.variants):
             print(f"rehearsing {name} {variant} ...", flush=True)
-            row = measure(model, variant)
-            results = json.loads(known.read_text())["results"] if known.is_file() else {}
-            results[f"{name} {variant}"] = row
-            order = [f"{each} {kind}" for each in MODELS for kind in VARIANTS]
-            results = {run: results[run] for run in order if run in results}
-            write_results(
-                options.output, "rehearse", "Runs of real sizes, planned and rehearsed", facts, results, table(results)
-            )
+            facts = circumstances(options)
+            own = {"commit": facts.pop("commit"), "load": round(os.getloadavg()[0], 1)}
+            facts.pop("options")  # of this call; rows of others are in the file too
+            keep(options.output, facts, f"{name} {variant}", {**measure(model, variant), **own})
+
+
+def keep(output: Path, facts: dict[str, Any], run: str, row: Mapping[str, Any]) -> None:
+    """Put a run into the day's results, beside those that are already there."""
+    known = output / f"rehearse_cpu_{facts['date'].replace('-', '')}.json"
+    results = {**(json.loads(known.read_text())["results"] if known.is_file() else {}), run: row}
+    order = [f"{name} {variant}" for name in MODELS for variant in VARIANTS]
+    results = {name: results[name] for name in order if name in results}
+    title = "Runs of real sizes, planned and rehearsed"
+    write_results(output, "rehearse", title, facts, results, table(results))
 
 
 if __name__ == "__main__":

@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rehearsal's parameters and collectives are those of real ranks over gloo, which another counter counts."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_mcore.parallel.groups import process_group
-from lightning_mcore.rehearsal.processes import Played, run_jobs
+from lightning_mcore.parallel.groups import Axis, process_group
+from lightning_mcore.rehearsal.processes import Failure, Played, run_jobs
+from tests.distributed.test_plan_memory import RUNS as PLANNED
 from tests.support import toy
 from tests.support.ranks import run_ranks
-from tests.support.rehearsed import gpt_run, job
+from tests.support.rehearsed import EXPERTS, GATED, RECOMPUTE, gpt_run, job, live_run
 
 pytestmark = pytest.mark.distributed
 
+AXES: tuple[Axis, ...] = get_args(Axis)
 KINDS = {
     torch.ops.c10d._allgather_base_.default: "all-gather",
     torch.ops.c10d._reduce_scatter_base_.default: "reduce-scatter",
@@ -29,9 +33,25 @@ KINDS = {
     torch.ops.c10d.send.default: "send",
     torch.ops.c10d.recv_.default: "receive",
 }
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2-sp-dp2-do": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True},
-    "pp2-cp2": {"pipeline_model_parallel_size": 2, "context_parallel_size": 2},
+TP2: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+LORA: dict[str, Any] = {"model": {"lora": {"r": 4}}, "transformer": GATED}
+DPO: dict[str, Any] = {"preference": {"loss": "sigmoid"}}
+# Each token goes to all four experts, so that loads are even on real ranks too.
+EVEN = {**EXPERTS, "moe_router_topk": 4}
+run = partial(partial, gpt_run, 4, "32-true")
+RUNS: dict[str, Callable[..., Any]] = {
+    "tp2-sp-dp2-do": run(**TP2, use_distributed_optimizer=True),
+    "tp2-sp-recompute": run(**TP2, transformer=RECOMPUTE),
+    "pp2-cp2": run(pipeline_model_parallel_size=2, context_parallel_size=2),
+    "experts-ep2-pp2-do": run(
+        expert_model_parallel_size=2, pipeline_model_parallel_size=2, use_distributed_optimizer=True, transformer=EVEN
+    ),
+    "lora-tp2-sp-dp2-do": run(**TP2, use_distributed_optimizer=True, **LORA),
+    "lora-tp2-pp2": run(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, **LORA),
+    "dpo-tp2-sp-pp2": run(**TP2, pipeline_model_parallel_size=2, model=DPO, transformer=GATED),
+    "dpo-lora-tp2-sp-dp2": run(**TP2, **{**LORA, "model": {**LORA["model"], **DPO}}),
+    "images-tp2-sp": partial(live_run, PLANNED["images-qwen3-tp2-sp-bf16"]),
+    "images-pp2": partial(live_run, PLANNED["images-qwen3-pp2"]),
 }
 Found = dict[tuple[str, str], tuple[int, int]]
 
@@ -47,7 +67,7 @@ class Collectives(TorchDispatchMode):
         if function in KINDS:
             boxed = next(item for item in args if isinstance(item, torch.ScriptObject) and "Group" in str(item))
             group = dist.ProcessGroup.unbox(boxed)
-            [axis] = [axis for axis in ("tp", "cp", "pp", "dp_cp") if process_group(axis) is group] or ["?"]  # type: ignore[arg-type]
+            axis = next((axis for axis in AXES if process_group(axis) is group), "?")
             sizes = [tensor.nbytes for tensor in tree_leaves(args) if isinstance(tensor, Tensor)]
             calls, size = self.found.get((KINDS[function], axis), (0, 0))
             self.found[KINDS[function], axis] = calls + 1, size + max(sizes)
@@ -71,30 +91,32 @@ class SecondStep(pl.Callback):
             self.mode.__exit__(None, None, None)
 
 
-def real(layout: str) -> tuple[int, Found]:
+def cpu_trainer(world: int, strategy: Any, **arguments: Any) -> pl.Trainer:
+    """Return a Trainer for two steps on gloo ranks."""
+    plugins = [LightningEnvironment(), *arguments.pop("plugins", ())]
+    quiet = {"limit_val_batches": 0, "callbacks": [SecondStep()], "plugins": plugins}
+    return toy.make_trainer(strategy, max_steps=2, **quiet, **arguments)
+
+
+def real(name: str) -> tuple[int, Found]:
     """Train two steps on this gloo rank; return its number of parameters, and the collectives of the second."""
-    seen = SecondStep()
-
-    def cpu_trainer(world: int, strategy: Any, **arguments: Any) -> pl.Trainer:
-        return toy.make_trainer(strategy, max_steps=2, limit_val_batches=0, callbacks=[seen], **arguments)
-
-    trainer, module, (loader, _) = gpt_run(4, "32-true", trainer=cpu_trainer, **LAYOUTS[layout])
+    trainer, module, (loader, *_) = RUNS[name](trainer=cpu_trainer)
     trainer.fit(module, loader)
+    [seen] = [callback for callback in trainer.callbacks if isinstance(callback, SecondStep)]  # type: ignore[attr-defined]
     return sum(parameter.numel() for parameter in module.parameters()), seen.mode.found
 
 
 @pytest.fixture(scope="module")
-def rehearsed() -> dict[str, Played]:
-    jobs = [job(partial(gpt_run, 4, "32-true", **layout)) for layout in LAYOUTS.values()]
-    found = run_jobs(jobs, lambda rank, what: None)
-    assert all(isinstance(each, Played) for each in found), found
-    return dict(zip(LAYOUTS, found, strict=True))  # type: ignore[arg-type]
+def rehearsed() -> dict[str, Played | Failure]:
+    return dict(zip(RUNS, run_jobs([job(build) for build in RUNS.values()], lambda rank, what: None), strict=True))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_parameters_and_collectives_are_those_of_real_ranks(rehearsed: dict[str, Played], layout: str) -> None:
-    ranks = run_ranks(4, real, layout, timeout=120)
-    for report in rehearsed[layout].ranks:
+@pytest.mark.parametrize("name", RUNS)
+def test_parameters_and_collectives_are_those_of_real_ranks(rehearsed: dict[str, Played | Failure], name: str) -> None:
+    played = rehearsed[name]
+    assert isinstance(played, Played), played.trace
+    ranks = run_ranks(played.world.size, real, name, timeout=120)
+    for report in played.ranks:
         parameters, collectives = ranks[report.rank]
         assert report.parameters == parameters
         found = {(item.kind, item.group): (item.calls, item.bytes) for item in report.traffic}

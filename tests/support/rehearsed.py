@@ -44,6 +44,9 @@ GATED: dict[str, Any] = {
 }
 
 
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
 class Texts(Dataset[dict[str, Tensor]]):
     """Rows of tokens; four sequences each if ``packed``, two answers to a prompt each if ``pairs``."""
 
@@ -131,9 +134,11 @@ class WithMuon(MCoreGPT):
         return MuonWithAdamW(matrices, others, lr=0.02, adamw_lr=0.01)
 
 
-def live_run(run: LiveRun) -> tuple[pl.Trainer, pl.LightningModule, Any]:
-    """Return the parts of a run whose memory is also measured on ranks without a GPU."""
-    trainer = gpu_trainer(
+def live_run(
+    run: LiveRun, trainer: Callable[..., pl.Trainer] = gpu_trainer
+) -> tuple[pl.Trainer, pl.LightningModule, Any]:
+    """Return the parts of a run that is also measured on ranks without a GPU."""
+    made = trainer(
         run.world,
         MCoreStrategy(**run.strategy),
         plugins=[MCorePrecision(run.precision)],  # type: ignore[arg-type]
@@ -141,7 +146,7 @@ def live_run(run: LiveRun) -> tuple[pl.Trainer, pl.LightningModule, Any]:
         use_distributed_sampler=run.family is None,
     )
     module, loader = parts_of(run, steps=2)
-    return trainer, module, (loader,)
+    return made, module, (loader,)
 
 
 @torch.library.custom_op("rehearsed::double", mutates_args=())

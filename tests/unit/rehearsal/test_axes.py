@@ -13,14 +13,13 @@ from lightning_mcore.rehearsal.processes import Failure, Played, run_jobs
 from tests.distributed.test_plan_memory import RUNS as PLANNED
 from tests.support import toy
 from tests.support.hf_models import tiny_folder
-from tests.support.rehearsed import EXPERTS, GATED, LATENT, WithMuon, gpt_run, hf_run, job, live_run, net_run
+from tests.support.rehearsed import EXPERTS, GATED, LATENT, RECOMPUTE, WithMuon, gpt_run, hf_run, job, live_run, net_run
 from tests.support.thorough import thorough_but
 
 ALLTOALL: dict[str, Any] = {"transformer": {"moe_token_dispatcher_type": "alltoall"}}
 TP2: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 OVERLAPS = dict.fromkeys(("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True)
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 # arguments of gpt_run
 RUNS: dict[str, dict[str, Any]] = {
     "fp32": {"precision": "32-true"},
