@@ -9,6 +9,10 @@ output layer or on its logits acts on each chunk: adapters, caps, tied weights, 
 The loss is Megatron's, log(sum of exp(logits)) - logit of the label, over the vocabulary of all tensor-parallel ranks.
 It is written here again because Megatron's keeps an fp32 copy of the logits and would send its sums again in backward.
 
+Each chunk has a gradient of the output layer's weight, in the weight's dtype. Autograd would sum 32 of them in bf16,
+which rounds 31 times. If Megatron keeps an fp32 ``main_grad``, the first 31 are added to it at once, and only the last
+one takes the usual way there. No second sum exists, so that is less memory than autograd needs.
+
 With tensor parallelism, each rank has its slice of the vocabulary for all tokens. With sequence parallelism, each rank
 has the hidden states of some tokens, and the output layer gathers them. A chunk then has tokens of every rank. For 8
 tokens on 2 ranks in chunks of 4:
@@ -22,12 +26,14 @@ tokens on 2 ranks in chunks of 4:
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mcore.layers.sampling import vocab_parallel_argmax
@@ -52,7 +58,7 @@ class Vocabulary(NamedTuple):
 
 
 def in_chunks(
-    logits_of: Callable[[Tensor], Tensor],
+    logits_of: Callable[..., Tensor],
     hidden: Tensor,
     labels: Tensor,
     tokens: int,
@@ -60,12 +66,14 @@ def in_chunks(
     *,
     wants_best: bool = False,
     draws: bool = False,
+    trained: Mapping[str, Tensor] | None = None,
 ) -> list[Tensor]:
     """Return the loss of each token, [b, s] fp32, and with ``wants_best`` the most probable token, [b, s] int64.
 
     ``logits_of`` turns hidden states, [s, b, h] or a sequence-parallel share of them, into logits, [s, b, v / tp];
     ``draws`` says whether it draws random numbers. ``hidden`` are those of all tokens, ``labels`` is [b, s], and
     ``tokens`` is the size of a chunk, rounded down to whole positions of all rows and ranks; a chunk has at least one.
+    Gradients of ``trained``, from :func:`summed_in_fp32`, are summed there; ``logits_of`` gets them as ``shares``.
     """
     rows, length = labels.shape
     ranks = length // hidden.size(0)  # that share the sequence
@@ -75,14 +83,21 @@ def in_chunks(
         again["context_fn"] = functools.partial(_repeating, hidden.device)
     found: list[list[Tensor]] = []
     by_rank = labels.reshape(rows, ranks, -1)
-    for part, wanted in zip(torch.split(hidden, own), torch.split(by_rank, own, dim=2), strict=True):
-        compute = _Chunk(logits_of, wanted.reshape(rows, -1).t(), vocabulary, wants_best)
+    parts = torch.split(hidden, own)
+    trained = trained if trained and torch.is_grad_enabled() else {}
+    turns = {name: itertools.cycle([*[False] * (len(parts) - 1), True]) for name in trained}
+    for part, wanted in zip(parts, torch.split(by_rank, own, dim=2), strict=True):
+        own_logits = logits_of
+        if trained:
+            shares = {name: _Share.apply(weight, turns[name]) for name, weight in trained.items()}  # type: ignore[no-untyped-call]
+            own_logits = functools.partial(logits_of, shares=shares)
+        compute = _Chunk(own_logits, wanted.reshape(rows, -1).t(), vocabulary, wants_best)
         if torch.is_grad_enabled():
             results = checkpoint(compute, part, use_reentrant=False, preserve_rng_state=False, **again)
         else:
             results = compute(part)
         found.append([result.t().reshape(rows, ranks, -1) for result in results])
-    return [torch.cat(parts, dim=2).view(rows, length) for parts in zip(*found, strict=True)]
+    return [torch.cat(results, dim=2).view(rows, length) for results in zip(*found, strict=True)]
 
 
 class _Chunk:
@@ -149,6 +164,58 @@ class _TokenLosses(torch.autograd.Function):
         is_own, column = _columns_of(labels, ctx.vocabulary)
         gradient.scatter_add_(-1, column[..., None], -is_own[..., None].to(gradient.dtype))
         return gradient.mul_(gradients[0][..., None]).to(logits.dtype), None, None, None, None
+
+
+class _Share(torch.autograd.Function):
+    """A weight as one chunk reads it, whose gradient is added to the weight's ``main_grad`` unless it is the last."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, is_last: Iterator[bool]) -> Tensor:
+        ctx.sum, ctx.is_last = weight.main_grad, is_last  # type: ignore[attr-defined]
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
+        if next(ctx.is_last):
+            return gradients[0], None  # Megatron's hook adds it, and then counts the weight as ready
+        ctx.sum.add_(gradients[0])
+        return None, None
+
+
+def summed_in_fp32(layer: nn.Module, weight: Tensor | None) -> dict[str, Tensor]:
+    """Return the parameters of an output layer whose gradients Megatron sums in fp32, though they are in 16 bits.
+
+    They are named as in the layer; ``weight``, which it is given in place of its own, is ``""``. A kernel that adds to
+    ``main_grad`` itself needs no help.
+    """
+    found = dict(layer.named_parameters())
+    if weight is not None:
+        found[""] = weight
+    if getattr(layer, "gradient_accumulation_fusion", False):
+        found = {name: parameter for name, parameter in found.items() if name not in ("", "weight")}
+    fp32 = torch.float32
+    return {
+        name: parameter
+        for name, parameter in found.items()
+        if parameter.requires_grad and parameter.dtype != fp32 and _sum_of(parameter) == fp32
+    }
+
+
+def _sum_of(parameter: Any) -> torch.dtype | None:
+    return parameter.main_grad.dtype if hasattr(parameter, "main_grad") else None
+
+
+def logits_of_layer(
+    layer: nn.Module, weight: Tensor | None, hidden: Tensor, shares: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """Return an output layer's logits, [s, b, v / tp], computed with ``shares`` in place of its parameters."""
+    if not shares:
+        logits: Tensor = layer(hidden, weight=weight)[0]
+        return logits
+    own = dict(shares)
+    given = {"weight": own.pop("", weight)}
+    logits = functional_call(layer, own, (hidden,), given)[0]
+    return logits
 
 
 def draws_numbers(output: nn.Module) -> bool:

@@ -11,6 +11,7 @@ multi-token prediction since 0.17, and each can read the other's checkpoints. It
 """
 
 import contextlib
+import functools
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -42,7 +43,7 @@ from torch import Tensor
 
 from lightning_mcore.config.loss_chunks import LossChunkSize, tokens_of_chunk
 from lightning_mcore.config.value_checks import require_choice
-from lightning_mcore.layers.chunked_loss import Vocabulary, draws_numbers, in_chunks
+from lightning_mcore.layers.chunked_loss import Vocabulary, draws_numbers, in_chunks, logits_of_layer, summed_in_fp32
 from lightning_mcore.layers.multi_token import add_losses_ahead
 from lightning_mcore.layers.packed_sequences import all_real
 from lightning_mcore.layers.score import HiddenStates
@@ -322,13 +323,14 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
     ) -> list[Tensor]:
         """Return the loss of each token, and with ``wants_best`` the most probable one, [b, s] each."""
         return in_chunks(
-            lambda part: self.output_layer(part, weight=weight)[0],
+            functools.partial(logits_of_layer, self.output_layer, weight),
             hidden,
             labels,
             self._tokens_of_chunk(labels) or labels.numel(),
             Vocabulary.of(self.existing_tokens or self.vocab_size, self._columns, self.tp_group),
             wants_best=wants_best,
             draws=draws_numbers(self.output_layer),
+            trained=summed_in_fp32(self.output_layer, weight),
         )
 
     def _tokens_of_chunk(self, labels: Tensor) -> int | None:

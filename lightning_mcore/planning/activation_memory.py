@@ -61,6 +61,7 @@ class NumberFormat:
     backend: str = "local"  # ``"local"`` or ``"transformer_engine"``
     fp8: bool = False  # whether linear layers of TransformerEngine keep their inputs in 8 bits
     packed: bool = False  # whether rows hold several sequences each, and are joined to one
+    gradient: int = FP32  # bytes of a gradient in its buffer
 
     @property
     def is_local(self) -> bool:
@@ -416,15 +417,20 @@ class Activations:
         return self._weigh(rows)
 
     def _in_chunks(self, tokens: int) -> float:
-        """Return the bytes that a chunk of the loss needs briefly, with the gradients of those before it."""
+        """Return the bytes that a chunk of the loss needs briefly, with the gradients of those before it.
+
+        A 16-bit gradient of those before it is already in the fp32 buffer, if there is one.
+        """
         fields, element, hidden = self.fields, self.form.element, self.fields.hidden_size
         rows, adapted = fields.padded_vocab_size / self.layout.tensor_model_parallel_size, _of_weight(fields, _OUTPUT)
         halves = element if element < FP32 else 0
         of_weight = rows * hidden * element * (fields.adapters is None or (adapted is not None and adapted.is_saved))
+        before = 0 if element < self.form.gradient else of_weight
         logits = tokens * rows * element * (3 if adapted is not None and adapted.pairs else 1)  # with what they add
-        at_loss = logits + tokens * rows * (FP32 + halves) + of_weight
-        at_product = tokens * rows * element + 2 * of_weight
-        return float(max(at_loss, at_product) + self._tokens * hidden * element)
+        at_loss = logits + tokens * rows * (FP32 + halves) + before
+        at_product = tokens * rows * element + of_weight + before
+        at_sum = of_weight + 2 * before  # autograd makes a new sum
+        return float(max(at_loss, at_product, at_sum) + self._tokens * hidden * element)
 
     def _at_output(self) -> float:
         """Return the bytes that the loss needs briefly: its copy of the logits, then the output layer's gradient."""

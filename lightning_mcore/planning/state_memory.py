@@ -255,7 +255,8 @@ def rank_memory(
     formats = StateFormats.of(precision, strategy, optimizer)
     tensors = tensors or rank_tensors(fields, layout, pipeline_rank, backend)
     state = state_memory(tensors, layout, formats, world_size, pipeline_rank)
-    form = NumberFormat(formats.parameter, backend, formats.fp8 and backend == "transformer_engine", packed)
+    in_fp8 = formats.fp8 and backend == "transformer_engine"
+    form = NumberFormat(formats.parameter, backend, in_fp8, packed, formats.gradient)
     length = fields.seq_length if seq_length is None else seq_length
     group = strategy.get("microbatch_group_size_per_vp_stage")
     meter = Activations(fields, layout, micro_batch_size, length, form, strategy.get("loss_chunk_size"))

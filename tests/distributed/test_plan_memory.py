@@ -141,6 +141,9 @@ RUNS: dict[str, LiveRun] = {
     "chunks-tp2-sp-bf16": run(
         vocab_size=8000, world=2, strategy=SP | {"loss_chunk_size": 100}, precision="bf16-mixed", rows=2
     ),
+    "small-chunks": run(vocab_size=8000, strategy={"loss_chunk_size": 8}),
+    "small-chunks-bf16": run(vocab_size=8000, strategy={"loss_chunk_size": 8}, precision="bf16-mixed"),
+    "small-chunks-bf16-true": run(vocab_size=8000, strategy={"loss_chunk_size": 8}, precision="bf16-true"),
     "chunks-pp2-ahead": run(AHEAD, 2, PP | {"loss_chunk_size": 64}, vocab_size=4000, microbatches=2),
     "biased-learned-tied": run(
         BIASED,
@@ -258,6 +261,7 @@ RUNS: dict[str, LiveRun] = {
 }
 
 THOROUGH = (
+    *("small-chunks", "small-chunks-bf16-true"),
     *("wide-and-long", "large-vocabulary", "biased-bf16", "fusions", "moe-capacity", "latent-bf16", "pp4-vp2"),
     *("latent-without-norms", "recompute-each-layer-bf16", "recompute-two-layers", "recompute-shared-experts"),
     *("tp2-recompute", "tp2-sp-moe", "cp2-packed", "pp2-one-microbatch", "pp2-recompute", "pp2-vp2-group4"),
