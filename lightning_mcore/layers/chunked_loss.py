@@ -188,7 +188,7 @@ def summed_in_fp32(layer: nn.Module, weight: Tensor | None) -> dict[str, Tensor]
     They are named as in the layer; ``weight``, which it is given in place of its own, is ``""``. A kernel that adds to
     ``main_grad`` itself needs no help.
     """
-    found = dict(layer.named_parameters())
+    found: dict[str, Tensor] = dict(layer.named_parameters())
     if weight is not None:
         found[""] = weight
     if getattr(layer, "gradient_accumulation_fusion", False):
@@ -209,12 +209,9 @@ def logits_of_layer(
     layer: nn.Module, weight: Tensor | None, hidden: Tensor, shares: Mapping[str, Tensor] | None = None
 ) -> Tensor:
     """Return an output layer's logits, [s, b, v / tp], computed with ``shares`` in place of its parameters."""
-    if not shares:
-        logits: Tensor = layer(hidden, weight=weight)[0]
-        return logits
-    own = dict(shares)
+    own = dict(shares or {})
     given = {"weight": own.pop("", weight)}
-    logits = functional_call(layer, own, (hidden,), given)[0]
+    logits: Tensor = (functional_call(layer, own, (hidden,), given) if own else layer(hidden, **given))[0]
     return logits
 
 
