@@ -6,6 +6,7 @@
 * Entry points are read once for each ``sys.path``. Every Trainer asks for them, and so does every Hugging Face model
   that is read; each time Python opens a file of each installed package.
 * pyarrow's allocator starts no thread, so that ranks can be forks of a process that has imported it.
+* ``os.fsync`` checks the file and does not wait for the disk: a test kills processes, and none cuts the power.
 * megatron-core does not say in each process which packages are not installed.
 * A process computes on one thread. Otherwise Lightning would give every process all cores as soon as a test trains in
   it, and threads that wait for work spin.
@@ -44,3 +45,10 @@ def _entry_points(**selection: str) -> Any:
 
 importlib.metadata.entry_points = _entry_points
 _entry_points()  # the ranks are forks of a process that has read them
+
+
+def _fsync(file: Any) -> None:
+    os.fstat(file if isinstance(file, int) else file.fileno())  # fails for a closed file, as the call itself does
+
+
+os.fsync = _fsync
