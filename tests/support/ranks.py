@@ -65,9 +65,15 @@ _PRELOAD = [  # nothing that starts a thread
     "lightning_mcore.models.gpt",
     "lightning_mcore.models.vision",
     "lightning_mcore.planning.suggest",
+    "lightning_mcore.cli.hf",
+    "tests.parity.hf_training",
     "tests.parity.lightning_loop",
+    "tests.support.hf_models",
     "tests.support.tiny",
     "tests.support.toy",
+    "torch.profiler._cupti_monitor",  # of Lightning's trainer
+    "torch.utils.serialization.config",  # of a save
+    "encodings.idna",  # of a socket's address
     "transformers.integrations.integration_utils",
     "transformers.models.llama.modeling_llama",
     "transformers.training_args_seq2seq",
