@@ -32,7 +32,7 @@ from lightning_mcore.layers.gpt import GPTChunk
 from lightning_mcore.layers.inputs import IGNORED_LABEL, ModelInputs, check_vocabulary
 from lightning_mcore.layers.lora import Adapter
 from lightning_mcore.layers.padded_rows import PaddedRows
-from lightning_mcore.layers.sampling import whole_logits, whole_sequence
+from lightning_mcore.layers.sampling import logits_at, whole_logits, whole_sequence
 from lightning_mcore.layers.score import HiddenStates, ScoreLayer
 from lightning_mcore.layers.spec import TransformerImpl
 from lightning_mcore.models.gpt import MCoreGPT
@@ -146,6 +146,7 @@ class _Call(NamedTuple):
     rows: PaddedRows
     labels: Tensor | None  # [b, s], [b] or None: targets, or classes of rows
     num_items: Tensor | int | None
+    states: list[tuple[Tensor, Tensor | None]]  # what the output layer gets, if the call computes losses in chunks
 
 
 class HFModel(nn.Module):
@@ -310,11 +311,28 @@ class HFModel(nn.Module):
         is_relative = architecture_of(self._megatron_config).query_growth is None
         multiple = self.pipeline.layout.sequence_multiple
         rows = PaddedRows.of(input_ids, attention_mask, position_ids, multiple, is_relative)
-        call = _Call(input_ids, rows, self._checked(labels, rows), num_items_in_batch)
-        # Outside training steps, the last stage sends what it computes to the other stages
+        call = _Call(input_ids, rows, self._checked(labels, rows), num_items_in_batch, [])
+        return self._output(call, self._sender(self._run_call(call), input_ids.device))
+
+    def last_logits(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return the logits after each row's last token, [b, 1, v] fp32, without those of other tokens.
+
+        Args:
+            input_ids: As in :meth:`forward`, like the mask; padding only on the left.
+            attention_mask: [b, s], or None.
+        """
+        rows = PaddedRows.of(input_ids, attention_mask, None, self.pipeline.layout.sequence_multiple)
+        groups = process_group("tp"), process_group("cp")
+        is_last = torch.zeros_like(input_ids)
+        is_last[:, -1] = 1
+        asked = rows.share(is_last, 0, groups[1].rank(), groups[1].size()) == 1
+        compute = self._sender(self._run(rows, input_ids, places=asked), input_ids.device)
+        return compute(lambda logits: logits_at(logits, asked, self.vocab_size, *groups)[:, None])
+
+    def _sender(self, local: Tensor | None, device: torch.device) -> "_Compute":
+        """Return what computes from the last stage's output; outside training steps, it sends that to all stages."""
         staged = self.pipeline.is_staged and not self.pipeline.is_active
-        local = self._run(rows, input_ids)
-        return self._output(call, partial(_on_all_stages if staged else _here, local, device=input_ids.device))
+        return partial(_on_all_stages if staged else _here, local, device=device)
 
     def _checked(self, labels: Tensor | None, rows: PaddedRows) -> Tensor | None:
         """Return the targets; checked on every stage, so that all of them raise the same error."""
@@ -325,34 +343,60 @@ class HFModel(nn.Module):
 
     def _output(self, call: _Call, compute: "_Compute") -> "HFOutput":
         loss = None if call.labels is None else compute(partial(self._mean_loss, call=call, targets=call.labels))
-        return HFOutput(loss, {"logits": partial(compute, partial(self._whole_logits, rows=call.rows))})
+        return HFOutput(loss, {"logits": partial(compute, partial(self._whole_logits, call=call))})
 
-    def _run(self, rows: PaddedRows, input_ids: Tensor) -> Tensor | None:
-        """Return this rank's logits, [b, length / cp, v / tp]; None on a stage that has none."""
+    def _run_call(self, call: _Call) -> Tensor | None:
+        """Return this rank's logits, or the losses of its targets, [b, length / cp], if they come in chunks.
+
+        Losses come with the states from which logits are computed if they are read.
+        """
+        chunk: Any = self.pipeline.last_chunk
+        targets = None if call.labels is None else self._own_targets(call, call.labels)
+        if targets is None or chunk is None or chunk.config.mtp_num_layers or not chunk.takes_chunks(targets):
+            return self._run(call.rows, call.input_ids)
+        with chunk.keeping_states() as states:
+            losses = self._run(call.rows, call.input_ids, labels=targets.clamp(min=0))
+        call.states.extend(states)
+        return losses
+
+    def _own_targets(self, call: _Call, targets: Tensor) -> Tensor:
+        """Return this rank's share of the targets, [b, length / cp]."""
+        group = process_group("cp")
+        return call.rows.share(targets, IGNORED_LABEL, group.rank(), group.size())
+
+    def _run(self, rows: PaddedRows, input_ids: Tensor, **own: Tensor) -> Tensor | None:
+        """Return this rank's logits, [b, length / cp, v / tp], or what ``own`` asks for; None on other stages."""
         group = process_group("cp")
         batch = {"tokens": rows.share(input_ids, 0, group.rank(), group.size())}
         if rows.lengths is not None:
             batch["lengths"] = rows.lengths
         inputs = ModelInputs.of(batch, group.rank(), group.size())
         more = inputs.arguments(self._megatron_config, self.pipeline.boundaries_on_host)
-        logits: Tensor | None = self.pipeline(inputs.tokens, inputs.position_ids, None, **more)
+        logits: Tensor | None = self.pipeline(inputs.tokens, inputs.position_ids, None, **more, **own)
         return logits
 
-    def _mean_loss(self, logits: Tensor, call: _Call, targets: Tensor) -> Tensor:
-        group = process_group("cp")
-        own = call.rows.share(targets, IGNORED_LABEL, group.rank(), group.size())
+    def _mean_loss(self, found: Tensor, call: _Call, targets: Tensor) -> Tensor:
+        """Return the loss from logits, or from the losses of the targets."""
+        own = self._own_targets(call, targets)
         counts = own != IGNORED_LABEL
-        # Megatron's loss wants [s, b, v]
-        turned = logits.float().transpose(0, 1).contiguous()
-        if turned.data_ptr() == logits.data_ptr():
-            turned = turned.clone()  # Megatron's loss overwrites it
-        chunk: Any = self.pipeline.chunks[-1]
-        # -100 is not a token: any token will do there, because torch.where drops its loss
-        losses = chunk.compute_language_model_loss(own.masked_fill(~counts, 0), turned)
-        total = sum_for_one_loss(torch.where(counts, losses, 0.0).sum(), group)
+        losses = found
+        if not call.states:
+            # Megatron's loss wants [s, b, v]
+            turned = found.float().transpose(0, 1).contiguous()
+            if turned.data_ptr() == found.data_ptr():
+                turned = turned.clone()  # Megatron's loss overwrites it
+            chunk: Any = self.pipeline.chunks[-1]
+            # -100 is not a token: any token will do there, because torch.where drops its loss
+            losses = chunk.compute_language_model_loss(own.masked_fill(~counts, 0), turned)
+        total = sum_for_one_loss(torch.where(counts, losses, 0.0).sum(), process_group("cp"))
         return total / ((targets != IGNORED_LABEL).sum() if call.num_items is None else call.num_items)
 
-    def _whole_logits(self, logits: Tensor, rows: PaddedRows) -> Tensor:
+    def _whole_logits(self, logits: Tensor, call: _Call) -> Tensor:
+        rows = call.rows
+        if call.states:  # of each part of the rows; the last part may have run more than once
+            chunk: Any = self.pipeline.last_chunk
+            parts = [chunk.output_layer(hidden, weight=weight)[0].transpose(0, 1) for hidden, weight in call.states]
+            logits = torch.cat(parts)[: rows.shape[0]]
         return rows.restore(whole_logits(logits, self.vocab_size, process_group("tp"), process_group("cp")))
 
     def generate(self, inputs: Tensor | None = None, *, use_cache: bool = True, **arguments: Any) -> Any:

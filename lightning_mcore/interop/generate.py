@@ -82,7 +82,7 @@ class Generator(GenerationMixin):
             )
         if self._cache is not None and self._cache.supports(attention_mask):
             return CausalLMOutput(logits=self._cache.last_logits(input_ids, attention_mask))
-        return CausalLMOutput(logits=self._model(input_ids, attention_mask).logits[:, -1:].float())
+        return CausalLMOutput(logits=self._model.last_logits(input_ids, attention_mask))
 
     __call__ = forward
 

@@ -85,6 +85,7 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
     existing_tokens: int | None = None
     loss_chunk_size: LossChunkSize = None
     _judged: tuple[Tensor, list[Tensor]] | None = None  # labels, and where to put the most probable tokens
+    _kept: list[tuple[Tensor, Tensor | None]] | None = None
 
     def __init__(
         self,
@@ -199,6 +200,7 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
         *,
         loss_mask: Tensor | None = None,
         padding_mask: Tensor | None = None,
+        places: Tensor | None = None,
     ) -> Tensor:
         """Run the chunk.
 
@@ -215,10 +217,13 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
                 ``parallel_output``.
             loss_mask: The tokens that count in multi-token prediction, like ``input_ids``; None for all.
             padding_mask: True for tokens that routers ignore, like ``input_ids``; None for none.
+            places: True at the one position of a row whose logits are needed, like ``input_ids``; None for all.
 
         Returns:
             Activations for the next stage, [s / cp, b, h]; the loss of each token, [b, s / cp] fp32, if there are
-            ``labels``; or else logits, [b, s / cp, v / tp], with ``inference_context`` those of the last token.
+            ``labels``; or else logits, [b, s / cp, v / tp], with ``inference_context`` those of the last token. With
+            ``places``, [b, n, v / tp]: each stands for one of n equal parts of the positions, and counts in the part
+            with the place.
         """
         self._begin_microbatch()
         if decoder_input is None and self.pre_process:
@@ -246,16 +251,26 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if self.config.mtp_num_layers and (looks_ahead or not self.mtp_process):
             hidden = add_losses_ahead(self, hidden, labels, weight, loss_mask, packed_seq_params, runtime_gather_output)
+        if inference_context is not None and labels is None:
+            hidden = hidden[-1:]
+        return self._results(hidden, labels, weight, places, runtime_gather_output)
+
+    def _results(
+        self, hidden: Tensor, labels: Tensor | None, weight: Tensor | None, places: Tensor | None, gathered: bool | None
+    ) -> Tensor:
+        """Return the losses or logits of hidden states, [s, b, h] or a sequence-parallel share, as the call wants."""
         if labels is not None:
-            return self.losses_of_hidden(hidden, labels, weight, runtime_gather_output)
+            if self._kept is not None:
+                self._kept.append((hidden, weight))
+            return self.losses_of_hidden(hidden, labels, weight, gathered)
         if self._judged is not None:
             wanted, best = self._judged
             losses, tokens = self._in_chunks(hidden, wanted, weight, wants_best=True)
             best.append(tokens)
             return losses
-        if inference_context is not None:
-            hidden = hidden[-1:]
-        logits, _ = self.output_layer(hidden, weight=weight, runtime_gather_output=runtime_gather_output)
+        if places is not None and self.takes_any_rows:
+            hidden = _picked(hidden, places, self.tp_group.rank())
+        logits, _ = self.output_layer(hidden, weight=weight, runtime_gather_output=gathered)
         transposed: Tensor = logits.transpose(0, 1).contiguous()
         return transposed
 
@@ -305,6 +320,15 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
         finally:
             self._judged = None
 
+    @contextlib.contextmanager
+    def keeping_states(self) -> Iterator[list[tuple[Tensor, Tensor | None]]]:
+        """Collect what calls with labels give to the output layer: hidden states, and the tied weight or None."""
+        self._kept = []
+        try:
+            yield self._kept
+        finally:
+            self._kept = None
+
     def losses_of_hidden(
         self, hidden: Tensor, labels: Tensor, weight: Tensor | None = None, gathered: bool | None = None
     ) -> Tensor:
@@ -313,10 +337,14 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
         ``hidden`` is [s, b, h] or a sequence-parallel share, ``labels`` [b, s]; ``weight`` and ``gathered`` are the
         output layer's.
         """
-        if self.parallel_output and not gathered and self._tokens_of_chunk(labels) is not None:
+        if self.takes_chunks(labels) and not gathered:
             return self._in_chunks(hidden, labels, weight)[0]
         logits, _ = self.output_layer(hidden, weight=weight, runtime_gather_output=gathered)
         return self.compute_language_model_loss(labels, logits)
+
+    def takes_chunks(self, labels: Tensor) -> bool:
+        """Return whether the losses of ``labels``, [b, s], are computed in chunks."""
+        return self.parallel_output and self._tokens_of_chunk(labels) is not None
 
     def _in_chunks(
         self, hidden: Tensor, labels: Tensor, weight: Tensor | None, wants_best: bool = False
@@ -334,9 +362,14 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
         )
 
     def _tokens_of_chunk(self, labels: Tensor) -> int | None:
-        if not isinstance(self.output_layer, tensor_parallel.ColumnParallelLinear):  # FP8 wants other numbers of rows
+        if not self.takes_any_rows:
             return None
         return tokens_of_chunk(self.loss_chunk_size, labels.numel(), self._columns, torch.is_grad_enabled())
+
+    @property
+    def takes_any_rows(self) -> bool:
+        """Whether there is an output layer that takes any number of tokens; FP8 wants multiples."""
+        return isinstance(getattr(self, "output_layer", None), tensor_parallel.ColumnParallelLinear)
 
     @property
     def _columns(self) -> int:
@@ -377,6 +410,19 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
             weight = self.embedding.word_embeddings.weight
             tie_word_embeddings_state_dict(state, weight, name, tp_group=self.tp_group, dp_cp_group=group)
         return state
+
+
+def _picked(hidden: Tensor, places: Tensor, rank: int) -> Tensor:
+    """Return the hidden states at one place of each row, [1, b, h]; zeros if the place is on another rank.
+
+    ``hidden`` is [s, b, h], or one tensor-parallel rank's share of it; ``places``, [b, s], is True at most once a row.
+    The output layer then gathers the ranks' states. With s = 8 on two ranks and the place 3:
+
+        places 0 0 0 1 | 0 0 0 0        picked: state 3 | zeros        logits: those of state 3, and of zeros
+    """
+    by_rank = places.reshape(len(places), -1, hidden.size(0))  # [b, ranks, s / ranks]
+    here = by_rank[:, rank if by_rank.size(1) > 1 else 0]
+    return torch.where(here.t()[..., None], hidden, 0.0).sum(0, keepdim=True)
 
 
 def _yarn(config: TransformerConfig, rotary: dict[str, Any]) -> Any:

@@ -39,19 +39,15 @@ def vocab_parallel_argmax(logits: Tensor, vocab_size: int, tp_group: dist.Proces
 
 
 def logits_at(
-    logits: Tensor,
-    position_ids: Tensor,
-    position: Tensor,
-    vocab_size: int,
-    tp_group: dist.ProcessGroup,
-    cp_group: dist.ProcessGroup,
+    logits: Tensor, asked: Tensor, vocab_size: int, tp_group: dist.ProcessGroup, cp_group: dist.ProcessGroup
 ) -> Tensor:
     """Return the whole vocabulary's logits at one position of each sequence, [b, vocab_size] fp32 on every rank.
 
-    ``logits`` is [b, s / cp, v / tp], ``position_ids`` [b, s / cp], ``position`` [b].
+    ``asked``, [b, s / cp] bool, is True there. ``logits`` is [b, n, v / tp]; each of the ``n`` stands for an equal part
+    of the positions, in order: for a single one, or for all those that a rank has.
     """
-    asked = (position_ids == position[:, None])[..., None]
-    found = torch.where(asked, logits.float(), 0.0).sum(dim=1)
+    asked = asked.reshape(*logits.shape[:2], -1).any(dim=-1)
+    found = torch.where(asked[..., None], logits.float(), 0.0).sum(dim=1)
     if cp_group.size() > 1:
         dist.all_reduce(found, group=cp_group)
     slices = _gather(found, tp_group)

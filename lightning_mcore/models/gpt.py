@@ -557,16 +557,25 @@ class MCoreGPT(SpeedLogs):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the most probable next token after each position, [b, s] int64."""
-        logits, _ = self.token_logits(batch)
-        best = sampling.vocab_parallel_argmax(logits, self.vocab_size, process_group("tp"))
+        if self._is_of_gpt_chunks:  # in chunks, without the logits of a whole row; the losses are not used
+            inputs = self.model_inputs(batch)
+            _, best = self._judge(inputs, inputs.tokens)
+        else:
+            logits, _ = self.token_logits(batch)
+            best = sampling.vocab_parallel_argmax(logits, self.vocab_size, process_group("tp"))
         best = best.view(len(batch["tokens"]), -1)  # packed rows were joined into one
         return sampling.gather_sequence(best, process_group("cp"), batch.get("cu_seqlens_padded"))
 
     def next_logits(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the logits after position ``batch["last"]`` of each sequence, [b, vocab_size] fp32."""
-        logits, inputs = self.token_logits(batch)
-        groups = process_group("tp"), process_group("cp")
-        return sampling.logits_at(logits, inputs.position_ids, batch["last"], self.vocab_size, *groups)
+        inputs = self.model_inputs(batch)
+        asked = inputs.position_ids == batch["last"][:, None]
+        arguments = self._more_arguments(inputs)
+        arguments.pop("loss_mask", None)
+        if self._is_of_gpt_chunks:  # others compute the logits of the whole prompt
+            arguments["places"] = asked
+        logits = self._pipeline_of_step()(inputs.tokens, inputs.position_ids, None, **arguments)
+        return sampling.logits_at(logits, asked, self.vocab_size, process_group("tp"), process_group("cp"))
 
     def generate(
         self, prompt: list[int], max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
@@ -636,21 +645,29 @@ class MCoreGPT(SpeedLogs):
 
         A model of other chunks than GPTChunk returns the logits, [b, s / cp, v / tp], instead of the tokens.
         """
-        pipeline = self._pipeline_of_step()
-        if not all(isinstance(chunk, GPTChunk) for chunk in pipeline.chunks):
+        if not self._is_of_gpt_chunks:
             logits, inputs = self.token_logits(batch)
             return self.losses_of_logits(logits, inputs), logits, inputs
         inputs = self.model_inputs(batch)
+        assert inputs.labels is not None, "losses need labels"
+        return *self._judge(inputs, inputs.labels), inputs
+
+    def _judge(self, inputs: ModelInputs, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of each of the labels and the most probable token, [b, s / cp], without whole logits."""
+        pipeline = self._pipeline_of_step()
         arguments = self._more_arguments(inputs)
         arguments.pop("loss_mask", None)
-        assert inputs.labels is not None, "losses need labels"
         with contextlib.ExitStack() as stack:
             best: list[Tensor] = []
-            if True in pipeline.is_last:
-                chunk: Any = pipeline.chunks[pipeline.is_last.index(True)]
-                best = stack.enter_context(chunk.judging(inputs.labels))
+            chunk: Any = pipeline.last_chunk
+            if chunk is not None:
+                best = stack.enter_context(chunk.judging(labels))
             losses: Tensor = pipeline(inputs.tokens, inputs.position_ids, None, **arguments)
-        return losses, best[0], inputs
+        return losses, best[0]
+
+    @property
+    def _is_of_gpt_chunks(self) -> bool:
+        return all(isinstance(chunk, GPTChunk) for chunk in self._pipeline_of_step().chunks)
 
     def _build_config(self) -> TransformerConfig:
         owned = self.megatron_fields()

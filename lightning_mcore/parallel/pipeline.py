@@ -117,6 +117,11 @@ class Pipeline(nn.Module):
             self._active = None
 
     @property
+    def last_chunk(self) -> nn.Module | None:
+        """The chunk with the output layer, if this rank has it."""
+        return self.chunks[self.is_last.index(True)] if True in self.is_last else None
+
+    @property
     def is_active(self) -> bool:
         """Whether the schedule runs a chunk."""
         return self._active is not None

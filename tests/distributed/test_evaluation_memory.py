@@ -5,11 +5,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreGPT, MCorePrecision, MCoreStrategy
+from lightning_mcore import MCoreGPT, MCorePrecision, MCorePreference, MCoreStrategy, Preference
 from lightning_mcore.strategy import module as strategy_module
-from tests.support.live_memory import LiveBytes, Rows
+from tests.support.live_memory import LiveBytes, Measure, Rows
 from tests.support.ranks import run_ranks
 from tests.support.toy import make_trainer
 
@@ -72,3 +73,85 @@ def test_losses_of_all_logits_copy_some_of_them_at_a_time() -> None:
     assert found == wanted
     assert after < 6.2, (before, after)  # 2 bytes in bf16, from which 4 in fp32 are made
     assert before > 7.9, (before, after)  # all at once are copied, 4 more
+
+
+class Whole(MCoreGPT):
+    """Predicts and generates from all logits of a row, as a model of other chunks than ours does."""
+
+    _is_of_gpt_chunks = False  # type: ignore[assignment]
+
+
+def forward_peak(kind: type[MCoreGPT], step: str, sizes: dict[str, int]) -> tuple[Any, float]:
+    """Return the result of a forward step, and its memory in bytes for each logit of this rank."""
+    pl.seed_everything(1)
+    found: list[Any] = []
+
+    class Run(pl.Callback):
+        def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            rows = Rows(ROWS, LENGTH, VOCABULARY, False, False)
+            batch = {"tokens": rows.text[:, :-1], "last": torch.tensor([LENGTH - 1, LENGTH // 3])}
+            with LiveBytes() as live:
+                result = pl_module.run_forward(step, pl_module.shard_context(batch))
+            found.extend((result, live.peak))
+
+    trainer = make_trainer(MCoreStrategy(**sizes, loss_chunk_size=32), callbacks=[Run()], limit_val_batches=1)
+    loader: Any = DataLoader(Rows(ROWS, LENGTH, VOCABULARY, False, False), batch_size=ROWS)
+    trainer.validate(kind(VOCABULARY, LENGTH, SIZES | {"num_layers": 2}), loader, verbose=False)
+    return found[0], found[1] / (ROWS * LENGTH * VOCABULARY / sizes.get("tensor_model_parallel_size", 1))
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "cp2": {"context_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("step", "share"), [("predict_step", 0.6), ("next_logits", 0.15)])
+def test_a_forward_step_makes_only_the_logits_that_it_needs(step: str, share: float, name: str) -> None:
+    world = 1 if name == "one" else 2
+    whole = run_ranks(world, forward_peak, Whole, step, LAYOUTS[name])
+    needed = run_ranks(world, forward_peak, MCoreGPT, step, LAYOUTS[name])
+    for (wanted, _), (found, _) in zip(whole, needed, strict=True):
+        assert torch.allclose(found.float(), wanted.float(), atol=1e-5)
+    # The last stage has the logits
+    assert max(peak for _, peak in needed) < share * max(peak for _, peak in whole)
+
+
+class Preferences(MCorePreference):
+    """Measures the log-probabilities of answers, as the reference's are computed."""
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        batch = next(iter(self.trainer.train_dataloader))
+        with LiveBytes() as live:
+            self.logps = self.run_forward("answer_logps", batch)
+        self.peak = live.peak
+
+
+def trained_on_preferences(size: int | None, sizes: dict[str, Any]) -> tuple[float, Any, int, int]:
+    """Return the loss and the reference's log-probabilities, and the peaks of memory of both, in bytes."""
+    pl.seed_everything(1)
+    measure = Measure()
+    loader: Any = DataLoader(Rows(ROWS, LENGTH, VOCABULARY, False, True), batch_size=ROWS)
+    module = Preferences(VOCABULARY, LENGTH, SIZES, Preference("orpo"))
+    trainer = make_trainer(MCoreStrategy(**sizes, loss_chunk_size=size), callbacks=[measure], max_steps=1)
+    trainer.fit(module, loader)
+    return float(trainer.callback_metrics["train_loss"]), module.logps, measure.found["activations"], module.peak
+
+
+@pytest.mark.parametrize("name", ["one", "tp2-sp"])
+def test_log_probabilities_of_preferences_come_in_chunks(name: str) -> None:
+    world = 1 if name == "one" else 2
+    whole = run_ranks(world, trained_on_preferences, None, LAYOUTS[name])
+    chunks = run_ranks(world, trained_on_preferences, 32, LAYOUTS[name])  # of 256 tokens
+    for (wanted, wanted_logps, before, before_logps), (loss, logps, after, after_logps) in zip(
+        whole, chunks, strict=True
+    ):
+        assert loss == pytest.approx(wanted, rel=1e-6)
+        assert torch.allclose(logps, wanted_logps, rtol=1e-5)
+        assert after < 0.5 * before, (before, after)
+        assert after_logps < 0.5 * before_logps, (before_logps, after_logps)

@@ -83,6 +83,7 @@ class FineTuning(pl.LightningModule):
         self.log("val_loss", first.loss, sync_dist=True)
         hits = (second.logits[:, :-1].argmax(-1) == batch["labels"][:, 1:]).sum()
         self.log("val_hits", hits.float(), reduce_fx="sum", sync_dist=True)
+        self.log("val_difference", (first.logits - second.logits).abs().max(), sync_dist=True)
 
     def on_train_batch_end(self, *_: Any) -> None:
         if self.trainer.accumulate_grad_batches == 1:  # or it is the mean of the window, where ddp logs each batch

@@ -96,8 +96,14 @@ def _train_in_chunks(layouts: Sequence[Layout], recipes: Sequence[Recipe]) -> li
 class Kept(MCoreGPT):
     """Keeps the tokens that evaluation found the most probable."""
 
+    in_chunks = True  # or predicts from whole logits
+
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         _, self.best, _ = self._judged(batch)
+
+    @property
+    def _is_of_gpt_chunks(self) -> bool:
+        return self.in_chunks
 
 
 @pytest.mark.parametrize(
@@ -115,8 +121,11 @@ def _evaluate(sizes: dict[str, Any]) -> None:
     trainer = make_trainer(MCoreStrategy(**sizes, loss_chunk_size=CHUNK), limit_val_batches=1, limit_predict_batches=1)
     trainer.validate(module, loader, verbose=False)
     found = module.best
-    [wanted] = trainer.predict(module, loader) or []  # from whole logits
+    [predicted] = trainer.predict(module, loader) or []
+    module.in_chunks = False
+    [wanted] = trainer.predict(module, loader) or []
     assert torch.equal(found, wanted)
+    assert torch.equal(predicted, wanted)
     assert found.unique().numel() > 5  # so that another order of tokens would be seen
 
 

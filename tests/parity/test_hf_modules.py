@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_mcore.layers import chunked_loss, gpt
 from tests.parity.hf_modules import KINDS, NEW_TOKENS, freeze_each, train, train_each, validate_in_parts, write_each
 from tests.support.hf_models import read_tensors, tiny_folder
 from tests.support.ranks import RanksFailedError, run_ranks
@@ -65,6 +66,39 @@ def test_a_module_written_for_ddp_gives_its_numbers_on_every_layout(kind: str) -
             assert found[name] == pytest.approx(expected[name], abs=TOLERANCE), name
 
 
+def test_losses_in_chunks_are_those_of_ddp_on_every_layout() -> None:
+    runs = {name: _run("fine-tuning", name) for name in LAYOUTS if name not in ("dp2", "ep2")}
+    of_ddp = {name: (kind, path, "ddp", arguments) for name, (kind, path, _, arguments) in runs.items()}
+    expected = run_ranks(1, train_each, {name: of_ddp[name] for name in ("tp2", "pp2-vp2")})[0]
+    chunked = {
+        name: (kind, path, {**strategy, "loss_chunk_size": 8}, arguments)
+        for name, (kind, path, strategy, arguments) in runs.items()
+    }
+    ranks = run_ranks(2, _train_in_chunks, chunked, timeout=120)
+    for name in chunked:
+        assert any(numbers[name] for _, numbers in ranks), name  # only the last stage has losses
+        for found, _ in ranks:
+            wanted = expected["pp2-vp2" if name == "pp2-vp2" else "tp2"]
+            assert found[name] == pytest.approx(wanted, abs=TOLERANCE), name
+
+
+def _train_in_chunks(runs: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
+    """Return what each run logged, and how many losses were computed in chunks."""
+    calls: list[int] = []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        return chunked_loss.in_chunks(*args, **options)
+
+    gpt.in_chunks = counted
+    found, numbers = {}, {}
+    for name, run in runs.items():
+        calls.clear()
+        found |= train_each({name: run})
+        numbers[name] = len(calls)
+    return found, numbers
+
+
 FREEZING = {"tp2": "qwen2", "pp2": "qwen2", "ep2": "mixtral", "pp2-vp2": "llama"}
 """qwen2's embedding is its output layer too, of which the last stage has a copy."""
 
@@ -86,8 +120,11 @@ def test_two_calls_in_a_step_of_a_pipeline_are_refused_without_a_hang() -> None:
 
 @pytest.mark.parametrize("kind", thorough_but(KINDS, "fine-tuning"))
 def test_micro_batch_size_cuts_the_calls_of_the_model_in_validation(kind: str) -> None:
+    in_chunks = {name: {"loss_chunk_size": 8} for name in ("tp2-sp", "cp2", "pp2-vp2")}
     runs = {
-        name: (*_run(kind, name)[:2], {**LAYOUTS[name], "micro_batch_size": 4}) for name in LAYOUTS if name != "dp2"
+        name: (*_run(kind, name)[:2], {**LAYOUTS[name], "micro_batch_size": 4, **in_chunks.get(name, {})})
+        for name in LAYOUTS
+        if name != "dp2"
     }
     paths = {path: (kind, path, "auto") for _, path, _ in runs.values()}
     [whole] = run_ranks(1, validate_in_parts, paths)

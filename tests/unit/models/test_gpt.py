@@ -277,9 +277,8 @@ def test_padding_of_the_vocabulary_is_never_the_most_probable() -> None:
 
 def test_logits_are_those_of_the_position_asked_for_without_padding() -> None:
     logits = torch.arange(24.0).view(2, 3, 4)
-    positions = torch.tensor([[0, 1, 2], [0, 1, 2]])
-    asked = torch.tensor([2, 0])
-    found = sampling.logits_at(logits, positions, asked, 3, ONE_RANK, ONE_RANK)
+    asked = torch.tensor([[False, False, True], [True, False, False]])
+    found = sampling.logits_at(logits, asked, 3, ONE_RANK, ONE_RANK)
     assert found.tolist() == [[8.0, 9.0, 10.0], [12.0, 13.0, 14.0]]
 
 
