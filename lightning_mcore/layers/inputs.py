@@ -6,11 +6,13 @@ long sequence in the ``thd`` format, with its boundaries and with what the layer
 ``MCoreModule.forward_step`` calls it; ``losses.py`` turns each token's loss into the loss of the batch.
 
 A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted; -100 without a target), and optionally
-``loss_mask`` (1 where a token counts, 0 elsewhere), ``position_ids``, and ``lengths`` [b], the number of tokens of each
-row without padding. A packed batch, as ``data/packing/rows.py`` makes it, also has the boundaries of its sub-sequences,
-``cu_seqlens`` and ``cu_seqlens_padded``, [b, n + 1].
+``loss_mask`` (1 where a token counts, 0 elsewhere), ``position_ids``, ``lengths`` [b], the number of tokens of each row
+without padding, and ``source_ids`` [b], where each row comes from. A packed batch, as ``data/packing/rows.py`` makes
+it, also has the boundaries of its sub-sequences, ``cu_seqlens`` and ``cu_seqlens_padded``, [b, n + 1]; its
+``source_ids`` are [b, n].
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +31,7 @@ from lightning_mcore.layers.packed_sequences import (
 from lightning_mcore.parallel.context import sequence_of_tokens, split_for_context_parallel
 
 # Not counted in tokens, even where the second dimension happens to equal s.
-_OF_SEQUENCES = (*OF_ROWS, "sample_ids", "reference_logps", "desirable")
+_OF_SEQUENCES = (*OF_ROWS, "sample_ids", "source_ids", "reference_logps", "desirable")
 IGNORED_LABEL = -100
 """The label of a token without a target, as in Hugging Face and torch."""
 
@@ -46,6 +48,7 @@ class ModelInputs:
     num_samples: int
     padding: Tensor | None  # None if the batch does not mark it
     packed: PackedSequences | None
+    sources: Tensor | None  # each token's source; None if the batch does not name sources
 
     @classmethod
     def of(cls, batch: dict[str, Tensor], cp_rank: int = 0, cp_size: int = 1) -> "ModelInputs":
@@ -67,7 +70,8 @@ class ModelInputs:
         samples = torch.arange(tokens.size(0), device=tokens.device)[:, None].expand_as(tokens)
         padding = places >= batch["lengths"][:, None] if "lengths" in batch else None
         positions = batch.get("position_ids", places)
-        return cls(tokens, positions, labels, loss_mask, samples, tokens.size(0), padding, None)
+        sources = _of_samples(batch.get("source_ids"), samples)
+        return cls(tokens, positions, labels, loss_mask, samples, tokens.size(0), padding, None, sources)
 
     @classmethod
     def _packed(
@@ -86,15 +90,17 @@ class ModelInputs:
         place = split_packed_rows(_arange(tokens, row_length), padded, cp_rank, cp_size) - padded.gather(1, index)
         num_sequences = real.size(1) - 1
         row = torch.arange(rows, device=tokens.device)[:, None]
+        samples = (row * num_sequences + index).reshape(1, -1)
         return cls(
             tokens=tokens.reshape(1, -1),
             position_ids=batch.get("position_ids", place).reshape(1, -1),
             labels=None if labels is None else labels.reshape(1, -1),
             loss_mask=None if loss_mask is None else loss_mask.reshape(1, -1),
-            samples=(row * num_sequences + index).reshape(1, -1),
+            samples=samples,
             num_samples=rows * num_sequences,
             padding=(place >= real.diff(dim=1).gather(1, index)).reshape(1, -1),
             packed=packed,
+            sources=_of_samples(batch.get("source_ids"), samples),
         )
 
     def arguments(self, config: TransformerConfig, boundaries_on_host: bool = False) -> dict[str, Any]:
@@ -204,6 +210,29 @@ def check_places(batch: dict[str, Tensor], seq_length: int) -> None:
             f"a sequence has {longest} tokens, more than the seq_length={seq_length} positions of a model with"
             " position_embedding_type='learned_absolute'; give shorter sequences, or choose a larger seq_length"
         )
+
+
+def check_sources(batch: dict[str, Tensor], names: Sequence[str]) -> None:
+    """Raise ValueError for a source without a name, except -1, which is no sample; only host tensors are read."""
+    ids = batch.get("source_ids") if isinstance(batch, dict) else None
+    if ids is None or ids.is_cuda or not names:
+        return
+    samples = batch["cu_seqlens"][:, 1:] if is_packed(batch) else batch["tokens"][:, 0]
+    if ids.shape != samples.shape:
+        raise ValueError(
+            f"source_ids has the shape {list(ids.shape)}, but the batch has {list(samples.shape)} samples; give one"
+            " number for each"
+        )
+    if ids.max() >= len(names):
+        raise ValueError(
+            f"source_ids has the number {int(ids.max())}, but source_names has {len(names)} names; choose 0 to"
+            f" {len(names) - 1}, or give more names"
+        )
+
+
+def _of_samples(values: Tensor | None, samples: Tensor) -> Tensor | None:
+    """Return each token's value, like ``samples``, from a value for each sample."""
+    return None if values is None else values.reshape(-1)[samples]
 
 
 def _is_of_tokens(name: str, value: Any, whole: torch.Size) -> bool:

@@ -25,6 +25,23 @@ def token_mean(losses: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
     return (losses * loss_mask.to(losses.dtype)).sum() / count.clamp(min=1), count.int()
 
 
+def source_means(losses: Tensor, inputs: ModelInputs, num_sources: int) -> tuple[Tensor, Tensor]:
+    """Return each source's mean loss over this rank's tokens that count, and their number, both [sources].
+
+    Shapes and masks as in :func:`token_mean`. A source without tokens has mean 0 and number 0.
+    """
+    # Losses 1 2 | 3 8 of rows from sources 1 and 0, mask 1 1 | 1 0: sums [3, 3], numbers [1, 2], means [3, 1.5].
+    assert inputs.loss_mask is not None
+    assert inputs.sources is not None
+    mask = inputs.loss_mask.reshape(-1)
+    # Padding of a row without sub-sequences has source -1, and mask 0
+    sources = inputs.sources.reshape(-1).clamp(min=0)
+    zeros = torch.zeros(num_sources, dtype=torch.float64, device=losses.device)
+    sums = zeros.index_add(0, sources, (losses.detach().reshape(-1) * mask).double())
+    counts = zeros.index_add(0, sources, (mask != 0).double())
+    return sums / counts.clamp(min=1), counts
+
+
 def sample_mean(losses: Tensor, inputs: ModelInputs, cp_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Return the mean over samples of each sample's mean loss, and the number of samples with a token that counts.
 

@@ -55,10 +55,11 @@ from lightning_mcore.layers.gpt import GPTChunk
 from lightning_mcore.layers.inputs import (
     ModelInputs,
     check_places,
+    check_sources,
     check_vocabulary,
     microbatch_shape,
 )
-from lightning_mcore.layers.losses import token_mean
+from lightning_mcore.layers.losses import source_means, token_mean
 from lightning_mcore.layers.metrics import TokenAccuracy, TokenPerplexity
 from lightning_mcore.layers.multi_token import check_multi_token, gpt_mtp_block_spec
 from lightning_mcore.layers.quantized import check_blocks, check_quantization
@@ -137,6 +138,9 @@ class MCoreGPT(SpeedLogs):
 
     takes_images = False
     """Whether a batch may hold images and videos."""
+
+    source_names: Sequence[str] = ()
+    """Names of the sources that ``source_ids`` in batches number; empty takes those of the data module."""
 
     def __init__(
         self,
@@ -518,6 +522,7 @@ class MCoreGPT(SpeedLogs):
                 " images and videos out of the data"
             )
         check_vocabulary(batch, self.vocab_size)
+        check_sources(batch, self._names_of_sources())
         if self.hparams["position_embedding_type"] == "learned_absolute":
             check_places(batch, self.seq_length)
         return batch
@@ -621,7 +626,17 @@ class MCoreGPT(SpeedLogs):
         )
         # A batch with 900 tokens counts three times one with 300
         self.log(name, mean.detach(), batch_size=weight, sync_dist=True, prog_bar=True)  # type: ignore[arg-type]
+        names = self._names_of_sources()
+        if names and inputs.sources is not None:
+            means, counts = source_means(losses, inputs, len(names))
+            for source, mean, count in zip(names, means, counts, strict=True):
+                self.log(f"{name}/{source}", mean, batch_size=count, sync_dist=True)
         return loss
+
+    def _names_of_sources(self) -> Sequence[str]:
+        """Return the names of the data's sources: this module's, or the data module's; empty if neither has any."""
+        data = getattr(self._trainer, "datamodule", None)
+        return self.source_names or getattr(data, "source_names", ())
 
     def _forget_last_loader(self, stage: str, batch_idx: int, dataloader_idx: int) -> None:
         """Empty the metrics between two dataloaders; Lightning has computed them, and resets them after the last."""

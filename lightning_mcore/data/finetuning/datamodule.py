@@ -14,12 +14,13 @@ With ``streaming``, training files are tokenised and packed while they are read 
 ``data/packing/rows.py`` describes the batches, packed or dense, for ``MCoreModule.forward_step``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ from torch.utils.data import DataLoader
 from lightning_mcore.config.value_checks import require_choice, require_flag, require_size
 from lightning_mcore.data.finetuning.chat import ChatTemplate, named_template
 from lightning_mcore.data.finetuning.conversations import Format, LossOn
-from lightning_mcore.data.finetuning.files import find_files, load_rows, require_same_columns, with_rows
+from lightning_mcore.data.finetuning.files import find_files, first_rows, load_rows, require_same_columns, with_rows
 from lightning_mcore.data.finetuning.stream import StreamLoader
 from lightning_mcore.data.finetuning.stream_reader import StreamSettings
 from lightning_mcore.data.finetuning.tokenized import (
@@ -51,6 +52,7 @@ from lightning_mcore.data.packing.rows import (
 )
 from lightning_mcore.data.preprocess.tokenizer import auto_tokenizer
 from lightning_mcore.data.sampling import data_parallel_place, evaluation_loader, is_on_cuda, training_loader
+from lightning_mcore.data.sources import names_of_sources, with_sources
 from lightning_mcore.parallel.consensus import run_on_all_ranks, run_on_rank0
 
 _SPLITS = {"train": "train_files", "validation": "validation_files", "test": "test_files"}
@@ -91,6 +93,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
         cache_dir: Folder for the cache of tokens; None for the cache of ``datasets``.
         eval_batch_size: Rows in a validation or test batch on one data-parallel rank; None for ``batch_size``.
         pad_to_seq_length: Without packing, pad every row to ``seq_length`` instead of to the longest of its batch.
+        log_sources: Also log the loss of each file, as ``train_loss/NAME`` and ``val_loss/NAME``. Not for a stream.
 
     Attributes:
         statistics: Counts of used, cut and dropped samples of each split, after ``setup``; not for a stream.
@@ -129,6 +132,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
         cache_dir: str | None = None,
         eval_batch_size: int | None = None,
         pad_to_seq_length: bool = False,
+        log_sources: bool = False,
     ) -> None:
         super().__init__()
         evaluated = batch_size if eval_batch_size is None else eval_batch_size
@@ -138,8 +142,13 @@ class MCoreFinetuningData(pl.LightningDataModule):
         require_size("num_workers", num_workers, at_least=0)
         require_choice("overlong", overlong, Overlong)
         flags = {"packing": packing, "streaming": streaming, "shuffle": shuffle, "pad_to_seq_length": pad_to_seq_length}
-        for name, flag in flags.items():
+        for name, flag in {**flags, "log_sources": log_sources}.items():
             require_flag(name, flag)
+        if log_sources and streaming:
+            raise ValueError(
+                "log_sources=True does not work with streaming=True, whose rows are not numbered; set one of them to"
+                " False"
+            )
         _check_validation(validation_share, validation_files, streaming)
         self.train_files = train_files
         self.validation_files = validation_files
@@ -167,6 +176,11 @@ class MCoreFinetuningData(pl.LightningDataModule):
         self._stream: StreamSettings | None = None
         self._failure: Exception | None = None  # of prepare_data, until setup raises it
         self._sources: dict[str, Any] = {}
+        self.log_sources = log_sources
+        self.source_names: list[str] = []
+        """Name of each file in the names of logged losses, after ``setup``; empty without ``log_sources``."""
+        self._files_of_sources: list[str] = []
+        self._rows_of_sources: dict[str, tuple[NDArray[np.int64], list[int]]] = {}  # by split, for with_sources
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -217,6 +231,8 @@ class MCoreFinetuningData(pl.LightningDataModule):
             self._data, self._packed_for = {}, multiples
         splits = [name for name in self._prepared_splits(stage) if name not in self._data]
         run_on_all_ranks(lambda: self._open(splits, multiples))
+        if self.log_sources:
+            self._number_sources(splits)
         if self.streaming and stage in ("fit", None):
             self._stream = settings = run_on_all_ranks(self._stream_settings)
             # Only rank 0 reads the files for this.
@@ -242,7 +258,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
             self.batch_size,
             seed=self.seed,
             shuffle=self.shuffle,
-            collate_fn=self._collate,
+            collate_fn=self._collator("train"),
             num_workers=self.num_workers,
             of="rows" if self.packing else "samples",
         )
@@ -275,7 +291,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
         return evaluation_loader(
             self._opened(split),
             self.eval_batch_size,
-            collate_fn=self._collate,
+            collate_fn=self._collator(split),
             num_workers=self.num_workers,
             pin_memory=is_on_cuda(self.trainer),
         )
@@ -286,6 +302,20 @@ class MCoreFinetuningData(pl.LightningDataModule):
         if self.packing:
             return collate_rows
         return partial(collate_padded, multiple=self._multiples().row, row_length=self._padded_to)
+
+    def _collator(self, split: str) -> Callable[[list[Any]], Any]:
+        if split not in self._rows_of_sources:
+            return self._collate
+        return partial(_collate_with_sources, self._collate, *self._rows_of_sources[split])
+
+    def _number_sources(self, splits: Sequence[str]) -> None:
+        """Give each file of these splits a number and a name, and remember which rows are of which file."""
+        for split in splits:
+            files = self._files(split)
+            self._files_of_sources += [file for file in files if file not in self._files_of_sources]
+            firsts = run_on_rank0(partial(first_rows, files))
+            self._rows_of_sources[split] = firsts, [self._files_of_sources.index(file) for file in files]
+        self.source_names = names_of_sources(self._files_of_sources)
 
     @property
     def _padded_to(self) -> int | None:
@@ -364,9 +394,14 @@ class MCoreFinetuningData(pl.LightningDataModule):
 
     def _tokenized(self, split: str) -> Any:
         """Return the tokens of a split, from the cache if possible; a validation share lies in the training files."""
-        name = _SPLITS["train" if self.validation_share and split == "validation" else split]
-        files = with_rows(find_files(getattr(self, name), name))
-        return self._tokenized_files(files, name, self.reading)
+        return self._tokenized_files(self._files(split), self._setting(split), self.reading)
+
+    def _setting(self, split: str) -> str:
+        return _SPLITS["train" if self.validation_share and split == "validation" else split]
+
+    def _files(self, split: str) -> list[str]:
+        name = self._setting(split)
+        return with_rows(find_files(getattr(self, name), name))
 
     def _tokenized_files(self, files: list[str], name: str, reading: Reading) -> Any:
         # One process on each machine compares the cache with its checksums.
@@ -404,6 +439,12 @@ class MCoreFinetuningData(pl.LightningDataModule):
             vocab_size=self._model_vocab_size(),
             padded_to=self._padded_to,
         )
+
+
+def _collate_with_sources(
+    collate: Callable[[list[Any]], Any], firsts: NDArray[np.int64], sources: Sequence[int], samples: list[Any]
+) -> dict[str, torch.Tensor]:
+    return with_sources(collate(samples), firsts, sources)
 
 
 def _check_validation(share: float, files: Any, streaming: bool) -> None:

@@ -16,6 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # suffix -> format of ``datasets``
 _DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json"}
 
@@ -134,6 +137,11 @@ def name_of_row(files: Sequence[str], number: int) -> str:
             return f"row {number - first} of {file}"
         first += rows
     return f"row {number} of {_listed(files)}"
+
+
+def first_rows(files: Sequence[str]) -> NDArray[np.int64]:
+    """Return the number of each file's first row among the rows of all files, [files]; reads JSON files whole."""
+    return np.cumsum([0, *map(_count_rows, files[:-1])])
 
 
 def _is_of_files(error: BaseException) -> bool:

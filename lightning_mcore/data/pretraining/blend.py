@@ -129,11 +129,13 @@ class SplitRequest:
 class Rows(Dataset[dict[str, torch.Tensor]]):
     """The first samples of a split, in the form that MCoreModule takes. ``folder`` has its index files.
 
-    A copy in another process, such as a DataLoader worker, opens the files again.
+    A copy in another process, such as a DataLoader worker, opens the files again. If ``sources`` has a number for each
+    dataset, a row also has the one of its dataset, ``source_ids`` [] int64.
     """
 
-    def __init__(self, request: SplitRequest, folder: str) -> None:
+    def __init__(self, request: SplitRequest, folder: str, sources: Sequence[int] = ()) -> None:
         self._request = request
+        self.sources = sources
         self._folder = folder
         self.dataset = _dataset(request, folder)
         self.samples = len(self.dataset) if request.samples is None else request.samples
@@ -147,11 +149,15 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         Raises ValueError if the tokens have changed since they were written.
         """
         row = self.dataset[index]
-        return {key: row[key] for key in _KEYS}
+        found = {key: row[key] for key in _KEYS}
+        if self.sources:
+            # Megatron's blend says which dataset a row is of; a single dataset has no blend
+            found["source_ids"] = torch.tensor(self.sources[row.get("dataset_id", 0)])
+        return found
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the request instead of the arrays in mapped files, which would be copied."""
-        return type(self), (self._request, self._folder)
+        return type(self), (self._request, self._folder, self.sources)
 
 
 def available(index: Index, share: tuple[float, float], seq_length: int) -> int:

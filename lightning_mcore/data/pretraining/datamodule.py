@@ -32,6 +32,7 @@ from lightning_mcore.data.pretraining.blend import (
 )
 from lightning_mcore.data.pretraining.index import read_facts, read_index
 from lightning_mcore.data.sampling import data_parallel_place, evaluation_loader, is_on_cuda, training_loader
+from lightning_mcore.data.sources import names_of_sources
 from lightning_mcore.parallel.consensus import run_on_rank0
 
 DEFAULT_SPLIT = "969,30,1"
@@ -67,6 +68,7 @@ class MCorePretrainingData(pl.LightningDataModule):
         reset_position_ids: Let positions start again after each end-of-document token.
         eod_mask_loss: Ignore the target that follows an end-of-document token.
         eod_token_id: The end-of-document token; None reads it from the file that ``lightning-mcore preprocess`` wrote.
+        log_sources: Also log the loss of each dataset, as ``train_loss/NAME`` and ``val_loss/NAME``.
 
     Raises:
         ValueError: A value is wrong or two of them disagree.
@@ -98,6 +100,7 @@ class MCorePretrainingData(pl.LightningDataModule):
         reset_position_ids: bool = False,
         eod_mask_loss: bool = False,
         eod_token_id: int | None = None,
+        log_sources: bool = False,
     ) -> None:
         super().__init__()
         sizes = {"seq_length": seq_length, "batch_size": batch_size}
@@ -108,6 +111,7 @@ class MCorePretrainingData(pl.LightningDataModule):
             require_size(name, value, at_least=0)
         require_flag("reset_position_ids", reset_position_ids)
         require_flag("eod_mask_loss", eod_mask_loss)
+        require_flag("log_sources", log_sources)
         # Lists by split: training, validation, test.
         self._blends, self._shares = _splits(data_paths, split, [train_paths, val_paths, test_paths])
         self.seq_length = seq_length
@@ -118,6 +122,10 @@ class MCorePretrainingData(pl.LightningDataModule):
         self.reset_position_ids = reset_position_ids
         self.eod_mask_loss = eod_mask_loss
         self.eod_token_id = eod_token_id
+        prefixes = dict.fromkeys(prefix for blend in self._blends if blend is not None for prefix in blend.prefixes)
+        self._sources = list(prefixes) if log_sources else []
+        self.source_names = names_of_sources(self._sources)
+        """Name of each dataset in the names of logged losses; empty without ``log_sources``."""
         self._samples = [train_samples, val_samples, test_samples]
         self._rows: dict[tuple[int, int | None], Rows] = {}
         self._eod: int | None = eod_token_id
@@ -250,6 +258,9 @@ class MCorePretrainingData(pl.LightningDataModule):
         if key not in self._rows:
             request = self._request(number, samples)
             self._rows[key] = build(request, self.cache_dir or f"{request.blend.prefixes[0]}.cache")
+            self._rows[key].sources = (
+                [self._sources.index(one) for one in request.blend.prefixes] if self._sources else []
+            )
         return self._rows[key]
 
     def _train_samples(self) -> int | None:

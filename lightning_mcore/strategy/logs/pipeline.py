@@ -17,6 +17,7 @@ torchmetrics objects are updated on the last stage; the state of those that a st
 
 import contextlib
 import inspect
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -459,6 +460,8 @@ class PipelineLogs:
         if is_merged and options["sync_dist"]:
             options["sync_dist_group"] = ALREADY_MERGED
         batch_size: Any = weight if name.reduction == "mean" else 1
+        if is_merged and name.reduction == "mean" and weight == 0 and not options["on_epoch"]:
+            value = torch.full_like(value, math.nan)  # the mean of nothing; an epoch's mean is not to be spoiled by it
         self._module.log(name.name, value.to(name.dtype), batch_size=batch_size, **options)
 
 
