@@ -213,7 +213,7 @@ def check_places(batch: dict[str, Tensor], seq_length: int) -> None:
 
 
 def check_sources(batch: dict[str, Tensor], names: Sequence[str]) -> None:
-    """Raise ValueError for a source without a name, except -1, which is no sample; only host tensors are read."""
+    """Raise ValueError for a source without a name; an empty sub-sequence has -1. Only host tensors are read."""
     ids = batch.get("source_ids") if isinstance(batch, dict) else None
     if ids is None or ids.is_cuda or not names:
         return
