@@ -9,7 +9,8 @@ lightning  ours against Lightning's DDP and FSDP with the transformers model of 
 recipes    bf16 against each FP8 and FP4 recipe of the device: step time, FLOP/s, peak memory, and plan's estimate
 packing    several samples per row against one per row: real tokens per second
 recompute  activations kept or recomputed: step time, peak memory, and plan's estimate
-loss       all logits of a row at once or the loss in chunks: rows of 4,096, 32,768 and 131,072 tokens
+loss       all logits of a row at once or the loss in chunks: four layers, a vocabulary of 131,072, one row of 4,096,
+           32,768 or 131,072 tokens per step, full recomputation
 save       how long a synchronous and an asynchronous save delay a step
 =========  =============================================================================================================
 
@@ -417,7 +418,7 @@ def recompute(run: Run) -> list[dict[str, Any]]:
 def loss(run: Run) -> list[dict[str, Any]]:
     """Measure rows of three lengths with all their logits and with the loss in chunks, one row per step."""
     rows: list[dict[str, Any]] = []
-    transformer = run.transformer | RECOMPUTE["full"]
+    transformer = run.transformer | RECOMPUTE["full"] | {"num_layers": 4}  # attention would hide the loss
     for length in (run.seq_length, 8 * run.seq_length, 32 * run.seq_length):
         steps = min(run.steps, 4 * 32 * run.seq_length // length)  # attention takes most of a long row
         for name, size in (("at once", None), ("in chunks", CHUNK)):
