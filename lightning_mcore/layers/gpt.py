@@ -253,9 +253,9 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
             hidden = add_losses_ahead(self, hidden, labels, weight, loss_mask, packed_seq_params, runtime_gather_output)
         if inference_context is not None and labels is None:
             hidden = hidden[-1:]
-        return self._results(hidden, labels, weight, places, runtime_gather_output)
+        return self._losses_or_logits(hidden, labels, weight, places, runtime_gather_output)
 
-    def _results(
+    def _losses_or_logits(
         self, hidden: Tensor, labels: Tensor | None, weight: Tensor | None, places: Tensor | None, gathered: bool | None
     ) -> Tensor:
         """Return the losses or logits of hidden states, [s, b, h] or a sequence-parallel share, as the call wants."""
