@@ -191,6 +191,8 @@ def _of_tensors(counts: Counts) -> list[tuple[Any, str, Any]]:
         (Tensor, "pin_memory", lambda tensor, *args: tensor),
         (Tensor, "is_pinned", _returns(False)),
         (Tensor, "record_stream", _returns(None)),
+        # A digest of weights; without values it says nothing, and takes minutes for billions of them.
+        (importlib.import_module("lightning_mcore.hf.adapters"), "_weighted_sum", _returns(0)),
         (torch.UntypedStorage, "data_ptr", _address),
         (FakeTensor, "data_ptr", lambda it: _address(it.untyped_storage()) + it.storage_offset() * it.element_size()),
         (torch.UntypedStorage, "resize_", counts.resize_storage(torch.UntypedStorage.resize_)),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_mcore import MCoreGPT, MCorePreference, MCoreStrategy, MuonWithAdamW
+from lightning_mcore.hf import adapters
 from lightning_mcore.rehearsal.processes import Job
 from lightning_mcore.strategy.precision import MCorePrecision
 from tests.parity import hf_modules
@@ -109,11 +110,23 @@ def gpt_run(
     return made, kind(transformer={**SIZES, **(transformer or {})}, **sizes), (loader, loader)
 
 
-def hf_run(path: str, world: int = 1, **strategy: Any) -> tuple[pl.Trainer, pl.LightningModule, Any]:
+def undigested_run(**arguments: Any) -> tuple[pl.Trainer, pl.LightningModule, Any]:
+    """Return the parts of a run that fails if weights are digested, which takes minutes for a large model."""
+
+    def refuse(places: Tensor) -> Tensor:
+        raise RuntimeError("a rehearsal has no values to digest")
+
+    adapters._odd = refuse  # in a process of its own
+    return gpt_run(**arguments)
+
+
+def hf_run(
+    path: str, world: int = 1, kind: type[hf_modules.FineTuning] = hf_modules.FineTuning, **strategy: Any
+) -> tuple[pl.Trainer, pl.LightningModule, Any]:
     """Return the parts of a run of a module that wraps a Hugging Face model."""
     loader = DataLoader(hf_modules.Texts(), batch_size=4, collate_fn=hf_modules.collate)
     trainer = gpu_trainer(world, MCoreStrategy(**strategy), precision="bf16-mixed")
-    return trainer, hf_modules.FineTuning(path, ours=True), (loader, loader)
+    return trainer, kind(path, ours=True), (loader, loader)
 
 
 def net_run(
@@ -132,6 +145,16 @@ class WithMuon(MCoreGPT):
         matrices = [p for name, p in named if "layers" in name and p.dim() == 2]
         others = [p for name, p in named if not ("layers" in name and p.dim() == 2)]
         return MuonWithAdamW(matrices, others, lr=0.02, adamw_lr=0.01)
+
+
+class Writing(MCoreGPT):
+    """A GPT that continues prompts when it is validated."""
+
+    def on_validation_epoch_end(self) -> None:
+        for temperature in (0.0, 1.0):
+            tokens = self.generate([3, 4], 2, temperature, top_k=5)
+            if len(tokens) != 4 or not all(0 <= token < VOCABULARY for token in tokens):
+                raise RuntimeError(f"no continuation of two tokens: {tokens}")
 
 
 def live_run(

@@ -11,9 +11,23 @@ import pytest
 from lightning_mcore.rehearsal import RankReport
 from lightning_mcore.rehearsal.processes import Failure, Played, run_jobs
 from tests.distributed.test_plan_memory import RUNS as PLANNED
+from tests.parity import hf_modules
 from tests.support import toy
 from tests.support.hf_models import tiny_folder
-from tests.support.rehearsed import EXPERTS, GATED, LATENT, RECOMPUTE, WithMuon, gpt_run, hf_run, job, live_run, net_run
+from tests.support.rehearsed import (
+    EXPERTS,
+    GATED,
+    LATENT,
+    RECOMPUTE,
+    WithMuon,
+    Writing,
+    gpt_run,
+    hf_run,
+    job,
+    live_run,
+    net_run,
+    undigested_run,
+)
 from tests.support.thorough import thorough_but
 
 ALLTOALL: dict[str, Any] = {"transformer": {"moe_token_dispatcher_type": "alltoall"}}
@@ -51,6 +65,10 @@ OTHERS: dict[str, Callable[..., Any]] = {
     "hf_model-tp2": partial(hf_run, "{llama}", 2, tensor_model_parallel_size=2),
     "plain-dp2-metrics": partial(net_run, toy.PlainNet, 2),
     "pp2-metrics": partial(net_run, toy.StagedNet, 2, **PP2),
+    "generation-tp2-pp2": partial(gpt_run, 4, kind=Writing, **TP2, **PP2),
+    "generation-cp2": partial(gpt_run, 2, kind=Writing, context_parallel_size=2),
+    "hf_model-generation": partial(hf_run, "{llama}", kind=hf_modules.Writer),
+    "lora-undigested": partial(undigested_run, model={"lora": {"r": 4}}, transformer=GATED),
     "images": partial(live_run, PLANNED["images-qwen2_5-bf16"]),
     "images-tp2": partial(live_run, PLANNED["images-qwen3-tp2-sp-bf16"]),
 }
@@ -71,7 +89,7 @@ OPTIONS = {
     "`32-true`, `bf16-mixed`": ("fp32", "bf16-true"),
     "`16-mixed`, `16-true`": ("fp16",),
     "other torch optimizers, `Muon": ("muon",),
-    "modules that wrap a Hugging": ("hf_model", "hf_model-tp2"),
+    "modules that wrap a Hugging": ("hf_model", "hf_model-tp2", "hf_model-generation"),
     "multi-latent attention": ("latent-attention",),
     "multi-token prediction": ("multi-token",),
     "packed sequences (": ("packed", "cp2-packed"),
