@@ -5,6 +5,8 @@ A user's module under ``MCoreStrategy`` and a real ``Trainer`` against the hand-
 layout, in the same processes: the loss and the gradient norm of every step, and every weight afterwards, bit for bit.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -41,11 +43,9 @@ STAY = ("one", "tp2-sp", "pp2-vp2", "cp2", "dp2-do-overlap", "tied-pp2", "moe-dp
 @pytest.mark.parametrize("layout", thorough_but(LAYOUTS, *STAY))
 def test_strategy_equals_the_bare_loop_bit_for_bit(layout: Layout) -> None:
     cases = [*WEIGHTINGS.items(), *([("32-true", True)] if layout.id in BOTH_IN_FP32 else [])]
-    recipes = [
-        Recipe(precision=precision, token_weighted=tokens, mask="thinned", steps=3, micro_batch_size=2, aux_loss=0.01)
-        for precision, tokens in cases
-    ]
-    recipes = [recipe.shallow(layout) for recipe in recipes]
+    rows = 8 if layout.pp > 1 else 4 * layout.dp  # four microbatches of two rows in a pipeline, else two on each copy
+    base = Recipe(mask="thinned", steps=3, global_batch_size=rows, micro_batch_size=2, aux_loss=0.01).shallow(layout)
+    recipes = [replace(base, precision=precision, token_weighted=tokens) for precision, tokens in cases]
     for differences in run_ranks(layout.world_size, _differences, layout, recipes, timeout=180):
         assert differences == []
 
@@ -54,7 +54,9 @@ def test_strategy_equals_the_bare_loop_bit_for_bit(layout: Layout) -> None:
     "layout", [Layout(dp=2, distributed_optimizer=True), Layout(tp=2, sp=True)], ids=lambda x: x.id
 )
 def test_strategy_equals_the_bare_loop_with_gradients_in_bf16(layout: Layout) -> None:
-    recipe = Recipe(precision="bf16-true", mask="thinned", micro_batch_size=2)
+    rows = 4 * layout.dp
+    recipe = Recipe(precision="bf16-true", mask="thinned", steps=3, global_batch_size=rows, micro_batch_size=2)
+    recipe = recipe.shallow(layout)
     for differences in run_ranks(2, _differences, layout, [recipe], timeout=120):
         assert differences == []
 
