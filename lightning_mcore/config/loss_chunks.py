@@ -12,10 +12,11 @@ _FEW_LOGITS = 2**26  # 256 MiB in fp32, below which computing them again saves l
 def tokens_of_chunk(size: LossChunkSize, tokens: int, columns: int, has_gradients: bool = True) -> int | None:
     """Return the number of tokens of a chunk, None for all at once; ``columns`` are the logits of a token on a rank.
 
-    4,096 tokens with 128,256 columns have 2**29 logits: ``"auto"`` makes four chunks of 1,024 tokens.
+    4,096 tokens with 128,256 columns have 2**29 logits: ``"auto"`` makes four chunks of 1,024 tokens. It makes none of
+    fewer than two whole chunks, which would compute all logits again to save less than half of them.
     """
     if size == "auto":
-        size = _TOKENS if tokens * columns > _FEW_LOGITS else None
+        size = _TOKENS if tokens >= 2 * _TOKENS and tokens * columns > _FEW_LOGITS else None
     if size is None and not has_gradients:  # then nothing is computed again
         size = _TOKENS
     return size if size is not None and size < tokens else None

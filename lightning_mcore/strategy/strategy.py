@@ -132,8 +132,8 @@ class MCoreStrategy(DDPStrategy):
         micro_batch_size: Rows of a microbatch, into which each DataLoader batch is cut, also in evaluation; None makes
             a batch one microbatch.
         loss_chunk_size: Tokens that go through the output layer and the loss at once, so that the logits of a whole row
-            never exist; backward computes them again. ``"auto"``: 1,024 if a microbatch has more than 2**26 logits on a
-            rank; None: all tokens in training, 1,024 in evaluation.
+            never exist; backward computes them again. ``"auto"``: 1,024 if a microbatch has at least 2,048 tokens and
+            more than 2**26 logits on a rank; None: all tokens in training, 1,024 in evaluation.
         broadcast_batches: Let one rank of each model copy read the batches and send them to the others, where reading
             costs more than sending. By default all ranks of a copy read, and their batches are compared.
         ddp_config: Megatron's config for gradients, for settings that have no argument here; None for its

@@ -31,6 +31,8 @@ SIZES = {
         ("auto", 4096, 128_256, 1024),
         ("auto", 4096, 128_256 // 8, None),  # 2**25.97 logits
         ("auto", 512, 2**20, None),  # one chunk
+        ("auto", 1100, 2**20, None),  # a chunk of 1024 has 93 % of the logits, and all would be computed again
+        ("auto", 2048, 2**20, 1024),
         (256, 4096, 100, 256),
         (256, 256, 2**20, None),
         (None, 2**20, 2**20, None),
