@@ -7,7 +7,6 @@ that differ; ``--family`` chooses one, ``--seed`` the first draw. A draw that a 
 
 import argparse
 import copy
-import json
 import logging
 import random
 import sys
@@ -23,7 +22,15 @@ from lightning_mcore import MCoreGPT, single_process
 from lightning_mcore.hf import find_family
 from lightning_mcore.hf.family import split_fields
 from lightning_mcore.hf.source import complete_config
-from tests.support.hf_models import CONFIGS, UNKNOWN_TO_TRANSFORMERS, VOCAB_SIZE, auto_model, save_tiny, tiny_config
+from tests.support.hf_models import (
+    CONFIGS,
+    UNKNOWN_TO_TRANSFORMERS,
+    VOCAB_SIZE,
+    auto_model,
+    config_content,
+    save_tiny,
+    tiny_config,
+)
 
 LENGTH = 24
 TOLERANCE = 3e-5  # measured: at most 2.8e-5 with delta nets, which magnify the rounding of their inputs
@@ -43,13 +50,19 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "decoder_sparse_step": (1, 2),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), (0, 1, 2)),
     "head_dim": (8, 16),
-    "intermediate_size": (20, 36, 48),
+    **dict.fromkeys(("intermediate_size", "shared_intermediate_size"), (20, 36, 48)),
     "kv_lora_rank": (8, 20),
     "linear_conv_kernel_dim": (2, 3, 4),
     "linear_key_head_dim": (4, 8),
     "linear_num_key_heads": (2, 4),
     "linear_num_value_heads": (4, 8),
     "linear_value_head_dim": (6, 8),
+    **dict.fromkeys(("mamba_d_conv", "conv_kernel"), (2, 3, 4)),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size"), (8, 12)),
+    "mamba_head_dim": (4, 6),
+    **dict.fromkeys(("mamba_n_groups", "n_groups"), (1, 2, 4)),
+    "mamba_num_heads": (4, 8),
+    "position_embedding_type": (None, "rope"),
     "max_position_embeddings": (16, 64, 128),
     "moe_intermediate_size": (8, 16),
     "moe_layer_end_index": (-1, 1, 2),
@@ -117,14 +130,23 @@ def _draw(family: str, draw: random.Random) -> dict[str, Any]:
     whole = tiny_config(family).to_dict()
     known = {key for rule in find_family(family).config for key in rule.keys} & whole.keys() | CONFIGS[family].keys()
     keys = {key: draw.choice(values) for key, values in CHOICES.items() if key in known}
-    heads, layers, is_latent = draw.choice((2, 4, 6)), keys["num_hidden_layers"], "kv_lora_rank" in known
+    heads, layers = draw.choice((2, 4, 6)), keys.get("num_hidden_layers") or draw.choice(CHOICES["num_hidden_layers"])
+    is_latent = "kv_lora_rank" in known
     keys |= {"num_attention_heads": heads, "hidden_size": heads * draw.choice((8, 12))}
     keys["num_key_value_heads"] = heads if is_latent else draw.choice([n for n in (1, 2, 3, heads) if heads % n == 0])
     if is_latent:
         keys.pop("head_dim", None)
     if whole.get("layer_types") and "layer_types" in known:
-        other = "linear_attention" if "linear_conv_kernel_dim" in known else "sliding_attention"
+        other = "linear_attention" if {"linear_conv_kernel_dim", "mamba_d_conv"} & known else "sliding_attention"
         keys["layer_types"] = [draw.choice(("full_attention", other)) for _ in range(layers)]
+    if "mamba_n_heads" in known:  # as many channels as mamba_expand says
+        keys |= {"mamba_n_heads": 2 * heads, "mamba_d_head": keys["hidden_size"] // heads}
+        keys["num_local_experts"] = draw.choice((0, keys["num_local_experts"]))
+    if "layers_block_type" in known:
+        kinds = ("linear_attention", "full_attention", "mlp", "moe")
+        for key in ("attention_bias", "mlp_bias", "use_bias"):
+            keys.pop(key)  # no other than False is supported
+        keys["layers_block_type"] = [draw.choice(kinds) for _ in range(layers)]
     if "mlp_layer_types" in known:
         keys["mlp_layer_types"] = [draw.choice(("dense", "sparse")) for _ in range(layers)]
     if "mlp_only_layers" in known:
@@ -132,7 +154,8 @@ def _draw(family: str, draw: random.Random) -> dict[str, Any]:
     if "no_rope_layers" in known:
         keys["no_rope_layers"] = [draw.randint(0, 1) for _ in range(layers)]
     size = keys.get("qk_rope_head_dim") or keys.get("head_dim") or keys["hidden_size"] // heads
-    keys["rope_parameters"] = _positions(whole["rope_parameters"], draw, size)
+    if "rope_parameters" in known:
+        keys["rope_parameters"] = _positions(whole["rope_parameters"], draw, size)
     return keys
 
 
@@ -159,7 +182,7 @@ def difference(family: str, keys: dict[str, Any]) -> float:
 
     tokens = torch.randint(1, VOCAB_SIZE, (2, LENGTH), generator=torch.Generator().manual_seed(len(str(keys))))
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        content = json.loads((save_tiny(family, folder, **keys) / "config.json").read_text())
+        content = config_content(save_tiny(family, folder, **keys))
         known = UNKNOWN_TO_TRANSFORMERS.get(family, family)
         more: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
         more["config"] = AutoConfig.for_model(**{**content, "model_type": known})

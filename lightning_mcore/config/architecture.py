@@ -7,7 +7,9 @@ because Megatron hands its config to every module. Pure data: no torch, no megat
 """
 
 import dataclasses
+import functools
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -35,6 +37,18 @@ DELTA_NET: tuple[str, ...] = (
 )
 """The sizes of gated delta nets, named as in Megatron and transformers: heads, channels per head, and tokens that the
 convolution sees."""
+
+MAMBA: tuple[str, ...] = (
+    "mamba_num_heads",
+    "mamba_head_dim",
+    "mamba_num_groups",
+    "mamba_state_dim",
+    "mamba_conv_kernel_dim",
+)
+"""The sizes of Mamba 2 layers, named as in Megatron: heads, channels per head, groups of heads that share what writes
+and reads their memory, rows of a memory, and tokens that the convolution sees."""
+
+Mixer = Literal["attention", "delta_net", "mamba"]
 
 _ATTRIBUTE = "architecture"
 
@@ -69,6 +83,10 @@ class Architecture:
         softmax_choice_bias: Whether a softmax router has a fixed bias that affects only which experts are chosen.
         delta_net: Gated delta nets instead of attention: ``linear_attention_freq``, with 1 for each layer of the model
             that has one and 0 for the others, and the sizes in ``DELTA_NET``; None for attention in all layers.
+        layer_pattern: What each layer consists of, by Megatron's letters: ``M`` Mamba 2, ``*`` attention, ``-`` an MLP,
+            ``E`` experts. In ``"M-*E"`` there are four layers with one part each; in ``"[M-][*E]"`` there are two, with
+            both parts, as other layers have them. None for attention and an MLP, or experts, in all layers.
+        mamba: The sizes of Mamba 2 layers, those in ``MAMBA``; None without such layers.
     """
 
     layer_norms: LayerNorms = "before"
@@ -88,6 +106,8 @@ class Architecture:
     query_growth: Mapping[str, Any] | None = None
     softmax_choice_bias: bool = False
     delta_net: Mapping[str, Any] | None = None
+    layer_pattern: str | None = None
+    mamba: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> "Architecture":
@@ -107,9 +127,14 @@ class Architecture:
         return cls(**given)
 
     @property
-    def delta_net_heads(self) -> int | None:
-        """Key heads of gated delta nets, which ranks share; None without such layers."""
-        return self.delta_net["linear_num_key_heads"] if self.delta_net is not None else None
+    def shared_heads(self) -> tuple[tuple[str, int], ...]:
+        """What tensor- and context-parallel ranks share of layers with a memory: names of sizes, and the sizes."""
+        found = list[tuple[str, int]]()
+        if self.delta_net is not None:
+            found.append(("linear_num_key_heads", self.delta_net["linear_num_key_heads"]))
+        if self.mamba is not None:
+            found.append(("gcd(mamba_num_heads, mamba_num_groups * mamba_state_dim)", mamba_units(self.mamba)))
+        return tuple(found)
 
     @property
     def delta_net_channels(self) -> tuple[int, int, int]:
@@ -117,9 +142,36 @@ class Architecture:
         assert self.delta_net is not None
         return delta_net_channels(self.delta_net)
 
-    def has_delta_net(self, layer: int) -> bool:
-        """Return whether a layer, counted from 0, has a gated delta net instead of attention."""
-        return self.delta_net is not None and bool(self.delta_net["linear_attention_freq"][layer])
+    @property
+    def mamba_channels(self) -> tuple[int, int, int]:
+        """The value channels of a Mamba 2 layer, those of what all its groups write along, and its number of heads."""
+        assert self.mamba is not None
+        heads = self.mamba["mamba_num_heads"]
+        return (
+            heads * self.mamba["mamba_head_dim"],
+            self.mamba["mamba_num_groups"] * self.mamba["mamba_state_dim"],
+            heads,
+        )
+
+    def mixer(self, layer: int) -> Mixer | None:
+        """Return what mixes tokens in a layer, counted from 0; None if nothing does."""
+        if self.delta_net is not None and self.delta_net["linear_attention_freq"][layer]:
+            return "delta_net"
+        return "attention" if self.layer_pattern is None else mixer_of(pattern_layers(self.layer_pattern)[layer])
+
+    def has_mlp(self, layer: int) -> bool:
+        """Return whether a layer, counted from 0, has an MLP or experts."""
+        return self.layer_pattern is None or pattern_layers(self.layer_pattern)[layer][-1] in _OF_MLP
+
+    @property
+    def has_half_layers(self) -> bool:
+        """Whether layers of ``layer_pattern`` have one part each."""
+        return self.layer_pattern is not None and any(len(layer) == 1 for layer in pattern_layers(self.layer_pattern))
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """What the operations of a token depend on, beside fields of ``TransformerConfig``."""
+        return {**(self.delta_net or {}), **(self.mamba or {}), "layer_pattern": self.layer_pattern}
 
     @property
     def fits_transformer_engine(self) -> bool:
@@ -138,7 +190,7 @@ class Architecture:
 # Settings that only this package's own torch modules have
 _TORCH_BACKEND_ONLY = (
     *("layer_norms", "norm_bias", "head_norms", "attention_output_bias", "mlp_bias", "expert_bias"),
-    *("attention_cap", "latent_epsilon", "query_growth", "delta_net"),
+    *("attention_cap", "latent_epsilon", "query_growth", "delta_net", "layer_pattern", "mamba"),
 )
 
 ARCHITECTURE_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Architecture)}
@@ -162,6 +214,62 @@ def delta_net_channels(sizes: Mapping[str, Any]) -> tuple[int, int, int]:
     return keys, heads * sizes["linear_value_head_dim"], heads
 
 
+_OF_MIXER: Mapping[str, Mixer] = {"M": "mamba", "*": "attention"}
+_OF_MLP = "-E"
+_OTHER_LETTERS = {
+    "G": "is for gated delta nets; the setting delta_net says which layers have them",
+    "D": "is for an attention that this package does not have",
+    "+": "is for latent attention, which does not work with a pattern here",
+    "|": "ends a pipeline stage; pipeline_model_parallel_layout of MCoreStrategy says where stages end",
+    "/": "begins multi-token prediction, which does not work with a pattern here",
+}
+
+
+@functools.cache
+def pattern_layers(pattern: str) -> tuple[str, ...]:
+    """Return the letters of each layer of a pattern: ``"[M-]M*"`` has the layers ``M-``, ``M`` and ``*``.
+
+    Raises ValueError if it is no pattern.
+    """
+    said = f"layer_pattern={pattern!r}"
+    for letter in pattern:
+        if letter in _OTHER_LETTERS:
+            raise ValueError(f"{said} has {letter!r}, which {_OTHER_LETTERS[letter]}; choose from M, *, - and E")
+    if not re.fullmatch(r"(\[[M*][-E]\]|[M*E-])+", pattern):
+        raise ValueError(
+            f"{said} is not a pattern; write one of M, *, - and E for each layer with one part, and [M-], [ME], [*-] or"
+            " [*E] for each layer with two"
+        )
+    return tuple(layer.strip("[]") for layer in re.findall(r"\[..\]|.", pattern))
+
+
+def mixer_of(layer: str) -> Mixer | None:
+    """Return what mixes tokens in a layer with these letters; None if nothing does."""
+    return _OF_MIXER.get(layer[0])
+
+
+def moe_layers(fields: Mapping[str, Any]) -> list[bool]:
+    """Return for each layer whether its MLP is a mixture of experts: ``moe_layer_freq=2`` means layers 0, 2, 4, ...
+
+    Source: ``get_gpt_decoder_block_spec`` of megatron-core 0.16.1.
+    """
+    num_layers: int = fields["num_layers"]
+    if fields.get("num_moe_experts") is None:
+        return [False] * num_layers
+    frequency = fields.get("moe_layer_freq", 1)
+    if isinstance(frequency, int):
+        return [layer % frequency == 0 for layer in range(num_layers)]
+    return [bool(flag) for flag in frequency]
+
+
+def mamba_units(sizes: Mapping[str, Any]) -> int:
+    """Return into how many equal parts the heads of a Mamba 2 layer, and the rows of its groups' memories, divide.
+
+    Granite 4 H Tiny has 48 heads in one group with 128 rows: 16 parts, of 3 heads and 8 rows.
+    """
+    return math.gcd(sizes["mamba_num_heads"], sizes["mamba_num_groups"] * sizes["mamba_state_dim"])
+
+
 def _check_stretch(given: Any) -> None:
     keys = STRETCHES.get(str(given.get("kind"))) if isinstance(given, Mapping) else None
     if keys is None or given.keys() != {"kind", *keys}:
@@ -176,9 +284,7 @@ def _check_delta_net(given: Any) -> None:
     flags = given["linear_attention_freq"]
     if not isinstance(flags, list | tuple) or any(flag not in (0, 1) for flag in flags):
         raise ValueError(f"delta_net has linear_attention_freq={flags!r}; give a list with a 0 or 1 for each layer")
-    for name in DELTA_NET:
-        if isinstance(given[name], bool) or not isinstance(given[name], int) or given[name] < 1:
-            raise ValueError(f"delta_net has {name}={given[name]!r}; give a whole number above 0")
+    _check_sizes("delta_net", given, DELTA_NET)
     keys, values = given["linear_num_key_heads"], given["linear_num_value_heads"]
     if values % keys:
         raise ValueError(
@@ -187,13 +293,43 @@ def _check_delta_net(given: Any) -> None:
         )
 
 
+def _check_sizes(owner: str, given: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    for name in names:
+        if isinstance(given[name], bool) or not isinstance(given[name], int) or given[name] < 1:
+            raise ValueError(f"{owner} has {name}={given[name]!r}; give a whole number above 0")
+
+
+def _check_mamba(given: Any) -> None:
+    if not isinstance(given, Mapping) or given.keys() != set(MAMBA):
+        raise ValueError(f"architecture has mamba={given!r}; give a dict with {', '.join(MAMBA)}")
+    _check_sizes("mamba", given, MAMBA)
+    heads, groups = given["mamba_num_heads"], given["mamba_num_groups"]
+    if heads % groups:
+        raise ValueError(
+            f"mamba has mamba_num_heads={heads}, which is not a multiple of mamba_num_groups={groups}; choose such"
+            " numbers"
+        )
+
+
+def _check_pattern(given: Any) -> None:
+    if not isinstance(given, str):
+        raise ValueError(f"architecture has layer_pattern={given!r}; give a text of letters, such as 'M*-E'")
+    pattern_layers(given)
+
+
 def _check_query_growth(given: Any) -> None:
     keys = ("beta", "original_max_position_embeddings")
     if not isinstance(given, Mapping) or given.keys() != set(keys):
         raise ValueError(f"architecture has query_growth={given!r}; give a dict with {' and '.join(keys)}")
 
 
-_CHECKS = {"stretch": _check_stretch, "delta_net": _check_delta_net, "query_growth": _check_query_growth}
+_CHECKS = {
+    "stretch": _check_stretch,
+    "delta_net": _check_delta_net,
+    "query_growth": _check_query_growth,
+    "layer_pattern": _check_pattern,
+    "mamba": _check_mamba,
+}
 
 
 def _check(name: str, value: Any) -> None:
@@ -238,9 +374,14 @@ def check_architecture(config: Any, transformer_impl: str) -> None:
     clashes: list[tuple[str, bool, str]] = [
         *(
             (name, latent, "multi_latent_attention=True")
-            for name in ("head_norms", "window_rotary_base", "stretch", "delta_net")
+            for name in ("head_norms", "window_rotary_base", "stretch", "delta_net", "layer_pattern")
         ),
-        ("delta_net", bool(config.mtp_num_layers), f"mtp_num_layers={config.mtp_num_layers}"),
+        *(
+            (name, bool(config.mtp_num_layers), f"mtp_num_layers={config.mtp_num_layers}")
+            for name in ("delta_net", "layer_pattern")
+        ),
+        ("layer_pattern", given.layer_norms != "before", f"layer_norms={given.layer_norms!r}"),
+        ("layer_pattern", given.delta_net is not None, "delta_net"),
         ("attention_output_bias", latent, "multi_latent_attention=True"),
         ("head_norms", config.qk_layernorm, "qk_layernorm=True"),
         ("head_norms", uneven, f"tensor_model_parallel_size={ranks}; choose a divisor of its {channels} key channels"),
@@ -263,12 +404,37 @@ def check_architecture(config: Any, transformer_impl: str) -> None:
             f"delta_net has {len(flags)} numbers in linear_attention_freq, and the model has"
             f" num_layers={config.num_layers}; give one for each layer"
         )
+    _check_layers(given, config.num_layers, moe_layers(vars(config)))
+
+
+def _check_layers(given: Architecture, num_layers: int, have_experts: list[bool]) -> None:
+    """Reject a pattern that the model's other settings contradict."""
+    layers = pattern_layers(given.layer_pattern) if given.layer_pattern is not None else ()
+    if (given.mamba is not None) != any("M" in layer for layer in layers):
+        raise ValueError(
+            f"architecture has layer_pattern={given.layer_pattern!r} and mamba={given.mamba!r}; give mamba's sizes if"
+            " and only if layers of the pattern have an M"
+        )
+    if given.layer_pattern is None:
+        return
+    if len(layers) != num_layers:
+        raise ValueError(
+            f"layer_pattern={given.layer_pattern!r} has {len(layers)} layers, and the model has"
+            f" num_layers={num_layers}; give as many"
+        )
+    wanted = ["E" in layer for layer in layers]
+    if wanted != have_experts:
+        one = f"moe_layer_freq={[int(flag) for flag in wanted]}" if any(wanted) else "num_moe_experts=None"
+        raise ValueError(
+            f"layer_pattern={given.layer_pattern!r} has experts in other layers than num_moe_experts and moe_layer_freq"
+            f" say; set {one}{', and num_moe_experts' * (any(wanted) and not any(have_experts))}"
+        )
 
 
 def set_architecture(config: Any, architecture: Architecture) -> None:
     """Attach the settings to a Megatron config, which takes them to the modules."""
     setattr(config, _ATTRIBUTE, architecture)
-    if architecture.delta_net is not None:
+    if architecture.delta_net is not None or architecture.layer_pattern is not None:
         config.hetereogenous_dist_checkpoint = True  # layers that differ cannot be stacked
     factor = (architecture.stretch or {}).get("attention_factor", 1.0)
     # Megatron multiplies a rotation by 0.1 * mscale * log(scaling_factor) + 1. With a scaling factor of e**10, that is

@@ -11,7 +11,7 @@ over 8192 tokens adds 2.1. Forward and backward, that is 3 * 17.16 = 51.5 GFLOP 
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_mcore.config.architecture import delta_net_channels
+from lightning_mcore.config.architecture import delta_net_channels, mixer_of, moe_layers, pattern_layers
 
 _FORWARD_AND_BACKWARD = 3
 """In forward passes. A backward pass costs two: one for the input's gradient, one for the weight's."""
@@ -27,11 +27,11 @@ def training_flops_per_token(
     Only matrix products count, with a multiplication and an addition as two operations; norms, activations and the
     embedding look-up do not. Causal attention counts only the used half of the matrix. An MTP layer costs as much as
     the last layer, plus the projection before it and another output layer. A gated delta net writes and reads its
-    memory token by token; what it computes beyond that, in chunks, does not count.
+    memory token by token, as does a Mamba 2 layer; what they compute beyond that, in chunks, does not count.
 
-    ``fields`` are fields of ``TransformerConfig`` by name, plus the keys of ``Architecture.delta_net``; an absent one
-    has Megatron's default. ``vocab_size`` includes padding. ``trained`` is for frozen weights: the multiplications
-    per token with the weights that are still trained, and with the adapters' matrices.
+    ``fields`` are fields of ``TransformerConfig`` by name, plus ``Architecture.sizes``; an absent one has Megatron's
+    default. ``vocab_size`` includes padding. ``trained`` is for frozen weights: the multiplications per token with the
+    weights that are still trained, and with the adapters' matrices.
 
     Source: ``num_floating_point_operations`` of megatron.training 0.19.2, which differs in two points: it leaves out
     the router and gives every layer full attention.
@@ -54,27 +54,28 @@ def layer_flops(fields: Mapping[str, Any], seq_length: int) -> list[dict[str, fl
 
     Those of ``core_attn`` have no weights. ``fields`` as in :func:`training_flops_per_token`.
     """
-    linear = fields.get("linear_attention_freq") or [0] * fields["num_layers"]
-    layers = zip(moe_layers(fields), windowed_layers(fields), linear, strict=True)
+    linear, given = fields.get("linear_attention_freq") or [0] * fields["num_layers"], fields.get("layer_pattern")
+    pattern = ["*-"] * fields["num_layers"] if given is None else pattern_layers(given)
+    layers = zip(moe_layers(fields), windowed_layers(fields), linear, pattern, strict=True)
     return [
-        (_delta_net(fields) if is_linear else _attention(fields, seq_length, windowed))
-        | (_moe(fields) if is_moe else {"mlp": _mlp(fields, _ffn_hidden_size(fields))})
-        for is_moe, windowed, is_linear in layers
+        _mixer(fields, "delta_net" if is_linear else mixer_of(letters), seq_length, windowed)
+        | (
+            {"mlp": 0.0}
+            if letters[-1] in "M*"
+            else _moe(fields)
+            if is_moe
+            else {"mlp": _mlp(fields, _ffn_hidden_size(fields))}
+        )
+        for is_moe, windowed, is_linear, letters in layers
     ]
 
 
-def moe_layers(fields: Mapping[str, Any]) -> list[bool]:
-    """Return for each layer whether its MLP is a mixture of experts: ``moe_layer_freq=2`` means layers 0, 2, 4, ...
-
-    Source: ``get_gpt_decoder_block_spec`` of megatron-core 0.16.1.
-    """
-    num_layers: int = fields["num_layers"]
-    if fields.get("num_moe_experts") is None:
-        return [False] * num_layers
-    frequency = fields.get("moe_layer_freq", 1)
-    if isinstance(frequency, int):
-        return [layer % frequency == 0 for layer in range(num_layers)]
-    return [bool(flag) for flag in frequency]
+def _mixer(fields: Mapping[str, Any], mixer: str | None, seq_length: int, windowed: bool) -> dict[str, float]:
+    if mixer is None:
+        return {"attention": 0.0, "core_attn": 0.0}
+    if mixer == "attention":
+        return _attention(fields, seq_length, windowed)
+    return _delta_net(fields) if mixer == "delta_net" else _mamba(fields)
 
 
 def _product(rows: int, columns: int) -> int:
@@ -131,6 +132,18 @@ def _delta_net(fields: Mapping[str, Any]) -> dict[str, float]:
     convolution = _product(fields["linear_conv_kernel_dim"], 2 * keys + values)
     memory = 3 * _product(fields["linear_key_head_dim"], values)  # a token asks what is there, writes, and reads
     return {"attention": projections + convolution, "core_attn": memory}
+
+
+def _mamba(fields: Mapping[str, Any]) -> dict[str, float]:
+    hidden, heads, rows = fields["hidden_size"], fields["mamba_num_heads"], fields["mamba_state_dim"]
+    values, groups = heads * fields["mamba_head_dim"], fields["mamba_num_groups"] * rows
+    # Gate and value, what writes and what reads of each group, and the step of each head
+    projections = _product(hidden, 2 * (values + groups) + heads) + _product(values, hidden)
+    convolution = _product(fields["mamba_conv_kernel_dim"], values + 2 * groups)
+    return {
+        "attention": projections + convolution,
+        "core_attn": 2 * _product(rows, values),
+    }  # a token writes, and reads
 
 
 def _attended_keys(seq_length: int, window_size: tuple[int, int] | list[int] | None) -> float:

@@ -30,7 +30,7 @@ class ModelShape:
 
     A size that is None takes the default that Megatron derives from the others; without such a default it is not
     checked. ``num_moe_experts=None`` means a dense model, ``mtp_num_layers=None`` no layers of multi-token prediction.
-    ``delta_net_heads`` counts the key heads of gated delta nets, which ``TransformerConfig`` does not have.
+    ``shared_heads`` says what ranks share of layers with a memory, which ``TransformerConfig`` does not have.
     ``vocab_size`` is the padded size, and ``seq_length`` counts tokens before they are split over ranks.
     """
 
@@ -48,7 +48,7 @@ class ModelShape:
     moe_layer_freq: int | list[int] = 1
     add_bias_linear: bool | None = None
     mtp_num_layers: int | None = None
-    delta_net_heads: int | None = None
+    shared_heads: tuple[tuple[str, int], ...] = ()  # names and sizes
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None
     account_for_embedding_in_pipeline_split: bool = False
@@ -391,10 +391,9 @@ def _check_tensor(layout: ParallelLayout, shape: ModelShape) -> None:
         ("padded vocab_size", shape.vocab_size),
     ):
         require_divides("tensor_model_parallel_size", tp, name, size)
-    sharing = tp * layout.context_parallel_size  # a gated delta net sees whole sequences of some of its heads
-    require_divides(
-        "tensor_model_parallel_size * context_parallel_size", sharing, "linear_num_key_heads", shape.delta_net_heads
-    )
+    sharing = tp * layout.context_parallel_size  # a layer with a memory sees whole sequences of some of its heads
+    for name, heads_of_memory in shape.shared_heads:
+        require_divides("tensor_model_parallel_size * context_parallel_size", sharing, name, heads_of_memory)
     heads, groups, width = shape.num_attention_heads, shape.num_query_groups, shape.head_size
     if groups is None or heads is None:
         return

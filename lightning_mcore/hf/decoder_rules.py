@@ -100,6 +100,13 @@ ONE_DROPOUT = Derived(
 )
 """Phi-3: a dropout after the embedding and one after attention and MLP, which must be equal."""
 
+MULTIPLIERS: tuple[ConfigRule, ...] = (
+    Same("embedding_multiplier", "embedding_scale"),
+    Same("residual_multiplier", "residual_scale"),
+    Same("logits_scaling", "logits_divisor"),
+    Same("attention_multiplier", "softmax_scale"),
+)
+
 PRETRAINING_TP = Unused(("pretraining_tp",))  # how many ranks shared a matrix in pretraining
 
 

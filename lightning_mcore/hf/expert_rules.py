@@ -311,6 +311,13 @@ GATED_SHARED_EXPERT_WEIGHTS: tuple[WeightRule, ...] = (
     Rename("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"),
 )
 
+GRANITE_EXPERTS: tuple[WeightRule, ...] = (
+    Rename("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+    Rename("mlp.router.weight", "block_sparse_moe.router.layer.weight"),
+    Rename("mlp.experts.experts.linear_fc1.weight", "block_sparse_moe.input_linear.weight"),
+    Rename("mlp.experts.experts.linear_fc2.weight", "block_sparse_moe.output_linear.weight"),
+)
+
 EXPERT_BIAS = Rename("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", in_fp32=True)
 
 SIGMOID_EXPERT_WEIGHTS: tuple[WeightRule, ...] = (*EXPERTS, EXPERT_BIAS, *shared_expert_weights("mlp.shared_experts"))

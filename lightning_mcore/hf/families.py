@@ -30,6 +30,7 @@ from lightning_mcore.hf.config_rules import (
 )
 from lightning_mcore.hf.decoder_rules import family
 from lightning_mcore.hf.delta_net_families import DELTA_NETS, WITH_TOWERS
+from lightning_mcore.hf.mamba_families import MAMBA_FAMILIES
 from lightning_mcore.hf.rope_rules import (
     ALPHA_ROPE,
     GROWING_LATENT_ROPE,
@@ -67,12 +68,6 @@ BASICS = (
 
 
 MLP_BIASES = (d.MLP_BIAS, *d.MLP_BIASES)
-GRANITE_EXPERTS = (
-    Rename("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
-    Rename("mlp.router.weight", "block_sparse_moe.router.layer.weight"),
-    Rename("mlp.experts.experts.linear_fc1.weight", "block_sparse_moe.input_linear.weight"),
-    Rename("mlp.experts.experts.linear_fc2.weight", "block_sparse_moe.output_linear.weight"),
-)
 CHOSEN = (e.LOCAL_EXPERTS, e.CHOSEN_EXPERTS, e.ALL_LAYERS, e.NORMALISED_ROUTER, e.NO_ROUTER_LOSS)
 JITTER = Only(
     "router_jitter_noise", 0.0, "Megatron's noise is different; give transformer={'moe_input_jitter_eps': ...}"
@@ -84,12 +79,6 @@ BLOCK_SPARSE = (
 SPARSE = (e.EXPERT_SIZES, e.SPARSE_LAYERS, e.SOFTMAX_ROUTER, e.NO_ROUTER_LOSS)
 SIGMOID_LAYERS = (e.SIGMOID_EXPERTS, e.SIGMOID_EXPERT_WEIGHTS)
 SIGMOID = (e.FIRST_DENSE, SIGMOID_LAYERS)
-MULTIPLIERS = (
-    Same("embedding_multiplier", "embedding_scale"),
-    Same("residual_multiplier", "residual_scale"),
-    Same("logits_scaling", "logits_divisor"),
-    Same("attention_multiplier", "softmax_scale"),
-)
 
 
 def _norms(attention: str, mlp: str) -> tuple[Rename, Rename]:
@@ -473,8 +462,8 @@ _ROWS = (
     family("ernie4_5", "Ernie4_5", DECODER, INTERLEAVED, USE_BIAS, d.ATTENTION_BIASES, d.MLP, d.MLP_BIASES),
     family("dots1", "Dots1", DECODER, LAYER_WINDOWS, BIASES, HEAD_NORMS, d.MLP, SIGMOID),
     # Granite 3 and 4
-    family("granite", "Granite", DECODER, BIASES, d.MLP, MLP_BIASES, MULTIPLIERS),
-    family("granitemoe", "GraniteMoe", DECODER, BIASES, MULTIPLIERS, CHOSEN, GRANITE_EXPERTS),
+    family("granite", "Granite", DECODER, BIASES, d.MLP, MLP_BIASES, d.MULTIPLIERS),
+    family("granitemoe", "GraniteMoe", DECODER, BIASES, d.MULTIPLIERS, CHOSEN, e.GRANITE_EXPERTS),
     family("olmo2", "Olmo2", d.DECODER, BIASES, AFTER, NORM_OF_ALL_HEADS),
     family(
         *("olmo3", "Olmo3", d.SWIGLU_LAYERS, d.HEAD_SIZE, ROPE_BY_LAYER_TYPE, LAYER_WINDOWS),
@@ -559,5 +548,5 @@ _ROWS = (
     ),
 )
 
-FAMILIES = {row.model_type: row for row in (*_ROWS, *DELTA_NETS)} | WITH_TOWERS
+FAMILIES = {row.model_type: row for row in (*_ROWS, *DELTA_NETS, *MAMBA_FAMILIES)} | WITH_TOWERS
 """All families, by the ``model_type`` of their ``config.json``."""

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_mcore.config.architecture import ARCHITECTURE_DEFAULTS
+from lightning_mcore.config.architecture import ARCHITECTURE_DEFAULTS, moe_layers
 from lightning_mcore.config.field_homes import DEFAULTS, MODULE_FIELDS
-from lightning_mcore.config.flops import moe_layers, windowed_layers
+from lightning_mcore.config.flops import windowed_layers
 from lightning_mcore.config.positions import YARN_DEFAULTS
 from lightning_mcore.hf.config_rules import ConfigRule, Same, shortened
 from lightning_mcore.hf.weight_rules import Experts, Rename, Rows, Stack, Vocabulary, WeightRule

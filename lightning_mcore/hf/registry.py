@@ -29,15 +29,13 @@ _BY_AN_INDEXER = "each query attends only to the tokens that an indexer selects"
 _DECAYS = "each channel of their linear attention decays by itself"
 _LIMITS = "each of their layers has a limit of its own for activations"
 _WITH_TOWER = "their language model is read only from a folder of its own, without the vision tower"
-_MEMORY = "they have state-space layers"
 UNSUPPORTED: dict[str, tuple[str, str]] = {
     "bailing_hybrid": (_DECAYS, "deepseek_v3"),
     "deepseek_v32": (_BY_AN_INDEXER, "deepseek_v3"),
-    "falcon_h1": (_MEMORY, "llama"),
+    "falcon_h1": ("each of their layers has Mamba 2 beside attention", "granitemoehybrid"),
     "gemma4": ("their layers without a window have wider heads than those with one", "gemma3_text"),
     "glm_moe_dsa": (_BY_AN_INDEXER, "glm4_moe_lite"),
-    "granitemoehybrid": (_MEMORY, "granitemoe"),
-    "jamba": (_MEMORY, "mixtral"),
+    "jamba": ("they have Mamba 1 layers", "granitemoehybrid"),
     "kimi_k25": (_WITH_TOWER, "kimi_k2"),
     "kimi_linear": (_DECAYS, "deepseek_v3"),
     "llama4": ("most of their layers attend only within chunks of the text", "llama"),
@@ -45,7 +43,6 @@ UNSUPPORTED: dict[str, tuple[str, str]] = {
     "minimax_m3_vl": ("each query attends only to the blocks of tokens that an indexer selects", "minimax_m2"),
     "mistral3": (_WITH_TOWER, "ministral3"),
     "mistral_large4": (_BY_AN_INDEXER, "mistral4"),
-    "nemotron_h": (_MEMORY, "llama"),
     **dict.fromkeys(("step3p5", "step3p7"), (_LIMITS, "qwen3_moe")),
 }
 """Well-known model types that are not supported: what Megatron and this package lack, and the nearest family. The

@@ -11,9 +11,12 @@ Megatron's names are the names in checkpoints. Layer weights are named without t
 (``self_attention.linear_qkv.weight``, ``self_attn.q_proj.weight``). ``weight_map.py`` applies the rules to a model.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
+
+from lightning_mcore.config.architecture import mamba_units
 
 # Sizes or indices of a tensor or rectangle, one per axis
 Shape = tuple[int, ...]
@@ -335,6 +338,42 @@ class DeltaNetRows:
                 found.append((name, starts[name] + head * rows, rows))
                 starts[name] += heads * rows
         return _row_after_row(found, shape)
+
+
+@dataclass(frozen=True)
+class MambaRows:
+    """Rows of a Mamba 2 layer, which Megatron stores unit by unit, and Hugging Face part by part.
+
+    Args:
+        megatron: Megatron's name.
+        hf: Hugging Face's name.
+        parts: What the tensor consists of, in order: ``"value"`` (the channels of heads), ``"vector"`` (the rows of all
+            groups' memories) and ``"head"`` (one row for each head).
+    """
+
+    megatron: str
+    hf: str
+    parts: tuple[str, ...]
+    in_fp32: bool = False
+
+    def blocks(self, shape: Shape, fields: Fields) -> list[Block]:
+        """Return one block per part of each unit."""
+        # Parts value and head of 4 heads of 2 channels, in 2 units: Megatron's unit 0 has rows 0-3 and 8-9, and unit 1
+        # has 4-7 and 10-11.
+        sizes, units = fields["mamba"], mamba_units(fields["mamba"])
+        heads = sizes["mamba_num_heads"]
+        vectors = sizes["mamba_num_groups"] * sizes["mamba_state_dim"]
+        rows_of = {
+            "value": heads * sizes["mamba_head_dim"] // units,
+            "vector": vectors // units,
+            "head": heads // units,
+        }
+        rows = [rows_of[part] for part in self.parts]
+        starts = [units * start for start in itertools.accumulate(rows, initial=0)]
+        own = [(start, count) for start, count in zip(starts, rows, strict=False)]
+        return _row_after_row(
+            [(self.hf, start + unit * count, count) for unit in range(units) for start, count in own], shape
+        )
 
 
 @dataclass(frozen=True)

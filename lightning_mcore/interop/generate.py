@@ -6,7 +6,7 @@ calls :class:`Generator`. All ranks of a model copy run the loop with the same l
 choose the same tokens.
 
 :class:`KeyValueCache` has Megatron's memory of keys and values, the states of layers without these
-(``layers/delta_net.py``), and the tokens that are in it. A call that continues these tokens runs only the new ones
+(``layers/recurrent.py``), and the tokens that are in it. A call that continues these tokens runs only the new ones
 through the model. The rows may come in another order, as in beam search. If the layers cannot use the cache, for
 example under context parallelism, each call runs the whole sequences.
 """
@@ -25,7 +25,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_mcore.config.architecture import architecture_of
 from lightning_mcore.layers.core_attention import TorchAttention
-from lightning_mcore.layers.delta_net import DeltaNetState, GatedDeltaNet, states_of
+from lightning_mcore.layers.recurrent import RecurrentLayer, RecurrentState, states_of
 from lightning_mcore.models.generation import evaluating
 from lightning_mcore.parallel.groups import process_group
 
@@ -88,7 +88,7 @@ class Generator(GenerationMixin):
 
 
 class KeyValueCache:
-    """Keys and values of the tokens that a model has processed, or states of gated delta nets, and the next logits."""
+    """Keys and values of the tokens that a model has processed, or states of memories, and the next logits."""
 
     def __init__(self, model: "HFModel") -> None:
         self._model = model
@@ -98,7 +98,7 @@ class KeyValueCache:
         # Padding shifts positions. That is harmless unless a layer uses a position itself, not the difference of two.
         is_relative = architecture.head_norms != "after_rotation" and architecture.query_growth is None
         self._takes_masks = is_relative and any(
-            isinstance(layer, TorchAttention | GatedDeltaNet) for layer in model.modules()
+            isinstance(layer, TorchAttention | RecurrentLayer) for layer in model.modules()
         )
 
     def supports(self, attention_mask: Tensor | None) -> bool:
@@ -170,7 +170,7 @@ class KeyValueCache:
             )
         states = states_of(context)
         for layer, state in states.items():
-            states[layer] = DeltaNetState(*(part[order] for part in state))
+            states[layer] = RecurrentState(*(part[order] for part in state))
         context.max_sequence_length += more
         context.max_batch_size = len(order)
 

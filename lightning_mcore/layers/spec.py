@@ -25,7 +25,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAtt
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs
 from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -37,11 +37,12 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from torch import nn
 
-from lightning_mcore.config.architecture import Architecture, architecture_of, check_architecture
+from lightning_mcore.config.architecture import Architecture, Mixer, architecture_of, check_architecture
 from lightning_mcore.config.rules.model import check_fields, check_without_transformer_engine
 from lightning_mcore.layers.activations import xielu
 from lightning_mcore.layers.core_attention import TorchAttention, completed
 from lightning_mcore.layers.delta_net import GatedDeltaNet
+from lightning_mcore.layers.mamba import Mamba2
 from lightning_mcore.layers.norms import LatentNorm, LatentQueryNorm, TorchNorm, check_norm
 from lightning_mcore.layers.router import ChoiceBiasRouter, ExactRouter
 from lightning_mcore.layers.variants import (
@@ -205,10 +206,10 @@ def gpt_block_spec(
     for layer in block.layer_specs:
         _use_our_modules(layer, config, transformer_impl)
     architecture = architecture_of(config)
-    if architecture.delta_net is not None:
+    if architecture.delta_net is not None or architecture.layer_pattern is not None:
         first = get_transformer_layer_offset(config, vp_stage)
         block.layer_specs = [
-            _with_delta_net(layer) if architecture.has_delta_net(first + index) else layer
+            _with_parts(layer, architecture.mixer(first + index), architecture.has_mlp(first + index))
             for index, layer in enumerate(block.layer_specs)
         ]
     return block
@@ -309,13 +310,23 @@ def _use_our_modules(
     submodules.sharded_state_dict_keys_map = _names_in_checkpoints(layer, config)
 
 
-def _with_delta_net(layer: ModuleSpec) -> ModuleSpec:
-    """Return a copy of a layer with a gated delta net in place of attention."""
+_WITH_MEMORY = {"delta_net": GatedDeltaNet, "mamba": Mamba2}
+
+
+def _with_parts(layer: ModuleSpec, mixer: Mixer | None, has_mlp: bool) -> ModuleSpec:
+    """Return a copy of a layer with other modules in place of attention, or of the MLP."""
     layer, submodules = copy.copy(layer), copy.copy(layer.submodules)
-    submodules.self_attention = ModuleSpec(module=GatedDeltaNet)
-    names = submodules.sharded_state_dict_keys_map
-    # Its input norm is a module of its own in checkpoints: it is not fused with linear_qkv.
-    submodules.sharded_state_dict_keys_map = {old: new for old, new in names.items() if old != "input_layernorm."}
+    if mixer is None:
+        submodules.input_layernorm = submodules.self_attention = IdentityOp
+        submodules.self_attn_bda = IdentityFuncOp
+    elif mixer != "attention":
+        submodules.self_attention = ModuleSpec(module=_WITH_MEMORY[mixer])
+        names = submodules.sharded_state_dict_keys_map
+        # Its input norm is a module of its own in checkpoints: it is not fused with linear_qkv.
+        submodules.sharded_state_dict_keys_map = {old: new for old, new in names.items() if old != "input_layernorm."}
+    if not has_mlp:
+        submodules.pre_mlp_layernorm = submodules.mlp = IdentityOp
+        submodules.mlp_bda = IdentityFuncOp
     layer.submodules = submodules
     return layer
 

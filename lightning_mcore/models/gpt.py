@@ -501,7 +501,7 @@ class MCoreGPT(SpeedLogs):
 
     def model_shape(self) -> ModelShape:
         """Return the sizes that the layout must divide; builds nothing."""
-        fields = SimpleNamespace(**self.transformer, delta_net_heads=self.architecture.delta_net_heads)
+        fields = SimpleNamespace(**self.transformer, shared_heads=self.architecture.shared_heads)
         return ModelShape.from_config(fields, seq_length=self.seq_length, vocab_size=self.padded_vocab_size)
 
     def microbatch_shape(self, batch: Batch) -> tuple[int, int]:
@@ -688,6 +688,8 @@ class MCoreGPT(SpeedLogs):
         owned = self.megatron_fields()
         if self.transformer.get("multi_latent_attention"):  # its attention does the rotation
             owned |= {name: self.hparams[name] for name in ("rotary_base", "rotary_percent")}
+        if self.architecture.has_half_layers:  # weights before the residual start as for one part a layer
+            owned |= {"is_hybrid_model": True}
         config = build_transformer_config({**self._fusions(), **self.transformer}, owned)
         set_yarn(config, self.hparams["yarn"])
         set_architecture(config, self.architecture)

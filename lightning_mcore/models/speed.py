@@ -112,7 +112,7 @@ class SpeedLogs(MCoreModule):
     def flops_per_token(self) -> float:
         """Return the floating-point operations per token of the last step, forward and backward."""
         architecture: Any = self.architecture
-        fields = {**self.transformer, **(architecture.delta_net or {})}
+        fields = {**self.transformer, **architecture.sizes}
         # Attention over a padded batch is as long as its rows, not as seq_length
         length = self.seq_length if self._row_length is None else self._row_length
         return training_flops_per_token(fields, self.output_size, length, self.trained_products)

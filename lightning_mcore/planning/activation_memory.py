@@ -29,7 +29,7 @@ from typing import NamedTuple
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.lora import Trained
 from lightning_mcore.config.loss_chunks import LossChunkSize
-from lightning_mcore.planning.model import FP32, ChunkLayers, GPTFields, stage_layers
+from lightning_mcore.planning.model import FP32, ChunkLayers, GPTFields, LayerKind, stage_layers
 from lightning_mcore.planning.schedule import in_flight
 from lightning_mcore.planning.vision import tower_bytes
 
@@ -92,18 +92,22 @@ def layer_rows(
     fields: GPTFields, is_moe: bool, seq_length: int, form: NumberFormat, layer: int | None = None
 ) -> list[Row]:
     """Return the tensors that a transformer layer keeps."""
-    hidden, has_delta_net = fields.hidden_size, layer is not None and fields.architecture.has_delta_net(layer)
-    rows = [*_norm(fields, "input_layernorm", hidden, form, weights=_BEHIND_NORM)]
-    rows += _delta_net(fields, form) if has_delta_net else _attention(fields, seq_length, form)
+    hidden, kind = fields.hidden_size, LayerKind("attention", True, is_moe) if layer is None else fields.kind(layer)
+    rows = [*_norm(fields, "input_layernorm", hidden, form, weights=_BEHIND_NORM)] if kind.mixer else []
+    if kind.mixer == "attention":
+        rows += _attention(fields, seq_length, form)
+    elif kind.mixer is not None:
+        rows += _delta_net(fields, form) if kind.mixer == "delta_net" else _mamba(fields, form)
     of_mlp = () if is_moe else ("mlp.linear_fc1.weight",)
     same_input = fields.architecture.layer_norms == "parallel"  # as the norm before attention, which keeps it
-    rows += [*_norm(fields, "pre_mlp_layernorm", hidden, form, is_moe, of_mlp)][same_input:]
-    rows += _experts(fields, form) if is_moe else _mlp(fields, fields.ffn_hidden_size, form, "mlp")
+    if kind.has_mlp:
+        rows += [*_norm(fields, "pre_mlp_layernorm", hidden, form, is_moe, of_mlp)][same_input:]
+        rows += _experts(fields, form) if is_moe else _mlp(fields, fields.ffn_hidden_size, form, "mlp")
     if fields.architecture.layer_norms == "around":
         for name in ("self_attn_bda.norm", "mlp_bda.norm"):
             rows += list(_norm(fields, name, hidden, form))[:-1]  # nothing keeps the output
     if fields.hidden_dropout:
-        rows.append(Row("dropout masks", 2 * hidden, form.mask, "sequence"))
+        rows.append(Row("dropout masks", (bool(kind.mixer) + kind.has_mlp) * hidden, form.mask, "sequence"))
     prefix = f"decoder.layers.{layer}."
     return [*_needed(fields, rows, prefix), *_adapters(fields, form, prefix)]
 
@@ -248,6 +252,25 @@ def _delta_net(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
     yield Row("output through its gate", values, form.linear_input, "tensor", weights=behind)
 
 
+def _mamba(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
+    sizes, (values, vectors, heads) = fields.architecture.mamba, fields.architecture.mamba_channels
+    assert sizes is not None
+    groups, rows, chunk = sizes["mamba_num_groups"], sizes["mamba_state_dim"], 64  # chunks in tokens
+    # In fp32 the gate is a view of all that the projection gives.
+    gates = values if form.element < FP32 else 2 * values + 2 * vectors + heads
+    yield Row("convolution and its output", 2 * (values + 2 * vectors), form.element, "tensor")
+    yield Row("gate; values, and steps", gates + values + 2 * heads, FP32, "tensor")
+    yield Row("what is written and read, of groups", 2 * vectors, FP32, "tensor", "core_attn")
+    yield Row("what is written and read, of heads", 2 * heads * rows, FP32, "tensor", "core_attn")
+    yield Row("scores within chunks", (2 * heads + groups) * chunk, FP32, "tensor", "core_attn")
+    yield Row("values and outputs of memories", 3 * values + 4 * heads, FP32, "tensor", "core_attn")
+    yield Row("memories", 2 * rows * values / chunk, FP32, "tensor", "core_attn")
+    yield Row("output, opened gate and their product", 3 * values, FP32, "tensor")
+    yield Row("normalised output", values, form.element, "tensor")
+    behind = ("self_attention.linear_out.weight",)
+    yield Row("output of the norm", values, form.linear_input, "tensor", weights=behind)
+
+
 def _grouped_attention(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
     heads, element, is_copied = fields.num_attention_heads + fields.num_query_groups, form.element, form.element < FP32
     queries, both = fields.num_attention_heads * fields.kv_channels, heads * fields.kv_channels
@@ -349,8 +372,7 @@ class Activations:
         alike: dict[object, tuple[float, float]] = {}
         layers = []
         for layer in chunk.layers:  # layers with the same parts are alike; adapters may differ
-            kind = (fields.is_moe[layer], fields.architecture.has_delta_net(layer))
-            key: object = kind if fields.adapters is None else layer
+            key: object = fields.kind(layer) if fields.adapters is None else layer
             alike[key] = alike.get(key) or self._layer(layer)
             layers.append(alike[key])
         kept, again = self._recomputed(layers)

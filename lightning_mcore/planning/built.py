@@ -35,7 +35,7 @@ from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.parallel.chunks import ModelChunks
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
-from lightning_mcore.planning.model import GPTFields
+from lightning_mcore.planning.model import GPTFields, LayerKind
 
 _OF_THE_RUN = {*KERNELS, *NEEDS_CUDA, *NEEDS_TRANSFORMER_ENGINE, *TORCH_BACKEND_VALUES}
 _OF_LAYERS = (
@@ -111,7 +111,10 @@ def built_tensors(fields: GPTFields) -> tuple[tuple[str, ParameterTensor], ...]:
     of_kinds = kinds(fields)
     architecture = {name: value for name, value in vars(fields.architecture).items() if value is not None}
     if (delta_net := fields.architecture.delta_net) is not None:
-        architecture["delta_net"] = {**delta_net, "linear_attention_freq": [int(mixer) for _, mixer in of_kinds]}
+        flags = [int(kind.mixer == "delta_net") for kind in of_kinds]
+        architecture["delta_net"] = {**delta_net, "linear_attention_freq": flags}
+    if fields.architecture.layer_pattern is not None:
+        architecture["layer_pattern"] = "".join(kind.letters for kind in of_kinds)
     given = fields.transformer
     transformer = {
         **{name: value for name, value in given.items() if name not in _OF_THE_RUN and not name.startswith(_OF_LAYERS)},
@@ -119,7 +122,7 @@ def built_tensors(fields: GPTFields) -> tuple[tuple[str, ParameterTensor], ...]:
         "mtp_num_layers": 1 if fields.mtp_num_layers else None,
     }
     if fields.num_moe_experts is not None:
-        transformer["moe_layer_freq"] = [int(is_moe) for is_moe, _ in of_kinds]
+        transformer["moe_layer_freq"] = [int(kind.is_moe) for kind in of_kinds]
     arguments = {
         "vocab_size": fields.padded_vocab_size,
         "make_vocab_size_divisible_by": 1,
@@ -136,10 +139,9 @@ def built_tensors(fields: GPTFields) -> tuple[tuple[str, ParameterTensor], ...]:
         raise ValueError(f"megatron-core cannot build this model: {error}") from error
 
 
-def kinds(fields: GPTFields) -> list[tuple[bool, bool]]:
-    """Return the kinds of layers, the last layer's last: whether they have experts, and a gated delta net."""
-    mixers = [fields.architecture.has_delta_net(layer) for layer in range(fields.num_layers)]
-    return list(dict.fromkeys(reversed(list(zip(fields.is_moe, mixers, strict=True)))))[::-1]
+def kinds(fields: GPTFields) -> list[LayerKind]:
+    """Return the kinds of layers, the last layer's last."""
+    return list(dict.fromkeys(fields.kind(layer) for layer in reversed(range(fields.num_layers))))[::-1]
 
 
 @lru_cache(maxsize=64)

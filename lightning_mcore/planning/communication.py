@@ -123,16 +123,21 @@ def _of_layers(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers) ->
     pair, back = 2 * fields.hidden_size * _ring(tp), 1.5 if layout.sequence_parallel else 1
     for place, layer in enumerate([*chunk.layers, *[fields.num_layers - 1] * chunk.mtp]):
         runs = forward_runs(fields, place, len(chunk.layers))
-        yield "tp", pair * (runs["attention"] + back)
-        if fields.architecture.has_delta_net(layer):  # the output of the first projection goes, and the values return
+        mixer, has_mlp, is_moe = fields.kind(layer)
+        yield "tp", pair * (runs["attention"] + back) * (mixer is not None)
+        # Of a layer with a memory, the output of the first projection goes, and the values return
+        if mixer == "delta_net":
             keys, values, heads = fields.architecture.delta_net_channels
             yield "cp", (runs["attention"] + 1) * (2 * keys + 3 * values + 2 * heads) / tp * _ring(cp)
-        else:
+        elif mixer == "mamba":
+            values, vectors, heads = fields.architecture.mamba_channels
+            yield "cp", (runs["attention"] + 1) * (3 * values + 2 * vectors + heads) / tp * _ring(cp)
+        elif mixer is not None:
             yield "cp", (runs["core_attn"] + 2) * (cp - 1) * _keys_and_values(fields, tp)
         if place < len(chunk.layers):
             yield "tp", _of_adapters(fields, layout, f"decoder.layers.{layer}.", runs) * _ring(tp)
-        if not fields.is_moe[layer]:
-            yield "tp", pair * (runs["mlp"] + back)
+        if not is_moe:
+            yield "tp", pair * (runs["mlp"] + back) * has_mlp
             continue
         if fields.moe_shared_expert_intermediate_size:
             yield "tp", pair * (runs["shared_experts"] + back)

@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from lightning_mcore.config.architecture import Architecture, needs_torch_backend
+from lightning_mcore.config.architecture import Architecture, Mixer, moe_layers, needs_torch_backend
 from lightning_mcore.config.field_homes import DEFAULTS, REQUIRED
-from lightning_mcore.config.flops import moe_layers
 from lightning_mcore.config.layout import ModelShape, ParallelLayout
 from lightning_mcore.config.lora import AdaptedModel
 from lightning_mcore.config.loss_chunks import LossChunkSize, tokens_of_chunk
@@ -29,6 +28,20 @@ from lightning_mcore.planning.signatures import fields_of
 
 FP32 = 4
 """Bytes of a number in fp32."""
+
+
+class LayerKind(NamedTuple):
+    """What a layer consists of; layers of one kind have the same parts."""
+
+    mixer: Mixer | None
+    has_mlp: bool  # or experts
+    is_moe: bool
+
+    @property
+    def letters(self) -> str:
+        """The layer in a ``layer_pattern``."""
+        found = {"mamba": "M", "attention": "*"}.get(str(self.mixer), "") + ("E" if self.is_moe else "-") * self.has_mlp
+        return found if len(found) == 1 else f"[{found}]"
 
 
 @dataclass(frozen=True)
@@ -60,6 +73,10 @@ class GPTFields:
             return vars(self)["values"][name]
         except KeyError:
             raise AttributeError(name) from None
+
+    def kind(self, layer: int) -> "LayerKind":
+        """Return what a layer, counted from 0, consists of."""
+        return LayerKind(self.architecture.mixer(layer), self.architecture.has_mlp(layer), self.is_moe[layer])
 
     @property
     def output_size(self) -> int:
@@ -102,7 +119,7 @@ class GPTFields:
         if values["multi_latent_attention"]:
             rotated, positions = values["qk_pos_emb_head_dim"], "rope"
         recomputed = frozenset(_given_or(values, "recompute_modules", ["core_attn"]))
-        sizes = SimpleNamespace(**given, delta_net_heads=architecture.delta_net_heads)
+        sizes = SimpleNamespace(**given, shared_heads=architecture.shared_heads)
         return cls(
             vocab_size=model["vocab_size"],
             padded_vocab_size=padded,

@@ -108,10 +108,9 @@ def _of_chunk(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, bac
             ("embedding.", tensor._replace(is_shared=shared and tensor.name.startswith("word_")))
             for tensor in parts["embedding."]
         )
-    mixers = [fields.architecture.has_delta_net(layer) for layer in range(fields.num_layers)]
     places = {kind: f"decoder.layers.{place}." for place, kind in enumerate(kinds(fields))}
     for layer in chunk.layers:
-        place = places[fields.is_moe[layer], mixers[layer]]
+        place = places[fields.kind(layer)]
         yield from ((f"decoder.layers.{layer}.", tensor) for tensor in parts[place])
     # Without multi-token prediction the final norm comes before the output layer, with it after the last layer.
     if (fields.num_layers - 1 in chunk.layers) if fields.mtp_num_layers else chunk.output:

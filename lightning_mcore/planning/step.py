@@ -49,7 +49,7 @@ def step_work(
     tokens = batch.micro_batch_size * batch.seq_length // layout.context_parallel_size
     in_chunks = fields.tokens_of_loss(loss_chunk_size, tokens, layout) is not None
     trained = None if fields.adapters is None else fields.adapters.multiplications(topk=fields.moe_router_topk)
-    given = {**fields.transformer, **(fields.architecture.delta_net or {})}
+    given = {**fields.transformer, **fields.architecture.sizes}
     per_token = training_flops_per_token(given, fields.output_size, batch.seq_length, trained)
     of_layers, widths = layer_flops(given, batch.seq_length), _widths(fields, layout)
     ranks = world_size // layout.pipeline_model_parallel_size

@@ -69,6 +69,17 @@ DELTA_NET: dict[str, Any] = {
         "linear_conv_kernel_dim": 4,
     }
 }
+HYBRID: dict[str, Any] = {
+    "layer_pattern": "[M-][*-][M-][M-]",
+    "mamba": {
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 20,
+        "mamba_num_groups": 2,
+        "mamba_state_dim": 24,
+        "mamba_conv_kernel_dim": 4,
+    },
+}
+PARTS = HYBRID | {"layer_pattern": "M-*M"}
 SINKS = DENSE | {"softmax_type": "learnable"}
 CLAMPED: dict[str, Any] = {
     "activation_func": "gelu_sigmoid",
@@ -181,6 +192,11 @@ RUNS: dict[str, LiveRun] = {
     "delta-net-bf16-two-rows": run(precision="bf16-mixed", rows=2, architecture=DELTA_NET),
     "recompute-delta-net": run(selective(DENSE, "core_attn"), architecture=DELTA_NET),
     "tp2-sp-delta-net": run(world=2, strategy=SP, architecture=DELTA_NET),
+    "mamba": run(architecture=HYBRID),
+    "mamba-bf16-two-rows": run(precision="bf16-mixed", rows=2, architecture=HYBRID),
+    "mamba-one-part-a-layer": run(architecture=PARTS),
+    "recompute-mamba": run(selective(DENSE, "core_attn"), architecture=HYBRID),
+    "tp2-sp-mamba": run(world=2, strategy=SP, architecture=HYBRID),
     "norms-around": run(architecture={"layer_norms": "around"}),
     "norms-around-bf16": run(precision="bf16-mixed", architecture={"layer_norms": "around"}),
     "norms-parallel": run(

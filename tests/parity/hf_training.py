@@ -7,7 +7,6 @@ a gradient that it holds where it lies in a Hugging Face tensor, by the rules th
 """
 
 import functools
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,15 @@ from lightning_mcore.hf.weight_rules import index_of
 from lightning_mcore.layers.sampling import gather_sequence
 from lightning_mcore.parallel.groups import process_group
 from tests.parity.global_tensors import whole_gradients
-from tests.support.hf_models import UNKNOWN_TO_TRANSFORMERS, VARIANTS, VOCAB_SIZE, auto_model, read_tensors, tiny_folder
+from tests.support.hf_models import (
+    UNKNOWN_TO_TRANSFORMERS,
+    VARIANTS,
+    VOCAB_SIZE,
+    auto_model,
+    config_content,
+    read_tensors,
+    tiny_folder,
+)
 from tests.support.layouts import Layout
 from tests.support.toy import make_trainer
 
@@ -92,7 +99,7 @@ def reference_model(name: str) -> Any:
 
     folder = tiny_folder(name)
     family = VARIANTS.get(name, (name,))[0]
-    content = json.loads((folder / "config.json").read_text())
+    content = config_content(folder)
     config = AutoConfig.for_model(**{**content, "model_type": UNKNOWN_TO_TRANSFORMERS.get(family, family)})
     keys: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     return auto_model().from_pretrained(folder, config=config, **keys).train()
@@ -153,11 +160,12 @@ def on_disk(name: str, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
             continue
         gradient = parameter.grad
         assert gradient is not None, key
+        key = key.replace("model.", "backbone.", 1) if family == "nemotron_h" else key
         stem, _, last = key.rpartition(".")
-        if family == "granitemoe" and "block_sparse_moe" in key:
+        if family.startswith("granitemoe") and "block_sparse_moe" in key:
             found[_granite(key)] = gradient
             continue
-        if last not in ("gate_up_proj", "down_proj") or family in ("gpt_oss", "mistral4"):
+        if last not in ("gate_up_proj", "up_proj", "down_proj") or family in ("gpt_oss", "mistral4"):
             found[key] = gradient
             continue
         for expert, rows in enumerate(gradient):

@@ -36,6 +36,8 @@ EXPERTS = (
     "ernie4_5_moe",
     "qwen3_next",
     "qwen3_5_moe_text",
+    "granitemoehybrid",
+    "nemotron_h",
     "glm4_moe_lite",
     "solar_open",
     "exaone_moe",
@@ -45,11 +47,11 @@ EXPERTS = (
 )
 DENSE = tuple(name for name in MORE_FAMILIES if name not in EXPERTS)
 STRETCHED = ("llama, other constants", "llama, stretched with the length", "phi3, longrope")
-VARIED = (*MORE_FAMILIES, *STRETCHED, "llama, all biases")
+VARIED = (*MORE_FAMILIES, *STRETCHED, "llama, all biases", "granitemoehybrid, dense", "granitemoehybrid, no Mamba")
 PROMPT, CONTINUED = [5, 17, 3], 4
 
 LAYOUTS: dict[Layout, tuple[str, ...]] = {
-    Layout(tp=2): (*DENSE, "olmo2, one key head"),
+    Layout(tp=2): (*DENSE, "olmo2, one key head", "granitemoehybrid, dense"),
     Layout(moe=True, tp=2, sp=True, ep=2, etp=1): (*EXPERTS, "minimax_m2, one key head"),
 }
 MORE_LAYOUTS: dict[Layout, tuple[str, ...]] = {

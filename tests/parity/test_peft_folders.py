@@ -4,7 +4,6 @@
 Logits are compared, and no adapter may be left as PEFT makes it. Matching of names is held to PEFT's own.
 """
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from lightning_mcore.hf.source import HFSource
 from lightning_mcore.interop.export_adapter import save_adapter
 from tests.distributed.test_delta_net_folders import save_whole
 from tests.parity.hf_training import LENGTH, LOGITS, text
-from tests.support.hf_models import CONFIGS, UNKNOWN_TO_TRANSFORMERS, auto_model, save_tiny, tiny_folder
+from tests.support.hf_models import CONFIGS, UNKNOWN_TO_TRANSFORMERS, auto_model, config_content, save_tiny, tiny_folder
 from tests.support.ranks import RanksFailedError, run_ranks
 from tests.support.thorough import thorough_but
 from tests.support.vision_models import CONFIGS as VISION
@@ -62,6 +61,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "all norms beside a tower": ("qwen3_vl", {"target_modules": ["o_proj"], "modules_to_save": ["norm"]}),
     "whole modules": ("llama", {"target_modules": ["o_proj"], "modules_to_save": ["mlp"]}),
     "delta nets": ("qwen3_5_text", {"target_modules": ["o_proj"], "modules_to_save": ["linear_attn"]}),
+    "mamba": ("nemotron_h", {"target_modules": ["o_proj", "in_proj"]}),
     "sinks": ("gpt_oss", {"target_modules": ["lm_head"], "modules_to_save": ["self_attn"]}),
     "some layers": ("llama", {"layers_to_transform": [1, 3]}),
     "some layers and a whole name": ("llama", {"target_modules": ["q_proj", "lm_head"], "layers_to_transform": [1]}),
@@ -144,7 +144,7 @@ def in_peft(folder: str, adapter: str, sees: bool) -> Tensor:
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    content = json.loads(Path(folder, "config.json").read_text())
+    content = config_content(folder)
     name = content["model_type"]
     config = AutoConfig.for_model(**{**content, "model_type": UNKNOWN_TO_TRANSFORMERS.get(name, name)})
     auto = AutoModelForImageTextToText if sees else auto_model()
@@ -388,7 +388,7 @@ def test_all_linear_means_the_linear_layers_of_transformers(family: str) -> None
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     folder = vision_folder(family) if family in VISION else tiny_folder(family)
-    content = json.loads((folder / "config.json").read_text())
+    content = config_content(folder)
     config = AutoConfig.for_model(**{**content, "model_type": UNKNOWN_TO_TRANSFORMERS.get(family, family)})
     with torch.device("meta"):
         model = (AutoModelForImageTextToText if family in VISION else auto_model()).from_config(config)

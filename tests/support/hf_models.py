@@ -119,6 +119,7 @@ _DELTA_NET: dict[str, Any] = {
     "linear_conv_kernel_dim": 3,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 12, "mamba_d_conv": 3}
 _SIGMOID = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
 _LAYERS = ["full_attention", "sliding_attention"] * 2
 
@@ -250,6 +251,31 @@ MORE_CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
         "shared_expert_intermediate_size": 24,
     },
+    "granitemoehybrid": {
+        **_SIZES,
+        **_MAMBA,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 24,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+        "attention_multiplier": 0.25,
+    },
+    "nemotron_h": {
+        **{key: value for key, value in _SIZES.items() if key not in ("num_hidden_layers", "rms_norm_eps")},
+        **_GROUPED,
+        "layer_norm_epsilon": 1e-3,
+        "head_dim": 16,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "moe_shared_expert_intermediate_size": 24,
+        "routed_scaling_factor": 1.5,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 6,
+        "n_groups": 2,
+        "ssm_state_size": 12,
+        "conv_kernel": 3,
+    },
     "glm4_moe_lite": {
         **_SIZES,
         **_GROUPED,
@@ -334,6 +360,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama, tied, wide heads": ("llama", {"tie_word_embeddings": True, "head_dim": 16}),
     "llama, rows of 128": ("llama", {"hidden_size": 128, "intermediate_size": 128}),
+    "granitemoehybrid, dense": (
+        "granitemoehybrid",
+        {
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_n_groups": 4,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granitemoehybrid, no Mamba": (
+        "granitemoehybrid",
+        {"layer_types": ["full_attention"] * 4, "mamba_expand": 1, "mamba_n_heads": 1, "mamba_d_head": 32},
+    ),
     "llama, one key head": ("llama", {"num_key_value_heads": 1}),
     "olmo2, one key head": ("olmo2", {"num_key_value_heads": 1}),
     "minimax_m2, one key head": ("minimax_m2", {"num_key_value_heads": 1}),
@@ -419,6 +459,14 @@ def auto_model() -> Any:
 
     AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
     return AutoModelForCausalLM
+
+
+def config_content(folder: str | Path) -> dict[str, Any]:
+    """Return the content of a ``config.json``, where transformers writes infinity as an object."""
+    from transformers import PreTrainedConfig
+
+    found: dict[str, Any] = PreTrainedConfig._dict_from_json_file(Path(folder, "config.json"))
+    return found
 
 
 def save_tiny(

@@ -60,6 +60,21 @@ DELTA_NET = (
 )
 """Gated delta nets for one of two layers."""
 
+MAMBA = (
+    ("mamba_num_heads", 8),
+    ("mamba_head_dim", 6),
+    ("mamba_num_groups", 2),
+    ("mamba_state_dim", 12),
+    ("mamba_conv_kernel_dim", 3),
+)
+"""Sizes of Mamba 2 layers."""
+
+HYBRID = (("layer_pattern", "[M-][*-]"), ("mamba", MAMBA))
+"""Mamba 2 in one of two layers."""
+
+OF_ARCHITECTURE = ("delta_net", "layer_pattern", "mamba")
+"""The options that belong to the architecture."""
+
 Batch = dict[str, torch.Tensor]
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
 MaskKind = Literal["full", "thinned", "ragged"]
@@ -136,12 +151,18 @@ def transformer_fields(layout: Layout, recipe: Recipe) -> dict[str, Any]:
 
 
 def make_config(fields: dict[str, Any]) -> TransformerConfig:
-    """Return Megatron's config for these fields, of which ``delta_net`` belongs to the architecture."""
-    own = {name: value for name, value in fields.items() if name != "delta_net"}
+    """Return Megatron's config for these fields, of which some belong to the architecture."""
+    own = {name: value for name, value in fields.items() if name not in OF_ARCHITECTURE}
     config = (MLATransformerConfig if own.get("multi_latent_attention") else TransformerConfig)(**own)
-    if "delta_net" in fields:
-        set_architecture(config, Architecture.of({"delta_net": dict(fields["delta_net"])}))
+    if given := architecture_of_fields(fields):
+        set_architecture(config, Architecture.of(given))
     return config
+
+
+def architecture_of_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that belong to the architecture."""
+    given = {name: fields[name] for name in OF_ARCHITECTURE if name in fields}
+    return {name: value if isinstance(value, str) else dict(value) for name, value in given.items()}
 
 
 def build_gpt(

@@ -155,8 +155,10 @@ def check_fields(
             raise ValueError(f"{name}={given[name]!r} needs CUDA, and this run is on {device_type!r}; leave it out")
     _check_combinations(config)
     if transformer_impl is not None:
+        # It has no effect but on how weights start, and MCoreGPT sets it for layers of one part
+        known = {"is_hybrid_model"} if architecture_of(config).has_half_layers else set()
         for name in NOT_OF_A_GPT:
-            if name in given:
+            if name in given.keys() - known:
                 raise ValueError(f"{name}={given[name]!r} is for models other than a GPT; leave it out")
     if transformer_impl == "local":
         _check_torch_backend(config, given, defaults)

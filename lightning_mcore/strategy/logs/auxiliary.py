@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from lightning_mcore.config.flops import moe_layers
+from lightning_mcore.config.architecture import moe_layers
 from lightning_mcore.layers.multi_token import mtp_tracker, recorded_mtp_losses
 from lightning_mcore.layers.router import GLOBAL_BALANCING_LOSS, Z_LOSS, recorded_values, router_tracker
 from lightning_mcore.parallel.groups import process_group

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from lightning_mcore.config.flops import moe_layers, training_flops_per_token
+from lightning_mcore.config.architecture import moe_layers
+from lightning_mcore.config.flops import training_flops_per_token
 from lightning_mcore.strategy.progress import StepClock
 
 DENSE: dict[str, Any] = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}

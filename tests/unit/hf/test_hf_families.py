@@ -62,6 +62,8 @@ def test_keys_are_written_as_they_were(name: str) -> None:
         left_out |= {"decoder_sparse_step", "mlp_only_layers"}  # the second says it all
     keys = written.keys() & config.keys() - left_out
     assert {key: written[key] or None for key in keys} == {key: config[key] or None for key in keys}
+    if "rope_parameters" not in written:  # a model without rotary positions
+        return
     rope = config["rope_parameters"]
     if "full_attention" in rope or "alpha" in rope:  # of two kinds of layers; of a base that is written stretched
         return
@@ -151,6 +153,13 @@ NO_NUMBERS = {
     **{name: {"pretraining_tp"} for name in ("glm4_moe_lite", "mistral4")},
     "exaone_moe": {"sliding_window_pattern"},
     "afmoe": {"global_attn_every_n_layers"},
+    "granitemoehybrid": {"router_aux_loss_coef", "mamba_chunk_size"},
+    "nemotron_h": {
+        *("chunk_size", "expand", "hidden_dropout", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
+        *("mtp_layers_block_type", "n_shared_experts", "num_logits_to_keep", "num_nextn_predict_layers"),
+        *("rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_max", "time_step_min"),
+        "use_mamba_kernels",
+    },
 }
 """Keys of a config class that change no number, beside those of any config."""
 
@@ -176,6 +185,7 @@ BASES: dict[str, dict[str, Any]] = {
     "smollm3": {"use_sliding_window": True, "sliding_window": 8},
     **{name: {"n_group": 2} for name in ("dots1", "solar_open", "exaone_moe")},
     "mistral4": {"n_group": 2, "norm_topk_prob": False},
+    "granitemoehybrid": {"position_embedding_type": "rope"},
 }
 """What a config has beside the plain one, so that each of its keys has an effect."""
 

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What layers with a memory of fixed size share, in place of attention: ``delta_net.py`` and ``mamba.py``.
+
+A first projection gives each token the inputs of all heads, a short causal convolution mixes some of them with earlier
+tokens, the heads' memories are written and read token by token, and a last projection follows. Weights are ordered by
+head (:attr:`RecurrentLayer.heads`), so tensor-parallel ranks share heads. Context-parallel ranks share them too, for
+each token needs all tokens before it. Packed sequences are computed one by one, and nothing passes from one to the
+next. In generation, :func:`states_of` keeps the memories.
+"""
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_mcore.layers.core_attention import token_orders
+from lightning_mcore.layers.packed_sequences import boundaries_of
+
+_STATES = "recurrent_states"
+
+
+class RecurrentState(NamedTuple):
+    """What a layer keeps of the tokens that it has processed, for generation."""
+
+    inputs: Tensor  # [b, channels, kernel - 1], the convolution's last inputs, in its dtype
+    memory: Tensor  # [b, heads / tp, ...] fp32
+
+
+def states_of(context: Any) -> dict[int, RecurrentState]:
+    """Return the states in Megatron's inference context, by layer number."""
+    states: dict[int, RecurrentState] = vars(context).setdefault(_STATES, {})
+    return states
+
+
+class RecurrentLayer(MegatronModule):  # type: ignore[misc]  # megatron-core has no type information
+    """A layer with memories in place of attention, with the constructor arguments that Megatron gives to attention."""
+
+    kind: str  # what error messages call it
+
+    def __init__(self, config: TransformerConfig, layer_number: int, heads: int, widths: tuple[int, int]) -> None:
+        """Build the projections for ``heads`` heads in all, whose inputs and outputs have these widths."""
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        selected = (config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
+        self.is_recomputed = "core_attn" in selected
+        self.tp_group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
+        self.cp_group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
+        self.heads = heads // self.tp_group.size()
+        common = {"config": config, "bias": False, "tp_group": self.tp_group}
+        self.linear_in = ColumnParallelLinear(
+            config.hidden_size,
+            heads * widths[0],
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            **common,
+        )
+        self._build(config)
+        self.linear_out = RowParallelLinear(
+            heads * widths[1],
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **common,
+        )
+
+    def _build(self, config: TransformerConfig) -> None:
+        """Build what is between the projections: ``conv1d``, and a subclass's own."""
+        raise NotImplementedError
+
+    def _mix(self, mixed: Tensor, state: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
+        """Compute sequences that follow ``state``: [s, b, heads, c], as the first projection gives them."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        inference_context: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the layer's output, shaped like ``hidden_states``, and None for its bias.
+
+        ``hidden_states`` is [s / cp / tp, b, h], packed [t / cp / tp, 1, h]; / tp only with sequence parallelism.
+        ``attention_mask`` is [b, 1, queries, keys] bool, True for padding on the left; only with an inference context,
+        else ValueError.
+        """
+        if attention_mask is not None and inference_context is None:
+            raise ValueError(f"attention_mask is given to a {self.kind}, which has no scores to mask; pass None")
+        mixed, _ = self.linear_in(hidden_states)
+        mixed = mixed.view(*mixed.shape[:2], self.heads, -1)
+        ranks = self.cp_group.size()
+        length = mixed.size(0) * ranks
+        offsets = (0, length) if packed_seq_params is None else boundaries_of(packed_seq_params).offsets
+        # Each token needs all tokens before it, so context-parallel ranks exchange: whole sequences of some heads here,
+        # and after the norm all heads of a rank's own tokens again.
+        if ranks > 1:
+            order, positions = token_orders(offsets, ranks, mixed.device)
+            mixed = self._whole_sequences(mixed).index_select(0, order)
+        if inference_context is None:
+            lengths = [end - start for start, end in itertools.pairwise(offsets) if end > start]
+            found = [self._mix(sequence, None)[0] for sequence in torch.split(mixed, lengths)]
+            output = found[0] if len(found) == 1 else torch.cat(found)
+        else:
+            output = self._continue(mixed, attention_mask, inference_context)
+        if ranks > 1:
+            output = self._all_heads(output.index_select(0, positions))
+        projected: tuple[Tensor, Tensor | None] = self.linear_out(output.flatten(2))
+        return projected
+
+    def _whole_sequences(self, mixed: Tensor) -> Tensor:
+        """Return [s, b, heads / tp / cp, c] from [s / cp, b, heads / tp, c], the ranks' shares one after another."""
+        parts = torch.stack(mixed.chunk(self.cp_group.size(), dim=2))
+        whole: Tensor = tensor_parallel.all_to_all(self.cp_group, parts).flatten(0, 1)
+        return whole
+
+    def _all_heads(self, output: Tensor) -> Tensor:
+        """Return [s / cp, b, heads / tp, c] from [s, b, heads / tp / cp, c], whose tokens are in share order."""
+        parts = torch.unflatten(output, 0, (self.cp_group.size(), -1))
+        return torch.cat(tensor_parallel.all_to_all(self.cp_group, parts).unbind(), dim=2)
+
+    def _continue(self, mixed: Tensor, attention_mask: Tensor | None, context: Any) -> Tensor:
+        """Return the output for the next tokens, [n, b, heads / tp, c], and update the layer's state."""
+        if attention_mask is not None:
+            first = context.sequence_len_offset
+            padding = attention_mask[:, 0, -1, first : first + mixed.size(0)]
+            mixed = self._hide(mixed, padding.t()[..., None, None])
+        states = states_of(context)
+        output, states[self.layer_number] = self._mix(mixed, states.get(self.layer_number))
+        return output
+
+    def _hide(self, mixed: Tensor, padding: Tensor) -> Tensor:
+        """Return [n, b, heads / tp, c] with padding, [n, b, 1, 1] bool, that leaves a memory as it is."""
+        return mixed.masked_fill(padding, 0.0)
+
+    def _convolve(self, inputs: Tensor, last: Tensor | None, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Mix each channel of [s, b, heads, c] with its values at earlier tokens; also return the last inputs.
+
+        ``last`` is [b, heads * c, kernel - 1], the inputs before; None for none.
+        """
+        weight = self.conv1d(self.cp_group)
+        channels = inputs.flatten(2).permute(1, 2, 0).to(weight.dtype)
+        before = weight.size(-1) - 1
+        channels = functional.pad(channels, (before, 0)) if last is None else torch.cat((last, channels), dim=-1)
+        mixed = functional.silu(functional.conv1d(channels, weight, bias, groups=len(weight)))
+        last = channels[..., channels.size(-1) - before :]
+        return mixed.permute(2, 0, 1).reshape(inputs.shape).to(inputs.dtype), last
+
+
+class OfHeads(nn.Module):
+    """Per-head weights, split over the tensor-parallel ranks; ``whole`` has initial values for all heads, [n, ...]."""
+
+    takes_fp32 = True
+
+    def __init__(self, group: dist.ProcessGroup, whole: Tensor, config: TransformerConfig) -> None:
+        super().__init__()
+        own = whole.chunk(group.size())[group.rank()]
+        self.weight = nn.Parameter(own.to(config.params_dtype, copy=True))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, cp_group: dist.ProcessGroup) -> Tensor:
+        """Return the weights of this context-parallel rank's heads, [n / tp / cp, ...].
+
+        A call, because ``overlap_param_gather`` gathers weights when their module is called.
+        """
+        return self.weight.chunk(cp_group.size())[cp_group.rank()]
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Return the weights for a checkpoint."""
+        own = self.state_dict(prefix="", keep_vars=True)
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, {"weight": 0}, sharded_offsets)
+        return found
