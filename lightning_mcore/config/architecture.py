@@ -229,7 +229,7 @@ _OTHER_LETTERS = {
 def pattern_layers(pattern: str) -> tuple[str, ...]:
     """Return the letters of each layer of a pattern: ``"[M-]M*"`` has the layers ``M-``, ``M`` and ``*``.
 
-    Raises ValueError if it is no pattern.
+    Raises ValueError if it is not a pattern.
     """
     said = f"layer_pattern={pattern!r}"
     for letter in pattern:

@@ -9,7 +9,7 @@ tokens; a gate and a norm over each group's channels follow. The memory is fp32,
 needs ``mamba_ssm``, Triton and CUDA.
 
 ``recurrent.py`` shares heads out to ranks. A *unit*, which it calls a head, is an equal part of the heads and of all
-groups' B and C. If ranks are no divisor of the groups, they gather B, C and the sums of the norm.
+groups' B and C. If their number does not divide the groups, they gather B, C and the sums of the norm.
 
 Source: ``MambaMixer`` (megatron.core.ssm.mamba_mixer, 0.16.1) for initial values, and the modules of ``bamba`` and
 ``nemotron_h`` (transformers 5.24) for the numbers.
