@@ -15,7 +15,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreGPT, MCorePrecision, MCoreStrategy
+from lightning_mcore import LoRA, MCoreGPT, MCorePrecision, MCoreStrategy
 from lightning_mcore.layers import chunked_loss, gpt
 from tests.parity import bare_loop, lightning_loop
 from tests.parity.bare_loop import Trace
@@ -200,3 +200,66 @@ def _gradients_in_bf16(sizes: dict[str, Any], tied: bool) -> list[torch.Tensor] 
         trainer.fit(module, DataLoader(Rows(4, 128, 128, False, False), batch_size=2))  # type: ignore[arg-type]
         found.append(keeps.found)
     return [gradient for gradient in found if gradient is not None] or None
+
+
+class Adapted(MCoreGPT):
+    """A model whose adapters' B are not zero, so that their A have gradients."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for name, parameter in self.named_parameters():
+            if name.endswith("lora_B"):
+                torch.nn.init.normal_(parameter, std=0.3)
+
+
+class KeepsGradients(pl.Callback):
+    """Keeps the gradients of all trained parameters of this rank, by name."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        named = pl_module.named_parameters()
+        self.found = {name: p.main_grad.clone() for name, p in named if hasattr(p, "main_grad")}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tensor_model_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"pipeline_model_parallel_size": 2},
+        {"context_parallel_size": 2},
+    ],
+    ids=["tp2", "tp2-sp", "pp2", "cp2"],
+)
+def test_caps_adapters_of_the_output_and_masks_act_on_chunks_of_every_layout(sizes: dict[str, Any]) -> None:
+    names = set()
+    for whole, chunks in run_ranks(2, _gradients_of_adapters, sizes):
+        assert chunks.keys() == whole.keys()
+        names |= whole.keys()
+        for name, wanted in whole.items():
+            assert float(wanted.norm()) > 0, name
+            assert float((chunks[name] - wanted).norm()) <= TOLERANCE * float(wanted.norm()), name
+    assert any("output_layer" in name for name in names)
+
+
+def _gradients_of_adapters(sizes: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "ffn_hidden_size": 64}
+    model |= {"gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False}
+    generator = torch.Generator().manual_seed(2)
+    text = torch.randint(100, (2, 33), generator=generator)
+    batch = {"tokens": text[:, :-1], "labels": text[:, 1:]}
+    batch["loss_mask"] = (torch.rand(2, 32, generator=generator) < 0.6).float()
+    found = []
+    for size in (None, CHUNK):
+        pl.seed_everything(1)
+        module = Adapted(
+            100,
+            32,
+            model | {"normalization": "RMSNorm", "init_method_std": 0.5},
+            lora=LoRA(r=4, target_modules=["lm_head", "q_proj"]),
+            architecture={"logits_cap": 2.0},
+        )
+        keeps = KeepsGradients()
+        trainer = make_trainer(MCoreStrategy(**sizes, loss_chunk_size=size), callbacks=[keeps], max_steps=1)
+        trainer.fit(module, DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
+        found.append(keeps.found)
+    return found
