@@ -160,17 +160,22 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**(text if isinstance(text, dict) else {}), **{key: config[key] for key in config if key != "text_config"}}
 
 
-def _number(found: dict[str, Any]) -> Any:
-    """Return the number that an object of a ``config.json`` stands for, such as ``{"__float__": "Infinity"}``."""
-    is_number = found.keys() == {"__float__"} and found["__float__"] in ("Infinity", "-Infinity")
-    return float(found["__float__"]) if is_number else found
+def with_numbers(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with infinity where a file has ``{"__float__": "Infinity"}``, as transformers writes it."""
+
+    def number(found: dict[str, Any]) -> Any:
+        is_number = found.keys() == {"__float__"} and found["__float__"] in ("Infinity", "-Infinity")
+        return float(found["__float__"]) if is_number else found
+
+    whole: dict[str, Any] = json.loads(json.dumps(content), object_hook=number)
+    return whole
 
 
 @functools.lru_cache(maxsize=16)  # a run calls this several times, and transformers would warn each time
 def _completed(text: str) -> dict[str, Any]:
     from transformers import AutoConfig
 
-    given: dict[str, Any] = json.loads(text, object_hook=_number)
+    given = with_numbers(json.loads(text))
     try:
         config = AutoConfig.for_model(given.pop("model_type"), **given)
         whole: dict[str, Any] = config.to_dict()

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lightning_mcore.config.architecture import architecture_of
 from lightning_mcore.hf.adapters import weights_of_chunk
 from lightning_mcore.hf.family import HIDDEN, SCORING
-from lightning_mcore.hf.source import variant_name
+from lightning_mcore.hf.source import variant_name, with_numbers
 from lightning_mcore.interop.export import export_model
 from lightning_mcore.layers.autograd import sum_for_one_loss
 from lightning_mcore.layers.gpt import GPTChunk
@@ -236,7 +236,7 @@ class HFModel(nn.Module):
         """The model's config, as transformers reads it."""
         from transformers import AutoConfig
 
-        content = dict(self._own_builder.hparams["hf"]["config"])
+        content = with_numbers(self._own_builder.hparams["hf"]["config"])
         return AutoConfig.for_model(content.pop("model_type"), **content)
 
     @cached_property
