@@ -144,8 +144,8 @@ def _draw(family: str, draw: random.Random) -> dict[str, Any]:
         keys["num_local_experts"] = draw.choice((0, keys["num_local_experts"]))
     if "layers_block_type" in known:
         kinds = ("linear_attention", "full_attention", "mlp", "moe")
-        for key in ("attention_bias", "mlp_bias", "use_bias"):
-            keys.pop(key)  # no other than False is supported
+        for key in ("attention_bias", "mlp_bias", "use_bias", "sliding_window"):
+            keys.pop(key)  # no other than the default is supported
         keys["layers_block_type"] = [draw.choice(kinds) for _ in range(layers)]
     if "mlp_layer_types" in known:
         keys["mlp_layer_types"] = [draw.choice(("dense", "sparse")) for _ in range(layers)]
