@@ -204,7 +204,7 @@ NEMOTRON = replace(
         Constants({"gated_linear_unit": False, "activation_func": "relu_squared"}),
         Same("layer_norm_epsilon", "layernorm_epsilon", at_least=0.0),
         Same("attention_dropout", "attention_dropout"),
-        Same("tie_word_embeddings", "share_embeddings_and_output_weights"),
+        Only("tie_word_embeddings", False, "transformers does not tie the weights of this family"),
         *(Only(key, False) for key in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias")),
         *(Only("use_conv_bias", True), Only("mamba_hidden_act", "silu"), Only("mlp_hidden_act", "relu2")),
         *(Only("sliding_window", None), e.NO_ROUTER_LOSS),
