@@ -45,6 +45,7 @@ _EXPERTS: dict[str, Any] = {
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _TOWER: dict[str, Any] = {
     "depth": 32,
+    "hidden_act": "silu",
     "hidden_size": 1280,
     "intermediate_size": 3420,
     "num_heads": 16,
