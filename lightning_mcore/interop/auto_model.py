@@ -351,7 +351,8 @@ class HFModel(nn.Module):
         Losses come with the states from which logits are computed if they are read.
         """
         chunk: Any = self.pipeline.last_chunk
-        targets = None if call.labels is None else self._own_targets(call, call.labels)
+        labels = None if self.suffix else call.labels  # a classifier's labels are of rows, not of tokens
+        targets = None if labels is None else self._own_targets(call, labels)
         if targets is None or chunk is None or chunk.config.mtp_num_layers or not chunk.takes_chunks(targets):
             return self._run(call.rows, call.input_ids)
         with chunk.keeping_states() as states:
