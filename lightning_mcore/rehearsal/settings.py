@@ -51,23 +51,29 @@ class MadeUpRows(Dataset[dict[str, Tensor]]):
         return self.row
 
 
-def batch_with_images(vision: Vision, rows: int, length: int, image_tokens: int) -> dict[str, Tensor]:
-    """Return a batch whose rows begin with one image each, as square as its number of tokens allows.
+def batch_with_images(vision: Vision, rows: int, length: int, image_tokens: int, ranks: int = 1) -> dict[str, Tensor]:
+    """Return a batch whose rows begin with images, as square as their numbers of tokens allow.
 
-    With 2 x 2 patches to a token, an image of 384 tokens has 32 x 48 patches.
+    A row has as many images as ``ranks`` have equal parts of, so that each takes as much of the tower's work, as plan
+    assumes. With 2 x 2 patches to a token, 768 tokens for 2 ranks are two images of 32 x 48 patches.
     """
-    height = next(size for size in range(math.isqrt(image_tokens), 0, -1) if image_tokens % size == 0)
+    images = math.gcd(image_tokens, ranks)
+    if image_tokens + images > length:  # a token of text follows each image but the last
+        images = 1
+    size_of_one = image_tokens // images
+    height = next(size for size in range(math.isqrt(size_of_one), 0, -1) if size_of_one % size == 0)
     merged, config = int(vision.config["spatial_merge_size"]), vision.config
-    grid = torch.tensor([1, height * merged, image_tokens // height * merged])
+    grid = torch.tensor([1, height * merged, size_of_one // height * merged])
     channels = config.get("in_channels") or config.get("in_chans") or 3
     pixels = channels * config.get("temporal_patch_size", 2) * config["patch_size"] ** 2
     tokens = torch.zeros(rows, length, dtype=torch.long)
-    tokens[:, :image_tokens] = vision.image_token_id
+    tokens[:, : image_tokens + images - 1] = vision.image_token_id
+    tokens[:, size_of_one : image_tokens + images - 1 : size_of_one + 1] = 0
     return {
         "tokens": tokens,
         "labels": torch.zeros_like(tokens),
-        "image_grid_thw": grid.expand(rows, 3).contiguous(),
-        "pixel_values": torch.zeros(rows * int(grid.prod()), pixels),
+        "image_grid_thw": grid.expand(rows * images, 3).contiguous(),
+        "pixel_values": torch.zeros(rows * images * int(grid.prod()), pixels),
     }
 
 
@@ -115,8 +121,10 @@ def _build(
     )
     if "vision" in model:
         assert settings.image_tokens is not None
-        image = batch_with_images(Vision.of(model["vision"]), rows, length, settings.image_tokens)
-        loader: Any = DataLoader([image] * (accumulated * STEPS), batch_size=None)  # type: ignore[arg-type]
+        layout = trainer.strategy.layout  # type: ignore[attr-defined]
+        ranks = layout.tensor_model_parallel_size * layout.context_parallel_size  # which share the images of a row
+        images = batch_with_images(Vision.of(model["vision"]), rows, length, settings.image_tokens, ranks)
+        loader: Any = DataLoader([images] * (accumulated * STEPS), batch_size=None)  # type: ignore[arg-type]
         return trainer, MCoreVisionGPT(**arguments), (loader, loader)
     preference = Preference.of(model["preference"]) if "preference" in model else None
     # The reference of adapters is the model without them, which runs in each step.

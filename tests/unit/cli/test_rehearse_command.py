@@ -122,6 +122,13 @@ def test_made_up_images_have_as_many_tokens_as_the_settings_say() -> None:
     assert batch["image_grid_thw"].tolist() == [[1, 32, 48]] * 2
     assert batch["pixel_values"].shape == (2 * 32 * 48, 3 * 2 * 14 * 14)
     assert ((batch["tokens"] == 7).sum(1) == 384).all()
+    shared = batch_with_images(vision, 2, 1024, 768, ranks=2)
+    assert shared["image_grid_thw"].tolist() == [[1, 32, 48]] * 4
+    assert shared["pixel_values"].shape == (4 * 32 * 48, 3 * 2 * 14 * 14)
+    assert shared["tokens"][0].nonzero().flatten().tolist() == [*range(384), *range(385, 769)]
+    full = batch_with_images(vision, 1, 768, 768, ranks=2)  # no room for text between two images
+    assert full["image_grid_thw"].tolist() == [[1, 48, 64]]
+    assert (full["tokens"] == 7).all()
 
 
 def test_made_up_rows_have_the_form_of_the_data() -> None:
