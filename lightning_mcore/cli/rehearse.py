@@ -91,11 +91,16 @@ def _rehearse(options: dict[str, Any], words: Sequence[str], parser: CommandPars
         layout.coordinates(options["rank"], devices)  # raises for a rank outside the world
     ranks = None if options["rank"] is None else [options["rank"]]
     found = rehearse(build, ranks, per_node, memory, progress, assume)
-    plan = make_plan(settings, devices, per_node, machine, memory)
+    plan = make_plan(settings, devices, per_node, machine, memory, "local")  # the layers that were played
     planned = {stage.stage: stage.memory.total for stage in plan.stages}
     if options["json"]:
         shown = {**found.to_dict(), "planned_bytes": {str(stage): total for stage, total in planned.items()}}
         print(json.dumps(shown, indent=2))
     else:
         print(rehearsal_text(found, planned))
+        if (settings.model.get("transformer_impl") or "auto") == "auto":
+            print(
+                "assumed: the torch backend, which transformer_impl='auto' takes where TransformerEngine is not"
+                " installed; lightning-mcore plan estimates TransformerEngine's layers"
+            )
     return DONE

@@ -77,9 +77,7 @@ def batch_with_images(vision: Vision, rows: int, length: int, image_tokens: int,
     }
 
 
-def build_of(
-    settings: RunSettings, devices: int, devices_per_node: int, backend: str | None = None
-) -> tuple[Build, ParallelLayout]:
+def build_of(settings: RunSettings, devices: int, devices_per_node: int) -> tuple[Build, ParallelLayout]:
     """Return what builds the run of a file, for ``rehearse``, and its layout.
 
     Raises ValueError for settings with which the run would be refused, and for a model that sees images whose number is

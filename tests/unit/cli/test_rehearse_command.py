@@ -61,7 +61,7 @@ def test_two_stages_of_a_file_are_played_and_compared_with_the_plan(
         # The optimizer's state is in fp32: a copy and two moments, on two data-parallel ranks.
         assert held["weights"] == pytest.approx(2 * rank["parameters"], rel=0.01)
         assert held["optimizer"] == pytest.approx(12 * rank["parameters"] / 2, rel=0.01)
-        assert rank["peak_bytes"] == pytest.approx(found["planned_bytes"][str(rank["stage"])], rel=0.15)
+        assert rank["peak_bytes"] == pytest.approx(found["planned_bytes"][str(rank["stage"])], rel=0.03)
     assert "rank 2: step 2" in shown.err
 
 
