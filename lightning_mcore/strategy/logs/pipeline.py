@@ -281,7 +281,7 @@ class PipelineLogs:
         # the device.
         values = on_host if unread.over_copies else packed
         with attributes_set([self._module], {"_current_fx_name": unread.hook}):
-            for name, (value, weight, _), (number, _, count) in zip(
+            for name, (value, weight, _), (number, weighs, count) in zip(
                 self._known[unread.place], values[1:], numbers, strict=True
             ):
                 if not count or name.name == _LOSS.name:
@@ -289,6 +289,9 @@ class PipelineLogs:
                 if name.name in (_TOKENS, _IMAGE_TOKENS):
                     self._counts[name.name] = number
                 else:
+                    is_mean_of_nothing = unread.over_copies and name.reduction == "mean" and weighs == 0
+                    if is_mean_of_nothing and not name.options["on_epoch"]:  # it would spoil the mean of an epoch
+                        value = torch.full_like(value, math.nan)
                     self._replay(name, value, weight, is_merged=unread.over_copies)
             self._log_plainly(unread.others)
 
@@ -460,8 +463,6 @@ class PipelineLogs:
         if is_merged and options["sync_dist"]:
             options["sync_dist_group"] = ALREADY_MERGED
         batch_size: Any = weight if name.reduction == "mean" else 1
-        if is_merged and name.reduction == "mean" and weight == 0 and not options["on_epoch"]:
-            value = torch.full_like(value, math.nan)  # the mean of nothing; an epoch's mean is not to be spoiled by it
         self._module.log(name.name, value.to(name.dtype), batch_size=batch_size, **options)
 
 
