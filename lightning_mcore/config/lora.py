@@ -23,7 +23,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 EMBEDDING, OUTPUT = "embed_tokens", "lm_head"  # last parts of the names of these modules
 ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of routers' names, and of shared experts' gates
 # What "all-linear" does not mean
-_NOT_ALL_LINEAR = (OUTPUT, EMBEDDING, *ROUTERS, "layer", "wg", "conv1d", "output_layer")
+_NOT_ALL_LINEAR = (OUTPUT, EMBEDDING, "embeddings", "norm_f", *ROUTERS, "layer", "wg", "conv1d", "output_layer")
 _EXPERT = re.compile(r"(.*\.)?\w+\.experts\.\d+\.(\w+)")
 _HEADS = ["classifier", "score"]  # PEFT adds both to modules_to_save for every classifier, which has only one
 _NUMBER_OF_EXPERT = re.compile(r"(?<=\.experts)\.\d+(?=\.)")

@@ -20,7 +20,17 @@ from torch import Tensor, nn
 
 from lightning_mcore.checkpoint.model_state import TRAINED_ONLY, sharded_tensors
 from lightning_mcore.checkpoint.optimizer_state import pieces_of
-from lightning_mcore.config.lora import ALL_LINEAR, EMBEDDING, EXPERTS, ROUTERS, AdaptedModel, LoRA, Pair, Trained
+from lightning_mcore.config.lora import (
+    ALL_LINEAR,
+    EMBEDDING,
+    EXPERTS,
+    ROUTERS,
+    TRIPLES,
+    AdaptedModel,
+    LoRA,
+    Pair,
+    Trained,
+)
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.pretrained import ModelPiece, pieces_of_module
 from lightning_mcore.hf.source import HFSource, is_own_checkpoint
@@ -38,6 +48,8 @@ _TRANSLATED = """
     afmoe deepseek_v3 dots1 ernie4_5_moe exaone_moe glm4_moe glm4_moe_lite hunyuan_v1_moe minimax_m2 mixtral olmoe
     qwen3_moe qwen3_next solar_open
 """
+_GATES = tuple(gate for gate, _, _ in TRIPLES)
+_NOT_IN_PEFT = {"nemotron_h": ("out_proj",)}  # PEFT 0.21 refuses them, because a fast path there reads the weight
 # Megatron's modules that may have adapters, besides linear_*
 _ADAPTED_OUTSIDE = ("router", "shared_experts", "word_embeddings", "output_layer")
 _OF_EXPERTS, _OF_DENSE_LAYERS = ("mlp.experts.", "mlp.router.", "mlp.shared_experts."), ("mlp.linear_fc",)
@@ -166,6 +178,7 @@ def check_held(family: Family, fields: Mapping[str, Any], lora: LoRA) -> None:
     """
     weights = tensor_names(family.in_adapters(), fields)
     _check_experts(weights, lora)
+    refused = _NOT_IN_PEFT.get(family.model_type, ())
     is_biased = any(weight.endswith(("router.expert_bias", "router.choice_bias")) for weight in weights)
     for weight, tensors in weights.items():
         modules = list(dict.fromkeys(name.rpartition(".")[0] for name in tensors))
@@ -182,6 +195,12 @@ def check_held(family: Family, fields: Mapping[str, Any], lora: LoRA) -> None:
                 " all of them, or none"
             )
         adapted = [name for name in modules if lora.adapts(name)] if weight.endswith(_ADAPTED) else []
+        if adapted and adapted[0].endswith(refused):
+            last = adapted[0].rpartition(".")[2]
+            raise ValueError(
+                f"target_modules={lora.target_modules!r} means {adapted[0]}, and PEFT loads no adapters on {last} of"
+                f" {family.model_type}; leave it out (exclude_modules={[last]})"
+            )
         if adapted and is_translated(family):
             lora.check_parameters(adapted[0])
         if adapted:
@@ -203,6 +222,16 @@ def _check_experts(weights: Mapping[str, Sequence[str]], lora: LoRA) -> None:
             f"target_modules={lora.target_modules!r} means {adapted[0]}, and one tensor for all experts cannot have"
             f" adapters in this family; leave the experts out (exclude_modules={last})"
         )
+    for weight, tensors in weights.items():
+        if not weight.endswith(".experts.experts.linear_fc1.weight"):
+            continue
+        modules = [name.rpartition(".")[0] for name in tensors]
+        adapted = [module for module in modules if lora.adapts(module)]
+        if adapted and not any(module.endswith(_GATES) for module in modules):
+            raise ValueError(
+                f"target_modules={lora.target_modules!r} means {adapted[0]}, and experts without a gate projection"
+                " cannot have adapters; leave them out (exclude_modules=['experts'])"
+            )
 
 
 def is_translated(family: Family) -> bool:

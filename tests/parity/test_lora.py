@@ -73,7 +73,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("granitemoehybrid, dense", {"target_modules": [*ATTENTION, "in_proj", "out_proj", "input_linear"]}),
     "layers of one part": (
         "nemotron_h",
-        {"target_modules": ["in_proj", "q_proj", "up_proj", "down_proj"], "use_dora": True},
+        {
+            "target_modules": ["in_proj", "q_proj", "up_proj", "down_proj"],
+            "exclude_modules": ["experts"],
+            "use_dora": True,
+        },
     ),
     "joined projections": ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}),
     "lengths of joined projections": ("glm4", {"target_modules": ["q_proj", "gate_up_proj"], "use_dora": True}),

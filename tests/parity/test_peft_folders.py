@@ -41,15 +41,20 @@ pytestmark = [
 SIZES: dict[str, Any] = {"r": 3, "lora_alpha": 6}
 _SEEN = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
-WITHOUT_EXPERTS = {"gpt_oss": ["experts"], "granitemoe": ["input_linear", "output_linear"]}
+_BOTH = ["input_linear", "output_linear"]
+WITHOUT_EXPERTS = {
+    "gpt_oss": ["experts"],
+    "granitemoe": _BOTH,
+    "granitemoehybrid": [f"block_sparse_moe.{name}" for name in _BOTH],
+}
 """Families with one tensor for all experts of a layer, in an order that adapters cannot follow, and what it is."""
+WITHOUT = WITHOUT_EXPERTS | {"nemotron_h": ["experts", "out_proj"]}
 FAMILIES: dict[str, dict[str, Any]] = {
-    family: {"exclude_modules": WITHOUT_EXPERTS[family]} if family in WITHOUT_EXPERTS else {}
-    for family in (*CONFIGS, *VISION)
+    family: {"exclude_modules": WITHOUT[family]} if family in WITHOUT else {} for family in (*CONFIGS, *VISION)
 }
 WITH_EXPERTS = [family for family, config in CONFIGS.items() if any("experts" in key for key in config)]
 NOT_ADAPTED = ("lm_head", "_gate", "router.gate", "gate.wg")
-ONLY_STACKED = (*WITHOUT_EXPERTS, "mistral4")
+ONLY_STACKED = (*WITHOUT_EXPERTS, "mistral4", "nemotron_h")
 STAY = ("qwen3", "qwen2_moe", "deepseek_v3", "mixtral", "phi3", "gpt_oss", "granitemoe", "qwen3_5_moe_text")
 STAY += ("qwen2_vl", "qwen3_vl_moe")
 
@@ -395,7 +400,8 @@ def test_all_linear_means_the_linear_layers_of_transformers(family: str) -> None
     linear = {
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and "visual" not in name and not name.endswith(NOT_ADAPTED)
+        if isinstance(module, nn.Linear) and "visual" not in name
+        if not name.endswith((*NOT_ADAPTED, *WITHOUT.get(family, ())))
     }
     source = HFSource.open(str(folder))
     lora, fields = LoRA(**FAMILIES[family]), complete_fields(source.fields)

@@ -138,6 +138,8 @@ def test_what_experts_cannot_have_is_refused_before_anything_is_built(field: str
         ("llama", {"target_modules": ["q_proj", "input_layernorm"]}),
         ("qwen2", {"target_modules": ["embed_tokens"]}),
         ("glm4_moe, multi-token", {"target_modules": ["embed_tokens"]}),
+        ("nemotron_h", {"target_modules": ["out_proj"]}),
+        ("nemotron_h", {"exclude_modules": ["out_proj"]}),
     ],
 )
 def test_what_other_modules_cannot_have_is_refused_before_anything_is_built(
