@@ -167,7 +167,7 @@ class _TokenLosses(torch.autograd.Function):
 
 
 class _Share(torch.autograd.Function):
-    """A weight as one chunk reads it, whose gradient is added to the weight's ``main_grad`` unless it is the last."""
+    """One chunk's view of a weight. Backward adds its gradient to ``main_grad``, except for the last chunk."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, is_last: Iterator[bool]) -> Tensor:

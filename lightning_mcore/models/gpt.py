@@ -140,7 +140,7 @@ class MCoreGPT(SpeedLogs):
     """Whether a batch may hold images and videos."""
 
     source_names: Sequence[str] = ()
-    """Names of the sources that ``source_ids`` in batches number; empty takes those of the data module."""
+    """The names that ``source_ids`` in a batch refer to; if empty, the data module's."""
 
     def __init__(
         self,

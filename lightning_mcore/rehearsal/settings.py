@@ -52,10 +52,10 @@ class MadeUpRows(Dataset[dict[str, Tensor]]):
 
 
 def batch_with_images(vision: Vision, rows: int, length: int, image_tokens: int, ranks: int = 1) -> dict[str, Tensor]:
-    """Return a batch whose rows begin with images, as square as their numbers of tokens allow.
+    """Return a batch whose rows begin with images of equal size, each as close to a square as possible.
 
-    A row has as many images as ``ranks`` have equal parts of, so that each takes as much of the tower's work, as plan
-    assumes. With 2 x 2 patches to a token, 768 tokens for 2 ranks are two images of 32 x 48 patches.
+    The number of images lets ``ranks`` share the tower's work evenly, as plan assumes. With 2 x 2 patches per token,
+    768 tokens on 2 ranks become two images of 32 x 48 patches.
     """
     images = math.gcd(image_tokens, ranks)
     if image_tokens + images > length:  # a token of text follows each image but the last

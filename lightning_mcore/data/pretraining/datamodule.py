@@ -258,9 +258,8 @@ class MCorePretrainingData(pl.LightningDataModule):
         if key not in self._rows:
             request = self._request(number, samples)
             self._rows[key] = build(request, self.cache_dir or f"{request.blend.prefixes[0]}.cache")
-            self._rows[key].sources = (
-                [self._sources.index(one) for one in request.blend.prefixes] if self._sources else []
-            )
+            if self._sources:
+                self._rows[key].sources = [self._sources.index(prefix) for prefix in request.blend.prefixes]
         return self._rows[key]
 
     def _train_samples(self) -> int | None:
