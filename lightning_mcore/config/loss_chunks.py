@@ -9,14 +9,18 @@ _TOKENS = 1024  # rows of the output layer's matrix product; with fewer, a GPU i
 _FEW_LOGITS = 2**26  # 256 MiB in fp32, below which computing them again saves little
 
 
-def tokens_of_chunk(size: LossChunkSize, tokens: int, columns: int, has_gradients: bool = True) -> int | None:
+def tokens_of_chunk(
+    size: LossChunkSize, tokens: int, columns: int, has_gradients: bool = True, defers_gradient: bool = False
+) -> int | None:
     """Return the number of tokens of a chunk, None for all at once; ``columns`` are the logits of a token on a rank.
 
     4,096 tokens with 128,256 columns have 2**29 logits: ``"auto"`` makes four chunks of 1,024 tokens. It makes none of
-    fewer than two whole chunks, which would compute all logits again to save less than half of them.
+    fewer than two whole chunks, which would compute all logits again to save less than half of them, and none if the
+    output layer ``defers_gradient``, which Megatron would pair with the activations of other tokens.
     """
     if size == "auto":
-        size = _TOKENS if tokens >= 2 * _TOKENS and tokens * columns > _FEW_LOGITS else None
+        has_many = tokens >= 2 * _TOKENS and tokens * columns > _FEW_LOGITS
+        size = _TOKENS if has_many and not (has_gradients and defers_gradient) else None
     if size is None and not has_gradients:  # then nothing is computed again
         size = _TOKENS
     return size if size is not None and size < tokens else None
@@ -33,8 +37,11 @@ def checked_chunk_size(size: LossChunkSize) -> LossChunkSize:
 
 
 def check_chunked_loss(size: LossChunkSize, defers_gradient: bool, is_ours: bool = True) -> None:
-    """Raise ValueError if a model cannot take its loss in chunks; ``is_ours`` says that its chunks are GPTChunks."""
-    if size is None:
+    """Raise ValueError if a model cannot take its loss in chunks of a given size, which ``"auto"`` does not ask for.
+
+    ``is_ours`` says that its chunks are GPTChunks.
+    """
+    if size is None or size == "auto":
         return
     if not is_ours:
         raise ValueError(

@@ -364,7 +364,13 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
     def _tokens_of_chunk(self, labels: Tensor) -> int | None:
         if not self.takes_any_rows:
             return None
-        return tokens_of_chunk(self.loss_chunk_size, labels.numel(), self._columns, torch.is_grad_enabled())
+        return tokens_of_chunk(
+            self.loss_chunk_size,
+            labels.numel(),
+            self._columns,
+            torch.is_grad_enabled(),
+            bool(self.config.defer_embedding_wgrad_compute),
+        )
 
     @property
     def takes_any_rows(self) -> bool:

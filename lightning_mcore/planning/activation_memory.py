@@ -357,7 +357,7 @@ class Activations:
     rows: int  # rows of a microbatch
     seq_length: int  # tokens of a row
     form: NumberFormat
-    loss_chunk_size: LossChunkSize = None
+    loss_chunk_size: LossChunkSize = "auto"
 
     def peak(self, pipeline_rank: int, num_microbatches: int, group_size: int | None = None) -> int:
         """Return the bytes that a rank of a pipeline stage holds at its peak; see :func:`in_flight`."""

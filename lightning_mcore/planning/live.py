@@ -100,12 +100,12 @@ def _strategy(strategy: Any) -> dict[str, Any]:
         "tp_comm_overlap": overlap.enabled,
         "tp_comm_overlap_cfg": overlap._config_path,
         "micro_batch_size": strategy.micro_batch_size,
-        "loss_chunk_size": strategy.loss_chunk_size,
         "ddp_config": _changed(gradients.ddp_config),
         "optimizer_config": _changed(strategy.optimizer_config),
         "communication": _changed(strategy.communication),
     }
-    return {name: value for name, value in values.items() if value not in (None, {}, False)}
+    given = {name: value for name, value in values.items() if value not in (None, {}, False)}
+    return {**given, "loss_chunk_size": strategy.loss_chunk_size}  # None is a choice
 
 
 def _model(module: Any) -> dict[str, Any]:

@@ -86,7 +86,8 @@ class GPTFields:
     def tokens_of_loss(self, size: LossChunkSize, tokens: int, layout: ParallelLayout) -> int | None:
         """Return how many of a rank's tokens go through the loss at once; None for all."""
         columns = self.padded_vocab_size // layout.tensor_model_parallel_size
-        return None if self.scores else tokens_of_chunk(size, tokens, columns)
+        defers = bool(self.transformer.get("defer_embedding_wgrad_compute"))
+        return None if self.scores else tokens_of_chunk(size, tokens, columns, defers_gradient=defers)
 
     @property
     def subtracts_mean(self) -> bool:

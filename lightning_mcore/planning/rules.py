@@ -170,7 +170,7 @@ class PlannedStrategy:
         sizes = {f"ddp_config.{name}": self.ddp[name] for name in of_ddp if name in self.ddp}
         sizes |= {name: self.strategy[name] for name in names if self.strategy.get(name) is not None}
         sized = [book.passes(require_size, name, size) for name, size in sizes.items()]
-        book.attempt(checked_chunk_size, self.strategy.get("loss_chunk_size"))
+        book.attempt(checked_chunk_size, self.strategy.get("loss_chunk_size", "auto"))
         book.collect(strategy_rules.gradient_faults(self.strategy, self.ddp))
         owned = precision.ddp_fields() if precision is not None else ddp_fields_of(self.precision_name)
         book.attempt(check_owned_by_precision, self.ddp, owned)
@@ -288,7 +288,7 @@ def check_in_megatron(
     book.attempt(check_uniform_recompute, config)
     book.attempt(check_adapters, fields, config, settings)
     tied, positions = settings["share_embeddings_and_output_weights"], settings["position_embedding_type"]
-    book.attempt(check_chunked_loss, rules.strategy.get("loss_chunk_size"), config.defer_embedding_wgrad_compute)
+    book.attempt(check_chunked_loss, rules.strategy.get("loss_chunk_size", "auto"), config.defer_embedding_wgrad_compute)
     book.attempt(check_multi_token, config, bool(tied), positions == "learned_absolute")
     book.attempt(model_rules.check_normalization, settings["loss_normalization"], config)
     book.attempt(model_rules.check_average_in_collective, bool(rules.resolved("average_in_collective")), config)

@@ -259,7 +259,7 @@ def rank_memory(
     form = NumberFormat(formats.parameter, backend, in_fp8, packed, formats.gradient)
     length = fields.seq_length if seq_length is None else seq_length
     group = strategy.get("microbatch_group_size_per_vp_stage")
-    meter = Activations(fields, layout, micro_batch_size, length, form, strategy.get("loss_chunk_size"))
+    meter = Activations(fields, layout, micro_batch_size, length, form, strategy.get("loss_chunk_size", "auto"))
     activations = meter.peak(pipeline_rank, num_microbatches, group)
     activations += patch_bytes(fields, micro_batch_size * num_microbatches) if pipeline_rank == 0 else 0
     return replace(state, activations=activations)

@@ -43,7 +43,7 @@ def step_work(
     layout: ParallelLayout,
     world_size: int,
     batch: GlobalBatch,
-    loss_chunk_size: LossChunkSize = None,
+    loss_chunk_size: LossChunkSize = "auto",
 ) -> StepWork:
     """Count the operations of a step."""
     tokens = batch.micro_batch_size * batch.seq_length // layout.context_parallel_size

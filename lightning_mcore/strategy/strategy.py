@@ -133,7 +133,8 @@ class MCoreStrategy(DDPStrategy):
             a batch one microbatch.
         loss_chunk_size: Tokens that go through the output layer and the loss at once, so that the logits of a whole row
             never exist; backward computes them again. ``"auto"``: 1,024 if a microbatch has at least 2,048 tokens and
-            more than 2**26 logits on a rank; None: all tokens in training, 1,024 in evaluation.
+            more than 2**26 logits on a rank, and the model is built of GPTChunk; None: all tokens in training, 1,024
+            in evaluation.
         broadcast_batches: Let one rank of each model copy read the batches and send them to the others, where reading
             costs more than sending. By default all ranks of a copy read, and their batches are compared.
         ddp_config: Megatron's config for gradients, for settings that have no argument here; None for its
@@ -186,7 +187,7 @@ class MCoreStrategy(DDPStrategy):
         tp_comm_overlap: bool = False,
         tp_comm_overlap_cfg: str | None = None,
         micro_batch_size: int | None = None,
-        loss_chunk_size: LossChunkSize = None,
+        loss_chunk_size: LossChunkSize = "auto",
         broadcast_batches: bool = False,
         ddp_config: DistributedDataParallelConfig | None = None,
         optimizer_config: OptimizerConfig | None = None,

@@ -141,6 +141,13 @@ def test_small_losses_of_large_logits_keep_their_digits() -> None:
 
 
 def test_a_gradient_that_is_computed_later_is_refused() -> None:
-    with refuses(ValueError, "loss_chunk_size='auto' with defer_embedding_wgrad_compute=True"):
-        check_chunked_loss("auto", defers_gradient=True)
+    with refuses(ValueError, "loss_chunk_size=8 with defer_embedding_wgrad_compute=True"):
+        check_chunked_loss(8, defers_gradient=True)
     check_chunked_loss(None, defers_gradient=True)
+
+
+def test_auto_leaves_logits_whole_where_the_gradient_is_computed_later() -> None:
+    check_chunked_loss("auto", defers_gradient=True)
+    check_chunked_loss("auto", defers_gradient=False, is_ours=False)
+    assert tokens_of_chunk("auto", 4096, 2**20, defers_gradient=True) is None
+    assert tokens_of_chunk("auto", 4096, 2**20, has_gradients=False, defers_gradient=True) == 1024

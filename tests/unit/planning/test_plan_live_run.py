@@ -67,6 +67,13 @@ def test_a_preference_is_planned_with_two_rows_for_each_pair() -> None:
     assert language.total - reward.total == (256 - 1) * DENSE["hidden_size"]
 
 
+@pytest.mark.parametrize("size", ["auto", None])
+def test_a_loss_of_whole_logits_stays_a_choice(size: Any) -> None:
+    strategies = {} if size == "auto" else {"loss_chunk_size": None}
+    settings = settings_of(trainer_with(MCoreStrategy(**strategies)), MCoreGPT(256, 32, DENSE), batch_size=2)
+    assert settings.strategy["loss_chunk_size"] == size
+
+
 def test_configs_precision_and_data_are_read() -> None:
     from megatron.core.distributed import DistributedDataParallelConfig
 
