@@ -157,17 +157,19 @@ def _attended_keys(seq_length: int, window_size: tuple[int, int] | list[int] | N
     return window - window * window / (2 * seq_length)
 
 
-def _mlp(fields: Mapping[str, Any], ffn_hidden_size: int) -> int:
+def _mlp(fields: Mapping[str, Any], ffn_hidden_size: int, width: int | None = None) -> int:
     # Gate, up and down, or only up and down
     matrices = 3 if fields.get("gated_linear_unit") else 2
-    return matrices * _product(fields["hidden_size"], ffn_hidden_size)
+    return matrices * _product(width or fields["hidden_size"], ffn_hidden_size)
 
 
 def _moe(fields: Mapping[str, Any]) -> dict[str, float]:
     router = _product(fields["hidden_size"], fields["num_moe_experts"])
-    expert = _mlp(fields, _given(fields, "moe_ffn_hidden_size", _ffn_hidden_size(fields)))
+    latent = _given(fields, "moe_latent_size", 0)
+    expert = _mlp(fields, _given(fields, "moe_ffn_hidden_size", _ffn_hidden_size(fields)), latent)
     shared = _mlp(fields, _given(fields, "moe_shared_expert_intermediate_size", 0))
-    return {"moe": router + int(fields.get("moe_router_topk", 2)) * expert, "shared_experts": shared}
+    routed = router + int(fields.get("moe_router_topk", 2)) * expert + 2 * _product(fields["hidden_size"], latent)
+    return {"moe": routed, "shared_experts": shared}
 
 
 def _ffn_hidden_size(fields: Mapping[str, Any]) -> int:

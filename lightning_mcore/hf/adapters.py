@@ -51,8 +51,9 @@ _TRANSLATED = """
 _GATES = tuple(gate for gate, _, _ in TRIPLES)
 _NOT_IN_PEFT = {"nemotron_h": ("out_proj",)}  # PEFT 0.21 refuses them, because a fast path there reads the weight
 # Megatron's modules that may have adapters, besides linear_*
-_ADAPTED_OUTSIDE = ("router", "shared_experts", "word_embeddings", "output_layer")
-_OF_EXPERTS, _OF_DENSE_LAYERS = ("mlp.experts.", "mlp.router.", "mlp.shared_experts."), ("mlp.linear_fc",)
+_ADAPTED_OUTSIDE = ("router", "shared_experts", "fc1_latent_proj", "fc2_latent_proj", "word_embeddings", "output_layer")
+_OF_EXPERTS = ("mlp.experts.", "mlp.router.", "mlp.shared_experts.", "mlp.fc1_latent_proj.", "mlp.fc2_latent_proj.")
+_OF_DENSE_LAYERS = ("mlp.linear_fc",)
 _ADAPTED = (".weight", ".gate_weight")
 
 

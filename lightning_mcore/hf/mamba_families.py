@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families with Mamba 2 layers: Granite 4 H, and Nemotron-H with Nemotron 3 Nano.
+"""Families with Mamba 2 layers: Granite 4 H, and Nemotron-H with Nemotron 3.
 
 A layer of Granite has Mamba 2 or attention, and then an MLP or experts. A layer of Nemotron-H has one part alone. Both
 are patterns of Megatron's letters here. Nemotron's multi-token prediction weights (``mtp.*``) are not read, as in
@@ -187,7 +187,7 @@ def _write_layers(fields: Fields) -> dict[str, Any]:
 _OF_EXPERTS: tuple[ConfigRule, ...] = (
     *(e.ROUTED_EXPERTS, *e.EXPERT_SIZES, *e.SIGMOID_ROUTER),
     Same("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", at_least=1),
-    Only("moe_latent_size", None, "experts with a narrower input are only in TransformerEngine's layers"),
+    Same("moe_latent_size", "moe_latent_size", at_least=1),
 )
 _NORM = "norm.weight"
 
@@ -222,6 +222,7 @@ NEMOTRON = replace(
         Rename("pre_mlp_layernorm.weight", _NORM),
         Rename("mlp.router.weight", "mixer.gate.weight", in_fp32=True),
         Rename("mlp.router.expert_bias", "mixer.gate.e_score_correction_bias", in_fp32=True),
+        *(Rename(f"mlp.{name}.weight", f"mixer.{name}.weight") for name in ("fc1_latent_proj", "fc2_latent_proj")),
         *(
             rule
             for number, name in ((1, "up"), (2, "down"))

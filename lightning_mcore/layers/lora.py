@@ -59,12 +59,13 @@ from torch.nn import functional
 
 from lightning_mcore.config.lora import NOT_MERGED, LoRA
 from lightning_mcore.layers.host_values import version_of
+from lightning_mcore.layers.latent_experts import WholeLinear
 from lightning_mcore.parallel.groups import generator_of, process_group
 
 ADAPTERS = "lora"
 """The name of a layer's child that holds its adapters."""
 
-LINEAR: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear)
+LINEAR: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear, WholeLinear)
 if te.HAVE_TE:
     LINEAR += (te.TELinear, te.TELayerNormColumnParallelLinear)
 ADAPTABLE: tuple[type, ...] = (*LINEAR, VocabParallelEmbedding, Router, SharedExpertMLP)

@@ -8,6 +8,7 @@ from megatron.core.transformer.mlp import MLP
 from torch import nn
 
 from lightning_mcore.config.lora import LoRA
+from lightning_mcore.layers.latent_experts import WholeLinear
 from lightning_mcore.layers.lora import LINEAR, Adapters, Projection, Rows, adapt, freeze, group_of
 from lightning_mcore.parallel.consensus import all_gather_object
 
@@ -63,7 +64,8 @@ def add_lora(model: nn.Module, lora: LoRA) -> None:
             layer: Any = child
             lora.check_adapted([name])
             group = group_of(layer)
-            split = layer.weight.partition_dim if group is not None and group.size() > 1 else None
+            is_split = group is not None and group.size() > 1 and not isinstance(layer, WholeLinear)
+            split = layer.weight.partition_dim if is_split else None
             halves = [f"{name}.gate", f"{name}.up"] if layer in gated else [name]
             adapt(layer, list(_projections(halves, layer, split)), lora, split)
 

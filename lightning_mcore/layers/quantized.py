@@ -169,7 +169,7 @@ def check_blocks(columns: Mapping[str, int], tp: int, etp: int) -> None:
     ``columns`` is by Megatron's weight names; ``tp`` ranks share a dense weight, ``etp`` a routed expert's.
     """
     for name, whole in columns.items():
-        if name.startswith("decoder.") and "linear_" in name and name.endswith(".weight"):
+        if name.startswith("decoder.") and name.endswith(".weight") and ("linear_" in name or "_latent_proj" in name):
             is_split = name.endswith(("linear_proj.weight", "linear_out.weight", "linear_fc2.weight"))
             _require_blocks(name, whole // ((etp if ".experts.experts." in name else tp) if is_split else 1))
 

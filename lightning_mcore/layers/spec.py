@@ -42,6 +42,7 @@ from lightning_mcore.config.rules.model import check_fields, check_without_trans
 from lightning_mcore.layers.activations import xielu
 from lightning_mcore.layers.core_attention import TorchAttention, completed
 from lightning_mcore.layers.delta_net import GatedDeltaNet
+from lightning_mcore.layers.latent_experts import latent_layer
 from lightning_mcore.layers.mamba import Mamba2
 from lightning_mcore.layers.norms import LatentNorm, LatentQueryNorm, TorchNorm, check_norm
 from lightning_mcore.layers.router import ChoiceBiasRouter, ExactRouter
@@ -308,6 +309,8 @@ def _use_our_modules(
         _replace_norm(attention, "q_layernorm", TorchNorm)
         _replace_norm(attention, "k_layernorm", TorchNorm)
     submodules.sharded_state_dict_keys_map = _names_in_checkpoints(layer, config)
+    if experts is not None and config.moe_latent_size:
+        submodules.mlp = latent_layer(experts)
 
 
 _WITH_MEMORY = {"delta_net": GatedDeltaNet, "mamba": Mamba2}
@@ -362,6 +365,9 @@ def _names_in_checkpoints(layer: ModuleSpec, config: TransformerConfig) -> dict[
 
 def _submodules_of_experts(mlp: Any) -> MoESubmodules | None:
     """Return the submodules of a layer with experts; None for a dense layer."""
+    if isinstance(mlp, type):  # without a spec, and with its submodules if they are those of latent_layer()
+        found: MoESubmodules | None = getattr(mlp, "spec", None)
+        return found
     made = mlp.module if isinstance(mlp, ModuleSpec) else mlp.func
     return _submodules_of(mlp) if made is MoELayer else None
 

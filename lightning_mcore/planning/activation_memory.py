@@ -84,6 +84,7 @@ _BEHIND_NORM = tuple(
     for name in ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "linear_in")
 )
 _PARTS = {"mlp.experts.": "moe", "mlp.shared_experts.": "shared_experts", "mlp.linear_": "mlp"}
+_PARTS |= {"mlp.fc1_latent_proj.": "moe", "mlp.fc2_latent_proj.": "moe"}
 _PARTS |= {"self_attention.linear_kv_up_proj.": "mla_up_proj"}
 """How the names of weights begin that belong to a part which can be recomputed."""
 
@@ -136,8 +137,9 @@ def _adapters(fields: GPTFields, form: NumberFormat, prefix: str) -> Iterator[Ro
             continue
         is_row = any(part in name for part in ("linear_fc2", "linear_proj", "linear_out"))
         part = next((part for start, part in _PARTS.items() if name.startswith(prefix + start)), "")
-        whole = "sequence" if is_row or "router" in name else "nobody"
-        split, share, experts = whole if is_row else "tensor", 1.0, 1
+        is_whole = "router" in name or "latent_proj" in name
+        whole = "sequence" if is_row or is_whole else "nobody"
+        split, share, experts = whole if is_row or is_whole else "tensor", 1.0, 1
         if len(trained.shape) > 2:
             whole, experts = "gathered", fields.num_moe_experts
             share = fields.moe_router_topk / experts
@@ -341,7 +343,8 @@ def _experts(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
     yield Row("input of experts", read, form.linear_input, "gathered", "moe", behind)
     yield from _mlp(fields, fields.moe_ffn_hidden_size, form, "moe", "expert", share)
     if fields.moe_latent_size:
-        yield Row("output of experts", fields.moe_latent_size, form.element, "sequence", "moe")
+        last = ("mlp.fc2_latent_proj.weight",)
+        yield Row("output of experts", fields.moe_latent_size, form.element, "sequence", "moe", last)
     if fields.moe_shared_expert_intermediate_size:
         yield from _mlp(fields, fields.moe_shared_expert_intermediate_size, form, "shared_experts")
         if fields.moe_shared_expert_gate:
@@ -476,7 +479,7 @@ class Activations:
         fields, element = self.fields, self.form.element
         inner, kind = (2 if fields.gated_linear_unit else 1) * fields.ffn_hidden_size, "tensor"
         if is_moe:
-            inner, kind = 2 * fields.hidden_size * fields.moe_router_topk, "gathered"
+            inner, kind = 2 * (fields.moe_latent_size or fields.hidden_size) * fields.moe_router_topk, "gathered"
         rows = [Row("outer", 3 * fields.hidden_size, element, "sequence"), Row("inner", inner, element, kind)]
         return self._weigh(rows)
 

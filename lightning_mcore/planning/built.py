@@ -31,6 +31,7 @@ from lightning_mcore.checkpoint.model_state import sharded_tensors
 from lightning_mcore.checkpoint.optimizer_state import pieces_of
 from lightning_mcore.config.rules.model import KERNELS, NEEDS_CUDA, NEEDS_TRANSFORMER_ENGINE, TORCH_BACKEND_VALUES
 from lightning_mcore.hf.weight_map import held_rectangle
+from lightning_mcore.layers.latent_experts import WholeLinear
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.parallel.chunks import ModelChunks
@@ -168,7 +169,7 @@ def of_parameter(chunk: nn.Module, name: str, parameter: nn.Parameter) -> Parame
     if name.endswith(".softmax_offset"):
         split = 0  # a sink for each head; Megatron does not mark them
     owner, is_matrix = chunk.get_submodule(name.rpartition(".")[0]), parameter.dim() == 2
-    is_linear = isinstance(owner, ColumnParallelLinear | RowParallelLinear)
+    is_linear = isinstance(owner, ColumnParallelLinear | RowParallelLinear | WholeLinear)
     return ParameterTensor(
         name,
         parameter.numel(),

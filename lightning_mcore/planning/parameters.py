@@ -100,8 +100,7 @@ def _of_chunk(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, bac
     staged = layout.pipeline_model_parallel_size > 1
     parts: dict[str, list[ParameterTensor]] = {}
     for prefix, tensor in built_tensors(fields):
-        for on_rank in _on_rank(fields, layout, tensor, backend):
-            parts.setdefault(prefix, []).append(on_rank)
+        parts.setdefault(prefix, []).append(_on_rank(layout, tensor, backend))
     if chunk.embedding or chunk.mtp:
         shared = staged and (fields.tied or fields.mtp_num_layers > 0)
         yield from (
@@ -129,27 +128,15 @@ _WHOLE = ("self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_
 """Weights that each rank has whole with TransformerEngine's layers, and shares with the torch backend's."""
 
 
-def _on_rank(
-    fields: GPTFields, layout: ParallelLayout, tensor: ParameterTensor, backend: str
-) -> Iterator[ParameterTensor]:
-    """Yield a tensor as a rank holds it; with ``moe_latent_size``, which only TransformerEngine has, its projections.
-
-    Routed experts then read and write the latent width, which follows the router in the order of Megatron's modules.
-    """
-    hidden, latent = fields.hidden_size, fields.moe_latent_size
-    if tensor.expert and latent is not None and tensor.is_matrix:
-        shape = tuple(latent if size == hidden else size for size in tensor.shape)
-        tensor = tensor._replace(shape=shape, size=prod(shape))
+def _on_rank(layout: ParallelLayout, tensor: ParameterTensor, backend: str) -> ParameterTensor:
+    """Return a tensor as a rank holds it."""
     ranks = layout.expert_tensor_size if tensor.expert else layout.tensor_model_parallel_size
     if tensor.split is None or ranks == 1 or (tensor.name in _WHOLE and backend == "transformer_engine"):
         tensor = tensor._replace(split=None)
     else:
         tensor = tensor._replace(size=tensor.size // ranks)
     copies = tensor.copies // layout.expert_model_parallel_size if tensor.expert else 1
-    yield tensor._replace(copies=copies)
-    if tensor.name == "mlp.router.weight" and latent is not None:
-        for name, shape in (("fc1_latent_proj", (latent, hidden)), ("fc2_latent_proj", (hidden, latent))):
-            yield ParameterTensor(f"mlp.{name}.weight", prod(shape), is_matrix=True, is_linear=True, shape=shape)
+    return tensor._replace(copies=copies)
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ _NAMES = {
     "attention": tuple(f"self_attention.{name}." for name in (*_DOWN, "linear_out")),
     "mla_up_proj": ("self_attention.linear_q_up_proj.", "self_attention.linear_kv_up_proj."),
     "mlp": ("mlp.linear_",),
-    "moe": ("mlp.experts.", "mlp.router."),
+    "moe": ("mlp.experts.", "mlp.router.", "mlp.fc1_latent_proj.", "mlp.fc2_latent_proj."),
     "shared_experts": ("mlp.shared_experts.",),
 }
 """How the names of the weights of each part of a layer begin; scores of attention have none."""

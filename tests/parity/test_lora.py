@@ -79,6 +79,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_dora": True,
         },
     ),
+    "narrow experts": (
+        "nemotron_h, latent experts",
+        {"target_modules": ["o_proj", "fc1_latent_proj", "fc2_latent_proj"], "use_dora": True},
+    ),
     "joined projections": ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}),
     "lengths of joined projections": ("glm4", {"target_modules": ["q_proj", "gate_up_proj"], "use_dora": True}),
     "router": ("mixtral", {"target_modules": ["v_proj"], "target_parameters": ["gate.weight"]}),
@@ -169,6 +173,7 @@ LAYOUTS: dict[Layout, tuple[str, ...]] = {
         "delta nets",
         "mamba",
         "layers of one part",
+        "narrow experts",
         *JOINED,
         "gates",
         "stacked experts",

@@ -47,12 +47,20 @@ EXPERTS = (
 )
 DENSE = tuple(name for name in MORE_FAMILIES if name not in EXPERTS)
 STRETCHED = ("llama, other constants", "llama, stretched with the length", "phi3, longrope")
-VARIED = (*MORE_FAMILIES, *STRETCHED, "llama, all biases", "granitemoehybrid, dense", "granitemoehybrid, no Mamba")
+LATENT = "nemotron_h, latent experts"
+VARIED = (
+    *MORE_FAMILIES,
+    *STRETCHED,
+    "llama, all biases",
+    "granitemoehybrid, dense",
+    "granitemoehybrid, no Mamba",
+    LATENT,
+)
 PROMPT, CONTINUED = [5, 17, 3], 4
 
 LAYOUTS: dict[Layout, tuple[str, ...]] = {
     Layout(tp=2): (*DENSE, "olmo2, one key head", "granitemoehybrid, dense"),
-    Layout(moe=True, tp=2, sp=True, ep=2, etp=1): (*EXPERTS, "minimax_m2, one key head"),
+    Layout(moe=True, tp=2, sp=True, ep=2, etp=1): (*EXPERTS, "minimax_m2, one key head", LATENT),
 }
 MORE_LAYOUTS: dict[Layout, tuple[str, ...]] = {
     Layout(): VARIED,
@@ -63,7 +71,7 @@ MORE_LAYOUTS: dict[Layout, tuple[str, ...]] = {
     Layout(pp=2, vp=2): VARIED,
     Layout(tp=2, cp=2, sp=True): VARIED,
     Layout(tp=4, sp=True): ("olmo2", "olmo2, one key head", "olmo3"),
-    Layout(moe=True, dp=2, ep=2): EXPERTS,
+    Layout(moe=True, dp=2, ep=2): (*EXPERTS, LATENT),
 }
 
 

@@ -146,6 +146,8 @@ OPTIONS = (
         (MOE_TP2,),
     ),
     Option("experts-with-biases", {"add_bias_linear": True}, (EP2, MOE_SPREAD)),
+    Option("narrow-experts", {"moe_latent_size": 20}, (MOE_TP2,), (EP2, MOE_PP2, MOE_CP2)),
+    Option("narrow-experts-with-biases", {"moe_latent_size": 20, "add_bias_linear": True}, (EP2, MOE_SPREAD)),
     Option("experts-every-second-layer", {"moe_layer_freq": 2}, (MOE_PP2,), (EP2,), num_layers=4),
     Option(
         "experts-on-the-last-stage-only",

@@ -67,6 +67,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "whole modules": ("llama", {"target_modules": ["o_proj"], "modules_to_save": ["mlp"]}),
     "delta nets": ("qwen3_5_text", {"target_modules": ["o_proj"], "modules_to_save": ["linear_attn"]}),
     "mamba": ("nemotron_h", {"target_modules": ["o_proj", "in_proj"]}),
+    "narrow experts": ("nemotron_h, latent experts", {"target_modules": ["fc1_latent_proj", "fc2_latent_proj"]}),
     "sinks": ("gpt_oss", {"target_modules": ["lm_head"], "modules_to_save": ["self_attn"]}),
     "some layers": ("llama", {"layers_to_transform": [1, 3]}),
     "some layers and a whole name": ("llama", {"target_modules": ["q_proj", "lm_head"], "layers_to_transform": [1]}),

@@ -374,6 +374,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         {"layer_types": ["full_attention"] * 4, "mamba_expand": 1, "mamba_n_heads": 1, "mamba_d_head": 32},
     ),
+    "nemotron_h, latent experts": ("nemotron_h", {"moe_latent_size": 20}),
     "llama, one key head": ("llama", {"num_key_value_heads": 1}),
     "olmo2, one key head": ("olmo2", {"num_key_value_heads": 1}),
     "minimax_m2, one key head": ("minimax_m2", {"num_key_value_heads": 1}),

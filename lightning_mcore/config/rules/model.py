@@ -40,7 +40,7 @@ NEEDS_TRANSFORMER_ENGINE: Collection[str] = (
     *("activation_func_fp8_input_store", "use_te_activation_func", "use_transformer_engine_op_fuser", "use_kitchen"),
     *("fp4", "fp8", "quant_recipe", "batch_invariant_backend"),
     # experts
-    *("moe_grouped_gemm", "moe_latent_size", "moe_permute_fusion", "moe_router_fusion"),
+    *("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"),
     *("moe_router_padding_for_quantization", "moe_single_grouped_bias", "moe_single_grouped_weight"),
     *("moe_use_grouped_tensor", "moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"),
     *("use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert"),
@@ -301,6 +301,16 @@ def _check_values(config: "TransformerConfig") -> None:
         raise ValueError(
             f"moe_router_topk={topk} does not fit moe_router_group_topk={chosen} groups of {experts // groups} experts;"
             f" choose {chosen if chosen == most else f'{chosen} to {most}'}"
+        )
+    latent, overlapped = config.moe_latent_size, config.moe_shared_expert_overlap
+    if latent is not None and (isinstance(latent, bool) or not isinstance(latent, int) or latent < 1 or not experts):
+        raise ValueError(
+            f"moe_latent_size={latent!r} with num_moe_experts={experts}; give a width above 0 and the number of experts, or"
+            " leave it out"
+        )
+    if latent and overlapped:
+        raise ValueError(
+            f"moe_latent_size={latent} does not work with moe_shared_expert_overlap=True; leave one of them out"
         )
     balancing, weight = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if experts and balancing == "sinkhorn" and weight:

@@ -79,6 +79,12 @@ def test_moe_layer_runs_the_router_and_the_chosen_experts_only() -> None:
     assert moe - flops() == 3 * 2 * ((2 * 8 * 4) + 2 * expert - 2 * (2 * 8 * 32))
 
 
+def test_narrow_experts_cost_their_own_width_and_two_projections_of_each_token() -> None:
+    moe = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16}
+    saved = 2 * 2 * (2 * (8 - 4) * 16) - 2 * (2 * 8 * 4)
+    assert flops(**moe) - flops(**moe, moe_latent_size=4) == 3 * 2 * saved
+
+
 def test_shared_expert_is_added_to_every_moe_layer() -> None:
     moe = {"num_moe_experts": 4, "moe_ffn_hidden_size": 16}
     shared = flops(**moe, moe_shared_expert_intermediate_size=24) - flops(**moe)
