@@ -197,7 +197,8 @@ def _work(
 ) -> dict[str, Any]:
     """Return the operations of a step, and its time if there is a machine."""
     layout, fields, batch = run.sizes
-    rules, work = run.rules, step_work(fields, layout, devices, batch, run.rules.strategy.get("loss_chunk_size", "auto"))
+    rules = run.rules
+    work = step_work(fields, layout, devices, batch, rules.strategy.get("loss_chunk_size", "auto"))
     if machine is None:
         return {"work": work}
     number_format = "fp32" if rules.precision_name == "32-true" else "bf16"

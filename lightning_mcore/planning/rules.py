@@ -288,7 +288,8 @@ def check_in_megatron(
     book.attempt(check_uniform_recompute, config)
     book.attempt(check_adapters, fields, config, settings)
     tied, positions = settings["share_embeddings_and_output_weights"], settings["position_embedding_type"]
-    book.attempt(check_chunked_loss, rules.strategy.get("loss_chunk_size", "auto"), config.defer_embedding_wgrad_compute)
+    chunk_size = rules.strategy.get("loss_chunk_size", "auto")
+    book.attempt(check_chunked_loss, chunk_size, config.defer_embedding_wgrad_compute)
     book.attempt(check_multi_token, config, bool(tied), positions == "learned_absolute")
     book.attempt(model_rules.check_normalization, settings["loss_normalization"], config)
     book.attempt(model_rules.check_average_in_collective, bool(rules.resolved("average_in_collective")), config)
