@@ -225,7 +225,7 @@ def wrap_chunks(
     if ddp_config is not None:
         check_average_in_collective(ddp_config.average_in_collective, config)
     if pipeline is None:
-        _broadcast_buffers(wrapped[0])
+        broadcast_buffers(wrapped[0])
     if ddp_config is None:
         for module in wrapped:
             _broadcast_parameters(module)
@@ -453,10 +453,22 @@ def _broadcast_parameters(module: nn.Module) -> None:
         dist.broadcast(parameter.data, src=dist.get_global_rank(owner, 0), group=owner)
 
 
-def _broadcast_buffers(module: nn.Module) -> None:
-    """Give copies of a plain module the same buffers, as torch's DDP does."""
+def broadcast_buffers(module: nn.Module, stored_only: bool = False) -> None:
+    """Give copies of a plain module the buffers of the first, as torch's DDP does.
+
+    Args:
+        module: The module; buffers of one dtype on one device travel together.
+        stored_only: Leave out buffers that a state dict does not hold: tables computed from the settings.
+    """
+    tables: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for layer in module.modules():
+        for name, buffer in layer.named_buffers(recurse=False):
+            if not (stored_only and name in layer._non_persistent_buffers_set):
+                tables.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
     group = process_group("dp_cp")
-    for buffer in module.buffers():
-        value = buffer.detach().contiguous()
-        dist.broadcast(value, src=dist.get_global_rank(group, 0), group=group)
-        buffer.data.copy_(value)
+    for buffers in tables.values():
+        # A batch norm of 3 channels: means [3] and variances [3] travel as 6 numbers, and its count as 1.
+        values = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        dist.broadcast(values, src=dist.get_global_rank(group, 0), group=group)
+        for buffer, value in zip(buffers, values.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(value.view_as(buffer))

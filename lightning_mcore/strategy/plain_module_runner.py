@@ -15,7 +15,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 
 from lightning_mcore.optimizer.rules import check_not_summed
-from lightning_mcore.parallel.chunks import ModelChunks, check_gradients, plain_config, wrap_chunks
+from lightning_mcore.parallel.chunks import ModelChunks, broadcast_buffers, check_gradients, plain_config, wrap_chunks
 from lightning_mcore.strategy.checks import check_plain
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class PlainModuleRunner:
         self._strategy = strategy
         self._sync_blocked = False
         self._gradients_are_shown = False
+        self._buffers_may_differ = False
 
     @property
     def root_device(self) -> torch.device:
@@ -60,16 +61,27 @@ class PlainModuleRunner:
         """Run the step forward; Lightning runs backward."""
         module = self._strategy.lightning_module
         assert module is not None
+        self._share_buffers()
         self._strategy.chunks.wait_for_uncalled(self._strategy.chunks.wrapped[0])
         with self._strategy.precision_plugin.train_step_context():
             output = module.training_step(*args, **kwargs)
         self._strategy.logs.end_plain_step()
+        self._buffers_may_differ = not self._sync_blocked
         return output
 
     def evaluate(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any], shares_output: bool) -> Any:
         """Run a step forward only."""
+        self._share_buffers()
         with self._strategy.precision_plugin.forward_context():
             return getattr(self._strategy.lightning_module, step)(*args, **kwargs)
+
+    def _share_buffers(self) -> None:
+        """Take rank 0's running statistics after a window's last batch, when torch's DDP does."""
+        # With accumulate_grad_batches=2, batches 0 and 1 move each rank's own statistics. Before batch 2, or before a
+        # validation, all ranks take those of rank 0, which are also the ones that a checkpoint holds.
+        if self._buffers_may_differ:
+            broadcast_buffers(self._strategy.chunks.wrapped[0], stored_only=True)
+            self._buffers_may_differ = False
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:

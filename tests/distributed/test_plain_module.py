@@ -27,8 +27,10 @@ from tests.support.ranks import run_ranks
 from tests.support.thorough import thorough_but
 from tests.support.toy import (
     ADAMW,
+    SEQ_LENGTH,
     Batch,
     MakeOptimizer,
+    Memory,
     PlainNet,
     Samples,
     Seen,
@@ -400,6 +402,37 @@ def test_model_copies_take_the_buffers_of_the_first_as_under_ddp() -> None:
     expected = run_ranks(2, draw_noise, "ddp")
     assert expected[0] == expected[1]
     assert run_ranks(2, draw_noise, {}) == expected
+
+
+class Averaging(PlainNet):
+    """Has running statistics, which each rank moves by its own batches."""
+
+    def __init__(self) -> None:
+        super().__init__(SGD)
+        self.norm = nn.BatchNorm1d(SEQ_LENGTH)
+        self.seen: list[list[float]] = []
+
+    def predictions(self, batch: Batch) -> Tensor:
+        return self.net(self.norm(batch["x"]))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append(torch.cat([buffer.flatten() for buffer in self.norm.buffers()]).tolist())
+
+
+def average(strategy: Any) -> dict[str, Any]:
+    """Return the statistics after each batch and at the end, and the validation loss of each epoch."""
+    module, memory = Averaging(), Memory()
+    run_fit(module, strategy, loader(28, 2), loader(6, 3), accumulate_grad_batches=3, max_epochs=2, logger=memory)
+    final = {name: value.tolist() for name, value in module.named_buffers()}
+    return {"seen": module.seen, "final": final, "val_loss": memory.values("val_loss")}
+
+
+def test_running_statistics_are_those_of_ddp() -> None:
+    for expected, found in zip(run_ranks(2, average, "ddp"), run_ranks(2, average, {}), strict=True):
+        assert len(expected["seen"]) == 14
+        assert len(expected["val_loss"]) == 2
+        assert found.pop("val_loss") == pytest.approx(expected.pop("val_loss"), rel=1e-6)
+        assert found == expected
 
 
 @pytest.mark.parametrize("entry", ["fit", "validate"])
