@@ -44,7 +44,7 @@ SOURCE ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock check docs site-check format test test-fast test-thorough test-lightning test-ray test-oldest test-latest test-mcore-source test-te test-te-suite sentences fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-vl demo-fp8 bench bench-checkpoint \
+.PHONY: help install lock check docs site-check format test test-fast test-thorough test-lightning test-ray test-oldest test-latest test-mcore-source test-te test-te-suite sentences fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-distill demo-vl demo-fp8 bench bench-checkpoint \
 	bench-generate bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-rehearse bench-scale bench-startup bench-vision plots gpu torture faults mutate house clean
 
 help:  ## list the commands
@@ -251,6 +251,8 @@ demo-hf: $(INSTALLED)  ## fine-tune a Hugging Face model with tensor parallelism
 demo-lora: $(INSTALLED)  ## train LoRA adapters on a frozen model with tensor parallelism, and write a PEFT folder
 	$(RUN) examples/finetune_lora.py $(ARGS)
 
+demo-distill: $(INSTALLED)  ## train a small model with and without a larger one as its teacher, and compare them
+	$(RUN) examples/distill_gpt.py $(ARGS)
 demo-dpo: $(INSTALLED)  ## train a tiny model with DPO and tensor parallelism to prefer one of two answers
 	$(RUN) examples/prefer_answers.py $(ARGS)
 

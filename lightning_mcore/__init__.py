@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_mcore.checkpoint.io import MCoreCheckpointIO
     from lightning_mcore.checkpoint.weights import build_from_checkpoint
     from lightning_mcore.config.communication import CommunicationOptions
+    from lightning_mcore.config.distillation import Distillation
     from lightning_mcore.config.layout import ModelShape, ParallelLayout
     from lightning_mcore.config.lora import LoRA
     from lightning_mcore.config.preference import Preference
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     )
     from lightning_mcore.layers.own_adapters import add_lora
     from lightning_mcore.layers.session import single_process
+    from lightning_mcore.models.distillation import MCoreDistillation
     from lightning_mcore.models.gpt import MCoreGPT
     from lightning_mcore.models.preference import MCorePreference
     from lightning_mcore.models.recipe import Recipe, loraplus_groups
@@ -66,10 +68,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CommunicationOptions",
+    "Distillation",
     "FP8Monitor",
     "GarbageCollection",
     "LoRA",
     "MCoreCheckpointIO",
+    "MCoreDistillation",
     "MCoreFinetuningData",
     "MCoreGPT",
     "MCoreModule",
@@ -112,10 +116,12 @@ __all__ = [
 
 HOMES = {
     "CommunicationOptions": "config.communication",
+    "Distillation": "config.distillation",
     "FP8Monitor": "strategy.fp8_monitor",
     "GarbageCollection": "strategy.garbage",
     "LoRA": "config.lora",
     "MCoreCheckpointIO": "checkpoint.io",
+    "MCoreDistillation": "models.distillation",
     "MCoreFinetuningData": "data.finetuning.datamodule",
     "MCoreGPT": "models.gpt",
     "MCoreModule": "strategy.module",

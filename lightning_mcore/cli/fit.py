@@ -35,6 +35,7 @@ from lightning_mcore.data.finetuning.images import MCoreVisionData
 from lightning_mcore.data.preference.datamodule import MCorePreferenceData
 from lightning_mcore.data.pretraining.datamodule import MCorePretrainingData
 from lightning_mcore.interop.callback import SaveHFModel
+from lightning_mcore.models.distillation import MCoreDistillation
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.models.vision import MCoreVisionGPT
@@ -52,6 +53,7 @@ SHORT_NAMES = (
     FP8Monitor,
     GarbageCollection,
     MCoreCheckpointIO,
+    MCoreDistillation,
     MCoreFinetuningData,
     MCoreGPT,
     MCorePrecision,

@@ -19,7 +19,8 @@ class RunSettings:
     # Arguments of MCoreStrategy; ddp_config, optimizer_config and communication are dicts of their fields.
     strategy: Mapping[str, Any] = field(default_factory=dict)
     precision: Mapping[str, Any] = field(default_factory=dict)
-    # Arguments of MCoreGPT; with "path", of MCoreGPT.from_pretrained; with "preference", of MCorePreference.
+    # Arguments of MCoreGPT; with "path", of MCoreGPT.from_pretrained; with "preference", of MCorePreference; with
+    # "distillation", of MCoreDistillation.
     model: Mapping[str, Any] = field(default_factory=dict)
     trainer: Mapping[str, Any] = field(default_factory=dict)
     # batch_size (rows of a DataLoader batch on one data-parallel rank), seq_length (tokens), and other arguments

@@ -27,7 +27,7 @@ tokens on 2 ranks in chunks of 4:
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +67,8 @@ def in_chunks(
     wants_best: bool = False,
     draws: bool = False,
     trained: Mapping[str, Tensor] | None = None,
+    kind: "Callable[..., ChunkedLoss] | None" = None,
+    beside: Tensor | None = None,
 ) -> list[Tensor]:
     """Return the loss of each token, [b, s] fp32, and with ``wants_best`` the most probable token, [b, s] int64.
 
@@ -74,6 +76,7 @@ def in_chunks(
     ``draws`` says whether it draws random numbers. ``hidden`` are those of all tokens, ``labels`` is [b, s], and
     ``tokens`` is the size of a chunk, rounded down to whole positions of all rows and ranks; a chunk has at least one.
     Gradients of ``trained``, from :func:`summed_in_fp32`, are summed there; ``logits_of`` gets them as ``shares``.
+    Another ``kind`` of chunk returns what it computes; it gets its part of ``beside``, which is split as ``hidden`` is.
     """
     rows, length = labels.shape
     ranks = length // hidden.size(0)  # that share the sequence
@@ -84,15 +87,19 @@ def in_chunks(
     found: list[list[Tensor]] = []
     by_rank = labels.reshape(rows, ranks, -1)
     parts = torch.split(hidden, own)
+    others: Iterable[dict[str, Tensor]] = [{}] * len(parts)
+    if beside is not None:
+        others = [{"beside": part} for part in torch.split(beside, own)]
+    make = kind or functools.partial(_Chunk, wants_best=wants_best)
     trained = trained if trained and torch.is_grad_enabled() else {}
     turns = {name: itertools.cycle([*[False] * (len(parts) - 1), True]) for name in trained}
-    for part, wanted in zip(parts, torch.split(by_rank, own, dim=2), strict=True):
+    for part, wanted, other in zip(parts, torch.split(by_rank, own, dim=2), others, strict=True):
         own_logits = logits_of
         if trained:
             shares = {name: _Share.apply(weight, turns[name]) for name, weight in trained.items()}  # type: ignore[no-untyped-call]
             own_logits = functools.partial(logits_of, shares=shares)
-        compute = _Chunk(own_logits, wanted.reshape(rows, -1).t(), vocabulary, wants_best)
-        if torch.is_grad_enabled():
+        compute = make(own_logits, wanted.reshape(rows, -1).t(), vocabulary, **other)
+        if torch.is_grad_enabled() and len(parts) > 1:
             results = checkpoint(compute, part, use_reentrant=False, preserve_rng_state=False, **again)
         else:
             results = compute(part)
@@ -100,21 +107,35 @@ def in_chunks(
     return [torch.cat(results, dim=2).view(rows, length) for results in zip(*found, strict=True)]
 
 
-class _Chunk:
+class ChunkedLoss:
     """Computes a chunk: in forward, and again in backward, which knows the losses and repeats only the logits."""
 
-    def __init__(
-        self, logits_of: Callable[[Tensor], Tensor], labels: Tensor, vocabulary: Vocabulary, wants_best: bool
-    ) -> None:
-        self.logits_of, self.labels, self.vocabulary, self.wants_best = logits_of, labels, vocabulary, wants_best
+    def __init__(self, logits_of: Callable[[Tensor], Tensor], labels: Tensor, vocabulary: Vocabulary) -> None:
+        self.logits_of, self.labels, self.vocabulary = logits_of, labels, vocabulary
         self.known: list[Tensor] = []  # losses and log-sums, [s, b] each
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Return the losses, [s, b], and the most probable tokens if they are wanted."""
-        logits = self.logits_of(hidden)
+        """Return the results of a chunk, [s, b] each."""
+        raise NotImplementedError
+
+    def losses(self, logits: Tensor) -> Tensor:
+        """Return the loss of each token, [s, b] fp32, from its logits, [s, b, v / tp]."""
         if not self.known:
             self.known = list(_losses_and_log_sums(logits.detach(), self.labels, self.vocabulary))
         losses: Tensor = _TokenLosses.apply(logits, self.labels, self.vocabulary, *self.known)  # type: ignore[no-untyped-call]
+        return losses
+
+
+class _Chunk(ChunkedLoss):
+    """Computes the losses of a chunk, and its most probable tokens if they are wanted."""
+
+    def __init__(self, *given: Any, wants_best: bool) -> None:
+        super().__init__(*given)
+        self.wants_best = wants_best
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        logits = self.logits_of(hidden)
+        losses = self.losses(logits)
         if not self.wants_best:
             return (losses,)
         size = self.vocabulary.first + self.vocabulary.real

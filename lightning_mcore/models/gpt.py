@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from lightning_mcore.checkpoint.model_state import TRAINED_ONLY
 from lightning_mcore.config.architecture import Architecture, set_architecture
+from lightning_mcore.config.distillation import Distillation
 from lightning_mcore.config.field_homes import fusion_defaults
 from lightning_mcore.config.layout import ModelShape
 from lightning_mcore.config.lora import LoRA, check_train_only
@@ -78,7 +79,7 @@ _BASE = "lora_base_digest"  # not "lora_base", an older digest
 
 
 def _with_plain_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
-    kinds = (Recipe, LoRA, Preference)
+    kinds = (Recipe, LoRA, Preference, Distillation)
     return {name: value.plain() if isinstance(value, kinds) else value for name, value in saved.items()}
 
 

@@ -219,7 +219,7 @@ def wrap_chunks(
     if transformer_engine.HAVE_TE:
         _forget_earlier_run(wrapped)
     if pipeline is not None and (config.bf16 or config.fp16):
-        wrapped = [_cast(config, module) for module in wrapped]
+        wrapped = [cast_chunk(config, module) for module in wrapped]
         if config.fp8_param:
             correct_amax_history_if_needed(wrapped)  # casting damages it before TransformerEngine 2
     if ddp_config is not None:
@@ -242,7 +242,7 @@ def wrap_chunks(
     return ModelChunks(config, list(ddp), pipeline, uncalled)
 
 
-def _cast(config: TransformerConfig, module: nn.Module) -> Float16Module:
+def cast_chunk(config: TransformerConfig, module: nn.Module) -> Float16Module:
     """Cast a chunk as Megatron does, but keep what is fp32 in its routers and delta nets, which compute with it.
 
     Megatron rounds the bias by which a router chooses experts, and then keeps the rounded values in fp32. Source:

@@ -2,9 +2,11 @@
 """The arguments of a planned ``MCoreGPT``: with those of a Hugging Face config, and those that a preference changes."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from lightning_mcore.config.distillation import Distillation
 from lightning_mcore.config.field_homes import DEFAULTS
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.preference import Preference, faults_with_model
@@ -16,6 +18,7 @@ from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import arguments_of_base
 from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.planning.grid import GlobalBatch
+from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.signatures import of_model
 
 if TYPE_CHECKING:
@@ -70,7 +73,22 @@ def faults_of_pairs(settings: RunSettings, model: Mapping[str, Any], batch: Glob
         yield f"micro_batch_size={batch.micro_batch_size} cuts a pair apart; choose an even number"
 
 
-def assumptions_of_preference(model: Mapping[str, Any]) -> Iterator[str]:
+def with_teacher(fields: GPTFields, model: Mapping[str, Any]) -> GPTFields:
+    """Return a model's sizes with its teacher's, if it has one.
+
+    Raises FileNotFoundError if there is no such teacher, ValueError or TypeError for a wrong setting.
+    """
+    if model.get("distillation") is None:
+        return fields
+    path = Distillation.of(model["distillation"]).teacher
+    given = planned_settings(path, None, fields.seq_length, {"mtp_num_layers": None})
+    multiple = model.get("make_vocab_size_divisible_by") or 128
+    return replace(fields, teacher=GPTFields.of({**given, "make_vocab_size_divisible_by": multiple}))
+
+
+def assumptions_of_loss(model: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is not counted, as part of a sentence."""
     if "preference" in model and Preference.of(model["preference"]).needs_reference:
         yield "the passes that compute log-probabilities under the reference are not counted"
+    if model.get("distillation") is not None:
+        yield "the teacher's weights and operations are counted, but not its activations and communication"

@@ -66,6 +66,7 @@ class GPTFields:
     frozen: frozenset[str] = frozenset()  # parts of a vision-language model that are not trained
     vision: Vision | None = None  # the settings of the tower; None for a text-only model
     image_tokens: int = 0  # tokens of images in a row; 0 if unknown
+    teacher: "GPTFields | None" = None  # of a model that learns from another one
 
     def __getattr__(self, name: str) -> Any:
         """Return a field of ``TransformerConfig``."""

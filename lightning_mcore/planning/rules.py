@@ -45,7 +45,7 @@ from lightning_mcore.optimizer import rules as optimizer_rules
 from lightning_mcore.parallel.stage_layers import check_uniform_recompute
 from lightning_mcore.planning import signatures
 from lightning_mcore.planning.adapters import check_adapters, with_adapters
-from lightning_mcore.planning.arguments import arguments_of_gpt, assumptions_of_preference, faults_of_pairs
+from lightning_mcore.planning.arguments import arguments_of_gpt, assumptions_of_loss, faults_of_pairs, with_teacher
 from lightning_mcore.planning.grid import GlobalBatch, global_batch
 from lightning_mcore.planning.model import GPTFields, backend_of
 from lightning_mcore.planning.signatures import Arguments, arguments_of, fields_of, of_config, of_model
@@ -242,6 +242,7 @@ def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:
     arguments = {**given, "transformer": right}
     try:  # even for a model with wrong fields, to find later errors too
         fields = with_tower(GPTFields.of(arguments), arguments)
+        fields = book.attempt(with_teacher, fields, arguments) or fields
         return book.attempt(with_adapters, fields, arguments) or fields
     except (ValueError, TypeError, ArithmeticError, LookupError) as error:
         if not book.errors:
@@ -262,10 +263,20 @@ def check_gpt_on_layout(book: RuleBook, fields: GPTFields, rules: PlannedStrateg
     fits = book.passes(layout.validate_model, fields.shape)
     if fits:
         book.attempt(check_first_stage, fields, layout)
+    if fits and fields.teacher is not None:
+        fits = book.passes(check_teacher_on_layout, layout, fields.teacher)
     if fp8 is not None and fp8.is_on:
         book.attempt(check_model, fp8, fields.shape, layout.tensor_model_parallel_size, layout.expert_tensor_size)
         book.attempt(check_layers, fp8, fields.num_layers, layout.pipeline_model_parallel_size)
     return fits
+
+
+def check_teacher_on_layout(layout: ParallelLayout, teacher: GPTFields) -> None:
+    """Raise ValueError if the layout cannot divide the teacher."""
+    try:
+        layout.validate_model(teacher.shape)
+    except ValueError as error:
+        raise ValueError(f"the teacher does not fit this run: {error}") from error
 
 
 def check_in_megatron(
@@ -459,7 +470,7 @@ def _assumptions(
         yield f"fused, unless model.transformer sets these fields: {', '.join(n for n, on in fused.items() if on)}"
     if rules.fp8 is not None and rules.fp8.fp4_recipe is not None:
         yield "FP4 counts as bf16 in memory, and as FP8 in time"
-    yield from assumptions_of_preference(model)
+    yield from assumptions_of_loss(model)
     yield from assumptions_of_vision(fields)
 
 

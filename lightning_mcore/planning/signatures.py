@@ -22,6 +22,7 @@ from megatron.core.optimizer import OptimizerConfig
 
 from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.value_checks import is_callable
+from lightning_mcore.models.distillation import MCoreDistillation
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.models.vision import MCoreVisionGPT
@@ -62,10 +63,12 @@ def of_trainer() -> Arguments:
 
 
 def of_model(pretrained: bool = False, sees: bool = False) -> Arguments:
-    """Return the arguments of ``MCoreGPT`` and ``MCorePreference``, or of their ``from_pretrained``."""
+    """Return the arguments of ``MCoreGPT`` and the classes that change its loss, or of their ``from_pretrained``."""
     found: dict[str, Argument] = {}
-    for kind in (MCoreVisionGPT,) if sees else (MCorePreference, MCoreGPT):
+    for kind in (MCoreVisionGPT,) if sees else (MCorePreference, MCoreDistillation, MCoreGPT):
         found |= arguments_of(kind.from_pretrained if pretrained else kind)
+    if "distillation" in found:
+        found["distillation"] = found["distillation"]._replace(default=None)  # only its own class needs it
     return found
 
 

@@ -255,6 +255,10 @@ def rank_memory(
     formats = StateFormats.of(precision, strategy, optimizer)
     tensors = tensors or rank_tensors(fields, layout, pipeline_rank, backend)
     state = state_memory(tensors, layout, formats, world_size, pipeline_rank)
+    if fields.teacher is not None:
+        of_teacher = rank_tensors(fields.teacher, layout, pipeline_rank, backend)
+        frozen = [[tensor._replace(is_trained=False) for tensor in chunk] for chunk in of_teacher]
+        state = replace(state, weights=state.weights + state_memory(frozen, layout, formats, world_size).weights)
     in_fp8 = formats.fp8 and backend == "transformer_engine"
     form = NumberFormat(formats.parameter, backend, in_fp8, packed, formats.gradient)
     length = fields.seq_length if seq_length is None else seq_length

@@ -54,10 +54,12 @@ def step_work(
     of_layers, widths = layer_flops(given, batch.seq_length), _widths(fields, layout)
     ranks = world_size // layout.pipeline_model_parallel_size
     of_stage, slowed = list[float](), list[float]()
-    for chunks in stage_layers(fields, layout):
+    teacher = _forward_flops(fields.teacher, layout, batch.seq_length, in_chunks)
+    for chunks, taught in zip(stage_layers(fields, layout), teacher, strict=True):
         parts = _stage_flops(fields, of_layers, chunks, in_chunks)
-        of_stage.append(sum(parts.values()) * batch.tokens / ranks)
-        slowed.append(sum(flops * (1 + NARROW / widths[part]) for part, flops in parts.items()) * batch.tokens / ranks)
+        of_stage.append((sum(parts.values()) + taught) * batch.tokens / ranks)
+        slow = sum(flops * (1 + NARROW / widths[part]) for part, flops in parts.items()) + taught
+        slowed.append(slow * batch.tokens / ranks)
     tower, again = (flops * batch.rows for flops in tower_flops(fields))
     if fields.vision is not None:
         of_stage[0] += again / ranks
@@ -109,6 +111,18 @@ def _stage_flops(
             parts["output"] += _passes(fields, 0, ("embedding.",))
         parts["attention"] += chunk.mtp * _passes(fields, 4 * fields.hidden_size**2, ("mtp.layers.0.eh_proj.",))
     return parts
+
+
+def _forward_flops(teacher: GPTFields | None, layout: ParallelLayout, seq_length: int, in_chunks: bool) -> list[float]:
+    """Return the operations of a teacher's forward pass for one token, for each stage; in chunks, logits twice."""
+    if teacher is None:
+        return [0.0] * layout.pipeline_model_parallel_size
+    of_layers = layer_flops({**teacher.transformer, **teacher.architecture.sizes}, seq_length)
+    output = 2.0 * teacher.hidden_size * teacher.output_size * (2 if in_chunks else 1)
+    return [
+        sum(sum(sum(of_layers[layer].values()) for layer in chunk.layers) + chunk.output * output for chunk in chunks)
+        for chunks in stage_layers(teacher, layout)
+    ]
 
 
 def _passes(fields: GPTFields, forward: float, names: tuple[str, ...], runs: int = 1) -> float:

@@ -89,6 +89,11 @@ def build_of(settings: RunSettings, devices: int, devices_per_node: int) -> tupl
     assert run.batch is not None
     if "vision" in run.model and settings.image_tokens is None:
         raise ValueError("the model sees images, and the tokens of them in a row are not known; give --image-tokens N")
+    if run.model.get("distillation") is not None:
+        raise ValueError(
+            "distillation cannot be rehearsed, because its teacher is read from files; leave model.distillation out to"
+            " rehearse the student alone"
+        )
     if run.device_type == "cpu":
         raise ValueError("accelerator='cpu' has no GPU to rehearse; set trainer.accelerator to 'gpu'")
     if run.rules.computes_in_fp8 or run.model.get("transformer_impl") == "transformer_engine":

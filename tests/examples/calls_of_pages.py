@@ -144,6 +144,11 @@ def plan(page: Names) -> None:
     assert page["look"]().errors == ()
 
 
+@of_page("distillation", ranks=4)
+def distillation(page: Names) -> None:
+    page["distill"]("base", "base", "chats.jsonl", seq_length=64, accelerator="cpu")
+
+
 @of_page("preference", ranks=8)
 def preference(page: Names) -> None:
     pairs = [page["pair"](characters(), number, f"q{number}", "a" * number, "b") for number in range(1, 17)]

@@ -203,6 +203,21 @@ def test_adapters_are_trained_and_peft_loads_them(
 
 @pytest.mark.thorough
 @pytest.mark.distributed
+def test_a_student_learns_from_its_teacher_and_from_the_text_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--teacher-steps=6", "--max-steps=6", "--batch-size=2", "--rows=16")
+    output = run_on_ranks(capsys, 2, "distill_gpt.py", *options, folder=tmp_path)
+    for name in ("teacher", "student-alone", "student-taught"):
+        assert re.search(rf"{name} +validation loss \d", output), output
+    folder = tmp_path / "outputs/distill_gpt"
+    assert (folder / "losses.png").read_bytes().startswith(PNG)
+    apart = run_report.read_curve(folder / "student-taught/metrics.csv", "train_divergence")
+    assert apart[-1][1] > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.distributed
 def test_a_preference_is_learnt_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--first-steps=8", "--max-steps=2", "--batch-size=4")
     output = run_on_ranks(capsys, 2, "prefer_answers.py", *options, folder=tmp_path)

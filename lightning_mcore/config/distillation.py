@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of distillation, as plain data: the teacher, the divergence and its weight.
+
+``layers/distillation.py`` computes the divergence, ``models/distillation.py`` has the module that trains with it. Files
+and hyper-parameters hold the settings as a dict, which :meth:`Distillation.of` reads.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_mcore.config.value_checks import from_fields, require_number
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """How a model learns from the probabilities that a teacher gives to each next token.
+
+    The loss of a token is ``(1 - kd_ratio) * token loss + kd_ratio * divergence``. With the student's probabilities
+    ``p``, the teacher's ``q`` and ``m = (1 - beta) * p + beta * q``, all at the same temperature, the divergence is
+
+    * forward KL, ``KL(q || p)``, with ``beta=0``: the student covers all that the teacher finds likely;
+    * reverse KL, ``KL(p || q)``, with ``beta=1``: the student keeps to what the teacher finds likely;
+    * ``beta * KL(q || m) + (1 - beta) * KL(p || m)`` in between (generalized Jensen-Shannon), as in TRL's GKD.
+
+    Args:
+        teacher: Folder, hub name or checkpoint of the teacher, a text model with the student's tokenizer.
+        beta: The kind of divergence, 0 to 1, as above.
+        temperature: Divides the logits of both models. The divergence is not multiplied by its square.
+        kd_ratio: Weight of the divergence, above 0, up to 1, which leaves the token loss out of the gradient.
+
+    Raises:
+        ValueError: A value is out of range.
+        TypeError: A value has the wrong type.
+
+    Examples:
+        >>> from lightning_mcore import Distillation
+        >>> forward_kl = Distillation("Qwen/Qwen2.5-7B", kd_ratio=0.5)
+        >>> jensen_shannon = Distillation("Qwen/Qwen2.5-7B", beta=0.5, temperature=2.0)
+    """
+
+    teacher: str
+    beta: float = 0.0
+    temperature: float = 1.0
+    kd_ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.teacher, str) or not self.teacher:
+            raise TypeError(f"teacher={self.teacher!r} is not the path or name of a model; give one")
+        for name in ("beta", "temperature", "kd_ratio"):
+            require_number(name, getattr(self, name), at_least=0)
+        for name in ("beta", "kd_ratio"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name}={getattr(self, name)} is too large; choose 0 to 1")
+        for name, effect in (("temperature", "divides by zero"), ("kd_ratio", "learns nothing from the teacher")):
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name}=0 {effect}; choose a number above 0")
+
+    @classmethod
+    def of(cls, given: "Distillation | Mapping[str, Any]") -> "Distillation":
+        """Return settings unchanged, or make them from a mapping; the errors of :func:`from_fields` and the class."""
+        return from_fields(cls, "distillation", given)
+
+    def plain(self) -> dict[str, Any]:
+        """Return all fields as plain data; :meth:`of` reads it back."""
+        return dataclasses.asdict(self)

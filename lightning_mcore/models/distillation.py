@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``MCoreDistillation``: an ``MCoreGPT`` that learns from a teacher's probabilities, on every layout.
+
+The model, its data, layouts, checkpoints and adapters are ``MCoreGPT``'s; only the training loss differs. When a fit
+begins, each rank reads its part of the teacher's weights, in the number format of the student's. In training, each
+stage runs the teacher's layers before the student's (``layers/distillation.py``). Validation, testing and prediction
+run the student alone.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_mcore.config.distillation import Distillation
+from lightning_mcore.config.lora import LoRA
+from lightning_mcore.config.positions import PositionEmbedding
+from lightning_mcore.config.rules.model import LossNormalization
+from lightning_mcore.hf.adapters import fingerprint
+from lightning_mcore.hf.source import absolute
+from lightning_mcore.layers.distillation import StudentChunk, TeacherChunk
+from lightning_mcore.layers.gpt import GPTChunk
+from lightning_mcore.layers.losses import token_mean
+from lightning_mcore.layers.spec import TransformerImpl
+from lightning_mcore.models.gpt import Batch, MCoreGPT
+from lightning_mcore.models.recipe import Recipe
+from lightning_mcore.parallel.chunks import cast_chunk
+
+_TEACHER = "distillation_teacher"  # key of a checkpoint: the teacher's fingerprint
+_OFF: dict[str, Any] = {  # of the teacher, whose weights come from its files
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "mtp_num_layers": None,
+    "perform_initialization": False,
+}
+
+
+class MCoreDistillation(MCoreGPT):
+    """A GPT that learns from a teacher: forward KL, reverse KL or generalized Jensen-Shannon, with the token loss.
+
+    The teacher is split over the ranks as the student is: tensor, sequence, pipeline, context and expert parallelism
+    apply to both. It has no gradients, no optimizer state, and is not in checkpoints. A run that resumes reads it
+    again, and checks that it is the same. Both models must have the same tokens.
+
+    Logs ``train_loss`` (the mixed loss), ``train_token_loss`` and ``train_divergence``; validation and testing log what
+    ``MCoreGPT`` does, for the student alone, so ``val_loss`` is a token loss.
+
+    Args:
+        vocab_size: As in :class:`~lightning_mcore.MCoreGPT`, like all arguments except ``distillation``.
+        seq_length: Tokens per sequence.
+        transformer: Fields of Megatron's ``TransformerConfig``.
+        distillation: The teacher and the loss; :class:`~lightning_mcore.Distillation` has the settings.
+        recipe: Optimizer and learning rate.
+        position_embedding_type: The kind of position embedding.
+        rotary_percent: Fraction of a head's channels that is rotated.
+        rotary_base: Base of the rotary wavelengths.
+        rope_scaling: Stretch long wavelengths as Llama 3 does.
+        rope_scaling_factor: The factor of that stretch.
+        seq_len_interpolation_factor: Divides all positions.
+        yarn: Settings of YaRN.
+        share_embeddings_and_output_weights: Whether the output layer is the embedding's transpose.
+        make_vocab_size_divisible_by: The embedding has a multiple of this many rows, as has the teacher's.
+        transformer_impl: The layers to use, also for the teacher.
+        loss_normalization: Mean of the loss over ``"tokens"`` or ``"samples"``.
+        architecture: What the model has that Megatron's config has no field for.
+        hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.
+        lora: Train low-rank adapters and freeze the rest.
+        train_only: Parts of the Hugging Face names of the weights that are trained; all others are frozen.
+
+    Raises:
+        ValueError: A value is not allowed, or two contradict each other.
+        TypeError: A value has the wrong type.
+
+    Examples:
+        A new student; ``MCoreDistillation.from_pretrained(path, distillation=...)`` starts from a Hugging Face model.
+
+        >>> from lightning_mcore import Distillation, MCoreDistillation
+        >>> sizes = {"num_layers": 8, "hidden_size": 1024, "num_attention_heads": 16}
+        >>> teacher = Distillation("path/of/the/teacher", kd_ratio=0.5)
+        >>> model = MCoreDistillation(32000, seq_length=2048, transformer=sizes, distillation=teacher)
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        seq_length: int,
+        transformer: dict[str, Any],
+        distillation: Distillation | dict[str, Any],
+        recipe: Recipe = Recipe(),
+        position_embedding_type: PositionEmbedding = "rope",
+        rotary_percent: float = 1.0,
+        rotary_base: int = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        seq_len_interpolation_factor: float | None = None,
+        yarn: dict[str, Any] | None = None,
+        share_embeddings_and_output_weights: bool = False,
+        make_vocab_size_divisible_by: int = 128,
+        transformer_impl: TransformerImpl = "auto",
+        loss_normalization: LossNormalization = "tokens",
+        architecture: dict[str, Any] | None = None,
+        hf: dict[str, Any] | None = None,
+        lora: LoRA | dict[str, Any] | None = None,
+        train_only: list[str] | None = None,
+    ) -> None:
+        setting = Distillation.of(distillation)
+        super().__init__(
+            vocab_size=vocab_size,
+            seq_length=seq_length,
+            transformer=transformer,
+            recipe=recipe,
+            position_embedding_type=position_embedding_type,
+            rotary_percent=rotary_percent,
+            rotary_base=rotary_base,
+            rope_scaling=rope_scaling,
+            rope_scaling_factor=rope_scaling_factor,
+            seq_len_interpolation_factor=seq_len_interpolation_factor,
+            yarn=yarn,
+            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+            transformer_impl=transformer_impl,
+            loss_normalization=loss_normalization,
+            architecture=architecture,
+            hf=hf,
+            lora=lora,
+            train_only=train_only,
+        )
+        self.distillation = setting
+        self.teacher_mark: str | None = None  # identifies the teacher's weights
+        self._path_of_teacher = absolute(setting.teacher)  # the working folder may change
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]  # with the distillation, which has no default
+        cls,
+        path: str,
+        distillation: Distillation | dict[str, Any],
+        seq_length: int | None = None,
+        transformer: dict[str, Any] | None = None,
+        recipe: Recipe = Recipe(),
+        make_vocab_size_divisible_by: int = 128,
+        transformer_impl: TransformerImpl = "auto",
+        loss_normalization: LossNormalization = "tokens",
+        family: str | None = None,
+        lora: LoRA | dict[str, Any] | str | None = None,
+        adapters: list[str] | None = None,
+        train_only: list[str] | None = None,
+    ) -> "MCoreDistillation":
+        """Make a student from a Hugging Face model, and start from its weights on any layout.
+
+        Args:
+            path: As in :meth:`MCoreGPT.from_pretrained`, like all arguments except ``distillation``.
+            distillation: The teacher and the loss, as in the constructor.
+            seq_length: Tokens per sequence; None for the longest that the model supports.
+            transformer: Fields of ``TransformerConfig`` that override the model's config.
+            recipe: Optimizer and learning rate, as in the constructor.
+            make_vocab_size_divisible_by: The embedding has a multiple of this many rows, as has the teacher's.
+            transformer_impl: ``"local"``, ``"transformer_engine"`` or ``"auto"``, as in the constructor.
+            loss_normalization: Mean of the loss over ``"tokens"`` or ``"samples"``, as in the constructor.
+            family: The kind of model; None for the family in its config.
+            lora: Train low-rank adapters and freeze the weights, or continue the adapters in a PEFT folder.
+            adapters: PEFT adapters to merge into the weights first.
+            train_only: Parts of the Hugging Face names of the weights that are trained, as in the constructor.
+
+        Raises:
+            FileNotFoundError: There is no such model, or no such adapter.
+            ValueError: Its family is unknown, or its config asks for something that is not supported.
+        """
+        return cls._of_pretrained(
+            path,
+            family,
+            seq_length,
+            transformer,
+            lora,
+            adapters,
+            distillation=distillation,
+            recipe=recipe,
+            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+            transformer_impl=transformer_impl,
+            loss_normalization=loss_normalization,
+            **({} if train_only is None else {"train_only": train_only}),
+        )
+
+    # ---- the teacher
+
+    @property
+    def teacher(self) -> "Teacher":
+        """The teacher, whose settings are read from its folder at the first use."""
+        found: Teacher | None = self.__dict__.get("_own_teacher")
+        if found is None:
+            found = Teacher.of_student(self._path_of_teacher, self)
+            self.__dict__["_own_teacher"] = found  # not a submodule
+        found._trainer = self._trainer
+        return found
+
+    def check_settings(self) -> None:
+        """Check the settings as ``MCoreGPT`` does; before training, also that the teacher fits student and layout.
+
+        Raises:
+            ValueError: The teacher has other tokens, is not a language model, or does not fit the layout.
+        """
+        super().check_settings()
+        if not self._fits:
+            return
+        teacher, host = self.teacher, self._host()
+        check_tokens(self, teacher)
+        try:
+            if host is not None:
+                host.layout.validate_model(teacher.model_shape())
+            teacher.check_settings()
+        except ValueError as error:
+            raise ValueError(f"the teacher {self.distillation.teacher} does not fit this run: {error}") from error
+
+    @property
+    def _fits(self) -> bool:
+        return self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
+
+    def configure_model(self) -> None:
+        """Build this rank's chunks as ``MCoreGPT`` does; before training, also those of the teacher."""
+        super().configure_model()
+        if not self._fits:
+            return
+        teacher = self.teacher
+        if not hasattr(teacher, "model"):
+            teacher.configure_model()
+            mark = fingerprint(teacher)
+            self._check_mark(mark)
+            self.teacher_mark = mark
+            teacher.freeze()
+            for chunk in teacher.model.chunks:
+                if self.config.bf16 or self.config.fp16:
+                    cast_chunk(self.config, chunk)
+        if self._trainer is not None:
+            teacher.to(self._trainer.strategy.root_device)
+        for chunk, of_teacher in zip(self.model.chunks, teacher.model.chunks, strict=True):
+            assert isinstance(chunk, StudentChunk)
+            assert isinstance(of_teacher, TeacherChunk)
+            chunk.learn_from(of_teacher, self.distillation)
+
+    def _new_chunk(self, *args: Any, **kwargs: Any) -> GPTChunk:
+        return StudentChunk(*args, **kwargs)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Record which teacher the run has."""
+        super().on_save_checkpoint(checkpoint)
+        checkpoint[_TEACHER] = self.teacher_mark
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Check that the run has the teacher that it began with."""
+        super().on_load_checkpoint(checkpoint)
+        recorded = checkpoint.get(_TEACHER)
+        self._check_mark(recorded)
+        self.teacher_mark = recorded or self.teacher_mark
+
+    def _check_mark(self, mark: str | None) -> None:
+        if None not in (mark, self.teacher_mark) and mark != self.teacher_mark:
+            raise ValueError(
+                f"teacher={self.distillation.teacher!r} has other weights than the teacher of the run that wrote the"
+                " checkpoint; give that one, or start a new run from the weights alone"
+            )
+
+    # ---- steps
+
+    def microbatch_shape(self, batch: Batch) -> tuple[int, int] | None:  # type: ignore[override]
+        """Return what ``MCoreGPT`` does; None with pipeline stages, which also send the teacher's activations."""
+        host = self._host()
+        is_staged = host is not None and host.layout.pipeline_model_parallel_size > 1
+        return None if is_staged else super().microbatch_shape(batch)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        """Return the mean of a microbatch's mixed losses and, unless ``calculate_per_token_loss=False``, its weight."""
+        with self._learning():
+            found, inputs = self.token_losses(batch)
+        assert inputs.loss_mask is not None
+        losses, divergences = found
+        for name, values in (("train_token_loss", losses), ("train_divergence", divergences)):
+            mean, count = token_mean(values.detach(), inputs.loss_mask)
+            self.log(name, mean, batch_size=count, sync_dist=True)  # type: ignore[arg-type]
+        ratio = self.distillation.kd_ratio
+        mixed = (1 - ratio) * losses + ratio * divergences
+        return self._log_loss("train_loss", self.learned_losses(mixed), inputs)
+
+    @contextlib.contextmanager
+    def _learning(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for chunk in self._pipeline_of_step().chunks:
+                assert isinstance(chunk, StudentChunk)
+                stack.enter_context(chunk.learning())
+            yield
+
+
+class Teacher(MCoreGPT):
+    """A student's teacher: the same layout, no gradients, and weights that are always read from its folder."""
+
+    @classmethod
+    def of_student(cls, path: str, student: MCoreGPT) -> Self:
+        """Read the settings of the teacher at ``path``.
+
+        Raises FileNotFoundError if there is no such model, ValueError if it is not a language model or is not
+        supported.
+        """
+        given = student.hparams
+        teacher = cls._of_pretrained(
+            path,
+            None,
+            student.seq_length,
+            _OFF,
+            None,
+            None,
+            make_vocab_size_divisible_by=given["make_vocab_size_divisible_by"],
+            transformer_impl=given["transformer_impl"],
+        )
+        if teacher.lora is not None:
+            raise ValueError(
+                f"teacher={path!r} is a checkpoint of LoRA adapters; export it with lightning-mcore export, and give"
+                " the merged model"
+            )
+        return teacher
+
+    @property
+    def _resumes(self) -> bool:
+        return False
+
+    def megatron_fields(self) -> dict[str, Any]:
+        """Return the strategy's fields; a dense teacher has no part in expert parallelism."""
+        dense = {} if self.transformer.get("num_moe_experts") else {"expert_model_parallel_size": 1}
+        return {**super().megatron_fields(), **dense}
+
+    def _new_chunk(self, *args: Any, **kwargs: Any) -> GPTChunk:
+        return TeacherChunk(*args, **kwargs)
+
+
+def check_tokens(student: MCoreGPT, teacher: MCoreGPT) -> None:
+    """Raise ValueError if the models' tokens differ, or their logits cannot be compared column by column.
+
+    Qwen2.5 0.5B has 151,936 rows and 7B 152,064, for the same 151,665 tokens. With multiples of 512 both have 152,064.
+    """
+    path = teacher._starts_from or ""
+    sizes = student.vocab_size, teacher.vocab_size
+    both = tokens_of(student._starts_from), tokens_of(path)
+    known = None not in both
+    if known and both[0] != both[1]:
+        raise ValueError(
+            f"teacher={path!r} has another tokenizer than the student; give a teacher whose tokenizer.json has the same"
+            " tokens"
+        )
+    longest = max((both[0] or {}).values(), default=0) + 1
+    if sizes[0] != sizes[1] and (not known or longest > min(sizes)):
+        raise ValueError(
+            f"teacher={path!r} has a vocabulary of {sizes[1]} and the student of {sizes[0]}; give a teacher with the"
+            " student's tokens"
+        )
+    if student.padded_vocab_size != teacher.padded_vocab_size:
+        multiple = int(student.hparams["make_vocab_size_divisible_by"])
+        while -(-sizes[0] // multiple) != -(-sizes[1] // multiple):
+            multiple *= 2
+        raise ValueError(
+            f"the student's {sizes[0]} and the teacher's {sizes[1]} rows of the embedding are padded to"
+            f" {student.padded_vocab_size} and {teacher.padded_vocab_size}; set"
+            f" make_vocab_size_divisible_by={multiple}, which pads both to {-(-sizes[0] // multiple) * multiple}"
+        )
+
+
+def tokens_of(path: str | None) -> Mapping[str, int] | None:
+    """Return the number of each token in a folder's tokenizer.json; None if there is no such file."""
+    file = os.path.join(path or "", "tokenizer.json")
+    if path is None or not os.path.isfile(file):
+        return None
+    with open(file, encoding="utf-8") as opened:
+        content = json.load(opened)
+    vocabulary = content["model"]["vocab"]
+    if not isinstance(vocabulary, dict):  # Unigram: pairs of a token and its score
+        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+    return {**vocabulary, **{added["content"]: added["id"] for added in content.get("added_tokens") or ()}}

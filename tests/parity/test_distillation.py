@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of distillation equals plain transformers with autograd, on every layout, padded and packed.
+
+The plain loop has student and teacher whole in one process, sequence by sequence, in fp64 (fp32 with experts), and
+knows nothing of padding, packing, chunks or ranks. The teacher is of another family, wider and deeper than the student.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_mcore import Distillation, LoRA, MCoreDistillation, MCoreStrategy, Recipe, collate_padded, collate_rows
+from lightning_mcore.data.packing.best_fit import TokenSample
+from lightning_mcore.data.packing.rows import build_row
+from lightning_mcore.data.sampling import data_parallel_place
+from lightning_mcore.interop.importing import import_checkpoint
+from tests.parity.hf_training import Part, finished_gradients, on_disk
+from tests.support.hf_models import VARIANTS, VOCAB_SIZE, auto_model, save_tiny, tiny_folder
+from tests.support.layouts import Layout
+from tests.support.ranks import run_ranks
+from tests.support.thorough import thorough_but
+from tests.support.toy import make_trainer
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.xdist_group("distillation"),  # they share references
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT asks
+]
+
+LENGTH, MULTIPLE = 48, 4  # a context-parallel rank pair asks for multiples of 4
+CHUNK = 10  # tokens
+ROWS = ((0, 1), (2, 3))  # the samples in packed rows
+LOSS, GRADIENT = 1e-5, 1e-5  # the first absolute, the second of the greatest value of a tensor
+
+CASES = {
+    "forward": {"kd_ratio": 0.6, "temperature": 2.0},
+    "reverse": {"beta": 1.0},
+    "js": {"beta": 0.3, "temperature": 0.7, "kd_ratio": 0.9},
+}
+Run = tuple[str, str, bool]  # a case, the student's family, and whether rows are packed
+DENSE: tuple[Run, ...] = (("js", "qwen2", False), ("forward", "qwen2", True))
+LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with the number of ranks
+    "1": {Layout(): (*((case, "qwen2", False) for case in CASES), ("reverse", "qwen2, untied", True))},
+    "2": {
+        Layout(tp=2, sp=True): (*DENSE, ("reverse", "qwen2, untied", False)),
+        Layout(pp=2): (*DENSE, ("reverse", "qwen2, untied", True)),
+        Layout(cp=2): DENSE,
+        Layout(dp=2, distributed_optimizer=True): DENSE,
+        Layout(moe=True, dp=2, ep=2): (("js", "qwen2_moe", False), ("forward", "qwen2_moe", True)),
+    },
+    "2 more": {
+        Layout(tp=2): DENSE,
+        Layout(pp=2, vp=2): DENSE,
+        Layout(dp=2): (("reverse", "qwen2", False),),
+        Layout(moe=True, tp=2, sp=True): (("js", "qwen2_moe", False),),
+    },
+    "4": {
+        Layout(tp=2, cp=2, sp=True): DENSE,
+        Layout(tp=2, pp=2, sp=True): DENSE,
+        Layout(dp=2, cp=2): DENSE[1:],
+        Layout(dp=2, pp=2): DENSE,
+    },
+}
+
+
+@functools.cache
+def samples() -> list[TokenSample]:
+    """Return four texts of uneven lengths; some of their tokens count for nothing."""
+    generator = np.random.default_rng(3)
+    made = []
+    for number, length in enumerate((9, 23, 17, 24)):
+        tokens = generator.integers(1, VOCAB_SIZE, length)
+        made.append(TokenSample(tokens, np.arange(length) >= number + 2, number))
+    return made
+
+
+VARIANTS["qwen2, untied"] = ("qwen2", {"tie_word_embeddings": False})
+TEACHER = {"hidden_size": 48, "num_hidden_layers": 8, "intermediate_size": 64}
+
+
+@functools.cache
+def teacher_folder(family: str = "llama", **changes: Any) -> str:
+    """Return the folder of the teacher."""
+    place = tiny_folder("qwen2").parent / f"teacher-{family}-{len(changes)}"
+    return str(save_tiny(family, place, **{**(TEACHER if family == "llama" else {}), **changes}))
+
+
+@functools.cache
+def teacher_of(family: str) -> str:
+    return teacher_folder("qwen2_moe" if "moe" in family else "llama")
+
+
+@functools.cache
+def plain_step(case: str, family: str) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Run a step of the plain loop; return logged values, and gradients by their names on the disk."""
+    dtype = torch.float32 if "moe" in family else torch.float64  # grouped products have no fp64
+    student, teacher = (
+        auto_model().from_pretrained(folder, dtype=dtype, attn_implementation="eager").train()
+        for folder in (tiny_folder(family), teacher_of(family))
+    )
+    setting = {"beta": 0.0, "temperature": 1.0, "kd_ratio": 1.0, **CASES[case]}
+    losses, divergences = [], []
+    for sample in samples():
+        tokens = torch.from_numpy(sample.tokens)[None]
+        counts = torch.from_numpy(sample.loss_mask[1:])  # type: ignore[index]
+        logits = student(tokens[:, :-1]).logits[0][counts].double()
+        taught = teacher(tokens[:, :-1]).logits[0][counts].double().detach()
+        losses.append(torch.nn.functional.cross_entropy(logits, tokens[0, 1:][counts], reduction="none"))
+        p, q = ((values / setting["temperature"]).softmax(-1) for values in (logits, taught))
+        divergences.append(divergence(p, q, setting["beta"]))
+    loss, distance = torch.cat(losses).mean(), torch.cat(divergences).mean()
+    mixed = (1 - setting["kd_ratio"]) * loss + setting["kd_ratio"] * distance
+    mixed.backward()
+    values = {"train_loss": mixed, "train_token_loss": loss, "train_divergence": distance}
+    return {name: value.item() for name, value in values.items()}, on_disk(family, dict(student.named_parameters()))
+
+
+def divergence(p: Tensor, q: Tensor, beta: float) -> Tensor:
+    """Return the divergence of each row of probabilities, as the formula says it."""
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return (a * (a / b).log()).sum(-1)
+
+    if beta in (0, 1):
+        return kl(q, p) if beta == 0 else kl(p, q)
+    m = (1 - beta) * p + beta * q
+    return beta * kl(q, m) + (1 - beta) * kl(p, m)
+
+
+# ---- a run
+
+
+class Data(pl.LightningDataModule):
+    """The samples in one global batch, padded or packed; ``steps`` times."""
+
+    def __init__(self, packed: bool, steps: int = 1) -> None:
+        super().__init__()
+        self._packed, self._steps = packed, steps
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        rank, ranks = data_parallel_place(self.trainer)
+        if self._packed:
+            rows = [build_row([samples()[i] for i in row], LENGTH + 8, MULTIPLE) for row in ROWS[rank::ranks]]
+            batch = collate_rows(rows)
+        else:
+            batch = collate_padded(samples()[rank::ranks], 4, LENGTH)
+        return DataLoader([batch] * self._steps, batch_size=None)  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self.train_dataloader()
+
+
+class Watched(MCoreDistillation):
+    """Keeps finished gradients."""
+
+    gradients: list[Part]
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients = finished_gradients(self)
+
+
+Seen = tuple[dict[str, float], list[Part]]
+
+
+def train(layouts: dict[Layout, tuple[Run, ...]], folders: dict[str, tuple[str, str]]) -> list[list[Seen]]:
+    """Train one step of each run on each layout, one after the other, on this rank."""
+    return [[_train(layout, run, *folders[run[1]]) for run in runs] for layout, runs in layouts.items()]
+
+
+def _train(layout: Layout, run: Run, folder: str, teacher: str) -> Seen:
+    case, _, packed = run
+    module = Watched.from_pretrained(folder, Distillation(teacher, **CASES[case]), seq_length=LENGTH)
+    in_parts = {"micro_batch_size": 1} if layout.dp == 1 else {}
+    trainer = make_trainer(
+        MCoreStrategy(**layout.strategy_arguments | in_parts, loss_chunk_size=None if case == "reverse" else CHUNK),
+        max_steps=1,
+        use_distributed_sampler=False,
+        limit_val_batches=0,
+    )
+    trainer.fit(module, Data(packed))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.gradients
+
+
+@pytest.mark.parametrize("name", thorough_but(LAYOUTS, "1", "2"))
+def test_a_step_on_every_layout_is_that_of_plain_models(name: str) -> None:
+    layouts = LAYOUTS[name]
+    families = {family for runs in layouts.values() for _, family, _ in runs}
+    folders = {family: (str(tiny_folder(family)), teacher_of(family)) for family in families}
+    ranks = run_ranks(int(name[0]), train, layouts, folders, timeout=240)
+    wrong: dict[str, Any] = {}
+    for index, (layout, runs) in enumerate(layouts.items()):
+        for number, run in enumerate(runs):
+            found = dict(differences(*plain_step(*run[:2]), [rank[index][number] for rank in ranks]))
+            if found:
+                wrong[f"{layout.id} {run}"] = found
+    assert wrong == {}
+
+
+def differences(
+    values: dict[str, float], gradients: dict[str, Tensor], ranks: Sequence[Seen]
+) -> Iterator[tuple[str, float]]:
+    """Yield what differs by more than it may; nothing may be missing."""
+    seen = set()
+    for found, parts in ranks:
+        for name, value in values.items():
+            if not abs(found[name] - value) <= LOSS * max(1, abs(value)):
+                yield name, found[name] - value
+        for part in parts:
+            seen.add(part.name)
+            whole = gradients[part.name]
+            difference = (part.values - part.of(whole)).abs().max().item() / max(whole.abs().max().item(), 1e-30)
+            if not difference <= GRADIENT:
+                yield part.name, difference
+    if seen != gradients.keys():
+        yield "names", float("nan")
+
+
+# ---- runs
+
+
+def losses_of_run(layout: Layout, folder: str, teacher: str, steps: int, **options: Any) -> list[list[float]]:
+    """Train and return each step's ``train_loss``, ``train_token_loss`` and ``train_divergence``."""
+    resumed, kept, precision = (options.pop(name, None) for name in ("resumed", "kept", "precision"))
+    recipe = Recipe(learning_rate=0.01, min_learning_rate=0.01)
+    setting = Distillation(teacher, **CASES["js"])
+    module = MCoreDistillation.from_pretrained(folder, setting, seq_length=LENGTH, recipe=recipe, **options)
+    seen: list[list[float]] = []
+
+    class Keeps(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            names = ("train_loss", "train_token_loss", "train_divergence")
+            seen.append([float(trainer.callback_metrics[name]) for name in names])
+            if kept is not None and trainer.global_step == 2:
+                trainer.save_checkpoint(kept)
+
+    trainer = make_trainer(
+        MCoreStrategy(**layout.strategy_arguments, loss_chunk_size=CHUNK),
+        max_steps=steps,
+        use_distributed_sampler=False,
+        limit_val_batches=0,
+        callbacks=[Keeps()],
+        **({} if precision is None else {"precision": precision}),
+    )
+    trainer.fit(module, Data(packed=True, steps=steps), ckpt_path=resumed)
+    return seen
+
+
+def resumed_runs(layout: Layout, folder: str, teacher: str, other: str, out: str) -> list[list[list[float]]]:
+    """Train, resume in the middle, and be refused with another teacher."""
+    kept = f"{out}/kept.ckpt"
+    whole = losses_of_run(layout, folder, teacher, 4, kept=kept)
+    resumed = losses_of_run(layout, folder, teacher, 4, resumed=kept)
+    with pytest.raises(ValueError, match="has other weights than the teacher of the run that wrote the checkpoint"):
+        losses_of_run(layout, folder, other, 4, resumed=kept)
+    return [whole, resumed]
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2, sp=True)], ids=str)
+def test_a_run_that_resumes_reads_the_teacher_again_and_repeats_every_bit(layout: Layout, tmp_path: Path) -> None:
+    other = teacher_folder(rms_norm_eps=2e-3, vocab_size=VOCAB_SIZE, **TEACHER | {"intermediate_size": 72})
+    given = (str(tiny_folder("qwen2")), teacher_of("qwen2"), other, str(tmp_path))
+    for whole, resumed in run_ranks(layout.world_size, resumed_runs, layout, *given, timeout=120):
+        assert whole[0][0] > whole[3][0]
+        assert resumed == whole[2:]
+
+
+def adapted_runs(layouts: Sequence[Layout], folder: str, teacher: str) -> list[list[list[float]]]:
+    """Train adapters of the student on each layout."""
+    lora = LoRA(r=4, target_modules=["q_proj", "down_proj", "lm_head"])
+    found = []
+    for layout in layouts:
+        pl.seed_everything(1)
+        found.append(losses_of_run(layout, folder, teacher, 3, lora=lora))
+    return found
+
+
+def test_a_student_with_adapters_learns_alike_on_every_layout() -> None:
+    given = (str(tiny_folder("qwen2, untied")), teacher_of("qwen2"))
+    [[wanted]] = run_ranks(1, adapted_runs, [Layout()], *given)
+    values, _ = plain_step("js", "qwen2, untied")
+    assert wanted[0] == pytest.approx([*values.values()], abs=LOSS)
+    assert wanted[2][0] < wanted[0][0]
+    for rank in run_ranks(2, adapted_runs, [Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2)], *given):
+        for found in rank:
+            assert np.array(found) == pytest.approx(np.array(wanted), abs=LOSS)
+
+
+def test_halved_precision_rounds_the_same_losses() -> None:
+    layout, folders = Layout(tp=2, sp=True, pp=2), (str(tiny_folder("qwen2")), teacher_of("qwen2"))
+    values, _ = plain_step("js", "qwen2")
+    for found in run_ranks(4, functools.partial(losses_of_run, precision="bf16-mixed"), layout, *folders, 1):
+        assert found[0] == pytest.approx([*values.values()], rel=0.02)
+
+
+def taught_by_checkpoint(folder: str, teacher: str) -> list[list[float]]:
+    """Learn from a checkpoint; then validate, which needs no teacher."""
+    found = losses_of_run(Layout(tp=2), folder, teacher, 1)
+    module = MCoreDistillation.from_pretrained(folder, Distillation("nowhere"), seq_length=LENGTH)
+    trainer = make_trainer(MCoreStrategy(tensor_model_parallel_size=2), use_distributed_sampler=False)
+    [values] = trainer.validate(module, Data(packed=True), verbose=False)
+    return [*found, [values["val_loss"]]]
+
+
+def test_a_checkpoint_is_a_teacher_too_and_validation_needs_none(tmp_path: Path) -> None:
+    values, _ = plain_step("js", "qwen2")
+    teacher = str(tmp_path / "teacher")
+    run_ranks(1, import_checkpoint, teacher_of("qwen2"), teacher)
+    for found, validated in run_ranks(2, taught_by_checkpoint, str(tiny_folder("qwen2")), teacher, timeout=120):
+        assert found == pytest.approx([*values.values()], abs=LOSS)
+        assert validated == pytest.approx([values["train_token_loss"]], abs=LOSS)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which settings and teachers are refused before a model is built, and what ``plan`` counts of a teacher."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_mcore import Distillation, MCoreDistillation, MCoreStrategy
+from lightning_mcore.config.run import RunSettings
+from lightning_mcore.models.distillation import check_tokens
+from lightning_mcore.planning.plan import make_plan
+from lightning_mcore.rehearsal.settings import build_of
+from tests.support.hf_models import VOCAB_SIZE, save_tiny, tiny_folder
+from tests.support.sentences import refuses
+
+SETTINGS: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
+    ({"teacher": ""}, TypeError, "teacher=''"),
+    ({"teacher": "big", "beta": 1.5}, ValueError, "beta=1.5"),
+    ({"teacher": "big", "beta": -0.5}, ValueError, "beta=-0.5"),
+    ({"teacher": "big", "temperature": 0}, ValueError, "temperature=0"),
+    ({"teacher": "big", "kd_ratio": 0}, ValueError, "kd_ratio=0"),
+    ({"teacher": "big", "kd_ratio": 2}, ValueError, "kd_ratio=2"),
+)
+
+
+@pytest.mark.parametrize(("given", "kind", "said"), SETTINGS, ids=[said for *_, said in SETTINGS])
+def test_settings_out_of_range_are_refused(given: dict[str, Any], kind: type[Exception], said: str) -> None:
+    with refuses(kind, said):
+        Distillation.of(given)
+
+
+@pytest.fixture(autouse=True)
+def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let sentences name folders without their place."""
+    monkeypatch.chdir(tmp_path)
+
+
+def folder(name: str, vocab_size: int, tokens: int | None = None, **sizes: Any) -> str:
+    """Write a model, and a tokenizer.json of so many tokens."""
+    path = save_tiny("llama", Path(name), vocab_size=vocab_size, **sizes)
+    if tokens is not None:
+        vocabulary = {f"{name[0]}{number}" if number > 5 else str(number): number for number in range(tokens)}
+        (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []}))
+    return str(path)
+
+
+def student(path: str, teacher: str, **arguments: Any) -> MCoreDistillation:
+    return MCoreDistillation.from_pretrained(path, Distillation(teacher), seq_length=32, **arguments)
+
+
+def test_a_teacher_with_a_vocabulary_of_its_own_is_refused() -> None:
+    module = student(folder("small", VOCAB_SIZE), folder("big", 120))
+    with refuses(ValueError, "has a vocabulary of 120 and the student of 101"):
+        check_tokens(module, module.teacher)
+
+
+def test_a_teacher_with_another_tokenizer_is_refused() -> None:
+    module = student(folder("small", VOCAB_SIZE, 90), folder("big", VOCAB_SIZE, 90))
+    with refuses(ValueError, "has another tokenizer than the student"):
+        check_tokens(module, module.teacher)
+
+
+def test_vocabularies_that_differ_in_padding_alone_need_the_same_rows() -> None:
+    path, teacher = folder("small", 120, 90), folder("big", 250)
+    shutil.copy(f"{path}/tokenizer.json", teacher)
+    module = student(path, teacher)
+    with refuses(ValueError, "make_vocab_size_divisible_by=256"):
+        check_tokens(module, module.teacher)
+    module = student(path, teacher, make_vocab_size_divisible_by=256)
+    check_tokens(module, module.teacher)
+
+
+def test_a_teacher_that_the_layout_cannot_divide_is_refused() -> None:
+    module = student(folder("small", VOCAB_SIZE), folder("big", VOCAB_SIZE, num_hidden_layers=3))
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=MCoreStrategy(pipeline_model_parallel_size=2))
+    module._trainer = trainer
+    trainer.state.fn = TrainerFn.VALIDATING
+    module.check_settings()
+    trainer.state.fn = TrainerFn.FITTING
+    with refuses(ValueError, "the teacher big does not fit this run"):
+        module.check_settings()
+
+
+def test_there_must_be_a_teacher() -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        _ = student(str(tiny_folder("llama")), "nowhere").teacher
+
+
+# ---- planned
+
+
+def settings(path: str, teacher: str | None, **strategy: Any) -> RunSettings:
+    model: dict[str, Any] = {"path": path, "seq_length": 64}
+    if teacher is not None:
+        model["distillation"] = {"teacher": teacher}
+    return RunSettings(model=model, strategy=strategy, trainer={"accelerator": "gpu"}, data={"batch_size": 1})
+
+
+def test_a_plan_counts_the_weights_and_forward_pass_of_a_teacher() -> None:
+    path, teacher = folder("small", VOCAB_SIZE), folder("big", VOCAB_SIZE, num_hidden_layers=8)
+    layout = {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}
+    alone, taught, big = (
+        make_plan(settings(*given, **layout), 4) for given in ((path, None), (path, teacher), (teacher, None))
+    )
+    assert taught.errors == ()
+    assert taught.parameters == alone.parameters
+    for one, both, other in zip(alone.stages, taught.stages, big.stages, strict=True):
+        assert both.memory.weights == one.memory.weights + other.memory.weights
+        assert both.memory.optimizer == one.memory.optimizer
+        assert both.memory.gradients == one.memory.gradients
+    flops = [plan.work.hardware_flops for plan in (alone, taught, big) if plan.work is not None]
+    assert flops[1] == pytest.approx(flops[0] + flops[2] / 3)
+    assert any("the teacher's weights" in assumption for assumption in taught.assumptions)
+
+
+def test_a_plan_refuses_a_teacher_that_does_not_fit() -> None:
+    given = folder("small", VOCAB_SIZE), folder("big", VOCAB_SIZE, num_hidden_layers=3)
+    errors = " ".join(make_plan(settings(*given, pipeline_model_parallel_size=2), 2).errors)
+    assert "the teacher does not fit this run: pipeline_model_parallel_size=2" in errors
+
+
+def test_distillation_is_not_rehearsed() -> None:
+    path = folder("small", VOCAB_SIZE)
+    with refuses(ValueError, "distillation cannot be rehearsed"):
+        build_of(settings(path, path), 1, 1)
