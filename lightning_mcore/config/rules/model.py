@@ -305,8 +305,8 @@ def _check_values(config: "TransformerConfig") -> None:
     latent, overlapped = config.moe_latent_size, config.moe_shared_expert_overlap
     if latent is not None and (isinstance(latent, bool) or not isinstance(latent, int) or latent < 1 or not experts):
         raise ValueError(
-            f"moe_latent_size={latent!r} with num_moe_experts={experts}; give a width above 0 and the number of experts, or"
-            " leave it out"
+            f"moe_latent_size={latent!r} with num_moe_experts={experts}; give a width above 0 and the number of"
+            " experts, or leave it out"
         )
     if latent and overlapped:
         raise ValueError(
