@@ -470,5 +470,5 @@ def broadcast_buffers(module: nn.Module, stored_only: bool = False) -> None:
         # A batch norm of 3 channels: means [3] and variances [3] travel as 6 numbers, and its count as 1.
         values = torch.cat([buffer.reshape(-1) for buffer in buffers])
         dist.broadcast(values, src=dist.get_global_rank(group, 0), group=group)
-        for buffer, value in zip(buffers, values.split([buffer.numel() for buffer in buffers]), strict=True):
+        for buffer, value in zip(buffers, torch.split(values, [buffer.numel() for buffer in buffers]), strict=True):
             buffer.copy_(value.view_as(buffer))
