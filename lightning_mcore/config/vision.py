@@ -30,7 +30,10 @@ class VisionFamily:
     interleaved: bool = False
     # How names of the projector's weights begin within the tower
     projector: tuple[str, ...] = ("merger.",)
+    sections: tuple[int, int, int] = (16, 24, 24)  # of a config that has none
 
+
+_WITH_DEEPSTACK = ("merger.", "deepstack_merger_list.")
 
 VISION_FAMILIES: Mapping[str, VisionFamily] = {
     "qwen2_vl": VisionFamily(
@@ -46,14 +49,30 @@ VISION_FAMILIES: Mapping[str, VisionFamily] = {
         "Qwen3VLVisionModel",
         "Qwen3VLModel",
         interleaved=True,
-        projector=("merger.", "deepstack_merger_list."),
+        projector=_WITH_DEEPSTACK,
+        sections=(24, 20, 20),
     ),
     "qwen3_vl_moe": VisionFamily(
         "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
         "Qwen3VLMoeVisionModel",
         "Qwen3VLMoeModel",
         interleaved=True,
-        projector=("merger.", "deepstack_merger_list."),
+        projector=_WITH_DEEPSTACK,
+        sections=(24, 20, 20),
+    ),
+    "qwen3_5": VisionFamily(
+        "transformers.models.qwen3_5.modeling_qwen3_5",
+        "Qwen3_5VisionModel",
+        "Qwen3_5Model",
+        interleaved=True,
+        sections=(11, 11, 10),
+    ),
+    "qwen3_5_moe": VisionFamily(
+        "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe",
+        "Qwen3_5MoeVisionModel",
+        "Qwen3_5MoeModel",
+        interleaved=True,
+        sections=(11, 11, 10),
     ),
 }
 """The families, by their ``model_type``."""
@@ -68,7 +87,7 @@ class Vision:
     # Tokens whose embeddings the tower's outputs replace
     image_token_id: int
     video_token_id: int
-    # Pairs of channels that rotate with time, height and width; they add up to half of a head's channels.
+    # Pairs of channels that rotate with time, height and width; they add up to half of a head's rotated channels.
     sections: tuple[int, int, int]
 
     def __post_init__(self) -> None:

@@ -3,7 +3,8 @@
 
 Their published folders have multi-token prediction weights (``mtp.*``), which neither transformers nor these families
 read. Qwen3.5 is published with a vision tower, as ``qwen3_5`` and ``qwen3_5_moe``. From those folders, the language
-model is read and written as a text model, ``qwen3_5_text`` or ``qwen3_5_moe_text``.
+model is read and written as a text model, ``qwen3_5_text`` or ``qwen3_5_moe_text``; ``vision_families.py`` has the
+families that read the tower too.
 """
 
 from dataclasses import replace
@@ -124,7 +125,7 @@ def _read_text_rope(config: Config) -> dict[str, Any]:
     return PARTIAL_ROPE.read({**config, "rope_parameters": text_rope})
 
 
-_TEXT_ROPE = Derived(("rope_parameters",), _read_text_rope, PARTIAL_ROPE.write)
+TEXT_ROPE = Derived(("rope_parameters",), _read_text_rope, PARTIAL_ROPE.write)
 
 _MORE_KEYS: tuple[ConfigRule, ...] = (
     Only("attn_output_gate", True, is_written=False),
@@ -149,7 +150,7 @@ _MORE_WEIGHTS: tuple[WeightRule, ...] = (
 
 QWEN3_5 = replace(
     d.family(
-        *("qwen3_5_text", "Qwen3_5", d.SWIGLU_LAYERS, _TEXT_ROPE, _MIXED_LAYERS, _MORE_KEYS),
+        *("qwen3_5_text", "Qwen3_5", d.SWIGLU_LAYERS, TEXT_ROPE, _MIXED_LAYERS, _MORE_KEYS),
         *(_MORE_WEIGHTS, d.MLP),
     ),
     unread=_UNREAD,
@@ -189,7 +190,7 @@ def _text_of(text: Family) -> Family:
 
 
 # As the hub has them: one tensor for all experts of a layer. transformers 5 writes one for each expert.
-_STACKED = replace(
+QWEN3_5_MOE_STACKED = replace(
     QWEN3_5_MOE,
     layer=(
         *(rule for rule in QWEN3_5_MOE.layer if not isinstance(rule, Experts)),
@@ -199,6 +200,6 @@ _STACKED = replace(
 
 WITH_TOWERS = {
     "qwen3_5": _text_of(QWEN3_5),
-    "qwen3_5_moe": replace(_text_of(QWEN3_5_MOE), variants=(_text_of(_STACKED),)),
+    "qwen3_5_moe": replace(_text_of(QWEN3_5_MOE), variants=(_text_of(QWEN3_5_MOE_STACKED),)),
 }
 """The language models of folders with a vision tower, by the folder's ``model_type``; each is one of the above."""

@@ -30,6 +30,7 @@ from lightning_mcore.hf.config_rules import LONGEST_SEQUENCE, refuse_outside, re
 from lightning_mcore.hf.family import SCORE, VALUE_HEAD, VALUE_HEAD_FILE, Family, split_fields
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, CONFIG_FILE, INDEX_FILE, SINGLE_FILE, read_json
 from lightning_mcore.hf.registry import find_family, registered_family
+from lightning_mcore.hf.vision_families import with_tower
 
 GENERATION_FILE = "generation_config.json"
 
@@ -206,10 +207,25 @@ def variant_name(path: str, family: str | None, suffix: str) -> str | None:
     return name if name.endswith(suffix) else name + suffix
 
 
-def sees_images(path: str) -> bool | None:
-    """Return whether a model has a vision tower; None if its config has not been downloaded.
+def seeing_name(path: str, family: str | None) -> str | None:
+    """Return the name of the family that reads the vision tower of the model at ``path``.
 
-    ``path`` is a folder, a hub name or one of this package's checkpoints. Raises ValueError if its family is unknown.
+    ``path`` is a folder, hub name or checkpoint, and ``family`` the user's choice or None, which is returned unless
+    models of this type are read as text models without another name: the folder of a Qwen3.5 is read by
+    "qwen3_5+tower".
+    """
+    if is_own_checkpoint(path):
+        return family
+    name = family or str(read_config(local_folder(path, weights=False))["model_type"])
+    seeing = with_tower(name)
+    return family if seeing == name else seeing
+
+
+def sees_images(path: str, family: str | None = None) -> bool | None:
+    """Return whether a model is read with a vision tower; None if its config has not been downloaded.
+
+    ``path`` is a folder, a hub name or one of this package's checkpoints, and ``family`` the user's choice or None.
+    Raises ValueError if its family is unknown.
     """
     if is_own_checkpoint(path):
         return "vision" in pretrained_settings(path)
@@ -218,7 +234,7 @@ def sees_images(path: str) -> bool | None:
     folder = local_folder(path, weights=False) if is_hub_name(path) else path
     if not os.path.isfile(os.path.join(folder, CONFIG_FILE)):
         return None
-    return family_of(read_config(folder), None).tower is not None
+    return family_of(read_config(folder), family).tower is not None
 
 
 def read_generation_config(folder: str) -> dict[str, Any] | None:

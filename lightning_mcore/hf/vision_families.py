@@ -9,21 +9,23 @@ transformers names, after the prefix that the hub uses.
 import dataclasses
 from typing import Any
 
-from lightning_mcore.config.vision import VISION_FAMILIES, Vision
+from lightning_mcore.config.vision import VISION_FAMILIES, Vision, VisionFamily
 from lightning_mcore.hf.config_rules import Config, ConfigRule, Derived, Fields, Only, Unused, refuse_unless
 from lightning_mcore.hf.decoder_rules import ATTENTION_BIAS, weights_outside_layers
+from lightning_mcore.hf.delta_net_families import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_STACKED, TEXT_ROPE, WITH_TOWERS
 from lightning_mcore.hf.expert_rules import NORMALISED_ROUTER, SOFTMAX_ROUTER
 from lightning_mcore.hf.families import QWEN2, QWEN3, QWEN3_MOE
-from lightning_mcore.hf.family import IRRELEVANT, Family
-from lightning_mcore.hf.rope_rules import ROPE
+from lightning_mcore.hf.family import IRRELEVANT, SEEING, Family
+from lightning_mcore.hf.rope_rules import PARTIAL_ROPE, ROPE
 from lightning_mcore.hf.weight_rules import Experts, Stack
 
 _IDS = ("image_token_id", "video_token_id")
-_SECTIONS = {False: (16, 24, 24), True: (24, 20, 20)}  # transformers' defaults, by whether channels are interleaved
+_DEEPSTACK = "deepstack_visual_indexes"
 
 
-def _vision_rule(model_type: str) -> ConfigRule:
-    """Return the rule for positions, the tower, and the image and video tokens."""
+def _vision_rule(model_type: str, of_text: Derived) -> ConfigRule:
+    """Return the rule for positions, the tower, and the image and video tokens; ``of_text`` is the one for text."""
+    family = VISION_FAMILIES[model_type]
 
     def read(config: Config) -> dict[str, Any]:
         rope = dict(config.get("rope_parameters") or {})
@@ -32,15 +34,20 @@ def _vision_rule(model_type: str) -> ConfigRule:
         refuse_unless("rope_parameters.rope_type", rope.get("rope_type", "default"), ("default",), _NOT_STRETCHED)
         # A token has three positions (time, height, width), which share the 64 rotary frequencies. mrope_section says
         # how many each gets: (16, 24, 24) one after the other in Qwen2-VL, (24, 20, 20) alternating in Qwen3-VL.
-        interleaved = VISION_FAMILIES[model_type].interleaved
+        interleaved = family.interleaved
         refuse_unless(
             "rope_parameters.mrope_interleaved", rope.pop("mrope_interleaved", interleaved), (interleaved,), _ONE_WAY
         )
-        sections = rope.pop("mrope_section", None) or _SECTIONS[interleaved]
+        sections = rope.pop("mrope_section", None) or family.sections
         tower = {key: value for key, value in config["vision_config"].items() if key not in IRRELEVANT}
+        if family.projector == VisionFamily.projector and tower.get(_DEEPSTACK):
+            raise ValueError(
+                f"vision_config.{_DEEPSTACK}={tower[_DEEPSTACK]} is not supported, because towers of this model type"
+                " have one output; remove it"
+            )
         ids = {name: config[name] for name in _IDS}
         vision = Vision(model_type, tower, **ids, sections=tuple(sections))
-        return {**ROPE.read({**config, "rope_parameters": rope}), "vision": vision.plain()}
+        return {**of_text.read({**config, "rope_parameters": rope}), "vision": vision.plain()}
 
     def write(fields: Fields) -> dict[str, Any]:
         if fields["vision"] is None:
@@ -48,7 +55,7 @@ def _vision_rule(model_type: str) -> ConfigRule:
         vision = Vision.of(fields["vision"])
         if vision.model_type != model_type:
             raise ValueError(f"its vision tower belongs to the model type {vision.model_type!r}")
-        rope = {**ROPE.write(fields)["rope_parameters"], "mrope_section": list(vision.sections)}
+        rope = {**of_text.write(fields)["rope_parameters"], "mrope_section": list(vision.sections)}
         if vision.family.interleaved:
             rope["mrope_interleaved"] = True
         ids = {name: getattr(vision, name) for name in _IDS}
@@ -66,7 +73,8 @@ def _seeing(text: Family, model_type: str, architecture: str, prefix: str, tower
 
     ``prefix`` starts the names of the language model's weights, instead of ``model.``; ``tower`` starts the tower's.
     """
-    rules = [rule for rule in text.config if rule not in (ROPE, SOFTMAX_ROUTER, ATTENTION_BIAS)]
+    is_partial = TEXT_ROPE in text.config
+    rules = [rule for rule in text.config if rule not in (ROPE, TEXT_ROPE, SOFTMAX_ROUTER, ATTENTION_BIAS)]
     if ATTENTION_BIAS in text.config:
         rules.append(Only("attention_bias", False, "models with a vision tower have none here"))
     more = Unused(("vision_start_token_id", "vision_end_token_id", "vision_token_id", "text_config"))
@@ -74,7 +82,7 @@ def _seeing(text: Family, model_type: str, architecture: str, prefix: str, tower
         text,
         model_type=model_type,
         architecture=architecture,
-        config=(*rules, _vision_rule(model_type), more),
+        config=(*rules, _vision_rule(model_type, PARTIAL_ROPE if is_partial else ROPE), more),
         outside=weights_outside_layers(prefix),
         layer_prefix=f"{prefix}layers.{{layer}}.",
         tower=tower,
@@ -116,4 +124,22 @@ _NORMALISED = Only("norm_topk_prob", True, "transformers always normalises them"
 # Matrices are transposed on the hub (the form written here), but not in what transformers 5 writes; both are read.
 QWEN3_VL_MOE = dataclasses.replace(_stacked(transposed=True), variants=(_stacked(transposed=False),))
 
-VISION_LANGUAGE_FAMILIES = {family.model_type: family for family in (QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE)}
+QWEN3_5_VL = _seeing(QWEN3_5, "qwen3_5", "Qwen3_5ForConditionalGeneration", _LANGUAGE_MODEL, "model.visual.")
+
+_OF_EXPERTS = ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", _LANGUAGE_MODEL, "model.visual.")
+
+# The hub has one tensor for all experts of a layer (the form written here), and transformers 5 writes one for each.
+QWEN3_5_VL_MOE = dataclasses.replace(
+    _seeing(QWEN3_5_MOE_STACKED, *_OF_EXPERTS), variants=(_seeing(QWEN3_5_MOE, *_OF_EXPERTS),)
+)
+
+VISION_LANGUAGE_FAMILIES = {
+    family.model_type + SEEING * (family.model_type in WITH_TOWERS): family
+    for family in (QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, QWEN3_5_VL, QWEN3_5_VL_MOE)
+}
+"""The families by name: their ``model_type``, and ``SEEING`` where that is the name of the language model's family."""
+
+
+def with_tower(name: str) -> str:
+    """Return the name of the family that reads a model's vision tower too, from that which may not; else the same."""
+    return name + SEEING if name + SEEING in VISION_LANGUAGE_FAMILIES else name

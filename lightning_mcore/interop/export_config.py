@@ -32,7 +32,9 @@ from lightning_mcore.hf.source import (
     is_hub_name,
     read_config,
     read_generation_config,
+    seeing_name,
 )
+from lightning_mcore.hf.vision_families import with_tower
 from lightning_mcore.hf.weight_rules import Shape
 
 _TOKENIZER_FILES = (
@@ -76,11 +78,12 @@ def describe(
     does not fit the family or any family, or nothing describes it.
     """
     origin: dict[str, Any] = dict(settings.get("hf") or {})
-    source = HFSource.open(like, family) if like is not None else None
+    named = seeing_name(like, family) if like is not None and settings.get("vision") else family
+    source = HFSource.open(like, named) if like is not None else None
     if source is not None:
         origin = {
             "path": source.folder,
-            "family": source.family.model_type,
+            "family": named or source.family.model_type,
             "config": read_config(source.folder),
             "generation_config": read_generation_config(source.folder),
         }
@@ -97,7 +100,8 @@ def describe(
     # What counts is which multi-token prediction layers have weights, not what the settings say
     fields = complete_fields({**fields, "mtp_num_layers": _count_layers("mtp", shapes) or None})
     # In this order: the user's choice, the source's family, the family of the vision tower, the first that fits
-    name = family or origin.get("family") or (fields["vision"] or {}).get("model_type") or _guess(what, fields)
+    tower = with_tower(fields["vision"]["model_type"]) if fields["vision"] else None
+    name = family or origin.get("family") or tower or _guess(what, fields)
     known = find_family(name) if family else recorded_family(name)
     config = _config(known, fields, origin.get("config"), settings.get("seq_length"))
     if name.endswith(SCORING):

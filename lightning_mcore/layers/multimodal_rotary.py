@@ -20,35 +20,35 @@ from lightning_mcore.parallel.context import packed_positions
 class MultimodalRotary(nn.Module):
     """Replaces ``GPTChunk.rotary_pos_emb``: returns the angles of ``positions``, which are set before the model runs.
 
-    ``sections`` counts the channel pairs that time, height and width rotate; ValueError if they do not add up to half a
-    head. ``interleaved`` says that the three alternate over the channels.
+    The first ``channels`` of a head are rotated. ``sections`` counts the pairs of them that time, height and width
+    rotate; ValueError if they do not add up to half of them. ``interleaved`` says that the three alternate.
     """
 
     positions: Tensor  # [3, b, s] int64: time, height and width of each token
 
-    def __init__(self, head_size: int, base: float, sections: tuple[int, int, int], interleaved: bool) -> None:
+    def __init__(self, channels: int, base: float, sections: tuple[int, int, int], interleaved: bool) -> None:
         super().__init__()
-        if 2 * sum(sections) != head_size:
+        if 2 * sum(sections) != channels:
             raise ValueError(
-                f"mrope_section={list(sections)} adds up to {sum(sections)}, and a head of {head_size} channels has"
-                f" {head_size // 2} pairs; give three numbers that add up to it"
+                f"mrope_section={list(sections)} adds up to {sum(sections)}, and the {channels} rotated channels of a"
+                f" head are {channels // 2} pairs; give three numbers that add up to it"
             )
         # Not buffers, so that the frequencies stay fp32 whatever the model's dtype.
         self._axes = torch.tensor(channel_axes(sections, interleaved), device="cpu")
-        places = torch.arange(0, head_size, 2, dtype=torch.float, device="cpu")
-        self._frequencies = 1.0 / (base ** (places / head_size))
+        places = torch.arange(0, channels, 2, dtype=torch.float, device="cpu")
+        self._frequencies = 1.0 / (base ** (places / channels))
 
     def get_rotary_seq_len(self, *args: Any) -> int:
         """Return 0: the angles do not depend on a length."""
         return 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the angles of ``positions``, [s, b, 1, head_size] fp32; the arguments are not used."""
+        """Return the angles of ``positions``, [s, b, 1, channels] fp32; the arguments are not used."""
         device = self.positions.device
         if self._axes.device != device:
             self._axes, self._frequencies = self._axes.to(device), self._frequencies.to(device)
         angles = self.positions[self._axes].permute(2, 1, 0).float() * self._frequencies
-        return torch.cat((angles, angles), dim=-1)[:, :, None]  # pairs are channels i and i + head_size / 2
+        return torch.cat((angles, angles), dim=-1)[:, :, None]  # pairs are i and i + channels / 2
 
 
 def channel_axes(sections: tuple[int, int, int], interleaved: bool) -> list[int]:

@@ -193,7 +193,7 @@ def _known_indices(tower: Any, grids: Tensor, device: torch.device) -> dict[str,
     merge: int = tower.spatial_merge_size
     sent = {"position_ids": vision_utils.get_vision_position_ids(grids, merge)}
     kept: dict[str, Any] = {}
-    if hasattr(tower, "num_grid_per_side"):  # Qwen3-VL
+    if hasattr(tower, "num_grid_per_side"):  # Qwen3-VL, Qwen3.5
         sent["interp_indices"], sent["interp_weights"] = vision_utils.get_vision_interpolation_indices_and_weights(
             grids,
             num_grid_per_side=tower.num_grid_per_side,
@@ -245,12 +245,14 @@ class VisionGPT(GPTChunk):
         *,
         vision: Vision,
         rotary_base: int,
+        rotary_percent: float = 1.0,
         pre_process: bool,
         **arguments: Any,
     ) -> None:
-        super().__init__(config, spec, pre_process=pre_process, rotary_base=rotary_base, **arguments)
-        interleaved = vision.family.interleaved
-        self.rotary_pos_emb = MultimodalRotary(config.kv_channels, rotary_base, vision.sections, interleaved)
+        rotary = {"rotary_base": rotary_base, "rotary_percent": rotary_percent}
+        super().__init__(config, spec, pre_process=pre_process, **rotary, **arguments)
+        interleaved, channels = vision.family.interleaved, int(config.kv_channels * rotary_percent)
+        self.rotary_pos_emb = MultimodalRotary(channels, rotary_base, vision.sections, interleaved)
         self._seen: tuple[Tensor, Tensor] | None = None
         if not pre_process:
             return

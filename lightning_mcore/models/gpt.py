@@ -277,7 +277,7 @@ class MCoreGPT(SpeedLogs):
             base = absolute(path)
             own["lora"] = replace(settings, base_model_name_or_path=base, merged_adapters=merged or None)
         module = cls(**own, **arguments)
-        module._given_family = family
+        module._given_family = family or module._given_family
         if stored:
             module._adapter = absolute(path)
             return module

@@ -16,10 +16,13 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_mcore.config.architecture import ARCHITECTURE_DEFAULTS
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.rules.model import LossNormalization
 from lightning_mcore.config.vision import LANGUAGE_MODEL, PARTS, Vision
 from lightning_mcore.data.multimodal import INPUTS, with_vision
+from lightning_mcore.hf.source import seeing_name
+from lightning_mcore.hf.vision_families import with_tower
 from lightning_mcore.layers.gpt import GPTChunk
 from lightning_mcore.layers.host_values import known_values, note_values
 from lightning_mcore.layers.inputs import ModelInputs
@@ -38,7 +41,7 @@ _WHERE = ("vision_rows", *OF_ROWS)  # which tokens are of images, and in which s
 
 
 class MCoreVisionGPT(MCoreGPT):
-    """A model of text, images and videos: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE.
+    """A model of text, images and videos: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, with and without experts.
 
     :meth:`from_pretrained` makes it from a Hugging Face model, and exports have the weight names of the hub. It logs
     what ``MCoreGPT`` logs; ``model_tflops`` includes the tower's products with weights.
@@ -50,11 +53,13 @@ class MCoreVisionGPT(MCoreGPT):
         transformer: Fields of Megatron's ``TransformerConfig`` for the language model.
         vision: The tower's settings, as plain data; filled in by :meth:`from_pretrained`.
         recipe: Optimizer and learning rate.
+        rotary_percent: Fraction of a head's channels that is rotated.
         rotary_base: Base of the rotary wavelengths.
         share_embeddings_and_output_weights: Whether the output layer is the embedding's transpose.
         make_vocab_size_divisible_by: The embedding has a multiple of this many rows.
         transformer_impl: The layers to use for the language model.
         loss_normalization: Mean of the loss over ``"tokens"`` or ``"samples"``.
+        architecture: ``{"delta_net": ...}`` for gated delta nets, as in Qwen3.5; other settings are not available.
         freeze: Parts that are not trained: ``"vision_tower"``, ``"multi_modal_projector"``, ``"language_model"``.
         lora: Train low-rank adapters of the language model, and freeze everything else; None for no adapters.
         hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.
@@ -73,11 +78,13 @@ class MCoreVisionGPT(MCoreGPT):
         transformer: dict[str, Any],
         vision: dict[str, Any],
         recipe: Recipe = Recipe(),
+        rotary_percent: float = 1.0,
         rotary_base: int = 10000,
         share_embeddings_and_output_weights: bool = False,
         make_vocab_size_divisible_by: int = 128,
         transformer_impl: TransformerImpl = "auto",
         loss_normalization: LossNormalization = "tokens",
+        architecture: dict[str, Any] | None = None,
         freeze: Sequence[str] = (),
         lora: LoRA | dict[str, Any] | None = None,
         hf: dict[str, Any] | None = None,
@@ -90,19 +97,24 @@ class MCoreVisionGPT(MCoreGPT):
             seq_length=seq_length,
             transformer=transformer,
             recipe=recipe,
+            rotary_percent=rotary_percent,
             rotary_base=rotary_base,
             share_embeddings_and_output_weights=share_embeddings_and_output_weights,
             make_vocab_size_divisible_by=make_vocab_size_divisible_by,
             transformer_impl=transformer_impl,
             loss_normalization=loss_normalization,
+            architecture=architecture,
             lora=lora,
             hf=hf,
         )
-        for name in ("multi_latent_attention", "mtp_num_layers"):
-            if transformer.get(name):
-                raise ValueError(
-                    f"{name}={transformer[name]} is not available for a vision-language model; leave it out"
-                )
+        # Adapters read their base again, by this name too; a file cannot choose it
+        named = with_tower(self.vision.model_type)
+        if hf is not None and hf.get("family") == named:
+            self._given_family = named
+        given = {name: transformer.get(name) for name in ("multi_latent_attention", "mtp_num_layers")}
+        for name, value in {**given, **(architecture or {})}.items():
+            if value and name != "delta_net" and value != ARCHITECTURE_DEFAULTS.get(name):
+                raise ValueError(f"{name}={value!r} is not available for a vision-language model; leave it out")
 
     @classmethod
     def from_pretrained(  # type: ignore[override]  # no train_only
@@ -140,7 +152,7 @@ class MCoreVisionGPT(MCoreGPT):
         """
         return cls._of_pretrained(
             path,
-            family,
+            seeing_name(path, family),
             seq_length,
             transformer,
             lora,

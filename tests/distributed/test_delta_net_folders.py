@@ -2,27 +2,24 @@
 """Published folders of Qwen3-Next and Qwen3.5: of what they hold beside a text model, the text model is read."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from torch._dynamo.mutation_guard import install_generation_tagging_init
 
 from lightning_mcore import MCoreGPT, single_process
 from lightning_mcore.hf.registry import find_family
 from lightning_mcore.hf.source import complete_config
 from lightning_mcore.interop.export import export_model
-from tests.support.hf_models import CONFIGS, draw_tensor
+from tests.support.hf_models import CONFIGS, draw_tensor, stacked_experts
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # in this process warnings are errors, and Megatron has many
 
 TOWER = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
 TEXTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
-EXPERT = re.compile(r"(.*\.mlp\.experts)\.\d+\.(\w+)\.weight")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,22 +39,8 @@ def save_whole(name: str, folder: Path, stacked: bool) -> Any:
     AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
     tensors = {key: draw_tensor(key, tensor) for key, tensor in load_file(folder / "model.safetensors").items()}
     tensors["mtp.fc.weight"] = torch.ones(2, 2)
-    save_file(_stacked(tensors) if stacked else tensors, folder / "model.safetensors", {"format": "pt"})
+    save_file(stacked_experts(tensors) if stacked else tensors, folder / "model.safetensors", {"format": "pt"})
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-
-
-def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with those of all experts of a layer as one."""
-    of_experts = {(found[1], found[2]) for found in map(EXPERT.fullmatch, tensors) if found}
-    whole = {key: tensor for key, tensor in tensors.items() if not EXPERT.fullmatch(key)}
-    parts = {
-        (prefix, part): torch.stack([tensors[f"{prefix}.{expert}.{part}.weight"] for expert in range(4)])
-        for prefix, part in of_experts
-    }
-    for prefix in {prefix for prefix, _ in of_experts}:
-        whole[f"{prefix}.gate_up_proj"] = torch.cat([parts[prefix, "gate_proj"], parts[prefix, "up_proj"]], dim=1)
-        whole[f"{prefix}.down_proj"] = parts[prefix, "down_proj"]
-    return whole
 
 
 @pytest.mark.parametrize(("name", "stacked"), [("qwen3_5", False), ("qwen3_5_moe", False), ("qwen3_5_moe", True)])

@@ -27,7 +27,7 @@ from tests.unit.data.test_vision_data import ROWS, seeing_tokenizer
 pytestmark = pytest.mark.distributed
 
 LENGTH = 48
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 
 
 def step(module: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -189,6 +189,7 @@ def train(
         (Layout(dp=2, overlap=True, distributed_optimizer=True), "qwen3_vl", [TOWER]),
         (Layout(tp=2, sp=True), "qwen2_5_vl", [TOWER, PROJECTOR]),
         (Layout(pp=2, first=3), "qwen2_vl", [LANGUAGE_MODEL]),
+        (Layout(pp=2), "qwen3_5", [PROJECTOR]),
     ],
     ids=lambda value: getattr(value, "id", str(value)),
 )

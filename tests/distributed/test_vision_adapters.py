@@ -91,7 +91,9 @@ def logits_of(folder: str, adapter: str, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), [("qwen2_5_vl", Layout(pp=2)), ("qwen3_vl", Layout(tp=2, sp=True))], ids=str
+    ("family", "layout"),
+    [("qwen2_5_vl", Layout(pp=2)), ("qwen3_vl", Layout(tp=2, sp=True)), ("qwen3_5", Layout(pp=2))],
+    ids=str,
 )
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_adapters_and_prompts_with_images_are_those_of_peft_and_transformers(
@@ -225,6 +227,8 @@ def counted(folder: str, layout: Layout, freeze: list[str], lora: dict[str, Any]
         ("qwen2_5_vl", Layout(), [LANGUAGE_MODEL], None),
         ("qwen3_vl", Layout(pp=2, first=3), [], ADAPTERS),
         ("qwen3_vl_moe", Layout(), [PROJECTOR], None),
+        ("qwen3_5", Layout(tp=2, sp=True), [TOWER], None),
+        ("qwen3_5_moe", Layout(), [], ADAPTERS),
     ],
     ids=str,
 )

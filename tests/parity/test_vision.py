@@ -38,17 +38,18 @@ ROWS: list[tuple[list[Any], list[Any]]] = [
     ([], []),
     ([(1, 4, 4)], []),
 ]
-DENSE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+DENSE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+SPARSE = ("qwen3_vl_moe", "qwen3_5_moe")
 
 LAYOUTS: dict[Layout, tuple[str, ...]] = {
-    Layout(): (*DENSE, "qwen3_vl_moe"),
-    Layout(tp=2, sp=True): (*DENSE, "qwen3_vl_moe"),
-    Layout(tp=2): ("qwen2_vl",),
-    Layout(pp=2, first=3): ("qwen3_vl",),
-    Layout(cp=2): ("qwen2_5_vl", "qwen3_vl"),
-    Layout(tp=2, pp=2, sp=True, first=3): ("qwen2_vl", "qwen3_vl"),
-    Layout(dp=2, overlap=True): ("qwen2_vl", "qwen3_vl"),
-    Layout(moe=True, dp=2, ep=2): ("qwen3_vl_moe",),
+    Layout(): (*DENSE, *SPARSE),
+    Layout(tp=2, sp=True): (*DENSE, *SPARSE),
+    Layout(tp=2): ("qwen2_vl", "qwen3_5"),
+    Layout(pp=2, first=3): ("qwen3_vl", "qwen3_5"),
+    Layout(cp=2): ("qwen2_5_vl", "qwen3_vl", "qwen3_5"),
+    Layout(tp=2, pp=2, sp=True, first=3): ("qwen2_vl", "qwen3_vl", "qwen3_5"),
+    Layout(dp=2, overlap=True): ("qwen2_vl", "qwen3_vl", "qwen3_5"),
+    Layout(moe=True, dp=2, ep=2): SPARSE,
 }
 
 THOROUGH = (Layout(tp=2), Layout(pp=2, first=3), Layout(dp=2, overlap=True))  # parts of other rows
@@ -88,15 +89,15 @@ def reference(family: str) -> Reference:
     logits = model.train()(tokens, mm_token_type_ids=kinds, **batch).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     loss.backward()
-    held = {name: _as_on_the_hub(name, parameter.grad) for name, parameter in model.named_parameters()}
+    held = {name: _as_on_the_hub(family, name, parameter.grad) for name, parameter in model.named_parameters()}
     return Reference(
         logits.detach(), loss.item(), {name: held[_in_memory(name, held)] for name, _ in read_tensors(folder)}
     )
 
 
-def _as_on_the_hub(name: str, gradient: Tensor | None) -> Tensor:
+def _as_on_the_hub(family: str, name: str, gradient: Tensor | None) -> Tensor:
     assert gradient is not None, name
-    return gradient.mT if ".mlp.experts." in name else gradient
+    return gradient.mT if family == "qwen3_vl_moe" and ".mlp.experts." in name else gradient
 
 
 def _in_memory(name: str, held: dict[str, Any]) -> str:
@@ -173,7 +174,7 @@ def test_a_step_with_images_is_that_of_transformers(layout: Layout) -> None:
     ],
 )
 def test_a_step_with_images_in_packed_rows_is_that_of_transformers(layout: Layout) -> None:
-    _compare(layout, ("qwen2_5_vl", "qwen3_vl"), packs=True)
+    _compare(layout, ("qwen2_5_vl", "qwen3_vl", "qwen3_5"), packs=True)
 
 
 def _compare(layout: Layout, names: tuple[str, ...], packs: bool = False) -> None:

@@ -107,9 +107,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """A config of each of the first nine families, by ``model_type``."""
 
+_OF_EXPERT = re.compile(r"(.*\.mlp\.experts)\.\d+\.(\w+)\.weight")
+
 FAMILIES = tuple(CONFIGS)
 
-_DELTA_NET: dict[str, Any] = {
+DELTA_NET: dict[str, Any] = {
     "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "linear_num_key_heads": 4,
@@ -235,17 +237,17 @@ MORE_CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen3_next": {
         **_SIZES,
-        **_DELTA_NET,
+        **DELTA_NET,
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
         "shared_expert_intermediate_size": 24,
         "mlp_only_layers": [2],
     },
-    "qwen3_5_text": {**_SIZES, **_DELTA_NET},
+    "qwen3_5_text": {**_SIZES, **DELTA_NET},
     "qwen3_5_moe_text": {
         **_SIZES,
-        **_DELTA_NET,
+        **DELTA_NET,
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
@@ -552,6 +554,20 @@ def draw_tensor(name: str, like: Tensor) -> Tensor:
     else:
         noise *= 0.2
     return noise.to(like.dtype)
+
+
+def stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors with one for all experts of a layer, as the hub has those of Qwen3.5, instead of one for each."""
+    found = {name: _OF_EXPERT.fullmatch(name) for name in tensors}
+    whole = {name: tensor for name, tensor in tensors.items() if not found[name]}
+    for prefix in dict.fromkeys(match[1] for match in found.values() if match):
+        count = sum(match is not None and match[1] == prefix and match[2] == "up_proj" for match in found.values())
+        gate, up, down = (
+            torch.stack([tensors[f"{prefix}.{expert}.{part}.weight"] for expert in range(count)])
+            for part in ("gate_proj", "up_proj", "down_proj")
+        )
+        whole |= {f"{prefix}.gate_up_proj": torch.cat([gate, up], dim=1), f"{prefix}.down_proj": down}
+    return whole
 
 
 def _multi_token_tensors(tensors: dict[str, Tensor], first: int, count: int) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.hf_models import draw_tensor, read_tensors
+from tests.support.hf_models import DELTA_NET, draw_tensor, read_tensors, stacked_experts
 
 VISION_START, VISION_END, IMAGE_TOKEN, VIDEO_TOKEN = 97, 98, 99, 100
 VOCAB_SIZE = 101
@@ -44,6 +44,12 @@ _STACKED: dict[str, Any] = {
 }
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 _INTERLEAVED = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 3, 1], "mrope_interleaved": True}
+_PARTIAL = {**_INTERLEAVED, "mrope_section": [3, 2, 1], "partial_rotary_factor": 0.75}
+_MIXED: dict[str, Any] = {**_TEXT, **DELTA_NET, "rope_parameters": _PARTIAL}
+_SEPARATE = {name: value for name, value in _STACKED.items() if name != "deepstack_visual_indexes"}
+_LESS_ONE = ("input_layernorm.weight", "post_attention_layernorm.weight", "q_norm.weight", "k_norm.weight") + (
+    "language_model.norm.weight",
+)
 _IDS = {
     "image_token_id": IMAGE_TOKEN,
     "video_token_id": VIDEO_TOKEN,
@@ -88,6 +94,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "moe_intermediate_size": 16,
         },
         "vision_config": _STACKED,
+    },
+    "qwen3_5": {**_IDS, "text_config": _MIXED, "vision_config": _SEPARATE, "tie_word_embeddings": True},
+    "qwen3_5_moe": {
+        **_IDS,
+        "text_config": {
+            **{name: value for name, value in _MIXED.items() if name != "intermediate_size"},
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+        },
+        "vision_config": _SEPARATE,
     },
 }
 """A config of each family, by ``model_type``."""
@@ -163,6 +181,10 @@ def save_vision(family: str, folder: Path, **overrides: Any) -> Path:
 
     AutoModelForImageTextToText.from_config(vision_config(family, **overrides)).save_pretrained(folder)
     tensors = {name: draw_tensor(name, tensor) for name, tensor in read_tensors(folder)}
+    if family.startswith("qwen3_5"):  # norms of its language model are stored less 1, but not those of delta nets
+        tensors |= {name: tensors[name] - 1 for name in tensors if name.endswith(_LESS_ONE)}
+    if family == "qwen3_5_moe":  # as on the hub; transformers writes a tensor for each expert
+        tensors = stacked_experts(tensors)
     (folder / "model.safetensors").unlink()
     save_torch_state_dict(tensors, folder)
     (folder / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessor"}')
