@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import lightning
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.overrides import TorchFunctionMode
@@ -30,7 +31,7 @@ from lightning_mcore.checkpoint.writer import Piece
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.hf.peft_folder import adapter_dtype
 from lightning_mcore.hf.pretrained import check_downloads, pieces_of_module, running_fields
-from lightning_mcore.hf.source import HFSource, refuse_megatron_checkpoint, sees_images, settings_of_source
+from lightning_mcore.hf.source import HFSource, refuse_megatron_checkpoint, seeing_name, sees_images, settings_of_source
 from lightning_mcore.hf.weight_map import whole_name, whole_names
 from lightning_mcore.hf.weights import HFWeights
 from lightning_mcore.interop.export_plan import parse_dtype
@@ -80,6 +81,9 @@ def import_checkpoint(
         _import_adapter(path, out, adapters, family, given)
         return
     source = HFSource.open(path, family)
+    seeing = seeing_name(path, family)
+    if source.family.tower is None and seeing != family:
+        rank_zero_info(f"{source.folder} has a vision tower, which is left out; family={seeing!r} reads it too")
     folder = source.open_tensors()
     settings = settings_of_source(source, folder.shapes, path, family, folder.stored if given is None else None)
     # With "auto", tensors stored in a wider dtype than most keep it (_keep_wide); a chosen dtype rounds them
@@ -103,7 +107,7 @@ def _import_adapter(
     path: str, out: str, adapters: Sequence[str], family: str | None, dtype: torch.dtype | None
 ) -> None:
     *merged, last = adapters
-    kind = MCoreVisionGPT if sees_images(path) else MCoreGPT
+    kind = MCoreVisionGPT if sees_images(path, family) else MCoreGPT
     # The base needs memory and weights here, because adapters may be merged into it
     module = kind.from_pretrained(path, family=family, lora=last, adapters=merged)
     module.check_settings()

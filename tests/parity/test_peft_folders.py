@@ -19,6 +19,7 @@ from lightning_mcore.hf import find_family
 from lightning_mcore.hf.adapters import check_held, is_translated, projection_names
 from lightning_mcore.hf.family import complete_fields
 from lightning_mcore.hf.source import HFSource
+from lightning_mcore.hf.vision_families import with_tower
 from lightning_mcore.interop.export_adapter import save_adapter
 from tests.distributed.test_delta_net_folders import save_whole
 from tests.parity.hf_training import LENGTH, LOGITS, text
@@ -56,7 +57,7 @@ WITH_EXPERTS = [family for family, config in CONFIGS.items() if any("experts" in
 NOT_ADAPTED = ("lm_head", "_gate", "router.gate", "gate.wg")
 ONLY_STACKED = (*WITHOUT_EXPERTS, "mistral4", "nemotron_h")
 STAY = ("qwen3", "qwen2_moe", "deepseek_v3", "mixtral", "phi3", "gpt_oss", "granitemoe", "qwen3_5_moe_text")
-STAY += ("qwen2_vl", "qwen3_vl_moe")
+STAY += ("qwen2_vl", "qwen3_vl_moe", "qwen3_5_moe")
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -162,7 +163,7 @@ def in_peft(folder: str, adapter: str, sees: bool) -> Tensor:
     assert adapters
     assert [key for key, parameter in adapters.items() if not parameter.any()] == []
     batch, given = text(), {}
-    if name in VISION:
+    if kind_of(folder) is MCoreVisionGPT:
         batch = vision_batch(name)
         given = {"mm_token_type_ids": kinds_of(batch["tokens"]), **{key: batch[key] for key in _SEEN if key in batch}}
     with torch.no_grad():
@@ -404,7 +405,7 @@ def test_all_linear_means_the_linear_layers_of_transformers(family: str) -> None
         if isinstance(module, nn.Linear) and "visual" not in name
         if not name.endswith((*NOT_ADAPTED, *WITHOUT.get(family, ())))
     }
-    source = HFSource.open(str(folder))
+    source = HFSource.open(str(folder), with_tower(family) if family in VISION else None)
     lora, fields = LoRA(**FAMILIES[family]), complete_fields(source.fields)
     adapted = {name for name in projection_names(source.family, fields) if lora.adapts(name)}
     there = {name for name, _ in model.named_modules()}

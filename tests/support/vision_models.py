@@ -47,7 +47,8 @@ _INTERLEAVED = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 
 _PARTIAL = {**_INTERLEAVED, "mrope_section": [3, 2, 1], "partial_rotary_factor": 0.75}
 _MIXED: dict[str, Any] = {**_TEXT, **DELTA_NET, "rope_parameters": _PARTIAL}
 _SEPARATE = {name: value for name, value in _STACKED.items() if name != "deepstack_visual_indexes"}
-_LESS_ONE = ("input_layernorm.weight", "post_attention_layernorm.weight", "q_norm.weight", "k_norm.weight") + (
+_LESS_ONE = (
+    *("input_layernorm.weight", "post_attention_layernorm.weight", "q_norm.weight", "k_norm.weight"),
     "language_model.norm.weight",
 )
 _IDS = {

@@ -18,6 +18,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3PreTr
 
 from lightning_mcore import MCoreGPT, MCoreStrategy, Recipe, SaveHFModel
 from lightning_mcore.hf import export_checkpoint, import_checkpoint
+from lightning_mcore.hf.vision_families import with_tower
 from tests.support.hf_models import CONFIGS, VARIANTS, VOCAB_SIZE, save_tiny, tiny_folder
 from tests.support.sentences import refuses
 from tests.support.toy import make_trainer
@@ -69,7 +70,8 @@ def test_random_dtypes_come_back_with_their_bits(name: str, tmp_path: Path) -> N
     draw = random.Random(name)
     tensors = mixed_folder(name, tmp_path / "model", lambda _: draw.choice(DTYPES))
     assert {tensor.dtype for tensor in tensors.values()} == set(DTYPES)
-    import_checkpoint(str(tmp_path / "model"), str(tmp_path / "checkpoint"))
+    family = with_tower(name) if name in VISION else None
+    import_checkpoint(str(tmp_path / "model"), str(tmp_path / "checkpoint"), family=family)
     export_checkpoint(str(tmp_path / "checkpoint"), str(tmp_path / "out"))
     if name == "qwen3_vl_moe":  # transformers wrote its experts in another form than the hub has
         tensors = {key: tensor.mT.contiguous() if ".experts." in key else tensor for key, tensor in tensors.items()}

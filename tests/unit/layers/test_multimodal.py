@@ -14,6 +14,7 @@ from lightning_mcore.config.vision import PROJECTOR, TOWER, VISION_FAMILIES, Vis
 from lightning_mcore.data.multimodal import with_vision
 from lightning_mcore.hf.registry import find_family
 from lightning_mcore.hf.source import complete_config
+from lightning_mcore.hf.vision_families import with_tower
 from lightning_mcore.layers.multimodal_rotary import MultimodalRotary, positions_in_row
 from lightning_mcore.layers.packed_sequences import packed_sequences, split_packed_rows
 from lightning_mcore.layers.vision import VisionTower, share_out
@@ -84,7 +85,8 @@ def test_angles_are_those_of_transformers(family: str) -> None:
         rotate = package.apply_multimodal_rotary_pos_emb
         one, sections = torch.ones(1, 1, 1, 1), list(vision.sections)
         cos, sin = (rotate(one, one, factor, torch.zeros_like(factor), sections)[0][:, 0] for factor in (cos, sin))
-    rotary = MultimodalRotary(16, config.rope_parameters["rope_theta"], vision.sections, row.interleaved)
+    channels = round(16 * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    rotary = MultimodalRotary(channels, config.rope_parameters["rope_theta"], vision.sections, row.interleaved)
     rotary.positions = positions
     angles = rotary(0)[:, :, 0].transpose(0, 1)
     assert torch.equal(angles.cos(), cos)
@@ -172,19 +174,56 @@ HUB: dict[str, dict[str, Any]] = {
         },
         "vision_config": {"model_type": "qwen3_vl_moe", "out_hidden_size": 2048},
     },
+    "qwen3_5_moe": {
+        "text_config": {
+            **{name: value for name, value in _HUB_TEXT.items() if name not in ("intermediate_size", "rope_theta")},
+            "model_type": "qwen3_5_moe_text",
+            "attn_output_gate": True,
+            "dtype": "bfloat16",
+            "full_attention_interval": 4,
+            "head_dim": 256,
+            "mamba_ssm_dtype": "float32",
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 512,
+            "mtp_num_hidden_layers": 1,
+            "mtp_use_dedicated_embeddings": False,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "rope_parameters": {
+                "mrope_interleaved": True,
+                "mrope_section": [11, 11, 10],
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1e6,
+                "rope_type": "default",
+            },
+            "router_aux_loss_coef": 0.001,
+            "shared_expert_intermediate_size": 512,
+        },
+        "tie_word_embeddings": False,
+        "vision_config": {"model_type": "qwen3_5_moe", "deepstack_visual_indexes": [], "out_hidden_size": 2048},
+        "vision_end_token_id": 151654,
+    },
 }
 """Configs as the hub has them, old names of keys included."""
 
 
 @pytest.mark.parametrize(
-    ("family", "sections", "deepstack"), [("qwen2_vl", (16, 24, 24), 0), ("qwen3_vl_moe", (24, 20, 20), 3)]
+    ("family", "sections", "deepstack"),
+    [("qwen2_vl", (16, 24, 24), 0), ("qwen3_vl_moe", (24, 20, 20), 3), ("qwen3_5_moe", (11, 11, 10), 0)],
 )
 def test_configs_of_the_hub_are_read(family: str, sections: tuple[int, ...], deepstack: int) -> None:
-    rules, content = find_family(family), {"model_type": family, **_HUB_IDS, **HUB[family]}
+    rules, content = find_family(with_tower(family)), {"model_type": family, **_HUB_IDS, **HUB[family]}
     fields = rules.read_config(complete_config(rules, content))
     vision = Vision.of(fields["vision"])
     assert (vision.sections, vision.deepstack, vision.image_token_id) == (sections, deepstack, 151655)
     assert (fields["hidden_size"], fields["rotary_base"]) == (2048, 1000000)
+
+
+def test_a_tower_with_outputs_that_its_family_does_not_have_is_refused() -> None:
+    rules, content = find_family("qwen3_5_moe+tower"), {"model_type": "qwen3_5_moe", **_HUB_IDS, **HUB["qwen3_5_moe"]}
+    content["vision_config"] = {**content["vision_config"], "deepstack_visual_indexes": [8, 16, 24]}
+    with refuses(ValueError, "vision_config.deepstack_visual_indexes=[8, 16, 24]"):
+        rules.read_config(complete_config(rules, content))
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
