@@ -16,7 +16,7 @@ from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.strategy import precision_faults
 from lightning_mcore.config.run import RunSettings, class_and_arguments, rows_of_pairs
 from lightning_mcore.config.text import unknown_name
-from lightning_mcore.hf.source import sees_images
+from lightning_mcore.hf.source import seeing_name, sees_images
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.models.vision import MCoreVisionGPT
@@ -195,7 +195,7 @@ def _model(given: Any, where: str) -> dict[str, Any]:
     elif name in ("MCoreGPT", "from_pretrained") and "recipe" in arguments:
         Recipe.of(arguments["recipe"])  # raises for None
     pretrained = "path" in arguments
-    _check_kind(given, arguments.get("path"))
+    _check_kind(given, arguments)
     known = of_model(pretrained, sees=name == "MCoreVisionGPT")
     if name in ("MCoreGPT", "MCoreVisionGPT", "from_pretrained"):
         return {key: value for key, value in arguments.items() if key not in known or value != known[key].default}
@@ -207,12 +207,20 @@ def _model(given: Any, where: str) -> dict[str, Any]:
     return _changed({key: value for key, value in arguments.items() if key in known}, known)
 
 
-def _check_kind(given: Any, path: Any) -> None:
-    """Reject a model that sees images as an ``MCoreGPT``, and a text model as an ``MCoreVisionGPT``."""
+def _check_kind(given: Any, arguments: dict[str, Any]) -> None:
+    """Reject a model that sees images as an ``MCoreGPT``, and a text model as an ``MCoreVisionGPT``.
+
+    A model that may be read either way gets the family with its tower as an ``MCoreVisionGPT``.
+    """
     owner = str(given["class_path"]).split(".")[-2:-1] if isinstance(given, Mapping) and "class_path" in given else []
-    for kind, wrong in ((MCoreGPT, True), (MCoreVisionGPT, False)):
-        if owner == [kind.__name__] and isinstance(path, str) and sees_images(path) is wrong:
-            kind.check_kind(path, {"vision": None} if wrong else {})
+    path, family = arguments.get("path"), arguments.get("family")
+    if not isinstance(path, str) or owner not in (["MCoreGPT"], ["MCoreVisionGPT"]):
+        return
+    sees, kind = sees_images(path, family), MCoreGPT if owner == ["MCoreGPT"] else MCoreVisionGPT
+    if sees is False and kind is MCoreVisionGPT and (seeing := seeing_name(path, family)) != family:
+        arguments["family"] = seeing
+    elif sees is not None and sees is not kind.takes_images:
+        kind.check_kind(path, {"vision": None} if sees else {})
 
 
 def _with_optimizer(model: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

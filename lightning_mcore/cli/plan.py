@@ -44,7 +44,7 @@ from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.ray import elastic_sizes
 from lightning_mcore.config.run import RunSettings, number_of_devices
 from lightning_mcore.config.text import counted, unknown_name
-from lightning_mcore.hf.source import is_unknown_on_hub
+from lightning_mcore.hf.source import is_unknown_on_hub, seeing_name, sees_images
 from lightning_mcore.planning.machines import MACHINES, Machine, machine_named, parse_memory
 from lightning_mcore.planning.plan import make_plan
 from lightning_mcore.planning.report import report
@@ -156,8 +156,19 @@ def read_run(
         kind = "llamafactory"
         flags = [word for word in words if word not in named]
         settings = settings_of_flags(flags, model, options["seq_length"], parser)
-    settings = replace(settings, image_tokens=options["image_tokens"])
+    if options["image_tokens"] is not None:
+        # A class in a LightningCLI file, and the datasets of LLaMA-Factory's, say whether the tower is read
+        says = kind == "llamafactory" or (kind == "lightning" and model is None)
+        settings = replace(settings if says else _with_tower(settings), image_tokens=options["image_tokens"])
     return settings, kind, *device_numbers(settings, options["devices"], options["nodes"])
+
+
+def _with_tower(settings: RunSettings) -> RunSettings:
+    """Return a run whose Hugging Face model is read with its vision tower, if it may be read either way."""
+    path, family = settings.model.get("path"), settings.model.get("family")
+    if path is None or sees_images(path, family) is not False or (seeing := seeing_name(path, family)) == family:
+        return settings
+    return replace(settings, model={**settings.model, "family": seeing})
 
 
 def _plan(options: dict[str, Any], words: Sequence[str], parser: CommandParser) -> int:

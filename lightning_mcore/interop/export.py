@@ -50,6 +50,7 @@ from lightning_mcore.interop.export_tensors import StoredTensors, exchange, plac
 from lightning_mcore.layers.session import single_process
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
+from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.parallel.chunks import built_chunks
 from lightning_mcore.parallel.consensus import run_on_all_ranks, run_on_rank0
 from lightning_mcore.strategy import MCoreStrategy
@@ -111,7 +112,8 @@ def export_checkpoint(
         if settings["lora"].get("quantization") and not adapter:
             raise ValueError(NOT_MERGED)
         layout = experts if adapter else None
-        _export_adapted(path, out, layout, "preference" in settings, options)
+        kind = MCorePreference if "preference" in settings else MCoreVisionGPT if "vision" in settings else MCoreGPT
+        _export_adapted(kind, path, out, layout, options)
         return
     for option, given in (("adapter", adapter), ("merge", merge)):
         if given:
@@ -124,10 +126,10 @@ def export_checkpoint(
         _finish(plan, description, folder)
 
 
-def _export_adapted(path: str, out: str, experts: Any, of_preferences: bool, options: ExportOptions) -> None:
+def _export_adapted(kind: type[MCoreGPT], path: str, out: str, experts: Any, options: ExportOptions) -> None:
     """Write a checkpoint's adapters in a layout of experts; if that is None, its base with the adapters merged in."""
     with single_process():
-        module = (MCorePreference if of_preferences else MCoreGPT).load_from_checkpoint(path)
+        module = kind.load_from_checkpoint(path)
         if experts is not None:
             save_adapter(module, out, experts=experts)
         else:

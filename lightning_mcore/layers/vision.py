@@ -249,8 +249,8 @@ class VisionGPT(GPTChunk):
         pre_process: bool,
         **arguments: Any,
     ) -> None:
-        rotary = {"rotary_base": rotary_base, "rotary_percent": rotary_percent}
-        super().__init__(config, spec, pre_process=pre_process, **rotary, **arguments)
+        arguments |= {"rotary_base": rotary_base, "rotary_percent": rotary_percent}
+        super().__init__(config, spec, pre_process=pre_process, **arguments)
         interleaved, channels = vision.family.interleaved, int(config.kv_channels * rotary_percent)
         self.rotary_pos_emb = MultimodalRotary(channels, rotary_base, vision.sections, interleaved)
         self._seen: tuple[Tensor, Tensor] | None = None

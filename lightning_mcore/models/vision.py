@@ -168,6 +168,13 @@ class MCoreVisionGPT(MCoreGPT):
     def check_kind(cls, path: str, settings: dict[str, Any]) -> None:
         """Raise ValueError for a text-only model's settings, and drop settings that are not arguments here."""
         if "vision" not in settings:
+            origin = (settings.get("hf") or {}).get("config") or {}
+            name = str(origin.get("model_type"))
+            if with_tower(name) != name:
+                raise ValueError(
+                    f"{path} was imported without its vision tower; import it with family={with_tower(name)!r}"
+                    f" (--family {with_tower(name)}), or take MCoreGPT"
+                )
             raise ValueError(f"{path} is a text-only model; take MCoreGPT")
         # A default may go, a setting that changes the model may not
         for name in settings.keys() - inspect.signature(cls).parameters.keys():

@@ -34,7 +34,7 @@ def arguments_of_gpt(book: "RuleBook", model: Mapping[str, Any]) -> dict[str, An
         raise ValueError("the run has no model; give MCoreGPT's arguments, or --model with a Hugging Face model")
     if "path" not in model:
         return arguments_in_use(model)
-    sees = bool(sees_images(model["path"]))
+    sees = bool(sees_images(model["path"], model.get("family")))
     kind = MCoreVisionGPT if sees else MCoreGPT
     given = book.check_arguments(f"argument of {kind.__name__}.from_pretrained", model, of_model(True, sees))
     family = given.get("family")

@@ -119,6 +119,7 @@ def text_folder(path: Path) -> Path:
 
 
 def of_text(seeing: str, text: str) -> list[Tensor]:
+    """Return the losses of text alone, with the tower and without."""
     batch = vision_batch("qwen2_vl", images=[[], []], videos=[[], []])
     with single_process():
         modules = [
@@ -133,10 +134,11 @@ def of_text(seeing: str, text: str) -> list[Tensor]:
 
 
 def test_text_alone_is_that_of_the_text_family(tmp_path: Path) -> None:
-    """Bit for bit."""
-    paths = str(vision_folder("qwen2_vl")), str(text_folder(tmp_path / "text"))
-    one, other = run_ranks(1, of_text, *paths, open_group=False)[0]
-    assert torch.equal(one, other)
+    """Bit for bit. The folder of a Qwen3.5 is read as a text model by the class of text models."""
+    both_ways = str(vision_folder("qwen3_5"))
+    for paths in ((str(vision_folder("qwen2_vl")), str(text_folder(tmp_path / "text"))), (both_ways, both_ways)):
+        one, other = run_ranks(1, of_text, *paths, open_group=False)[0]
+        assert torch.equal(one, other)
 
 
 class AtEnd(pl.Callback):
@@ -260,24 +262,26 @@ def train_on_images(
     return watch.seen.logged
 
 
-@pytest.fixture(scope="module")
-def talker(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model for the tokenizer of the conversations."""
+def talking(family: str, folder: Path) -> str:
+    """Return the folder of a model for the tokenizer of the conversations."""
     tokenizer = seeing_tokenizer()
     ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>") for name in ("image", "video")}
-    text = {**CONFIGS["qwen3_vl"]["text_config"], "vocab_size": len(tokenizer)}
-    return str(save_vision("qwen3_vl", tmp_path_factory.mktemp("talker"), text_config=text, **ids))
+    text = {**CONFIGS[family]["text_config"], "vocab_size": len(tokenizer)}
+    return str(save_vision(family, folder / "talker", text_config=text, **ids))
 
 
-def test_conversations_about_images_and_videos_are_trained_on(talker: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_conversations_about_images_and_videos_are_trained_on(family: str, tmp_path: Path) -> None:
+    talker = talking(family, tmp_path)
     one, *_ = run_ranks(1, train_on_images, talker, tmp_path, Layout(), timeout=120)
     for losses in run_ranks(2, train_on_images, talker, tmp_path, Layout(tp=2, sp=True), timeout=120):
         assert losses == pytest.approx(one, abs=1e-5)
     assert len(one) == 2
 
 
-def test_a_run_goes_on_within_an_epoch_of_images_and_videos_bit_for_bit(talker: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_within_an_epoch_of_images_and_videos_bit_for_bit(tmp_path: Path) -> None:
     """After one of the steps of an epoch, and into the next; workers read the images and decode the videos."""
+    talker = talking("qwen3_vl", tmp_path)
     layout, saved = Layout(dp=2), str(tmp_path / "saved.ckpt")
     whole = run_ranks(2, train_on_images, talker, tmp_path, layout, 3, timeout=120)
     run_ranks(2, train_on_images, talker, tmp_path, layout, 1, save=saved, timeout=120)
@@ -296,6 +300,10 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
         MCoreVisionGPT.from_pretrained(seeing, freeze=["tower"])
     with pytest.raises(ValueError, match="mtp_num_layers=1 is not available for a vision-language model"):
         MCoreVisionGPT.from_pretrained(seeing, transformer={"mtp_num_layers": 1})
+    settings = MCoreVisionGPT.from_pretrained(seeing).hparams
+    given = {name: settings[name] for name in ("vocab_size", "seq_length", "transformer", "vision")}
+    with pytest.raises(ValueError, match=r"embedding_scale=2.0 is not available for a vision-language model"):
+        MCoreVisionGPT(**given, architecture={"embedding_scale": 2.0})
     refused: list[tuple[dict[str, Any], str]] = [
         ({"pipeline_model_parallel_size": 2}, "the first pipeline stage has 2 layers, and outputs of the vision"),
     ]

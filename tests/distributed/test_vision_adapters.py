@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_mcore import LoRA, MCoreStrategy, MCoreVisionGPT, Recipe, SaveHFModel, single_process
+from lightning_mcore import LoRA, MCoreGPT, MCoreStrategy, MCoreVisionGPT, Recipe, SaveHFModel, single_process
 from lightning_mcore.checkpoint.weights import load_weights
 from lightning_mcore.cli import main
+from lightning_mcore.cli.plan import WRONG
 from lightning_mcore.cli.plan import run as plan_command
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.vision import LANGUAGE_MODEL, PROJECTOR, TOWER, Vision
@@ -177,9 +178,9 @@ def test_adapters_of_a_frozen_language_model_are_refused() -> None:
         MCoreVisionGPT.from_pretrained(str(vision_folder("qwen2_vl")), freeze=[LANGUAGE_MODEL], lora=LoRA())
 
 
-def through_commands(folder: str, saved: str, out: str) -> list[Tensor]:
+def through_commands(folder: str, saved: str, out: str, options: list[str]) -> list[Tensor]:
     """Import and export on the command line, and return the weights of a model that starts from the import."""
-    assert main(["import", folder, saved]) == 0
+    assert main(["import", folder, saved, *options]) == 0
     assert main(["export", saved, out]) == 0
     with single_process():
         module = MCoreVisionGPT.from_pretrained(saved, LENGTH)
@@ -192,12 +193,59 @@ def through_commands(folder: str, saved: str, out: str) -> list[Tensor]:
     return []
 
 
-def test_commands_import_and_export_models_that_see(tmp_path: Path) -> None:
-    folder, out = vision_folder("qwen3_vl"), tmp_path / "out"
-    run_ranks(1, through_commands, str(folder), str(tmp_path / "saved.ckpt"), str(out), open_group=False)
+@pytest.mark.parametrize(("family", "options"), [("qwen3_vl", []), ("qwen3_5", ["--family", "qwen3_5+tower"])])
+def test_commands_import_and_export_models_that_see(family: str, options: list[str], tmp_path: Path) -> None:
+    folder, out = vision_folder(family), tmp_path / "out"
+    run_ranks(1, through_commands, str(folder), str(tmp_path / "saved.ckpt"), str(out), options, open_group=False)
     before, after = dict(read_tensors(folder)), dict(read_tensors(out))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def import_text(folder: str, saved: str) -> None:
+    assert main(["import", folder, saved]) == 0
+    with pytest.raises(ValueError, match=r"was imported without its vision tower; import it with family='qwen3_5\+tow"):
+        MCoreVisionGPT.from_pretrained(saved)
+    assert MCoreGPT.from_pretrained(saved).hparams["hf"]["family"] == "qwen3_5_text"
+
+
+def test_an_import_of_qwen3_5_leaves_out_its_tower_unless_asked_for(tmp_path: Path) -> None:
+    folder, saved = str(vision_folder("qwen3_5")), str(tmp_path / "saved.ckpt")
+    run_ranks(1, import_text, folder, saved, open_group=False)
+
+
+def saves_adapters(folder: str, saved: str) -> Tensor:
+    """Train adapters for a step and save them; return the logits of the model with them."""
+    module = MCoreVisionGPT.from_pretrained(folder, LENGTH, lora=ADAPTERS)
+    trainer = make_trainer(MCoreStrategy(), max_steps=1, use_distributed_sampler=False)
+    batch = vision_batch(module.vision.model_type)
+    trainer.fit(module, DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
+    trainer.save_checkpoint(saved)
+    module.eval()
+    logits: Tensor = module.token_logits(module.on_before_batch_transfer(batch, 0))[0].detach()
+    return logits
+
+
+def exports_adapters(saved: str, merged: str, adapter: str) -> None:
+    assert main(["export", saved, merged]) == 0
+    assert main(["export", saved, adapter, "--adapter"]) == 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_a_checkpoint_of_adapters_is_exported_merged_and_alone(family: str, tmp_path: Path) -> None:
+    """Transformers computes the same with the merged model, and PEFT with the adapters."""
+    from transformers import AutoModelForImageTextToText
+
+    saved, merged, adapter = (tmp_path / name for name in ("saved.ckpt", "merged", "adapter"))
+    wanted = run_ranks(1, saves_adapters, str(vision_folder(family)), str(saved))[0]
+    run_ranks(1, exports_adapters, str(saved), str(merged), str(adapter), open_group=False)
+    batch = vision_batch(family)
+    seen = {name: batch[name] for name in _SEEN if name in batch}
+    for model in (AutoModelForImageTextToText.from_pretrained(merged, dtype=torch.float32), in_peft(family, adapter)):
+        with torch.no_grad():
+            found = model.eval()(batch["tokens"], mm_token_type_ids=kinds_of(batch["tokens"]), **seen).logits
+        torch.testing.assert_close(wanted[..., : found.size(-1)], found, rtol=0, atol=1e-4)
 
 
 def counted(folder: str, layout: Layout, freeze: list[str], lora: dict[str, Any] | None) -> tuple[int, int]:
@@ -300,3 +348,32 @@ def test_a_plan_refuses_what_the_run_refuses(tmp_path: Path, capsys: pytest.Capt
     assert plan_command([str(run), "--devices", "2"]) == 0
     assert plan_command([str(run), "--devices", "2", "--image-tokens", "32"]) == 0
     assert "vision tower" in capsys.readouterr().out.split("WORK")[2]
+
+
+@pytest.mark.parametrize("owner", ["MCoreGPT", "MCoreVisionGPT"])
+def test_a_plan_of_qwen3_5_has_the_tower_where_the_run_has_it(
+    owner: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The class of a file says so; with ``--model``, image tokens do."""
+    folder = str(vision_folder("qwen3_5"))
+    seen = sum(tensor.numel() for name, tensor in read_tensors(Path(folder)) if "visual" in name)
+    text = sum(tensor.numel() for _, tensor in read_tensors(Path(folder))) - seen
+    model = {"class_path": f"lightning_mcore.{owner}.from_pretrained", "init_args": {"path": folder}}
+    run, sees = tmp_path / "run.yaml", owner == "MCoreVisionGPT"
+    run.write_text(json.dumps({"trainer": {"strategy": "mcore", "max_steps": 1}, "model": model}))
+
+    def planned(*options: str) -> int:
+        assert plan_command([str(run), "--devices", "1", "--json", *options]) == 0
+        found: int = json.loads(capsys.readouterr().out)["parameters"]["total"]
+        return found - _padding(folder)
+
+    assert planned() == text + sees * seen
+    assert planned("--model", folder) == text
+    assert planned("--model", folder, "--image-tokens", "32") == text + seen
+    assert plan_command([str(run), "--devices", "1", "--image-tokens", "32"]) == (0 if sees else WRONG)
+
+
+def _padding(folder: str) -> int:
+    """Return the numbers in rows of the embedding for no token."""
+    settings = MCoreVisionGPT.from_pretrained(folder)
+    return (settings.padded_vocab_size - settings.vocab_size) * 64

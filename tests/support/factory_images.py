@@ -157,7 +157,7 @@ def tokenizer() -> Any:
 def processor(family: str) -> Qwen2VLImageProcessorPil:
     """Return the image processor of a family: with its size of patches, and the hub's limits."""
     return Qwen2VLImageProcessorPil(
-        patch_size=16 if family == "qwen3_vl" else 14, size={"shortest_edge": 3136, "longest_edge": 1003520}
+        patch_size=16 if family.startswith("qwen3") else 14, size={"shortest_edge": 3136, "longest_edge": 1003520}
     )
 
 
@@ -166,7 +166,7 @@ def video_processor(family: str) -> Any:
     from transformers import Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
 
     size = {"shortest_edge": 4096, "longest_edge": 65536}
-    return Qwen3VLVideoProcessor(size=size) if family == "qwen3_vl" else Qwen2VLVideoProcessor(size=size)
+    return Qwen3VLVideoProcessor(size=size) if family.startswith("qwen3") else Qwen2VLVideoProcessor(size=size)
 
 
 def token_ids(of: Any) -> dict[str, int]:
@@ -181,7 +181,7 @@ def write_file(folder: Path, family: str = "qwen2_vl", weights: bool = False, vi
 
     Args:
         folder: Where; made if it is not there.
-        family: Of the model; :data:`TEMPLATES` has the template of the file.
+        family: Of the model; :data:`TEMPLATES` has the template of the file, for Qwen3.5 that of Qwen3-VL.
         weights: Whether the model has weights.
         videos: Whether the datasets with videos are added.
         more: Keys of the file; ``model``, ``out``, ``data`` and ``cache`` become folders in this one.
@@ -211,7 +211,13 @@ def write_file(folder: Path, family: str = "qwen2_vl", weights: bool = False, vi
     (folder / "data" / "dataset_info.json").write_text(json.dumps(INFO), encoding="utf-8")
     places = {"model_name_or_path": "model", "output_dir": "out", "dataset_dir": "data", "cache_dir": "cache"}
     folders = {key: str(folder / place) for key, place in places.items()}
-    values = {**KEYS, "dataset": ",".join(rows_of), "template": TEMPLATES[family], **folders, **more}
+    values = {
+        **KEYS,
+        "dataset": ",".join(rows_of),
+        "template": TEMPLATES.get(family, TEMPLATES["qwen3_vl"]),
+        **folders,
+        **more,
+    }
     (folder / "run.yaml").write_text(json.dumps(values), encoding="utf-8")
     return str(folder / "run.yaml")
 

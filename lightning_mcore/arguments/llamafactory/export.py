@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lightning_mcore.arguments.llamafactory.rules import check_supported, own_keys, read_keys
 from lightning_mcore.config.value_checks import require_size
-from lightning_mcore.hf.source import read_config, sees_images
+from lightning_mcore.hf.source import read_config, seeing_name, sees_images
 
 _OWN = ("export_dir", "export_size", "export_device")  # a device has no effect: tensors are written from the CPU
 
@@ -39,7 +39,8 @@ class FactoryExport:
         require_free(self.out)
         config = read_config(self.model)
         dtype = config.get("dtype") or config.get("torch_dtype") or "auto"
-        kind = MCoreVisionGPT if sees_images(self.model) else MCoreGPT
+        # The whole model, even if its language model may be read alone
+        kind = MCoreVisionGPT if sees_images(self.model, seeing_name(self.model, None)) else MCoreGPT
         module = kind.from_pretrained(self.model, adapters=list(self.adapters))
         module.check_settings()
         with single_process():

@@ -31,7 +31,7 @@ from lightning_mcore.arguments.ray import RayArguments
 from lightning_mcore.config.run import RunSettings, rows_of_pairs
 from lightning_mcore.data.finetuning.chat import ChatTemplate, end_of_turn, named_template
 from lightning_mcore.data.preprocess.tokenizer import auto_tokenizer
-from lightning_mcore.hf.source import local_folder, sees_images
+from lightning_mcore.hf.source import local_folder, seeing_name, sees_images
 
 if TYPE_CHECKING:
     from lightning_mcore.arguments.llamafactory.data import FactoryData
@@ -78,7 +78,9 @@ class FactoryRun:
             model["preference"] = preference_of(keys, keys.stage)
             # A pair takes two rows, so the batch size doubles.
             data = rows_of_pairs(model, data)
-        if sees_images(self.model_path):
+        if reads_images(self.model_path, [*self.train, *self.evaluation]):
+            if (family := seeing_name(self.model_path, None)) is not None:
+                model["family"] = family
             if keys.lora is None:
                 model["freeze"] = keys.frozen_parts
             if model["transformer"].get("apply_rope_fusion") and self._has_joined_rows():
@@ -109,7 +111,7 @@ class FactoryRun:
     def _sees(self) -> bool:
         """Return whether the model sees images; downloads the config of a name on the hub."""
         local_folder(self.model_path, weights=False)
-        sees = bool(sees_images(self.model_path))
+        sees = bool(reads_images(self.model_path, [*self.train, *self.evaluation]))
         # read_run could not check a name whose config was not downloaded yet.
         check_vision(self.keys, dataclasses.asdict(self.keys), sees)
         return sees
@@ -198,6 +200,17 @@ class FactoryRun:
         return [[dataclasses.replace(reading, entry=entry) for entry in part] for part in (self.train, self.evaluation)]
 
 
+def reads_images(path: str, datasets: Sequence[DatasetEntry]) -> bool | None:
+    """Return whether a run reads its model with a vision tower; None if the model's config has not been downloaded.
+
+    A model that may be read either way (Qwen3.5) is read with its tower if a dataset has images or videos.
+    """
+    sees = sees_images(path)
+    if sees is not False or not any(entry.columns.images or entry.columns.videos for entry in datasets):
+        return sees
+    return seeing_name(path, None) is not None
+
+
 def read_run(path: str | None, overrides: Sequence[str] = ()) -> FactoryRun:
     """Return the run that a training file describes, after its changes (texts ``key=value``).
 
@@ -207,16 +220,22 @@ def read_run(path: str | None, overrides: Sequence[str] = ()) -> FactoryRun:
     """
     given = read_keys(path, overrides)
     own = own_keys(given)
-    sees = sees_images(str(own.model_name_or_path))
-    check_supported(given)
+    model = str(own.model_name_or_path)
     # None: the model is a name on the hub, and its config is not on this machine; FactoryRun._sees checks later.
-    if sees is not None:
+    sees = sees_images(model)
+    depends = sees is False and seeing_name(model, None) is not None  # on the datasets
+    check_supported(given)
+    if sees is not None and not depends:
         check_vision(own, given, sees)
     check_keys(own, given)
     arguments = _arguments(own, given)
     template = _template(own)
-    train = read_datasets(own.dataset, own.dataset_dir, sees) if own.dataset else []
-    evaluation = read_datasets(own.eval_dataset, own.dataset_dir, sees) if own.eval_dataset else []
+    accepted = None if depends else sees
+    train = read_datasets(own.dataset, own.dataset_dir, accepted) if own.dataset else []
+    evaluation = read_datasets(own.eval_dataset, own.dataset_dir, accepted) if own.eval_dataset else []
+    if depends:
+        sees = reads_images(model, [*train, *evaluation])
+        check_vision(own, given, bool(sees), depends)
     _check_datasets(own, train, evaluation)
     ray = RayArguments(**{key: value for key, value in given.items() if key in RAY_KEYS})
     ray.refuse_address()

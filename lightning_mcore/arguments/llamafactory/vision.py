@@ -38,20 +38,19 @@ class VisionKeys:
         return [part for part, is_frozen in parts.items() if is_frozen]
 
 
-def check_vision(keys: VisionKeys, given: Mapping[str, Any], sees: bool) -> None:
+def check_vision(keys: VisionKeys, given: Mapping[str, Any], sees: bool, depends: bool = False) -> None:
     """Raise ValueError for keys that do not fit the kind of model, and for limits that contradict each other.
 
-    ``given`` has all keys of the file; ``sees`` says whether the model has a vision tower.
+    ``given`` has all keys of the file; ``sees`` says whether the model is read with a vision tower, and ``depends``
+    whether that depends on the datasets.
     """
     if not sees:
         # A key at its default is allowed, because files often spell out defaults.
         for field in fields(VisionKeys):
             value = getattr(keys, field.name)
             if value != field.default:
-                raise ValueError(
-                    f"{field.name}: {value!r} is for a vision-language model, and model_name_or_path is a text-only"
-                    " model; leave it out"
-                )
+                why = "no dataset has images or videos" if depends else "model_name_or_path is a text-only model"
+                raise ValueError(f"{field.name}: {value!r} is for a vision-language model, and {why}; leave it out")
         return
     # The keys of a text run that a vision run cannot have, each with its only choice
     for name, value, choice in (

@@ -2,6 +2,7 @@
 """Files of LLaMA-Factory for vision-language models: the batches of its own collator, limits of pixels, refusals."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 
 from lightning_mcore.arguments.llamafactory.images import Limits
 from lightning_mcore.arguments.llamafactory.run import FactoryRun, read_run
+from lightning_mcore.arguments.llamafactory.vision import VisionKeys
 from lightning_mcore.config.vision import Vision
 from lightning_mcore.data.multimodal import with_vision
-from lightning_mcore.hf.source import HFSource
+from lightning_mcore.hf.source import HFSource, seeing_name
 from tests.support.factory_files import LLAMA3, write_run
 from tests.support.factory_images import FILE, TEMPLATES, write_file
 from tests.support.sentences import refuses
@@ -29,15 +31,19 @@ def samples(run: FactoryRun) -> list[dict[str, Any]]:
     module.prepare_data()
     module.setup("fit")
     items: Any = module._opened("train")
-    vision = Vision.of(HFSource.open(run.model_path, weights=False).fields["vision"])
+    source = HFSource.open(run.model_path, seeing_name(run.model_path, None), weights=False)
+    vision = Vision.of(source.fields["vision"])
     return [with_vision(module._collate([items[index]]), vision) for index in range(len(items))]
 
 
-@pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.parametrize("family", [*TEMPLATES, "qwen3_5"])
 def test_batches_are_those_of_its_own_collator(family: str, tmp_path: Path) -> None:
-    """Tokens, labels, positions and patches of each sample, in both forms of datasets, with images and with videos."""
+    """Tokens, labels, positions and patches of each sample, in both forms of datasets, with images and with videos.
+
+    Qwen3.5 has the processors and the positions of Qwen3-VL.
+    """
     found = samples(read_run(write_file(tmp_path, family, videos=True)))
-    wanted = EXPECTED[family]
+    wanted = EXPECTED["qwen3_vl" if family == "qwen3_5" else family]
     assert len(found) == len(wanted)
     for batch, row in zip(found, wanted, strict=True):
         places = len(row["ids"]) - 1
@@ -51,6 +57,22 @@ def test_batches_are_those_of_its_own_collator(family: str, tmp_path: Path) -> N
         if grids:
             patches = batch["patches"].split([time * height * width for time, height, width in grids])
             assert [float(values.double().mean()) for values in patches] == pytest.approx(row["means"], abs=ROUNDING)
+
+
+def test_qwen3_5_is_read_with_its_tower_if_a_dataset_has_images(tmp_path: Path) -> None:
+    """And as a text model otherwise, for every stage of text."""
+    file = write_file(tmp_path, "qwen3_5")
+    seeing = read_run(file).settings().model
+    assert (seeing["family"], seeing["freeze"]) == ("qwen3_5+tower", ["vision_tower", "multi_modal_projector"])
+    texts = [{"instruction": "Say it.", "output": "It."}]
+    (tmp_path / "data" / "texts.json").write_text(json.dumps(texts))
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"texts": {"file_name": "texts.json"}}))
+    of_text = ["dataset=texts", *(f"{field.name}={field.default}" for field in fields(VisionKeys) if field.default)]
+    for override in ("stage=sft", "use_dft_loss=true"):
+        run = read_run(file, [*of_text, override])
+        assert {"family", "freeze"}.isdisjoint(run.settings().model)
+    with refuses(ValueError, "image_max_pixels: 9 is for"):
+        read_run(file, [*of_text, "image_max_pixels=9"])
 
 
 def test_images_lie_in_media_dir(tmp_path: Path) -> None:

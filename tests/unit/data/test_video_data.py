@@ -227,9 +227,10 @@ def test_a_video_that_became_another_is_named(frames: int, size: tuple[int, int]
         module._collate([item])
 
 
-def test_a_file_of_lightning_has_the_settings_of_videos(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_a_file_of_lightning_has_the_settings_of_videos(family: str, tmp_path: Path) -> None:
     """Its model's folder has the processors and the tokenizer."""
-    write_file(tmp_path, "qwen3_vl", weights=True, videos=True)
+    write_file(tmp_path, family, weights=True, videos=True)
     model, files = str(tmp_path / "model"), str(tmp_path / "data")
     settings = {"train_files": f"{files}/clips.json", "tokenizer": model, "seq_length": 800, "media_dir": files}
     settings |= {"template": "qwen2_vl", "packing": False, "cache_dir": str(tmp_path / "cache")}
