@@ -23,10 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_mcore.config.architecture import architecture_of
 from lightning_mcore.layers.autograd import scale_gradient
-from lightning_mcore.layers.recurrent import OfHeads, RecurrentLayer, RecurrentState
+from lightning_mcore.layers.recurrent import OfHeads, RecurrentLayer, RecurrentState, in_chunks, later_tokens
 from lightning_mcore.parallel.groups import generator_of
 
-_CHUNK = 64
 _SHORTEST = 1e-6
 _LARGEST_DECAY = 16.0  # at the start of training, in units of the step
 _SMALLEST_DECAY = 0.01
@@ -123,16 +122,10 @@ def gated_delta_rule(
     # With d = d_v = 1, keys and queries 1, and beta 0.5: the value 4 moves an empty memory to 2, which is read. The
     # next token halves it to 1, and its value 8 moves it to 1 + 0.5 * (8 - 1) = 4.5.
     length = query.size(2)
-    size = min(_CHUNK, length)
-    missing = -length % size
-    if missing:
-        query, key, value = (functional.pad(part, (0, 0, 0, missing)) for part in (query, key, value))
-        decay, beta = (functional.pad(part, (0, missing)) for part in (decay, beta))
-    query, key, value, decay, beta = (torch.unflatten(part, 2, (-1, size)) for part in (query, key, value, decay, beta))
+    query, key, value, decay, beta = in_chunks(query, key, value, decay, beta)
     decay, beta = decay.cumsum(-1)[..., None], beta[..., None]
     scaled = beta * key
-    later = torch.ones(size, size, dtype=torch.bool, device=query.device).triu(1)
-    between = (decay - decay.transpose(-1, -2)).masked_fill(later, float("-inf")).exp()
+    between = (decay - decay.transpose(-1, -2)).masked_fill(later_tokens(query), float("-inf")).exp()
     keys = key.transpose(-1, -2)
     # A token writes what the memory lacks after the tokens before it: within a chunk, a triangular system.
     system = (scaled @ keys) * between

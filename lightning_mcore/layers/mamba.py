@@ -26,10 +26,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mcore.config.architecture import architecture_of, mamba_units
-from lightning_mcore.layers.recurrent import OfHeads, RecurrentLayer, RecurrentState
+from lightning_mcore.layers.recurrent import OfHeads, RecurrentLayer, RecurrentState, in_chunks, later_tokens
 from lightning_mcore.parallel.groups import generator_of
 
-_CHUNK = 64
 _DECAYS = (1.0, 16.0)  # at the start of training, in units of the step
 _STEPS = (1e-3, 0.1)  # at the start of training, from the smallest to the largest
 _NO_STEP = -1e4  # its softplus is 0
@@ -90,19 +89,20 @@ class Mamba2(RecurrentLayer):
         gate, inputs, step = torch.split(mixed, [self.values, self.values + 2 * self.states, self.steps], dim=-1)
         inputs, last = self._convolve(inputs, None if state is None else state.inputs, weights["conv1d_bias"])
         value, *vectors = torch.split(inputs, [self.values, self.states, self.states], dim=-1)
-        # [b, groups, s, rows], [b, groups, heads, s, d] and [b, groups, heads, s]
-        write, read = (self._of_own_groups(part.flatten(2)).float().permute(1, 2, 0, 3) for part in vectors)
+        # [b, groups, s, rows], [b, groups, s, heads, d] and [b, groups, s, heads]
         groups = len(self.own_groups)
-        value = value.float().reshape(*value.shape[:2], groups, -1, self.size).permute(1, 2, 3, 0, 4)
+        write, read = (self._of_own_groups(part.flatten(2)).float().permute(1, 2, 0, 3) for part in vectors)
+        value = value.float().reshape(*value.shape[:2], groups, -1, self.size).permute(1, 2, 0, 3, 4)
         step = functional.softplus(step.flatten(2).float() + weights["dt_bias"].float())
-        step = torch.unflatten(step, -1, (groups, -1)).permute(1, 2, 3, 0)
-        decay, skip = (weights[name].float().view(groups, -1, 1) for name in ("A_log", "D"))
+        step = torch.unflatten(step, -1, (groups, -1)).permute(1, 2, 0, 3)
+        write, read, value = write.contiguous(), read.contiguous(), value.contiguous()  # products would copy them
+        decay, skip = (weights[name].float().view(groups, 1, -1) for name in ("A_log", "D"))
         tokens = (write, read, value, step, -decay.exp() * step)
         if self.is_recomputed and state is None:
             output, memory = checkpoint(state_space, *tokens, use_reentrant=False, preserve_rng_state=False)
         else:
             output, memory = state_space(*tokens, None if state is None else state.memory)
-        output = (output + value * skip[..., None]).permute(3, 0, 1, 2, 4)
+        output = (output + value * skip[..., None]).permute(2, 0, 1, 3, 4)
         gated = output.flatten(3) * functional.silu(gate.float()).reshape(*gate.shape[:2], groups, -1)
         normed = self._norm(gated).to(mixed.dtype) * self.out_norm(self.cp_group)
         return normed.to(mixed.dtype).reshape(gate.shape), RecurrentState(last, memory)
@@ -136,32 +136,36 @@ def state_space(
 ) -> tuple[Tensor, Tensor]:
     """Write a sequence's tokens into a memory one after another, and read it after each; all tensors fp32.
 
-    ``write`` and ``read`` are [b, g, s, rows], for all heads of a group; ``value`` is [b, g, h, s, d] for each head.
-    ``step`` [b, g, h, s] scales what a token writes, ``decay`` [b, g, h, s] is the logarithm of what it leaves of the
-    memory, at most 0. ``memory`` is [b, g, h, rows, d], None for zeros. Returns what is read, [b, g, h, s, d], and the
-    memory after the last token.
+    Args:
+        write: What a token writes along, [b, g, s, rows], for all heads of a group.
+        read: What a token reads along, [b, g, s, rows].
+        value: What each head writes, [b, g, s, h, d].
+        step: The factor of what a token writes, [b, g, s, h].
+        decay: The logarithm of what a token leaves of the memory before it writes, [b, g, s, h], at most 0.
+        memory: The memory before the first token, [b, g, rows, h, d]; None for zeros.
+
+    Returns:
+        What is read, [b, g, s, h, d], and the memory after the last token.
     """
     # With one row and d = 1, reads and writes 1, and steps 0.5: the value 4 leaves 2 in an empty memory, which is read.
     # The next token halves it to 1 and adds half of its value 8, so 5 is read.
-    length = value.size(3)
-    size = min(_CHUNK, length)
-    missing = -length % size
-    if missing:
-        write, read, value = (functional.pad(part, (0, 0, 0, missing)) for part in (write, read, value))
-        step, decay = (functional.pad(part, (0, missing)) for part in (step, decay))
-    write, read = (torch.unflatten(part, 2, (-1, size))[:, :, None] for part in (write, read))  # [b, g, 1, n, q, rows]
-    value, step, decay = (torch.unflatten(part, 3, (-1, size)) for part in (value, step, decay))
-    decay, written = decay.cumsum(-1)[..., None], value * step[..., None]
-    later = torch.ones(size, size, dtype=torch.bool, device=value.device).triu(1)
-    between = (decay - decay.transpose(-1, -2)).masked_fill(later, float("-inf")).exp()
-    inside = (read @ write.transpose(-1, -2) * between) @ written
-    last = decay[..., -1:, :]
-    added = write.transpose(-1, -2) @ (written * (last - decay).exp())  # [b, g, h, n, rows, d]
+    length, heads = value.shape[2:4]
+    write, read, value, step, decay = in_chunks(write, read, value, step, decay)  # [b, g, n, q, ...]
+    decay, written = decay.cumsum(3), value * step[..., None]
+    of_head = decay.transpose(3, 4)[..., None]  # [b, g, n, h, q, 1]
+    between = (of_head - of_head.transpose(-1, -2)).masked_fill(later_tokens(write), float("-inf")).exp()
+    scores = (read @ write.transpose(-1, -2))[:, :, :, None] * between  # [b, g, n, h, q, q]
+    inside = (scores @ written.transpose(3, 4)).transpose(3, 4)
+    last = decay[:, :, :, -1:]
+    # The heads are columns of one product for each group: with a head at a time, torch would copy write and read
+    left = (written * (last - decay).exp()[..., None]).flatten(4)
+    added = torch.unflatten(write.transpose(-1, -2) @ left, -1, (heads, -1))  # [b, g, n, rows, h, d]
     if memory is None:
-        memory = torch.zeros_like(added[:, :, :, 0])
+        memory = torch.zeros_like(added[:, :, 0])
     before = []
-    for added_of, left_of in zip(added.unbind(3), last.exp().unbind(3), strict=True):
+    for added_of, left_of in zip(added.unbind(2), last.exp()[..., None].unbind(2), strict=True):
         before.append(memory)
         memory = memory * left_of + added_of
-    output = inside + (read @ torch.stack(before, dim=3)) * decay.exp()
-    return output.flatten(3, 4)[:, :, :, :length], memory
+    seen = torch.unflatten(read @ torch.stack(before, dim=2).flatten(4), -1, (heads, -1))  # [b, g, n, q, h, d]
+    output = inside + seen * decay.exp()[..., None]
+    return output.flatten(2, 3)[:, :, :length], memory

@@ -29,6 +29,9 @@ from torch.nn import functional
 from lightning_mcore.layers.core_attention import token_orders
 from lightning_mcore.layers.packed_sequences import boundaries_of
 
+CHUNK = 64
+"""Tokens that a layer computes at once; memories pass from one chunk to the next."""
+
 _STATES = "recurrent_states"
 
 
@@ -185,3 +188,21 @@ class OfHeads(nn.Module):
         own = self.state_dict(prefix="", keep_vars=True)
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, {"weight": 0}, sharded_offsets)
         return found
+
+
+def in_chunks(*parts: Tensor) -> list[Tensor]:
+    """Return tensors of a sequence, [b, heads, s, ...], as chunks, [b, heads, n, q, ...], padded with zeros at the end.
+
+    Sequences of up to 64 tokens are one chunk of their own length; 150 tokens become three chunks of 64, and 42 zeros.
+    """
+    length = parts[0].size(2)
+    size = min(CHUNK, length)
+    missing = -length % size
+    padded = [functional.pad(part, (0, 0) * (part.dim() - 3) + (0, missing)) if missing else part for part in parts]
+    return [torch.unflatten(part, 2, (-1, size)) for part in padded]
+
+
+def later_tokens(chunks: Tensor) -> Tensor:
+    """Return which tokens of a chunk come after each, [q, q] bool; ``chunks`` is [b, heads, n, q, ...]."""
+    size = chunks.size(3)
+    return torch.ones(size, size, dtype=torch.bool, device=chunks.device).triu(1)

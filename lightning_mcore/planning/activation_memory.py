@@ -263,7 +263,6 @@ def _mamba(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
     yield Row("convolution and its output", 2 * (values + 2 * vectors), form.element, "tensor")
     yield Row("gate; values, and steps", gates + values + 2 * heads, FP32, "tensor")
     yield Row("what is written and read, of groups", 2 * vectors, FP32, "tensor", "core_attn")
-    yield Row("what is written and read, of heads", 2 * heads * rows, FP32, "tensor", "core_attn")
     yield Row("scores within chunks", (2 * heads + groups) * chunk, FP32, "tensor", "core_attn")
     yield Row("values and outputs of memories", 3 * values + 4 * heads, FP32, "tensor", "core_attn")
     yield Row("memories", 2 * rows * values / chunk, FP32, "tensor", "core_attn")
