@@ -13,12 +13,13 @@ megatron-core 0.16.1; ``layers/core_attention.py`` here. The volumes of tensor p
 al., 2021 (8 b s h (t - 1) / t elements a layer), and Korthikanti et al., 2022.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.planning.grid import GlobalBatch
-from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
+from lightning_mcore.planning.model import FP32, ChunkLayers, GPTFields, stage_layers
 from lightning_mcore.planning.parameters import ParameterCount, rank_parameters
 from lightning_mcore.planning.vision import trained_parameters
 
@@ -63,7 +64,8 @@ def communication_volume(
     stages, volumes = stage_layers(fields, layout), _volumes(layout, world_size, traffic)
     of_token = tokens * traffic.activation_bytes * batch.num_microbatches
     for index, chunk in enumerate(stages[stage]):
-        for axis, channels in [*_of_layers(fields, layout, chunk), *_of_ends(fields, layout, chunk)]:
+        of_fp32 = FP32 / traffic.activation_bytes
+        for axis, channels in [*_of_layers(fields, layout, chunk, of_fp32), *_of_ends(fields, layout, chunk)]:
             volumes[axis].sent += channels * of_token
         if not fields.scores:  # of the loss: largest logit, that of the target, the sum, each in fp32
             of_loss = 3 * 2 * 4 * _ring(layout.tensor_model_parallel_size)
@@ -116,8 +118,13 @@ def _ring(size: int) -> float:
     return (size - 1) / size
 
 
-def _of_layers(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers) -> Iterator[tuple[str, float]]:
-    """Yield axes, and the channels that a rank sends along them for each token through the layers of a chunk."""
+def _of_layers(
+    fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, of_fp32: float
+) -> Iterator[tuple[str, float]]:
+    """Yield axes, and the channels that a rank sends along them for each token through the layers of a chunk.
+
+    ``of_fp32`` is the size of a number in fp32, in channels.
+    """
     tp, cp = layout.tensor_model_parallel_size, layout.context_parallel_size
     # One column-parallel and one row-parallel matrix: forward runs, and backward.
     pair, back = 2 * fields.hidden_size * _ring(tp), 1.5 if layout.sequence_parallel else 1
@@ -132,6 +139,8 @@ def _of_layers(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers) ->
         elif mixer == "mamba":
             values, vectors, heads = fields.architecture.mamba_channels
             yield "cp", (runs["attention"] + 1) * (3 * values + 2 * vectors + heads) / tp * _ring(cp)
+            for axis, channels in _of_groups(fields, tp, cp, of_fp32):
+                yield axis, (runs["attention"] + 1) * channels
         elif mixer is not None:
             yield "cp", (runs["core_attn"] + 2) * (cp - 1) * _keys_and_values(fields, tp)
         if place < len(chunk.layers):
@@ -143,6 +152,18 @@ def _of_layers(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers) ->
             yield "tp", pair * (runs["shared_experts"] + back)
         for axis, channels in _of_experts(fields, layout):
             yield axis, (runs["moe"] + 1) * 2 * channels
+
+
+def _of_groups(fields: GPTFields, tp: int, cp: int, of_fp32: float) -> Iterator[tuple[str, float]]:
+    """Yield what ranks gather if they do not divide the groups of a Mamba 2 layer: B, C and the sums of the norm."""
+    assert fields.architecture.mamba is not None
+    groups, (_, vectors, _) = fields.architecture.mamba["mamba_num_groups"], fields.architecture.mamba_channels
+    if groups % (tp * cp) == 0:
+        return
+    # TP=2, CP=2 and one group of 128 rows: a rank has 64 numbers of B and C and a sum for each token of both CP ranks.
+    # It gathers 128 and 2 over CP, then 256 and 4 over TP.
+    whole = cp * (2 * vectors + math.lcm(groups, tp * cp) * of_fp32)
+    yield from (("cp", whole / tp * _ring(cp)), ("tp", whole * _ring(tp)))
 
 
 def _of_adapters(fields: GPTFields, layout: ParallelLayout, prefix: str, runs: Mapping[str, int]) -> float:

@@ -14,12 +14,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.parallel.groups import Axis, process_group
+from lightning_mcore.planning.communication import Traffic, communication_volume
+from lightning_mcore.planning.grid import GlobalBatch
+from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.rehearsal.processes import Failure, Played, run_jobs
 from tests.distributed.test_plan_memory import RUNS as PLANNED
 from tests.support import toy
 from tests.support.ranks import run_ranks
-from tests.support.rehearsed import EXPERTS, GATED, RECOMPUTE, gpt_run, job, live_run
+from tests.support.rehearsed import EXPERTS, GATED, LENGTH, RECOMPUTE, gpt_run, job, live_run
 from tests.support.thorough import thorough_but
 
 pytestmark = pytest.mark.distributed
@@ -54,7 +58,14 @@ RUNS: dict[str, Callable[..., Any]] = {
     "images-tp2-sp": partial(live_run, PLANNED["images-qwen3-tp2-sp-bf16"]),
     "images-pp2": partial(live_run, PLANNED["images-qwen3-pp2"]),
 }
-SOON = ("dpo-tp2-sp-pp2", "images-tp2-sp", "lora-tp2-sp-dp2-do", "pp2-cp2", "tp2-sp-dp2-do")
+for groups in (1, 2, 4):  # whose B and C 4 ranks gather, but for 4 groups
+    mamba = {"mamba_num_groups": groups, "mamba_state_dim": 48 // groups, "mamba_num_heads": 8, "mamba_head_dim": 4}
+    settings = {"layer_pattern": "[M-][*-]" * 2, "mamba": {**mamba, "mamba_conv_kernel_dim": 3}}
+    RUNS[f"mamba-{groups}-groups"] = run(**TP2, context_parallel_size=2, model={"architecture": settings})
+SOON = (
+    *("mamba-1-groups", "mamba-4-groups"),
+    *("dpo-tp2-sp-pp2", "images-tp2-sp", "lora-tp2-sp-dp2-do", "pp2-cp2", "tp2-sp-dp2-do"),
+)
 Found = dict[tuple[str, str], tuple[int, int]]
 
 
@@ -112,7 +123,8 @@ def real(name: str) -> tuple[int, Found]:
 def rehearsed(request: pytest.FixtureRequest) -> dict[str, Played | Failure]:
     """Play the runs of all selected tests at once, in one process."""
     items = [item for item in request.session.items if item.fspath == request.node.fspath]
-    names = sorted(item.callspec.params["name"] for item in items)  # type: ignore[attr-defined]
+    given = [item.callspec.params for item in items]  # type: ignore[attr-defined]
+    names = sorted(params["name"] for params in given if "name" in params)
     return dict(zip(names, run_jobs([job(RUNS[name]) for name in names], lambda rank, what: None), strict=True))
 
 
@@ -126,3 +138,29 @@ def test_parameters_and_collectives_are_those_of_real_ranks(rehearsed: dict[str,
         assert report.parameters == parameters
         found = {(item.kind, item.group): (item.calls, item.bytes) for item in report.traffic}
         assert {key: value for key, value in found.items() if key[0] in KINDS.values()} == collectives
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_what_groups_shared_by_ranks_send_is_planned(groups: int) -> None:
+    """Beside a model of as many channels whose groups the ranks divide."""
+    gathers, divides = (f"mamba-{number}-groups" for number in (groups, 4))
+    counted, planned = (
+        {axis: of(gathers)[axis] - of(divides)[axis] for axis in ("tp", "cp")} for of in (_counted, _planned)
+    )
+    assert counted == pytest.approx(planned)
+    assert min(planned.values()) > 0
+
+
+def _counted(name: str) -> dict[str, float]:
+    """Return the bytes that rank 0 of two sends in all-gathers and reduce-scatters, half of each, by axis."""
+    found = run_ranks(4, real, name, timeout=120)[0][1]
+    ends = ("all-gather", "reduce-scatter")
+    return {axis: sum(found.get((kind, axis), (0, 0))[1] for kind in ends) / 2 for axis in ("tp", "cp")}
+
+
+def _planned(name: str) -> dict[str, float]:
+    _, module, _ = RUNS[name](trainer=cpu_trainer)
+    layout = ParallelLayout(tensor_model_parallel_size=2, context_parallel_size=2, sequence_parallel=True)
+    batch = GlobalBatch(2, 2, 1, 4, LENGTH)
+    volumes = communication_volume(GPTFields.of(module.hparams), layout, 4, batch, Traffic(4, 4, 4, False), 0)
+    return {volume.axis: volume.sent for volume in volumes}
