@@ -33,6 +33,8 @@ UNSUPPORTED: dict[str, tuple[str, str]] = {
     "bailing_hybrid": (_DECAYS, "deepseek_v3"),
     "deepseek_v32": (_BY_AN_INDEXER, "deepseek_v3"),
     "falcon_h1": ("each of their layers has Mamba 2 beside attention", "granitemoehybrid"),
+    "gemma3": (_WITH_TOWER, "gemma3_text"),
+    "gemma3n": ("each of their layers has embeddings of its own", "gemma3_text"),
     "gemma4": ("their layers without a window have wider heads than those with one", "gemma3_text"),
     "glm_moe_dsa": (_BY_AN_INDEXER, "glm4_moe_lite"),
     "jamba": ("they have Mamba 1 layers", "granitemoehybrid"),
@@ -46,7 +48,8 @@ UNSUPPORTED: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("step3p5", "step3p7"), (_LIMITS, "qwen3_moe")),
 }
 """Well-known model types that are not supported: what Megatron and this package lack, and the nearest family. The
-text models of these types, such as ``gemma4_text``, are not supported either."""
+text models of these types, such as ``gemma4_text``, are not supported either, unless they are a family."""
+_SEE_IMAGES = ("gemma3", "gemma3n", "gemma4", "kimi_k25", "llama4", "minimax_m3_vl", "mistral3")
 
 
 def family_names() -> list[str]:
@@ -109,6 +112,7 @@ def registered_family(name: str) -> Family:
     if lacking is not None:
         raise ValueError(
             f"models of type {name!r} are not supported, because {lacking[0]}; the nearest family is {lacking[1]!r}"
+            + (", or for images 'qwen3_vl'" if name in _SEE_IMAGES else "")
         )
     raise ValueError(
         f"models of type {name!r} are not supported; choose {', '.join(family_names())}, or give your own family, "

@@ -335,6 +335,8 @@ def test_well_known_models_that_are_no_family_are_refused_by_name(name: str) -> 
     assert name in CONFIG_MAPPING
     assert nearest in family_names()
     for kind in (name, f"{name}_text"):
+        if kind in family_names():  # of a model type with a tower, gemma3
+            continue
         with refuses(ValueError, f"{kind!r}"):
             find_family(kind)
 
