@@ -276,6 +276,10 @@ RUNS: dict[str, LiveRun] = {
     "images-qwen3-tp2-sp-frozen": seeing("qwen3_vl", world=2, strategy=SP, freeze=[TOWER]),
     "images-qwen3-cp2-recompute": seeing("qwen3_vl", full(DENSE, "uniform", 1), world=2, strategy=CP),
     "images-qwen3-pp2": seeing("qwen3_vl", DEEP, 2, PP, microbatches=4),
+    "images-qwen3_5": seeing("qwen3_5", architecture=DELTA_NET),
+    "images-qwen3_5-tp2-sp-bf16": seeing(
+        "qwen3_5", world=2, strategy=SP, precision="bf16-mixed", architecture=DELTA_NET
+    ),
     "tp2-sp-pp2-vp2-dp2-do": run(world=8, strategy=SP | VP | OVERLAPPED, microbatches=4),
 }
 
@@ -288,7 +292,7 @@ THOROUGH = (
     *("adapters-dropout", "adapters-latent", "adapters-tp2", "adapters-pp2", "adapters-ep2-moe"),
     *("adapters-dp2-do-bf16", "norms-around", "capped-scores", "images-qwen2-frozen-recompute", "images-qwen2-bf16"),
     *("images-qwen2_5", "images-qwen3-bf16-two-rows", "images-qwen3-projector-frozen-bf16"),
-    *("images-qwen3-cp2-recompute",),
+    *("images-qwen3-cp2-recompute", "images-qwen3_5-tp2-sp-bf16"),
 )
 """Runs that differ from one that stays in what another run that stays differs in."""
 
