@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_mcore.config.layout import ModelShape, ParallelLayout
 from lightning_mcore.config.value_checks import from_fields, require_number
 
 
@@ -65,3 +66,15 @@ class Distillation:
     def plain(self) -> dict[str, Any]:
         """Return all fields as plain data; :meth:`of` reads it back."""
         return dataclasses.asdict(self)
+
+
+def check_teacher(path: str, shape: ModelShape, layout: ParallelLayout) -> None:
+    """Raise ValueError if the student's layout cannot divide its teacher, which is at ``path``.
+
+    A dense teacher has no part in the expert parallelism of a student with experts.
+    """
+    own = {} if shape.num_moe_experts else {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+    try:
+        dataclasses.replace(layout, **own).validate_model(shape)
+    except ValueError as error:
+        raise ValueError(f"the teacher {path} does not fit this run: {error}") from error

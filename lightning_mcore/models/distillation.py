@@ -15,12 +15,12 @@ from typing import Any, Self
 
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_mcore.config.distillation import Distillation
+from lightning_mcore.config.distillation import Distillation, check_teacher
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.positions import PositionEmbedding
 from lightning_mcore.config.rules.model import LossNormalization
 from lightning_mcore.hf.adapters import fingerprint
-from lightning_mcore.hf.source import absolute
+from lightning_mcore.hf.source import absolute, is_hub_name, local_folder
 from lightning_mcore.layers.distillation import StudentChunk, TeacherChunk
 from lightning_mcore.layers.gpt import GPTChunk
 from lightning_mcore.layers.losses import token_mean
@@ -187,10 +187,16 @@ class MCoreDistillation(MCoreGPT):
 
     @property
     def teacher(self) -> "Teacher":
-        """The teacher, whose settings are read from its folder at the first use."""
+        """The teacher, whose settings are read from its folder at the first use.
+
+        Raises:
+            FileNotFoundError: There is no such model.
+            ValueError: It is not a language model, is not supported, or has other tokens than the student.
+        """
         found: Teacher | None = self.__dict__.get("_own_teacher")
         if found is None:
             found = Teacher.of_student(self._path_of_teacher, self)
+            check_tokens(self, found)
             self.__dict__["_own_teacher"] = found  # not a submodule
         found._trainer = self._trainer
         return found
@@ -204,14 +210,10 @@ class MCoreDistillation(MCoreGPT):
         super().check_settings()
         if not self._fits:
             return
-        teacher, host = self.teacher, self._host()
-        check_tokens(self, teacher)
-        try:
-            if host is not None:
-                host.layout.validate_model(teacher.model_shape())
-            teacher.check_settings()
-        except ValueError as error:
-            raise ValueError(f"the teacher {self.distillation.teacher} does not fit this run: {error}") from error
+        host = self._host()
+        if host is not None:
+            check_teacher(self.distillation.teacher, self.teacher.model_shape(), host.layout)
+        self.teacher.check_settings()
 
     @property
     def _fits(self) -> bool:
@@ -364,9 +366,11 @@ def check_tokens(student: MCoreGPT, teacher: MCoreGPT) -> None:
 
 
 def tokens_of(path: str | None) -> Mapping[str, int] | None:
-    """Return the number of each token in a folder's tokenizer.json; None if there is no such file."""
-    file = os.path.join(path or "", "tokenizer.json")
-    if path is None or not os.path.isfile(file):
+    """Return the number of each token in the tokenizer.json of a folder or hub name; None if there is no such file."""
+    if path is None or not (os.path.isdir(path) or is_hub_name(path)):
+        return None
+    file = os.path.join(local_folder(path), "tokenizer.json")
+    if not os.path.isfile(file):
         return None
     with open(file, encoding="utf-8") as opened:
         content = json.load(opened)

@@ -83,7 +83,7 @@ def with_teacher(fields: GPTFields, model: Mapping[str, Any]) -> GPTFields:
     path = Distillation.of(model["distillation"]).teacher
     given = planned_settings(path, None, fields.seq_length, {"mtp_num_layers": None})
     multiple = model.get("make_vocab_size_divisible_by") or 128
-    return replace(fields, teacher=GPTFields.of({**given, "make_vocab_size_divisible_by": multiple}))
+    return replace(fields, teacher=GPTFields.of({**given, "make_vocab_size_divisible_by": multiple}), teacher_path=path)
 
 
 def assumptions_of_loss(model: Mapping[str, Any]) -> Iterator[str]:

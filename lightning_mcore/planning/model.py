@@ -67,6 +67,7 @@ class GPTFields:
     vision: Vision | None = None  # the settings of the tower; None for a text-only model
     image_tokens: int = 0  # tokens of images in a row; 0 if unknown
     teacher: "GPTFields | None" = None  # of a model that learns from another one
+    teacher_path: str = ""
 
     def __getattr__(self, name: str) -> Any:
         """Return a field of ``TransformerConfig``."""

@@ -26,6 +26,7 @@ from torch import nn
 from lightning_mcore.arguments.build import make_strategy
 from lightning_mcore.config.architecture import check_architecture, set_architecture
 from lightning_mcore.config.communication import CommunicationOptions
+from lightning_mcore.config.distillation import check_teacher
 from lightning_mcore.config.field_homes import REQUIRED, check_owned_by_precision, ddp_fields_of, fusion_defaults
 from lightning_mcore.config.fp8 import FP8Settings, check_layers, check_microbatch, check_model
 from lightning_mcore.config.layout import ParallelLayout
@@ -264,19 +265,11 @@ def check_gpt_on_layout(book: RuleBook, fields: GPTFields, rules: PlannedStrateg
     if fits:
         book.attempt(check_first_stage, fields, layout)
     if fits and fields.teacher is not None:
-        fits = book.passes(check_teacher_on_layout, layout, fields.teacher)
+        fits = book.passes(check_teacher, fields.teacher_path, fields.teacher.shape, layout)
     if fp8 is not None and fp8.is_on:
         book.attempt(check_model, fp8, fields.shape, layout.tensor_model_parallel_size, layout.expert_tensor_size)
         book.attempt(check_layers, fp8, fields.num_layers, layout.pipeline_model_parallel_size)
     return fits
-
-
-def check_teacher_on_layout(layout: ParallelLayout, teacher: GPTFields) -> None:
-    """Raise ValueError if the layout cannot divide the teacher."""
-    try:
-        layout.validate_model(teacher.shape)
-    except ValueError as error:
-        raise ValueError(f"the teacher does not fit this run: {error}") from error
 
 
 def check_in_megatron(

@@ -54,10 +54,13 @@ LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with t
         Layout(pp=2): (*DENSE, ("reverse", "qwen2, untied", True)),
         Layout(cp=2): DENSE,
         Layout(dp=2, distributed_optimizer=True): DENSE,
-        Layout(moe=True, dp=2, ep=2): (("js", "qwen2_moe", False), ("forward", "qwen2_moe", True)),
+        Layout(moe=True, dp=2, ep=2): (
+            *(("js", "qwen2_moe", False), ("forward", "qwen2_moe", True)),
+            ("forward", "qwen2_moe, dense teacher", False),
+        ),
     },
     "2 more": {
-        Layout(tp=2): DENSE,
+        Layout(tp=2): (*DENSE, ("js", "qwen2, sparse teacher", True)),
         Layout(pp=2, vp=2): DENSE,
         Layout(dp=2): (("reverse", "qwen2", False),),
         Layout(moe=True, tp=2, sp=True): (("js", "qwen2_moe", False),),
@@ -82,7 +85,11 @@ def samples() -> list[TokenSample]:
     return made
 
 
-VARIANTS["qwen2, untied"] = ("qwen2", {"tie_word_embeddings": False})
+VARIANTS |= {
+    "qwen2, untied": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen2, sparse teacher": ("qwen2", {}),
+    "qwen2_moe, dense teacher": ("qwen2_moe", {}),
+}
 TEACHER = {"hidden_size": 48, "num_hidden_layers": 8, "intermediate_size": 64}
 
 
@@ -95,13 +102,14 @@ def teacher_folder(family: str = "llama", **changes: Any) -> str:
 
 @functools.cache
 def teacher_of(family: str) -> str:
-    return teacher_folder("qwen2_moe" if "moe" in family else "llama")
+    return teacher_folder("qwen2_moe" if family in ("qwen2_moe", "qwen2, sparse teacher") else "llama")
 
 
 @functools.cache
 def plain_step(case: str, family: str) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Run a step of the plain loop; return logged values, and gradients by their names on the disk."""
-    dtype = torch.float32 if "moe" in family else torch.float64  # grouped products have no fp64
+    has_experts = "moe" in family or "sparse" in family
+    dtype = torch.float32 if has_experts else torch.float64  # grouped products have no fp64
     student, teacher = (
         auto_model().from_pretrained(folder, dtype=dtype, attn_implementation="eager").train()
         for folder in (tiny_folder(family), teacher_of(family))
@@ -245,11 +253,11 @@ def losses_of_run(layout: Layout, folder: str, teacher: str, steps: int, **optio
         MCoreStrategy(**layout.strategy_arguments, loss_chunk_size=CHUNK),
         max_steps=steps,
         use_distributed_sampler=False,
-        limit_val_batches=0,
         callbacks=[Keeps()],
         **({} if precision is None else {"precision": precision}),
     )
     trainer.fit(module, Data(packed=True, steps=steps), ckpt_path=resumed)
+    assert float(trainer.callback_metrics["val_loss"]) > 0  # of the student alone, between two steps
     return seen
 
 
