@@ -73,8 +73,9 @@ def check_teacher(path: str, shape: ModelShape, layout: ParallelLayout) -> None:
 
     A dense teacher has no part in the expert parallelism of a student with experts.
     """
-    own = {} if shape.num_moe_experts else {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+    if not shape.num_moe_experts:
+        layout = dataclasses.replace(layout, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
     try:
-        dataclasses.replace(layout, **own).validate_model(shape)
+        layout.validate_model(shape)
     except ValueError as error:
         raise ValueError(f"the teacher {path} does not fit this run: {error}") from error

@@ -50,7 +50,11 @@ DENSE: tuple[Run, ...] = (("js", "qwen2", False), ("forward", "qwen2", True))
 LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with the number of ranks
     "1": {Layout(): (*((case, "qwen2", False) for case in CASES), ("reverse", "qwen2, untied", True))},
     "2": {
-        Layout(tp=2, sp=True): (*DENSE, ("reverse", "qwen2, untied", False)),
+        Layout(tp=2, sp=True): (
+            *DENSE,
+            ("reverse", "qwen2, untied", False),
+            ("js", "qwen2, sparse teacher", True),
+        ),
         Layout(pp=2): (*DENSE, ("reverse", "qwen2, untied", True)),
         Layout(cp=2): DENSE,
         Layout(dp=2, distributed_optimizer=True): DENSE,
@@ -60,7 +64,7 @@ LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with t
         ),
     },
     "2 more": {
-        Layout(tp=2): (*DENSE, ("js", "qwen2, sparse teacher", True)),
+        Layout(tp=2): DENSE,
         Layout(pp=2, vp=2): DENSE,
         Layout(dp=2): (("reverse", "qwen2", False),),
         Layout(moe=True, tp=2, sp=True): (("js", "qwen2_moe", False),),
