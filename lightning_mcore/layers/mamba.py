@@ -6,7 +6,8 @@ along the vector B and read along the vector C, which all heads of a group share
 token, says how much it writes and how much it forgets. A short causal convolution mixes values, B and C with earlier
 tokens; a gate and a norm over each group's channels follow. The memory is fp32, as in transformers, and recomputing
 ``core_attn`` recomputes it. ``spec.gpt_block_spec`` puts :class:`Mamba2` in place of attention; megatron-core's module
-needs ``mamba_ssm``, Triton and CUDA.
+needs ``mamba_ssm``, Triton and CUDA. Where ``mamba_ssm`` is installed, 16-bit runs on CUDA use its kernel for the
+memory alone (:func:`scan`).
 
 ``recurrent.py`` shares heads out to ranks. A *unit*, which it calls a head, is an equal part of the heads and of all
 groups' B and C. If their number does not divide the groups, they gather B, C and the sums of the norm.
@@ -15,7 +16,10 @@ Source: ``MambaMixer`` (megatron.core.ssm.mamba_mixer, 0.16.1) for initial value
 ``nemotron_h`` (transformers 5.24) for the numbers.
 """
 
+import functools
+import importlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +36,7 @@ from lightning_mcore.parallel.groups import generator_of
 _DECAYS = (1.0, 16.0)  # at the start of training, in units of the step
 _STEPS = (1e-3, 0.1)  # at the start of training, from the smallest to the largest
 _NO_STEP = -1e4  # its softplus is 0
+_KERNEL_CHUNK = 128  # tokens that the kernel computes at once, as in Megatron
 
 
 class Mamba2(RecurrentLayer):
@@ -97,11 +102,11 @@ class Mamba2(RecurrentLayer):
         step = torch.unflatten(step, -1, (groups, -1)).permute(1, 2, 0, 3)
         write, read, value = write.contiguous(), read.contiguous(), value.contiguous()  # products would copy them
         decay, skip = (weights[name].float().view(groups, 1, -1) for name in ("A_log", "D"))
-        tokens = (write, read, value, step, -decay.exp() * step)
+        tokens = (mixed.dtype, write, read, value, step, -decay.exp())
         if self.is_recomputed and state is None:
-            output, memory = checkpoint(state_space, *tokens, use_reentrant=False, preserve_rng_state=False)
+            output, memory = checkpoint(scan, *tokens, use_reentrant=False, preserve_rng_state=False)
         else:
-            output, memory = state_space(*tokens, None if state is None else state.memory)
+            output, memory = scan(*tokens, None if state is None else state.memory)
         output = (output + value * skip[..., None]).permute(2, 0, 1, 3, 4)
         gated = output.flatten(3) * functional.silu(gate.float()).reshape(*gate.shape[:2], groups, -1)
         normed = self._norm(gated).to(mixed.dtype) * self.out_norm(self.cp_group)
@@ -129,6 +134,78 @@ class Mamba2(RecurrentLayer):
             squares = torch.unflatten(squares, -1, (self.groups, -1)).sum(-1)[:, :, self.own_groups]
         size = self.sizes["mamba_num_heads"] * self.size // self.groups
         return (values * torch.rsqrt(squares / size + self.eps)[..., None]).flatten(2)
+
+
+def scan(
+    dtype: torch.dtype,
+    write: Tensor,
+    read: Tensor,
+    value: Tensor,
+    step: Tensor,
+    rate: Tensor,
+    memory: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run :func:`state_space` for a layer that computes in ``dtype``, by the kernel of ``mamba_ssm`` if there is one.
+
+    ``rate`` is [g, 1, h], below 0: a token's decay is ``rate`` times its step.
+    """
+    kernel = kernel_for(value, dtype)
+    if kernel is None:
+        return state_space(write, read, value, step, rate * step, memory)
+    return scan_by_kernel(kernel, dtype, write, read, value, step, rate, memory)
+
+
+def kernel_for(value: Tensor, dtype: torch.dtype) -> Callable[..., Any] | None:
+    """Return the scan of ``mamba_ssm``; None if it is not installed, or cannot be used.
+
+    It needs CUDA. In fp32 its products would be in TF32. The tensors of a rehearsal, a class of their own, have no
+    values that it could read.
+    """
+    is_usable = value.device.type == "cuda" and type(value) is Tensor and dtype in (torch.bfloat16, torch.float16)
+    return _installed_kernel() if is_usable else None
+
+
+@functools.cache
+def _installed_kernel() -> Callable[..., Any] | None:
+    """Return the scan of ``mamba_ssm``; None if it cannot be imported."""
+    try:
+        found: Callable[..., Any] = importlib.import_module(
+            "mamba_ssm.ops.triton.ssd_combined"
+        ).mamba_chunk_scan_combined
+    except ImportError:
+        return None
+    return found
+
+
+def scan_by_kernel(
+    kernel: Callable[..., Any],
+    dtype: torch.dtype,
+    write: Tensor,
+    read: Tensor,
+    value: Tensor,
+    step: Tensor,
+    rate: Tensor,
+    memory: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Run :func:`scan` with ``kernel``, which takes the heads of all groups together, [b, s, g * h, d].
+
+    A memory there is [b, g * h, d, rows].
+
+    Source: ``mamba_chunk_scan_combined`` (mamba_ssm.ops.triton.ssd_combined, 2.2).
+    """
+    groups, heads = value.size(1), value.size(3)
+    output, last = kernel(
+        value.transpose(1, 2).flatten(2, 3).to(dtype),
+        step.transpose(1, 2).flatten(2),
+        rate.flatten(),
+        write.transpose(1, 2).to(dtype),
+        read.transpose(1, 2).to(dtype),
+        _KERNEL_CHUNK,
+        initial_states=None if memory is None else memory.permute(0, 1, 3, 4, 2).flatten(1, 2),
+        return_final_states=True,
+    )
+    output = torch.unflatten(output, 2, (groups, heads)).transpose(1, 2)
+    return output.float(), torch.unflatten(last, 1, (groups, heads)).permute(0, 1, 4, 2, 3).float()
 
 
 def state_space(
