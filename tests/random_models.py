@@ -40,7 +40,10 @@ _SWITCH, _EXPERTS, _CAP = (False, True), (4, 8), (None, 2.0)
 CHOICES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_bias", "qkv_bias", "attention_out_bias"), _SWITCH),
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "use_qk_norm", "norm_topk_prob"), _SWITCH),
-    "mup_enabled": _SWITCH,
+    **dict.fromkeys(("mup_enabled", "attn_temperature_tuning"), _SWITCH),
+    "attention_chunk_size": (None, 5, 8, 40),
+    "attn_scale": (0.1, 0.5),
+    "floor_scale": (1, 4, 40),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), _EXPERTS),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _CAP),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), (2, 3)),
@@ -50,7 +53,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "decoder_sparse_step": (1, 2),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), (0, 1, 2)),
     "head_dim": (8, 16),
-    **dict.fromkeys(("intermediate_size", "shared_intermediate_size"), (20, 36, 48)),
+    **dict.fromkeys(("intermediate_size", "intermediate_size_mlp", "shared_intermediate_size"), (20, 36, 48)),
     "kv_lora_rank": (8, 20),
     "linear_conv_kernel_dim": (2, 3, 4),
     "linear_key_head_dim": (4, 8),
@@ -147,15 +150,26 @@ def _draw(family: str, draw: random.Random) -> dict[str, Any]:
         for key in ("attention_bias", "mlp_bias", "use_bias", "sliding_window"):
             keys.pop(key)  # no other than the default is supported
         keys["layers_block_type"] = [draw.choice(kinds) for _ in range(layers)]
-    if "mlp_layer_types" in known:
-        keys["mlp_layer_types"] = [draw.choice(("dense", "sparse")) for _ in range(layers)]
-    if "mlp_only_layers" in known:
-        keys["mlp_only_layers"] = [layer for layer in range(layers) if draw.random() < 0.3]
-    if "no_rope_layers" in known:
-        keys["no_rope_layers"] = [draw.randint(0, 1) for _ in range(layers)]
+    keys |= _layers(known, draw, layers)
+    if "moe_layers" in known:
+        for key in ("layer_types", "num_experts_per_tok"):
+            keys.pop(key)  # no other than the default is supported
     size = keys.get("qk_rope_head_dim") or keys.get("head_dim") or keys["hidden_size"] // heads
     if "rope_parameters" in known:
         keys["rope_parameters"] = _positions(whole["rope_parameters"], draw, size)
+    return keys
+
+
+def _layers(known: set[str], draw: random.Random, layers: int) -> dict[str, Any]:
+    """Return the keys that say which layers have experts or positions."""
+    keys: dict[str, Any] = {}
+    if "mlp_layer_types" in known:
+        keys["mlp_layer_types"] = [draw.choice(("dense", "sparse")) for _ in range(layers)]
+    for name, share in (("mlp_only_layers", 0.3), ("moe_layers", 0.6)):
+        if name in known:
+            keys[name] = [layer for layer in range(layers) if draw.random() < share]
+    if "no_rope_layers" in known:
+        keys["no_rope_layers"] = [draw.randint(0, 1) for _ in range(layers)]
     return keys
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 LayerNorms = Literal["before", "around", "after", "parallel"]
-HeadNorms = Literal["all_heads", "after_rotation"]
+HeadNorms = Literal["all_heads", "after_rotation", "unweighted"]
 
 STRETCHES: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -63,7 +63,8 @@ class Architecture:
             both: attention and MLP read the same, and both outputs are added to the residual.
         norm_bias: Whether LayerNorms have biases.
         head_norms: Norms of queries and keys, instead of ``qk_layernorm``'s: ``"all_heads"`` for one norm over
-            all heads together, ``"after_rotation"`` for one over each head after its rotation.
+            all heads together, ``"after_rotation"`` for one over each head after its rotation, ``"unweighted"`` for the
+            same without weights, and only in layers with rotary positions.
         attention_output_bias: Whether the output projection of attention has a bias even without ``add_bias_linear``.
         mlp_bias: Whether the projections of the MLP have biases even without ``add_bias_linear``.
         expert_bias: Whether routers and the projections of routed experts have biases even without ``add_bias_linear``,
@@ -73,13 +74,16 @@ class Architecture:
         logits_divisor: Number that the logits are divided by.
         logits_cap: Logits ``x`` become ``cap * tanh(x / cap)``; None for no cap.
         attention_cap: The same cap for attention scores.
+        attention_chunk: Length in tokens of the chunks of a sequence within which layers with rotary positions attend;
+            the layers of ``no_rope_freq`` attend to all earlier tokens. None for no chunks.
         window_rotary_base: Base of the rotary wavelengths in layers with a window, which are then not stretched; None
             for the wavelengths of the other layers.
         latent_epsilon: Epsilon of the norms inside multi-latent attention; None for ``layernorm_epsilon``.
         stretch: How to stretch rotary wavelengths where Megatron cannot: ``kind`` and its keys in ``STRETCHES``.
         query_growth: How queries grow with the position: ``beta`` and ``original_max_position_embeddings``. Queries at
-            position ``p`` are multiplied by ``1 + beta * log(1 + p // original_max_position_embeddings)``; None if they
-            do not grow.
+            position ``p`` are multiplied by ``1 + beta * log(1 + p // original_max_position_embeddings)``. Optional are
+            ``first_position``, the number from which ``p`` counts (0), and ``unrotated_only``, whether they grow only
+            in the layers of ``no_rope_freq`` (False). None if they do not grow.
         softmax_choice_bias: Whether a softmax router has a fixed bias that affects only which experts are chosen.
         delta_net: Gated delta nets instead of attention: ``linear_attention_freq``, with 1 for each layer of the model
             that has one and 0 for the others, and the sizes in ``DELTA_NET``; None for attention in all layers.
@@ -100,6 +104,7 @@ class Architecture:
     logits_divisor: float = 1.0
     logits_cap: float | None = None
     attention_cap: float | None = None
+    attention_chunk: int | None = None
     window_rotary_base: float | None = None
     latent_epsilon: float | None = None
     stretch: Mapping[str, Any] | None = None
@@ -169,9 +174,16 @@ class Architecture:
         return self.layer_pattern is not None and any(len(layer) == 1 for layer in pattern_layers(self.layer_pattern))
 
     @property
+    def uses_places(self) -> bool:
+        """Whether attention uses where a token is in its sequence, and not only how far one is from another."""
+        grows, chunk = self.query_growth is not None, self.attention_chunk is not None
+        return grows or chunk or self.head_norms == "after_rotation"
+
+    @property
     def sizes(self) -> dict[str, Any]:
         """What the operations of a token depend on, beside fields of ``TransformerConfig``."""
-        return {**(self.delta_net or {}), **(self.mamba or {}), "layer_pattern": self.layer_pattern}
+        own = {"layer_pattern": self.layer_pattern, "attention_chunk": self.attention_chunk}
+        return {**(self.delta_net or {}), **(self.mamba or {}), **own}
 
     @property
     def fits_transformer_engine(self) -> bool:
@@ -190,7 +202,7 @@ class Architecture:
 # Settings that only this package's own torch modules have
 _TORCH_BACKEND_ONLY = (
     *("layer_norms", "norm_bias", "head_norms", "attention_output_bias", "mlp_bias", "expert_bias"),
-    *("attention_cap", "latent_epsilon", "query_growth", "delta_net", "layer_pattern", "mamba"),
+    *("attention_cap", "attention_chunk", "latent_epsilon", "query_growth", "delta_net", "layer_pattern", "mamba"),
 )
 
 ARCHITECTURE_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Architecture)}
@@ -318,15 +330,23 @@ def _check_pattern(given: Any) -> None:
 
 
 def _check_query_growth(given: Any) -> None:
-    keys = ("beta", "original_max_position_embeddings")
-    if not isinstance(given, Mapping) or given.keys() != set(keys):
-        raise ValueError(f"architecture has query_growth={given!r}; give a dict with {' and '.join(keys)}")
+    keys, optional = {"beta", "original_max_position_embeddings"}, {"first_position", "unrotated_only"}
+    if not isinstance(given, Mapping) or not keys <= given.keys() <= keys | optional:
+        raise ValueError(
+            f"architecture has query_growth={given!r}; give a dict with {' and '.join(sorted(keys))}, and optionally"
+            f" {' and '.join(sorted(optional))}"
+        )
+
+
+def _check_chunk(given: Any) -> None:
+    _check_sizes("architecture", {"attention_chunk": given}, ("attention_chunk",))
 
 
 _CHECKS = {
     "stretch": _check_stretch,
     "delta_net": _check_delta_net,
     "query_growth": _check_query_growth,
+    "attention_chunk": _check_chunk,
     "layer_pattern": _check_pattern,
     "mamba": _check_mamba,
 }

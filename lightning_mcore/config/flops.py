@@ -55,10 +55,11 @@ def layer_flops(fields: Mapping[str, Any], seq_length: int) -> list[dict[str, fl
     Those of ``core_attn`` have no weights. ``fields`` as in :func:`training_flops_per_token`.
     """
     linear, given = fields.get("linear_attention_freq") or [0] * fields["num_layers"], fields.get("layer_pattern")
+    has_chunks = [flag and fields.get("attention_chunk") is not None for flag in rotated_layers(fields)]
     pattern = ["*-"] * fields["num_layers"] if given is None else pattern_layers(given)
-    layers = zip(moe_layers(fields), windowed_layers(fields), linear, pattern, strict=True)
+    layers = zip(moe_layers(fields), windowed_layers(fields), has_chunks, linear, pattern, strict=True)
     return [
-        _mixer(fields, "delta_net" if is_linear else mixer_of(letters), seq_length, windowed)
+        _mixer(fields, "delta_net" if is_linear else mixer_of(letters), seq_length, windowed, chunked)
         | (
             {"mlp": 0.0}
             if letters[-1] in "M*"
@@ -66,15 +67,17 @@ def layer_flops(fields: Mapping[str, Any], seq_length: int) -> list[dict[str, fl
             if is_moe
             else {"mlp": _mlp(fields, _ffn_hidden_size(fields))}
         )
-        for is_moe, windowed, is_linear, letters in layers
+        for is_moe, windowed, chunked, is_linear, letters in layers
     ]
 
 
-def _mixer(fields: Mapping[str, Any], mixer: str | None, seq_length: int, windowed: bool) -> dict[str, float]:
+def _mixer(
+    fields: Mapping[str, Any], mixer: str | None, seq_length: int, windowed: bool, chunked: bool
+) -> dict[str, float]:
     if mixer is None:
         return {"attention": 0.0, "core_attn": 0.0}
     if mixer == "attention":
-        return _attention(fields, seq_length, windowed)
+        return _attention(fields, seq_length, windowed, chunked)
     return _delta_net(fields) if mixer == "delta_net" else _mamba(fields)
 
 
@@ -96,8 +99,23 @@ def windowed_layers(fields: Mapping[str, Any]) -> list[bool]:
     return [bool(flag) for flag in skip]
 
 
-def _attention(fields: Mapping[str, Any], seq_length: int, windowed: bool) -> dict[str, float]:
-    keys = _attended_keys(seq_length, fields.get("window_size") if windowed else None)
+def rotated_layers(fields: Mapping[str, Any]) -> list[bool]:
+    """Return for each layer whether it has rotary positions: ``no_rope_freq=4`` means all but layers 3, 7, 11, ...
+
+    Source: ``TransformerConfig.__post_init__`` of megatron-core 0.16.1.
+    """
+    unrotated, num_layers = fields.get("no_rope_freq"), fields["num_layers"]
+    if unrotated and isinstance(unrotated, int):
+        return [(layer + 1) % unrotated != 0 for layer in range(num_layers)]
+    return [not flag for flag in unrotated or [False] * num_layers]
+
+
+def _attention(fields: Mapping[str, Any], seq_length: int, windowed: bool, chunked: bool) -> dict[str, float]:
+    window = fields.get("window_size") if windowed else None
+    chunk = fields["attention_chunk"] if chunked else seq_length
+    count, rest = divmod(seq_length, chunk)
+    # The mean over queries. A sequence of 10 in chunks of 4 is two of 4 and one of 2: (2 * 4 * 2 + 2 * 1) / 10 = 1.8
+    keys = (count * chunk * _attended_keys(chunk, window) + rest * _attended_keys(rest, window)) / seq_length
     if fields.get("multi_latent_attention"):
         return _latent_attention(fields, keys)
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]

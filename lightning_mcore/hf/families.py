@@ -29,7 +29,9 @@ from lightning_mcore.hf.config_rules import (
     shortened,
 )
 from lightning_mcore.hf.decoder_rules import family
-from lightning_mcore.hf.delta_net_families import DELTA_NETS, WITH_TOWERS
+from lightning_mcore.hf.delta_net_families import DELTA_NETS
+from lightning_mcore.hf.delta_net_families import WITH_TOWERS as DELTA_NETS_WITH_TOWERS
+from lightning_mcore.hf.llama4_family import LLAMA4, LLAMA4_WITH_TOWER
 from lightning_mcore.hf.mamba_families import MAMBA_FAMILIES
 from lightning_mcore.hf.rope_rules import (
     ALPHA_ROPE,
@@ -548,5 +550,8 @@ _ROWS = (
     ),
 )
 
-FAMILIES = {row.model_type: row for row in (*_ROWS, *DELTA_NETS, *MAMBA_FAMILIES)} | WITH_TOWERS
+WITH_TOWERS = {**DELTA_NETS_WITH_TOWERS, "llama4": LLAMA4_WITH_TOWER}
+"""The language models of folders with a vision tower, by the folder's ``model_type``; each is a text family too."""
+
+FAMILIES = {row.model_type: row for row in (*_ROWS, *DELTA_NETS, *MAMBA_FAMILIES, LLAMA4)} | WITH_TOWERS
 """All families, by the ``model_type`` of their ``config.json``."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_mcore.config.architecture import ARCHITECTURE_DEFAULTS, moe_layers
 from lightning_mcore.config.field_homes import DEFAULTS, MODULE_FIELDS
-from lightning_mcore.config.flops import windowed_layers
+from lightning_mcore.config.flops import rotated_layers, windowed_layers
 from lightning_mcore.config.positions import YARN_DEFAULTS
 from lightning_mcore.hf.config_rules import ConfigRule, Same, shortened
 from lightning_mcore.hf.weight_rules import Experts, Rename, Rows, Stack, Vocabulary, WeightRule
@@ -118,8 +118,8 @@ class Family:
             fc1: Experts(Rows(fc1, (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"))),
             fc2: Experts(Rename(fc2, f"{prefix}down_proj.weight")),
         }
-        # Only for plain stacks of both projections: type() excludes InterleavedStack
-        stacks = {rule.megatron for rule in self.layer if type(rule) is Stack}
+        # Only for plain stacks of both projections, under these names: type() excludes InterleavedStack
+        stacks = {rule.megatron for rule in self.layer if type(rule) is Stack and rule.hf.startswith("mlp.")}
         layer = tuple(each.get(rule.megatron, rule) if stacks == each.keys() else rule for rule in self.layer)
         if self.in_memory is None:
             return dataclasses.replace(self, layer=layer)
@@ -289,11 +289,8 @@ def _normal_form(whole: Mapping[str, Any]) -> dict[str, Any]:
         said["moe_router_topk_scaling_factor"] = None
     if whole["moe_router_load_balancing_type"] != "sinkhorn":  # only sinkhorn changes how tokens are routed
         said["moe_router_load_balancing_type"] = "aux_loss"
-    unrotated = whole["no_rope_freq"]
-    if isinstance(unrotated, int):
-        # Megatron's int n: every n-th layer, beginning with layer n - 1, has no rotary positions
-        unrotated = tuple((layer + 1) % unrotated == 0 for layer in range(whole["num_layers"]))
-    said["no_rope_freq"] = tuple(map(bool, unrotated)) if any(unrotated or ()) else None
+    rotated = rotated_layers(whole)
+    said["no_rope_freq"] = None if all(rotated) else tuple(not flag for flag in rotated)
     return said | _normal_windows(whole) | _normal_experts(whole)
 
 

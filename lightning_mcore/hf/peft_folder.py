@@ -64,8 +64,9 @@ _OF_PLAIN_BASES = (None, True, False, "gaussian", "eva", "orthogonal")  # values
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
 _LAYERS: tuple[Any, ...] = (None, [], "layers", ["layers"])
 _INDIFFERENT = frozenset(_WITHOUT_EFFECT.split())
-_BEGINNINGS = ("model.language_model.", "model.")  # prefixes of a language model with a tower, and of one without
-_BEGINNING = re.compile(rf"{re.escape(PREFIX)}model\.(?:language_model\.)?(?=layers\.|embed_tokens\.|norm\.)")
+# Prefixes of a language model with a tower (the second is Llama 4's), and of one without
+_BEGINNINGS = ("model.language_model.", "language_model.model.", "model.")
+_BEGINNING = re.compile(rf"{re.escape(PREFIX)}(?:{'|'.join(_BEGINNINGS)})(?=layers\.|embed_tokens\.|norm\.)")
 TIED = f"{PREFIX}{OUTPUT}.weight"  # in the file next to an embedding that is the output layer too
 _EXPERTS = r".*\.experts\..*"
 _OF_EXPERTS = {"gate_up_proj": "gate_proj|up_proj|w1|w3", "down_proj": "down_proj|w2"}
@@ -209,8 +210,8 @@ class _AdapterFile:
 def _renamed(key: str, family: Family | None) -> str:
     """Return an adapter tensor's name with a family's prefix, with a tower or without.
 
-    A language model is ``model.`` in the class for text, ``model.language_model.`` in the class for text and images,
-    and older versions of transformers write ``model.`` for both.
+    A language model is ``model.`` in the class for text, ``model.language_model.`` in the class for text and images
+    (``language_model.model.`` of Llama 4), and older versions of transformers write ``model.`` for both.
     """
     wanted = None if family is None else family.in_adapters().layer_prefix.partition("layers.")[0]
     found = _BEGINNING.match(key)
@@ -385,7 +386,7 @@ def _check(path: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str,
 
 def has_tower(family: Family) -> bool:
     """Return whether a family is a language model with a vision tower."""
-    return family.in_adapters().layer_prefix.startswith(_BEGINNINGS[0])
+    return family.in_adapters().layer_prefix.startswith(_BEGINNINGS[:2])
 
 
 def whole_shapes(pieces: list[Piece]) -> dict[str, tuple[int, ...]]:

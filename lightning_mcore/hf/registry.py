@@ -40,7 +40,6 @@ UNSUPPORTED: dict[str, tuple[str, str]] = {
     "jamba": ("they have Mamba 1 layers", "granitemoehybrid"),
     "kimi_k25": (_WITH_TOWER, "kimi_k2"),
     "kimi_linear": (_DECAYS, "deepseek_v3"),
-    "llama4": ("most of their layers attend only within chunks of the text", "llama"),
     "mimo_v2_flash": ("their layers with a window have twice as many key heads as the others", "gpt_oss"),
     "minimax_m3_vl": ("each query attends only to the blocks of tokens that an indexer selects", "minimax_m2"),
     "mistral3": (_WITH_TOWER, "ministral3"),
@@ -49,7 +48,7 @@ UNSUPPORTED: dict[str, tuple[str, str]] = {
 }
 """Well-known model types that are not supported: what Megatron and this package lack, and the nearest family. The
 text models of these types, such as ``gemma4_text``, are not supported either, unless they are a family."""
-_SEE_IMAGES = ("gemma3", "gemma3n", "gemma4", "kimi_k25", "llama4", "minimax_m3_vl", "mistral3")
+_SEE_IMAGES = ("gemma3", "gemma3n", "gemma4", "kimi_k25", "minimax_m3_vl", "mistral3")
 
 
 def family_names() -> list[str]:

@@ -308,7 +308,7 @@ class HFModel(nn.Module):
         _refuse_others(others)
         check_vocabulary({"tokens": input_ids}, self.vocab_size)
         # Padding on the left shifts positions, which changes nothing if only their differences count
-        is_relative = architecture_of(self._megatron_config).query_growth is None
+        is_relative = not architecture_of(self._megatron_config).uses_places
         multiple = self.pipeline.layout.sequence_multiple
         rows = PaddedRows.of(input_ids, attention_mask, position_ids, multiple, is_relative)
         call = _Call(input_ids, rows, self._checked(labels, rows), num_items_in_batch, [])

@@ -39,7 +39,7 @@ from lightning_mcore.layers.lora import Adapter
 from lightning_mcore.parallel.consensus import all_gather_object, control_group, run_on_rank0
 
 _BATCH = 1 << 26  # bytes that ranks send to rank 0 at a time
-_TOWER = r".*\bvisual\b.*"
+_TOWER = r".*\b(visual|vision_model)\b.*"
 
 
 def require_adapters(module: pl.LightningModule) -> LoRA:

@@ -96,8 +96,7 @@ class KeyValueCache:
         self._context: Any = None
         architecture = architecture_of(model.pipeline.chunks[0].config)
         # Padding shifts positions. That is harmless unless a layer uses a position itself, not the difference of two.
-        is_relative = architecture.head_norms != "after_rotation" and architecture.query_growth is None
-        self._takes_masks = is_relative and any(
+        self._takes_masks = not architecture.uses_places and any(
             isinstance(layer, TorchAttention | RecurrentLayer) for layer in model.modules()
         )
 

@@ -35,10 +35,11 @@ class Reach:
 
     back: int | None = None
     ahead: int | None = None  # 0 is causal
+    chunk: int | None = None  # the sequence is cut into chunks of this length, and a query sees its own chunk
 
     @property
     def is_everything(self) -> bool:
-        """Whether every query sees every key of its sequence."""
+        """Whether every query sees every key of its sequence or, in :func:`chunked_runs`, of its chunk."""
         return self.back is None and self.ahead is None
 
     @property
@@ -114,6 +115,27 @@ def packed_runs(offsets: tuple[int, ...], lengths: tuple[int, ...], rank: int = 
     return runs
 
 
+def chunked_runs(runs: list[QueryRun], length: int) -> list[QueryRun]:
+    """Cut runs where a chunk of their sequence ends, every ``length`` tokens; a part has the keys of its chunk."""
+    # Chunks of 4 in a sequence with keys 20-29, and a run of positions 22-29 in rows 0-7:
+    #     rows 0-1   positions 22-23, keys 20-23
+    #     rows 2-5   positions 24-27, keys 24-27
+    #     rows 6-7   positions 28-29, keys 28-29
+    found = []
+    for run in runs:
+        if len(run.keys) == 0:
+            found.append(run)
+            continue
+        first = run.position - run.keys.start
+        end = first + len(run.rows)
+        for chunk in range(first // length, (end - 1) // length + 1):
+            start = max(first, chunk * length)
+            rows = run.rows[start - first : (chunk + 1) * length - first]
+            keys = run.keys[chunk * length : (chunk + 1) * length]
+            found.append(QueryRun(rows, run.keys.start + start, keys))
+    return found
+
+
 def with_sinks(query: Tensor, sinks: Tensor, scale: float) -> Tensor:
     """Return queries with one more channel, [b, h, queries, d + 1], which adds a term to the softmax's denominator.
 
@@ -124,12 +146,16 @@ def with_sinks(query: Tensor, sinks: Tensor, scale: float) -> Tensor:
     return torch.cat((query, column), dim=-1)
 
 
-def query_growth(runs: list[QueryRun], beta: float, length: int, device: torch.device) -> Tensor:
+def query_growth(
+    runs: list[QueryRun], beta: float, length: int, device: torch.device, first_position: int = 0
+) -> Tensor:
     """Return ``1 + beta * log(1 + position // length)`` for each query's position in its sequence, [queries] fp32.
 
-    With beta 0.1 and length 2, positions 0 to 3 have the factors 1, 1, 1.069, 1.069.
+    With beta 0.1 and length 2, positions 0 to 3 have the factors 1, 1, 1.069, 1.069; counted from 1, they have 1,
+    1.069, 1.069, 1.110.
     """
-    places = [torch.arange(len(run.rows), device=device) + run.position - run.keys.start for run in runs]
+    before = first_position
+    places = [torch.arange(len(run.rows), device=device) + run.position - run.keys.start + before for run in runs]
     return 1 + beta * torch.log1p((torch.cat(places) // length).float())
 
 
@@ -141,6 +167,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, runs: list[QueryRun], reac
     """
     width = value.size(-1)
     value = _widen(value, query.size(-1))
+    if reach.chunk is not None:
+        runs = chunked_runs(runs, reach.chunk)
     mask = _SharedMask(runs, reach)
     # Split once: a slice's gradient is as large as the whole tensor, for each slice.
     queries = torch.split(query, [len(run.rows) for run in runs], dim=2)
@@ -192,7 +220,10 @@ def visible(run: QueryRun, reach: Reach, device: torch.device) -> Tensor:
     """Return which keys a run's queries see, [queries, keys] bool, for a caller that has a mask of this size anyway."""
     queries = run.position + torch.arange(len(run.rows), device=device)[:, None]
     keys = run.keys.start + torch.arange(len(run.keys), device=device)[None]
-    return _within(keys - queries, reach)
+    seen = _within(keys - queries, reach)
+    if reach.chunk is not None:
+        seen &= (keys - run.keys.start) // reach.chunk == (queries - run.keys.start) // reach.chunk
+    return seen
 
 
 def _attend_run(

@@ -47,7 +47,7 @@ from lightning_mcore.layers.attention import (
     with_sinks,
 )
 from lightning_mcore.layers.autograd import made_again
-from lightning_mcore.layers.norms import RotatedHeadNorm
+from lightning_mcore.layers.norms import RotatedHeadNorm, unweighted_norm
 from lightning_mcore.layers.packed_sequences import Boundaries, boundaries_of
 from lightning_mcore.parallel.context import check_packed_offsets, packed_order, packed_positions
 
@@ -93,11 +93,17 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         self.softmax_scale = 1 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
         self.window_size = _window_of_layer(config, self.layer_number)
         check_attention(config, attn_mask_type in _CAUSAL)
-        self.cap = architecture_of(config).attention_cap
+        architecture = architecture_of(config)
+        self.cap = architecture.attention_cap
+        self.is_rotated = not (config.no_rope_freq and config.no_rope_freq[self.layer_number - 1])
+        self.chunk = architecture.attention_chunk if self.is_rotated else None
+        self.query_growth = architecture.query_growth
+        if self.is_rotated and (architecture.query_growth or {}).get("unrotated_only"):
+            self.query_growth = None
         self.softmax_offset = _sinks(config)
         self.q_layernorm: RotatedHeadNorm | None = None
         self.k_layernorm: RotatedHeadNorm | None = None
-        if architecture_of(config).head_norms == "after_rotation":
+        if architecture.head_norms == "after_rotation":
             self.q_layernorm, self.k_layernorm = (
                 RotatedHeadNorm(config, config.kv_channels, config.layernorm_epsilon) for _ in range(2)
             )
@@ -129,6 +135,8 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         mask_type = attn_mask_type or self.attn_mask_type
         if self.q_layernorm is not None and self.k_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
+        elif self.is_rotated and architecture_of(self.config).head_norms == "unweighted":
+            query, key = (unweighted_norm(heads, self.config.layernorm_epsilon) for heads in (query, key))
         self._check_call(query, key, mask_type, attention_mask, attention_bias)
         if packed_seq_params is None:
             return self._attend(query, key, value, mask_type, attention_mask, None)
@@ -156,9 +164,14 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
         else:
             offsets = boundaries.offsets
             runs = packed_runs(offsets, boundaries.lengths, rank, size)
-        growth = architecture_of(self.config).query_growth
+        growth = self.query_growth
         if growth is not None:
-            factors = query_growth(runs, growth["beta"], growth["original_max_position_embeddings"], query.device)
+            beta, length, first = (
+                growth["beta"],
+                growth["original_max_position_embeddings"],
+                growth.get("first_position", 0),
+            )
+            factors = query_growth(runs, beta, length, query.device, first)
             query = query * factors.to(query.dtype)[:, None, None, None]
         reach = self._reach(mask_type)
         sinks, scale, dropout = self.softmax_offset, self.softmax_scale, self.attention_dropout
@@ -190,7 +203,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
 
     def _reach(self, mask_type: AttnMaskType) -> Reach:
         back, ahead = (None if side < 0 else side for side in self.window_size)
-        return Reach(back, 0 if mask_type in _CAUSAL else ahead)
+        return Reach(back, 0 if mask_type in _CAUSAL else ahead, self.chunk)
 
     def _dropout_state(self, dropout: float) -> contextlib.AbstractContextManager[None]:
         """Return a context in which each tensor-parallel rank draws its own dropout, because heads differ."""

@@ -93,6 +93,11 @@ class RotatedHeadNorm(TorchNorm):
         return scale_gradient(self.weight, ranks), bias
 
 
+def unweighted_norm(heads: Tensor, eps: float) -> Tensor:
+    """Divide each head by its root mean square, computed in fp32; the last dimension is a head's channels."""
+    return functional.rms_norm(heads.float(), heads.shape[-1:], None, eps).to(heads.dtype)
+
+
 def check_norm(config: TransformerConfig) -> None:
     """Raise ValueError if ``normalization`` is neither LayerNorm nor RMSNorm."""
     if config.normalization not in _KINDS:

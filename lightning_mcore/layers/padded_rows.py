@@ -98,7 +98,7 @@ class PaddedRows:
         if not is_relative and bool(first.any()):
             raise ValueError(
                 "position_ids do not begin with 0 at the first token of a row, and other positions are not supported"
-                " for this model, whose queries grow with the position; leave position_ids out"
+                " for this model, whose attention uses the positions themselves; leave position_ids out"
             )
 
     @cached_property

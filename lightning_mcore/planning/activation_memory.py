@@ -214,7 +214,8 @@ def _attention(fields: GPTFields, seq_length: int, form: NumberFormat) -> Iterat
     heads, latent, element = fields.num_attention_heads, fields.multi_latent_attention, form.element
     output = heads * (fields.v_head_dim if latent else fields.kv_channels)
     yield from _latent_attention(fields, form) if latent else _grouped_attention(fields, form)
-    if not latent and form.is_local and (form.packed or fields.window_size):
+    in_pieces = form.packed or fields.window_size or (fields.architecture.attention_chunk or seq_length) < seq_length
+    if not latent and form.is_local and in_pieces:
         yield Row("attention output in pieces", output, element, "tensor", "core_attn")
     if fields.architecture.attention_cap is not None:
         copied = element if element < FP32 else 0
@@ -291,6 +292,8 @@ def _grouped_attention(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
         yield Row("queries and keys, normalised", both, element, "tensor")
     elif kind == "after_rotation":
         yield Row("inputs of norms, and scaled", 2 * both + heads, FP32, "tensor")
+    elif kind == "unweighted":
+        yield Row("inputs of norms", both + heads, FP32, "tensor")
     if fields.rotary_channels and not fields.transformer.get("apply_rope_fusion"):
         yield Row("cosines and sines", 4 * fields.rotary_channels, element, "nobody", of_rows=form.packed)
     if fields.rotary_channels or fields.qk_layernorm:

@@ -165,7 +165,7 @@ def on_disk(name: str, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
         if family.startswith("granitemoe") and "block_sparse_moe" in key:
             found[_granite(key)] = gradient
             continue
-        if last not in ("gate_up_proj", "up_proj", "down_proj") or family in ("gpt_oss", "mistral4"):
+        if last not in ("gate_up_proj", "up_proj", "down_proj") or family in ("gpt_oss", "mistral4", "llama4_text"):
             found[key] = gradient
             continue
         for expert, rows in enumerate(gradient):

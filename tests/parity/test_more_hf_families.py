@@ -44,6 +44,7 @@ EXPERTS = (
     "hunyuan_v1_moe",
     "afmoe",
     "mistral4",
+    "llama4_text",
 )
 DENSE = tuple(name for name in MORE_FAMILIES if name not in EXPERTS)
 STRETCHED = ("llama, other constants", "llama, stretched with the length", "phi3, longrope")
@@ -55,11 +56,12 @@ VARIED = (
     "granitemoehybrid, dense",
     "granitemoehybrid, no Mamba",
     LATENT,
+    "llama4_text, dense",
 )
 PROMPT, CONTINUED = [5, 17, 3], 4
 
 LAYOUTS: dict[Layout, tuple[str, ...]] = {
-    Layout(tp=2): (*DENSE, "olmo2, one key head", "granitemoehybrid, dense"),
+    Layout(tp=2): (*DENSE, "olmo2, one key head", "granitemoehybrid, dense", "llama4_text, dense"),
     Layout(moe=True, tp=2, sp=True, ep=2, etp=1): (*EXPERTS, "minimax_m2, one key head", LATENT),
 }
 MORE_LAYOUTS: dict[Layout, tuple[str, ...]] = {

@@ -25,7 +25,7 @@ from tests.parity.global_tensors import assemble, spread
 from tests.parity.test_loop import compare as differences
 from tests.support.layouts import LAYOUTS, Layout
 from tests.support.ranks import run_ranks
-from tests.support.tiny import DELTA_NET, HYBRID, Recipe
+from tests.support.tiny import CHUNKS, DELTA_NET, HYBRID, Recipe
 
 pytestmark = pytest.mark.distributed
 
@@ -217,6 +217,13 @@ OPTIONS = (
             "position_embedding_type": "yarn",
             "yarn": (("rotary_scaling_factor", 4.0), ("original_max_position_embeddings", 16), ("beta_fast", 4.0)),
         },
+    ),
+    Option(
+        "attention-in-chunks + norms-without-weights + growing-queries",
+        {"no_rope_freq": 2, **dict(CHUNKS)},
+        (CP2,),
+        (VP2, TP2),
+        num_layers=4,
     ),
     Option("no-rotation-in-every-second-layer", {"no_rope_freq": 2}, (VP2,), (CP2,), num_layers=4),
     Option("learned-positions", {}, (CP2, TP2), (PP2,), model={"position_embedding_type": "learned_absolute"}),

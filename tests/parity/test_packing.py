@@ -32,7 +32,7 @@ from tests.parity.packed import (
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
 from tests.support.thorough import thorough_but
-from tests.support.tiny import DELTA_NET, HYBRID, Recipe
+from tests.support.tiny import CHUNKS, DELTA_NET, HYBRID, Recipe
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("packing")]  # they share runs
 
@@ -76,6 +76,11 @@ def test_memories_of_gated_delta_nets_begin_anew_with_each_document(layout: Layo
 @pytest.mark.parametrize("layout", thorough_but([Layout(), Layout(tp=2, sp=True, cp=2), Layout(pp=2)], "tp2-sp-cp2"))
 def test_memories_of_mamba_layers_begin_anew_with_each_document(layout: Layout) -> None:
     _compare(layout, replace(RECIPE, options=(*TWO_LAYERS, *HYBRID)), ROWS, ALL)
+
+
+@pytest.mark.parametrize("layout", thorough_but([Layout(), Layout(tp=2, sp=True, cp=2), Layout(pp=2)], "tp2-sp-cp2"))
+def test_chunks_and_positions_begin_anew_with_each_document(layout: Layout) -> None:
+    _compare(layout, replace(RECIPE, options=(*TWO_LAYERS, ("no_rope_freq", 2), *CHUNKS)), ROWS, ALL)
 
 
 @pytest.mark.parametrize("layout", thorough_but([Layout(cp=2), Layout(pp=2)], "cp2"))

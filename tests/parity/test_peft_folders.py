@@ -47,6 +47,7 @@ WITHOUT_EXPERTS = {
     "gpt_oss": ["experts"],
     "granitemoe": _BOTH,
     "granitemoehybrid": [f"block_sparse_moe.{name}" for name in _BOTH],
+    "llama4_text": ["feed_forward.experts"],
 }
 """Families with one tensor for all experts of a layer, in an order that adapters cannot follow, and what it is."""
 WITHOUT = WITHOUT_EXPERTS | {"nemotron_h": ["experts", "out_proj"]}
@@ -54,7 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     family: {"exclude_modules": WITHOUT[family]} if family in WITHOUT else {} for family in (*CONFIGS, *VISION)
 }
 WITH_EXPERTS = [family for family, config in CONFIGS.items() if any("experts" in key for key in config)]
-NOT_ADAPTED = ("lm_head", "_gate", "router.gate", "gate.wg")
+NOT_ADAPTED = ("lm_head", "_gate", "router.gate", "gate.wg", "feed_forward.router")
 ONLY_STACKED = (*WITHOUT_EXPERTS, "mistral4", "nemotron_h")
 STAY = ("qwen3", "qwen2_moe", "deepseek_v3", "mixtral", "phi3", "gpt_oss", "granitemoe", "qwen3_5_moe_text")
 STAY += ("qwen2_vl", "qwen3_vl_moe", "qwen3_5_moe")
@@ -70,6 +71,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("nemotron_h", {"target_modules": ["o_proj", "in_proj"]}),
     "narrow experts": ("nemotron_h, latent experts", {"target_modules": ["fc1_latent_proj", "fc2_latent_proj"]}),
     "sinks": ("gpt_oss", {"target_modules": ["lm_head"], "modules_to_save": ["self_attn"]}),
+    "routers that weigh inputs": ("llama4_text", {"target_modules": ["q_proj", "router"]}),
     "some layers": ("llama", {"layers_to_transform": [1, 3]}),
     "some layers and a whole name": ("llama", {"target_modules": ["q_proj", "lm_head"], "layers_to_transform": [1]}),
     "a pattern in some layers": ("llama", {"target_modules": r".*\.(q|k)_proj", "layers_to_transform": 1}),

@@ -324,6 +324,19 @@ MORE_CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "layer_types": _LAYERS,
     },
+    "llama4_text": {
+        **_SIZES,
+        "head_dim": 16,
+        "intermediate_size": 20,
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 4,
+        "moe_layers": [1, 3],
+        "no_rope_layers": [1, 1, 1, 0],
+        "attention_chunk_size": 8,
+        "floor_scale": 4,
+        "attn_scale": 0.5,
+        "rope_parameters": {**_LLAMA3, "original_max_position_embeddings": 16},
+    },
     "apertus": {**_SIZES, "hidden_act": "xielu", "attention_bias": True},
     "mistral4": {
         **_SIZES,
@@ -377,6 +390,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"layer_types": ["full_attention"] * 4, "mamba_expand": 1, "mamba_n_heads": 1, "mamba_d_head": 32},
     ),
     "nemotron_h, latent experts": ("nemotron_h", {"moe_latent_size": 20}),
+    "llama4_text, dense": (
+        "llama4_text",
+        {
+            "moe_layers": [],
+            "use_qk_norm": False,
+            "attention_bias": True,
+            "attention_chunk_size": 5,
+            "no_rope_layers": [1, 1, 1, 1],  # without rotation, a key's bias changes nothing
+            "attn_temperature_tuning": False,
+            "rope_parameters": {**_LLAMA3, "high_freq_factor": 1.0, "original_max_position_embeddings": 16},
+        },
+    ),
     "llama, one key head": ("llama", {"num_key_value_heads": 1}),
     "olmo2, one key head": ("olmo2", {"num_key_value_heads": 1}),
     "minimax_m2, one key head": ("minimax_m2", {"num_key_value_heads": 1}),

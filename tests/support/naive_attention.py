@@ -57,6 +57,12 @@ def window(length: int, back: int, ahead: int) -> Tensor:
     return torch.tensor(rows)
 
 
+def chunks(length: int, size: int) -> Tensor:
+    """Return [length, length], True where a query sees a key: its own and those before in its chunk of ``size``."""
+    places = torch.arange(length) // size
+    return causal(length) & (places[:, None] == places[None])
+
+
 def naive_packed_attention(
     query: Tensor,
     key: Tensor,

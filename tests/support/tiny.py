@@ -72,7 +72,17 @@ MAMBA = (
 HYBRID = (("layer_pattern", "[M-][*-]"), ("mamba", MAMBA))
 """Mamba 2 in one of two layers."""
 
-OF_ARCHITECTURE = ("delta_net", "layer_pattern", "mamba")
+CHUNKS = (
+    ("attention_chunk", 6),
+    ("head_norms", "unweighted"),
+    (
+        "query_growth",
+        (("beta", 0.5), ("original_max_position_embeddings", 5), ("first_position", 1), ("unrotated_only", True)),
+    ),
+)
+"""Attention of Llama 4: within chunks, or with queries that grow in the layers of ``no_rope_freq``."""
+
+OF_ARCHITECTURE = ("delta_net", "layer_pattern", "mamba", "attention_chunk", "head_norms", "query_growth")
 """The options that belong to the architecture."""
 
 Batch = dict[str, torch.Tensor]
@@ -162,7 +172,7 @@ def make_config(fields: dict[str, Any]) -> TransformerConfig:
 def architecture_of_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that belong to the architecture."""
     given = {name: fields[name] for name in OF_ARCHITECTURE if name in fields}
-    return {name: value if isinstance(value, str) else dict(value) for name, value in given.items()}
+    return {name: dict(value) if isinstance(value, list | tuple) else value for name, value in given.items()}
 
 
 def build_gpt(

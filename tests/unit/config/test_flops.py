@@ -23,6 +23,15 @@ def test_dense_layer_counts_four_square_projections_causal_half_and_fourfold_mlp
     assert flops() == 3 * (2 * layer + OUTPUT)
 
 
+def test_layers_with_rotary_positions_read_the_keys_of_their_chunk() -> None:
+    # 16 tokens in chunks of 6 are two of 6 and one of 4: (6 * 6 + 6 * 6 + 4 * 4) / 2 / 16 keys instead of 16 / 2
+    saved = (2 * 2 * 8) * (16 / 2 - (6 * 6 + 6 * 6 + 4 * 4) / 2 / 16)
+    assert flops() - flops(attention_chunk=6) == pytest.approx(3 * 2 * saved)
+    assert flops() - flops(attention_chunk=6, no_rope_freq=2) == pytest.approx(3 * saved)
+    assert flops() - flops(attention_chunk=6, no_rope_freq=[0, 1]) == pytest.approx(3 * saved)
+    assert flops(attention_chunk=64) == flops()
+
+
 def test_query_groups_shrink_only_keys_and_values() -> None:
     assert flops() - flops(num_query_groups=1) == 3 * 2 * (2 * SQUARE / 2)
 

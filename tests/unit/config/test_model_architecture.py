@@ -33,6 +33,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a factor of zero": {"residual_scale": 0.0},
     "a switch for a number": {"logits_cap": True},
     "a growth without a length": {"query_growth": {"beta": 0.1}},
+    "a growth with an unknown key": {
+        "query_growth": {"beta": 0.1, "original_max_position_embeddings": 8, "last_position": 1}
+    },
+    "half a token": {"attention_chunk": 8.5},
     "no number": {"embedding_scale": None},
     "an unknown stretch": {"stretch": {"kind": "ntk"}},
     "half a stretch": {"stretch": {"kind": "dynamic", "factor": 2.0}},
@@ -63,7 +67,10 @@ def test_positions_are_stretched_in_one_way(settings: dict[str, Any]) -> None:
         MCoreGPT(vocab_size=32, seq_length=8, transformer=MODEL, architecture={"stretch": LLAMA3}, **settings)
 
 
-@pytest.mark.parametrize("given", [{"layer_norms": "after"}, {"head_norms": "all_heads"}, {"attention_cap": 50.0}])
+@pytest.mark.parametrize(
+    "given",
+    [{"layer_norms": "after"}, {"head_norms": "all_heads"}, {"attention_cap": 50.0}, {"attention_chunk": 8192}],
+)
 def test_transformer_engine_refuses_what_its_layers_lack(given: dict[str, Any]) -> None:
     architecture = Architecture.of(given)
     assert not architecture.fits_transformer_engine

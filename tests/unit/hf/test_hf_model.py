@@ -198,10 +198,25 @@ def test_generation_gives_the_tokens_of_transformers(
     assert torch.equal(model.generate(**batch, use_cache=use_cache, **settings), expected)
 
 
-def test_generation_counts_positions_from_the_first_token_where_queries_grow() -> None:
+@pytest.mark.parametrize("arguments", [{}, {"use_cache": False}, {"num_beams": 3}], ids=["greedy", "whole", "beams"])
+def test_generation_goes_on_from_chunk_to_chunk(arguments: dict[str, Any]) -> None:
+    """21 tokens are in three chunks of Llama 4; without padding, which counts for the temperature in transformers."""
     from transformers import AutoModelForCausalLM
 
-    folder = str(tiny_folder("ministral3"))
+    folder = str(tiny_folder("llama4_text"))
+    settings = {"max_new_tokens": 14, "pad_token_id": 0, "eos_token_id": None, **arguments}
+    rows = torch.randint(3, VOCAB_SIZE, (3, 7), generator=torch.Generator().manual_seed(1))
+    other: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with single_process():
+        model = hf_model(pl.LightningModule(), folder)
+        assert torch.equal(model.generate(rows, **settings), other.generate(rows, **{**settings, "use_cache": False}))
+
+
+@pytest.mark.parametrize("name", ["ministral3", "llama4_text, dense"], ids=["growing-queries", "chunks"])
+def test_generation_counts_positions_from_the_first_token_where_attention_uses_them(name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = str(tiny_folder(name))
     other = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     batch = padded(on_the_left=True)
     del batch["labels"]

@@ -15,6 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_mcore.config.architecture import Architecture, set_architecture
 from lightning_mcore.config.rules.model import check_attention
 from lightning_mcore.layers import attention
 from lightning_mcore.layers.attention import (
@@ -29,7 +30,7 @@ from lightning_mcore.layers.attention import (
 from lightning_mcore.layers.core_attention import TorchAttention
 from lightning_mcore.parallel.context import split_for_context_parallel, unsplit_from_context_parallel
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
-from tests.support.naive_attention import causal, naive_attention, split_packed, window
+from tests.support.naive_attention import causal, chunks, naive_attention, split_packed, window
 from tests.support.sentences import refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")  # Megatron's own default
@@ -156,6 +157,51 @@ def test_a_mask_hides_keys_besides_those_that_causality_hides(rows: str, mask_ty
     assert_same_with_gradients(build(mask_type)(*inputs, masked), naive_attention(*inputs, seen), inputs)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("layer", [1, 2])
+def test_layers_with_rotary_positions_attend_within_chunks(layer: int, masked: bool) -> None:
+    inputs = tensors(groups=2)
+    config = build(no_rope_freq=2).config
+    set_architecture(config, Architecture(attention_chunk=7))
+    core = TorchAttention(config, layer, AttnMaskType.causal, "self")
+    hidden = torch.rand(B, 1, 1, S, generator=torch.Generator().manual_seed(3)) < 0.3
+    hidden[..., ::7] = False  # every query sees something
+    seen = causal(S) if layer == 2 else chunks(S, 7)
+
+    expected = naive_attention(*inputs, seen & ~(hidden & masked))
+
+    assert_same_with_gradients(core(*inputs, hidden if masked else None), expected, inputs)
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_unweighted_norms_are_those_of_heads_in_layers_with_rotary_positions(layer: int) -> None:
+    query, key, value = tensors(groups=2, dtype=torch.float32)
+    config = build(no_rope_freq=2, layernorm_epsilon=0.1).config
+    set_architecture(config, Architecture(head_norms="unweighted"))
+    core = TorchAttention(config, layer, AttnMaskType.causal, "self")
+    heads = (tensor.double() for tensor in (query, key))
+    normalised = [x / (x.square().mean(dim=-1, keepdim=True) + 0.1).sqrt() if layer == 1 else x for x in heads]
+
+    expected = naive_attention(*normalised, value, causal(S))
+
+    torch.testing.assert_close(core(query, key, value, None).double(), expected, rtol=0, atol=1e-6)
+    assert list(core.parameters()) == []
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_queries_may_grow_in_layers_without_rotary_positions_only(layer: int) -> None:
+    query, key, value = tensors(groups=2)
+    config = build(no_rope_freq=2).config
+    growth = {"beta": 0.5, "original_max_position_embeddings": 5, "first_position": 1, "unrotated_only": True}
+    set_architecture(config, Architecture(query_growth=growth))
+    core = TorchAttention(config, layer, AttnMaskType.causal, "self")
+    factors = 1 + 0.5 * torch.log(1 + torch.floor((torch.arange(S) + 1) / 5)).double() if layer == 2 else torch.ones(S)
+
+    expected = naive_attention(query * factors[:, None, None, None], key, value, causal(S))
+
+    torch.testing.assert_close(core(query, key, value, None), expected, rtol=0, atol=1e-6)
+
+
 def test_a_mask_and_a_window_both_hide() -> None:
     inputs = tensors()
     masked = torch.zeros(1, 1, S, S, dtype=torch.bool)
@@ -203,6 +249,21 @@ def test_a_call_may_override_the_mask_type_as_decoding_does() -> None:
     torch.testing.assert_close(tail, expected[-5:], **EXACT)
 
 
+@pytest.mark.parametrize("length", [S, S - 3])
+def test_the_last_queries_of_a_sequence_see_their_own_chunk(length: int) -> None:
+    query, key, value = (tensor[:length] for tensor in tensors())
+    config = build().config
+    set_architecture(config, Architecture(attention_chunk=7))
+    core = TorchAttention(config, 1, AttnMaskType.causal, "self")
+
+    last = core(query[-1:], key, value, None, attn_mask_type=AttnMaskType.no_mask)
+    tail = core(query[-9:], key, value, None, attn_mask_type=AttnMaskType.causal_bottom_right)
+
+    expected = naive_attention(query, key, value, chunks(length, 7))
+    torch.testing.assert_close(last, expected[-1:], **EXACT)
+    torch.testing.assert_close(tail, expected[-9:], **EXACT)
+
+
 def test_scores_are_scaled_by_the_head_size_unless_a_scale_is_given() -> None:
     inputs = tensors(d=12)
     config = build().config  # kv_channels is 8
@@ -243,6 +304,9 @@ REACHES = {
     "back-only": (Reach(4, None), window(S, 4, -1)),
     "ahead-only": (Reach(None, 3), window(S, -1, 3)),
     "everything": (Reach(), torch.ones(S, S, dtype=torch.bool)),
+    "chunks": (Reach(None, 0, 7), chunks(S, 7)),
+    "one-chunk": (Reach(None, 0, 100), causal(S)),
+    "window-in-chunks": (Reach(3, 0, 8), chunks(S, 8) & window(S, 3, 0)),
 }
 
 

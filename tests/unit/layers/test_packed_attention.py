@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The torch backend's attention over packed sequences on one rank: each sequence by itself, whatever the attention."""
 
+import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -115,10 +116,13 @@ def test_windows_end_with_their_sequence(pack: str, reach: str) -> None:
 
 
 @pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize("back", [None, 4])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.usefixtures("small_blocks")
-def test_runs_of_all_context_parallel_ranks_make_the_whole_attention(pack: str, back: int | None, size: int) -> None:
+def test_runs_of_all_context_parallel_ranks_make_the_whole_attention(
+    pack: str, back: int | None, chunk: int | None, size: int
+) -> None:
     offsets, lengths = PACKS[pack]
     inputs = tensors(offsets[-1], groups=2)
 
@@ -127,10 +131,13 @@ def test_runs_of_all_context_parallel_ranks_make_the_whole_attention(pack: str, 
         mine = split_packed(inputs[0], offsets, rank, size, dim=0)
         heads_first = [tensor.transpose(0, 1)[None] for tensor in (mine, *inputs[1:])]
         runs = packed_runs(tuple(offsets), tuple(lengths), rank, size)
-        context = attend(*heads_first, runs, Reach(back, 0), Softmax(8**-0.5))
+        context = attend(*heads_first, runs, Reach(back, 0, chunk), Softmax(8**-0.5))
         shares.append(context[0].transpose(0, 1).flatten(1))
 
     seen = causal(offsets[-1]) if back is None else window(offsets[-1], back, 0)
+    if chunk is not None:
+        places = torch.cat([torch.arange(end - start) for start, end in itertools.pairwise(offsets)]) // chunk
+        seen &= places[:, None] == places[None]
     expected = naive_packed_attention(*inputs, seen, offsets, lengths)
     assert_same_with_gradients(unsplit_packed(shares, offsets, dim=0), expected, inputs)
 
