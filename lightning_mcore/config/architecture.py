@@ -38,6 +38,10 @@ DELTA_NET: tuple[str, ...] = (
 """The sizes of gated delta nets, named as in Megatron and transformers: heads, channels per head, and tokens that the
 convolution sees."""
 
+KIMI_DELTA: tuple[str, ...] = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+"""The sizes of Kimi delta attention, named as in transformers: heads, channels per head of queries, keys and values
+each, and tokens that the convolution sees."""
+
 MAMBA: tuple[str, ...] = (
     "mamba_num_heads",
     "mamba_head_dim",
@@ -48,7 +52,7 @@ MAMBA: tuple[str, ...] = (
 """The sizes of Mamba 2 layers, named as in Megatron: heads, channels per head, groups of heads that share what writes
 and reads their memory, rows of a memory, and tokens that the convolution sees."""
 
-Mixer = Literal["attention", "delta_net", "mamba"]
+Mixer = Literal["attention", "delta_net", "kimi_delta", "mamba"]
 
 _ATTRIBUTE = "architecture"
 
@@ -87,6 +91,7 @@ class Architecture:
         softmax_choice_bias: Whether a softmax router has a fixed bias that affects only which experts are chosen.
         delta_net: Gated delta nets instead of attention: ``linear_attention_freq``, with 1 for each layer of the model
             that has one and 0 for the others, and the sizes in ``DELTA_NET``; None for attention in all layers.
+        kimi_delta: Kimi delta attention instead of attention, likewise, with the sizes in ``KIMI_DELTA``.
         layer_pattern: What each layer consists of, by Megatron's letters: ``M`` Mamba 2, ``*`` attention, ``-`` an MLP,
             ``E`` experts. In ``"M-*E"`` there are four layers with one part each; in ``"[M-][*E]"`` there are two, with
             both parts, as other layers have them. None for attention and an MLP, or experts, in all layers.
@@ -111,6 +116,7 @@ class Architecture:
     query_growth: Mapping[str, Any] | None = None
     softmax_choice_bias: bool = False
     delta_net: Mapping[str, Any] | None = None
+    kimi_delta: Mapping[str, Any] | None = None
     layer_pattern: str | None = None
     mamba: Mapping[str, Any] | None = None
 
@@ -137,6 +143,8 @@ class Architecture:
         found = list[tuple[str, int]]()
         if self.delta_net is not None:
             found.append(("linear_num_key_heads", self.delta_net["linear_num_key_heads"]))
+        if self.kimi_delta is not None:
+            found.append(("linear_num_heads", self.kimi_delta["linear_num_heads"]))
         if self.mamba is not None:
             found.append(("gcd(mamba_num_heads, mamba_num_groups * mamba_state_dim)", mamba_units(self.mamba)))
         return tuple(found)
@@ -146,6 +154,12 @@ class Architecture:
         """The key channels and value channels of a gated delta net, and the number of its value heads."""
         assert self.delta_net is not None
         return delta_net_channels(self.delta_net)
+
+    @property
+    def kimi_delta_heads(self) -> tuple[int, int]:
+        """The number of heads of Kimi delta attention, and the channels of each."""
+        assert self.kimi_delta is not None
+        return self.kimi_delta["linear_num_heads"], self.kimi_delta["linear_head_dim"]
 
     @property
     def mamba_channels(self) -> tuple[int, int, int]:
@@ -160,13 +174,20 @@ class Architecture:
 
     def mixer(self, layer: int) -> Mixer | None:
         """Return what mixes tokens in a layer, counted from 0; None if nothing does."""
-        if self.delta_net is not None and self.delta_net["linear_attention_freq"][layer]:
-            return "delta_net"
+        for name in _OF_LAYERS:
+            given = getattr(self, name)
+            if given is not None and given["linear_attention_freq"][layer]:
+                return name
         return "attention" if self.layer_pattern is None else mixer_of(pattern_layers(self.layer_pattern)[layer])
 
     def has_mlp(self, layer: int) -> bool:
         """Return whether a layer, counted from 0, has an MLP or experts."""
         return self.layer_pattern is None or pattern_layers(self.layer_pattern)[layer][-1] in _OF_MLP
+
+    @property
+    def has_memories(self) -> bool:
+        """Whether the settings say what mixes tokens in each layer; then layers may differ."""
+        return any(getattr(self, name) is not None for name in (*_OF_LAYERS, "layer_pattern"))
 
     @property
     def has_half_layers(self) -> bool:
@@ -183,7 +204,7 @@ class Architecture:
     def sizes(self) -> dict[str, Any]:
         """What the operations of a token depend on, beside fields of ``TransformerConfig``."""
         own = {"layer_pattern": self.layer_pattern, "attention_chunk": self.attention_chunk}
-        return {**(self.delta_net or {}), **(self.mamba or {}), **own}
+        return {**(self.delta_net or {}), **(self.kimi_delta or {}), **(self.mamba or {}), **own}
 
     @property
     def fits_transformer_engine(self) -> bool:
@@ -202,7 +223,8 @@ class Architecture:
 # Settings that only this package's own torch modules have
 _TORCH_BACKEND_ONLY = (
     *("layer_norms", "norm_bias", "head_norms", "attention_output_bias", "mlp_bias", "expert_bias"),
-    *("attention_cap", "attention_chunk", "latent_epsilon", "query_growth", "delta_net", "layer_pattern", "mamba"),
+    *("attention_cap", "attention_chunk", "latent_epsilon", "query_growth", "delta_net", "kimi_delta"),
+    *("layer_pattern", "mamba"),
 )
 
 ARCHITECTURE_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Architecture)}
@@ -226,6 +248,7 @@ def delta_net_channels(sizes: Mapping[str, Any]) -> tuple[int, int, int]:
     return keys, heads * sizes["linear_value_head_dim"], heads
 
 
+_OF_LAYERS: tuple[Mixer, ...] = ("delta_net", "kimi_delta")  # settings that say which layers have such a memory
 _OF_MIXER: Mapping[str, Mixer] = {"M": "mamba", "*": "attention"}
 _OF_MLP = "-E"
 _OTHER_LETTERS = {
@@ -289,14 +312,18 @@ def _check_stretch(given: Any) -> None:
         raise ValueError(f"architecture has stretch={given!r}; give a dict with kind {kinds}")
 
 
-def _check_delta_net(given: Any) -> None:
-    if not isinstance(given, Mapping) or given.keys() != {"linear_attention_freq", *DELTA_NET}:
-        names = ", ".join(("linear_attention_freq", *DELTA_NET))
-        raise ValueError(f"architecture has delta_net={given!r}; give a dict with {names}")
+def _check_linear(owner: str, given: Any, sizes: tuple[str, ...]) -> None:
+    if not isinstance(given, Mapping) or given.keys() != {"linear_attention_freq", *sizes}:
+        names = ", ".join(("linear_attention_freq", *sizes))
+        raise ValueError(f"architecture has {owner}={given!r}; give a dict with {names}")
     flags = given["linear_attention_freq"]
     if not isinstance(flags, list | tuple) or any(flag not in (0, 1) for flag in flags):
-        raise ValueError(f"delta_net has linear_attention_freq={flags!r}; give a list with a 0 or 1 for each layer")
-    _check_sizes("delta_net", given, DELTA_NET)
+        raise ValueError(f"{owner} has linear_attention_freq={flags!r}; give a list with a 0 or 1 for each layer")
+    _check_sizes(owner, given, sizes)
+
+
+def _check_delta_net(given: Any) -> None:
+    _check_linear("delta_net", given, DELTA_NET)
     keys, values = given["linear_num_key_heads"], given["linear_num_value_heads"]
     if values % keys:
         raise ValueError(
@@ -345,6 +372,7 @@ def _check_chunk(given: Any) -> None:
 _CHECKS = {
     "stretch": _check_stretch,
     "delta_net": _check_delta_net,
+    "kimi_delta": lambda given: _check_linear("kimi_delta", given, KIMI_DELTA),
     "query_growth": _check_query_growth,
     "attention_chunk": _check_chunk,
     "layer_pattern": _check_pattern,
@@ -398,10 +426,11 @@ def check_architecture(config: Any, transformer_impl: str) -> None:
         ),
         *(
             (name, bool(config.mtp_num_layers), f"mtp_num_layers={config.mtp_num_layers}")
-            for name in ("delta_net", "layer_pattern")
+            for name in ("delta_net", "kimi_delta", "layer_pattern")
         ),
         ("layer_pattern", given.layer_norms != "before", f"layer_norms={given.layer_norms!r}"),
         ("layer_pattern", given.delta_net is not None, "delta_net"),
+        *((name, given.kimi_delta is not None, "kimi_delta") for name in ("delta_net", "layer_pattern")),
         ("attention_output_bias", latent, "multi_latent_attention=True"),
         ("head_norms", config.qk_layernorm, "qk_layernorm=True"),
         ("head_norms", uneven, f"tensor_model_parallel_size={ranks}; choose a divisor of its {channels} key channels"),
@@ -418,12 +447,13 @@ def check_architecture(config: Any, transformer_impl: str) -> None:
             raise ValueError(
                 f"architecture has {name}={getattr(given, name)!r}, which does not work with {other}{advice}"
             )
-    flags = given.delta_net["linear_attention_freq"] if given.delta_net is not None else None
-    if flags is not None and len(flags) != config.num_layers:
-        raise ValueError(
-            f"delta_net has {len(flags)} numbers in linear_attention_freq, and the model has"
-            f" num_layers={config.num_layers}; give one for each layer"
-        )
+    for name in _OF_LAYERS:
+        flags = (getattr(given, name) or {}).get("linear_attention_freq")
+        if flags is not None and len(flags) != config.num_layers:
+            raise ValueError(
+                f"{name} has {len(flags)} numbers in linear_attention_freq, and the model has"
+                f" num_layers={config.num_layers}; give one for each layer"
+            )
     _check_layers(given, config.num_layers, moe_layers(vars(config)))
 
 
@@ -454,7 +484,7 @@ def _check_layers(given: Architecture, num_layers: int, have_experts: list[bool]
 def set_architecture(config: Any, architecture: Architecture) -> None:
     """Attach the settings to a Megatron config, which takes them to the modules."""
     setattr(config, _ATTRIBUTE, architecture)
-    if architecture.delta_net is not None or architecture.layer_pattern is not None:
+    if architecture.has_memories:
         config.hetereogenous_dist_checkpoint = True  # layers that differ cannot be stacked
     factor = (architecture.stretch or {}).get("attention_factor", 1.0)
     # Megatron multiplies a rotation by 0.1 * mscale * log(scaling_factor) + 1. With a scaling factor of e**10, that is

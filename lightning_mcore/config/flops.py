@@ -26,8 +26,8 @@ def training_flops_per_token(
 
     Only matrix products count, with a multiplication and an addition as two operations; norms, activations and the
     embedding look-up do not. Causal attention counts only the used half of the matrix. An MTP layer costs as much as
-    the last layer, plus the projection before it and another output layer. A gated delta net writes and reads its
-    memory token by token, as does a Mamba 2 layer; what they compute beyond that, in chunks, does not count.
+    the last layer, plus the projection before it and another output layer. A gated delta net, Kimi delta attention and
+    a Mamba 2 layer write and read their memory token by token; what they compute beyond that does not count.
 
     ``fields`` are fields of ``TransformerConfig`` by name, plus ``Architecture.sizes``; an absent one has Megatron's
     default. ``vocab_size`` includes padding. ``trained`` is for frozen weights: the multiplications per token with the
@@ -56,10 +56,11 @@ def layer_flops(fields: Mapping[str, Any], seq_length: int) -> list[dict[str, fl
     """
     linear, given = fields.get("linear_attention_freq") or [0] * fields["num_layers"], fields.get("layer_pattern")
     has_chunks = [flag and fields.get("attention_chunk") is not None for flag in rotated_layers(fields)]
+    of_linear = "kimi_delta" if "linear_num_heads" in fields else "delta_net"
     pattern = ["*-"] * fields["num_layers"] if given is None else pattern_layers(given)
     layers = zip(moe_layers(fields), windowed_layers(fields), has_chunks, linear, pattern, strict=True)
     return [
-        _mixer(fields, "delta_net" if is_linear else mixer_of(letters), seq_length, windowed, chunked)
+        _mixer(fields, of_linear if is_linear else mixer_of(letters), seq_length, windowed, chunked)
         | (
             {"mlp": 0.0}
             if letters[-1] in "M*"
@@ -78,7 +79,7 @@ def _mixer(
         return {"attention": 0.0, "core_attn": 0.0}
     if mixer == "attention":
         return _attention(fields, seq_length, windowed, chunked)
-    return _delta_net(fields) if mixer == "delta_net" else _mamba(fields)
+    return {"delta_net": _delta_net, "kimi_delta": _kimi_delta, "mamba": _mamba}[mixer](fields)
 
 
 def _product(rows: int, columns: int) -> int:
@@ -150,6 +151,15 @@ def _delta_net(fields: Mapping[str, Any]) -> dict[str, float]:
     convolution = _product(fields["linear_conv_kernel_dim"], 2 * keys + values)
     memory = 3 * _product(fields["linear_key_head_dim"], values)  # a token asks what is there, writes, and reads
     return {"attention": projections + convolution, "core_attn": memory}
+
+
+def _kimi_delta(fields: Mapping[str, Any]) -> dict[str, float]:
+    hidden, heads, size = fields["hidden_size"], fields["linear_num_heads"], fields["linear_head_dim"]
+    # Query, key, value, and how strong a write is; decays and gates through two matrices each
+    projections = _product(hidden, 3 * heads * size + heads) + _product(heads * size, hidden)
+    projections += 2 * (_product(hidden, size) + _product(size, heads * size))
+    convolution = _product(fields["linear_conv_kernel_dim"], 3 * heads * size)
+    return {"attention": projections + convolution, "core_attn": 3 * _product(size, heads * size)}
 
 
 def _mamba(fields: Mapping[str, Any]) -> dict[str, float]:

@@ -47,6 +47,11 @@ def check_positions(settings: Mapping[str, Any], transformer: Mapping[str, Any])
             "position_embedding_type='yarn' does not work with multi_latent_attention; set rope_type='yarn' in"
             " transformer"
         )
+    if latent and kind == "none" and transformer.get("rope_type") != "rope":
+        raise ValueError(
+            "position_embedding_type='none' with multi_latent_attention needs rope_type='rope', whose angles can be 0;"
+            " set it in transformer"
+        )
     for name, nothing in _ROTARY_DEFAULTS.items():
         # Multi-latent attention rotates its own channels, and reads only rotary_percent of these.
         ignored = kind != "rope" or (latent and name != "rotary_percent")

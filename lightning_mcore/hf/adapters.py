@@ -250,14 +250,19 @@ def _check_place(weight: str, module: str, lora: LoRA) -> None:
     last = module.rpartition(".")[2]
     if lora.target_modules == ALL_LINEAR and not lora.targets_parameter(module):
         return
-    kind = weight.rpartition(".")[0].rpartition(".")[2]
-    if kind == "router" and last not in ROUTERS:
+    if ".router." in weight and last not in ROUTERS:
         raise ValueError(f"target_modules has {module}, a router for which PEFT has no adapters; leave it out")
-    if not kind.startswith("linear_") and kind not in _ADAPTED_OUTSIDE:
+    if not _may_be_adapted(weight):
         raise ValueError(
             f"target_modules has {module}, which is not a linear layer, and cannot have adapters; train it whole with"
             " modules_to_save, or leave it out"
         )
+
+
+def _may_be_adapted(weight: str) -> bool:
+    """Return whether a Megatron weight, by its name, belongs to a module that may have adapters."""
+    kind = weight.rpartition(".")[0].rpartition(".")[2]
+    return kind.startswith("linear_") or kind in _ADAPTED_OUTSIDE
 
 
 def _of_all_experts(weight: str, tensors: Sequence[str]) -> bool:
@@ -402,7 +407,7 @@ def adapted_model(tensors: Mapping[str, Shape], family: Family, fields: Mapping[
                 looks_up=looks_up,
             )
             for module, size in sizes.items()
-            if name.endswith(_ADAPTED) and len(shape) > 1 and not name.startswith("mtp.")
+            if name.endswith(_ADAPTED) and _may_be_adapted(name) and not name.startswith("mtp.")
             if not is_saved and (not looks_up or module.endswith(EMBEDDING)) and lora.adapts(module)
         ]
         if is_saved or pairs:

@@ -5,12 +5,15 @@ Their published folders have multi-token prediction weights (``mtp.*``), which n
 read. Qwen3.5 is published with a vision tower, as ``qwen3_5`` and ``qwen3_5_moe``. From those folders, the language
 model is read and written as a text model, ``qwen3_5_text`` or ``qwen3_5_moe_text``; ``vision_families.py`` has the
 families that read the tower too.
+
+``KIMI_DELTA`` is the part of Kimi Linear that has a memory; ``families.py`` has its row.
 """
 
 from dataclasses import replace
 from typing import Any
 
 from lightning_mcore.config.architecture import DELTA_NET
+from lightning_mcore.config.architecture import KIMI_DELTA as SIZES_OF_KIMI
 from lightning_mcore.hf import decoder_rules as d
 from lightning_mcore.hf import expert_rules as e
 from lightning_mcore.hf.config_rules import (
@@ -26,7 +29,7 @@ from lightning_mcore.hf.config_rules import (
 )
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.rope_rules import PARTIAL_ROPE
-from lightning_mcore.hf.weight_rules import DeltaNetRows, Experts, GatedQueryKeyValue, Rename, WeightRule
+from lightning_mcore.hf.weight_rules import DeltaNetRows, Experts, GatedQueryKeyValue, Rename, Rows, WeightRule
 
 _DELTA_NET, _ATTENTION = "linear_attention", "full_attention"
 
@@ -169,6 +172,50 @@ QWEN3_5_MOE = replace(
     ),
     layer=(*_MORE_WEIGHTS, *e.GATED_SHARED_EXPERT_WEIGHTS),
 )
+
+# ---- Kimi Linear
+
+
+def _read_kimi_delta(config: Config) -> dict[str, Any]:
+    kinds = list(config["layer_types"])
+    for kind in kinds:
+        refuse_unless("layer_types", kind, (_DELTA_NET, _ATTENTION), "the family has no other layers")
+    sizes = {key: config[key] for key in SIZES_OF_KIMI}
+    for key, size in sizes.items():
+        refuse_outside(key, size, 1)
+    flags = [int(kind == _DELTA_NET) for kind in kinds]
+    return {"kimi_delta": {"linear_attention_freq": flags, **sizes}} if any(flags) else {}
+
+
+def _write_kimi_delta(fields: Fields) -> dict[str, Any]:
+    given = fields["kimi_delta"]
+    if given is None:
+        return {"layer_types": [_ATTENTION] * fields["num_layers"]}
+    kinds = [_DELTA_NET if flag else _ATTENTION for flag in given["linear_attention_freq"]]
+    return {"layer_types": kinds, **{key: given[key] for key in SIZES_OF_KIMI}}
+
+
+KIMI_DELTA: tuple[ConfigRule | WeightRule, ...] = (
+    Derived(("layer_types", *SIZES_OF_KIMI), _read_kimi_delta, _write_kimi_delta),
+    DeltaNetRows(
+        "self_attention.linear_in.weight",
+        (
+            *((f"self_attn.{part}_proj.weight", ("key",)) for part in "qkv"),
+            ("self_attn.b_proj.weight", ("head",)),
+        ),
+    ),
+    DeltaNetRows(
+        "self_attention.conv1d.weight", tuple((f"self_attn.{part}_conv1d.weight", ("key",)) for part in "qkv")
+    ),
+    Rename("self_attention.A_log.weight", "self_attn.A_log"),
+    Rename("self_attention.dt_bias.weight", "self_attn.dt_bias", in_fp32=True),
+    Rows("self_attention.linear_low.weight", ("self_attn.f_a_proj.weight", "self_attn.g_a_proj.weight")),
+    Rename("self_attention.linear_decay.weight", "self_attn.f_b_proj.weight"),
+    Rename("self_attention.linear_gate.weight", "self_attn.g_b_proj.weight"),
+    Rename("self_attention.out_norm.weight", "self_attn.o_norm.weight"),
+    Rename("self_attention.linear_out.weight", "self_attn.o_proj.weight"),
+)
+"""The keys and weights of Kimi delta attention; latent attention has the norm before either."""
 
 DELTA_NETS = (QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE)
 

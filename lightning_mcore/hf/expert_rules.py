@@ -268,16 +268,18 @@ SIGMOID_EXPERTS: tuple[ConfigRule, ...] = (
 """Routed and shared experts as in DeepSeek-V3, without the rule that says which layers have them."""
 
 
-def expert_weights(gate: str, expert: str, names: tuple[str, str, str]) -> tuple[WeightRule, ...]:
+def expert_weights(
+    gate: str, expert: str, names: tuple[str, str, str], in_fp32: bool = False
+) -> tuple[WeightRule, ...]:
     """Return the rules of routed experts.
 
-    ``gate`` is Hugging Face's name of the router, ``expert`` the prefix of an expert's weights with ``{expert}`` for
-    its number, and ``names`` are the names of its gate, up and down projections.
+    ``gate`` is Hugging Face's name of the router, which the model may keep ``in_fp32``. ``expert`` is the prefix of an
+    expert's weights with ``{expert}`` for its number, and ``names`` are the names of its gate, up and down projections.
     """
     gate_projection, up, down = (f"{expert}.{name}.weight" for name in names)
     return (
         Rename("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
-        Rename("mlp.router.weight", f"{gate}.weight"),
+        Rename("mlp.router.weight", f"{gate}.weight", in_fp32),
         Experts(Rows("mlp.experts.experts.linear_fc1.weight", (gate_projection, up))),
         Experts(Rename("mlp.experts.experts.linear_fc2.weight", down)),
     )

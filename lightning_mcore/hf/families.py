@@ -11,12 +11,13 @@ decoder, an optional window in all layers, and a gated MLP.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from lightning_mcore.hf import decoder_rules as d
 from lightning_mcore.hf import expert_rules as e
 from lightning_mcore.hf.config_rules import (
     Config,
+    ConfigRule,
     Constants,
     Derived,
     Fields,
@@ -29,7 +30,7 @@ from lightning_mcore.hf.config_rules import (
     shortened,
 )
 from lightning_mcore.hf.decoder_rules import family
-from lightning_mcore.hf.delta_net_families import DELTA_NETS
+from lightning_mcore.hf.delta_net_families import DELTA_NETS, KIMI_DELTA
 from lightning_mcore.hf.delta_net_families import WITH_TOWERS as DELTA_NETS_WITH_TOWERS
 from lightning_mcore.hf.llama4_family import LLAMA4, LLAMA4_WITH_TOWER
 from lightning_mcore.hf.mamba_families import MAMBA_FAMILIES
@@ -42,7 +43,7 @@ from lightning_mcore.hf.rope_rules import (
     ROPE_BY_LAYER_TYPE,
     UNROTATED_LAYERS,
 )
-from lightning_mcore.hf.weight_rules import GatedQueryKeyValue, InterleavedStack, Rename, Stack
+from lightning_mcore.hf.weight_rules import GatedQueryKeyValue, InterleavedStack, Rename, Stack, renamed
 from lightning_mcore.hf.window_rules import (
     LAYER_WINDOWS,
     SLIDING_ATTENTION,
@@ -119,11 +120,8 @@ _LATENT_WEIGHTS = tuple(
 _EPSILON_OF_LATENTS = 1e-6  # fixed in transformers; rms_norm_eps applies to the other norms
 
 
-def _latent_attention(rope: Derived, has_whole_heads: bool = False) -> tuple[d.Part, ...]:
-    """Return the rules of latent attention.
-
-    Its ``head_dim`` counts only the rotated channels of a head, or with ``has_whole_heads`` all of them.
-    """
+def _latent_attention(*positions: ConfigRule, head_dim: Literal["turned", "whole", "unread"]) -> tuple[d.Part, ...]:
+    """Return the rules of latent attention; ``head_dim`` counts the rotated channels of a head, all, or nothing."""
 
     def read(config: Config) -> dict[str, Any]:
         heads, turned = config["num_attention_heads"], config["qk_rope_head_dim"]
@@ -132,7 +130,8 @@ def _latent_attention(rope: Derived, has_whole_heads: bool = False) -> tuple[d.P
             "num_key_value_heads", config.get("num_key_value_heads", heads), (heads,), "each head has its own"
         )
         whole = config["qk_nope_head_dim"] + turned
-        for key, size in (("head_dim", whole if has_whole_heads else turned), ("qk_head_dim", whole)):
+        sizes = {"head_dim": whole if head_dim == "whole" else turned, "qk_head_dim": whole}
+        for key, size in list(sizes.items())[head_dim == "unread" :]:
             refuse_unless(key, config.get(key, size), (size,), "it follows from qk_nope_head_dim and qk_rope_head_dim")
         other = config.get("rms_norm_eps") != _EPSILON_OF_LATENTS
         # q_lora_rank=None matters: Megatron's default is a number
@@ -141,11 +140,10 @@ def _latent_attention(rope: Derived, has_whole_heads: bool = False) -> tuple[d.P
     return (
         Constants({"multi_latent_attention": True, "qk_layernorm": True}),
         d.SWIGLU_LAYERS,
-        rope,
+        *positions,
         _LATENT_SIZES,
         Derived(("q_lora_rank", "head_dim", "qk_head_dim"), read, lambda f: {"q_lora_rank": f["q_lora_rank"]}),
         Only("attention_bias", False, "Megatron's latent attention has none"),
-        Only("rope_interleave", True, "Megatron rotates neighbouring channels of latent attention"),
         Rename("input_layernorm.weight", "input_layernorm.weight"),
         Rename("self_attention.linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight"),
         Rename("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight"),
@@ -153,7 +151,8 @@ def _latent_attention(rope: Derived, has_whole_heads: bool = False) -> tuple[d.P
     )
 
 
-LATENT_ATTENTION = _latent_attention(LATENT_ROPE)
+_NEIGHBOURS = Only("rope_interleave", True, "Megatron rotates neighbouring channels of latent attention")
+LATENT_ATTENTION = _latent_attention(LATENT_ROPE, _NEIGHBOURS, head_dim="turned")
 
 
 def _write_original(fields: Fields) -> dict[str, Any]:
@@ -544,14 +543,52 @@ _ROWS = (
         Unused(("global_attn_every_n_layers",)),  # transformers makes layer_types from it
     ),
     family(
-        *("mistral4", "Mistral4", _latent_attention(GROWING_LATENT_ROPE, has_whole_heads=True), d.PRETRAINING_TP),
+        *("mistral4", "Mistral4", _latent_attention(GROWING_LATENT_ROPE, _NEIGHBOURS, head_dim="whole")),
+        d.PRETRAINING_TP,
         *(d.MLP, e.FIRST_DENSE, e.ROUTED_EXPERTS, e.EXPERT_SIZES, e.shared_experts("n_shared_experts")),
         *(e.SCALED_SOFTMAX_ROUTER, e.NO_ROUTER_LOSS, e.STACKED_EXPERTS, e.shared_expert_weights("mlp.shared_experts")),
     ),
 )
 
+
+# The names on the hub. transformers writes MLPs without experts as if they had some; both are read.
+_WITHOUT_POSITIONS = Constants({"position_embedding_type": "none", "rope_type": "rope", "rotary_scaling_factor": 1.0})
+_KIMI_LINEAR = replace(
+    family(
+        *("kimi_linear", "KimiLinear", _latent_attention(_WITHOUT_POSITIONS, head_dim="unread"), KIMI_DELTA),
+        *(d.MLP, e.MLP_TYPES, e.LOCAL_EXPERTS, e.EXPERT_SIZES, e.shared_experts("n_shared_experts"), e.SIGMOID_ROUTER),
+        e.expert_weights(
+            "block_sparse_moe.gate", "block_sparse_moe.experts.{expert}", ("w1", "w3", "w2"), in_fp32=True
+        ),
+        Rename("mlp.router.expert_bias", "block_sparse_moe.gate.e_score_correction_bias", in_fp32=True),
+        *(e.shared_expert_weights("block_sparse_moe.shared_experts"), e.NO_ROUTER_LOSS, d.PRETRAINING_TP),
+        Only("tie_word_embeddings", False, "transformers does not tie the weights of this family"),
+        *_unwritten(mla_use_nope=True, moe_router_activation_func="sigmoid", moe_layer_freq=1),
+        *_unwritten(num_nextn_predict_layers=0, use_grouped_topk=True),
+        Unused(("linear_attn_config", "rope_theta", "rope_parameters")),  # transformers makes other keys of the first
+    ),
+    aliases={
+        "model_max_length": "max_position_embeddings",
+        "moe_renormalize": "norm_topk_prob",
+        "num_expert_group": "n_group",
+        "num_experts": "num_local_experts",
+        "num_experts_per_token": "num_experts_per_tok",
+        "num_shared_experts": "n_shared_experts",
+    },
+    moved_in_memory=(
+        ("block_sparse_moe.", "mlp."),
+        *((f".{old}.", f".{new}.") for old, new in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj"))),
+        *((f"self_attn.{name}", f"self_attn.forget_gate.{name}") for name in ("f_", "dt_bias", "A_log")),
+        *((f"self_attn.{part}_conv1d.", "self_attn.conv1d.") for part in "qkv"),
+    ),
+)
+_WRITTEN_BY_TRANSFORMERS = tuple(
+    renamed(rule, lambda name: name.replace("mlp.", "block_sparse_moe.")) for rule in _KIMI_LINEAR.layer
+)
+KIMI_LINEAR = replace(_KIMI_LINEAR, variants=(replace(_KIMI_LINEAR, layer=_WRITTEN_BY_TRANSFORMERS),))
+
 WITH_TOWERS = {**DELTA_NETS_WITH_TOWERS, "llama4": LLAMA4_WITH_TOWER}
 """The language models of folders with a vision tower, by the folder's ``model_type``; each is a text family too."""
 
-FAMILIES = {row.model_type: row for row in (*_ROWS, *DELTA_NETS, *MAMBA_FAMILIES, LLAMA4)} | WITH_TOWERS
+FAMILIES = {row.model_type: row for row in (*_ROWS, *DELTA_NETS, KIMI_LINEAR, *MAMBA_FAMILIES, LLAMA4)} | WITH_TOWERS
 """All families, by the ``model_type`` of their ``config.json``."""

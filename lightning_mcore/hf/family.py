@@ -7,6 +7,7 @@ defaults of its fields, not to read a config. ``registry.py`` finds families by 
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from lightning_mcore.config.field_homes import DEFAULTS, MODULE_FIELDS
 from lightning_mcore.config.flops import rotated_layers, windowed_layers
 from lightning_mcore.config.positions import YARN_DEFAULTS
 from lightning_mcore.hf.config_rules import ConfigRule, Same, shortened
-from lightning_mcore.hf.weight_rules import Experts, Rename, Rows, Stack, Vocabulary, WeightRule
+from lightning_mcore.hf.weight_rules import Experts, Rename, Rows, Stack, WeightRule, renamed
 
 _IRRELEVANT = """
     _attn_implementation_autoset _name_or_path architectures auto_map bos_token_id chunk_size_feed_forward dtype
@@ -64,6 +65,8 @@ class Family:
         tower: Prefix of Hugging Face's names of a vision tower's weights; None without one.
         in_memory: Prefix of weight names in files, and the prefix that a transformers model in memory (and so an
             adapter) has instead; None if they are the same.
+        moved_in_memory: Parts of layers' weight names in files, each with what such a model has instead, in this order.
+        aliases: Keys in files that transformers, and the rules, call otherwise: each with that name.
         variants: Families that differ in the names or shapes of some weights on disk; the one that fits is read.
     """
 
@@ -81,6 +84,8 @@ class Family:
     config_class: str | None = None
     tower: str | None = None
     in_memory: tuple[str, str] | None = None
+    moved_in_memory: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    aliases: Mapping[str, str] = field(default_factory=dict, repr=False)
     variants: tuple["Family", ...] = field(default=(), repr=False)
 
     def scoring(self) -> "Family":
@@ -121,18 +126,56 @@ class Family:
         # Only for plain stacks of both projections, under these names: type() excludes InterleavedStack
         stacks = {rule.megatron for rule in self.layer if type(rule) is Stack and rule.hf.startswith("mlp.")}
         layer = tuple(each.get(rule.megatron, rule) if stacks == each.keys() else rule for rule in self.layer)
-        if self.in_memory is None:
-            return dataclasses.replace(self, layer=layer)
-        old, new = self.in_memory
-        outside: list[WeightRule] = []
-        for rule in self.outside:
-            if isinstance(rule, Rename | Vocabulary) and rule.hf.startswith(old):
-                outside.append(dataclasses.replace(rule, hf=new + rule.hf.removeprefix(old)))
-            else:
-                outside.append(rule)
         return dataclasses.replace(
-            self, layer=layer, outside=tuple(outside), layer_prefix=new + self.layer_prefix.removeprefix(old)
+            self,
+            layer=tuple(renamed(rule, self._moved) for rule in layer) if self.moved_in_memory else layer,
+            outside=tuple(renamed(rule, self.name_in_memory) for rule in self.outside)
+            if self.in_memory
+            else self.outside,
+            layer_prefix=self.name_in_memory(self.layer_prefix),
         )
+
+    def name_in_memory(self, name: str) -> str:
+        """Return the name that a tensor in a file has in a transformers model in memory.
+
+        Args:
+            name: In the file.
+        """
+        old, new = self.in_memory or ("", "")
+        return self._moved(new + name.removeprefix(old) if name.startswith(old) else name)
+
+    def _moved(self, name: str) -> str:
+        for old, new in self.moved_in_memory:
+            name = name.replace(old, new)
+        return name
+
+    def in_our_words(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a config with the names of keys that the rules have.
+
+        Args:
+            config: The content of ``config.json``.
+        """
+        return {self.aliases.get(key, key): value for key, value in config.items()}
+
+    def in_words_of(self, content: Mapping[str, Any], message: str) -> str:
+        """Return a message with the names of keys that a file has.
+
+        Args:
+            content: The content of ``config.json``.
+            message: About the keys, with the rules' names.
+        """
+        for theirs, ours in self.aliases.items():
+            message = re.sub(rf"\b{ours}\b", theirs, message) if theirs in content else message
+        return message
+
+    def in_words_of_files(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a config with the names of keys that published files have.
+
+        Args:
+            config: A config with the rules' names.
+        """
+        names = {ours: theirs for theirs, ours in self.aliases.items()}
+        return {names.get(key, key): value for key, value in config.items()}
 
     def read_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of a config: the required ones and those that differ from a default.

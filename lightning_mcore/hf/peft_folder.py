@@ -294,11 +294,11 @@ def check_folders(base: str, paths: Sequence[str], family: str | None = None) ->
     settings = complete_fields(source.fields)
     names = projection_names(source.family, settings)
     # Adapters use the names of a model in memory, its files may have others
-    old, new = source.family.in_memory or ("", "")
-    shapes = {
-        new + name.removeprefix(old) if name.startswith(old) else name: shape
-        for name, shape in source.open_tensors().shapes.items()
-    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in source.open_tensors().shapes.items():
+        known = source.family.name_in_memory(name)
+        # Three convolutions of Kimi Linear are the rows of one in memory
+        shapes[known] = shape if known not in shapes else (shapes[known][0] + shape[0], *shape[1:])
     for path in (path for path in paths if not is_own_checkpoint(path)):
         lora = read_lora(path)
         lora.check_targets(names, strict=False)

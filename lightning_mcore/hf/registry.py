@@ -26,11 +26,10 @@ from lightning_mcore.hf.vision_families import VISION_LANGUAGE_FAMILIES
 ENTRY_POINTS = "lightning_mcore.families"
 
 _BY_AN_INDEXER = "each query attends only to the tokens that an indexer selects"
-_DECAYS = "each channel of their linear attention decays by itself"
 _LIMITS = "each of their layers has a limit of its own for activations"
 _WITH_TOWER = "their language model is read only from a folder of its own, without the vision tower"
 UNSUPPORTED: dict[str, tuple[str, str]] = {
-    "bailing_hybrid": (_DECAYS, "deepseek_v3"),
+    "bailing_hybrid": ("the decays of their linear attention have a lower bound", "kimi_linear"),
     "deepseek_v32": (_BY_AN_INDEXER, "deepseek_v3"),
     "falcon_h1": ("each of their layers has Mamba 2 beside attention", "granitemoehybrid"),
     "gemma3": (_WITH_TOWER, "gemma3_text"),
@@ -39,7 +38,6 @@ UNSUPPORTED: dict[str, tuple[str, str]] = {
     "glm_moe_dsa": (_BY_AN_INDEXER, "glm4_moe_lite"),
     "jamba": ("they have Mamba 1 layers", "granitemoehybrid"),
     "kimi_k25": (_WITH_TOWER, "kimi_k2"),
-    "kimi_linear": (_DECAYS, "deepseek_v3"),
     "mimo_v2_flash": ("their layers with a window have twice as many key heads as the others", "gpt_oss"),
     "minimax_m3_vl": ("each query attends only to the blocks of tokens that an indexer selects", "minimax_m2"),
     "mistral3": (_WITH_TOWER, "ministral3"),
@@ -143,6 +141,7 @@ def family_and_fields(model: Mapping[str, Any], family: str | None = None) -> tu
     nearest = "qwen3_moe" if transformer.get("num_moe_experts") else "qwen3"
     nearest = "deepseek_v3" if transformer.get("multi_latent_attention") else nearest
     origin = model.get("hf") or {}
+    nearest = "kimi_linear" if (model.get("architecture") or {}).get("kimi_delta") else nearest
     named = family or _with_tower(origin) or origin.get("family") or nearest
     named_alike = ("vocab_size", "share_embeddings_and_output_weights", "architecture")
     own = {name: model[name] for name in named_alike if name in model}

@@ -139,6 +139,7 @@ def complete_config(family: Family, content: Mapping[str, Any]) -> dict[str, Any
 
     Raises ValueError if a value is out of range, or if transformers rejects it.
     """
+    content = family.in_our_words(content)
     # transformers makes lists as long as the config says, and looks up the dtype in torch: check both first
     family.check_sizes(flat(content))
     for key in ("dtype", "torch_dtype"):
@@ -149,7 +150,7 @@ def complete_config(family: Family, content: Mapping[str, Any]) -> dict[str, Any
     is_stand_in = family.config_class and family.model_type == content["model_type"]
     known = {"model_type": family.config_class} if is_stand_in else {}
     whole = _completed(json.dumps({**content, **known})) | dict.fromkeys(known, family.model_type)
-    config = flat(copy.deepcopy(whole))
+    config = family.in_our_words(flat(copy.deepcopy(whole)))
     if "partial_rotary_factor" in (config.get("rope_parameters") or {}):
         config.pop("partial_rotary_factor", None)  # transformers before 5.20 leaves it here too, and reads the other
     return config
@@ -276,7 +277,7 @@ class HFSource:
                     " neighbouring channels; give a model without"
                 )
         except ValueError as error:
-            raise ValueError(f"{folder}/config.json: {error}") from error
+            raise ValueError(f"{folder}/config.json: {known.in_words_of(content, str(error))}") from error
         return cls(folder, known, config, fields)
 
     def open_tensors(self) -> "SafetensorsFolder":

@@ -12,7 +12,7 @@ Megatron's names are the names in checkpoints. Layer weights are named without t
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -305,7 +305,7 @@ class GatedQueryKeyValue(QueryKeyValue):
 
 @dataclass(frozen=True)
 class DeltaNetRows:
-    """Rows of a gated delta net's heads, which Megatron stores key head by key head.
+    """Rows of the heads of a gated delta net or of Kimi delta attention, which Megatron stores key head by key head.
 
     Args:
         megatron: Megatron's name.
@@ -323,13 +323,7 @@ class DeltaNetRows:
         """Return one block per part of each key head."""
         # Parts key, key, value of one tensor, 2 key heads of 2 channels and 4 value heads of 3: Megatron's head 0 has
         # rows 0-1, 4-5 and 8-13, and head 1 has 2-3, 6-7 and 14-19.
-        sizes = fields["delta_net"]
-        heads, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"] // sizes["linear_num_key_heads"]
-        rows_of = {
-            "key": sizes["linear_key_head_dim"],
-            "value": values * sizes["linear_value_head_dim"],
-            "head": values,
-        }
+        heads, rows_of = _rows_of_heads(fields)
         found = []
         for head in range(heads):
             starts = dict.fromkeys((name for name, _ in self.parts), 0)
@@ -338,6 +332,18 @@ class DeltaNetRows:
                 found.append((name, starts[name] + head * rows, rows))
                 starts[name] += heads * rows
         return _row_after_row(found, shape)
+
+
+def _rows_of_heads(fields: Fields) -> tuple[int, dict[str, int]]:
+    """Return the number of key heads in a layer with a memory, and how many rows of each kind one has."""
+    if (sizes := fields["kimi_delta"]) is not None:
+        size = sizes["linear_head_dim"]
+        return sizes["linear_num_heads"], {"key": size, "value": size, "head": 1}
+    if (sizes := fields["delta_net"]) is None:  # the model has no such layer
+        return 0, {}
+    heads, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"] // sizes["linear_num_key_heads"]
+    keys, channels = sizes["linear_key_head_dim"], values * sizes["linear_value_head_dim"]
+    return heads, {"key": keys, "value": channels, "head": values}
 
 
 @dataclass(frozen=True)
@@ -431,3 +437,18 @@ class Experts:
             for block in self.each.blocks(shape[1:], fields)
             for expert in range(shape[0])
         ]
+
+
+def renamed(rule: WeightRule, name: Callable[[str], str]) -> WeightRule:
+    """Return a rule of this file with other Hugging Face names, each of them ``name`` of its own."""
+    if isinstance(rule, Experts):
+        return replace(rule, each=renamed(rule.each, name))
+    if isinstance(rule, DeltaNetRows):
+        return replace(rule, parts=tuple((name(hf), kinds) for hf, kinds in rule.parts))
+    if isinstance(rule, Rows):
+        return replace(rule, hf=tuple(map(name, rule.hf)))
+    if isinstance(rule, QueryKeyValue):
+        return replace(rule, query=name(rule.query), key=name(rule.key), value=name(rule.value))
+    known: Any = rule
+    moved: WeightRule = replace(known, hf=name(known.hf))
+    return moved

@@ -69,7 +69,8 @@ def check_adapter_export(module: pl.LightningModule, experts: ExpertLayout = "st
 
 def _is_read_stacked(family: Family) -> bool:
     """Return whether PEFT knows no pairs for each expert of a family."""
-    return has_tower(family) or any(isinstance(rule, Stack) for rule in family.layer)
+    is_stack = any(isinstance(rule, Stack) for rule in family.layer)
+    return has_tower(family) or is_stack or bool(family.moved_in_memory)
 
 
 def save_adapter(

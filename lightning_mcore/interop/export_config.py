@@ -165,7 +165,8 @@ def _config(
     else:
         ids = {name: (given or {}).get(name) for name in _TOKENS}
         length = {} if seq_length is None else {"max_position_embeddings": seq_length}
-        content = {"model_type": family.model_type, **_nested({**ids, **length, **family.write_config(fields)})}
+        written = family.in_words_of_files({**ids, **length, **family.write_config(fields)})
+        content = {"model_type": family.model_type, **_nested(written)}
         content["transformers_version"] = version("transformers")
     content |= {"architectures": [family.architecture], **family.more_config}
     family.check_same(_read(family, content), fields)
@@ -188,8 +189,10 @@ def _adapted(family: Family, fields: Mapping[str, Any], given: Mapping[str, Any]
     # Compare what the rules write: the given config itself may have other names for the same keys
     told = family.write_config(before)
     changed = {key: value for key, value in family.write_config(fields).items() if told.get(key, value) != value}
+    changed = family.in_words_of_files(changed)
     # A changed key that is not written out may have an old name there: then write the completed config
-    base = dict(given) if changed.keys() <= flat(given).keys() else complete_config(family, given)
+    is_there = changed.keys() <= flat(given).keys()
+    base = dict(given) if is_there else family.in_words_of_files(complete_config(family, given))
     return _nested({**flat(base), **changed}) if "vision_config" in given else {**base, **changed}
 
 

@@ -7,7 +7,8 @@ with earlier tokens; a norm and a gate follow. The memory is fp32, as in transfo
 recomputes it. ``spec.gpt_block_spec`` puts :class:`GatedDeltaNet` in place of attention; megatron-core's module needs
 Triton, CUDA and whole unpacked sequences on each rank.
 
-Weights are ordered by key head, each with its value heads. ``recurrent.py`` has what the layer shares with others.
+Weights are ordered by key head, each with its value heads. ``recurrent.py`` has what the layer shares with others, and
+``kimi_delta.py`` the layer whose channels each decay by themselves.
 
 Source: ``GatedDeltaNet`` (megatron.core.ssm.gated_delta_net, 0.16.1) for the module's place in a layer, and the modules
 of ``qwen3_next`` (transformers 5.23) for the numbers.
@@ -56,7 +57,7 @@ class GatedDeltaNet(RecurrentLayer):
         self.conv1d = OfHeads(self.tp_group, convolution, config)
         self.A_log = OfHeads(self.tp_group, decay.log(), config)
         self.dt_bias = OfHeads(self.tp_group, torch.ones(values), config)
-        self.out_norm = _GatedNorm(config, self.value_size)
+        self.out_norm = GatedNorm(config, self.value_size)
 
     def _mix(self, mixed: Tensor, state: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
         """Compute sequences that follow ``state``: [s, b, heads, c] to [s, b, heads, values_per_head * value_size]."""
@@ -67,23 +68,19 @@ class GatedDeltaNet(RecurrentLayer):
             part.permute(1, 2, 0, 3).float()
             for part in torch.split(inputs, [self.key_size, self.key_size, gates], dim=-1)
         )
-        query, key = (_normalised(part).repeat_interleave(values, 1) for part in (query, key))
+        query, key = (normalised(part).repeat_interleave(values, 1) for part in (query, key))
         value = torch.unflatten(value, -1, (values, -1)).transpose(2, 3).flatten(1, 2)  # [b, value heads, s, d]
         beta, step = (part.flatten(2).permute(1, 2, 0) for part in (beta, step))  # [b, value heads, s]
         rate, bias = self.A_log(self.cp_group).float().exp(), self.dt_bias(self.cp_group)
         decay = -rate[:, None] * functional.softplus(step.float() + bias[:, None])
         tokens = (query * self.key_size**-0.5, key, value, decay, beta.sigmoid().float())
-        if self.is_recomputed and state is None:
-            # Megatron's checkpoint may change the gradients' layout, and with it the rounding of sums.
-            output, memory = checkpoint(gated_delta_rule, *tokens, use_reentrant=False, preserve_rng_state=False)
-        else:
-            output, memory = gated_delta_rule(*tokens, None if state is None else state.memory)
+        output, memory = remembered(tokens, state, self.is_recomputed)
         output = torch.unflatten(output.permute(2, 0, 1, 3).to(mixed.dtype), 2, (-1, values))
         gated = self.out_norm(output, torch.unflatten(gate, -1, (values, -1)))
         return gated.flatten(3), RecurrentState(last, memory)
 
 
-class _GatedNorm(nn.Module):
+class GatedNorm(nn.Module):
     """RMSNorm of each value head, with the same weights for all heads, and a gate."""
 
     takes_fp32 = True
@@ -101,12 +98,28 @@ class _GatedNorm(nn.Module):
         values = heads.float()
         values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps)
         weight = scale_gradient(self.weight, self.ranks)
-        return (weight * values.to(heads.dtype) * functional.silu(gate.float())).to(heads.dtype)
+        return self._opened(weight, values, gate.float(), heads.dtype).to(heads.dtype)
+
+    def _opened(self, weight: Tensor, values: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return normalised heads, fp32, through their gate, fp32."""
+        return weight * values.to(dtype) * functional.silu(gate)
 
 
-def _normalised(heads: Tensor) -> Tensor:
+def normalised(heads: Tensor) -> Tensor:
     """Return queries or keys, [..., d] fp32, scaled to length 1."""
     return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _SHORTEST)
+
+
+def remembered(
+    tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], state: RecurrentState | None, is_recomputed: bool
+) -> tuple[Tensor, Tensor]:
+    """Return :func:`gated_delta_rule` of tokens that follow ``state``; backward computes it again if so asked."""
+    if is_recomputed and state is None:
+        # Megatron's checkpoint may change the gradients' layout, and with it the rounding of sums.
+        found: tuple[Tensor, Tensor]
+        found = checkpoint(gated_delta_rule, *tokens, use_reentrant=False, preserve_rng_state=False)
+        return found
+    return gated_delta_rule(*tokens, None if state is None else state.memory)
 
 
 def gated_delta_rule(
@@ -115,27 +128,25 @@ def gated_delta_rule(
     """Write a sequence's tokens into a memory one after another, and read it after each; all tensors fp32.
 
     ``query`` [b, h, s, d] reads, ``key`` [b, h, s, d] (length 1) is where a token writes, ``value`` [b, h, s, d_v] what
-    it writes. ``decay`` [b, h, s] is the logarithm of what a token leaves of the memory before it writes, at most 0.
-    ``beta`` [b, h, s], 0 to 1, is how far the memory moves towards the value. ``memory`` is [b, h, d, d_v], None for
-    zeros. Returns what is read, [b, h, s, d_v], and the memory after the last token.
+    it writes. ``decay`` is the logarithm of what a token leaves of the memory before it writes, at most 0: [b, h, s],
+    or [b, h, s, d] with a number for each key channel. ``beta`` [b, h, s], 0 to 1, is how far the memory moves towards
+    the value. ``memory`` is [b, h, d, d_v], None for zeros. Returns what is read, [b, h, s, d_v], and the memory after
+    the last token.
     """
     # With d = d_v = 1, keys and queries 1, and beta 0.5: the value 4 moves an empty memory to 2, which is read. The
     # next token halves it to 1, and its value 8 moves it to 1 + 0.5 * (8 - 1) = 4.5.
-    length = query.size(2)
-    query, key, value, decay, beta = in_chunks(query, key, value, decay, beta)
-    decay, beta = decay.cumsum(-1)[..., None], beta[..., None]
+    length, of_channels = query.size(2), decay.dim() == 4
+    query, key, value, decay, beta = in_chunks(query, key, value, decay, beta, can_be_halved=of_channels)
+    beta = beta[..., None]
     scaled = beta * key
-    between = (decay - decay.transpose(-1, -2)).masked_fill(later_tokens(query), float("-inf")).exp()
-    keys = key.transpose(-1, -2)
+    # How far the memory from before the chunk has decayed at each token, and each token's key at the chunk's end
+    seen, system, since, until = (_channel_scores if of_channels else _scores)(query, scaled, key, decay)
     # A token writes what the memory lacks after the tokens before it: within a chunk, a triangular system.
-    system = (scaled @ keys) * between
-    wanted = torch.cat((beta * value, decay.exp() * scaled), dim=-1)
+    wanted = torch.cat((beta * value, since.exp() * scaled), dim=-1)
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     written, reads = torch.split(solved, [value.size(-1), key.size(-1)], dim=-1)
-    seen = (query @ keys) * between
-    last = decay[..., -1:, :]
-    query, keys = query * decay.exp(), (key * (last - decay).exp()).transpose(-1, -2)
-    left = last.exp()
+    query, keys = query * since.exp(), (key * until.exp()).transpose(-1, -2)
+    left = since[..., -1:, :].exp().transpose(-1, -2)
     if memory is None:
         memory = query.new_zeros(*query.shape[:2], query.size(-1), value.size(-1))
     outputs = []
@@ -145,3 +156,42 @@ def gated_delta_rule(
         outputs.append(query_of @ memory + seen_of @ new)
         memory = memory * left_of + keys_of @ new
     return torch.cat(outputs, dim=2)[:, :, :length], memory
+
+
+def _scores(query: Tensor, scaled: Tensor, key: Tensor, decay: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the products of queries, and of scaled keys, with keys after decay, and two sums of decays.
+
+    The first three are [..., size, d], ``decay`` is [..., size]. Products are [..., size, size], where a column is an
+    earlier token. The sums are of each token and those before it, and of those after it, [..., size, 1].
+    """
+    decay, keys = decay.cumsum(-1)[..., None], key.transpose(-1, -2)
+    between = (decay - decay.transpose(-1, -2)).masked_fill(later_tokens(query), float("-inf")).exp()
+    return (query @ keys) * between, (scaled @ keys) * between, decay, decay[..., -1:, :] - decay
+
+
+def _channel_scores(query: Tensor, scaled: Tensor, key: Tensor, decay: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what :func:`_scores` does if each channel has its own ``decay``, [..., size, d]; so have the sums.
+
+    ``size`` is a power of two. Blocks of 1, 2, 4, ... tokens are joined in pairs. A query of the second block decays
+    from the first block's end, a key of the first block until then. Both exponents are sums of decays, none of which
+    is above 0, so nothing overflows, and a small decay after a large one is not rounded away.
+    """
+    # With decays -1 -2 -3 -4 in one channel: tokens 2 and 3 have -3 and -7 since the end of the first pair, tokens 0
+    # and 1 have -2 and 0 until then. Query 3 sees key 0 through exp(-7 - 2), the decays of tokens 1, 2 and 3.
+    rows = torch.stack((query, scaled), dim=-2)  # [..., size, 2, d]
+    scores = (rows * key[..., None, :]).sum(-1)[..., None, :, None]  # [..., blocks, tokens, 2, tokens]
+    since, until = decay[..., None, :], torch.zeros_like(decay[..., None, :])  # [..., blocks, tokens, d]
+    while since.size(-3) > 1:
+        tokens = since.size(-2)
+        of_first, of_second = torch.unflatten(scores, -4, (-1, 2)).unbind(-4)
+        since_first, since_second = torch.unflatten(since, -3, (-1, 2)).unbind(-3)
+        until_first, until_second = torch.unflatten(until, -3, (-1, 2)).unbind(-3)
+        later = torch.unflatten(rows, -3, (-1, 2, tokens))[..., 1, :, :, :] * since_second[..., None, :].exp()
+        earlier = torch.unflatten(key, -2, (-1, 2, tokens))[..., 0, :, :] * until_first.exp()
+        across = torch.unflatten(later.flatten(-3, -2) @ earlier.transpose(-1, -2), -2, (tokens, 2))
+        upper = torch.cat((of_first, torch.zeros_like(across)), dim=-1)
+        scores = torch.cat((upper, torch.cat((across, of_second), dim=-1)), dim=-3)
+        since = torch.cat((since_first, since_second + since_first[..., -1:, :]), dim=-2)
+        until = torch.cat((until_first + since_second[..., -1:, :], until_second), dim=-2)
+    seen, system = scores.squeeze(-4).unbind(-2)
+    return seen, system, since.squeeze(-3), until.squeeze(-3)

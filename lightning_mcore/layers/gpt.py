@@ -146,6 +146,8 @@ class GPTChunk(LanguageModule):  # type: ignore[misc]  # megatron-core has no ty
             pg_collection=self.pg_collection,
             vp_stage=vp_stage,
         )
+        if position_embedding_type == "none" and config.multi_latent_attention:
+            _rotate_by_nothing(self.decoder)
         if self.mtp_process:
             self.mtp = MultiTokenPredictionBlock(config, mtp_block_spec, vp_stage, self.pg_collection)
         if post_process:
@@ -429,6 +431,14 @@ def _picked(hidden: Tensor, places: Tensor, rank: int) -> Tensor:
     by_rank = places.reshape(len(places), -1, hidden.size(0))  # [b, ranks, s / ranks]
     here = by_rank[:, rank if by_rank.size(1) > 1 else 0]
     return torch.where(here.t()[..., None], hidden, 0.0).sum(0, keepdim=True)
+
+
+def _rotate_by_nothing(decoder: TransformerBlock) -> None:
+    """Set all angles of multi-latent attention to 0, because it always rotates."""
+    for layer in decoder.layers:
+        rotation = getattr(layer.self_attention, "rotary_pos_emb", None)
+        if rotation is not None:  # None in a layer with a memory
+            rotation.inv_freq = torch.zeros_like(rotation.inv_freq)
 
 
 def _yarn(config: TransformerConfig, rotary: dict[str, Any]) -> Any:

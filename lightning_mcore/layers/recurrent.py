@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers with a memory of fixed size share, in place of attention: ``delta_net.py`` and ``mamba.py``.
+"""What layers with a memory of fixed size share: ``delta_net.py``, ``kimi_delta.py`` and ``mamba.py``.
 
-A first projection gives each token the inputs of all heads, a short causal convolution mixes some of them with earlier
-tokens, the heads' memories are written and read token by token, and a last projection follows. Weights are ordered by
-head (:attr:`RecurrentLayer.heads`), so tensor-parallel ranks share heads. Context-parallel ranks share them too, for
-each token needs all tokens before it. Packed sequences are computed one by one, and nothing passes from one to the
-next. In generation, :func:`states_of` keeps the memories.
+They take the place of attention. A first projection gives each token the inputs of all heads, a short causal
+convolution mixes some of them with earlier tokens, the heads' memories are written and read token by token, and a last
+projection follows. Weights are ordered by head (:attr:`RecurrentLayer.heads`), so tensor-parallel ranks share heads.
+Context-parallel ranks share them too, for each token needs all tokens before it. Packed sequences are computed one by
+one, and nothing passes from one to the next. In generation, :func:`states_of` keeps the memories.
 """
 
 import itertools
@@ -105,8 +105,7 @@ class RecurrentLayer(MegatronModule):  # type: ignore[misc]  # megatron-core has
         """
         if attention_mask is not None and inference_context is None:
             raise ValueError(f"attention_mask is given to a {self.kind}, which has no scores to mask; pass None")
-        mixed, _ = self.linear_in(hidden_states)
-        mixed = mixed.view(*mixed.shape[:2], self.heads, -1)
+        mixed = self._project(hidden_states)
         ranks = self.cp_group.size()
         length = mixed.size(0) * ranks
         offsets = (0, length) if packed_seq_params is None else boundaries_of(packed_seq_params).offsets
@@ -125,6 +124,11 @@ class RecurrentLayer(MegatronModule):  # type: ignore[misc]  # megatron-core has
             output = self._all_heads(output.index_select(0, positions))
         projected: tuple[Tensor, Tensor | None] = self.linear_out(output.flatten(2))
         return projected
+
+    def _project(self, hidden_states: Tensor) -> Tensor:
+        """Return the inputs of this rank's heads, [s / cp, b, heads / tp, c], from [s / cp / tp, b, h]."""
+        mixed, _ = self.linear_in(hidden_states)
+        return torch.unflatten(mixed, -1, (self.heads, -1))
 
     def _whole_sequences(self, mixed: Tensor) -> Tensor:
         """Return [s, b, heads / tp / cp, c] from [s / cp, b, heads / tp, c], the ranks' shares one after another."""
@@ -166,37 +170,42 @@ class RecurrentLayer(MegatronModule):  # type: ignore[misc]  # megatron-core has
 
 
 class OfHeads(nn.Module):
-    """Per-head weights, split over the tensor-parallel ranks; ``whole`` has initial values for all heads, [n, ...]."""
+    """Per-head weights, split over the tensor-parallel ranks along ``axis``, which counts heads or their channels.
+
+    ``whole`` has initial values for all heads, [n, ...].
+    """
 
     takes_fp32 = True
 
-    def __init__(self, group: dist.ProcessGroup, whole: Tensor, config: TransformerConfig) -> None:
+    def __init__(self, group: dist.ProcessGroup, whole: Tensor, config: TransformerConfig, axis: int = 0) -> None:
         super().__init__()
-        own = whole.chunk(group.size())[group.rank()]
+        self.axis = axis
+        own = whole.chunk(group.size(), axis)[group.rank()]
         self.weight = nn.Parameter(own.to(config.params_dtype, copy=True))
-        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=axis, stride=1)
 
     def forward(self, cp_group: dist.ProcessGroup) -> Tensor:
         """Return the weights of this context-parallel rank's heads, [n / tp / cp, ...].
 
         A call, because ``overlap_param_gather`` gathers weights when their module is called.
         """
-        return self.weight.chunk(cp_group.size())[cp_group.rank()]
+        return self.weight.chunk(cp_group.size(), self.axis)[cp_group.rank()]
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Return the weights for a checkpoint."""
         own = self.state_dict(prefix="", keep_vars=True)
-        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, {"weight": 0}, sharded_offsets)
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, {"weight": self.axis}, sharded_offsets)
         return found
 
 
-def in_chunks(*parts: Tensor) -> list[Tensor]:
+def in_chunks(*parts: Tensor, can_be_halved: bool = False) -> list[Tensor]:
     """Return tensors of a sequence, [b, heads, s, ...], as chunks, [b, heads, n, q, ...], padded with zeros at the end.
 
-    Sequences of up to 64 tokens are one chunk of their own length; 150 tokens become three chunks of 64, and 42 zeros.
+    Sequences of up to 64 tokens are one chunk of their own length, or of the next power of two if it ``can_be_halved``;
+    150 tokens become three chunks of 64, and 42 zeros.
     """
     length = parts[0].size(2)
-    size = min(CHUNK, length)
+    size = min(CHUNK, 1 << (length - 1).bit_length() if can_be_halved else length)
     missing = -length % size
     padded = [functional.pad(part, (0, 0) * (part.dim() - 3) + (0, missing)) if missing else part for part in parts]
     return [torch.unflatten(part, 2, (-1, size)) for part in padded]

@@ -15,7 +15,6 @@ import contextlib
 import copy
 import functools
 import importlib.metadata
-import importlib.util
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -42,6 +41,7 @@ from lightning_mcore.config.rules.model import check_fields, check_without_trans
 from lightning_mcore.layers.activations import xielu
 from lightning_mcore.layers.core_attention import TorchAttention, completed
 from lightning_mcore.layers.delta_net import GatedDeltaNet
+from lightning_mcore.layers.kimi_delta import KimiDeltaAttention
 from lightning_mcore.layers.latent_experts import latent_layer
 from lightning_mcore.layers.mamba import Mamba2
 from lightning_mcore.layers.norms import LatentNorm, LatentQueryNorm, TorchNorm, check_norm
@@ -49,6 +49,7 @@ from lightning_mcore.layers.router import ChoiceBiasRouter, ExactRouter
 from lightning_mcore.layers.variants import (
     BiasedExpertOutput,
     NormAndAdd,
+    OneQueryProjection,
     OutputAlone,
     ParallelLayer,
     VariantAttention,
@@ -207,7 +208,7 @@ def gpt_block_spec(
     for layer in block.layer_specs:
         _use_our_modules(layer, config, transformer_impl)
     architecture = architecture_of(config)
-    if architecture.delta_net is not None or architecture.layer_pattern is not None:
+    if architecture.has_memories:
         first = get_transformer_layer_offset(config, vp_stage)
         block.layer_specs = [
             _with_parts(layer, architecture.mixer(first + index), architecture.has_mlp(first + index))
@@ -264,12 +265,6 @@ def _check_latent(config: TransformerConfig, device_type: str | None) -> None:
             "multi_latent_attention=True needs TransformerEngine in megatron-core 0.16; install lightning-mcore[te], "
             "or a later megatron-core"
         )
-    fuses_query_norm = importlib.util.find_spec("megatron.core.transformer.mla_qk_norm_config") is not None
-    if config.qk_layernorm and config.q_lora_rank is None and fuses_query_norm:
-        raise ValueError(
-            "qk_layernorm=True with q_lora_rank=None needs TransformerEngine in this version of megatron-core; "
-            "set q_lora_rank, or qk_layernorm=False"
-        )
 
 
 def _use_our_modules(
@@ -303,8 +298,7 @@ def _use_our_modules(
         projections = _submodules_of(experts.experts)
         projections.linear_fc1, projections.linear_fc2 = with_bias(projections.linear_fc1), BiasedExpertOutput
     if config.multi_latent_attention:
-        _replace_norm(attention, "q_layernorm", IdentityOp if config.q_lora_rank is None else LatentQueryNorm)
-        _replace_norm(attention, "kv_layernorm", LatentNorm)
+        _use_latent_modules(submodules.self_attention, is_one_projection=config.q_lora_rank is None)
     else:
         _replace_norm(attention, "q_layernorm", TorchNorm)
         _replace_norm(attention, "k_layernorm", TorchNorm)
@@ -313,7 +307,15 @@ def _use_our_modules(
         submodules.mlp = latent_layer(experts)
 
 
-_WITH_MEMORY = {"delta_net": GatedDeltaNet, "mamba": Mamba2}
+def _use_latent_modules(attention: ModuleSpec, is_one_projection: bool) -> None:
+    """Put our modules into multi-latent attention; queries may have one projection, without a latent and its norm."""
+    _replace_norm(attention.submodules, "q_layernorm", IdentityOp if is_one_projection else LatentQueryNorm)
+    _replace_norm(attention.submodules, "kv_layernorm", LatentNorm)
+    if is_one_projection:
+        attention.module = OneQueryProjection
+
+
+_WITH_MEMORY = {"delta_net": GatedDeltaNet, "kimi_delta": KimiDeltaAttention, "mamba": Mamba2}
 
 
 def _with_parts(layer: ModuleSpec, mixer: Mixer | None, has_mlp: bool) -> ModuleSpec:

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_m
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
@@ -222,6 +223,20 @@ class VariantAttention(SelfAttention):  # type: ignore[misc]  # megatron-core ha
             ranks = 1 if packed else self.config.context_parallel_size
             rotary_pos_emb = self.rotation(rotary_pos_emb.size(0) * ranks, packed_seq=packed)
         return super().forward(*args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+
+
+class OneQueryProjection(MLASelfAttention):  # type: ignore[misc]  # megatron-core has no type information
+    """Megatron's latent attention with queries from one projection, without a norm before it.
+
+    Later releases would take a projection with a fused norm there, which only TransformerEngine has.
+
+    Source: ``MLASelfAttention`` and ``QKNormConfigResolver`` (megatron.core.transformer, 0.19.2).
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Return the classes of Megatron's spec by their names."""
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
 
 
 class BiasedExpertOutput(RowParallelLinear):  # type: ignore[misc]  # megatron-core has no type information

@@ -81,7 +81,7 @@ class NumberFormat:
 
 _BEHIND_NORM = tuple(
     f"self_attention.{name}.weight"
-    for name in ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "linear_in")
+    for name in ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "linear_in", "linear_low")
 )
 _PARTS = {"mlp.experts.": "moe", "mlp.shared_experts.": "shared_experts", "mlp.linear_": "mlp"}
 _PARTS |= {"mlp.fc1_latent_proj.": "moe", "mlp.fc2_latent_proj.": "moe"}
@@ -98,7 +98,7 @@ def layer_rows(
     if kind.mixer == "attention":
         rows += _attention(fields, seq_length, form)
     elif kind.mixer is not None:
-        rows += _delta_net(fields, form) if kind.mixer == "delta_net" else _mamba(fields, form)
+        rows += {"delta_net": _delta_net, "kimi_delta": _kimi_delta, "mamba": _mamba}[kind.mixer](fields, form)
     of_mlp = () if is_moe else ("mlp.linear_fc1.weight",)
     same_input = fields.architecture.layer_norms == "parallel"  # as the norm before attention, which keeps it
     if kind.has_mlp:
@@ -137,7 +137,7 @@ def _adapters(fields: GPTFields, form: NumberFormat, prefix: str) -> Iterator[Ro
             continue
         is_row = any(part in name for part in ("linear_fc2", "linear_proj", "linear_out"))
         part = next((part for start, part in _PARTS.items() if name.startswith(prefix + start)), "")
-        is_whole = "router" in name or "latent_proj" in name
+        is_whole = "router" in name or "latent_proj" in name or "linear_low" in name
         whole = "sequence" if is_row or is_whole else "nobody"
         split, share, experts = whole if is_row or is_whole else "tensor", 1.0, 1
         if len(trained.shape) > 2:
@@ -251,6 +251,28 @@ def _delta_net(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
     yield Row("what is written and read", 4 * repeated + 2 * values, FP32, "tensor", "core_attn")
     yield Row("memories, and their decays", memories + 5 * heads, FP32, "tensor", "core_attn")
     yield Row("output before its norm, and normalised", 2 * values, FP32 + form.element, "tensor")
+    behind = ("self_attention.linear_out.weight",)
+    yield Row("output through its gate", values, form.linear_input, "tensor", weights=behind)
+
+
+def _kimi_delta(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
+    heads, size = fields.architecture.kimi_delta_heads
+    values, chunk = heads * size, 64  # chunks in tokens
+    # Blocks of 1 to 32 tokens are joined in pairs. For half of the tokens a query, a scaled key and their decay are
+    # kept, for the other half a key and its decay.
+    levels = 2.5 * math.log2(chunk)
+    of_narrow = tuple(f"self_attention.linear_{name}.weight" for name in ("decay", "gate"))
+    yield Row("decays and gates, narrow", 2 * size, form.linear_input, "sequence", weights=of_narrow)
+    yield Row("convolution and its output", 6 * values, form.element, "tensor")
+    yield Row("before their norm; steps before and after softplus", 5 * values, FP32, "tensor")
+    # The decays themselves are kept only if the rest is recomputed.
+    yield Row("queries, keys and decays", 3 * values + 5 * heads, FP32, "tensor")
+    yield Row("scaled keys, and queries beside them", 3 * values, FP32, "tensor", "core_attn")
+    yield Row("what blocks see of each other", (levels - 1) * values, FP32, "tensor", "core_attn")
+    yield Row("scores within chunks", 2 * heads * chunk, FP32, "tensor", "core_attn")
+    yield Row("what is written and read", 8 * values, FP32, "tensor", "core_attn")
+    yield Row("memories", values * size / chunk, FP32, "tensor", "core_attn")
+    yield Row("output, normalised and weighted, and its gate", 4 * values + heads, FP32, "tensor")
     behind = ("self_attention.linear_out.weight",)
     yield Row("output through its gate", values, form.linear_input, "tensor", weights=behind)
 

@@ -111,9 +111,10 @@ def built_tensors(fields: GPTFields) -> tuple[tuple[str, ParameterTensor], ...]:
     """
     of_kinds = kinds(fields)
     architecture = {name: value for name, value in vars(fields.architecture).items() if value is not None}
-    if (delta_net := fields.architecture.delta_net) is not None:
-        flags = [int(kind.mixer == "delta_net") for kind in of_kinds]
-        architecture["delta_net"] = {**delta_net, "linear_attention_freq": flags}
+    for name in ("delta_net", "kimi_delta"):
+        if name in architecture:
+            flags = [int(kind.mixer == name) for kind in of_kinds]
+            architecture[name] = {**architecture[name], "linear_attention_freq": flags}
     if fields.architecture.layer_pattern is not None:
         architecture["layer_pattern"] = "".join(kind.letters for kind in of_kinds)
     given = fields.transformer

@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from lightning_mcore.config.architecture import Mixer
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import FP32, ChunkLayers, GPTFields, stage_layers
@@ -132,17 +133,10 @@ def _of_layers(
         runs = forward_runs(fields, place, len(chunk.layers))
         mixer, has_mlp, is_moe = fields.kind(layer)
         yield "tp", pair * (runs["attention"] + back) * (mixer is not None)
-        # Of a layer with a memory, the output of the first projection goes, and the values return
-        if mixer == "delta_net":
-            keys, values, heads = fields.architecture.delta_net_channels
-            yield "cp", (runs["attention"] + 1) * (2 * keys + 3 * values + 2 * heads) / tp * _ring(cp)
-        elif mixer == "mamba":
-            values, vectors, heads = fields.architecture.mamba_channels
-            yield "cp", (runs["attention"] + 1) * (3 * values + 2 * vectors + heads) / tp * _ring(cp)
-            for axis, channels in _of_groups(fields, tp, cp, of_fp32):
-                yield axis, (runs["attention"] + 1) * channels
-        elif mixer is not None:
+        if mixer == "attention":
             yield "cp", (runs["core_attn"] + 2) * (cp - 1) * _keys_and_values(fields, tp)
+        for axis, channels in _of_memories(fields, layout, mixer, of_fp32):
+            yield axis, (runs["attention"] + 1) * channels
         if place < len(chunk.layers):
             yield "tp", _of_adapters(fields, layout, f"decoder.layers.{layer}.", runs) * _ring(tp)
         if not is_moe:
@@ -152,6 +146,29 @@ def _of_layers(
             yield "tp", pair * (runs["shared_experts"] + back)
         for axis, channels in _of_experts(fields, layout):
             yield axis, (runs["moe"] + 1) * 2 * channels
+
+
+def _of_memories(
+    fields: GPTFields, layout: ParallelLayout, mixer: Mixer | None, of_fp32: float
+) -> Iterator[tuple[str, float]]:
+    """Yield axes and channels of one pass through a layer with a memory; none for other layers.
+
+    Over CP, the output of the first projection goes, and the values return.
+    """
+    tp, cp, architecture = layout.tensor_model_parallel_size, layout.context_parallel_size, fields.architecture
+    if mixer == "delta_net":
+        keys, values, heads = architecture.delta_net_channels
+        yield "cp", (2 * keys + 3 * values + 2 * heads) / tp * _ring(cp)
+    elif mixer == "kimi_delta":
+        heads, size = architecture.kimi_delta_heads
+        yield "cp", heads * (6 * size + 1) / tp * _ring(cp)
+        # Decays and gates begin as size channels each: an all-gather or reduce-scatter in each pass, or an all-reduce
+        # in backward.
+        yield "tp", 2 * size * _ring(tp)
+    elif mixer == "mamba":
+        values, vectors, heads = architecture.mamba_channels
+        yield "cp", (3 * values + 2 * vectors + heads) / tp * _ring(cp)
+        yield from _of_groups(fields, tp, cp, of_fp32)
 
 
 def _of_groups(fields: GPTFields, tp: int, cp: int, of_fp32: float) -> Iterator[tuple[str, float]]:
@@ -166,14 +183,17 @@ def _of_groups(fields: GPTFields, tp: int, cp: int, of_fp32: float) -> Iterator[
     yield from (("cp", whole / tp * _ring(cp)), ("tp", whole * _ring(tp)))
 
 
+_SENDING_NOTHING = (".experts.experts.", ".linear_low.")
+
+
 def _of_adapters(fields: GPTFields, layout: ParallelLayout, prefix: str, runs: Mapping[str, int]) -> float:
     """Return the channels that the adapters of a layer send for each token: ``A x``, and its gradient.
 
-    Those of routed experts send nothing: the dispatcher sums.
+    Those of routed experts send nothing, because the dispatcher sums. Nor do those of matrices that ranks have whole.
     """
     sent = 0
     for name, trained in fields.adapters.of.items() if fields.adapters is not None else ():
-        if not name.startswith(prefix) or "linear_" not in name or ".experts.experts." in name:
+        if not name.startswith(prefix) or "linear_" not in name or any(other in name for other in _SENDING_NOTHING):
             continue
         part = "attention" if ".self_attention." in name else "shared_experts" if ".shared_experts." in name else "mlp"
         part = "mla_up_proj" if name.endswith(("linear_q_up_proj.weight", "linear_kv_up_proj.weight")) else part

@@ -59,6 +59,7 @@ LATENT: dict[str, Any] = DENSE | {
     "v_head_dim": 8,
     "qk_layernorm": True,
 }
+KIMI = LATENT | {"q_lora_rank": None, "rope_type": "rope"}
 DELTA_NET: dict[str, Any] = {
     "delta_net": {
         "linear_attention_freq": [1, 0, 1, 1],
@@ -66,6 +67,14 @@ DELTA_NET: dict[str, Any] = {
         "linear_num_value_heads": 8,
         "linear_key_head_dim": 12,
         "linear_value_head_dim": 20,
+        "linear_conv_kernel_dim": 4,
+    }
+}
+KIMI_DELTA: dict[str, Any] = {
+    "kimi_delta": {
+        "linear_attention_freq": [1, 0, 1, 1],
+        "linear_num_heads": 8,
+        "linear_head_dim": 20,
         "linear_conv_kernel_dim": 4,
     }
 }
@@ -195,6 +204,13 @@ RUNS: dict[str, LiveRun] = {
     "delta-net-bf16-two-rows": run(precision="bf16-mixed", rows=2, architecture=DELTA_NET),
     "recompute-delta-net": run(selective(DENSE, "core_attn"), architecture=DELTA_NET),
     "tp2-sp-delta-net": run(world=2, strategy=SP, architecture=DELTA_NET),
+    "kimi-delta": run(architecture=KIMI_DELTA),
+    "kimi-delta-bf16-two-rows": run(precision="bf16-mixed", rows=2, architecture=KIMI_DELTA),
+    "kimi-delta-latent-tp2-sp": run(KIMI, 2, SP, architecture=KIMI_DELTA, position_embedding_type="none"),
+    "adapters-kimi-delta-tp2-sp": run(
+        KIMI, 2, SP, architecture=KIMI_DELTA, position_embedding_type="none", lora={"r": 8}
+    ),
+    "recompute-kimi-delta": run(selective(DENSE, "core_attn"), architecture=KIMI_DELTA),
     "mamba": run(architecture=HYBRID),
     "mamba-bf16-two-rows": run(precision="bf16-mixed", rows=2, architecture=HYBRID),
     "mamba-one-part-a-layer": run(architecture=PARTS),

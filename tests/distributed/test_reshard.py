@@ -30,7 +30,7 @@ from tests.parity.global_tensors import Slice, assemble, spread, state_slices, w
 from tests.parity.lightning_loop import TinyGPT
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
-from tests.support.tiny import DELTA_NET, Recipe
+from tests.support.tiny import DELTA_NET, KIMI_DELTA, Recipe
 
 pytestmark = pytest.mark.distributed
 
@@ -218,11 +218,13 @@ def table(*ids: str) -> tuple[Layout, ...]:
 
 
 DELTA_NETS = replace(RECIPE, options=(("num_layers", 2), ("delta_net", DELTA_NET)))
+KIMI = replace(RECIPE, options=(("num_layers", 2), ("kimi_delta", KIMI_DELTA)))
 
 TABLES = (
     pytest.param((table("one", "dp2-do", "tp2-sp", "pp2-vp2", "cp2-do"), RECIPE), id="dense"),
     pytest.param((table("moe", "moe-tp2-sp-ep2-etp1", "moe-dp2-pp2-ep2-do"), RECIPE), id="experts"),
     pytest.param(((Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2)), DELTA_NETS), id="delta-nets"),
+    pytest.param(((Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2)), KIMI), id="kimi-delta"),
     pytest.param((DENSE, RECIPE), marks=pytest.mark.thorough, id="dense-all"),
     pytest.param((EXPERTS, RECIPE), marks=pytest.mark.thorough, id="experts-all"),
 )

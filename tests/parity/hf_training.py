@@ -7,6 +7,8 @@ a gradient that it holds where it lies in a Hugging Face tensor, by the rules th
 """
 
 import functools
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,10 +174,27 @@ def on_disk(name: str, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
             parts = {"gate_proj": rows.chunk(2)[0], "up_proj": rows.chunk(2)[1]}
             for part, value in (parts if last == "gate_up_proj" else {last: rows}).items():
                 found[f"{stem}.{expert}.{part}.weight"] = value
+    if family == "kimi_linear":
+        return {name: value for key, gradient in found.items() for name, value in _kimi(key, gradient)}
     if family in ("mixtral", "minimax_m2"):
         for old, new in (("mlp", "block_sparse_moe"), ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
             found = {key.replace(f".{old}.", f".{new}."): value for key, value in found.items()}
     return found
+
+
+def _kimi(key: str, gradient: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names on the hub of a tensor of Kimi Linear, which has three convolutions in one, and their parts."""
+    key = key.replace(".forget_gate.", ".")
+    if re.search(r"\.mlp\.(gate\.|experts|shared)", key):
+        key = key.replace(".mlp.", ".block_sparse_moe.")
+    if ".block_sparse_moe.experts." in key:
+        for old, new in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+            key = key.replace(f".{old}.", f".{new}.")
+    if ".conv1d." not in key:
+        yield key, gradient
+        return
+    for part, rows in zip("qkv", gradient.chunk(3), strict=True):
+        yield key.replace(".conv1d.", f".{part}_conv1d."), rows
 
 
 def _granite(key: str) -> str:

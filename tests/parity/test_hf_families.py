@@ -5,7 +5,6 @@
 that it allows. Measured: logits differ by at most 9e-6, losses by 2e-6, a gradient by 9e-6 of its greatest value.
 """
 
-import importlib.util
 from collections.abc import Iterable
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from tests.parity.hf_training import differences, train
 from tests.support.hf_models import FAMILIES, VARIANTS, tiny_folder
 from tests.support.layouts import Layout
-from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.thorough import thorough_but
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("families")]  # they share runs
@@ -23,9 +22,6 @@ DENSE = tuple(name for name in FAMILIES if name not in EXPERTS)
 MULTI_TOKEN = ("deepseek_v3, multi-token", "glm4_moe, multi-token")
 WINDOWS = ("qwen2, windows", "qwen3, windows", "qwen2_moe, normalised, windows")
 TIED = ("llama, tied, wide heads", "qwen2", "glm4_moe, no bias, no norm")
-
-ONE_QUERY_PROJECTION = "deepseek_v3, one query projection"
-LACKS_ONE_QUERY_PROJECTION = importlib.util.find_spec("megatron.core.transformer.mla_qk_norm_config") is not None
 
 LAYOUTS: dict[Layout, tuple[str, ...]] = {
     Layout(): FAMILIES,
@@ -68,16 +64,7 @@ def test_a_step_on_every_layout_is_that_of_transformers(layout: Layout) -> None:
 
 
 def test_a_step_of_every_variant_is_that_of_transformers() -> None:
-    _compare(Layout(), [name for name in VARIANTS if name != ONE_QUERY_PROJECTION or not LACKS_ONE_QUERY_PROJECTION])
-
-
-def test_latent_attention_with_one_query_projection_is_refused_where_megatron_cannot_build_it() -> None:
-    folders = {ONE_QUERY_PROJECTION: str(tiny_folder(ONE_QUERY_PROJECTION))}
-    if not LACKS_ONE_QUERY_PROJECTION:
-        assert run_ranks(1, train, folders, Layout())
-        return
-    with pytest.raises(RanksFailedError, match="q_lora_rank=None needs TransformerEngine"):
-        run_ranks(1, train, folders, Layout())
+    _compare(Layout(), VARIANTS)
 
 
 @pytest.mark.parametrize("layout", thorough_but([Layout(pp=2), Layout(tp=2, sp=True)], "pp2"))

@@ -42,6 +42,7 @@ ROUNDING = 1e-6  # of the greatest logit, beside LOGITS: so much PEFT's own logi
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 STACKED_EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+KIMI = ["q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "o_proj", "kv_b_proj"]
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -70,6 +71,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_modules": [*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"], "use_dora": True},
     ),
     "delta nets in parts": ("qwen3_5_text", {"target_modules": "all-linear"}),
+    "Kimi delta attention": ("kimi_linear", {"target_modules": KIMI}),
+    "lengths of Kimi delta attention": ("kimi_linear", {"target_modules": KIMI, "use_dora": True}),
     "mamba": ("granitemoehybrid, dense", {"target_modules": [*ATTENTION, "in_proj", "out_proj", "input_linear"]}),
     "layers of one part": (
         "nemotron_h",
@@ -171,6 +174,8 @@ LAYOUTS: dict[Layout, tuple[str, ...]] = {
         "embedding",
         "output layer",
         "delta nets",
+        "Kimi delta attention",
+        "lengths of Kimi delta attention",
         "mamba",
         "layers of one part",
         "narrow experts",
@@ -180,7 +185,7 @@ LAYOUTS: dict[Layout, tuple[str, ...]] = {
     ),
     Layout(pp=2): ("all", "output layer", "some layers", "patterns", "embedding"),
     Layout(pp=2, vp=2): ("all", "some layers"),
-    Layout(cp=2): ("all", "lengths", "latent attention", "delta nets in parts", "mamba"),
+    Layout(cp=2): ("all", "lengths", "latent attention", "delta nets in parts", "Kimi delta attention", "mamba"),
     Layout(moe=True, dp=2, ep=2): STACKED,
     Layout(moe=True, tp=2, sp=True, ep=2, etp=1): (*STACKED, *ROUTERS),
     Layout(moe=True, dp=2, pp=2, ep=2): STACKED,

@@ -38,6 +38,7 @@ EXPERTS = (
     "qwen3_5_moe_text",
     "granitemoehybrid",
     "nemotron_h",
+    "kimi_linear",
     "glm4_moe_lite",
     "solar_open",
     "exaone_moe",

@@ -25,7 +25,7 @@ from tests.parity.global_tensors import assemble, spread
 from tests.parity.test_loop import compare as differences
 from tests.support.layouts import LAYOUTS, Layout
 from tests.support.ranks import run_ranks
-from tests.support.tiny import CHUNKS, DELTA_NET, HYBRID, Recipe
+from tests.support.tiny import CHUNKS, DELTA_NET, HYBRID, KIMI_DELTA, Recipe
 
 pytestmark = pytest.mark.distributed
 
@@ -184,6 +184,7 @@ OPTIONS = (
     Option(
         "gated-delta-net", {"delta_net": DELTA_NET}, (Layout(tp=2, sp=True, cp=2),), (Layout(tp=2), CP2, PP2, MOE_PP2)
     ),
+    Option("kimi-delta", {"kimi_delta": KIMI_DELTA}, (Layout(tp=2, sp=True, cp=2),), (Layout(tp=2), CP2, PP2, MOE_PP2)),
     Option("mamba", dict(HYBRID), (Layout(tp=2, sp=True, cp=2),), (Layout(tp=2), Layout(tp=4, sp=True), CP2, PP2)),
     Option("layers-of-one-part", {**dict(HYBRID), "layer_pattern": "M*-M"}, (PP2,), (TP2, VP2), num_layers=4),
     Option("latent-attention", LATENT | {"q_lora_rank": 16}, (TP2,)),

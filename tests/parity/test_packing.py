@@ -32,7 +32,7 @@ from tests.parity.packed import (
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
 from tests.support.thorough import thorough_but
-from tests.support.tiny import CHUNKS, DELTA_NET, HYBRID, Recipe
+from tests.support.tiny import CHUNKS, DELTA_NET, HYBRID, KIMI_DELTA, Recipe
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("packing")]  # they share runs
 
@@ -71,6 +71,11 @@ def test_packed_rows_train_as_their_documents_do_one_by_one(layout: Layout) -> N
 @pytest.mark.parametrize("layout", thorough_but([Layout(), Layout(tp=2, sp=True, cp=2), Layout(pp=2)], "tp2-sp-cp2"))
 def test_memories_of_gated_delta_nets_begin_anew_with_each_document(layout: Layout) -> None:
     _compare(layout, replace(RECIPE, options=(*TWO_LAYERS, ("delta_net", DELTA_NET))), ROWS, ALL)
+
+
+@pytest.mark.parametrize("layout", thorough_but([Layout(), Layout(tp=2, sp=True, cp=2), Layout(pp=2)], "tp2-sp-cp2"))
+def test_memories_of_kimi_delta_attention_begin_anew_with_each_document(layout: Layout) -> None:
+    _compare(layout, replace(RECIPE, options=(*TWO_LAYERS, ("kimi_delta", KIMI_DELTA))), ROWS, ALL)
 
 
 @pytest.mark.parametrize("layout", thorough_but([Layout(), Layout(tp=2, sp=True, cp=2), Layout(pp=2)], "tp2-sp-cp2"))

@@ -56,9 +56,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 WITH_EXPERTS = [family for family, config in CONFIGS.items() if any("experts" in key for key in config)]
 NOT_ADAPTED = ("lm_head", "_gate", "router.gate", "gate.wg", "feed_forward.router")
-ONLY_STACKED = (*WITHOUT_EXPERTS, "mistral4", "nemotron_h")
+ONLY_STACKED = (*WITHOUT_EXPERTS, "kimi_linear", "mistral4", "nemotron_h")
 STAY = ("qwen3", "qwen2_moe", "deepseek_v3", "mixtral", "phi3", "gpt_oss", "granitemoe", "qwen3_5_moe_text")
-STAY += ("qwen2_vl", "qwen3_vl_moe", "qwen3_5_moe")
+STAY += ("qwen2_vl", "qwen3_vl_moe", "qwen3_5_moe", "kimi_linear")
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,6 +68,10 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "all norms beside a tower": ("qwen3_vl", {"target_modules": ["o_proj"], "modules_to_save": ["norm"]}),
     "whole modules": ("llama", {"target_modules": ["o_proj"], "modules_to_save": ["mlp"]}),
     "delta nets": ("qwen3_5_text", {"target_modules": ["o_proj"], "modules_to_save": ["linear_attn"]}),
+    "convolutions that are one in memory": (
+        "kimi_linear",
+        {"target_modules": ["f_a_proj", "g_b_proj", "o_proj"], "modules_to_save": ["conv1d"]},
+    ),
     "mamba": ("nemotron_h", {"target_modules": ["o_proj", "in_proj"]}),
     "narrow experts": ("nemotron_h, latent experts", {"target_modules": ["fc1_latent_proj", "fc2_latent_proj"]}),
     "sinks": ("gpt_oss", {"target_modules": ["lm_head"], "modules_to_save": ["self_attn"]}),

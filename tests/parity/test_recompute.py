@@ -13,7 +13,7 @@ from tests.parity.test_loop import compare
 from tests.parity.test_options import LATENT
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
-from tests.support.tiny import CHUNKS, DELTA_NET, HYBRID, Recipe
+from tests.support.tiny import CHUNKS, DELTA_NET, HYBRID, KIMI_DELTA, Recipe
 
 pytestmark = pytest.mark.distributed
 
@@ -46,6 +46,7 @@ CASES = (
     ),
     Case(Layout(pp=2), (UNIFORM,), {"mtp_num_layers": 1}),
     Case(Layout(cp=2), (UNIFORM, PARTS), {"num_layers": 2, "delta_net": DELTA_NET}),
+    Case(Layout(tp=2, sp=True), (UNIFORM, PARTS), {"num_layers": 2, "kimi_delta": KIMI_DELTA}),
     Case(Layout(cp=2), (UNIFORM, PARTS), {"num_layers": 2, **dict(HYBRID)}),
     Case(Layout(cp=2), (UNIFORM, PARTS), {"num_layers": 2, "no_rope_freq": 2, **dict(CHUNKS)}),
 )

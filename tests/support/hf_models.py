@@ -286,6 +286,23 @@ MORE_CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
         "num_nextn_predict_layers": 0,
     },
+    "kimi_linear": {
+        **_SIZES,
+        **_LATENT,
+        "rms_norm_eps": 1e-3,
+        "q_lora_rank": None,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 6,
+        "linear_conv_kernel_dim": 3,
+    },
     "solar_open": {**_SIZES, **_SIGMOID, "head_dim": 16, "attention_bias": True, "routed_scaling_factor": 2.5},
     "exaone_moe": {
         **_SIZES,
@@ -525,7 +542,8 @@ def save_tiny(
     config.num_hidden_layers += extra
     model = auto_model().from_config(config, dtype=dtype)
     model.save_pretrained(where)
-    tensors = {name: draw_tensor(name, tensor) for name, tensor in read_tensors(where)}
+    tensors = {published_name(name): tensor for name, tensor in read_tensors(where)}
+    tensors = {name: draw_tensor(name, tensor) for name, tensor in tensors.items()}
     if "linear_num_key_heads" in CONFIGS[family]:  # norms have their weights minus 1, but not those behind a memory
         norms = [name for name in tensors if "norm" in name and "linear_attn" not in name]
         tensors |= {name: tensors[name] - 1 for name in norms}
@@ -542,6 +560,11 @@ def save_tiny(
     if tokenizer:
         _save_tokenizer(where)
     return where
+
+
+def published_name(name: str) -> str:
+    """Return the name on the hub of a tensor that transformers writes: the MLP of a layer of Kimi without experts."""
+    return re.sub(r"\bblock_sparse_moe\.(?=(gate|up|down)_proj)", "mlp.", name)
 
 
 def read_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:

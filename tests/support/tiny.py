@@ -60,6 +60,14 @@ DELTA_NET = (
 )
 """Gated delta nets for one of two layers."""
 
+KIMI_DELTA = (
+    ("linear_attention_freq", (1, 0)),
+    ("linear_num_heads", 4),
+    ("linear_head_dim", 6),
+    ("linear_conv_kernel_dim", 3),
+)
+"""Kimi delta attention for one of two layers."""
+
 MAMBA = (
     ("mamba_num_heads", 8),
     ("mamba_head_dim", 6),
@@ -82,7 +90,7 @@ CHUNKS = (
 )
 """Attention of Llama 4: within chunks, or with queries that grow in the layers of ``no_rope_freq``."""
 
-OF_ARCHITECTURE = ("delta_net", "layer_pattern", "mamba", "attention_chunk", "head_norms", "query_growth")
+OF_ARCHITECTURE = ("delta_net", "kimi_delta", "layer_pattern", "mamba", "attention_chunk", "head_norms", "query_growth")
 """The options that belong to the architecture."""
 
 Batch = dict[str, torch.Tensor]

@@ -55,6 +55,14 @@ def test_a_gated_delta_net_reads_and_writes_its_memory_whatever_the_length() -> 
         assert training_flops_per_token(fields, vocab_size=32, seq_length=seq_length) == 3 * (2 * layer + OUTPUT)
 
 
+def test_kimi_delta_attention_has_narrow_matrices_for_decays_and_gates() -> None:
+    fields = {**DENSE, "linear_attention_freq": [1, 1]}
+    fields |= {"linear_num_heads": 2, "linear_head_dim": 3, "linear_conv_kernel_dim": 4}
+    projections = 2 * 8 * (3 * 6 + 2) + 2 * 6 * 8 + 2 * (2 * 8 * 3 + 2 * 3 * 6)
+    layer = projections + 2 * 4 * (3 * 6) + 2 * 3 * (2 * 3 * 3) + 2 * (2 * 8 * 32)
+    assert training_flops_per_token(fields, vocab_size=32, seq_length=16) == 3 * (2 * layer + OUTPUT)
+
+
 def test_a_frozen_weight_costs_two_thirds_and_adapters_come_on_top() -> None:
     products = 2 * (4 * SQUARE + 2 * (2 * 8 * 32)) + OUTPUT
     scores = 2 * 2 * (2 * 8) * 8

@@ -150,7 +150,7 @@ NO_NUMBERS = {
     "hunyuan_v1_dense": {"pretraining_tp", "eod_token_id"},
     "hunyuan_v1_moe": {"pretraining_tp", "eod_token_id", "sep_token_id"},
     "solar_open": {"intermediate_size"},
-    **{name: {"pretraining_tp"} for name in ("glm4_moe_lite", "mistral4")},
+    **{name: {"pretraining_tp"} for name in ("glm4_moe_lite", "kimi_linear", "mistral4")},
     "exaone_moe": {"sliding_window_pattern"},
     "afmoe": {"global_attn_every_n_layers"},
     "granitemoehybrid": {"router_aux_loss_coef", "mamba_chunk_size"},
@@ -174,6 +174,7 @@ MADE_OF_OTHERS = {
     "dots1": {"max_window_layers"},
     "exaone_moe": {"first_k_dense_replace"},
     "cohere2": {"head_dim"},
+    "kimi_linear": {"head_dim"},  # of nothing
     "gemma": {"hidden_act"},  # transformers takes "gelu" as its approximation
 }
 """Keys that transformers overwrites, and those without effect beside ``no_rope_layers`` or ``layer_types``."""
@@ -301,6 +302,15 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
     ("deepseek_v3", {"rope_parameters": {**YARN, "truncate": False}}),
     ("glm4_moe", {"rope_parameters": YARN}),
+    ("kimi_linear", {"layer_types": ["linear_attention", "sliding_attention"] * 2}),
+    ("kimi_linear", {"linear_head_dim": 0}),
+    ("kimi_linear", {"norm_topk_prob": False}),
+    ("kimi_linear", {"n_group": 3}),
+    ("kimi_linear", {"mla_use_nope": False}),
+    ("kimi_linear", {"moe_router_activation_func": "softmax"}),
+    ("kimi_linear", {"num_nextn_predict_layers": 1}),
+    ("kimi_linear", {"tie_word_embeddings": True}),
+    ("kimi_linear", {"attention_bias": True}),
     ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "hash", "sparse"]}),
     ("hunyuan_v1_moe", {"moe_topk": [2, 2, 4, 2]}),
     ("hunyuan_v1_moe", {"moe_topk": 1}),
@@ -424,6 +434,48 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen1.5-MoE": (
         {"model_type": "qwen2_moe", "norm_topk_prob": False, "decoder_sparse_step": 1, "sliding_window": 32768},
         {"moe_router_pre_softmax": True, "moe_shared_expert_gate": True, "num_moe_experts": 60, "window_size": None},
+    ),
+    "Kimi Linear": (
+        {
+            "model_type": "kimi_linear",
+            "first_k_dense_replace": 1,
+            "head_dim": 72,
+            "linear_attn_config": {
+                "full_attn_layers": [4, 5],
+                "kda_layers": [1, 2, 3],
+                "head_dim": 64,
+                "num_heads": 16,
+                "short_conv_kernel_size": 3,
+            },
+            "mla_use_nope": True,
+            "model_max_length": 4096,
+            "moe_layer_freq": 1,
+            "moe_renormalize": True,
+            "moe_router_activation_func": "sigmoid",
+            "num_expert_group": 1,
+            "num_experts": 32,
+            "num_experts_per_token": 4,
+            "num_hidden_layers": 5,
+            "num_nextn_predict_layers": 0,
+            "num_shared_experts": 2,
+            "q_lora_rank": None,
+            "rope_theta": 10000.0,
+            "topk_group": 1,
+            "use_grouped_topk": True,
+        },
+        {
+            "kimi_delta": {
+                "linear_attention_freq": [1, 1, 1, 0, 0],
+                "linear_num_heads": 16,
+                "linear_head_dim": 64,
+                "linear_conv_kernel_dim": 3,
+            },
+            "moe_layer_freq": (False, True, True, True, True),
+            "moe_router_topk": 4,
+            "moe_shared_expert_intermediate_size": 2048,
+            "num_moe_experts": 32,
+            "position_embedding_type": "none",
+        },
     ),
     "Qwen3-MoE": (
         {

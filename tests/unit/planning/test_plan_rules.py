@@ -49,6 +49,7 @@ def moe(transformer: dict[str, Any] | None = None, strategy: dict[str, Any] | No
 
 
 DELTA_NET = {"delta_net": dict(tiny.DELTA_NET)}
+KIMI_DELTA = {"kimi_delta": dict(tiny.KIMI_DELTA)}
 
 WRONG: dict[str, tuple[RunSettings, str]] = {
     "a pair cut apart": (
@@ -346,6 +347,18 @@ WRONG: dict[str, tuple[RunSettings, str]] = {
     "heads of delta nets": (
         run_with({"num_layers": 2}, {"context_parallel_size": 8}, model={"architecture": DELTA_NET}),
         "does not divide linear_num_key_heads=4",
+    ),
+    "flags of Kimi delta attention": (
+        run_with({"num_layers": 4}, model={"architecture": KIMI_DELTA}),
+        "kimi_delta has 2 numbers in linear_attention_freq",
+    ),
+    "heads of Kimi delta attention": (
+        run_with({"num_layers": 2}, {"context_parallel_size": 8}, model={"architecture": KIMI_DELTA}),
+        "does not divide linear_num_heads=4",
+    ),
+    "latent attention without positions": (
+        run_with(model={"position_embedding_type": "none"}, base=LATENT),
+        "needs rope_type='rope'",
     ),
     "TransformerEngine on the CPU": (run_with(model={"transformer_impl": "transformer_engine"}), "CUDA"),
 }  # fmt: skip

@@ -60,6 +60,7 @@ OTHERS: dict[str, Callable[..., Any]] = {
     "cp2-packed": partial(gpt_run, 2, packed=True, context_parallel_size=2),
     "gpt-oss": partial(gpt_run, folder="{gpt_oss}", model=ALLTOALL),
     "delta-nets-tp2": partial(gpt_run, 2, folder="{qwen3_next}", model=ALLTOALL, **TP2),
+    "kimi-tp2": partial(gpt_run, 2, folder="{kimi_linear}", model=ALLTOALL, **TP2),
     "quantized": partial(gpt_run, folder="{llama, rows of 128}", model={"lora": {"r": 4, "quantization": "nf4"}}),
     "hf_model": partial(hf_run, "{llama}"),
     "hf_model-tp2": partial(hf_run, "{llama}", 2, tensor_model_parallel_size=2),
@@ -101,6 +102,7 @@ OPTIONS = {
     "QLoRA in fp32": ("quantized",),
     "DPO, cDPO, robust": ("preference", "reference-model"),
     "gated delta nets": ("delta-nets-tp2",),
+    "Kimi delta attention": ("kimi-tp2",),
     "images and video, distributed": ("images", "images-tp2"),
 }
 
