@@ -17,6 +17,7 @@ from lightning_mcore.config.pipeline_stages import check_layers, check_stages, p
 from lightning_mcore.config.value_checks import (
     choices,
     divisors,
+    make_fields_plain,
     neighbours,
     require_divides,
     require_flag,
@@ -158,6 +159,7 @@ class ParallelLayout:
 
     def __post_init__(self) -> None:
         """Check the values that depend on neither world nor model."""
+        make_fields_plain(self)
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type is int or (field.type == (int | None) and value is not None):

@@ -14,7 +14,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lightning_mcore.config.value_checks import from_fields, require_flag, require_number, require_size
+from lightning_mcore.config.value_checks import (
+    from_fields,
+    make_fields_plain,
+    require_flag,
+    require_number,
+    require_size,
+)
 
 ALL_LINEAR = "all-linear"
 EXPERTS = ".experts."  # part of the name of each projection of a routed expert
@@ -105,6 +111,7 @@ class LoRA:
     double_quantization: bool = True
 
     def __post_init__(self) -> None:
+        make_fields_plain(self)
         for flag in ("use_rslora", "use_dora", "double_quantization"):
             require_flag(flag, getattr(self, flag))
         for name, rank in {"r": self.r, **_entries("rank_pattern", self.rank_pattern)}.items():

@@ -13,12 +13,28 @@ import numbers
 import os
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableSequence
 from typing import Any, Literal, TypeVar, Union
 
 from lightning_mcore.config.text import unknown_name
 
 T = TypeVar("T")
+
+
+def plain_values(value: Any) -> Any:
+    """Return a mapping as a dict and a list of any class as a list, all the way down; other values unchanged.
+
+    Configuration libraries have classes of their own: OmegaConf's ``[0, 1]`` is a ``ListConfig``, not a list.
+    """
+    if isinstance(value, Mapping):
+        return {name: plain_values(part) for name, part in value.items()}
+    return [plain_values(part) for part in value] if isinstance(value, MutableSequence) else value
+
+
+def make_fields_plain(settings: Any) -> None:
+    """Replace the values of a dataclass, which may be frozen, by their :func:`plain_values`."""
+    for field in dataclasses.fields(settings):
+        object.__setattr__(settings, field.name, plain_values(getattr(settings, field.name)))
 
 
 def require_size(name: str, value: object, at_least: int = 1) -> None:

@@ -34,7 +34,7 @@ from lightning_mcore.config.lora import LoRA, check_train_only
 from lightning_mcore.config.positions import PositionEmbedding, check_positions, gpt_arguments, set_yarn
 from lightning_mcore.config.preference import Preference
 from lightning_mcore.config.rules.model import LossNormalization, check_normalization
-from lightning_mcore.config.value_checks import require_flag, require_size
+from lightning_mcore.config.value_checks import plain_values, require_flag, require_size
 from lightning_mcore.data.multimodal import INPUTS
 from lightning_mcore.hf.adapters import (
     adapted_model,
@@ -167,6 +167,10 @@ class MCoreGPT(SpeedLogs):
     ) -> None:
         super().__init__()
         ignore_warnings_of_methods(type(self))
+        # save_hyperparameters() below reads these names
+        transformer, yarn, architecture, hf, lora, train_only = map(
+            plain_values, (transformer, yarn, architecture, hf, lora, train_only)
+        )
         self.lora = None if lora is None else LoRA.of(lora)
         self.train_only = train_only
         if train_only is not None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from lightning_mcore.config.value_checks import from_fields
+from lightning_mcore.config.value_checks import from_fields, make_fields_plain
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -91,6 +91,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """Check the values."""
+        make_fields_plain(self)
         self._check_types()
         for name, known in (("optimizer", OptimizerName), ("lr_scheduler_type", SchedulerName)):
             given = getattr(self, name)

@@ -35,6 +35,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from lightning_mcore.config.value_checks import plain_values
 from lightning_mcore.data.checked_files import CheckedBlocks, cached_folder, is_cached
 from lightning_mcore.data.pretraining.index import Index, checksums_path, read_index
 from lightning_mcore.parallel.consensus import run_on_all_ranks, run_on_rank0
@@ -77,8 +78,7 @@ def parse_paths(name: str, paths: object) -> Blend:
     ``paths`` is a prefix, a list of prefixes, or a dict of prefixes and weights. Raises TypeError for anything else;
     ValueError if it is empty, names a dataset twice, or has a weight that is not positive.
     """
-    if isinstance(paths, str):
-        paths = [paths]
+    paths = [paths] if isinstance(paths, str) else plain_values(paths)
     if isinstance(paths, dict):
         bad = [key for key, weight in paths.items() if not _is_weight(weight)]
         if bad:

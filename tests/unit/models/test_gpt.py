@@ -3,6 +3,7 @@
 
 import io
 import math
+from collections import UserDict, UserList
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -33,6 +34,22 @@ EXPERTS: dict[str, Any] = {"num_moe_experts": 4, "moe_ffn_hidden_size": 16}
 
 def gpt(**arguments: Any) -> MCoreGPT:
     return MCoreGPT(**{"vocab_size": 100, "seq_length": 16, "transformer": TRANSFORMER, **arguments})
+
+
+def test_lists_and_mappings_of_other_classes_are_taken_as_plain_ones() -> None:
+    """Hydra hands over OmegaConf's classes, which are neither lists nor dicts."""
+    experts = {**EXPERTS, "moe_layer_freq": [0, 1], "moe_router_topk": 2}
+    of_classes = UserDict({**TRANSFORMER, **experts, "moe_layer_freq": UserList([0, 1])})
+    recipe = Recipe(betas=UserList([0.8, 0.9]), lr_scheduler_type="cosine", lr_scheduler_kwargs=UserDict(num_cycles=1))  # type: ignore[arg-type]
+    module = gpt(transformer=of_classes, recipe=recipe, lora=UserDict(target_modules=UserList(["q_proj"])))
+    assert module.hparams["transformer"] == {**TRANSFORMER, **experts}
+    assert type(module.hparams["transformer"]["moe_layer_freq"]) is list
+    assert module.hparams["recipe"]["betas"] == [0.8, 0.9]
+    assert type(module.hparams["recipe"]["lr_scheduler_kwargs"]) is dict
+    assert type(module.hparams["lora"]["target_modules"]) is list
+    stages: Any = UserList([UserList(["embedding", "decoder"]), UserList(["decoder", "loss"])])
+    layout = ParallelLayout(pipeline_model_parallel_size=2, pipeline_model_parallel_layout=stages)
+    assert layout.pipeline_model_parallel_layout == [["embedding", "decoder"], ["decoder", "loss"]]
 
 
 class OneRank:
