@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step of a Hugging Face model: by transformers in the parent, by ``MCoreGPT`` on the ranks of a layout.
+"""Three training steps of a Hugging Face model: by transformers in the parent, by ``MCoreGPT`` on a layout's ranks.
 
-Both sides give logits, the loss, and the gradient of every tensor under its name on the disk. transformers keeps the
+Both sides give the logits before them, and the loss and the gradient of every tensor in the last step, which depend on
+all updates; gradients have their names on the disk. transformers keeps the
 experts of a layer as one tensor in memory, so :func:`reference` takes them apart. Here a rank says of each rectangle of
 a gradient that it holds where it lies in a Hugging Face tensor, by the rules that weights are exchanged by.
 """
@@ -43,6 +44,7 @@ from tests.support.toy import make_trainer
 
 ROWS, LENGTH = 2, 32
 LOGITS, LOSS, GRADIENT = 1e-4, 1e-5, 1e-4  # the first two absolute, the third of the greatest value of a tensor
+STEPS, LEARNING_RATE = 3, 0.002
 MULTI_TOKEN_SCALE = 0.5
 KEPT = ("e_score_correction_bias", "mlp.expert_bias", "act_fn.beta", "act_fn.eps")
 
@@ -65,10 +67,10 @@ class Reference:
     """What transformers computes.
 
     Attributes:
-        logits: [b, s, v].
-        loss: Mean over the tokens that count.
-        gradients: By the name of the tensor on the disk. A buffer has none, and stands there itself: no step
-            changes it.
+        logits: [b, s, v], before any update.
+        loss: Mean over the tokens that count, in the last step.
+        gradients: Of the last step, by the name of the tensor on the disk. A buffer has none, and stands there itself:
+            no step changes it.
     """
 
     logits: Tensor
@@ -78,24 +80,35 @@ class Reference:
 
 @functools.cache
 def reference(name: str) -> Reference:
-    """Run a step of a tiny model, or of one of its variants, with transformers in fp32."""
+    """Run the steps of a tiny model, or of one of its variants, with transformers in fp32."""
     folder = tiny_folder(name)
-    model = reference_model(name)
-    batch = text()
-    output = model(batch["tokens"], output_hidden_states=True)
-    loss = _mean(output.logits, batch["labels"])
-    total, parameters = loss, dict(model.named_parameters())
-    if getattr(model.config, "num_nextn_predict_layers", 0):
-        extra = _MultiToken(model)
-        total = loss + MULTI_TOKEN_SCALE * extra.loss(batch, output.hidden_states[-1])
-        parameters |= extra.parameters()
-    total.backward()
+    model = load_model(name).train()
+    batch, parameters, first = text(), dict(model.named_parameters()), None
+    extra = _MultiToken(model) if getattr(model.config, "num_nextn_predict_layers", 0) else None
+    parameters |= {} if extra is None else extra.parameters()
+    optimizer = torch.optim.SGD(parameters.values(), lr=LEARNING_RATE)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        output = model(batch["tokens"], output_hidden_states=True)
+        first = output.logits.detach() if first is None else first
+        loss = total = _mean(output.logits, batch["labels"])
+        if extra is not None:
+            total = loss + MULTI_TOKEN_SCALE * extra.loss(batch, output.hidden_states[-1])
+        total.backward()
+        if step < STEPS - 1:
+            optimizer.step()
     kept = {key: tensor for key, tensor in read_tensors(folder) if key.endswith(KEPT)}
-    return Reference(output.logits.detach(), loss.item(), on_disk(name, parameters) | kept)
+    assert first is not None
+    return Reference(first, loss.item(), on_disk(name, parameters) | kept)
 
 
 @functools.cache
 def reference_model(name: str) -> Any:
+    """Load a tiny model, or one of its variants, with transformers in fp32, once; nothing trains it."""
+    return load_model(name).eval()
+
+
+def load_model(name: str) -> Any:
     """Load a tiny model, or one of its variants, with transformers in fp32."""
     from transformers import AutoConfig
 
@@ -104,7 +117,7 @@ def reference_model(name: str) -> Any:
     content = config_content(folder)
     config = AutoConfig.for_model(**{**content, "model_type": UNKNOWN_TO_TRANSFORMERS.get(family, family)})
     keys: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
-    return auto_model().from_pretrained(folder, config=config, **keys).train()
+    return auto_model().from_pretrained(folder, config=config, **keys)
 
 
 def _mean(logits: Tensor, labels: Tensor) -> Tensor:
@@ -237,9 +250,9 @@ class Seen:
 
     Attributes:
         rows: Which rows of the text it read.
-        logits: [b, s, v] of those rows.
-        loss: Of the step, over all rows.
-        gradients: Those that it holds a part of.
+        logits: [b, s, v] of those rows, before any update.
+        loss: Of the last step, over all rows.
+        gradients: Those of the last step that it holds a part of.
     """
 
     rows: list[int]
@@ -258,10 +271,11 @@ class Watched(MCoreGPT):
         rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         self.rows = list(range(ROWS))[rank::size]
         batch = {key: value[self.rows] for key, value in text().items()}
-        return DataLoader([batch], batch_size=None)  # type: ignore[arg-type]
+        steps = max(self.trainer.max_steps, 1)  # -1 in prediction
+        return DataLoader([batch] * steps, batch_size=None)  # type: ignore[arg-type]
 
     def predict_dataloader(self) -> DataLoader[Batch]:
-        return self.train_dataloader()
+        return DataLoader([next(iter(self.train_dataloader()))], batch_size=None)  # type: ignore[arg-type]
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         logits, _ = self.token_logits(batch)  # [b, s / cp, v / tp]
@@ -274,7 +288,7 @@ class Watched(MCoreGPT):
         self.gradients = finished_gradients(self)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
+        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
 
 
 def finished_gradients(module: MCoreGPT) -> list[Part]:
@@ -306,7 +320,7 @@ def finished_gradients(module: MCoreGPT) -> list[Part]:
 
 
 def train(folders: dict[str, str], layout: Layout) -> dict[str, Seen]:
-    """Predict with several models, one after the other, and train each for one step, on this rank of a layout."""
+    """Predict with several models, one after the other, and train each for three steps, on this rank of a layout."""
     return {name: _train(folder, layout) for name, folder in folders.items()}
 
 
@@ -315,13 +329,13 @@ def _train(folder: str, layout: Layout) -> Seen:
     if layout.first is not None:
         fields["num_layers_in_first_pipeline_stage"] = layout.first
     module = Watched.from_pretrained(folder, seq_length=LENGTH, transformer=fields)
-    return predict_and_step(module, layout)
+    return predict_and_step(module, layout, STEPS)
 
 
-def predict_and_step(module: Watched, layout: Layout) -> Seen:
-    """Predict with a model and train it for one step, on this rank of a layout."""
+def predict_and_step(module: Watched, layout: Layout, steps: int = 1) -> Seen:
+    """Predict with a model and train it for some steps, on this rank of a layout."""
     arguments = layout.strategy_arguments | ({"micro_batch_size": 1} if layout.dp == 1 else {})
-    trainer = make_trainer(MCoreStrategy(**arguments), max_steps=1, use_distributed_sampler=False)
+    trainer = make_trainer(MCoreStrategy(**arguments), max_steps=steps, use_distributed_sampler=False)
     predicted: Any = trainer.predict(module)
     trainer.fit(module)
     loss = float(trainer.callback_metrics["train_loss"])

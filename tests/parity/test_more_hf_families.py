@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every family after the first nine equals transformers on every layout, and comes back bit for bit.
 
-One start of the ranks of a layout proves of each family that it allows: logits, the loss and each gradient of a step in
-fp32 as in ``test_hf_families.py``, the tokens of a greedy continuation, every bit of the exported weights, and that
-``plan`` counts exactly the parameters of each rank.
+One start of the ranks of a layout proves of each family that it allows: logits, the loss and each gradient after two
+updates in fp32 as in ``test_hf_families.py``, the tokens of a greedy continuation, every bit of the exported weights,
+and that ``plan`` counts exactly the parameters of each rank.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from lightning_mcore.interop.export import export_model
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.parameters import rank_parameters
-from tests.parity.hf_training import LENGTH, Seen, Watched, differences, predict_and_step, reference_model
+from tests.parity.hf_training import LENGTH, STEPS, Seen, Watched, differences, predict_and_step, reference_model
 from tests.support.hf_models import MORE_FAMILIES, read_tensors, tiny_folder
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
@@ -90,13 +90,13 @@ class Proven(Watched):
 
 
 def prove(jobs: dict[str, tuple[str, str]], layout: Layout) -> dict[str, tuple[Seen, list[int]]]:
-    """Predict, continue a prompt, export and train for one step with each model, on this rank of a layout."""
+    """Predict, continue a prompt, export and train for three steps with each model, on this rank of a layout."""
     found = {}
     for name, (folder, out) in jobs.items():
         try:
             module = Proven.from_pretrained(folder, seq_length=LENGTH)
             module.out = out
-            found[name] = predict_and_step(module, layout), module.continued
+            found[name] = predict_and_step(module, layout, STEPS), module.continued
             here = rank_parameters(GPTFields.of(module.hparams), module.trainer.strategy.layout, _stage())
             assert here.total == sum(parameter.numel() for parameter in module.model.parameters())
         except Exception as error:
@@ -110,7 +110,7 @@ def _stage() -> int:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.id)
-def test_a_step_the_weights_and_the_words_are_those_of_transformers(layout: Layout, tmp_path: Path) -> None:
+def test_three_steps_the_weights_and_the_words_are_those_of_transformers(layout: Layout, tmp_path: Path) -> None:
     _compare(layout, LAYOUTS[layout], tmp_path)
 
 
@@ -138,7 +138,7 @@ def _identical(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _continued(name: str) -> list[int]:
-    model = reference_model(name).eval()
+    model = reference_model(name)
     tokens = model.generate(
         torch.tensor([PROMPT]), max_new_tokens=CONTINUED, do_sample=False, eos_token_id=None, use_cache=False
     )
