@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mamba 2, attention's substitute in Granite 4 H and Nemotron-H, in plain PyTorch.
 
-Each head has a memory, a matrix of ``mamba_state_dim`` rows. At each token it decays, and the token's value is written
-along the vector B and read along the vector C, which all heads of a group share. A head's step, one number for each
-token, says how much it writes and how much it forgets. A short causal convolution mixes values, B and C with earlier
-tokens; a gate and a norm over each group's channels follow. The memory is fp32, as in transformers, and recomputing
-``core_attn`` recomputes it. ``spec.gpt_block_spec`` puts :class:`Mamba2` in place of attention; megatron-core's module
-needs ``mamba_ssm``, Triton and CUDA. Where ``mamba_ssm`` is installed, 16-bit runs on CUDA use its kernel for the
-memory alone (:func:`scan`).
+Each head keeps a memory, a matrix with ``mamba_state_dim`` rows. At each token the memory decays; then the token's
+value is added along the vector B, and the result is read along the vector C. The heads of a group share B and C. A
+head's step, one number per token, sets both how much it writes and how much it forgets. Before that, a short causal
+convolution mixes values, B and C with earlier tokens; after it come a gate and a norm over each group's channels. The
+memory is fp32, as in transformers. With ``core_attn`` in ``recompute_modules``, the memory is recomputed.
 
-``recurrent.py`` shares heads out to ranks. A *unit*, which it calls a head, is an equal part of the heads and of all
-groups' B and C. If their number does not divide the groups, they gather B, C and the sums of the norm.
+``spec.gpt_block_spec`` puts :class:`Mamba2` in place of attention; megatron-core's module needs ``mamba_ssm``, Triton
+and CUDA. Where ``mamba_ssm`` is installed, 16-bit runs on CUDA use its kernel for the memory alone (:func:`scan`).
+
+``recurrent.py`` distributes heads over ranks. Here its unit of distribution (its "head") is an equal part of all heads
+and of all groups' B and C. If the ranks do not divide the groups, they gather B, C and the sums of the norm.
 
 Source: ``MambaMixer`` (megatron.core.ssm.mamba_mixer, 0.16.1) for initial values, and the modules of ``bamba`` and
 ``nemotron_h`` (transformers 5.24) for the numbers.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers with a memory of fixed size share: ``delta_net.py``, ``kimi_delta.py`` and ``mamba.py``.
+"""The common parts of layers with a memory of fixed size: ``delta_net.py``, ``kimi_delta.py`` and ``mamba.py``.
 
-They take the place of attention. A first projection gives each token the inputs of all heads, a short causal
-convolution mixes some of them with earlier tokens, the heads' memories are written and read token by token, and a last
-projection follows. Weights are ordered by head (:attr:`RecurrentLayer.heads`), so tensor-parallel ranks share heads.
-Context-parallel ranks share them too, for each token needs all tokens before it. Packed sequences are computed one by
-one, and nothing passes from one to the next. In generation, :func:`states_of` keeps the memories.
+They replace attention. A first projection computes the inputs of all heads, a short causal convolution mixes some of
+them with earlier tokens, each head's memory is updated and read token by token, and a last projection follows. Weights
+are ordered by head (:attr:`RecurrentLayer.heads`), so that tensor-parallel ranks can split the heads. Context-parallel
+ranks split them too, because each token needs all tokens before it. Packed sequences are computed one at a time and
+share no state. In generation, :func:`states_of` keeps the memories.
 """
 
 import itertools
@@ -36,7 +36,7 @@ _STATES = "recurrent_states"
 
 
 class RecurrentState(NamedTuple):
-    """What a layer keeps of the tokens that it has processed, for generation."""
+    """A layer's state after the tokens it has processed, for generation."""
 
     inputs: Tensor  # [b, channels, kernel - 1], the convolution's last inputs, in its dtype
     memory: Tensor  # [b, heads / tp, ...] fp32
@@ -152,7 +152,7 @@ class RecurrentLayer(MegatronModule):  # type: ignore[misc]  # megatron-core has
         return output
 
     def _hide(self, mixed: Tensor, padding: Tensor) -> Tensor:
-        """Return [n, b, heads / tp, c] with padding, [n, b, 1, 1] bool, that leaves a memory as it is."""
+        """Return [n, b, heads / tp, c] in which padding, [n, b, 1, 1] bool, does not change the memory."""
         return mixed.masked_fill(padding, 0.0)
 
     def _convolve(self, inputs: Tensor, last: Tensor | None, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
