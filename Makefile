@@ -44,7 +44,7 @@ SOURCE ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock check docs site-check format test test-fast test-thorough test-lightning test-ray test-oldest test-latest test-mcore-source test-te test-te-suite sentences fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-distill demo-vl demo-fp8 bench bench-checkpoint \
+.PHONY: help install lock check docs site-check format test test-fast test-thorough test-lightning test-ecosystem test-ray test-oldest test-latest test-mcore-source test-te test-te-suite sentences fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-distill demo-vl demo-fp8 bench bench-checkpoint \
 	bench-generate bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-rehearse bench-scale bench-startup bench-vision plots gpu torture faults mutate house clean
 
 help:  ## list the commands
@@ -227,6 +227,17 @@ $(SUITE)/.installed: $(INSTALLED) tests/lightning_suite/requirements.txt
 	{ echo "$(CURDIR)"; $(RUN) -c '$(BORROWED)'; } > "$$($(SUITE)/bin/python -c '$(BORROWED)')/borrowed.pth"
 	$(SUITE)/bin/python $(PIP) --requirement tests/lightning_suite/requirements.txt
 	@touch $@
+
+ECOSYSTEM := $(VENV)/ecosystem
+
+$(ECOSYSTEM)/.installed: $(INSTALLED) tests/ecosystem/requirements.txt
+	$(RUN) -m venv --clear $(ECOSYSTEM)
+	{ echo "$(CURDIR)"; $(RUN) -c '$(BORROWED)'; } > "$$($(ECOSYSTEM)/bin/python -c '$(BORROWED)')/borrowed.pth"
+	$(ECOSYSTEM)/bin/python $(PIP) --requirement tests/ecosystem/requirements.txt
+	@touch $@
+
+test-ecosystem: $(ECOSYSTEM)/.installed  ## run packages that users combine with this one, and update the page of them
+	TEST_ECOSYSTEM=1 WRITE_WORKS_WITH=1 $(ECOSYSTEM)/bin/python -m pytest --numprocesses 2 $(PYTEST_ARGS) tests/ecosystem
 
 test-lightning:  ## run Lightning's own tests, unchanged, with ddp and with this strategy, and compare
 	@test -d "$(LIGHTNING)/tests/tests_pytorch" || { \

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collects the tests of this folder only for ``make test-ecosystem``, which installs the packages that they need.
+
+Each test is marked with the package that it runs and what it shows. The page ``docs/guides/works-with.md`` is made from
+the marks of the tests that passed, and ``WRITE_WORKS_WITH=1`` writes it.
+"""
+
+import importlib.metadata
+import os
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "works-with.md"
+START, END = "<!-- table: written by make test-ecosystem -->", "<!-- end of table -->"
+
+if "TEST_ECOSYSTEM" not in os.environ:
+    collect_ignore_glob = ["test_*.py"]
+
+_outcomes: dict[tuple[str, str], bool] = {}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the mark."""
+    config.addinivalue_line("markers", "works_with(package, shows): a row of the page on packages that were run")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Pass each test's mark on to its report, which may be made in another process."""
+    for item in items:
+        item.user_properties.extend(("works_with", mark.args) for mark in item.iter_markers("works_with"))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note whether all tests of a row passed."""
+    for name, value in report.user_properties:
+        if name == "works_with":
+            row: tuple[str, str] = (value[0], value[1])
+            _outcomes[row] = _outcomes.get(row, True) and not report.failed and not report.skipped
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the table, once all tests have been run."""
+    if "WRITE_WORKS_WITH" not in os.environ or hasattr(session.config, "workerinput"):
+        return
+    rows = [
+        f"| {package} | {importlib.metadata.version(package)} | {shows} |"
+        for (package, shows), passed in sorted(_outcomes.items(), key=lambda row: (row[0][0].lower(), row[0][1]))
+        if passed
+    ]
+    before, _, rest = PAGE.read_text().partition(START)
+    table = "\n".join(["| Package | Version | What was run |", "|---|---|---|", *rows])
+    PAGE.write_text(f"{before}{START}\n\n{table}\n\n{END}{rest.partition(END)[2]}")
