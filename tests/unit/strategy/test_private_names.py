@@ -95,6 +95,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_max_depth": ModelSummary,
     "_mode": CombinedLoader,
     "_monitor_candidates": ModelCheckpoint,
+    "_non_persistent_buffers_set": torch.nn.Module,
     "_only_lift_cpu_tensors": torch._C,
     "_optimizer_step_post_hooks": torch.optim.Optimizer,
     "_optimizer_step_pre_hooks": torch.optim.Optimizer,
