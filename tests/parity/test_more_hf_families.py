@@ -122,7 +122,7 @@ def test_they_are_on_every_other_layout(layout: Layout, tmp_path: Path) -> None:
 
 def _compare(layout: Layout, names: Iterable[str], out: Path) -> None:
     jobs = {name: (str(tiny_folder(name)), str(out / name)) for name in names}
-    ranks = run_ranks(layout.world_size, prove, jobs, layout, timeout=300)
+    ranks = run_ranks(layout.world_size, prove, jobs, layout, timeout=600)
     wrong = {name: found for name in jobs if (found := differences(name, [seen[name][0] for seen in ranks]))}
     assert wrong == {}
     for name, (folder, written) in jobs.items():
