@@ -52,7 +52,8 @@ _GATES = tuple(gate for gate, _, _ in TRIPLES)
 _NOT_IN_PEFT = {"nemotron_h": ("out_proj",)}  # PEFT 0.21 refuses them, because a fast path there reads the weight
 # Megatron's modules that may have adapters, besides linear_*
 _ADAPTED_OUTSIDE = ("router", "shared_experts", "fc1_latent_proj", "fc2_latent_proj", "word_embeddings", "output_layer")
-_OF_EXPERTS = ("mlp.experts.", "mlp.router.", "mlp.shared_experts.", "mlp.fc1_latent_proj.", "mlp.fc2_latent_proj.")
+_OF_LATENTS = ("mlp.fc1_latent_proj.", "mlp.fc2_latent_proj.")
+_OF_EXPERTS = ("mlp.experts.", "mlp.router.", "mlp.shared_experts.", *_OF_LATENTS)
 _OF_DENSE_LAYERS = ("mlp.linear_fc",)
 _ADAPTED = (".weight", ".gate_weight")
 
@@ -458,6 +459,8 @@ def tensor_names(family: Family, fields: Mapping[str, Any]) -> dict[str, list[st
         for rule in family.layer:
             is_stack = isinstance(rule, Experts)
             if rule.megatron.startswith(_OF_DENSE_LAYERS if has_experts[layer] else _OF_EXPERTS):
+                continue
+            if rule.megatron.startswith(_OF_LATENTS) and not fields.get("moe_latent_size"):
                 continue
             blocks = rule.blocks((experts, size, size) if is_stack else (size, size), fields)
             found[f"decoder.layers.{layer}.{rule.megatron}"] = [prefix + block.hf for block in blocks]
