@@ -231,7 +231,7 @@ def exports_adapters(saved: str, merged: str, adapter: str) -> None:
     assert main(["export", saved, adapter, "--adapter"]) == 0
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3_vl"])
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_a_checkpoint_of_adapters_is_exported_merged_and_alone(family: str, tmp_path: Path) -> None:
     """Transformers computes the same with the merged model, and PEFT with the adapters."""

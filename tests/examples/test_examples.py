@@ -206,7 +206,7 @@ def test_adapters_are_trained_and_peft_loads_them(
 def test_a_student_learns_from_its_teacher_and_from_the_text_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ("--teacher-steps=6", "--max-steps=6", "--batch-size=2", "--rows=16")
+    options = ("--teacher-steps=6", "--max-steps=10", "--batch-size=2", "--rows=40")
     output = run_on_ranks(capsys, 2, "distill_gpt.py", *options, folder=tmp_path)
     for name in ("teacher", "student-alone", "student-taught"):
         assert re.search(rf"{name} +validation loss \d", output), output
