@@ -44,7 +44,7 @@ SOURCE ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock check docs site-check format test test-fast test-thorough test-lightning test-ecosystem test-ray test-oldest test-latest test-mcore-source test-te test-te-suite sentences fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-distill demo-vl demo-fp8 bench bench-checkpoint \
+.PHONY: help install lock check docs site-check format test test-fast test-thorough test-lightning test-ecosystem test-ray test-oldest test-latest test-mcore-source releases test-te test-te-suite sentences fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-distill demo-vl demo-fp8 bench bench-checkpoint \
 	bench-generate bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-rehearse bench-scale bench-startup bench-vision plots gpu torture faults mutate house clean
 
 help:  ## list the commands
@@ -176,10 +176,11 @@ folder = pathlib.Path(sys.argv[1], f"megatron_core-{version}.dist-info"); folder
 (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: megatron-core\nVersion: {version}\n")
 endef
 
-test-mcore-source: $(INSTALLED)  ## run our tests on a checkout of Megatron-LM, newer than the releases we support
+.PHONY: $(CHECKOUT)
+$(CHECKOUT): $(INSTALLED)
 	@test -f "$(SOURCE)/megatron/core/package_info.py" || { \
 		echo "SOURCE='$(SOURCE)' is not a checkout of Megatron-LM; get one with: git clone --depth 1" \
-			"https://github.com/NVIDIA/Megatron-LM, and name it: make test-mcore-source SOURCE=/path/to/Megatron-LM" \
+			"https://github.com/NVIDIA/Megatron-LM, and name it: make $(MAKECMDGOALS) SOURCE=/path/to/Megatron-LM" \
 			>&2; exit 1; }
 	rm -rf $(CHECKOUT)
 	mkdir -p $(CHECKOUT)/site/megatron
@@ -189,8 +190,13 @@ test-mcore-source: $(INSTALLED)  ## run our tests on a checkout of Megatron-LM, 
 	for wheel in $(CHECKOUT)/wheels/*.whl; do $(RUN) -m zipfile -e "$$wheel" $(CHECKOUT)/site; done
 	rm -r $(CHECKOUT)/wheels
 	$(RUN) -c '$(BUILD_HELPERS)' $(CORE)/datasets/helpers
+
+test-mcore-source: $(CHECKOUT)  ## run our tests on a checkout of Megatron-LM, newer than the releases we support
 	PYTHONPATH=$(CURDIR)/$(CHECKOUT)/site MIN_TESTS=$(MIN_TESTS) \
 		$(RUN) -m pytest --numprocesses $(WORKERS) --dist loadgroup -m "$(MARK)" $(PYTEST_ARGS)
+
+releases: $(LATEST)/.unpacked $(if $(SOURCE),$(CHECKOUT))  ## run tests on 0.16.1, 0.19.2 and a checkout; update the table
+	$(RUN) -m tests.releases --latest $(LATEST) $(if $(SOURCE),--source "$(SOURCE)" --checkout $(CHECKOUT)) $(ARGS)
 
 # Only TransformerEngine's Python code, without the CUDA library. It is unpacked next to .venv instead of installed into
 # it, because all other tests run without it.
