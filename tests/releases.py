@@ -145,7 +145,8 @@ def _version(site: Path | None) -> str:
     """Return the version of the megatron-core in a folder, or of the installed one."""
     code = "import megatron.core.package_info as info; print(info.__shortversion__)"
     environment = {**os.environ, "NO_VCS_VERSION": "1", **({} if site is None else {"PYTHONPATH": str(site)})}
-    return subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).strip()
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    return subprocess.check_output(command, env=environment, text=True).strip()
 
 
 def _commit(folder: Path) -> str:

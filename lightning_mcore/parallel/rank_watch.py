@@ -64,7 +64,7 @@ _TICK = 1.0
 _CAUSE_TIMEOUT = 1.0
 _LENGTH = 200  # characters from the beginning and from the end of an error
 
-_SET_PARENT_DEATH_SIGNAL = 1  # of prctl
+SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 
 LAUNCHED_BY = "LIGHTNING_MCORE_LAUNCHED_BY"
 """The process that started this rank, in the rank's environment."""
@@ -564,7 +564,7 @@ def _watch_the_start(children: Callable[[], Sequence[subprocess.Popen[bytes]]], 
     """Notice ranks that end before all are connected, if one has started the others."""
     launcher = int(os.environ.pop(LAUNCHED_BY, "0"))  # not for programs that this rank starts
     if os.getppid() == launcher and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)  # wakes it up if it is stopped
+        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)  # wakes it up if it is stopped
 
     def watch() -> None:
         while not connected.wait(_TICK / 4):

@@ -8,9 +8,11 @@ for each rank. So the process that asks for a rehearsal is not changed, and may 
       spawned: library, imports  →  forked: ranks 0, 8 and 24 of 32, one for each stage to show, all at once
 """
 
+import ctypes
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -30,6 +32,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from lightning_mcore.parallel.megatron_import import import_megatron
+from lightning_mcore.parallel.rank_watch import SET_PARENT_DEATH_SIGNAL
 from lightning_mcore.rehearsal.counts import short
 from lightning_mcore.rehearsal.library import fake_cuda_library
 from lightning_mcore.rehearsal.rank import Build, RankReport, World, play, world_of
@@ -100,6 +103,7 @@ def run_jobs(jobs: Sequence[Job], progress: Progress) -> list[Played | Failure]:
 
 
 def _serve(jobs: Sequence[Job], library: Path, sender: Connection) -> None:
+    _end_with_parent()
     del os.environ["LD_PRELOAD"]  # of this process only
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         del os.environ[name]  # Lightning would take its ranks from them
@@ -170,7 +174,14 @@ def _forked(functions: Mapping[int, Callable[[Callable[[str], None]], Any]], pro
     return [found[rank] for rank in functions]
 
 
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies, however that happens; on Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
 def _call(function: Callable[[Callable[[str], None]], Any], sender: Connection) -> None:
+    _end_with_parent()
     try:
         sender.send(function(sender.send))
     except Exception as error:

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs to rehearse: what the processes of a rehearsal import to build them."""
 
+import os
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -214,3 +217,12 @@ def plain_run(fault: str = "", rows: int = 64) -> tuple[pl.Trainer, pl.Lightning
 def job(build: Any, *ranks: int, assume: dict[str, float] | None = None) -> Job:
     """Return a run to rehearse, with its default ranks if none are given."""
     return Job(build, ranks or None, 8, 80 * 10**9, assume or {})
+
+
+def stuck_run(record: Path) -> tuple[pl.Trainer, pl.LightningModule, Any]:
+    """Write the processes of the rehearsal to a file, and never end."""
+    partial_file = record.with_suffix(".part")
+    partial_file.write_text(f"{os.getppid()} {os.getpid()}")
+    partial_file.replace(record)
+    time.sleep(600)
+    raise AssertionError

@@ -2,9 +2,13 @@
 """What a rehearsal counts, held against arithmetic; and what it says of a run that it cannot play."""
 
 import re
+import subprocess
+import sys
+import time
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lightning_mcore.rehearsal import RankReport, rehearse
@@ -148,3 +152,22 @@ def test_a_compiler_that_fails_is_one_sentence(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(RuntimeError, match=r"false could not build .*: exit code 1"):
         rehearse(plain_run)
+
+
+def test_processes_of_a_rehearsal_end_when_the_one_that_asked_for_it_is_killed(tmp_path: Path) -> None:
+    record = tmp_path / "processes"
+    code = (
+        "from functools import partial; from pathlib import Path; from tests.support.rehearsed import *;"
+        " from lightning_mcore.rehearsal.processes import run_jobs;"
+        f"__name__ == '__main__' and run_jobs([job(partial(stuck_run, Path({str(record)!r})))], print)"
+    )
+    asking = subprocess.Popen([sys.executable, "-c", code])
+    started = time.monotonic()
+    while not record.exists():
+        assert time.monotonic() - started < 120
+        assert asking.poll() is None
+        time.sleep(0.1)
+    processes = [psutil.Process(int(number)) for number in record.read_text().split()]
+    asking.kill()
+    asking.wait()
+    assert psutil.wait_procs(processes, timeout=20)[1] == []
