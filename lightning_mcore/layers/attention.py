@@ -154,9 +154,8 @@ def query_growth(
     With beta 0.1 and length 2, positions 0 to 3 have the factors 1, 1, 1.069, 1.069; counted from 1, they have 1,
     1.069, 1.069, 1.110.
     """
-    before = first_position
-    places = [torch.arange(len(run.rows), device=device) + run.position - run.keys.start + before for run in runs]
-    return 1 + beta * torch.log1p((torch.cat(places) // length).float())
+    places = [torch.arange(len(run.rows), device=device) + run.position - run.keys.start for run in runs]
+    return 1 + beta * torch.log1p(((torch.cat(places) + first_position) // length).float())
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, runs: list[QueryRun], reach: Reach, softmax: Softmax) -> Tensor:

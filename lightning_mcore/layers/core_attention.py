@@ -166,12 +166,8 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has
             runs = packed_runs(offsets, boundaries.lengths, rank, size)
         growth = self.query_growth
         if growth is not None:
-            beta, length, first = (
-                growth["beta"],
-                growth["original_max_position_embeddings"],
-                growth.get("first_position", 0),
-            )
-            factors = query_growth(runs, beta, length, query.device, first)
+            length, first = growth["original_max_position_embeddings"], growth.get("first_position", 0)
+            factors = query_growth(runs, growth["beta"], length, query.device, first)
             query = query * factors.to(query.dtype)[:, None, None, None]
         reach = self._reach(mask_type)
         sinks, scale, dropout = self.softmax_offset, self.softmax_scale, self.attention_dropout

@@ -48,8 +48,9 @@ class KimiDeltaAttention(RecurrentLayer):
         self.A_log = OfHeads(self.tp_group, rate.log(), config, axis=2)
         self.dt_bias = OfHeads(self.tp_group, step.expm1().log(), config)  # of which softplus gives the step
         self.out_norm = _SigmoidNorm(config, self.size)
-        self.linear_low = WholeLinear(config, 2 * self.size, config.hidden_size, config.init_method, self.tp_group)
-        self.linear_low.bias = None  # which it has with add_bias_linear
+        self.linear_low = WholeLinear(
+            config, 2 * self.size, config.hidden_size, config.init_method, self.tp_group, bias=False
+        )
         self.linear_decay, self.linear_gate = (
             ColumnParallelLinear(
                 self.size,

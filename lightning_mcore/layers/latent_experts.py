@@ -34,11 +34,12 @@ class WholeLinear(MegatronModule):  # type: ignore[misc]  # megatron-core has no
         columns: int,
         init_method: Callable[[Tensor], Any],
         tp_group: dist.ProcessGroup,
+        bias: bool,
     ) -> None:
         super().__init__(config)
         self.tp_group = tp_group
         self.weight = nn.Parameter(torch.empty(rows, columns, dtype=config.params_dtype))
-        self.bias = nn.Parameter(torch.zeros(rows, dtype=config.params_dtype)) if config.add_bias_linear else None
+        self.bias = nn.Parameter(torch.zeros(rows, dtype=config.params_dtype)) if bias else None
         if config.perform_initialization:
             init_method(self.weight)
         for parameter in self.parameters():
@@ -64,8 +65,9 @@ class LatentExperts(MoELayer):  # type: ignore[misc]  # megatron-core has no typ
         groups = given.get("pg_collection") or get_default_pg_collection()
         self.experts = self.spec.experts(self.num_local_experts, config, pg_collection=groups)
         hidden, inner, outer = config.hidden_size, config.init_method, config.output_layer_init_method
-        self.fc1_latent_proj = WholeLinear(config, latent, hidden, inner, self.tp_group)
-        self.fc2_latent_proj = WholeLinear(config, hidden, latent, outer, self.tp_group)
+        group, bias = self.tp_group, config.add_bias_linear
+        self.fc1_latent_proj = WholeLinear(config, latent, hidden, inner, group, bias)
+        self.fc2_latent_proj = WholeLinear(config, hidden, latent, outer, group, bias)
 
 
 def latent_layer(submodules: MoESubmodules) -> type[LatentExperts]:

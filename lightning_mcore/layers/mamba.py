@@ -117,22 +117,20 @@ class Mamba2(RecurrentLayer):
         """Return [s, b, groups of this rank, rows] from this rank's part of all groups, [s, b, c]."""
         if not self.is_gathered:
             return torch.unflatten(part, -1, (-1, self.rows))
-        whole = self._of_all_ranks(part).permute(1, 2, 0, 3).flatten(2)
-        return torch.unflatten(whole, -1, (-1, self.rows))[:, :, self.own_groups]
+        return torch.unflatten(self._of_all_ranks(part), -1, (-1, self.rows))[:, :, self.own_groups]
 
     def _of_all_ranks(self, part: Tensor) -> Tensor:
-        """Return the parts of the tensor- and context-parallel ranks, [tp * cp, ...], in the order of heads."""
+        """Return the parts, [s, b, c], of all tensor- and context-parallel ranks, [s, b, tp * cp * c], by head."""
         whole = part[None]
         for group in (self.cp_group, self.tp_group):
             whole = gather_from_sequence_parallel_region(whole, group=group) if group.size() > 1 else whole
-        return whole
+        return whole.permute(1, 2, 0, 3).flatten(2)
 
     def _norm(self, values: Tensor) -> Tensor:
         """Return [s, b, parts of groups, channels] fp32 divided by the root mean square of their whole groups."""
         squares = values.square().sum(-1)
         if self.is_gathered:
-            squares = self._of_all_ranks(squares).permute(1, 2, 0, 3).flatten(2)
-            squares = torch.unflatten(squares, -1, (self.groups, -1)).sum(-1)[:, :, self.own_groups]
+            squares = torch.unflatten(self._of_all_ranks(squares), -1, (self.groups, -1)).sum(-1)[:, :, self.own_groups]
         size = self.sizes["mamba_num_heads"] * self.size // self.groups
         return (values * torch.rsqrt(squares / size + self.eps)[..., None]).flatten(2)
 

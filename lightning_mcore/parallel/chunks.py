@@ -460,12 +460,14 @@ def broadcast_buffers(module: nn.Module, stored_only: bool = False) -> None:
         module: The module; buffers of one dtype on one device travel together.
         stored_only: Leave out buffers that a state dict does not hold: tables computed from the settings.
     """
+    group = process_group("dp_cp")
+    if group.size() == 1:
+        return
     tables: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for layer in module.modules():
         for name, buffer in layer.named_buffers(recurse=False):
             if not (stored_only and name in layer._non_persistent_buffers_set):
                 tables.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
-    group = process_group("dp_cp")
     for buffers in tables.values():
         # A batch norm of 3 channels: means [3] and variances [3] travel as 6 numbers, and its count as 1.
         values = torch.cat([buffer.reshape(-1) for buffer in buffers])
