@@ -72,6 +72,7 @@ def rank_main(
         os.environ.clear()
         os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
         try:
+            _seed()
             _open_process_group(backend, rank, world_size, folder, timeout)
             function, args, kwargs = pickle.loads(job)
             report = pickle.dumps(Report(function(*args, **kwargs), None, time.monotonic()))
@@ -83,6 +84,18 @@ def rank_main(
         _close_process_group()
         _join_threads()
         faulthandler.unregister(STACK_SIGNAL)
+
+
+def _seed() -> None:
+    """Begin with the same random numbers in each run: what the forkserver imports seeds torch at random."""
+    import random
+
+    import numpy
+    import torch
+
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
 
 
 def _open_process_group(backend: str | None, rank: int, world_size: int, folder: str, timeout: float) -> None:
