@@ -5,8 +5,9 @@
     make releases SOURCE=/path/to/Megatron-LM     # with a column for the checkout
     make releases ARGS="--only 0.19.2"            # one column; those measured before are kept
 
-Results of a release are kept in ``build/releases``. The table goes to docs/status/tests.md, with the commit of the
-code that each release was tested with. Exit status 1 if a test failed.
+Results of a release are kept in ``build/releases``, after each row: a run that was ended goes on where it stopped,
+unless the code was changed in between. The table goes to docs/status/tests.md, with the commit of the code that each
+release was tested with. Exit status 1 if a test failed.
 """
 
 import argparse
@@ -85,8 +86,7 @@ def main() -> int:
     for version, (column, site) in names.items():
         if given.only is None or version in given.only:
             core = f"`{_commit(given.source)}` ({version})" if column == "source" else version
-            measured = measure(core, site, given.workers)
-            (RESULTS / f"{column}.json").write_text(json.dumps(asdict(measured), indent=1))
+            measure(Results(core, _commit(ROOT), {}, []), RESULTS / f"{column}.json", site, given.workers)
     columns = [Results(**json.loads(path.read_text())) for path in sorted(RESULTS.glob("*.json"))]
     before, _, rest = PAGE.read_text().partition(START)
     PAGE.write_text(f"{before}{START}\n\n{table(columns)}\n{END}{rest.partition(END)[2]}")
@@ -94,12 +94,17 @@ def main() -> int:
     return int(any(column.failed for column in columns))
 
 
-def measure(core: str, site: Path | None, workers: str) -> Results:
-    """Run all groups on one megatron-core; ``site`` comes first on the path."""
-    outcomes, failed = {}, []
+def measure(results: Results, kept: Path, site: Path | None, workers: str) -> None:
+    """Run the groups that ``kept`` lacks on one megatron-core and write it after each; ``site`` is first on the path."""
+    if kept.exists():
+        before = Results(**json.loads(kept.read_text()))
+        if (before.core, before.tested_at) == (results.core, results.tested_at):
+            results = before
     paths = [str(path) for path in (site, ROOT) if path is not None]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     for name, files in GROUPS.items():
+        if name in results.outcomes:
+            continue
         chosen = [str(path) for file in files.split() for path in _paths(file)]
         with tempfile.TemporaryDirectory() as scratch:
             report = Path(scratch, "report.xml")
@@ -109,10 +114,12 @@ def measure(core: str, site: Path | None, workers: str) -> Results:
                 cwd=ROOT, env=environment, stdout=subprocess.DEVNULL,
             )  # fmt: skip
             cases = list(ElementTree.parse(report).iter("testcase"))
-        outcomes[name] = dict(Counter(map(outcome, cases)))
-        failed += [f"{case.get('classname')}::{case.get('name')}" for case in cases if outcome(case) == "failed"]
-        print(f"{core}: {name}: {outcomes[name]}", flush=True)
-    return Results(core, _commit(ROOT), outcomes, failed)
+        results.outcomes[name] = dict(Counter(map(outcome, cases)))
+        results.failed.extend(
+            f"{case.get('classname')}::{case.get('name')}" for case in cases if outcome(case) == "failed"
+        )
+        kept.write_text(json.dumps(asdict(results), indent=1))
+        print(f"{results.core}: {name}: {results.outcomes[name]}", flush=True)
 
 
 def table(columns: list[Results]) -> str:
