@@ -95,7 +95,7 @@ def main() -> int:
 
 
 def measure(results: Results, kept: Path, site: Path | None, workers: str) -> None:
-    """Run the groups that ``kept`` lacks on one megatron-core and write it after each; ``site`` is first on the path."""
+    """Run the groups that ``kept`` lacks on one megatron-core, and write it after each; ``site`` leads the path."""
     if kept.exists():
         before = Results(**json.loads(kept.read_text()))
         if (before.core, before.tested_at) == (results.core, results.tested_at):
