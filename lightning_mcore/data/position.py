@@ -190,6 +190,8 @@ class PositionTracker:
                 f"the rest of this epoch skips {skipped} more samples, because the checkpoint was taken with another"
                 " global batch size"
             )
+        if isinstance(sampler, GlobalOrderSampler):
+            order = list(sampler.evened_out(order, position.consumed))
         return self._in_batches(deal(order, position.consumed, self._ranks, sampler.rank, sampler.drop_last))
 
     def _in_batches(self, indices: Sequence[Any]) -> Any:

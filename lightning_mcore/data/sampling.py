@@ -7,6 +7,10 @@ have read is therefore always a prefix of the order, whatever ``n`` is. So a run
 same global batch sees the same samples in every step, and a resumed run continues where the other one stopped
 (``position.py``). The ranks of one model copy read the same samples.
 
+Packed rows of one length differ in work, because attention costs the square of each document's length. Given the
+*costs* of the samples, each turn of ``n`` is dealt so that the costs of the ranks even out within a step. What a step
+reads stays the same, and so do prefixes of whole turns.
+
 An epoch ends with the last full global batch. The log says how many samples are left over; each epoch's order leaves
 out different ones. Lightning's own sampler repeats samples instead, to fill the last batch.
 
@@ -18,8 +22,10 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any, cast
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_info
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_mcore.config.value_checks import require_size
@@ -28,7 +34,8 @@ from lightning_mcore.config.value_checks import require_size
 class GlobalOrderSampler(DistributedSampler[Any]):
     """Deals out full global batches, in an order that does not depend on the number of ranks.
 
-    ``global_batch_size`` counts the samples of all ranks in one optimizer step, ``of`` names the samples in messages.
+    ``global_batch_size`` counts the samples of all ranks in one optimizer step, ``of`` names the samples in messages,
+    ``costs`` [samples] is the work of each, in any unit.
     Raises ValueError if the dataset is smaller than a global batch, or if the number of ranks does not divide one.
     """
 
@@ -41,6 +48,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         shuffle: bool = True,
         seed: int = 0,
         of: str = "samples",
+        costs: NDArray[np.float64] | None = None,
     ) -> None:
         require_size("global_batch_size", global_batch_size)
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last=True)
@@ -52,6 +60,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         # 11 samples with a global batch of 4: an epoch has 8 of them. Without shuffling, rank 0 of 2 reads 0, 2, 4, 6
         # and rank 1 reads 1, 3, 5, 7; on one rank the order is 0 to 7. Samples 8 to 10 are left over.
         self.global_batch_size = global_batch_size
+        self.costs = costs
         self.epoch_size = len(cast(Sized, dataset)) // global_batch_size * global_batch_size
         if self.epoch_size == 0:
             raise ValueError(
@@ -67,17 +76,51 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         """Samples that an epoch leaves out."""
         return len(cast(Sized, self.dataset)) - self.epoch_size
 
-    def order(self, rank: int = 0, ranks: int = 1) -> Sequence[int]:
-        """Return this epoch's indices in the order in which all ranks together read them, or one rank's share."""
+    def order(self) -> Sequence[int]:
+        """Return this epoch's indices in the order in which all ranks together read them, turn by turn."""
         if not self.shuffle:
-            return range(rank, self.epoch_size, ranks)
+            return range(self.epoch_size)
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         # Cut after permuting the whole dataset, so that each epoch leaves out different samples.
         permutation = torch.randperm(len(cast(Sized, self.dataset)), generator=generator)
-        return permutation[rank : self.epoch_size : ranks].tolist()
+        return cast(list[int], permutation[: self.epoch_size].tolist())
+
+    def evened_out(self, order: Sequence[int], consumed: int = 0) -> Sequence[int]:
+        """Return ``order`` with each turn rearranged so that, within a step, all ranks get samples of like cost.
+
+        ``consumed`` samples were read before, perhaps by another number of ranks.
+        """
+        if self.costs is None or self.num_replicas == 1:
+            return order
+        begin = consumed % self.num_replicas
+        rest = np.asarray(order[begin:])
+        places = even_out(self.costs[rest], self.num_replicas, self.global_batch_size // self.num_replicas)
+        return [*order[:begin], *rest[places].tolist()]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.order(self.rank, self.num_replicas))
+        return iter(self.evened_out(self.order())[self.rank :: self.num_replicas])
+
+
+def even_out(costs: NDArray[np.float64], ranks: int, turns: int) -> NDArray[np.int64]:
+    """Return an order of samples [n] whose costs [n] are dealt evenly to ``ranks`` in each step of ``turns`` turns.
+
+    Samples move within their turn only. The last turn may be short, and keeps its order.
+    """
+    # Costs 9 1 | 8 2 for 2 ranks and a step of 2 turns. As they are, the ranks get 9 + 8 and 1 + 2. The dearest sample
+    # of a turn goes to the rank that has least so far: 9 1 | 2 8, so 9 + 2 and 1 + 8; the places are 0 1 3 2.
+    whole = len(costs) // ranks * ranks
+    steps = -(-whole // (turns * ranks))
+    by_turn = np.zeros((steps, turns, ranks))
+    by_turn.reshape(-1)[:whole] = costs[:whole]
+    places = np.arange(by_turn.size).reshape(by_turn.shape)
+    totals = np.zeros((steps, ranks))
+    for turn in range(turns):
+        dearest_first = np.argsort(-by_turn[:, turn], axis=1, kind="stable")
+        given = np.empty_like(dearest_first)
+        np.put_along_axis(given, np.argsort(totals, axis=1, kind="stable"), dearest_first, axis=1)
+        totals += np.take_along_axis(by_turn[:, turn], given, axis=1)
+        places[:, turn] = np.take_along_axis(places[:, turn], given, axis=1)
+    return np.concatenate([places.reshape(-1)[:whole], np.arange(whole, len(costs))])
 
 
 def training_loader(
@@ -91,6 +134,7 @@ def training_loader(
     num_workers: int = 0,
     pin_memory: bool | None = None,
     of: str = "samples",
+    costs: NDArray[np.float64] | None = None,
 ) -> DataLoader[Any]:
     """Return a training loader of full global batches, in the same order on every layout.
 
@@ -105,6 +149,8 @@ def training_loader(
         pin_memory: Copy batches into pinned memory, from which a GPU can read while it computes; None means yes if the
             trainer uses CUDA.
         of: What the dataset contains, for messages: samples, or rows.
+        costs: Work of each sample, [samples], in any unit. Ranks that share a step then get samples of like cost; which
+            samples a step reads does not change. None if all cost the same.
 
     Raises:
         ValueError: The dataset is smaller than a global batch.
@@ -114,7 +160,7 @@ def training_loader(
     rank, ranks = data_parallel_place(trainer)
     accumulated = trainer.accumulate_grad_batches if trainer is not None else 1
     size = batch_size * ranks * accumulated
-    sampler = GlobalOrderSampler(dataset, ranks, rank, size, shuffle, seed, of)
+    sampler = GlobalOrderSampler(dataset, ranks, rank, size, shuffle, seed, of, costs)
     if sampler.left_over:
         rank_zero_info(
             f"each epoch skips {sampler.left_over} of {sampler.left_over + sampler.epoch_size} {of}, which do not"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
@@ -25,13 +26,15 @@ SIZE, GLOBAL_BATCH, EPOCHS = 45, 8, 3
 class Data(pl.LightningDataModule):
     """Samples, dealt out for the trainer that asks."""
 
-    def __init__(self, batch_size: int, num_workers: int) -> None:
+    def __init__(self, batch_size: int, num_workers: int, costs: bool = False) -> None:
         super().__init__()
         self.batch_size = batch_size
         self.num_workers = num_workers
+        self.costs = np.random.default_rng(2).uniform(1, 10, SIZE) if costs else None
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return training_loader(self.trainer, Samples(SIZE), self.batch_size, seed=11, num_workers=self.num_workers)
+        more: dict[str, Any] = {"seed": 11, "num_workers": self.num_workers, "costs": self.costs}
+        return training_loader(self.trainer, Samples(SIZE), self.batch_size, **more)
 
 
 class Ids(pl.Callback):
@@ -60,6 +63,7 @@ class Reading:
         strategy: Sizes of the layout.
         num_workers: Of the loader.
         save_after: Batches after which a checkpoint is taken.
+        costs: Whether samples are dealt out by cost.
     """
 
     ranks: int
@@ -67,6 +71,7 @@ class Reading:
     strategy: Any = None
     num_workers: int = 0
     save_after: int | None = None
+    costs: bool = False
 
     @property
     def copies(self) -> int:
@@ -84,7 +89,8 @@ class Reading:
         trainer = make_trainer(
             self.strategy or {}, callbacks=[ids], max_epochs=EPOCHS, accumulate_grad_batches=accumulate
         )
-        trainer.fit(module, datamodule=Data(self.batch_size, self.num_workers), ckpt_path=path if resume else None)
+        data = Data(self.batch_size, self.num_workers, self.costs)
+        trainer.fit(module, datamodule=data, ckpt_path=path if resume else None)
         return ids.batches
 
 
@@ -97,11 +103,14 @@ RUNS = {
     "dp2, workers": Reading(2, 4, num_workers=1),
     "pp2": Reading(2, 4, PP2),
     "pp2, dp2": Reading(4, 4, PP2),
+    "dp2 by cost": Reading(2, 2, costs=True),
+    "dp4 by cost": Reading(4, 1, costs=True),
 }
 RESUMED = {  # (until a checkpoint, from there)
     "dp2 to dp4": (Reading(2, 2, save_after=12), Reading(4, 2)),
     "dp4 to dp1": (Reading(4, 2, save_after=7), Reading(1, 4)),
     "dp1, between two steps, to dp2": (Reading(1, 2, save_after=8), Reading(2, 4)),
+    "dp4 to dp2 by cost": (Reading(4, 1, save_after=14, costs=True), Reading(2, 2, costs=True)),
 }
 
 
@@ -148,13 +157,20 @@ def test_three_epochs_are_one_list_of_samples_on_every_layout(consumed: dict[str
     assert len(epochs) == EPOCHS
     assert all(len(set(epoch)) == per_epoch for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    for name in RUNS:
-        assert consumed[name] == whole, name
+    for name, run in RUNS.items():
+        assert consumed[name] == whole or run.costs, name
 
 
 def test_a_resume_on_other_ranks_reads_on_in_the_same_list(consumed: dict[str, list[int]]) -> None:
-    for name in RESUMED:
-        assert consumed[name] == consumed["dp1"], name
+    for name, (_, run) in RESUMED.items():
+        assert consumed[name] == consumed["dp1"] or run.costs, name
+
+
+def test_costs_change_who_reads_a_sample_and_not_the_step_that_it_is_in(consumed: dict[str, list[int]]) -> None:
+    steps = {name: np.sort(np.reshape(read, (-1, GLOBAL_BATCH)), axis=1).tolist() for name, read in consumed.items()}
+    for name in ("dp2 by cost", "dp4 by cost", "dp4 to dp2 by cost"):
+        assert steps[name] == steps["dp1"], name
+        assert consumed[name] != consumed["dp1"], name
 
 
 def test_a_resume_with_a_global_batch_that_is_larger_reads_no_sample_twice(tmp_path: Path) -> None:

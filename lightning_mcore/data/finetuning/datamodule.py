@@ -252,15 +252,17 @@ class MCoreFinetuningData(pl.LightningDataModule):
         """Return the loader of the training rows, shuffled in each epoch."""
         if self._stream is not None:
             return StreamLoader(self.trainer, self._stream, *data_parallel_place(self.trainer), self.num_workers)
+        data = self._opened("train")
         return training_loader(
             self.trainer,
-            self._opened("train"),
+            data,
             self.batch_size,
             seed=self.seed,
             shuffle=self.shuffle,
             collate_fn=self._collator("train"),
             num_workers=self.num_workers,
             of="rows" if self.packing else "samples",
+            costs=data.costs if isinstance(data, PackedDataset) else None,
         )
 
     def val_dataloader(self) -> Any:

@@ -124,11 +124,15 @@ class PackedPairs(PackedDataset):
 
     def _pack(self) -> PackedRows:
         # The two sequences are padded one by one but packed as one item, so that they stay together.
-        padded = -(-self.samples.each // self._multiple) * self._multiple
+        padded = self._padded()
         rows = pack_lengths(padded.sum(1), self._row_length, self._multiple)
         tokens = int(self.samples.lengths.sum())
         self.samples.statistics.add_rows(len(rows), self._row_length, tokens, int(padded.sum()) - tokens)
         return rows
+
+    def _padded(self) -> NDArray[np.int64]:
+        padded: NDArray[np.int64] = -(-self.samples.each // self._multiple) * self._multiple
+        return padded
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return a row; ``pairs.py`` lists its tensors."""
