@@ -20,6 +20,7 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_mcore.checkpoint import extra_state
 from lightning_mcore.checkpoint.differences import Differences, Shape
@@ -82,6 +83,12 @@ class StoredState:
         contents = io.contents_for_all(path, manifest)
         read = partial(io.load_shards, path, weights_only=weights_only, contents=contents)
         return cls(path, contents, numbers, read)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a stored tensor."""
+        entry = self.contents.metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        return entry.properties.dtype
 
     def weights(self) -> dict[str, Shape]:
         """Global shapes of the tensors that are not optimizer state."""
@@ -299,8 +306,8 @@ def load(
         return
     # Build the state again: loading has replaced its tensors by the parameters.
     model_state, shares = run_on_all_ranks(lambda: _shares(chunks, optimizers))
-    for index, own in enumerate(shares):
-        _load_optimizer(stored, index, own, model_state)
+    for index, (optimizer, own) in enumerate(zip(optimizers, shares, strict=True)):
+        _load_optimizer(stored, index, own, model_state, keeps_dtypes=not optimizer.rebuilt)
 
 
 def compare(stored: StoredState, model_state: dict[str, Any]) -> Differences:
@@ -320,7 +327,10 @@ def _without(state: dict[str, Any], differences: Differences, stored: StoredStat
     return {name: entry for name, entry in state.items() if is_there(entry)}
 
 
-def _load_optimizer(stored: StoredState, index: int, shares: Sequence[Share], model_state: dict[str, Any]) -> None:
+def _load_optimizer(
+    stored: StoredState, index: int, shares: Sequence[Share], model_state: dict[str, Any], keeps_dtypes: bool
+) -> None:
+    """Read the state of one optimizer; ``keeps_dtypes`` gives it the stored dtypes, such as the uint8 of 8-bit Adam."""
     assert stored.numbers is not None
     numbers, names_of = stored.numbers[index], _stored_names(stored, index)
     wanted: list[ShardedTensor] = []
@@ -328,7 +338,10 @@ def _load_optimizer(stored: StoredState, index: int, shares: Sequence[Share], mo
     for share in shares:
         names = names_of(share.sharded)
         own = numbers["own"].get(identity_of(share.sharded), numbers["common"] if names else None)
-        targets = share.targets([name for name in names if name not in MAIN_NAMES] if own is not None else [])
+        wished = [name for name in names if name not in MAIN_NAMES] if own is not None else []
+        key = pieces_of(share.sharded)[0].place.key
+        dtypes = {name: stored.dtype(_prefix(index, name).format(key)) for name in wished}
+        targets = share.targets(wished, dtypes if keeps_dtypes else {})
         share.set_numbers(own or {})
         for name, tensor in targets.items():
             wanted += place_range(_prefix(index, name), tensor.view(-1), share.sharded, share.begin)

@@ -114,16 +114,17 @@ class Share:
         """Return the fp32 copy that is stepped, of the shape of ``stepped``."""
         return self.stepped.detach()
 
-    def targets(self, names: Collection[str]) -> dict[str, Tensor]:
+    def targets(self, names: Collection[str], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
         """Return tensors to read these parts into, by name, and drop the other state.
 
-        Each has the shape of ``stepped``, and its dtype in the optimizer, or fp32.
+        Each has the shape of ``stepped``. Its dtype is that in the optimizer or, if it has no such state yet, that in
+        ``dtypes`` or else of ``stepped``.
         """
         for name in [name for name in self.state if name not in names]:
             del self.state[name]
         for name in names:
             if not isinstance(self.state.get(name), Tensor):
-                self.state[name] = torch.empty_like(self.stepped)
+                self.state[name] = torch.empty_like(self.stepped, dtype=dtypes.get(name))
         return {name: self.state[name] for name in names}
 
     def target_of_copy(self) -> Tensor:
@@ -154,7 +155,7 @@ class PrecisionAwareShare(Share):
         """Return the fp32 copy."""
         return self._unscaled()["param"]
 
-    def targets(self, names: Collection[str]) -> dict[str, Tensor]:
+    def targets(self, names: Collection[str], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
         """Return new tensors, because the optimizer's memory holds scaled values."""
         return {name: self.target_of_copy() for name in names}
 
@@ -333,7 +334,8 @@ def _split(numbers: Mapping[str, Numbers | None]) -> dict[str, Any]:
 
 def _most_frequent(values: list[Numbers | None]) -> Numbers | None:
     groups: list[tuple[Numbers | None, int]] = []
-    for value in values:
+    # Arrays, such as the means of a matrix's rows, belong to one parameter: with them, each count would be 1.
+    for value in (value for value in values if value is None or not _has_arrays(value)):
         for index, (known, count) in enumerate(groups):
             if _same(known, value):
                 groups[index] = (known, count + 1)
@@ -341,6 +343,10 @@ def _most_frequent(values: list[Numbers | None]) -> Numbers | None:
         else:
             groups.append((value, 1))
     return max(groups, key=lambda group: group[1])[0] if groups else None
+
+
+def _has_arrays(numbers: Numbers) -> bool:
+    return any(isinstance(value, Tensor) and value.dim() > 0 for value in numbers.values())
 
 
 def _same(one: Numbers | None, other: Numbers | None) -> bool:

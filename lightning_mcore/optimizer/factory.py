@@ -39,6 +39,7 @@ class OptimizerSetting:
     overlap_param_gather: bool
     tensor_parallel_size: int  # ranks that share each matrix, including expert matrices
     expert_model_parallel_size: int
+    pipeline_model_parallel_size: int = 1
     config: OptimizerConfig | None = None
     scaler: LossScaler | None = None
 
@@ -78,6 +79,7 @@ def make_optimizer(
         distributed=setting.distributed,
         tensor_parallel_size=setting.tensor_parallel_size,
         expert_model_parallel_size=setting.expert_model_parallel_size,
+        pipeline_model_parallel_size=setting.pipeline_model_parallel_size,
         may_skip_steps=setting.scaler is not None,
     )
     # Without sharding, a plain module's Adam or SGD keeps its own step, as under "ddp".

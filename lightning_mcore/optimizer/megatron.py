@@ -37,7 +37,9 @@ from torch.optim import Optimizer
 
 from lightning_mcore.optimizer.loss_scale import AgreedGradScaler
 from lightning_mcore.optimizer.parts import clamp_gradients, follow_user_groups, parts_with_parameters
+from lightning_mcore.optimizer.rules import check_state
 from lightning_mcore.parallel.chunks import parameters_changed
+from lightning_mcore.parallel.consensus import run_on_all_ranks
 from lightning_mcore.parallel.groups import process_group
 
 Closure = Callable[[], Any]
@@ -333,6 +335,7 @@ class WrappedOptimizer(MCoreOptimizer):
     """
 
     rebuilt = False
+    _state_is_checked = False
 
     def unscale(self) -> None:
         """Divide by the loss scale now if the parameters are fp32; hooks never see the gradients of main parameters."""
@@ -364,6 +367,9 @@ class WrappedOptimizer(MCoreOptimizer):
             if not self.gradients.overflowed:
                 self.megatron.step_with_ready_grads()  # calls the user's step
         self._report(not self.gradients.overflowed, self.gradients.norm, self.gradients.num_zeros)
+        if not (self._inline or self.step_skipped or self._state_is_checked):
+            run_on_all_ranks(lambda: check_state(self.user, process_group("tp").size()))
+            self._state_is_checked = True
         return result
 
     def _evaluate_and_prepare(self, closure: Closure | None) -> Any:
@@ -412,7 +418,20 @@ class WrappedOptimizer(MCoreOptimizer):
 @functools.cache
 def _class_of(kind: type[MCoreOptimizer], user: type[Optimizer]) -> type[MCoreOptimizer]:
     """Return the class that derives from a kind and a user's class; there is one for each pair."""
-    return type(f"MCore{user.__name__}", (kind, user), {})
+    switches = {name: _switch(name) for name in ("train", "eval") if kind is WrappedOptimizer and hasattr(user, name)}
+    return type(f"MCore{user.__name__}", (kind, user), switches)
+
+
+def _switch(name: str) -> Callable[[WrappedOptimizer], None]:
+    """Return the method by which a schedule-free optimizer exchanges the weights to train with and to evaluate."""
+
+    def switch(self: WrappedOptimizer) -> None:
+        getattr(self.user, name)()
+        if self._has_main_parameters:
+            self.megatron._copy_main_params_to_model_params()
+        parameters_changed(self._chunks)
+
+    return switch
 
 
 def _evaluate(closure: Closure | None) -> Any:

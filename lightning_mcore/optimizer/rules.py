@@ -29,9 +29,12 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig
     from torch.optim import Optimizer
 
+    from lightning_mcore.optimizer.trial import LooksAt
+
 _NOT_IN_MEGATRON = ("amsgrad", "maximize", "dampening", "nesterov")
-# By name, because their packages may not be installed; a subclass counts as its parents. On a rank's part of a matrix,
-# these would compute wrong numbers without an error, because they look at the whole matrix or at its norm.
+# On a rank's part of a matrix, these would compute wrong numbers without an error, because they look at the whole
+# matrix or at its norm. By name, because their packages may not be installed; a subclass counts as its parents. Others
+# are recognized by a trial (trial.py), which cannot create all of these.
 _WHOLE_MATRICES = {
     "adafactor",
     "came",
@@ -39,6 +42,7 @@ _WHOLE_MATRICES = {
     "galoreadamw",
     "lamb",
     "lars",
+    "lars8bit",
     "muon",
     "muonwithadamw",
     "novograd",
@@ -224,6 +228,7 @@ def check_kind(
     distributed: bool,
     tensor_parallel_size: int,
     expert_model_parallel_size: int,
+    pipeline_model_parallel_size: int = 1,
     may_skip_steps: bool = False,
 ) -> None:
     """Raise ``TypeError`` for an optimizer that cannot be rebuilt but must be, or needs more than a rank holds.
@@ -252,11 +257,54 @@ def check_kind(
             f"{name} evaluates the step several times, and loss scaling may skip a step; use another optimizer, or"
             " Trainer(precision='32-true') or 'bf16-mixed'"
         )
-    if tensor_parallel_size > 1 and _is_one_of(user, _WHOLE_MATRICES):
+    splits = tensor_parallel_size > 1 or pipeline_model_parallel_size > 1
+    seen = _looks_at(user) if fields is None and splits else "elements"
+    if tensor_parallel_size > 1 and seen == "matrices":
         raise TypeError(
             f"{name} looks at whole matrices, and tensor_model_parallel_size={tensor_parallel_size} leaves each rank a"
             " part of them; set the tensor sizes to 1, or use an optimizer that is elementwise, such as AdamW"
         )
+    if seen == "parameters":
+        raise TypeError(
+            f"{name} looks at all parameters at once, and tensor_model_parallel_size={tensor_parallel_size} with"
+            f" pipeline_model_parallel_size={pipeline_model_parallel_size} leaves each rank a part of them; set both to"
+            " 1, or use an optimizer that steps each parameter for itself, such as AdamW"
+        )
+
+
+def check_state(user: "Optimizer", tensor_parallel_size: int) -> None:
+    """Raise ``TypeError`` if the state after a step cannot be stored in shards, from which every layout reads its part.
+
+    A tensor of the parameter's shape is stored like the parameter, and any other beside it, as a whole.
+    """
+    from torch import Tensor
+
+    name = type(user).__name__
+    for parameter, state in user.state.items():
+        is_split = tensor_parallel_size > 1 and getattr(parameter, "tensor_model_parallel", False)
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                continue
+            if type(value) is not Tensor:
+                raise TypeError(
+                    f"{name} keeps {key!r} as {type(value).__name__}, which sharded checkpoints cannot store; use AdamW"
+                    " with use_distributed_optimizer=True, or a plain LightningModule, which is saved as one file"
+                )
+            # Block scales of 8-bit states, [n / 256], or means of rows and columns.
+            if is_split and value.dim() > 0 and value.shape != parameter.shape:
+                raise TypeError(
+                    f"{name} keeps {key!r} of shape {list(value.shape)} for a parameter of shape"
+                    f" {list(parameter.shape)}, which no other layout could read because"
+                    f" tensor_model_parallel_size={tensor_parallel_size} splits that parameter; set it to 1, or use"
+                    " AdamW with use_distributed_optimizer=True"
+                )
+
+
+def _looks_at(user: "Optimizer") -> "LooksAt | None":
+    """Return what a step looks at, by the optimizer's name or else by a trial; None if both do not tell."""
+    from lightning_mcore.optimizer.trial import looks_at
+
+    return "matrices" if _is_one_of(user, _WHOLE_MATRICES) else looks_at(user)
 
 
 def _is_one_of(user: "Optimizer", names: set[str]) -> bool:

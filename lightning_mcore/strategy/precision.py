@@ -243,6 +243,7 @@ class MCorePrecision(Precision):
             overlap_param_gather=ddp_config.overlap_param_gather,
             tensor_parallel_size=max(layout.tensor_model_parallel_size, layout.expert_tensor_size),
             expert_model_parallel_size=layout.expert_model_parallel_size,
+            pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
             config=config,
             scaler=self.make_scaler(),
         )

@@ -84,7 +84,7 @@ def test_scaled_state_is_saved_and_loaded_without_its_scale() -> None:
     place = ShardedTensor.from_rank_offsets("weight", parameter)
     share = PrecisionAwareShare(part, parameter, parameter, {}, place, begin=0)
     assert share.has_copy
-    targets = {**share.targets(["exp_avg"]), "param": share.target_of_copy()}
+    targets = {**share.targets(["exp_avg"], {}), "param": share.target_of_copy()}
     assert {(target.dtype, target.shape) for target in targets.values()} == {(torch.float32, parameter.shape)}
     targets["exp_avg"].fill_(8.0)
     targets["param"].fill_(2.0)

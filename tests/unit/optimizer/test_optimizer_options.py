@@ -19,10 +19,12 @@ from lightning_mcore.optimizer.megatron import MCoreOptimizer, RebuiltOptimizer,
 from lightning_mcore.optimizer.rules import (
     check_kind,
     check_optimizer_config,
+    check_state,
     megatron_fields,
     optimizer_device_faults,
     optimizer_option_faults,
 )
+from lightning_mcore.optimizer.trial import looks_at
 from lightning_mcore.parallel import groups as process_groups
 from lightning_mcore.parallel.chunks import wrap_chunks
 from lightning_mcore.strategy.gradient_settings import GradientSettings
@@ -175,6 +177,81 @@ def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_split(optimize
     for case in ({"tensor_parallel_size": 2}, {"distributed": True}, {"expert_model_parallel_size": 2}):
         with refuses(TypeError):
             check_kind(optimizer(), **{**ONE, **case})
+
+
+def step_by(scales: Any) -> type[torch.optim.Optimizer]:
+    """Return a class of optimizers whose step is the gradient times what ``scales`` makes of all gradients."""
+
+    class Scaled(torch.optim.Optimizer):
+        def __init__(self, parameters: Any, lr: float = 0.0) -> None:
+            super().__init__(parameters, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            parameters = self.param_groups[0]["params"]
+            for parameter, scale in zip(parameters, scales([p.grad for p in parameters]), strict=True):
+                parameter.sub_(parameter.grad * scale, alpha=self.param_groups[0]["lr"])
+
+    return Scaled
+
+
+ByElements = step_by(lambda gradients: [gradient.abs() for gradient in gradients])
+ByNorms = step_by(lambda gradients: [1 / gradient.norm() for gradient in gradients])
+ByAll = step_by(lambda gradients: [1 / torch.stack([g.norm() for g in gradients]).norm()] * len(gradients))
+AtRandom = step_by(lambda gradients: [torch.rand(1) for _ in gradients])
+NeedsAClosure = step_by(lambda gradients: 1 / 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "seen"),
+    [
+        (ByElements, "elements"),
+        (ByNorms, "matrices"),
+        (ByAll, "parameters"),
+        (AtRandom, None),
+        (NeedsAClosure, None),
+        (torch.optim.Adafactor, "matrices"),
+        (torch.optim.RMSprop, "elements"),
+    ],
+    ids=["elements", "norms", "all", "random", "fails", "adafactor", "rmsprop"],
+)
+def test_a_trial_shows_what_an_optimizer_looks_at(kind: Any, seen: str | None) -> None:
+    [parameter] = matrix()
+    before = torch.get_rng_state()
+    assert looks_at(kind([parameter])) == seen
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not parameter.any()
+
+
+def test_an_optimizer_is_rejected_by_what_a_trial_shows() -> None:
+    split, stages = {**ONE, "tensor_parallel_size": 2}, {**ONE, "pipeline_model_parallel_size": 2}
+    check_kind(ByElements(matrix()), **split)
+    check_kind(ByNorms(matrix()), **stages)
+    check_kind(ByAll(matrix()), **ONE)
+    with refuses(TypeError, "tensor_model_parallel_size=2"):
+        check_kind(ByNorms(matrix()), **split)
+    for layout, size in ((split, "tensor_model_parallel_size=2"), (stages, "pipeline_model_parallel_size=2")):
+        with refuses(TypeError, size):
+            check_kind(ByAll(matrix()), **layout)
+
+
+class Coded(torch.Tensor):
+    """Stands for a state of another package, which only its optimizer reads."""
+
+
+def test_a_state_that_shards_cannot_hold_is_rejected() -> None:
+    [parameter] = matrix()
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD([parameter])
+    optimizer.state[parameter] = {"step": 3, "momentum": torch.zeros(2, 2), "scale": torch.tensor(1.0)}
+    check_state(optimizer, tensor_parallel_size=2)
+    optimizer.state[parameter] |= {"rows": torch.zeros(2)}
+    check_state(optimizer, tensor_parallel_size=1)
+    with refuses(TypeError, "SGD keeps 'rows' of shape [2]"):
+        check_state(optimizer, tensor_parallel_size=2)
+    optimizer.state[parameter] = {"momentum": torch.zeros(2, 2).as_subclass(Coded)}
+    with refuses(TypeError, "SGD keeps 'momentum' as Coded"):
+        check_state(optimizer, tensor_parallel_size=1)
 
 
 def test_an_optimizer_of_all_parameters_is_refused_in_a_pipeline() -> None:

@@ -33,6 +33,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch._library.custom_ops import CustomOpDef
 from torch.distributed import distributed_c10d
 from torch.jit import _builtins
@@ -48,6 +49,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_accelerator_connector": pl.Trainer,
     "_active_loop": pl.Trainer,
     "_amp_foreach_non_finite_check_and_unscale_": torch,
+    "_copy_main_params_to_model_params": Float16OptimizerWithFloat16Params,
     "_foreach_mul_": torch,
     "_foreach_norm": torch,
     "_apply_scaling": RotaryEmbedding,
