@@ -31,13 +31,16 @@ from torch.distributed.checkpoint.metadata import Metadata
 from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint.files import absolute, resolve_folder
 from lightning_mcore.checkpoint.manifest import (
+    COMMON_FILE,
     LIGHTNING_FILE,
     MANIFEST_FILE,
     METADATA_FILE,
     OLD_RANKS_FILE,
     damaged,
+    read_common,
     read_metadata,
 )
+from lightning_mcore.checkpoint.megatron_lm import MegatronProgress, without_chains
 from lightning_mcore.checkpoint.reader import ShardReader, load_shards
 from lightning_mcore.checkpoint.remote import locator
 from lightning_mcore.checkpoint.save import (
@@ -345,6 +348,8 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         where = str(path)
         manifest = _manifest_of(where) if manifest is None else manifest
         metadata = read_metadata(where, self._read(where, manifest, METADATA_FILE))
+        if not manifest:
+            metadata = without_chains(metadata)
         described = metadata.state_dict_metadata
         return Contents(
             manifest=manifest,
@@ -352,6 +357,10 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             shapes={name: tuple(entry.size) for name, entry in described.items() if hasattr(entry, "size")},
             objects={name for name, entry in described.items() if not hasattr(entry, "size")},
         )
+
+    def megatron_progress(self, path: _PATH) -> MegatronProgress:
+        """Return how far the run of Megatron-LM had come that wrote ``path``; ``ValueError`` if it does not say."""
+        return MegatronProgress.of(str(path), read_common(self._read(str(path), {}, COMMON_FILE)))
 
     def contents_for_all(self, path: _PATH, manifest: dict[str, Any] | None = None) -> Contents:
         """Return the contents as :meth:`read_contents` does, together; collective over the world.

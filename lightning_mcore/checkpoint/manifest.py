@@ -120,8 +120,9 @@ def no_checkpoint(path: str, names: Collection[str]) -> ValueError:
         return interrupted(path)
     if is_megatron(names):
         return ValueError(
-            f"{path} is a checkpoint of Megatron-LM or another program; it has no {MANIFEST_FILE}, so a run cannot"
-            " resume from it; start from its weights with self.load_weights(path) in configure_model"
+            f"{path} is a checkpoint of Megatron-LM or another program and does not say how to build its model; resume"
+            " from it with trainer.fit(..., ckpt_path=path), or start from its weights with self.load_weights(path) in"
+            " configure_model"
         )
     inside = [name for name in sorted(names) if name.endswith(".ckpt") or name.startswith("iter_")]
     advice = f"did you mean {path.rstrip('/')}/{inside[-1]}" if inside else "give the path of a checkpoint"

@@ -38,6 +38,7 @@ from lightning_mcore.checkpoint.optimizer_state import (
     shares_of,
     tensors_in,
 )
+from lightning_mcore.checkpoint.reader import OF_AN_OPTIMIZER
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from lightning_mcore.parallel.chunks import ModelChunks
 from lightning_mcore.parallel.consensus import combine_on_rank0, run_on_all_ranks
@@ -93,7 +94,7 @@ class StoredState:
     def weights(self) -> dict[str, Shape]:
         """Global shapes of the tensors that are not optimizer state."""
         shapes = self.contents.shapes
-        return {name: shape for name, shape in shapes.items() if not name.startswith(f"{OPTIMIZER}.")}
+        return {name: shape for name, shape in shapes.items() if not name.startswith(OF_AN_OPTIMIZER)}
 
 
 def collect(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> CollectedState:

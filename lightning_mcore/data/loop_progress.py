@@ -76,6 +76,14 @@ class LoopProgress:
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] = self.stepped - 1
 
 
+def write_steps(loops: dict[str, Any], steps: int) -> None:
+    """Write a number of optimizer steps into the saved state of Lightning's fit loop, as if this run had taken them."""
+    progress = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
+    for counts in progress.values():
+        counts.update(ready=steps, completed=steps)
+    loops["epoch_loop.state_dict"]["_batches_that_stepped"] = steps
+
+
 class EndOfRestart(Checkpoint):
     """Lets a loop that resumed within an epoch end that epoch like any other.
 

@@ -16,12 +16,15 @@ wrapped model, so they wait until the end of ``setup``.
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import lightning
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -29,6 +32,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint import manifest as checkpoint_manifest
@@ -37,8 +42,10 @@ from lightning_mcore.checkpoint.background import BackgroundTask
 from lightning_mcore.checkpoint.extra_state import checked_extra_state
 from lightning_mcore.checkpoint.fp8_weights import fp8_weights_as_plain
 from lightning_mcore.checkpoint.io import CONTENT_METADATA, MANIFEST, RANK_STATE, SHARDED_STATE, MCoreCheckpointIO
+from lightning_mcore.checkpoint.megatron_lm import optimizer_class
 from lightning_mcore.checkpoint.model_state import StoredState
 from lightning_mcore.checkpoint.optimizer_state import load_whole_state, reload_weights
+from lightning_mcore.data import loop_progress
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from lightning_mcore.parallel import rank_watch
 from lightning_mcore.parallel.chunks import ModelChunks, find_pipeline, synchronize_parameters
@@ -53,6 +60,7 @@ _log = logging.getLogger(__name__)
 
 _NUMBERS = "lightning_mcore/optimizer_numbers"
 _COORDINATES = "lightning_mcore/coordinates"  # of rank 0
+_ITERATION = "lightning_mcore/iteration"  # of a run of Megatron-LM
 # Megatron-LM's way of saying that every layout can read the optimizer's state.
 _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 EXCEPTION_TIMEOUT = 30.0
@@ -253,6 +261,8 @@ class Checkpoints:
         path: str = strategy.broadcast(str(checkpoint_path))  # not a Path, which breaks "http://"
         io = strategy.checkpoint_io
         if isinstance(io, MCoreCheckpointIO) and run_on_rank0(lambda: io.is_directory(path)):
+            if run_on_rank0(lambda: checkpoint_files.is_megatron_checkpoint(path)):
+                return self._load_megatron(path, io, weights_only)
             state = io.load_directory(path, weights_only)
         else:
             state = run_on_all_ranks(lambda: self._read_file(path, weights_only))
@@ -267,6 +277,31 @@ class Checkpoints:
             saved, read = states[0].get("coordinates"), states.__getitem__
         strategy.resume.restore(saved, read, state)
         return state
+
+    def _load_megatron(self, path: str, io: MCoreCheckpointIO, weights_only: bool | None) -> dict[str, Any]:
+        """Return Lightning's state after the iteration at which Megatron-LM saved ``path``."""
+        stored = StoredState.open(io, path, None, weights_only)
+        progress = run_on_rank0(lambda: io.megatron_progress(path))
+        state = {"pytorch-lightning_version": lightning.__version__, "epoch": 0, "state_dict": {}, "callbacks": {}}
+        trainer = self._module.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            names = [*stored.contents.shapes, *stored.contents.objects]
+            contents = {"optimizer_class": run_on_all_ranks(lambda: optimizer_class(path, names))}
+            loops = trainer._checkpoint_connector._get_loops_state_dict()
+            loop_progress.write_steps(loops["fit_loop"], progress.iteration)
+            stored = replace(
+                stored,
+                contents=replace(stored.contents, manifest={"contents": contents}),
+                numbers=[{"common": {"step": progress.adam_step}, "own": {}}],
+            )
+            state |= {"loops": loops, "optimizer_states": [], "lr_schedulers": [], _ITERATION: progress.iteration}
+            self._strategy.resume.restore_of_megatron(progress, loops["fit_loop"])
+            rank_zero_info(
+                f"the run goes on from Megatron-LM's iteration {progress.iteration:,}, "
+                + (f"after {progress.consumed:,} samples" if progress.batches else "and begins the data anew")
+            )
+        self._pending = stored
+        return {**state, "global_step": progress.iteration}
 
     def _read_file(self, path: str, weights_only: bool | None) -> dict[str, Any]:
         strategy, layout = self._strategy, self._strategy.layout
@@ -302,6 +337,8 @@ class Checkpoints:
                 f"the checkpoint contains the states of {len(states)} optimizers, but configure_optimizers returned"
                 f" {len(optimizers)}; resume with the optimizers of the run that saved it"
             )
+        if _ITERATION in checkpoint:
+            advance_schedules(self._strategy.lr_scheduler_configs, checkpoint[_ITERATION])
         distributed = self._strategy.gradients.distributed
         for optimizer, saved in zip(optimizers, states, strict=False):
             if distributed and "megatron" in saved:
@@ -355,6 +392,17 @@ class Checkpoints:
         module = self._strategy.lightning_module
         assert module is not None
         return module
+
+
+def advance_schedules(configs: Iterable[LRSchedulerConfig], steps: int) -> None:
+    """Take the steps of a run of Megatron-LM, whose checkpoint knows its own schedule only."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # before optimizer.step()
+        for config in configs:
+            scheduler: Any = config.scheduler
+            if config.interval == "step" and not config.reduce_on_plateau:
+                for _ in range(steps // config.frequency):
+                    scheduler.step()
 
 
 def _finishes(function: Callable[[], object]) -> bool:

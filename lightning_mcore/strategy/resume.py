@@ -35,10 +35,11 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher  # priva
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader
 
+from lightning_mcore.checkpoint.megatron_lm import MegatronProgress
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.data import loop_progress
 from lightning_mcore.data.loop_progress import LoopProgress
-from lightning_mcore.data.position import PositionTracker
+from lightning_mcore.data.position import Position, PositionTracker
 from lightning_mcore.parallel.consensus import control_group, run_on_all_ranks
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.random_state import RandomState, draw_other_numbers, pick, put, take
@@ -116,6 +117,26 @@ class ExactResume:
                 f" ranks, which {ranks} ranks cannot use; resume on {state.ranks}, or from the end of an epoch"
             )
         self._restored = state
+
+    def restore_of_megatron(self, progress: MegatronProgress, loops: dict[str, Any]) -> None:
+        """Continue in the data where a run of Megatron-LM stopped, if its checkpoint says where; changes ``loops``.
+
+        An item of a loader is a microbatch on one data-parallel rank, in Megatron-LM as here.
+        """
+        if not progress.batches:
+            return
+        place = LoopProgress(0, True, False, False, progress.batches, 0, progress.iteration)
+        place.write(loops)
+        ranks, size = progress.data_parallel_size, progress.micro_batch_size
+        position = Position(progress.batches, ranks, size, seed=progress.seed)
+        self._restored = RankState(
+            coordinates={**self._coordinates(), "data_parallel_size": ranks},
+            progress=place,
+            random=take(self._strategy.root_device),  # Megatron-LM's random states are not read
+            loaders=[LoaderState("index", position)],
+            stateful=[],
+            metrics={},
+        )
 
     def setup(self) -> None:
         """Forget an earlier run, but keep the checkpoint that was read for this one."""

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint of Megatron-LM says about its run, so that a run here goes on from it.
+
+Its tensors have the names that ours have, except that older ones put ``chained_0.`` and so on before the state of the
+optimizers that are chained for dense weights and experts. Progress is in ``common.pt``: the iteration, and among the
+arguments how many samples were read, on how many data-parallel ranks and in microbatches of which size.
+
+``io.py`` renames the tensors, ``strategy/checkpointing.py`` resumes from the rest.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+_CHAINED = re.compile(r"^chained_\d+\.(?=optimizer\.state\.)")
+_BY_BUCKET = re.compile(r"^(chained_\d+\.)?optimizer\.distributed\.")
+_CLASSES = {"exp_avg_sq": "AdamW", "momentum_buffer": "SGD"}
+"""Classes of torch that keep a state of this name."""
+
+
+@dataclass(frozen=True)
+class MegatronProgress:
+    """How far a run of Megatron-LM had come."""
+
+    iteration: int  # optimizer steps, with skipped ones
+    adam_step: int
+    consumed: int | None  # samples that all ranks together had read; None if the checkpoint does not say
+    data_parallel_size: int
+    micro_batch_size: int  # in samples
+    seed: int
+
+    @classmethod
+    def of(cls, path: str, common: Mapping[str, Any]) -> "MegatronProgress":
+        """Return the progress in the content of ``common.pt``; ``ValueError`` if it lacks the iteration."""
+        iteration = common.get("iteration")
+        if not isinstance(iteration, int):
+            raise ValueError(
+                f"{path} does not say after which iteration it was saved, so a run cannot resume from it; start from"
+                " its weights with self.load_weights(path) in configure_model"
+            )
+        arguments = getattr(common.get("args"), "__dict__", {})
+        sizes = [arguments.get(name) for name in ("data_parallel_size", "micro_batch_size", "seed")]
+        consumed = arguments.get("consumed_train_samples")
+        if not all(isinstance(number, int) for number in (consumed, *sizes)):
+            consumed, sizes = None, [1, 1, 0]
+        step = next((step for step in _steps(common.get("optimizer")) if isinstance(step, int)), iteration)
+        return cls(iteration, step, consumed, *sizes)  # type: ignore[arg-type]
+
+    @property
+    def batches(self) -> int:
+        """Microbatches that each data-parallel rank had read."""
+        # 4 steps with 64 samples, on 8 ranks in microbatches of 2: 256 // 16 = 16 microbatches on each.
+        return (self.consumed or 0) // (self.data_parallel_size * self.micro_batch_size)
+
+
+def _steps(state: Any) -> Iterator[Any]:
+    """Yield each ``step`` in an optimizer's state, however deep."""
+    for name, value in state.items() if isinstance(state, Mapping) else ():
+        if name == "step":
+            yield value
+        for inner in value if isinstance(value, list) else [value]:
+            yield from _steps(inner)
+
+
+def optimizer_class(path: str, names: Iterable[str]) -> str:
+    """Return the name of the class whose state a checkpoint has, given the names of its tensors and objects.
+
+    Raises ``ValueError`` if there is none, or if it is stored in a way that only the same layout can read.
+    """
+    weights_only = "start from its weights with self.load_weights(path) in configure_model"
+    kinds = set()
+    for name in names:
+        if _BY_BUCKET.match(name):
+            raise ValueError(
+                f"{path} stores the optimizer's state by the buckets of its run (dp_reshardable), which other runs"
+                f" cannot read; save it with Megatron-LM's --dist-ckpt-optim-fully-reshardable, or {weights_only}"
+            )
+        if name.startswith("optimizer.state."):
+            kinds.add(name.split(".")[2])
+    found = next((known for kind, known in _CLASSES.items() if kind in kinds), None)
+    if found is None:
+        raise ValueError(f"{path} has no optimizer state, so a run cannot resume from it; {weights_only}")
+    return found
+
+
+def without_chains(metadata: Metadata) -> Metadata:
+    """Return the description of a checkpoint's tensors with the optimizer's names as we write them."""
+
+    def plain(name: str) -> str:
+        return _CHAINED.sub("", name)
+
+    described = {plain(name): entry for name, entry in metadata.state_dict_metadata.items()}
+    places = {replace(index, fqn=plain(index.fqn)): place for index, place in (metadata.storage_data or {}).items()}
+    return replace(metadata, state_dict_metadata=described, storage_data=places)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that Megatron-LM began goes on here: weights, optimizer state, steps, learning rate and data.
+
+The first two of four steps are those of the loop written by hand (``tests/parity/bare_loop.py``), which saves with
+megatron-core alone, as in Megatron-LM's ``checkpointing.py``. The losses and gradient norms of the last two are
+compared with the same loop, which was never interrupted: bit for bit on the same layout.
+"""
+
+import argparse
+import os
+import queue
+from dataclasses import replace
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.optim.lr_scheduler import LambdaLR
+
+from lightning_mcore import MCoreStrategy
+from lightning_mcore.data.sampling import training_loader
+from tests.distributed.test_checkpoint_of_megatron import start_from_theirs
+from tests.parity.bare_loop import (
+    Trace,
+    _build_chunks,
+    _build_optimizer,
+    _connect,
+    _forward_backward,
+    _parallel_fields,
+    process_groups,
+)
+from tests.parity.lightning_loop import TinyGPT, make_trainer
+from tests.support import tiny
+from tests.support.layouts import Layout
+from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.tiny import Recipe
+
+pytestmark = pytest.mark.distributed
+
+RECIPE = Recipe(steps=4, global_batch_size=4, eps=1e-4)
+SAVED = 2  # steps of Megatron's run before its checkpoint
+TOLERANCE = 1e-5  # on another layout, as in test_reshard.py
+
+
+def rate(step: int) -> float:
+    """Return a learning rate for each step, as a share of the first."""
+    return 1.0 - 0.2 * step
+
+
+def train_theirs(layout: Layout, recipe: Recipe, path: str, sharding: str, args: bool = True) -> Trace:
+    """Train with megatron-core alone on this rank, and save after :data:`SAVED` steps."""
+    with process_groups(layout):
+        config = tiny.make_config({**tiny.transformer_fields(layout, recipe), **_parallel_fields(layout, recipe)})
+        chunks = _build_chunks(config, layout, recipe)
+        optimizer = _build_optimizer(chunks, layout, recipe)
+        _connect(config, chunks, optimizer)
+        trace = Trace(parallel_state.get_data_parallel_rank())
+        for step in range(recipe.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.learning_rate * rate(step)
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            trace.losses.append(_forward_backward(chunks, layout, recipe, step))
+            trace.grad_norms.append(optimizer.step()[1])
+            if step + 1 == SAVED:
+                bare = [
+                    chunk.module if hasattr(chunk.module, "pre_process") else chunk.module.module for chunk in chunks
+                ]
+                names = ["model"] if len(bare) == 1 else [f"model{index}" for index in range(len(bare))]
+                state = {name: chunk.sharded_state_dict() for name, chunk in zip(names, bare, strict=True)}
+                save_theirs(state, optimizer, layout, recipe, path, sharding, args)
+        return trace
+
+
+def save_theirs(
+    state: dict[str, Any], optimizer: Any, layout: Layout, recipe: Recipe, path: str, sharding: str, args: bool
+) -> None:
+    """Save as Megatron-LM does, which avoids a prefix since megatron-core 0.14 and wrote one before."""
+    metadata = {"distrib_optim_sharding_type": sharding, "chained_optim_avoid_prefix": sharding != "prefixed"}
+    if sharding == "prefixed":
+        metadata["distrib_optim_sharding_type"] = "fully_reshardable"
+    optimizer_state = optimizer.sharded_state_dict(dict(state), metadata=metadata)
+    settings = argparse.Namespace(
+        micro_batch_size=recipe.micro_batch_size,
+        data_parallel_size=layout.dp,
+        consumed_train_samples=SAVED * recipe.global_batch_size,
+        seed=1234,
+    )
+    if dist.get_rank() == 0:
+        os.makedirs(path)
+    dist.barrier()
+    common = {"iteration": SAVED, "checkpoint_version": 3.0, **({"args": settings} if args else {})}
+    with mock.patch.object(filesystem_async, "_results_queue", queue.Queue()):  # Megatron's starts a program
+        dist_checkpointing.save({**state, "optimizer": optimizer_state, **common}, path)
+
+
+class Ours(TinyGPT):
+    """The same model and data, whose loader and schedule go on from the checkpoint's step."""
+
+    def train_dataloader(self) -> Any:
+        steps = [tiny.microbatches(self.recipe, Layout(), 0, step) for step in range(self.recipe.steps)]
+        rows: Any = [row for step in steps for row in step]
+        return training_loader(self.trainer, rows, 1, shuffle=False, collate_fn=itemgetter(0))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = LambdaLR(optimizer, rate)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def resume_ours(layout: Layout, recipe: Recipe, path: str) -> tuple[list[float], list[float | None], int, int]:
+    """Go on through Lightning on this rank; return what was logged, and the first and the last step."""
+    module = Ours(layout, recipe)
+    trainer = make_trainer(
+        layout.world_size,
+        MCoreStrategy(**layout.strategy_arguments),
+        recipe.num_microbatches(layout),
+        recipe.precision,
+        recipe.clip,
+    )
+    first = FirstStep()
+    trainer.callbacks.append(first)  # type: ignore[attr-defined]
+    trainer.fit(module, ckpt_path=path)
+    assert module.trace is not None
+    return module.trace.losses, module.trace.grad_norms, first.step, trainer.global_step
+
+
+class FirstStep(pl.Callback):
+    """Notes the step at which training begins."""
+
+    step = -1
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.step = trainer.global_step
+
+
+SAME = [
+    (Layout(), "none", "32-true"),
+    (Layout(dp=2, distributed_optimizer=True), "fully_reshardable", "bf16-mixed"),
+    (Layout(tp=2, sp=True, dp=2, distributed_optimizer=True), "fully_reshardable", "32-true"),
+    (Layout(pp=2, vp=2), "none", "bf16-mixed"),
+    (Layout(moe=True, dp=2, ep=2), "prefixed", "32-true"),
+    (Layout(moe=True, dp=2, ep=2, distributed_optimizer=True), "fully_reshardable", "bf16-mixed"),
+]
+
+
+@pytest.mark.parametrize(("layout", "sharding", "precision"), SAME, ids=lambda value: getattr(value, "id", value))
+def test_a_run_of_megatron_goes_on_bit_for_bit(layout: Layout, sharding: str, precision: str, tmp_path: Path) -> None:
+    path, recipe = str(tmp_path / "iter_0000002"), replace(RECIPE, precision=precision)
+    theirs = run_ranks(layout.world_size, train_theirs, layout, recipe, path, sharding, timeout=120)
+    for bare, ours in zip(theirs, run_ranks(layout.world_size, resume_ours, layout, recipe, path), strict=True):
+        assert ours == (bare.losses[SAVED:], bare.grad_norms[SAVED:], SAVED, recipe.steps)
+
+
+OTHER = [
+    (Layout(dp=2, distributed_optimizer=True), "fully_reshardable", Layout(tp=2, sp=True)),
+    (Layout(), "none", Layout(dp=2, distributed_optimizer=True)),
+    (Layout(moe=True, dp=2, ep=2), "prefixed", Layout(moe=True, pp=2, dp=2, distributed_optimizer=True)),
+]
+
+
+@pytest.mark.parametrize(("theirs", "sharding", "ours"), OTHER, ids=lambda value: getattr(value, "id", value))
+def test_a_run_of_megatron_goes_on_on_another_layout(
+    theirs: Layout, sharding: str, ours: Layout, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "iter_0000002")
+    bare = run_ranks(theirs.world_size, train_theirs, theirs, RECIPE, path, sharding, timeout=120)[0]
+    for _, norms, first, last in run_ranks(ours.world_size, resume_ours, ours, RECIPE, path):
+        assert norms == pytest.approx(bare.grad_norms[SAVED:], rel=TOLERANCE)
+        assert (first, last) == (SAVED, RECIPE.steps)
+
+
+def test_weights_alone_are_read_from_a_checkpoint_with_chained_optimizers(tmp_path: Path) -> None:
+    layout, path = Layout(moe=True, dp=2, ep=2), str(tmp_path / "iter_0000002")
+    run_ranks(2, train_theirs, layout, RECIPE, path, "prefixed", timeout=120)
+    assert all(run_ranks(2, start_from_theirs, layout, path))
+
+
+def test_state_that_megatron_stores_by_buckets_is_refused(tmp_path: Path) -> None:
+    layout, path = Layout(dp=2, distributed_optimizer=True), str(tmp_path / "iter_0000002")
+    run_ranks(2, train_theirs, layout, RECIPE, path, "dp_reshardable", timeout=120)
+    with pytest.raises(RanksFailedError, match=r"by the buckets .* save it with .*--dist-ckpt-optim-fully-reshardable"):
+        run_ranks(2, resume_ours, layout, RECIPE, path)
+
+
+def test_a_checkpoint_without_arguments_goes_on_in_steps_and_begins_the_data_anew(tmp_path: Path) -> None:
+    path = str(tmp_path / "iter_0000002")
+    [bare] = run_ranks(1, train_theirs, Layout(), RECIPE, path, "none", False, timeout=120)
+    [(losses, _, first, last)] = run_ranks(1, resume_ours, Layout(), RECIPE, path)
+    assert (first, last, len(losses)) == (SAVED, SAVED + RECIPE.steps, RECIPE.steps)
+    assert losses[0] < bare.losses[0]  # the same text with trained weights
