@@ -22,6 +22,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
 from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
@@ -60,6 +61,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_callback_metrics": _LoggerConnector,
     "_cdata": torch.UntypedStorage,
     "_checkpoint_connector": pl.Trainer,
+    "_get_loops_state_dict": _CheckpointConnector,
     "_coalescing_manager": distributed_c10d,
     "_combined_loader": _FitLoop,
     "_combined_loader_states_to_load": _FitLoop,
