@@ -40,7 +40,7 @@ from lightning_mcore.checkpoint.manifest import (
     read_common,
     read_metadata,
 )
-from lightning_mcore.checkpoint.megatron_lm import MegatronProgress, without_chains
+from lightning_mcore.checkpoint.megatron_lm import TRAIN_STATE_FILE, MegatronProgress, without_chains
 from lightning_mcore.checkpoint.reader import ShardReader, load_shards
 from lightning_mcore.checkpoint.remote import locator
 from lightning_mcore.checkpoint.save import (
@@ -359,8 +359,12 @@ class MCoreCheckpointIO(TorchCheckpointIO):
         )
 
     def megatron_progress(self, path: _PATH) -> MegatronProgress:
-        """Return how far the run of Megatron-LM had come that wrote ``path``; ``ValueError`` if it does not say."""
-        return MegatronProgress.of(str(path), read_common(self._read(str(path), {}, COMMON_FILE)))
+        """Return how far the run of Megatron had come that wrote ``path``; ``ValueError`` if it does not say."""
+        where = str(path)
+        state: dict[str, Any] = {}
+        if TRAIN_STATE_FILE in checkpoint_files.names_in(*checkpoint_files.open_store(where)):
+            state = _unpacked(where, TRAIN_STATE_FILE, dict, self._read(where, {}, TRAIN_STATE_FILE), True)
+        return MegatronProgress.of(where, read_common(self._read(where, {}, COMMON_FILE)), state)
 
     def contents_for_all(self, path: _PATH, manifest: dict[str, Any] | None = None) -> Contents:
         """Return the contents as :meth:`read_contents` does, together; collective over the world.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint of Megatron-LM says about its run, so that a run here goes on from it.
+"""What a checkpoint of Megatron-LM or Megatron-Bridge says about its run, so that a run here goes on from it.
 
 Its tensors have the names that ours have, except that older ones put ``chained_0.`` and so on before the state of the
 optimizers that are chained for dense weights and experts. Progress is in ``common.pt``: the iteration, and among the
-arguments how many samples were read, on how many data-parallel ranks and in microbatches of which size.
+arguments how many samples were read, on how many data-parallel ranks and in microbatches of which size. Megatron-Bridge
+writes no arguments; it has the number of samples in ``train_state.pt``.
 
 ``io.py`` renames the tensors, ``strategy/checkpointing.py`` resumes from the rest.
 """
@@ -17,8 +18,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 _CHAINED = re.compile(r"^chained_\d+\.(?=optimizer\.state\.)")
 _BY_BUCKET = re.compile(r"^(chained_\d+\.)?optimizer\.distributed\.")
+TRAIN_STATE_FILE = "train_state.pt"
+"""The file of Megatron-Bridge."""
+
 _CLASSES = {"exp_avg_sq": "AdamW", "momentum_buffer": "SGD"}
-"""Classes of torch that keep a state of this name."""
+"""Names of torch's classes by a state that each keeps."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,11 @@ class MegatronProgress:
     seed: int
 
     @classmethod
-    def of(cls, path: str, common: Mapping[str, Any]) -> "MegatronProgress":
-        """Return the progress in the content of ``common.pt``; ``ValueError`` if it lacks the iteration."""
+    def of(cls, path: str, common: Mapping[str, Any], train_state: Mapping[str, Any]) -> "MegatronProgress":
+        """Return the progress in the contents of ``common.pt`` and ``train_state.pt``.
+
+        Raises ``ValueError`` if they lack the iteration.
+        """
         iteration = common.get("iteration")
         if not isinstance(iteration, int):
             raise ValueError(
@@ -45,7 +52,9 @@ class MegatronProgress:
         sizes = [arguments.get(name) for name in ("data_parallel_size", "micro_batch_size", "seed")]
         consumed = arguments.get("consumed_train_samples")
         if not all(isinstance(number, int) for number in (consumed, *sizes)):
-            consumed, sizes = None, [1, 1, 0]
+            # As if one rank had read single samples: a sampler that deals them out only needs their number.
+            samples = train_state.get("consumed_train_samples")
+            consumed, sizes = None if samples is None else int(samples), [1, 1, 0]
         step = next((step for step in _steps(common.get("optimizer")) if isinstance(step, int)), iteration)
         return cls(iteration, step, consumed, *sizes)  # type: ignore[arg-type]
 
@@ -76,7 +85,8 @@ def optimizer_class(path: str, names: Iterable[str]) -> str:
         if _BY_BUCKET.match(name):
             raise ValueError(
                 f"{path} stores the optimizer's state by the buckets of its run (dp_reshardable), which other runs"
-                f" cannot read; save it with Megatron-LM's --dist-ckpt-optim-fully-reshardable, or {weights_only}"
+                f" cannot read; save it with --dist-ckpt-optim-fully-reshardable (Megatron-LM) or"
+                f" checkpoint.dist_ckpt_optim_fully_reshardable=True (Megatron-Bridge), or {weights_only}"
             )
         if name.startswith("optimizer.state."):
             kinds.add(name.split(".")[2])

@@ -279,7 +279,7 @@ class Checkpoints:
         return state
 
     def _load_megatron(self, path: str, io: MCoreCheckpointIO, weights_only: bool | None) -> dict[str, Any]:
-        """Return Lightning's state after the iteration at which Megatron-LM saved ``path``."""
+        """Return Lightning's state after the iteration at which Megatron saved ``path``."""
         stored = StoredState.open(io, path, None, weights_only)
         progress = run_on_rank0(lambda: io.megatron_progress(path))
         state = {"pytorch-lightning_version": lightning.__version__, "epoch": 0, "state_dict": {}, "callbacks": {}}
@@ -297,7 +297,7 @@ class Checkpoints:
             state |= {"loops": loops, "optimizer_states": [], "lr_schedulers": [], _ITERATION: progress.iteration}
             self._strategy.resume.restore_of_megatron(progress, loops["fit_loop"])
             rank_zero_info(
-                f"the run goes on from Megatron-LM's iteration {progress.iteration:,}, "
+                f"the run goes on from Megatron's iteration {progress.iteration:,}, "
                 + (f"after {progress.consumed:,} samples" if progress.batches else "and begins the data anew")
             )
         self._pending = stored

@@ -17,6 +17,7 @@ from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -52,7 +53,7 @@ def rate(step: int) -> float:
     return 1.0 - 0.2 * step
 
 
-def train_theirs(layout: Layout, recipe: Recipe, path: str, sharding: str, args: bool = True) -> Trace:
+def train_theirs(layout: Layout, recipe: Recipe, path: str, sharding: str, of: str = "Megatron-LM") -> Trace:
     """Train with megatron-core alone on this rank, and save after :data:`SAVED` steps."""
     with process_groups(layout):
         config = tiny.make_config({**tiny.transformer_fields(layout, recipe), **_parallel_fields(layout, recipe)})
@@ -74,12 +75,12 @@ def train_theirs(layout: Layout, recipe: Recipe, path: str, sharding: str, args:
                 ]
                 names = ["model"] if len(bare) == 1 else [f"model{index}" for index in range(len(bare))]
                 state = {name: chunk.sharded_state_dict() for name, chunk in zip(names, bare, strict=True)}
-                save_theirs(state, optimizer, layout, recipe, path, sharding, args)
+                save_theirs(state, optimizer, layout, recipe, path, sharding, of)
         return trace
 
 
 def save_theirs(
-    state: dict[str, Any], optimizer: Any, layout: Layout, recipe: Recipe, path: str, sharding: str, args: bool
+    state: dict[str, Any], optimizer: Any, layout: Layout, recipe: Recipe, path: str, sharding: str, of: str
 ) -> None:
     """Save as Megatron-LM does, which avoids a prefix since megatron-core 0.14 and wrote one before."""
     metadata = {"distrib_optim_sharding_type": sharding, "chained_optim_avoid_prefix": sharding != "prefixed"}
@@ -95,9 +96,12 @@ def save_theirs(
     if dist.get_rank() == 0:
         os.makedirs(path)
     dist.barrier()
-    common = {"iteration": SAVED, "checkpoint_version": 3.0, **({"args": settings} if args else {})}
+    common = {"iteration": SAVED, "checkpoint_version": 3.0, **({"args": settings} if of == "Megatron-LM" else {})}
     with mock.patch.object(filesystem_async, "_results_queue", queue.Queue()):  # Megatron's starts a program
         dist_checkpointing.save({**state, "optimizer": optimizer_state, **common}, path)
+    if of == "Megatron-Bridge" and dist.get_rank() == 0:
+        counts = {"step": SAVED, "consumed_train_samples": settings.consumed_train_samples}
+        torch.save({name: torch.tensor(count) for name, count in counts.items()}, f"{path}/train_state.pt")
 
 
 class Ours(TinyGPT):
@@ -165,6 +169,14 @@ OTHER = [
 ]
 
 
+def test_a_run_of_megatron_bridge_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    layout, path = Layout(dp=2, distributed_optimizer=True), str(tmp_path / "iter_0000002")
+    kind = "fully_reshardable", "Megatron-Bridge"
+    theirs = run_ranks(2, train_theirs, layout, RECIPE, path, *kind, timeout=120)
+    for bare, ours in zip(theirs, run_ranks(2, resume_ours, layout, RECIPE, path), strict=True):
+        assert ours == (bare.losses[SAVED:], bare.grad_norms[SAVED:], SAVED, RECIPE.steps)
+
+
 @pytest.mark.parametrize(("theirs", "sharding", "ours"), OTHER, ids=lambda value: getattr(value, "id", value))
 def test_a_run_of_megatron_goes_on_on_another_layout(
     theirs: Layout, sharding: str, ours: Layout, tmp_path: Path
@@ -191,7 +203,7 @@ def test_state_that_megatron_stores_by_buckets_is_refused(tmp_path: Path) -> Non
 
 def test_a_checkpoint_without_arguments_goes_on_in_steps_and_begins_the_data_anew(tmp_path: Path) -> None:
     path = str(tmp_path / "iter_0000002")
-    [bare] = run_ranks(1, train_theirs, Layout(), RECIPE, path, "none", False, timeout=120)
+    [bare] = run_ranks(1, train_theirs, Layout(), RECIPE, path, "none", "another program", timeout=120)
     [(losses, _, first, last)] = run_ranks(1, resume_ours, Layout(), RECIPE, path)
     assert (first, last, len(losses)) == (SAVED, SAVED + RECIPE.steps, RECIPE.steps)
     assert losses[0] < bare.losses[0]  # the same text with trained weights

@@ -5,6 +5,7 @@ from argparse import Namespace
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_mcore.checkpoint.megatron_lm import MegatronProgress, optimizer_class
 from tests.support.sentences import refuses
@@ -13,15 +14,20 @@ ARGUMENTS = {"data_parallel_size": 8, "micro_batch_size": 2, "seed": 7, "consume
 
 
 def test_the_microbatches_of_a_rank_follow_from_the_samples() -> None:
-    progress = MegatronProgress.of("it", {"iteration": 4, "args": Namespace(**ARGUMENTS)})
+    progress = MegatronProgress.of("it", {"iteration": 4, "args": Namespace(**ARGUMENTS)}, {})
     assert (progress.batches, progress.iteration, progress.adam_step) == (16, 4, 4)
 
 
 @pytest.mark.parametrize("missing", ARGUMENTS)
 def test_without_one_of_the_arguments_the_data_begins_anew(missing: str) -> None:
     known = {name: value for name, value in ARGUMENTS.items() if name != missing}
-    assert MegatronProgress.of("it", {"iteration": 4, "args": Namespace(**known)}).batches == 0
-    assert MegatronProgress.of("it", {"iteration": 4}).batches == 0
+    assert MegatronProgress.of("it", {"iteration": 4, "args": Namespace(**known)}, {}).batches == 0
+    assert MegatronProgress.of("it", {"iteration": 4}, {}).batches == 0
+
+
+def test_without_arguments_the_samples_of_megatron_bridge_count() -> None:
+    progress = MegatronProgress.of("it", {"iteration": 4}, {"consumed_train_samples": torch.tensor(256)})
+    assert (progress.batches, progress.data_parallel_size, progress.micro_batch_size) == (256, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -32,12 +38,12 @@ def test_without_one_of_the_arguments_the_data_begins_anew(missing: str) -> None
     ],
 )
 def test_the_optimizer_counts_its_own_steps(state: dict[Any, Any]) -> None:
-    assert MegatronProgress.of("it", {"iteration": 4, "optimizer": state}).adam_step == 3
+    assert MegatronProgress.of("it", {"iteration": 4, "optimizer": state}, {}).adam_step == 3
 
 
 def test_a_checkpoint_without_an_iteration_is_refused() -> None:
     with refuses(ValueError, "does not say after which iteration it was saved"):
-        MegatronProgress.of("it", {"args": Namespace(**ARGUMENTS)})
+        MegatronProgress.of("it", {"args": Namespace(**ARGUMENTS)}, {})
 
 
 def test_the_optimizer_is_known_by_its_state() -> None:
