@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lightning_mcore.interop.callback import SaveHFModel
     from lightning_mcore.interop.export import export_checkpoint, export_model
     from lightning_mcore.interop.importing import import_checkpoint
+    from lightning_mcore.interop.named_weights import named_weights
 
 __all__ = [
     "Block",
@@ -61,6 +62,7 @@ __all__ = [
     "hf_model",
     "import_checkpoint",
     "load_pretrained",
+    "named_weights",
     "pretrained_settings",
 ]
 
@@ -72,6 +74,7 @@ _LATER = {
     "hf_model": "interop.auto_model",
     "import_checkpoint": "interop.importing",
     "load_pretrained": "hf.pretrained",
+    "named_weights": "interop.named_weights",
     "pretrained_settings": "hf.source",
 }
 

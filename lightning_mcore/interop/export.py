@@ -10,9 +10,8 @@ tensor is read, and the folder appears only when it is complete.
 ``callback.py`` calls it.
 """
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
@@ -46,14 +45,13 @@ from lightning_mcore.interop.export_plan import (
     parse_dtype,
     parse_size,
 )
-from lightning_mcore.interop.export_tensors import StoredTensors, exchange, places_of_all
+from lightning_mcore.interop.export_tensors import StoredTensors, exchange, places_of_all, ready_to_read
 from lightning_mcore.layers.session import single_process
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.parallel.chunks import built_chunks
 from lightning_mcore.parallel.consensus import run_on_all_ranks, run_on_rank0
-from lightning_mcore.strategy import MCoreStrategy
 
 _SILENT_SECONDS = 2.0
 _WRITERS = 4
@@ -163,11 +161,11 @@ def export_model(
         RuntimeError: The module has no model yet, or there are no process groups.
         Exception: An error of :func:`export_checkpoint`; the same on every rank.
     """
-    _require_groups()
+    require_groups()
     out = run_on_rank0(partial(require_free, out, replace))
-    with _ready(module):
+    with ready_to_read(module):
         options = run_on_all_ranks(lambda: ExportOptions(like, family, dtype, max_shard_size))
-        model = _LiveModel.prepare(module, options)
+        model = LiveModel.prepare(module, options)
         plan = model.plan
         run_on_rank0(lambda: warn_of_losses(model.description, dict(module.hparams), like))
         with shared_folder(out) as folder, _progress(plan, out) as bar:
@@ -184,13 +182,13 @@ def export_model(
 
 def check_export(module: pl.LightningModule, options: ExportOptions) -> None:
     """Raise the errors of :func:`export_model` in advance, except for a non-empty folder; collective over the world."""
-    _require_groups()
-    with _ready(module):
-        _LiveModel.prepare(module, options)
+    require_groups()
+    with ready_to_read(module):
+        LiveModel.prepare(module, options)
 
 
 @dataclass(frozen=True)
-class _LiveModel:
+class LiveModel:
     """The running model, and the plan of its export."""
 
     pieces: ModelPieces
@@ -198,7 +196,7 @@ class _LiveModel:
     plan: ExportPlan  # the same on every rank
 
     @classmethod
-    def prepare(cls, module: pl.LightningModule, options: ExportOptions) -> "_LiveModel":
+    def prepare(cls, module: pl.LightningModule, options: ExportOptions) -> "LiveModel":
         """Plan an export; collective over the world."""
         pieces = pieces_of_module(module)
         places = places_of_all(pieces)
@@ -210,10 +208,11 @@ class _LiveModel:
         return cls(pieces, description, plan)
 
 
-def _require_groups() -> None:
+def require_groups(function: str = "export_model") -> None:
+    """Raise RuntimeError if there are no process groups; ``function`` is what the user called."""
     if not dist.is_initialized():
         raise RuntimeError(
-            "there is no running model: call export_model() during or after a run of MCoreStrategy, or inside"
+            f"there is no running model: call {function}() during or after a run of MCoreStrategy, or inside"
             " single_process(); or use export_checkpoint(), which exports a checkpoint without one"
         )
 
@@ -286,20 +285,6 @@ def _write_value_head(folder: str) -> None:
     weight = tensors.read(SCORE, (0, 0), tensors.shapes[SCORE]).clone()
     bias = VALUE_HEAD.replace("weight", "bias")
     save_file({VALUE_HEAD: weight, bias: torch.zeros_like(weight[:, 0])}, os.path.join(folder, VALUE_HEAD_FILE))
-
-
-@contextlib.contextmanager
-def _ready(module: pl.LightningModule) -> Iterator[None]:
-    """Enter the runtime of ``MCoreStrategy``, if it runs the module, with all parameters complete."""
-    trainer = module._trainer
-    strategy: Any = trainer.strategy if trainer is not None else None
-    if not isinstance(strategy, MCoreStrategy):
-        yield
-        return
-    with strategy.runtime():
-        # With overlap_param_gather, this rank's parameters are partly stale between two steps
-        strategy.complete_parameters()
-        yield
 
 
 def _progress(plan: ExportPlan, out: str) -> Any:

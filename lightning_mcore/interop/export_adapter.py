@@ -35,6 +35,7 @@ from lightning_mcore.hf.safetensors import write_safetensors
 from lightning_mcore.hf.weight_rules import Stack
 from lightning_mcore.interop.export_config import copy_tokenizer, write_json
 from lightning_mcore.interop.export_folder import new_folder, require_free
+from lightning_mcore.interop.export_tensors import ready_to_read
 from lightning_mcore.layers.lora import Adapter
 from lightning_mcore.parallel.consensus import all_gather_object, control_group, run_on_rank0
 
@@ -88,11 +89,7 @@ def save_adapter(
     names: Any = module
     lora = check_adapter_export(module, experts)
     out = run_on_rank0(partial(require_free, out, replace))
-    pieces = list(adapter_pieces(module, lora, experts))
-    shapes = whole_shapes(pieces)
-    tensors: dict[str, Tensor] = {}
-    for batch in _batches(_owned(pieces)):
-        _collect(batch, tensors, shapes)
+    tensors = collect_adapter(module, experts)
     family, fields = names.hf_names()
     projections = projection_names(family, fields)
     # A pipeline stage knows the adapters of its own layers only
@@ -103,11 +100,23 @@ def save_adapter(
     if has_tower(family):
         config["exclude_modules"] = _TOWER
         config["modules_to_save"] = [name for name in projections if lora.saves(name)] or None
-    embedding = next((key for key in tensors if key.endswith(f".{EMBEDDING}.weight")), None)
-    if embedding is not None and fields.get("share_embeddings_and_output_weights"):
-        tensors[TIED] = tensors[embedding]  # PEFT writes both names
     base = (names.hparams.get("hf") or {}).get("path")
     run_on_rank0(lambda: _write(out, tensors, config, base))
+
+
+def collect_adapter(module: pl.LightningModule, experts: ExpertLayout) -> dict[str, Tensor]:
+    """Return the tensors of a model's adapters by PEFT's names, on rank 0; an empty dict elsewhere; collective."""
+    names: Any = module
+    tensors: dict[str, Tensor] = {}
+    with ready_to_read(module):
+        pieces = list(adapter_pieces(module, require_adapters(module), experts))
+        shapes = whole_shapes(pieces)
+        for batch in _batches(_owned(pieces)):
+            _collect(batch, tensors, shapes)
+    embedding = next((key for key in tensors if key.endswith(f".{EMBEDDING}.weight")), None)
+    if embedding is not None and names.hf_names()[1].get("share_embeddings_and_output_weights"):
+        tensors[TIED] = tensors[embedding]  # PEFT writes both names
+    return tensors
 
 
 def _owned(pieces: list[Piece]) -> list[Piece]:

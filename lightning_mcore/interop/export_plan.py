@@ -6,7 +6,7 @@ The rectangles (:class:`Place`) are in a checkpoint or in the ranks' memory. The
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -141,6 +141,11 @@ class ExportPlan:
         """Return dtype and shape of each tensor in a file."""
         return {name: (self.dtypes[name], self.shapes[name]) for name in self.files[file]}
 
+    def keep(self, names: Collection[str]) -> None:
+        """Drop all other tensors from the files, and files without tensors."""
+        kept = {file: [name for name in of_file if name in names] for file, of_file in self.files.items()}
+        self.files = {file: of_file for file, of_file in kept.items() if of_file}
+
     def parts(self, name: str) -> list[Part]:
         """Return a tensor's parts, in the same order on every rank."""
         found = []
@@ -224,15 +229,15 @@ def parse_dtype(name: str) -> torch.dtype | None:
     return None if name == "auto" else getattr(torch, name)
 
 
-def parse_size(size: str | int) -> int:
+def parse_size(size: str | int, name: str = "max_shard_size") -> int:
     """Return a size in bytes, from a number or a text in powers of ten: ``"5GB"`` is 5,000,000,000.
 
-    Raises ValueError if it is not a size, or zero.
+    Raises ValueError if it is not a size, or zero; ``name`` is the setting in its message.
     """
     found = _SIZE.fullmatch(str(size).strip()) if isinstance(size, str | int) and not isinstance(size, bool) else None
     value = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
     if value < 1:
-        raise ValueError(f"max_shard_size={size!r} is not a file size; give bytes, or text such as '5GB' or '500MB'")
+        raise ValueError(f"{name}={size!r} is not a file size; give bytes, or text such as '5GB' or '500MB'")
     return value
 
 

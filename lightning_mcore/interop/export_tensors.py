@@ -15,13 +15,17 @@ needs no process groups and no GPU, and only the memory of the pages that were r
 ``export.py`` calls :func:`places_of_all` and :func:`exchange`, or makes :class:`StoredTensors`.
 """
 
+import contextlib
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from math import prod
 from threading import Lock
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from isal.isal_zlib import crc32
@@ -36,10 +40,25 @@ from lightning_mcore.hf.weight_map import whole_names
 from lightning_mcore.hf.weight_rules import Shape
 from lightning_mcore.interop.export_plan import ExportPlan, Part, Place
 from lightning_mcore.parallel.consensus import all_gather_object, control_group, run_on_all_ranks
+from lightning_mcore.strategy import MCoreStrategy
 from lightning_mcore.strategy.precision import dtype_of
 
 _ON_THEIR_WAY = 256 << 20  # bytes that a rank sends at once, unless one rectangle is larger
 _ALIGNMENT = 8  # bytes
+
+
+@contextlib.contextmanager
+def ready_to_read(module: pl.LightningModule) -> Iterator[None]:
+    """Enter the runtime of ``MCoreStrategy``, if it runs the module, with all parameters complete."""
+    trainer = module._trainer
+    strategy: Any = trainer.strategy if trainer is not None else None
+    if not isinstance(strategy, MCoreStrategy):
+        yield
+        return
+    with strategy.runtime():
+        # With overlap_param_gather, this rank's parameters are partly stale between two steps
+        strategy.complete_parameters()
+        yield
 
 
 @dataclass(frozen=True)
@@ -69,7 +88,8 @@ def places_of_all(pieces: ModelPieces) -> dict[str, list[Place]]:
 def exchange(plan: ExportPlan, pieces: ModelPieces, files: Sequence[str]) -> dict[str, Tensor]:
     """Fill this rank's file in one round, and return its tensors; collective over the world.
 
-    ``files`` are the files of this round: rank n writes ``files[n]``, later ranks write none and get an empty dict. The
+    ``files`` are the files of this round: rank n fills ``files[n]``, later ranks fill none and get an empty dict. If a
+    file is there several times, several ranks get its tensors. The
     same error is raised on every rank if one lacks memory, or holds values that the new dtype cannot represent.
     """
     rank = dist.get_rank()
@@ -97,6 +117,27 @@ def exchange(plan: ExportPlan, pieces: ModelPieces, files: Sequence[str]) -> dic
 
     run_on_all_ranks(finish)
     return filled
+
+
+def digests(plan: ExportPlan, pieces: ModelPieces) -> dict[str, bytes]:
+    """Return a digest of this rank's part of each tensor that it has a part of, converted to the dtype to write."""
+
+    def converted(name: str, parts: Sequence[Part]) -> Iterator[Tensor]:
+        for part in parts:
+            values = torch.empty(part.block.hf_shape, dtype=plan.dtypes[name])
+            plan.convert(name, _held(pieces, part), values)
+            yield values
+
+    own = {name: [part for part in plan.parts(name) if part.place.source[0] == dist.get_rank()] for name in plan.shapes}
+    return {name: digest(converted(name, parts)) for name, parts in own.items() if parts}
+
+
+def digest(tensors: Iterable[Tensor]) -> bytes:
+    """Return 16 bytes that differ if a bit of the tensors does, which are contiguous and on the CPU."""
+    found = blake2b(digest_size=16)
+    for tensor in tensors:
+        found.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    return found.digest()
 
 
 class _Arrival:

@@ -137,6 +137,17 @@ def hugging_face(page: Names) -> None:
 
     page["finetune_hf"]("base", "chats.jsonl", seq_length=64, accelerator="cpu")
     assert AutoModelForCausalLM.from_pretrained("finetuned").dtype == torch.bfloat16
+    received: list[dict[str, torch.Tensor]] = []
+
+    class Sending(MCoreGPT):
+        def configure_callbacks(self) -> Any:
+            return [
+                page["SendWeights"](types.SimpleNamespace(load_weights=lambda weights: received.append(dict(weights))))
+            ]
+
+    module = Sending.from_pretrained("base", seq_length=64)
+    fit(module, chats(), ranks=4, tensor_model_parallel_size=2)
+    assert [weights["model.norm.weight"].dim() for weights in received] == [1] * module.trainer.is_global_zero
 
 
 @of_page("plan", ranks=1)

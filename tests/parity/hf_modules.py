@@ -310,3 +310,29 @@ def write_each(runs: dict[str, tuple[str, Any]]) -> dict[str, tuple[Tensor, Tens
         trainer.validate(module, DataLoader([batch], batch_size=None), verbose=False)
         found[name] = (module.written, module.sampled, module.widths)
     return found
+
+
+class Scorer(FineTuning):
+    """Continues prompts in ``validation_step``, and computes the log-probabilities of the new tokens once more."""
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        prompts = batch["input_ids"]
+        written = self.model.generate(
+            prompts, max_new_tokens=NEW_TOKENS, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+        self.new = written.sequences[:, prompts.size(1) :]
+        self.told = torch.stack(written.logits, dim=1).log_softmax(-1).gather(-1, self.new[..., None])[..., 0]
+        # Logits after token n are of token n + 1
+        logits = self.model(written.sequences).logits[:, prompts.size(1) - 1 : -1]
+        self.found = logits.float().log_softmax(-1).gather(-1, self.new[..., None])[..., 0]
+
+
+def score_each(runs: dict[str, tuple[str, Any]]) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Return the tokens that a model on each layout adds, and their log-probabilities, told and found again."""
+    found = {}
+    for name, (path, strategy) in runs.items():
+        module = Scorer(path, ours=isinstance(strategy, dict))
+        prompts = {"input_ids": torch.randint(3, VOCAB_SIZE, (2, 8), generator=torch.Generator().manual_seed(6))}
+        make_trainer(strategy).validate(module, DataLoader([prompts], batch_size=None), verbose=False)  # type: ignore[arg-type]
+        found[name] = module.new, module.told, module.found
+    return found

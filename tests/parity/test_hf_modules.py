@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from lightning_mcore.layers import chunked_loss, gpt
-from tests.parity.hf_modules import KINDS, NEW_TOKENS, freeze_each, train, train_each, validate_in_parts, write_each
+from tests.parity.hf_modules import (
+    KINDS,
+    NEW_TOKENS,
+    freeze_each,
+    score_each,
+    train,
+    train_each,
+    validate_in_parts,
+    write_each,
+)
 from tests.support.hf_models import read_tensors, tiny_folder
 from tests.support.ranks import RanksFailedError, run_ranks
 from tests.support.thorough import thorough_but
@@ -153,3 +162,16 @@ def test_generation_gives_the_tokens_of_transformers_on_every_layout() -> None:
             assert torch.equal(sampled, ranks[0][name][1]) or name == "ep2", name
             if name not in ("cp2", "pp2-vp2"):  # no cache, and two calls for each token
                 assert widths == [length] + [1] * (NEW_TOKENS - 1), name
+
+
+def test_log_probabilities_of_given_tokens_are_those_with_which_they_were_generated() -> None:
+    runs = {name: (str(tiny_folder(MODELS.get(name, "llama"))), layout) for name, layout in LAYOUTS.items()}
+    of_transformers = {model: (str(tiny_folder(model)), "auto") for model in ("llama", "mixtral")}
+    one = run_ranks(1, score_each, of_transformers)[0]
+    for found in run_ranks(2, score_each, runs, timeout=120):
+        for name in runs:
+            tokens, told, again = found[name]
+            expected = one[MODELS.get(name, "llama")]
+            assert torch.equal(tokens, expected[0]), name
+            for values in (told, again):
+                torch.testing.assert_close(values, expected[2], rtol=0, atol=TOLERANCE, msg=name)
