@@ -257,7 +257,7 @@ class HFModel(nn.Module):
         """
         if self.suffix or any(isinstance(child, Adapter) for child in self.modules()):
             return {}
-        return {"export": ["--like", str(self._own_builder.hparams["hf"]["path"])]}
+        return {"export": ["--like", self.name_or_path]}
 
     @property
     def vocab_size(self) -> int:
@@ -273,6 +273,14 @@ class HFModel(nn.Module):
     def dtype(self) -> torch.dtype:
         """The dtype of the weights."""
         return next(self.parameters()).dtype
+
+    @property
+    def name_or_path(self) -> str:
+        """The folder or the hub name of the model, where its tokenizer is."""
+        return str(self._own_builder.hparams["hf"]["path"])
+
+    def tie_weights(self) -> None:
+        """Do nothing, because tied weights always are; lm-evaluation-harness calls it."""
 
     def forward(
         self,

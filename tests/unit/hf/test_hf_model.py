@@ -148,6 +148,13 @@ def test_attributes_of_transformers_say_what_to_do_instead(model: HFModel, name:
     assert not hasattr(model, "anything_else")
 
 
+def test_programs_that_take_a_model_of_transformers_find_its_folder_and_may_tie_its_weights(model: HFModel) -> None:
+    assert model.name_or_path == of_transformers().name_or_path
+    logits = model(IDS).logits
+    model.tie_weights()
+    assert torch.equal(model(IDS).logits, logits)
+
+
 def test_adapters_of_peft_are_refused_and_those_that_are_named_work(model: HFModel, tmp_path: Any) -> None:
     """What is written has them merged."""
     from peft import LoraConfig, get_peft_model
