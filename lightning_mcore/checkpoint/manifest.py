@@ -193,6 +193,20 @@ def _describes_files(files: Any) -> bool:
     )
 
 
+def versions() -> dict[str, str]:
+    """Return the versions of this package and of those that it runs on."""
+    import lightning
+    import megatron.core
+    import torch
+
+    return {
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+        "megatron-core": megatron.core.__version__.partition("+")[0],
+        "lightning_mcore": version("lightning-mcore"),
+    }
+
+
 def describe(
     module: "LightningModule",
     layout: ParallelLayout,
@@ -207,19 +221,10 @@ def describe(
     ``precision`` is as in ``Trainer(precision=)``, ``config`` the TransformerConfig (None for a plain module).
     ``optimizers`` is empty if only weights are saved.
     """
-    import lightning
-    import megatron.core
-    import torch
-
     # module.trainer would raise here if the checkpoint is saved without a run; _trainer is None then.
     trainer = module._trainer
     return {
-        "versions": {
-            "torch": torch.__version__,
-            "lightning": lightning.__version__,
-            "megatron-core": megatron.core.__version__.partition("+")[0],
-            "lightning_mcore": version("lightning-mcore"),
-        },
+        "versions": versions(),
         "layout": dataclasses.asdict(layout),
         "world_size": world_size,
         "precision": precision,

@@ -71,6 +71,9 @@ def _export_parser() -> CommandParser:
         default="stacked",
         help="with --adapter: experts as PEFT with transformers 5 stores them, or a pair for each (default: stacked)",
     )
+    parser.add_argument(
+        "--push-to-hub", metavar="REPO", help="upload OUT to this repository on the hub, made private if it is new"
+    )
     return parser
 
 

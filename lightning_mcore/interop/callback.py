@@ -10,6 +10,7 @@ training ends.
 
 import logging
 import os
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,6 +21,7 @@ from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.config.lora import NOT_MERGED, LoRA
 from lightning_mcore.hf.files import ADAPTER_CONFIG_FILE, CONFIG_FILE
 from lightning_mcore.hf.peft_tensors import ExpertLayout
+from lightning_mcore.interop import hub
 from lightning_mcore.interop.export import check_export, export_model
 from lightning_mcore.interop.export_adapter import check_adapter_export, save_adapter
 from lightning_mcore.interop.export_folder import require_free
@@ -54,6 +56,9 @@ class SaveHFModel(Callback):
             its weights.
         experts: With ``adapter``, the layout of routed experts: ``"stacked"``, a tensor for all experts of a layer, as
             PEFT with transformers 5 and vLLM from 0.23 read; ``"each"``, a pair for each projection of each expert.
+        push_to_hub: Repository on the Hugging Face hub, such as ``"organization/name"``, to which ``folder`` is
+            uploaded at the end of ``fit``, with a model card. It is made when training starts, private, unless it
+            exists. None to upload nothing.
 
     Raises:
         ValueError: Nothing would be written, or an argument has an unknown value.
@@ -76,16 +81,22 @@ class SaveHFModel(Callback):
         max_shard_size: str | int = MAX_SHARD_SIZE,
         adapter: bool = False,
         experts: ExpertLayout = "stacked",
+        push_to_hub: str | None = None,
     ) -> None:
         super().__init__()
         if folder is None and not every_checkpoint:
             raise ValueError(
                 f"{type(self).__name__}() writes nothing; give a folder, or every_checkpoint=True, or both"
             )
+        if push_to_hub is not None:
+            if folder is None:
+                raise ValueError(f"push_to_hub={push_to_hub!r} uploads folder, which is None; give folder too")
+            hub.require_name(push_to_hub)
         self.folder = None if folder is None else os.path.abspath(folder)
         self.every_checkpoint = every_checkpoint
         self.adapter = adapter
         self.experts = experts
+        self.push_to_hub = push_to_hub
         self._options = ExportOptions(like, family, dtype, max_shard_size)
         self._tracked: list[_SavedCheckpoints] = []
         self._beside: set[str] = set()  # checkpoints that have, or soon will have, a Hugging Face form
@@ -131,6 +142,7 @@ class SaveHFModel(Callback):
         """Check that the model can be written later.
 
         Raises:
+            RuntimeError: The hub cannot be written to.
             ValueError: The model's family is unknown, the folder is taken, or checkpoints go to another machine.
         """
         if not self._is_active(trainer):
@@ -147,6 +159,8 @@ class SaveHFModel(Callback):
                 )
         if not self.adapter:
             check_export(pl_module, self._options)
+        if self.push_to_hub is not None:
+            run_on_rank0(partial(hub.open_repository, self.push_to_hub))
         self._tracked = [_SavedCheckpoints(checkpoint) for checkpoint in _model_checkpoints(trainer)]
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
@@ -165,12 +179,19 @@ class SaveHFModel(Callback):
         self._follow(trainer, pl_module)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write next to the checkpoints that were saved last, and into the folder."""
+        """Write next to the checkpoints that were saved last, and into the folder, which may go to the hub.
+
+        Raises:
+            RuntimeError: The folder was written, but not uploaded.
+        """
         self._follow(trainer, pl_module)
         if self.folder is not None and self._is_active(trainer):
             # A second fit with the same callback may replace its own folder, but no other
             self._write(pl_module, self.folder, replace=self._wrote_folder)
             self._wrote_folder = True
+            if self.push_to_hub is not None:
+                origin = hub.Origin.of_run(trainer, pl_module)
+                run_on_rank0(partial(hub.upload, self.folder, self.push_to_hub, origin))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Delete the Hugging Face forms of deleted checkpoints; asynchronous saves delete some at the very end."""

@@ -34,6 +34,7 @@ from lightning_mcore.hf.registry import find_family, recorded_family
 from lightning_mcore.hf.safetensors import SafetensorsFolder, write_safetensors
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Shape
+from lightning_mcore.interop import hub
 from lightning_mcore.interop.export_adapter import save_adapter
 from lightning_mcore.interop.export_config import Description, describe, warn_of_losses, write_files, write_json
 from lightning_mcore.interop.export_folder import new_folder, require_free, shared_folder
@@ -68,6 +69,7 @@ def export_checkpoint(
     adapter: bool = False,
     merge: bool = False,
     experts: str = "stacked",
+    push_to_hub: str | None = None,
 ) -> None:
     """Write the weights of a sharded checkpoint as a Hugging Face model, in one process without a GPU.
 
@@ -91,14 +93,26 @@ def export_checkpoint(
         merge: Raise an error if the checkpoint has no LoRA adapters. Adapters are merged with or without it.
         experts: With ``adapter``, the layout of routed experts: ``"stacked"``, a tensor for all experts of a layer, as
             PEFT with transformers 5 and vLLM from 0.23 read; ``"each"``, a pair for each projection of each expert.
+        push_to_hub: Repository on the Hugging Face hub to which ``out`` is uploaded, as in :class:`SaveHFModel`.
 
     Raises:
         FileNotFoundError: There is nothing at ``path`` or ``like``.
         OSError: The disk reports an error; nothing is left at ``out``.
+        RuntimeError: The folder was written, but not uploaded.
         ValueError: An argument is wrong, the checkpoint is damaged, or the family of its model is not known.
     """
-    # Check everything that is cheap first: nothing is created at `out` until the plan is complete
     options = ExportOptions(like, family, dtype, max_shard_size)
+    if push_to_hub is not None:
+        hub.require_name(push_to_hub)
+    stored, settings, out = _open_stored(path, out)
+    _export_stored(stored, settings, out, options, adapter, merge, experts)
+    if push_to_hub is not None:
+        hub.upload(out, push_to_hub, hub.Origin.of_checkpoint(settings, stored.manifest))
+
+
+def _open_stored(path: str, out: str) -> tuple[StoredTensors, dict[str, Any], str]:
+    """Return a checkpoint's tensors, the settings of its module, and the folder to write, which is free."""
+    # Check everything that is cheap first: nothing is created at `out` until the plan is complete
     out = require_free(out)
     stored = StoredTensors(path)
     if os.path.commonpath([os.path.realpath(path), os.path.realpath(out)]) == os.path.realpath(path):
@@ -106,6 +120,20 @@ def export_checkpoint(
     # A Megatron-LM checkpoint does not describe its model; `like` has to
     state = MCoreCheckpointIO().load_checkpoint(path) if stored.is_ours else {}
     settings = state.get(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) or {}
+    return stored, settings, out
+
+
+def _export_stored(
+    stored: StoredTensors,
+    settings: dict[str, Any],
+    out: str,
+    options: ExportOptions,
+    adapter: bool,
+    merge: bool,
+    experts: str,
+) -> None:
+    """Write a checkpoint as :func:`export_checkpoint` does."""
+    path, like = stored.path, options.like
     if settings.get("lora"):
         if settings["lora"].get("quantization") and not adapter:
             raise ValueError(NOT_MERGED)
@@ -116,7 +144,7 @@ def export_checkpoint(
     for option, given in (("adapter", adapter), ("merge", merge)):
         if given:
             raise ValueError(f"{path} has no LoRA adapters; leave --{option} ({option}=True) out")
-    description = describe(path, settings, stored.shapes, like, family)
+    description = describe(path, settings, stored.shapes, like, options.family)
     plan = _plan(description, options, stored.shapes, stored.places, stored.runs_in, stored.read)
     warn_of_losses(description, settings, like)
     with new_folder(out) as folder, _progress(plan, out) as bar, saving(out):

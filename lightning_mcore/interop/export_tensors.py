@@ -257,7 +257,7 @@ class StoredTensors:
         fs, self._root = checkpoint_files.open_store(path)
         # Other programs' checkpoints have no checksums of files and do not describe their model
         self.is_ours = not checkpoint_files.is_megatron_checkpoint(path)
-        manifest = checkpoint_files.check_sizes(path) if self.is_ours else None
+        self.manifest = manifest = checkpoint_files.check_sizes(path) if self.is_ours else None
         self.runs_in = None if manifest is None else dtype_of(manifest["precision"])
         content = self._read(METADATA_FILE)
         record = None if manifest is None else manifest["files"].get(METADATA_FILE)
