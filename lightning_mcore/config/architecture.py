@@ -52,6 +52,10 @@ MAMBA: tuple[str, ...] = (
 """The sizes of Mamba 2 layers, named as in Megatron: heads, channels per head, groups of heads that share what writes
 and reads their memory, rows of a memory, and tokens that the convolution sees."""
 
+INDEXER: tuple[str, ...] = ("index_topk", "index_n_heads", "index_head_dim")
+"""The sizes of an indexer, named as in transformers: tokens that it selects for each query, heads, channels per head of
+queries and of the keys, which all heads share."""
+
 Mixer = Literal["attention", "delta_net", "kimi_delta", "mamba"]
 
 _ATTRIBUTE = "architecture"
@@ -96,6 +100,9 @@ class Architecture:
             ``E`` experts. In ``"M-*E"`` there are four layers with one part each; in ``"[M-][*E]"`` there are two, with
             both parts, as other layers have them. None for attention and an MLP, or experts, in all layers.
         mamba: The sizes of Mamba 2 layers, those in ``MAMBA``; None without such layers.
+        indexer: Indexers of latent attention: ``indexer_freq``, with 1 for each layer of the model that has one and 0 for
+            the others, which use the choice of a layer before, and the sizes in ``INDEXER``. Sequences have at most
+            ``index_topk`` tokens, all of which are chosen. None without indexers.
     """
 
     layer_norms: LayerNorms = "before"
@@ -119,6 +126,7 @@ class Architecture:
     kimi_delta: Mapping[str, Any] | None = None
     layer_pattern: str | None = None
     mamba: Mapping[str, Any] | None = None
+    indexer: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> "Architecture":
@@ -184,6 +192,10 @@ class Architecture:
         """Return whether a layer, counted from 0, has an MLP or experts."""
         return self.layer_pattern is None or pattern_layers(self.layer_pattern)[layer][-1] in _OF_MLP
 
+    def has_indexer(self, layer: int) -> bool:
+        """Return whether a layer, counted from 0, has an indexer."""
+        return self.indexer is not None and bool(self.indexer["indexer_freq"][layer])
+
     @property
     def has_memories(self) -> bool:
         """Whether the settings say what mixes tokens in each layer; then layers may differ."""
@@ -199,6 +211,20 @@ class Architecture:
         """Whether attention uses where a token is in its sequence, and not only how far one is from another."""
         grows, chunk = self.query_growth is not None, self.attention_chunk is not None
         return grows or chunk or self.head_norms == "after_rotation"
+
+    def check_length(self, given: str, length: int) -> None:
+        """Raise ValueError for sequences in which an indexer would not select all tokens; ``given`` says what is long.
+
+        Args:
+            given: What the length is of, for the error message.
+            length: Tokens of a sequence.
+        """
+        if self.indexer is not None and length > self.indexer["index_topk"]:
+            raise ValueError(
+                f"{given} exceeds index_topk={self.indexer['index_topk']}, up to which the model's indexers select all"
+                " tokens, and attention to selected ones alone is not supported; choose"
+                f" {self.indexer['index_topk']} tokens or fewer"
+            )
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -249,6 +275,7 @@ def delta_net_channels(sizes: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 _OF_LAYERS: tuple[Mixer, ...] = ("delta_net", "kimi_delta")  # settings that say which layers have such a memory
+_FREQ = {**dict.fromkeys(_OF_LAYERS, "linear_attention_freq"), "indexer": "indexer_freq"}  # their key with the flags
 _OF_MIXER: Mapping[str, Mixer] = {"M": "mamba", "*": "attention"}
 _OF_MLP = "-E"
 _OTHER_LETTERS = {
@@ -313,12 +340,13 @@ def _check_stretch(given: Any) -> None:
 
 
 def _check_linear(owner: str, given: Any, sizes: tuple[str, ...]) -> None:
-    if not isinstance(given, Mapping) or given.keys() != {"linear_attention_freq", *sizes}:
-        names = ", ".join(("linear_attention_freq", *sizes))
+    freq = _FREQ[owner]
+    if not isinstance(given, Mapping) or given.keys() != {freq, *sizes}:
+        names = ", ".join((freq, *sizes))
         raise ValueError(f"architecture has {owner}={given!r}; give a dict with {names}")
-    flags = given["linear_attention_freq"]
+    flags = given[freq]
     if not isinstance(flags, list | tuple) or any(flag not in (0, 1) for flag in flags):
-        raise ValueError(f"{owner} has linear_attention_freq={flags!r}; give a list with a 0 or 1 for each layer")
+        raise ValueError(f"{owner} has {freq}={flags!r}; give a list with a 0 or 1 for each layer")
     _check_sizes(owner, given, sizes)
 
 
@@ -377,6 +405,7 @@ _CHECKS = {
     "attention_chunk": _check_chunk,
     "layer_pattern": _check_pattern,
     "mamba": _check_mamba,
+    "indexer": lambda given: _check_linear("indexer", given, INDEXER),
 }
 
 
@@ -435,7 +464,8 @@ def check_architecture(config: Any, transformer_impl: str) -> None:
         ("head_norms", config.qk_layernorm, "qk_layernorm=True"),
         ("head_norms", uneven, f"tensor_model_parallel_size={ranks}; choose a divisor of its {channels} key channels"),
         ("attention_cap", config.softmax_type != "vanilla", f"softmax_type={config.softmax_type!r}"),
-        ("latent_epsilon", not latent, "multi_latent_attention=False"),
+        *((name, not latent, "multi_latent_attention=False") for name in ("latent_epsilon", "indexer")),
+        ("indexer", latent and config.q_lora_rank is None, "q_lora_rank=None"),
         ("expert_bias", not experts, "num_moe_experts=None"),
         ("softmax_choice_bias", not experts, "num_moe_experts=None"),
         ("softmax_choice_bias", not softmax, "a router that is not a softmax without a bias"),
@@ -447,11 +477,11 @@ def check_architecture(config: Any, transformer_impl: str) -> None:
             raise ValueError(
                 f"architecture has {name}={getattr(given, name)!r}, which does not work with {other}{advice}"
             )
-    for name in _OF_LAYERS:
-        flags = (getattr(given, name) or {}).get("linear_attention_freq")
+    for name, freq in _FREQ.items():
+        flags = (getattr(given, name) or {}).get(freq)
         if flags is not None and len(flags) != config.num_layers:
             raise ValueError(
-                f"{name} has {len(flags)} numbers in linear_attention_freq, and the model has"
+                f"{name} has {len(flags)} numbers in {freq}, and the model has"
                 f" num_layers={config.num_layers}; give one for each layer"
             )
     _check_layers(given, config.num_layers, moe_layers(vars(config)))
@@ -484,7 +514,7 @@ def _check_layers(given: Architecture, num_layers: int, have_experts: list[bool]
 def set_architecture(config: Any, architecture: Architecture) -> None:
     """Attach the settings to a Megatron config, which takes them to the modules."""
     setattr(config, _ATTRIBUTE, architecture)
-    if architecture.has_memories:
+    if architecture.has_memories or 0 in (architecture.indexer or {}).get("indexer_freq", ()):
         config.hetereogenous_dist_checkpoint = True  # layers that differ cannot be stacked
     factor = (architecture.stretch or {}).get("attention_factor", 1.0)
     # Megatron multiplies a rotation by 0.1 * mscale * log(scaling_factor) + 1. With a scaling factor of e**10, that is

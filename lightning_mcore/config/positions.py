@@ -61,8 +61,11 @@ def check_positions(settings: Mapping[str, Any], transformer: Mapping[str, Any])
     if kind == "yarn" and transformer.get("rotary_interleaved"):
         raise ValueError("rotary_interleaved=True is not available with position_embedding_type='yarn'; leave it out")
     _check_yarn(kind, settings["yarn"])
+    architecture, length = Architecture.of(settings.get("architecture")), settings["seq_length"]
+    if isinstance(length, int):  # anything else is rejected elsewhere
+        architecture.check_length(f"seq_length={length}", length)
     # The ways in Architecture replace Megatron's wavelengths, so a second way would be lost.
-    if Architecture.of(settings.get("architecture")).stretch is None:
+    if architecture.stretch is None:
         return
     given = [name for name, nothing in _STRETCHED_OTHERWISE.items() if settings[name] != nothing]
     if kind != "rope" or latent or given:

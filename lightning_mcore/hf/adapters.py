@@ -52,6 +52,8 @@ _GATES = tuple(gate for gate, _, _ in TRIPLES)
 _NOT_IN_PEFT = {"nemotron_h": ("out_proj",)}  # PEFT 0.21 refuses them, because a fast path there reads the weight
 # Megatron's modules that may have adapters, besides linear_*
 _ADAPTED_OUTSIDE = ("router", "shared_experts", "fc1_latent_proj", "fc2_latent_proj", "word_embeddings", "output_layer")
+NEVER_TRAINED = "self_attention.indexer."
+"""Prefix of a layer's weights that are buffers: neither are they trained, nor do they have adapters."""
 _OF_LATENTS = ("mlp.fc1_latent_proj.", "mlp.fc2_latent_proj.")
 _OF_EXPERTS = ("mlp.experts.", "mlp.router.", "mlp.shared_experts.", *_OF_LATENTS)
 _OF_DENSE_LAYERS = ("mlp.linear_fc",)
@@ -444,7 +446,7 @@ def projection_names(family: Family, fields: Mapping[str, Any]) -> list[str]:
 
 
 def tensor_names(family: Family, fields: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the Hugging Face tensors in each Megatron weight that a model may have, by whole name; builds nothing."""
+    """Return the Hugging Face tensors in each Megatron weight that may be trained, by whole name; builds nothing."""
     size, experts = 12, int(fields.get("num_moe_experts") or 0)  # names do not depend on the size
     every = fields.get("moe_layer_freq", 1) if experts else 0
     has_experts = [bool(every)] * int(fields["num_layers"]) if isinstance(every, int) else list(map(bool, every))
@@ -461,6 +463,8 @@ def tensor_names(family: Family, fields: Mapping[str, Any]) -> dict[str, list[st
             if rule.megatron.startswith(_OF_DENSE_LAYERS if has_experts[layer] else _OF_EXPERTS):
                 continue
             if rule.megatron.startswith(_OF_LATENTS) and not fields.get("moe_latent_size"):
+                continue
+            if rule.megatron.startswith(NEVER_TRAINED):
                 continue
             blocks = rule.blocks((experts, size, size) if is_stack else (size, size), fields)
             found[f"decoder.layers.{layer}.{rule.megatron}"] = [prefix + block.hf for block in blocks]

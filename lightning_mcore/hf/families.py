@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
+from lightning_mcore.config.architecture import INDEXER
 from lightning_mcore.hf import decoder_rules as d
 from lightning_mcore.hf import expert_rules as e
 from lightning_mcore.hf.config_rules import (
@@ -427,6 +428,58 @@ DEEPSEEK_V3 = d.with_multi_token(  # and R1
     *_unwritten(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1),
     Unused(("aux_loss_alpha", "ep_size", "seq_aux")),
 )
+
+
+_FULL, _SHARED = "full", "shared"
+
+
+def _indexer(*types: str) -> Derived:
+    """Return the rule of indexers; ``types`` is the key that says which layers have one, none if all have."""
+
+    def read(config: Config) -> dict[str, Any]:
+        for name in INDEXER:
+            refuse_outside(name, config[name], 1)
+        kinds = [_FULL] * config["num_hidden_layers"]
+        for key in types:
+            kinds = list(config.get(key) or kinds)[: len(kinds)]
+            refuse_unless(f"the first of {key}", kinds[0], (_FULL,), "no layer before it has an indexer")
+            for kind in kinds:
+                refuse_unless(key, kind, (_FULL, _SHARED), "there are no such indexers")
+        flags = [int(kind == _FULL) for kind in kinds]
+        return {"indexer": {"indexer_freq": flags, **{name: config[name] for name in INDEXER}}}
+
+    def write(fields: Fields) -> dict[str, Any]:
+        if fields["indexer"] is None:
+            raise ValueError("it has no indexer")
+        keys = {name: fields["indexer"][name] for name in INDEXER}
+        kinds = [_FULL if flag else _SHARED for flag in fields["indexer"]["indexer_freq"]]
+        if _SHARED in kinds and not types:
+            raise ValueError("layers without an indexer cannot be expressed in its config")
+        return keys | dict.fromkeys(types, kinds)
+
+    return Derived((*INDEXER, *types), read, write)
+
+
+def _read_indexed_layers(config: Config) -> dict[str, Any]:
+    for kind in config.get("layer_types") or ():
+        refuse_unless("layer_types", kind, ("indexed_attention",), "the family has no other layers")
+    return {}
+
+
+INDEXED_LATENT_ATTENTION = (
+    _latent_attention(LATENT_ROPE, *_unwritten(rope_interleave=True), head_dim="turned"),
+    _read_only(_read_indexed_layers, "layer_types"),
+    *(
+        Rename(f"self_attention.indexer.{ours}", f"self_attn.indexer.{theirs}")
+        for ours, theirs in (
+            *(("wq_b", "wq_b.weight"), ("wk", "wk.weight"), ("weights_proj", "weights_proj.weight")),
+            *(("k_norm_weight", "k_norm.weight"), ("k_norm_bias", "k_norm.bias")),
+        )
+    ),
+    *(d.MLP, e.MLP_TYPES, SIGMOID_LAYERS, Only("mlp_bias", False), d.PRETRAINING_TP),
+    *_unwritten(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1),
+    Unused(("aux_loss_alpha", "ep_size", "seq_aux")),
+)
 _ROWS = (
     LLAMA,
     family("mistral", "Mistral", DECODER, WINDOW, d.MLP),
@@ -513,6 +566,13 @@ _ROWS = (
     d.with_multi_token(  # GLM-4.7-Flash
         *("glm4_moe_lite", "Glm4MoeLite", LATENT_ATTENTION, d.PRETRAINING_TP, d.MLP),
         *(e.MLP_TYPES, SIGMOID_LAYERS, _unwritten(topk_method="noaux_tc", partial_rotary_factor=1.0)),
+    ),
+    d.with_multi_token("deepseek_v32", "DeepseekV32", INDEXED_LATENT_ATTENTION, _indexer()),
+    d.with_multi_token(  # GLM-5
+        *("glm_moe_dsa", "GlmMoeDsa", INDEXED_LATENT_ATTENTION, _indexer("indexer_types")),
+        # transformers makes indexer_types from these; the first says how an indexer rotates
+        Unused(("indexer_rope_interleave", "index_topk_freq", "index_skip_topk_offset", "index_topk_pattern")),
+        *_unwritten(moe_router_dtype="float32"),
     ),
     family(
         *("solar_open", "SolarOpen", d.without("intermediate_size", d.PARTIAL_DECODER), d.ATTENTION),

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_mcore.checkpoint.model_state import TRAINED_ONLY
 from lightning_mcore.config.lora import AdaptedModel, Trained
-from lightning_mcore.hf.adapters import tensor_names, weights_of_chunk
+from lightning_mcore.hf.adapters import NEVER_TRAINED, tensor_names, weights_of_chunk
 from lightning_mcore.hf.family import Family
 from lightning_mcore.hf.weight_map import WeightMap
 from lightning_mcore.hf.weight_rules import Shape
@@ -71,7 +71,7 @@ def trained_model(
     found = {
         name: Trained(True, tensors[name], ())
         for name, blocks in WeightMap(family, fields, tensors).blocks.items()
-        if any(_is_trained(block.hf, parts) for block in blocks)
+        if NEVER_TRAINED not in name and any(_is_trained(block.hf, parts) for block in blocks)
     }
     return AdaptedModel(None, found, is_tied="output_layer.weight" not in tensors)
 

@@ -130,7 +130,7 @@ def _fill_from(source: HFSource, module: pl.LightningModule) -> None:
 def keep_wide(
     module: pl.LightningModule, names: Callable[[], tuple[Family, Mapping[str, Any]]], hf: Mapping[str, Any]
 ) -> None:
-    """Turn parameters into fp32 that are stored in a wider dtype than most weights, where their layers accept that.
+    """Turn weights into fp32 that are stored in a wider dtype than most weights, where their layers accept that.
 
     Called when ``module``'s model has just been built. ``names`` returns the family and fields (only when needed), and
     ``hf`` is the module's record of the model that it will be filled from.
@@ -142,7 +142,8 @@ def keep_wide(
     for index, chunk in enumerate(chunks.bare):
         # Our routers and delta nets set takes_fp32
         layers = [layer for layer in chunk.modules() if getattr(layer, TAKES_FP32, False)]
-        taking = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+        tables = [table for layer in layers for table in (layer._parameters, layer._buffers)]
+        taking = {id(tensor) for table in tables for tensor in table.values()}
         for entry in sharded_tensors(chunks, index):
             if id(entry.data) not in taking:
                 continue

@@ -25,23 +25,20 @@ from lightning_mcore.hf.vision_families import VISION_LANGUAGE_FAMILIES
 
 ENTRY_POINTS = "lightning_mcore.families"
 
-_BY_AN_INDEXER = "each query attends only to the tokens that an indexer selects"
 _LIMITS = "each of their layers has a limit of its own for activations"
 _WITH_TOWER = "their language model is read only from a folder of its own, without the vision tower"
 UNSUPPORTED: dict[str, tuple[str, str]] = {
     "bailing_hybrid": ("the decays of their linear attention have a lower bound", "kimi_linear"),
-    "deepseek_v32": (_BY_AN_INDEXER, "deepseek_v3"),
     "falcon_h1": ("each of their layers has Mamba 2 beside attention", "granitemoehybrid"),
     "gemma3": (_WITH_TOWER, "gemma3_text"),
     "gemma3n": ("each of their layers has embeddings of its own", "gemma3_text"),
     "gemma4": ("their layers without a window have wider heads than those with one", "gemma3_text"),
-    "glm_moe_dsa": (_BY_AN_INDEXER, "glm4_moe_lite"),
     "jamba": ("they have Mamba 1 layers", "granitemoehybrid"),
     "kimi_k25": (_WITH_TOWER, "kimi_k2"),
     "mimo_v2_flash": ("their layers with a window have twice as many key heads as the others", "gpt_oss"),
     "minimax_m3_vl": ("each query attends only to the blocks of tokens that an indexer selects", "minimax_m2"),
     "mistral3": (_WITH_TOWER, "ministral3"),
-    "mistral_large4": (_BY_AN_INDEXER, "mistral4"),
+    "mistral_large4": ("each query attends only to the tokens that an indexer selects", "mistral4"),
     **dict.fromkeys(("step3p5", "step3p7"), (_LIMITS, "qwen3_moe")),
 }
 """Well-known model types that are not supported: what Megatron and this package lack, and the nearest family. The

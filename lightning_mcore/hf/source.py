@@ -398,9 +398,10 @@ def settings_of_source(
             "%s has no weights for multi-token prediction, so the model is built without those layers", source.folder
         )
         del fields["mtp_num_layers"]
+    indexed = ((module.get("architecture") or {}).get("indexer") or {}).get("index_topk")
     return {
         **module,
-        "seq_length": source.config["max_position_embeddings"],
+        "seq_length": min(source.config["max_position_embeddings"], indexed or LONGEST_SEQUENCE),
         "transformer": fields,
         "hf": {
             "path": absolute(path),

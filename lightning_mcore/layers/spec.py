@@ -41,6 +41,7 @@ from lightning_mcore.config.rules.model import check_fields, check_without_trans
 from lightning_mcore.layers.activations import xielu
 from lightning_mcore.layers.core_attention import TorchAttention, completed
 from lightning_mcore.layers.delta_net import GatedDeltaNet
+from lightning_mcore.layers.indexer import with_indexer
 from lightning_mcore.layers.kimi_delta import KimiDeltaAttention
 from lightning_mcore.layers.latent_experts import latent_layer
 from lightning_mcore.layers.mamba import Mamba2
@@ -214,6 +215,11 @@ def gpt_block_spec(
             _with_parts(layer, architecture.mixer(first + index), architecture.has_mlp(first + index))
             for index, layer in enumerate(block.layer_specs)
         ]
+    if architecture.indexer is not None:
+        first = get_transformer_layer_offset(config, vp_stage)
+        block.layer_specs = [
+            _with_indexer(layer, architecture.has_indexer(first + index)) for index, layer in enumerate(block.layer_specs)
+        ]
     return block
 
 
@@ -226,8 +232,11 @@ def last_layer_spec(
         use_transformer_engine=transformer_impl == "transformer_engine",
         qk_l2_norm=getattr(config, "qk_l2_norm", False),
     )
-    _use_our_modules(layers[-1], config, transformer_impl)
-    return TransformerBlockSubmodules(layer_specs=[layers[-1]])
+    last = layers[-1]
+    _use_our_modules(last, config, transformer_impl)
+    if architecture_of(config).indexer is not None:
+        last = _with_indexer(last, has_indexer=True)
+    return TransformerBlockSubmodules(layer_specs=[last])
 
 
 def check_backend(
@@ -332,6 +341,15 @@ def _with_parts(layer: ModuleSpec, mixer: Mixer | None, has_mlp: bool) -> Module
     if not has_mlp:
         submodules.pre_mlp_layernorm = submodules.mlp = IdentityOp
         submodules.mlp_bda = IdentityFuncOp
+    layer.submodules = submodules
+    return layer
+
+
+def _with_indexer(layer: ModuleSpec, has_indexer: bool) -> ModuleSpec:
+    """Return a copy of a layer whose attention carries an indexer, or uses the choice of another layer's."""
+    layer, submodules = copy.copy(layer), copy.copy(layer.submodules)
+    submodules.self_attention = copy.copy(submodules.self_attention)
+    submodules.self_attention.module = with_indexer(submodules.self_attention.module, has_indexer)
     layer.submodules = submodules
     return layer
 

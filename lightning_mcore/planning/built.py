@@ -31,6 +31,7 @@ from lightning_mcore.checkpoint.model_state import sharded_tensors
 from lightning_mcore.checkpoint.optimizer_state import pieces_of
 from lightning_mcore.config.rules.model import KERNELS, NEEDS_CUDA, NEEDS_TRANSFORMER_ENGINE, TORCH_BACKEND_VALUES
 from lightning_mcore.hf.weight_map import held_rectangle
+from lightning_mcore.layers.indexer import Indexer
 from lightning_mcore.layers.latent_experts import WholeLinear
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
@@ -115,6 +116,9 @@ def built_tensors(fields: GPTFields) -> tuple[tuple[str, ParameterTensor], ...]:
         if name in architecture:
             flags = [int(kind.mixer == name) for kind in of_kinds]
             architecture[name] = {**architecture[name], "linear_attention_freq": flags}
+    if "indexer" in architecture:
+        flags = [int(kind.has_indexer) for kind in of_kinds]
+        architecture["indexer"] = {**architecture["indexer"], "indexer_freq": flags}
     if fields.architecture.layer_pattern is not None:
         architecture["layer_pattern"] = "".join(kind.letters for kind in of_kinds)
     given = fields.transformer
@@ -157,14 +161,22 @@ def _built(arguments: str, scores: bool) -> tuple[tuple[str, ParameterTensor], .
         entries = sharded_tensors(ModelChunks(chunk.config, [chunk], None), 0)
         names = {id(entry.data): held_rectangle(pieces_of(entry)[0].place)[0] for entry in entries}
     found = []
-    for local, parameter in chunk.named_parameters():
+    for local, parameter in held_tensors(chunk):
         prefix, name = _of_layer(names[id(parameter)])
         tensor = of_parameter(chunk, local, parameter)
         found.append((prefix, tensor._replace(name=name, copies=experts if tensor.expert else 1)))
     return tuple(found)
 
 
-def of_parameter(chunk: nn.Module, name: str, parameter: nn.Parameter) -> ParameterTensor:
+def held_tensors(chunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a chunk's parameters by name, and the buffers that are as large: those of indexers."""
+    yield from chunk.named_parameters()
+    for name, module in chunk.named_modules():
+        if isinstance(module, Indexer):
+            yield from module.named_buffers(name)
+
+
+def of_parameter(chunk: nn.Module, name: str, parameter: torch.Tensor) -> ParameterTensor:
     """Return what is known of a parameter by Megatron's marks on it, and by the module that owns it."""
     split = getattr(parameter, "partition_dim", None) if getattr(parameter, "tensor_model_parallel", False) else None
     if name.endswith(".softmax_offset"):

@@ -21,7 +21,7 @@ from lightning_mcore.config.run import RunSettings
 from lightning_mcore.parallel.chunks import find_pipeline
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import close_process_groups, open_process_groups
-from lightning_mcore.planning.built import ParameterTensor, of_parameter, on_meta
+from lightning_mcore.planning.built import ParameterTensor, held_tensors, of_parameter, on_meta
 from lightning_mcore.planning.machines import Machine
 from lightning_mcore.planning.model import ChunkLayers
 from lightning_mcore.planning.parameters import ModelParameters, count_of
@@ -95,7 +95,7 @@ def _chunks(
             " configure_model()"
         )
     return [
-        (_held(chunk), [of_parameter(chunk, *item) for item in chunk.named_parameters()]) for chunk in pipeline.chunks
+        (_held(chunk), [of_parameter(chunk, *item) for item in held_tensors(chunk)]) for chunk in pipeline.chunks
     ]
 
 

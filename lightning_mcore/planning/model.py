@@ -36,6 +36,7 @@ class LayerKind(NamedTuple):
     mixer: Mixer | None
     has_mlp: bool  # or experts
     is_moe: bool
+    has_indexer: bool
 
     @property
     def letters(self) -> str:
@@ -78,7 +79,8 @@ class GPTFields:
 
     def kind(self, layer: int) -> "LayerKind":
         """Return what a layer, counted from 0, consists of."""
-        return LayerKind(self.architecture.mixer(layer), self.architecture.has_mlp(layer), self.is_moe[layer])
+        own = self.architecture
+        return LayerKind(own.mixer(layer), own.has_mlp(layer), self.is_moe[layer], own.has_indexer(layer))
 
     @property
     def output_size(self) -> int:

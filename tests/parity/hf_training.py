@@ -46,7 +46,9 @@ ROWS, LENGTH = 2, 32
 LOGITS, LOSS, GRADIENT = 1e-4, 1e-5, 1e-4  # the first two absolute, the third of the greatest value of a tensor
 STEPS, LEARNING_RATE = 3, 0.002
 MULTI_TOKEN_SCALE = 0.5
+_OF_INDEXERS = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
 KEPT = ("e_score_correction_bias", "mlp.expert_bias", "act_fn.beta", "act_fn.eps")
+KEPT += tuple(f"self_attn.indexer.{name}" for name in _OF_INDEXERS)
 
 Batch = dict[str, Tensor]
 

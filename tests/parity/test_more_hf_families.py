@@ -40,6 +40,8 @@ EXPERTS = (
     "nemotron_h",
     "kimi_linear",
     "glm4_moe_lite",
+    "deepseek_v32",
+    "glm_moe_dsa",
     "solar_open",
     "exaone_moe",
     "hunyuan_v1_moe",
@@ -98,7 +100,9 @@ def prove(jobs: dict[str, tuple[str, str]], layout: Layout) -> dict[str, tuple[S
             module.out = out
             found[name] = predict_and_step(module, layout, STEPS), module.continued
             here = rank_parameters(GPTFields.of(module.hparams), module.trainer.strategy.layout, _stage())
-            assert here.total == sum(parameter.numel() for parameter in module.model.parameters())
+            trained = sum(parameter.numel() for parameter in module.model.parameters())
+            kept = sum(tensor.numel() for key, tensor in module.model.named_buffers() if ".indexer." in key)
+            assert (here.total, here.trained_dense + here.trained_expert) == (trained + kept, trained)
         except Exception as error:
             raise RuntimeError(f"{name}: {error}") from error
     return found

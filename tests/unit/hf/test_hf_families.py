@@ -173,6 +173,7 @@ MADE_OF_OTHERS = {
     "phi3": {"resid_pdrop", "embd_pdrop", "original_max_position_embeddings"},  # the last is of longrope only
     "dots1": {"max_window_layers"},
     "exaone_moe": {"first_k_dense_replace"},
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), {"first_k_dense_replace", "head_dim"}),
     "cohere2": {"head_dim"},
     "kimi_linear": {"head_dim"},  # of nothing
     "gemma": {"hidden_act"},  # transformers takes "gelu" as its approximation
@@ -186,7 +187,7 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"use_sliding_window": True, "sliding_window": 8, "mlp_only_layers": [1]},
     "glm4_moe": {"n_group": 2},
     "smollm3": {"use_sliding_window": True, "sliding_window": 8},
-    **{name: {"n_group": 2} for name in ("dots1", "solar_open", "exaone_moe")},
+    **{name: {"n_group": 2} for name in ("dots1", "solar_open", "exaone_moe", "glm_moe_dsa")},
     "mistral4": {"n_group": 2, "norm_topk_prob": False},
     "granitemoehybrid": {"position_embedding_type": "rope"},
 }
@@ -222,6 +223,7 @@ OTHERS: dict[str, list[Any]] = {
     "moe_layer_start_index": [0, 2],
     "moe_layer_end_index": [2],
     "hidden_act": ["gelu", "relu"],
+    "indexer_types": [["full"] * 4, ["full", "full", "none", "full"], ["shared", "full", "full", "full"]],
     "hidden_activation": ["gelu", "relu"],
 }
 """Other values of keys; of the rest, switches are turned and numbers doubled."""
@@ -311,6 +313,14 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("kimi_linear", {"num_nextn_predict_layers": 1}),
     ("kimi_linear", {"tie_word_embeddings": True}),
     ("kimi_linear", {"attention_bias": True}),
+    ("deepseek_v32", {"index_topk": 0}),
+    ("deepseek_v32", {"index_n_heads": 2.5}),
+    ("deepseek_v32", {"layer_types": ["indexed_attention", "full_attention"] * 2}),
+    ("deepseek_v32", {"mlp_bias": True}),
+    ("deepseek_v32", {"rope_interleave": False}),
+    ("deepseek_v32", {"indexer_types": ["full", "shared"] * 2}),
+    ("glm_moe_dsa", {"indexer_types": ["full", "full", "none", "full"]}),
+    ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full", "full"]}),
     ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "hash", "sparse"]}),
     ("hunyuan_v1_moe", {"moe_topk": [2, 2, 4, 2]}),
     ("hunyuan_v1_moe", {"moe_topk": 1}),
