@@ -53,6 +53,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "decoder_sparse_step": (1, 2),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), (0, 1, 2)),
     "head_dim": (8, 16),
+    "index_head_dim": (8, 12),
+    "index_n_heads": (1, 3),
+    "index_topk": (24, 40),
     **dict.fromkeys(("intermediate_size", "intermediate_size_mlp", "shared_intermediate_size"), (20, 36, 48)),
     "kv_lora_rank": (8, 20),
     "linear_conv_kernel_dim": (2, 3, 4),
@@ -151,6 +154,10 @@ def _draw(family: str, draw: random.Random) -> dict[str, Any]:
         for key in ("attention_bias", "mlp_bias", "use_bias", "sliding_window"):
             keys.pop(key)  # no other than the default is supported
         keys["layers_block_type"] = [draw.choice(kinds) for _ in range(layers)]
+    if "index_topk" in known:
+        for key in ("layer_types", "mlp_bias", "attention_bias"):
+            keys.pop(key, None)  # no other than the default is supported
+        keys["q_lora_rank"] = keys["q_lora_rank"] or 12
     keys |= _layers(known, draw, layers)
     if "moe_layers" in known:
         for key in ("layer_types", "num_experts_per_tok"):
@@ -166,6 +173,8 @@ def _layers(known: set[str], draw: random.Random, layers: int) -> dict[str, Any]
     keys: dict[str, Any] = {}
     if "mlp_layer_types" in known:
         keys["mlp_layer_types"] = [draw.choice(("dense", "sparse")) for _ in range(layers)]
+    if "indexer_types" in known:
+        keys["indexer_types"] = ["full", *(draw.choice(("full", "shared")) for _ in range(layers - 1))]
     for name, share in (("mlp_only_layers", 0.3), ("moe_layers", 0.6)):
         if name in known:
             keys[name] = [layer for layer in range(layers) if draw.random() < share]

@@ -45,8 +45,8 @@ from lightning_mcore.parallel.consensus import all_gather_object
 _DIGESTED = 1 << 17  # values digested at once, few enough for a processor's cache
 EACH_EXPERT = re.compile(r"\.experts\.\d")
 _TRANSLATED = """
-    afmoe deepseek_v3 dots1 ernie4_5_moe exaone_moe glm4_moe glm4_moe_lite hunyuan_v1_moe minimax_m2 mixtral olmoe
-    qwen3_moe qwen3_next solar_open
+    afmoe deepseek_v3 deepseek_v32 dots1 ernie4_5_moe exaone_moe glm4_moe glm4_moe_lite glm_moe_dsa hunyuan_v1_moe
+    minimax_m2 mixtral olmoe qwen3_moe qwen3_next solar_open
 """
 _GATES = tuple(gate for gate, _, _ in TRIPLES)
 _NOT_IN_PEFT = {"nemotron_h": ("out_proj",)}  # PEFT 0.21 refuses them, because a fast path there reads the weight

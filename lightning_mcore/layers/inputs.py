@@ -196,15 +196,19 @@ def check_vocabulary(batch: dict[str, Tensor], vocab_size: int) -> None:
             )
 
 
+def longest_sequence(batch: dict[str, Tensor]) -> int:
+    """Return the tokens of the longest sequence, with its padding; 0 for a batch that is not on the host."""
+    if batch["tokens"].is_cuda:
+        return 0
+    return int(batch["cu_seqlens_padded"].diff(dim=1).max()) if is_packed(batch) else batch["tokens"].size(1)
+
+
 def check_places(batch: dict[str, Tensor], seq_length: int) -> None:
     """Raise ValueError if a sequence, with its padding, is longer than the model's ``seq_length`` learned positions.
 
     Only batches on the host are checked.
     """
-    if batch["tokens"].is_cuda:
-        return
-    packed = is_packed(batch)
-    longest = int(batch["cu_seqlens_padded"].diff(dim=1).max()) if packed else batch["tokens"].size(1)
+    longest = longest_sequence(batch)
     if longest > seq_length:
         raise ValueError(
             f"a sequence has {longest} tokens, more than the seq_length={seq_length} positions of a model with"

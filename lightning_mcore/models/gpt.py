@@ -58,6 +58,7 @@ from lightning_mcore.layers.inputs import (
     check_places,
     check_sources,
     check_vocabulary,
+    longest_sequence,
     microbatch_shape,
 )
 from lightning_mcore.layers.losses import source_means, token_mean
@@ -530,6 +531,9 @@ class MCoreGPT(SpeedLogs):
         check_sources(batch, self._names_of_sources())
         if self.hparams["position_embedding_type"] == "learned_absolute":
             check_places(batch, self.seq_length)
+        if self.architecture.indexer is not None:
+            longest = longest_sequence(batch)
+            self.architecture.check_length(f"a sequence of {longest} tokens", longest)
         return batch
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:

@@ -319,7 +319,7 @@ MORE_CONFIGS: dict[str, dict[str, Any]] = {
         **_SIGMOID,
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         "indexer_types": ["full", "shared", "full", "shared"],
-        "index_topk": 40,
+        "index_topk": 56,
         "index_n_heads": 2,
         "index_head_dim": 6,
     },
@@ -401,7 +401,7 @@ CONFIGS |= MORE_CONFIGS
 UNKNOWN_TO_TRANSFORMERS = {"kimi_k2": "deepseek_v3"}
 """Families that transformers reads as another one."""
 
-MULTI_TOKEN = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+MULTI_TOKEN = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
 """Families that may have layers for multi-token prediction: ``save_tiny(..., num_nextn_predict_layers=1)``."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -560,6 +560,9 @@ def save_tiny(
     config = tiny_config(family, **overrides)
     extra = getattr(config, "num_nextn_predict_layers", 0) if family in MULTI_TOKEN else 0
     config.num_hidden_layers += extra
+    lists = [key for key in ("mlp_layer_types", "layer_types") if extra and getattr(config, key, None)]
+    for key in lists:
+        setattr(config, key, [*getattr(config, key), *getattr(config, key)[-1:] * extra])
     model = auto_model().from_config(config, dtype=dtype)
     model.save_pretrained(where)
     tensors = {published_name(name): tensor for name, tensor in read_tensors(where)}
@@ -571,6 +574,7 @@ def save_tiny(
         tensors |= _multi_token_tensors(tensors, config.num_hidden_layers - extra, extra)
         content = json.loads((where / "config.json").read_text())
         content["num_hidden_layers"] -= extra
+        content |= {key: content[key][:-extra] for key in lists}
         (where / "config.json").write_text(json.dumps(content, indent=2))
     if family in UNKNOWN_TO_TRANSFORMERS:
         content = json.loads((where / "config.json").read_text())
