@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks for mkdocs: version and repository, roles in docstrings, and fields of argument classes.
 
-``fields of NAME`` on a line of a page becomes a list of the fields that a class of ``lightning_mcore.arguments`` adds.
+``fields of NAME`` on a line of a page becomes a list of the fields that a class of ``lightning_mcore.arguments`` adds,
+and ``families that are not supported`` a table of them.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from typing import Any
 
 _ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):<code>(?:~(?:\w+\.)*)?([\w.]+)</code>")
 _FIELDS = re.compile(r"^fields of (\w+)$", re.MULTILINE)
+_UNSUPPORTED = re.compile(r"^families that are not supported$", re.MULTILINE)
 
 
 def on_config(config: Any, **_: object) -> None:
@@ -28,11 +30,12 @@ def on_config(config: Any, **_: object) -> None:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Return the page with lists of fields filled in.
+    """Return the page with lists of fields and the table of families filled in.
 
     Args:
         markdown: The source of the page.
     """
+    markdown = _UNSUPPORTED.sub(lambda match: _unsupported(), markdown)
     return _FIELDS.sub(lambda match: _fields(match[1]), markdown)
 
 
@@ -43,6 +46,13 @@ def on_page_content(html: str, **_: object) -> str:
         html: The rendered page.
     """
     return _ROLE.sub(r"<code>\1</code>", html)
+
+
+def _unsupported() -> str:
+    from lightning_mcore.hf.registry import UNSUPPORTED
+
+    rows = [f"| `{name}` | {reason} | `{nearest}` |" for name, (reason, nearest) in sorted(UNSUPPORTED.items())]
+    return "\n".join(["| `model_type` | Why it is not supported | Nearest family |", "|---|---|---|", *rows])
 
 
 def _fields(name: str) -> str:

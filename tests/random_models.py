@@ -92,6 +92,13 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 """Values of keys, for the families that have them."""
 
+FIXED: dict[str, tuple[str, ...]] = {
+    "layers_block_type": ("attention_bias", "mlp_bias", "use_bias", "sliding_window"),
+    "index_topk": ("attention_bias", "mlp_bias", "layer_types"),
+    "moe_layers": ("layer_types", "num_experts_per_tok"),
+}
+"""Keys of which no value but the default is supported, by a key that only families of one kind have."""
+
 STRETCHES: dict[str, Callable[[random.Random, int], dict[str, Any]]] = {
     "default": lambda draw, size: {},
     "linear": lambda draw, size: {"factor": draw.choice((1.5, 4.0))},
@@ -151,17 +158,10 @@ def _draw(family: str, draw: random.Random) -> dict[str, Any]:
         keys["num_local_experts"] = draw.choice((0, keys["num_local_experts"]))
     if "layers_block_type" in known:
         kinds = ("linear_attention", "full_attention", "mlp", "moe")
-        for key in ("attention_bias", "mlp_bias", "use_bias", "sliding_window"):
-            keys.pop(key)  # no other than the default is supported
         keys["layers_block_type"] = [draw.choice(kinds) for _ in range(layers)]
-    if "index_topk" in known:
-        for key in ("layer_types", "mlp_bias", "attention_bias"):
-            keys.pop(key, None)  # no other than the default is supported
-        keys["q_lora_rank"] = keys["q_lora_rank"] or 12
     keys |= _layers(known, draw, layers)
-    if "moe_layers" in known:
-        for key in ("layer_types", "num_experts_per_tok"):
-            keys.pop(key)  # no other than the default is supported
+    fixed = {key for mark, only in FIXED.items() if mark in known for key in only}
+    keys = {key: value for key, value in keys.items() if key not in fixed}
     size = keys.get("qk_rope_head_dim") or keys.get("head_dim") or keys["hidden_size"] // heads
     if "rope_parameters" in known:
         keys["rope_parameters"] = _positions(whole["rope_parameters"], draw, size)

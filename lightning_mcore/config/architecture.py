@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -100,8 +100,8 @@ class Architecture:
             ``E`` experts. In ``"M-*E"`` there are four layers with one part each; in ``"[M-][*E]"`` there are two, with
             both parts, as other layers have them. None for attention and an MLP, or experts, in all layers.
         mamba: The sizes of Mamba 2 layers, those in ``MAMBA``; None without such layers.
-        indexer: Indexers of latent attention: ``indexer_freq``, with 1 for each layer of the model that has one and 0 for
-            the others, which use the choice of a layer before, and the sizes in ``INDEXER``. Sequences have at most
+        indexer: Indexers of latent attention: ``indexer_freq``, with 1 for each layer of the model that has one and 0
+            for the others, which use the choice of a layer before, and the sizes in ``INDEXER``. Sequences have at most
             ``index_topk`` tokens, all of which are chosen. None without indexers.
     """
 
@@ -275,7 +275,8 @@ def delta_net_channels(sizes: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 _OF_LAYERS: tuple[Mixer, ...] = ("delta_net", "kimi_delta")  # settings that say which layers have such a memory
-_FREQ = {**dict.fromkeys(_OF_LAYERS, "linear_attention_freq"), "indexer": "indexer_freq"}  # their key with the flags
+_FREQ: Mapping[str, str] = {**dict.fromkeys(_OF_LAYERS, "linear_attention_freq"), "indexer": "indexer_freq"}
+"""Settings that have a flag for each layer, and the key of the flags."""
 _OF_MIXER: Mapping[str, Mixer] = {"M": "mamba", "*": "attention"}
 _OF_MLP = "-E"
 _OTHER_LETTERS = {
@@ -397,7 +398,7 @@ def _check_chunk(given: Any) -> None:
     _check_sizes("architecture", {"attention_chunk": given}, ("attention_chunk",))
 
 
-_CHECKS = {
+_CHECKS: Mapping[str, Callable[[Any], None]] = {
     "stretch": _check_stretch,
     "delta_net": _check_delta_net,
     "kimi_delta": lambda given: _check_linear("kimi_delta", given, KIMI_DELTA),

@@ -26,13 +26,15 @@ from lightning_mcore.hf.vision_families import VISION_LANGUAGE_FAMILIES
 ENTRY_POINTS = "lightning_mcore.families"
 
 _LIMITS = "each of their layers has a limit of its own for activations"
+_WIDER_HEADS = "their layers without a window have wider heads than those with one"
 _WITH_TOWER = "their language model is read only from a folder of its own, without the vision tower"
 UNSUPPORTED: dict[str, tuple[str, str]] = {
     "bailing_hybrid": ("the decays of their linear attention have a lower bound", "kimi_linear"),
     "falcon_h1": ("each of their layers has Mamba 2 beside attention", "granitemoehybrid"),
     "gemma3": (_WITH_TOWER, "gemma3_text"),
     "gemma3n": ("each of their layers has embeddings of its own", "gemma3_text"),
-    "gemma4": ("their layers without a window have wider heads than those with one", "gemma3_text"),
+    **dict.fromkeys(("gemma4", "gemma4_unified"), (_WIDER_HEADS, "gemma3_text")),
+    "glm5_next": ("each of their layers has several residual streams", "glm_moe_dsa"),
     "jamba": ("they have Mamba 1 layers", "granitemoehybrid"),
     "kimi_k25": (_WITH_TOWER, "kimi_k2"),
     "mimo_v2_flash": ("their layers with a window have twice as many key heads as the others", "gpt_oss"),
@@ -43,7 +45,7 @@ UNSUPPORTED: dict[str, tuple[str, str]] = {
 }
 """Well-known model types that are not supported: what Megatron and this package lack, and the nearest family. The
 text models of these types, such as ``gemma4_text``, are not supported either, unless they are a family."""
-_SEE_IMAGES = ("gemma3", "gemma3n", "gemma4", "kimi_k25", "minimax_m3_vl", "mistral3")
+_SEE_IMAGES = ("gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm5_next", "kimi_k25", "minimax_m3_vl", "mistral3")
 
 
 def family_names() -> list[str]:

@@ -217,8 +217,10 @@ def gpt_block_spec(
         ]
     if architecture.indexer is not None:
         first = get_transformer_layer_offset(config, vp_stage)
+        numbers = range(first, first + len(block.layer_specs))
         block.layer_specs = [
-            _with_indexer(layer, architecture.has_indexer(first + index)) for index, layer in enumerate(block.layer_specs)
+            _with_indexer(layer, architecture.has_indexer(number))
+            for number, layer in zip(numbers, block.layer_specs, strict=True)
         ]
     return block
 

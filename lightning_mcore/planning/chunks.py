@@ -94,9 +94,7 @@ def _chunks(
             f"{type(module).__name__} builds no model with pipeline(), which plan needs for its sizes; build it so in"
             " configure_model()"
         )
-    return [
-        (_held(chunk), [of_parameter(chunk, *item) for item in held_tensors(chunk)]) for chunk in pipeline.chunks
-    ]
+    return [(_held(chunk), [of_parameter(chunk, *item) for item in held_tensors(chunk)]) for chunk in pipeline.chunks]
 
 
 def _held(chunk: Any) -> ChunkLayers:

@@ -131,7 +131,7 @@ def _of_layers(
     pair, back = 2 * fields.hidden_size * _ring(tp), 1.5 if layout.sequence_parallel else 1
     for place, layer in enumerate([*chunk.layers, *[fields.num_layers - 1] * chunk.mtp]):
         runs = forward_runs(fields, place, len(chunk.layers))
-        mixer, has_mlp, is_moe = fields.kind(layer)
+        mixer, has_mlp, is_moe, _ = fields.kind(layer)
         yield "tp", pair * (runs["attention"] + back) * (mixer is not None)
         if mixer == "attention":
             yield "cp", (runs["core_attn"] + 2) * (cp - 1) * _keys_and_values(fields, tp)

@@ -36,7 +36,7 @@ class LayerKind(NamedTuple):
     mixer: Mixer | None
     has_mlp: bool  # or experts
     is_moe: bool
-    has_indexer: bool
+    has_indexer: bool = False
 
     @property
     def letters(self) -> str:

@@ -173,7 +173,7 @@ MADE_OF_OTHERS = {
     "phi3": {"resid_pdrop", "embd_pdrop", "original_max_position_embeddings"},  # the last is of longrope only
     "dots1": {"max_window_layers"},
     "exaone_moe": {"first_k_dense_replace"},
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), {"first_k_dense_replace", "head_dim"}),
+    **{name: {"first_k_dense_replace", "head_dim"} for name in ("deepseek_v32", "glm_moe_dsa")},
     "cohere2": {"head_dim"},
     "kimi_linear": {"head_dim"},  # of nothing
     "gemma": {"hidden_act"},  # transformers takes "gelu" as its approximation
