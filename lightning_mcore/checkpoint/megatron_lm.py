@@ -10,14 +10,24 @@ writes no arguments; it has the number of samples in ``train_state.pt``.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.metadata import Metadata
+
+from lightning_mcore.checkpoint.optimizer_state import Share
+from lightning_mcore.optimizer.megatron import MCoreOptimizer
+from lightning_mcore.optimizer.parts import optimizer_parts
 
 _CHAINED = re.compile(r"^chained_\d+\.(?=optimizer\.state\.)")
 _BY_BUCKET = re.compile(r"^(chained_\d+\.)?optimizer\.distributed\.")
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_WEIGHTS_ONLY = "start from its weights with self.load_weights(path) in configure_model"
+
 TRAIN_STATE_FILE = "train_state.pt"
 """The file of Megatron-Bridge."""
 
@@ -45,8 +55,8 @@ class MegatronProgress:
         iteration = common.get("iteration")
         if not isinstance(iteration, int):
             raise ValueError(
-                f"{path} does not say after which iteration it was saved, so a run cannot resume from it; start from"
-                " its weights with self.load_weights(path) in configure_model"
+                f"{path} does not say after which iteration it was saved, so a run cannot resume from it;"
+                f" {_WEIGHTS_ONLY}"
             )
         arguments = getattr(common.get("args"), "__dict__", {})
         sizes = [arguments.get(name) for name in ("data_parallel_size", "micro_batch_size", "seed")]
@@ -75,25 +85,68 @@ def _steps(state: Any) -> Iterator[Any]:
 
 
 def optimizer_class(path: str, names: Iterable[str]) -> str:
-    """Return the name of the class whose state a checkpoint has, given the names of its tensors and objects.
+    """Return the name of the class whose state a checkpoint has, given the names of its tensors.
 
-    Raises ``ValueError`` if there is none, or if it is stored in a way that only the same layout can read.
+    Raises ``ValueError`` if there is none.
     """
-    weights_only = "start from its weights with self.load_weights(path) in configure_model"
+    # optimizer.state.exp_avg_sq.decoder.final_layernorm.weight, or by buckets
+    # optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(...).bucket_idx_0.exp_avg_sq
     kinds = set()
     for name in names:
-        if _BY_BUCKET.match(name):
-            raise ValueError(
-                f"{path} stores the optimizer's state by the buckets of its run (dp_reshardable), which other runs"
-                f" cannot read; save it with --dist-ckpt-optim-fully-reshardable (Megatron-LM) or"
-                f" checkpoint.dist_ckpt_optim_fully_reshardable=True (Megatron-Bridge), or {weights_only}"
-            )
-        if name.startswith("optimizer.state."):
+        if is_by_bucket(name):
+            kinds.add(name.rpartition(".")[2])
+        elif name.startswith("optimizer.state."):
             kinds.add(name.split(".")[2])
     found = next((known for kind, known in _CLASSES.items() if kind in kinds), None)
     if found is None:
-        raise ValueError(f"{path} has no optimizer state, so a run cannot resume from it; {weights_only}")
+        raise ValueError(f"{path} has no optimizer state, so a run cannot resume from it; {_WEIGHTS_ONLY}")
     return found
+
+
+def is_by_bucket(name: str) -> bool:
+    """Whether a tensor is of a distributed optimizer that stores its state as it lies in memory (dp_reshardable)."""
+    return _BY_BUCKET.match(name) is not None
+
+
+@torch.no_grad()
+def load_buckets(
+    path: str,
+    read: Callable[[dict[str, Any]], dict[str, Any]],
+    optimizer: MCoreOptimizer,
+    shares: Iterable[Share],
+    step: int,
+) -> None:
+    """Read state that is stored by buckets into an optimizer with the same buckets; collective over the world.
+
+    Raises ``ValueError`` if its buckets are others.
+    """
+    parts = optimizer_parts(optimizer.megatron)
+    advice = (
+        "resume with use_distributed_optimizer=True and the tensor, pipeline and expert parallel sizes and the overlap"
+        " of the run that saved it, or save it with --dist-ckpt-optim-fully-reshardable (Megatron-LM) or"
+        f" checkpoint.dist_ckpt_optim_fully_reshardable=True (Megatron-Bridge), or {_WEIGHTS_ONLY}"
+    )
+    why = f"{path} stores the optimizer's state by the buckets of its run (dp_reshardable), and this run has others"
+    for share in shares:  # allocates the state
+        share.targets(_MOMENTS, {})
+        share.set_numbers({"step": step})
+    wanted = {}
+    for index, part in enumerate(parts):
+        if part.is_stub_optimizer:
+            continue
+        if not isinstance(part, DistributedOptimizer):
+            raise ValueError(f"{why}; {advice}")
+        state = part.sharded_param_state_dp_reshardable({}, is_loading=True)
+        if len(parts) > 1:
+            add_prefix_for_sharding(state, f"chained_{index}.")
+        wanted[str(index)] = state
+    try:
+        loaded = read(wanted)
+    except ValueError as error:
+        raise ValueError(f"{why}: {error}; {advice}") from error
+    for index, part in enumerate(parts):
+        if not part.is_stub_optimizer:
+            part.load_parameter_state_from_dp_reshardable(loaded[str(index)])
 
 
 def without_chains(metadata: Metadata) -> Metadata:

@@ -22,7 +22,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_mcore.checkpoint import extra_state
+from lightning_mcore.checkpoint import extra_state, megatron_lm
 from lightning_mcore.checkpoint.differences import Differences, Shape
 from lightning_mcore.checkpoint.io import Contents, MCoreCheckpointIO
 from lightning_mcore.checkpoint.optimizer_state import (
@@ -308,6 +308,11 @@ def load(
     # Build the state again: loading has replaced its tensors by the parameters.
     model_state, shares = run_on_all_ranks(lambda: _shares(chunks, optimizers))
     for index, (optimizer, own) in enumerate(zip(optimizers, shares, strict=True)):
+        if any(map(megatron_lm.is_by_bucket, stored.contents.shapes)):
+            assert stored.numbers is not None
+            step = stored.numbers[index]["common"]["step"]
+            megatron_lm.load_buckets(stored.path, stored.read, optimizer, own, step)
+            continue
         _load_optimizer(stored, index, own, model_state, keeps_dtypes=not optimizer.rebuilt)
 
 

@@ -285,8 +285,7 @@ class Checkpoints:
         state = {"pytorch-lightning_version": lightning.__version__, "epoch": 0, "state_dict": {}, "callbacks": {}}
         trainer = self._module.trainer
         if trainer.state.fn == TrainerFn.FITTING:
-            names = [*stored.contents.shapes, *stored.contents.objects]
-            contents = {"optimizer_class": run_on_all_ranks(lambda: optimizer_class(path, names))}
+            contents = {"optimizer_class": run_on_all_ranks(lambda: optimizer_class(path, stored.contents.shapes))}
             loops = trainer._checkpoint_connector._get_loops_state_dict()
             loop_progress.write_steps(loops["fit_loop"], progress.iteration)
             stored = replace(

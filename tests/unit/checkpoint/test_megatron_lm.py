@@ -49,17 +49,10 @@ def test_a_checkpoint_without_an_iteration_is_refused() -> None:
 def test_the_optimizer_is_known_by_its_state() -> None:
     assert optimizer_class("it", ["optimizer.state.exp_avg.w", "optimizer.state.exp_avg_sq.w", "w"]) == "AdamW"
     assert optimizer_class("it", ["optimizer.state.momentum_buffer.w"]) == "SGD"
+    assert optimizer_class("it", ["chained_1.optimizer.distributed.dp_group_idx_0.bucket_idx_0.exp_avg_sq"]) == "AdamW"
 
 
-@pytest.mark.parametrize(
-    ("names", "why"),
-    [
-        (["w"], "has no optimizer state"),
-        (["optimizer.state.fp32_param.w"], "has no optimizer state"),
-        (["optimizer.distributed.dp_group_idx_0.gbuf_idx_0"], "by the buckets of its run"),
-        (["chained_1.optimizer.distributed.dp_group_idx_0.gbuf_idx_0"], "by the buckets of its run"),
-    ],
-)
-def test_state_that_cannot_be_read_is_refused(names: list[str], why: str) -> None:
-    with refuses(ValueError, why):
+@pytest.mark.parametrize("names", [["w"], ["optimizer.state.fp32_param.w"]])
+def test_a_checkpoint_without_optimizer_state_is_refused(names: list[str]) -> None:
+    with refuses(ValueError, "has no optimizer state"):
         optimizer_class("it", names)
