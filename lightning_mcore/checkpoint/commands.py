@@ -30,6 +30,7 @@ from fsspec import AbstractFileSystem
 
 from lightning_mcore.checkpoint.files import (
     check_size,
+    common_state,
     has_checksums,
     names_in,
     open_store,
@@ -38,13 +39,11 @@ from lightning_mcore.checkpoint.files import (
 )
 from lightning_mcore.checkpoint.files import verify as verify_files
 from lightning_mcore.checkpoint.manifest import (
-    COMMON_FILE,
     FORMAT,
     METADATA_FILE,
     damaged,
     is_megatron,
     least_sizes,
-    read_common,
     read_metadata,
     size_of_tensor,
     tensors_of,
@@ -222,15 +221,15 @@ def _has_right_checksums(fs: AbstractFileSystem, root: str, path: str, place: An
 def _torch_dist(fs: AbstractFileSystem, root: str, path: str) -> dict[str, Any]:
     names = sorted(names_in(fs, root))
     found: dict[str, Any] = {"format": TORCH_DIST}
-    if COMMON_FILE in names:
-        common = read_common(fs.cat_file(f"{root}/{COMMON_FILE}"))
+    metadata = read_metadata(path, fs.cat_file(f"{root}/{METADATA_FILE}"))
+    if common := common_state(path, metadata):
         arguments = getattr(common.get("args"), "__dict__", {})
         settings = {name: value for name, value in arguments.items() if isinstance(value, bool | int | str)}
         found["global_step"] = common.get("iteration")
         if "tensor_model_parallel_size" in settings:
             config = {"config": settings, "vocab_size": settings.get("padded_vocab_size")}
             found.update(layout=settings, world_size=settings.get("world_size"), model=config)
-    found["tensors"] = tensors_of(read_metadata(path, fs.cat_file(f"{root}/{METADATA_FILE}")))
+    found["tensors"] = tensors_of(metadata)
     found["files"] = {name: {"size": fs.info(f"{root}/{name}")["size"]} for name in names}
     return found
 

@@ -21,7 +21,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from threading import Event, Lock
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
@@ -30,6 +30,7 @@ from isal.isal_zlib import crc32
 
 from lightning_mcore.checkpoint import atomic
 from lightning_mcore.checkpoint.manifest import (
+    COMMON_FILE,
     DELETED_FIRST,
     MANIFEST_FILE,
     FileRecord,
@@ -41,8 +42,13 @@ from lightning_mcore.checkpoint.manifest import (
     is_megatron,
     may_be_replaced,
     no_checkpoint,
+    place_of_common,
+    read_common,
     saving,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 # On a local disk: rank 0 calls begin(), every rank writes its files into that directory, and rank 0 calls finish() with
 # the records of all files. atomic.py puts the directory in place in one step. Remote stores: remote.py.
@@ -206,6 +212,16 @@ def is_checkpoint_directory(path: str) -> bool:
 def is_megatron_checkpoint(path: str) -> bool:
     """Return whether ``path`` is a directory in Megatron's ``torch_dist`` format that another program wrote."""
     return is_megatron(names_in(*open_store(path)))
+
+
+def common_state(path: str, metadata: "Metadata") -> dict[str, Any]:
+    """Return the plain values that Megatron wrote beside its tensors; an empty dict if there are none."""
+    fs, root = open_store(path)
+    if (place := place_of_common(metadata)) is not None:
+        return read_common(fs.cat_file(_join(root, place.relative_path), place.offset, place.offset + place.length))
+    if COMMON_FILE not in names_in(fs, root):
+        return {}
+    return read_common(fs.cat_file(_join(root, COMMON_FILE)))
 
 
 def newest_in(folder: str) -> str | None:

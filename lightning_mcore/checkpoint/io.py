@@ -31,13 +31,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from lightning_mcore.checkpoint import files as checkpoint_files
 from lightning_mcore.checkpoint.files import absolute, resolve_folder
 from lightning_mcore.checkpoint.manifest import (
-    COMMON_FILE,
     LIGHTNING_FILE,
     MANIFEST_FILE,
     METADATA_FILE,
     OLD_RANKS_FILE,
     damaged,
-    read_common,
     read_metadata,
 )
 from lightning_mcore.checkpoint.megatron_lm import TRAIN_STATE_FILE, MegatronProgress, without_chains
@@ -358,13 +356,13 @@ class MCoreCheckpointIO(TorchCheckpointIO):
             objects={name for name, entry in described.items() if not hasattr(entry, "size")},
         )
 
-    def megatron_progress(self, path: _PATH) -> MegatronProgress:
+    def megatron_progress(self, path: _PATH, metadata: Metadata) -> MegatronProgress:
         """Return how far the run of Megatron had come that wrote ``path``; ``ValueError`` if it does not say."""
         where = str(path)
         state: dict[str, Any] = {}
         if TRAIN_STATE_FILE in checkpoint_files.names_in(*checkpoint_files.open_store(where)):
             state = _unpacked(where, TRAIN_STATE_FILE, dict, self._read(where, {}, TRAIN_STATE_FILE), True)
-        return MegatronProgress.of(where, read_common(self._read(where, {}, COMMON_FILE)), state)
+        return MegatronProgress.of(where, checkpoint_files.common_state(where, metadata), state)
 
     def contents_for_all(self, path: _PATH, manifest: dict[str, Any] | None = None) -> Contents:
         """Return the contents as :meth:`read_contents` does, together; collective over the world.

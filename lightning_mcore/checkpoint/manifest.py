@@ -37,6 +37,7 @@ FORMAT_VERSION = 2  # 1 had the states of all ranks in one file
 LIGHTNING_FILE = "lightning.pt"  # loops, callbacks, hyper-parameters, LR schedulers, datamodule
 OLD_RANKS_FILE = "ranks.pt"  # in format version 1: a list over the global ranks
 COMMON_FILE = "common.pt"  # Megatron-LM's arguments
+_COMMON_OBJECT = "common_state/shard_0_1"  # the same since megatron-core 0.19
 METADATA_FILE = ".metadata"  # names, shapes and places of the tensors
 MEGATRON_FILES = ("metadata.json", METADATA_FILE)  # of every torch_dist checkpoint
 DELETED_FIRST = (MANIFEST_FILE, METADATA_FILE)  # without these, the rest is not taken for a checkpoint
@@ -332,7 +333,15 @@ def read_common(content: bytes) -> dict[str, Any]:
             found = _InertUnpickler(io.BytesIO(archive.read(name))).load()
     except Exception:  # a damaged pickle can raise anything, and these values are optional
         return {}
+    found = found[0] if isinstance(found, list) and found else found  # of megatron-core 0.19
     return found if isinstance(found, dict) else {}
+
+
+def place_of_common(metadata: "Metadata") -> Any | None:
+    """Return where the content of ``common.pt`` is, which megatron-core 0.19 writes among the tensors; None if not."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    return (metadata.storage_data or {}).get(MetadataIndex(_COMMON_OBJECT))
 
 
 def tensors_of(metadata: "Metadata") -> dict[str, dict[str, Any]]:

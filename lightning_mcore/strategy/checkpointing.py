@@ -281,7 +281,7 @@ class Checkpoints:
     def _load_megatron(self, path: str, io: MCoreCheckpointIO, weights_only: bool | None) -> dict[str, Any]:
         """Return Lightning's state after the iteration at which Megatron saved ``path``."""
         stored = StoredState.open(io, path, None, weights_only)
-        progress = run_on_rank0(lambda: io.megatron_progress(path))
+        progress = run_on_rank0(lambda: io.megatron_progress(path, stored.contents.metadata))
         state = {"pytorch-lightning_version": lightning.__version__, "epoch": 0, "state_dict": {}, "callbacks": {}}
         trainer = self._module.trainer
         if trainer.state.fn == TrainerFn.FITTING:
