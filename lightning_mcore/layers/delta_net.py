@@ -5,7 +5,8 @@ Each value head has a memory, a matrix from keys to values. At each token it dec
 towards the token's value, and the token's query reads it. A short causal convolution mixes queries, keys and values
 with earlier tokens; a norm and a gate follow. The memory is fp32, as in transformers, and recomputing ``core_attn``
 recomputes it. ``spec.gpt_block_spec`` puts :class:`GatedDeltaNet` in place of attention; megatron-core's module needs
-Triton, CUDA and whole unpacked sequences on each rank.
+Triton, CUDA and whole unpacked sequences on each rank. Where ``flash-linear-attention`` is installed, 16-bit runs on
+CUDA use its kernels for the memory alone (:func:`remembered`).
 
 Weights are ordered by key head, each with its value heads. ``recurrent.py`` has what the layer shares with others, and
 ``kimi_delta.py`` the layer whose channels each decay by themselves.
@@ -14,22 +15,37 @@ Source: ``GatedDeltaNet`` (megatron.core.ssm.gated_delta_net, 0.16.1) for the mo
 of ``qwen3_next`` (transformers 5.23) for the numbers.
 """
 
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from lightning_mcore.config.architecture import architecture_of
 from lightning_mcore.layers.autograd import scale_gradient
-from lightning_mcore.layers.recurrent import OfHeads, RecurrentLayer, RecurrentState, in_chunks, later_tokens
+from lightning_mcore.layers.recurrent import (
+    OfHeads,
+    RecurrentLayer,
+    RecurrentState,
+    in_chunks,
+    kernels_for,
+    later_tokens,
+    of_sequences,
+)
 from lightning_mcore.parallel.groups import generator_of
 
 _SHORTEST = 1e-6
 _LARGEST_DECAY = 16.0  # at the start of training, in units of the step
 _SMALLEST_DECAY = 0.01
+_KERNELS = {  # for whole sequences and for one token that follows others, by the dimensions of decays
+    3: ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+    4: ("fla.ops.kda", "chunk_kda", "fused_recurrent_kda"),
+}
+_LARGEST_KERNEL_KEY = 256  # channels
 
 
 class GatedDeltaNet(RecurrentLayer):
@@ -59,22 +75,20 @@ class GatedDeltaNet(RecurrentLayer):
         self.dt_bias = OfHeads(self.tp_group, torch.ones(values), config)
         self.out_norm = GatedNorm(config, self.value_size)
 
-    def _mix(self, mixed: Tensor, state: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
-        """Compute sequences that follow ``state``: [s, b, heads, c] to [s, b, heads, values_per_head * value_size]."""
+    def _mix(
+        self, mixed: Tensor, lengths: Sequence[int], state: RecurrentState | None
+    ) -> tuple[Tensor, RecurrentState]:
+        """Compute sequences, [s, b, heads, c] to [s, b, heads, values_per_head * value_size]."""
         values, gates = self.values_per_head, self.values_per_head * self.value_size
         inputs, gate, beta, step = torch.split(mixed, [self.mixed_width, gates, values, values], dim=-1)
-        inputs, last = self._convolve(inputs, None if state is None else state.inputs)
-        query, key, value = (
-            part.permute(1, 2, 0, 3).float()
-            for part in torch.split(inputs, [self.key_size, self.key_size, gates], dim=-1)
-        )
-        query, key = (normalised(part).repeat_interleave(values, 1) for part in (query, key))
+        inputs, last = self._convolve(inputs, lengths, state)
+        parts = torch.split(inputs, [self.key_size, self.key_size, gates], dim=-1)
+        query, key, value = (part.permute(1, 2, 0, 3) for part in parts)
         value = torch.unflatten(value, -1, (values, -1)).transpose(2, 3).flatten(1, 2)  # [b, value heads, s, d]
         beta, step = (part.flatten(2).permute(1, 2, 0) for part in (beta, step))  # [b, value heads, s]
         rate, bias = self.A_log(self.cp_group).float().exp(), self.dt_bias(self.cp_group)
         decay = -rate[:, None] * functional.softplus(step.float() + bias[:, None])
-        tokens = (query * self.key_size**-0.5, key, value, decay, beta.sigmoid().float())
-        output, memory = remembered(tokens, state, self.is_recomputed)
+        output, memory = remembered((query, key, value, decay, beta.sigmoid()), lengths, state, self.is_recomputed)
         output = torch.unflatten(output.permute(2, 0, 1, 3).to(mixed.dtype), 2, (-1, values))
         gated = self.out_norm(output, torch.unflatten(gate, -1, (values, -1)))
         return gated.flatten(3), RecurrentState(last, memory)
@@ -105,21 +119,74 @@ class GatedNorm(nn.Module):
         return weight * values.to(dtype) * functional.silu(gate)
 
 
-def normalised(heads: Tensor) -> Tensor:
-    """Return queries or keys, [..., d] fp32, scaled to length 1."""
-    return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _SHORTEST)
-
-
 def remembered(
-    tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], state: RecurrentState | None, is_recomputed: bool
+    tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    lengths: Sequence[int],
+    state: RecurrentState | None,
+    is_recomputed: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return :func:`gated_delta_rule` of tokens that follow ``state``; backward computes it again if so asked."""
-    if is_recomputed and state is None:
-        # Megatron's checkpoint may change the gradients' layout, and with it the rounding of sums.
-        found: tuple[Tensor, Tensor]
-        found = checkpoint(gated_delta_rule, *tokens, use_reentrant=False, preserve_rng_state=False)
-        return found
-    return gated_delta_rule(*tokens, None if state is None else state.memory)
+    """Return what sequences read from their memories, [b, h, s, d_v], and the last memory.
+
+    ``tokens`` are query, key, value, decay and beta as in :func:`gated_delta_rule`, but in the layer's dtype except for
+    decays, without a scale or norm, and with fewer key heads than value heads where these share them.
+    """
+    query, _, value, decay, _ = tokens
+    kernels = kernels_for(value, value.dtype, *_KERNELS[decay.dim()])
+    if kernels is None or query.size(-1) > _LARGEST_KERNEL_KEY:
+        return of_sequences(_in_torch, tokens, lengths, state, is_recomputed)
+    rule = functools.partial(remembered_by_kernels, kernels, lengths)
+    return of_sequences(rule, tokens, [value.size(2)], state, is_recomputed)
+
+
+def _in_torch(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, memory: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Run :func:`gated_delta_rule` for the tokens of :func:`remembered`."""
+    query, key = (_normalised(part.float(), value.size(1)) for part in (query, key))
+    return gated_delta_rule(query * query.size(-1) ** -0.5, key, value.float(), decay, beta.float(), memory)
+
+
+def _normalised(heads: Tensor, values: int) -> Tensor:
+    """Return queries or keys, [b, h, s, d] fp32, scaled to length 1, for each of the value heads that share them."""
+    scaled = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _SHORTEST)
+    return scaled if heads.size(1) == values else scaled.repeat_interleave(values // heads.size(1), 1)
+
+
+def remembered_by_kernels(
+    kernels: Sequence[Callable[..., Any]],
+    lengths: Sequence[int],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    memory: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Run :func:`remembered` with kernels, which take [b, s, h, d], scale and norm, and keep memories as we do.
+
+    Source: ``chunk_gated_delta_rule``, ``chunk_kda`` and their ``fused_recurrent`` forms (fla.ops, 0.6).
+    """
+    in_chunks_of_tokens, token_by_token = kernels
+    shared = value.size(1) // query.size(1)
+    query, key = (part.repeat_interleave(shared, 1) for part in (query, key))  # earlier releases need as many
+    offsets: dict[str, Tensor] = {}
+    if len(lengths) > 1:
+        on_cpu = torch.tensor([0, *itertools.accumulate(lengths)])
+        offsets = {"cu_seqlens": on_cpu.to(value.device), "cu_seqlens_cpu": on_cpu}
+    query, key, value, decay, beta = (part.transpose(1, 2) for part in (query, key, value, decay, beta))
+    is_next = memory is not None and value.size(1) == 1  # this kernel has no backward
+    output, last = (token_by_token if is_next else in_chunks_of_tokens)(
+        query,
+        key,
+        value,
+        g=decay,
+        beta=beta,
+        initial_state=memory,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        **offsets,
+    )
+    return output.transpose(1, 2), last
 
 
 def gated_delta_rule(

@@ -8,6 +8,7 @@ Source: the modules of ``kimi_linear`` (transformers 5.24), for the numbers and 
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_mcore.config.architecture import architecture_of
-from lightning_mcore.layers.delta_net import GatedNorm, normalised, remembered
+from lightning_mcore.layers.delta_net import GatedNorm, remembered
 from lightning_mcore.layers.latent_experts import WholeLinear
 from lightning_mcore.layers.recurrent import OfHeads, RecurrentLayer, RecurrentState
 from lightning_mcore.parallel.groups import generator_of
@@ -72,16 +73,18 @@ class KimiDeltaAttention(RecurrentLayer):
         more = [torch.unflatten(linear(part)[0], -1, (self.heads, -1)) for linear, part in raised]
         return torch.cat((super()._project(hidden_states), *more), dim=-1)
 
-    def _mix(self, mixed: Tensor, state: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
-        """Compute sequences that follow ``state``: [s, b, heads, c] to [s, b, heads, size]."""
+    def _mix(
+        self, mixed: Tensor, lengths: Sequence[int], state: RecurrentState | None
+    ) -> tuple[Tensor, RecurrentState]:
+        """Compute sequences, [s, b, heads, c] to [s, b, heads, size]."""
         inputs, beta, step, gate = torch.split(mixed, [3 * self.size, 1, self.size, self.size], dim=-1)
-        inputs, last = self._convolve(inputs, None if state is None else state.inputs)
-        query, key, value = (part.permute(1, 2, 0, 3).float() for part in inputs.chunk(3, dim=-1))
+        inputs, last = self._convolve(inputs, lengths, state)
+        query, key, value = (part.permute(1, 2, 0, 3) for part in inputs.chunk(3, dim=-1))
         rate, bias = self.A_log(self.cp_group).float().exp(), self.dt_bias(self.cp_group).float()
         step = functional.softplus(step.permute(1, 2, 0, 3).float() + bias.view(-1, 1, self.size))
-        beta = beta.squeeze(-1).permute(1, 2, 0).sigmoid().float()
-        tokens = (normalised(query) * self.size**-0.5, normalised(key), value, -rate.view(-1, 1, 1) * step, beta)
-        output, memory = remembered(tokens, state, self.is_recomputed)
+        beta = beta.squeeze(-1).permute(1, 2, 0).sigmoid()
+        tokens = (query, key, value, -rate.view(-1, 1, 1) * step, beta)
+        output, memory = remembered(tokens, lengths, state, self.is_recomputed)
         return self.out_norm(output.permute(2, 0, 1, 3).to(mixed.dtype), gate), RecurrentState(last, memory)
 
 

@@ -18,9 +18,8 @@ Source: ``MambaMixer`` (megatron.core.ssm.mamba_mixer, 0.16.1) for initial value
 """
 
 import functools
-import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,15 +27,23 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from lightning_mcore.config.architecture import architecture_of, mamba_units
-from lightning_mcore.layers.recurrent import OfHeads, RecurrentLayer, RecurrentState, in_chunks, later_tokens
+from lightning_mcore.layers.recurrent import (
+    OfHeads,
+    RecurrentLayer,
+    RecurrentState,
+    in_chunks,
+    kernels_for,
+    later_tokens,
+    of_sequences,
+)
 from lightning_mcore.parallel.groups import generator_of
 
 _DECAYS = (1.0, 16.0)  # at the start of training, in units of the step
 _STEPS = (1e-3, 0.1)  # at the start of training, from the smallest to the largest
 _NO_STEP = -1e4  # its softplus is 0
+_KERNEL = ("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
 _KERNEL_CHUNK = 128  # tokens that the kernel computes at once, as in Megatron
 
 
@@ -89,11 +96,13 @@ class Mamba2(RecurrentLayer):
         hidden[..., -self.steps :].masked_fill_(padding, _NO_STEP)
         return hidden
 
-    def _mix(self, mixed: Tensor, state: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
-        """Compute sequences that follow ``state``: [s, b, units, c] to [s, b, units, heads of a unit * size]."""
+    def _mix(
+        self, mixed: Tensor, lengths: Sequence[int], state: RecurrentState | None
+    ) -> tuple[Tensor, RecurrentState]:
+        """Compute sequences, [s, b, units, c] to [s, b, units, heads of a unit * size]."""
         weights = {name: getattr(self, name)(self.cp_group) for name in ("conv1d_bias", "A_log", "dt_bias", "D")}
         gate, inputs, step = torch.split(mixed, [self.values, self.values + 2 * self.states, self.steps], dim=-1)
-        inputs, last = self._convolve(inputs, None if state is None else state.inputs, weights["conv1d_bias"])
+        inputs, last = self._convolve(inputs, lengths, state, weights["conv1d_bias"])
         value, *vectors = torch.split(inputs, [self.values, self.states, self.states], dim=-1)
         # [b, groups, s, rows], [b, groups, s, heads, d] and [b, groups, s, heads]
         groups = len(self.own_groups)
@@ -103,11 +112,8 @@ class Mamba2(RecurrentLayer):
         step = torch.unflatten(step, -1, (groups, -1)).permute(1, 2, 0, 3)
         write, read, value = write.contiguous(), read.contiguous(), value.contiguous()  # products would copy them
         decay, skip = (weights[name].float().view(groups, 1, -1) for name in ("A_log", "D"))
-        tokens = (mixed.dtype, write, read, value, step, -decay.exp())
-        if self.is_recomputed and state is None:
-            output, memory = checkpoint(scan, *tokens, use_reentrant=False, preserve_rng_state=False)
-        else:
-            output, memory = scan(*tokens, None if state is None else state.memory)
+        rule = functools.partial(scan, mixed.dtype, -decay.exp())
+        output, memory = of_sequences(rule, (write, read, value, step), lengths, state, self.is_recomputed)
         output = (output + value * skip[..., None]).permute(2, 0, 1, 3, 4)
         gated = output.flatten(3) * functional.silu(gate.float()).reshape(*gate.shape[:2], groups, -1)
         normed = self._norm(gated).to(mixed.dtype) * self.out_norm(self.cp_group)
@@ -137,53 +143,32 @@ class Mamba2(RecurrentLayer):
 
 def scan(
     dtype: torch.dtype,
+    rate: Tensor,
     write: Tensor,
     read: Tensor,
     value: Tensor,
     step: Tensor,
-    rate: Tensor,
     memory: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run :func:`state_space` for a layer that computes in ``dtype``, by the kernel of ``mamba_ssm`` if there is one.
 
     ``rate`` is [g, 1, h], below 0: a token's decay is ``rate`` times its step.
     """
-    kernel = kernel_for(value, dtype)
-    if kernel is None:
+    kernels = kernels_for(value, dtype, *_KERNEL)
+    if kernels is None:
         return state_space(write, read, value, step, rate * step, memory)
-    return scan_by_kernel(kernel, dtype, write, read, value, step, rate, memory)
-
-
-def kernel_for(value: Tensor, dtype: torch.dtype) -> Callable[..., Any] | None:
-    """Return the scan of ``mamba_ssm``; None if it is not installed, or cannot be used.
-
-    It needs CUDA. In fp32 its products would be in TF32. The tensors of a rehearsal, a class of their own, have no
-    values that it could read.
-    """
-    is_usable = value.device.type == "cuda" and type(value) is Tensor and dtype in (torch.bfloat16, torch.float16)
-    return _installed_kernel() if is_usable else None
-
-
-@functools.cache
-def _installed_kernel() -> Callable[..., Any] | None:
-    """Return the scan of ``mamba_ssm``; None if it cannot be imported."""
-    try:
-        found: Callable[..., Any] = importlib.import_module(
-            "mamba_ssm.ops.triton.ssd_combined"
-        ).mamba_chunk_scan_combined
-    except ImportError:
-        return None
-    return found
+    (kernel,) = kernels
+    return scan_by_kernel(kernel, dtype, rate, write, read, value, step, memory)
 
 
 def scan_by_kernel(
     kernel: Callable[..., Any],
     dtype: torch.dtype,
+    rate: Tensor,
     write: Tensor,
     read: Tensor,
     value: Tensor,
     step: Tensor,
-    rate: Tensor,
     memory: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Run :func:`scan` with ``kernel``, which takes the heads of all groups together, [b, s, g * h, d].

@@ -4,11 +4,14 @@
 They replace attention. A first projection computes the inputs of all heads, a short causal convolution mixes some of
 them with earlier tokens, each head's memory is updated and read token by token, and a last projection follows. Weights
 are ordered by head (:attr:`RecurrentLayer.heads`), so that tensor-parallel ranks can split the heads. Context-parallel
-ranks split them too, because each token needs all tokens before it. Packed sequences are computed one at a time and
-share no state. In generation, :func:`states_of` keeps the memories.
+ranks split them too, because each token needs all tokens before it. Packed sequences share no state. In generation,
+:func:`states_of` keeps the memories. :func:`kernels_for` finds kernels of other packages for the memories.
 """
 
+import functools
+import importlib
 import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from lightning_mcore.layers.core_attention import token_orders
 from lightning_mcore.layers.packed_sequences import boundaries_of
@@ -85,8 +89,13 @@ class RecurrentLayer(MegatronModule):  # type: ignore[misc]  # megatron-core has
         """Build what is between the projections: ``conv1d``, and a subclass's own."""
         raise NotImplementedError
 
-    def _mix(self, mixed: Tensor, state: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
-        """Compute sequences that follow ``state``: [s, b, heads, c], as the first projection gives them."""
+    def _mix(
+        self, mixed: Tensor, lengths: Sequence[int], state: RecurrentState | None
+    ) -> tuple[Tensor, RecurrentState]:
+        """Compute sequences of these lengths, [s, b, heads, c] as the first projection gives them.
+
+        A state is of what came before, and only given if there is one sequence.
+        """
         raise NotImplementedError
 
     def forward(
@@ -116,8 +125,7 @@ class RecurrentLayer(MegatronModule):  # type: ignore[misc]  # megatron-core has
             mixed = self._whole_sequences(mixed).index_select(0, order)
         if inference_context is None:
             lengths = [end - start for start, end in itertools.pairwise(offsets) if end > start]
-            found = [self._mix(sequence, None)[0] for sequence in torch.split(mixed, lengths)]
-            output = found[0] if len(found) == 1 else torch.cat(found)
+            output, _ = self._mix(mixed, lengths, None)
         else:
             output = self._continue(mixed, attention_mask, inference_context)
         if ranks > 1:
@@ -148,23 +156,36 @@ class RecurrentLayer(MegatronModule):  # type: ignore[misc]  # megatron-core has
             padding = attention_mask[:, 0, -1, first : first + mixed.size(0)]
             mixed = self._hide(mixed, padding.t()[..., None, None])
         states = states_of(context)
-        output, states[self.layer_number] = self._mix(mixed, states.get(self.layer_number))
+        output, states[self.layer_number] = self._mix(mixed, [mixed.size(0)], states.get(self.layer_number))
         return output
 
     def _hide(self, mixed: Tensor, padding: Tensor) -> Tensor:
         """Return [n, b, heads / tp, c] in which padding, [n, b, 1, 1] bool, does not change the memory."""
         return mixed.masked_fill(padding, 0.0)
 
-    def _convolve(self, inputs: Tensor, last: Tensor | None, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Mix each channel of [s, b, heads, c] with its values at earlier tokens; also return the last inputs.
+    def _convolve(
+        self, inputs: Tensor, lengths: Sequence[int], state: RecurrentState | None, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Mix each channel of [s, b, heads, c] with its values at earlier tokens of its sequence.
 
-        ``last`` is [b, heads * c, kernel - 1], the inputs before; None for none.
+        Also returns the last inputs, [b, heads * c, kernel - 1].
         """
         weight = self.conv1d(self.cp_group)
         channels = inputs.flatten(2).permute(1, 2, 0).to(weight.dtype)
         before = weight.size(-1) - 1
-        channels = functional.pad(channels, (before, 0)) if last is None else torch.cat((last, channels), dim=-1)
-        mixed = functional.silu(functional.conv1d(channels, weight, bias, groups=len(weight)))
+        places = None
+        if state is not None:
+            channels = torch.cat((state.inputs, channels), dim=-1)
+        elif len(lengths) == 1:
+            channels = functional.pad(channels, (before, 0))
+        else:
+            # Lengths 2 and 1 with a kernel of 3: the tokens are at 2 3 and 6, and zeros before them at 0 1 and 4 5.
+            order = torch.repeat_interleave(torch.arange(1, 1 + len(lengths)), torch.tensor(lengths))
+            places = (torch.arange(len(order)) + before * order).to(channels.device)
+            apart = channels.new_zeros(*channels.shape[:2], len(order) + before * len(lengths))
+            channels = apart.index_copy(-1, places, channels)
+        mixed = functional.conv1d(channels, weight, bias, groups=len(weight))
+        mixed = functional.silu(mixed if places is None else mixed.index_select(-1, places - before))
         last = channels[..., channels.size(-1) - before :]
         return mixed.permute(2, 0, 1).reshape(inputs.shape).to(inputs.dtype), last
 
@@ -196,6 +217,47 @@ class OfHeads(nn.Module):
         own = self.state_dict(prefix="", keep_vars=True)
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, {"weight": self.axis}, sharded_offsets)
         return found
+
+
+def of_sequences(
+    rule: Callable[..., tuple[Tensor, Tensor]],
+    tokens: Sequence[Tensor],
+    lengths: Sequence[int],
+    state: RecurrentState | None,
+    is_recomputed: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return what a rule reads from the memory of each sequence, and the last memory.
+
+    ``rule`` takes the tokens of a sequence, tensors [b, heads, s, ...], and the memory before them. Backward computes
+    it again if so asked.
+    """
+    if is_recomputed and state is None:
+        # Megatron's checkpoint may change the gradients' layout, and with it the rounding of sums.
+        rule = functools.partial(checkpoint, rule, use_reentrant=False, preserve_rng_state=False)
+    memory = None if state is None else state.memory
+    sequences = zip(*(torch.split(part, list(lengths), dim=2) for part in tokens), strict=True)
+    found = [rule(*sequence, memory) for sequence in sequences]
+    return found[0] if len(found) == 1 else (torch.cat([read for read, _ in found], dim=2), found[-1][1])
+
+
+def kernels_for(value: Tensor, dtype: torch.dtype, module: str, *names: str) -> tuple[Callable[..., Any], ...] | None:
+    """Return functions of another package's module; None if it is not installed, or cannot be used.
+
+    They need CUDA. In fp32 their products would be in TF32. The tensors of a rehearsal, a class of their own, have no
+    values that they could read.
+    """
+    is_usable = value.device.type == "cuda" and type(value) is Tensor and dtype in (torch.bfloat16, torch.float16)
+    return _installed(module, names) if is_usable else None
+
+
+@functools.cache
+def _installed(module: str, names: tuple[str, ...]) -> tuple[Callable[..., Any], ...] | None:
+    """Return functions of a module; None if it cannot be imported."""
+    try:
+        found = importlib.import_module(module)
+    except ImportError:
+        return None
+    return tuple(getattr(found, name) for name in names)
 
 
 def in_chunks(*parts: Tensor, can_be_halved: bool = False) -> list[Tensor]:

@@ -242,11 +242,13 @@ def _delta_net(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
     assert sizes is not None
     repeated, chunk, mixed = heads * sizes["linear_key_head_dim"], 64, 2 * keys + values  # chunks in tokens
     # In fp32 queries and keys are views of all that the convolution gives, and gates of all that the projection gives.
-    views = 2 * keys + values if form.element < FP32 else mixed + mixed + values + 2 * heads
+    is_copied = form.element < FP32
+    gates = values if is_copied else mixed + values + 2 * heads
     memories = repeated * sizes["linear_value_head_dim"] / chunk
     yield Row("convolution and its output", 2 * mixed, form.element, "tensor")
-    yield Row("before their norm, and gates", views, FP32, "tensor")
-    yield Row("queries, keys and values; decays and steps", 2 * repeated + values + 5 * heads, FP32, "tensor")
+    yield Row("before their norm", 2 * keys if is_copied else mixed, FP32, "tensor", "core_attn" if is_copied else "")
+    yield Row("gates; decays and steps", gates + 5 * heads, FP32, "tensor")
+    yield Row("queries, keys and values", 2 * repeated + values, FP32, "tensor", "core_attn")
     yield Row("scores within chunks", 5 * heads * chunk, FP32, "tensor", "core_attn")
     yield Row("what is written and read", 4 * repeated + 2 * values, FP32, "tensor", "core_attn")
     yield Row("memories, and their decays", memories + 5 * heads, FP32, "tensor", "core_attn")
@@ -264,10 +266,11 @@ def _kimi_delta(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
     of_narrow = tuple(f"self_attention.linear_{name}.weight" for name in ("decay", "gate"))
     yield Row("decays and gates, narrow", 2 * size, form.linear_input, "sequence", weights=of_narrow)
     yield Row("convolution and its output", 6 * values, form.element, "tensor")
-    yield Row("before their norm; steps before and after softplus", 5 * values, FP32, "tensor")
+    # In fp32 they are views of what the convolution gives.
+    yield Row("before their norm", 3 * values, FP32, "tensor", "core_attn" if form.element < FP32 else "")
     # The decays themselves are kept only if the rest is recomputed.
-    yield Row("queries, keys and decays", 3 * values + 5 * heads, FP32, "tensor")
-    yield Row("scaled keys, and queries beside them", 3 * values, FP32, "tensor", "core_attn")
+    yield Row("decays; steps before and after softplus", 3 * values + 5 * heads, FP32, "tensor")
+    yield Row("queries and keys; scaled keys, and queries beside them", 5 * values, FP32, "tensor", "core_attn")
     yield Row("what blocks see of each other", (levels - 1) * values, FP32, "tensor", "core_attn")
     yield Row("scores within chunks", 2 * heads * chunk, FP32, "tensor", "core_attn")
     yield Row("what is written and read", 8 * values, FP32, "tensor", "core_attn")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of a gated delta net in chunks equals the memory token by token, and settings are refused by name."""
 
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ from torch import Tensor
 from lightning_mcore import MCoreGPT, single_process
 from lightning_mcore.config.architecture import Architecture
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.layers.delta_net import GatedDeltaNet, gated_delta_rule
+from lightning_mcore.layers import delta_net
+from lightning_mcore.layers.delta_net import GatedDeltaNet, gated_delta_rule, remembered
+from lightning_mcore.layers.recurrent import RecurrentState
 from lightning_mcore.planning.model import backend_of
 from tests.support import tiny
 from tests.support.sentences import refuses
@@ -55,6 +59,86 @@ def test_a_memory_that_has_decayed_away_keeps_gradients_finite() -> None:
     for part in (*tokens, decay, beta):
         assert part.grad is not None
         assert part.grad.isfinite().all()
+
+
+KINDS = {3: "one decay for each head", 4: "one for each channel"}  # by the dimensions of decays
+CASES: dict[str, tuple[list[int], bool]] = {  # lengths of sequences, and whether others come before
+    "first": ([70], False),
+    "later": ([70], True),
+    "next token": ([1], True),
+    "packed": ([5, 66, 17], False),
+}
+
+
+def through_memories(
+    kernels: Sequence[Callable[..., Any]] | None, kind: int, case: str, monkeypatch: pytest.MonkeyPatch
+) -> list[Tensor]:
+    """Return what random tokens read, and either the memory after one token or the gradients of all inputs; fp32."""
+    (lengths, follows), generator = CASES[case], torch.Generator().manual_seed(1)
+    keys, values, rows, total = (2, 4, 32, sum(lengths)) if kind == 3 else (2, 2, 16, sum(lengths))
+    batch = 2 if len(lengths) == 1 else 1
+    shapes = [(keys, total, 16), (keys, total, 16), (values, total, rows), (values, total, 16), (values, total)]
+    query, key, value, decay, beta = (torch.randn(batch, *shape, generator=generator) for shape in shapes)
+    tokens = (query, key, value, -decay.exp() if kind == 4 else -decay[..., 0].exp(), beta.sigmoid())
+    for part in tokens:
+        part.requires_grad_()
+    memory = torch.randn(batch, values, 16, rows, generator=generator)
+    monkeypatch.setattr(delta_net, "kernels_for", lambda *given: kernels)
+    state = RecurrentState(torch.empty(0), memory) if follows else None
+    read, memory = remembered(tokens, lengths, state, is_recomputed=case == "first")
+    if case == "next token":
+        return [read.detach(), memory.detach()]
+    loss = read.sin().sum() + (memory.cos().sum() if len(lengths) == 1 else 0.0)
+    return [read, *torch.autograd.grad(loss, tokens)]
+
+
+def stand_ins(kind: int) -> tuple[Callable[..., Any], ...]:
+    """Return the code of transformers that stands in for its kernels, here also for packed rows."""
+    from transformers.models.kimi_linear import modeling_kimi_linear as kimi
+    from transformers.models.qwen3_next import modeling_qwen3_next as qwen
+
+    def chunked(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **options: Any) -> Any:
+        offsets = options.pop("cu_seqlens", torch.tensor([0, query.size(1)])).tolist()
+        assert options.pop("cu_seqlens_cpu", torch.tensor(offsets)).tolist() == offsets
+        found = []
+        for start, end in itertools.pairwise(offsets):
+            own = (part[:, start:end] for part in (query, key, value))
+            found.append(in_chunks(*own, g=g[:, start:end], beta=beta[:, start:end], **options))
+        return torch.cat([read for read, _ in found], dim=1), torch.cat([memory for _, memory in found])
+
+    if kind == 3:
+        in_chunks, token_by_token = qwen.torch_chunk_gated_delta_rule, qwen.torch_recurrent_gated_delta_rule
+    else:
+        in_chunks, token_by_token = kimi.chunk_kimi_delta_attention, kimi.recurrent_kimi_delta_attention
+    return chunked, token_by_token
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", KINDS, ids=KINDS.get)
+def test_kernels_are_given_what_their_references_take(kind: int, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, found = (through_memories(kernels, kind, case, monkeypatch) for kernels in (None, stand_ins(kind)))
+    for ours, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_each_kernel_is_used_for_what_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That for single tokens has no backward, and neither takes more than 256 channels in a key."""
+    used: list[str] = []
+
+    def kernel(name: str) -> Callable[..., Any]:
+        def run(query: Tensor, *others: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+            used.append(name)
+            return query, torch.zeros(1)
+
+        return run
+
+    kernels = (kernel("sequences"), kernel("tokens"))
+    monkeypatch.setattr(delta_net, "kernels_for", lambda *given: kernels)
+    before = RecurrentState(torch.empty(0), torch.zeros(1, 1, 8, 8))
+    for channels, length, state in ((8, 5, None), (8, 5, before), (8, 1, None), (8, 1, before), (264, 5, None)):
+        heads = torch.zeros(1, 1, length, channels)
+        remembered((heads, heads, heads, heads[..., 0], heads[..., 0]), [length], state, is_recomputed=False)
+    assert used == ["sequences", "sequences", "sequences", "tokens"]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of a Mamba 2 layer in chunks equals the memory token by token; patterns and sizes are refused by name."""
 
-import sys
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ from torch import Tensor
 from lightning_mcore import MCoreGPT, single_process
 from lightning_mcore.config.architecture import Architecture, pattern_layers
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.layers import mamba
 from lightning_mcore.layers.mamba import Mamba2, scan_by_kernel, state_space
 from lightning_mcore.planning.model import backend_of
 from tests.support import tiny
@@ -63,31 +60,10 @@ def test_the_kernel_is_given_what_its_reference_takes(begins: bool) -> None:
     memory = None if begins else torch.randn(2, 3, 5, 2, 4, generator=generator)
     given = (write, read, value, step, rate)
     wanted = state_space(write, read, value, step, rate * step, memory)
-    found = scan_by_kernel(mamba2_chunk_scan, torch.float32, *given, memory)
+    found = scan_by_kernel(mamba2_chunk_scan, torch.float32, rate, write, read, value, step, memory)
     gradients = [torch.autograd.grad(sum(part.square().sum() for part in of), given) for of in (found, wanted)]
     for ours, expected in zip((*found, *gradients[0]), (*wanted, *gradients[1]), strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_the_kernel_is_chosen_on_cuda_in_16_bits_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, module = (lambda: None), ModuleType("mamba_ssm.ops.triton.ssd_combined")
-    module.mamba_chunk_scan_combined = kernel  # type: ignore[attr-defined]
-    for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    on_cpu = torch.zeros(1)
-    monkeypatch.setattr(mamba, "Tensor", SimpleNamespace)
-    on_cuda: Any = SimpleNamespace(device=torch.device("cuda"))
-    mamba._installed_kernel.cache_clear()
-    try:
-        assert mamba.kernel_for(on_cuda, torch.bfloat16) is kernel
-        assert mamba.kernel_for(on_cuda, torch.float32) is None
-        assert mamba.kernel_for(on_cpu, torch.bfloat16) is None
-        monkeypatch.setitem(sys.modules, module.__name__, None)
-        mamba._installed_kernel.cache_clear()
-        assert mamba.kernel_for(on_cuda, torch.bfloat16) is None
-    finally:
-        mamba._installed_kernel.cache_clear()
 
 
 def test_vectors_of_a_group_are_not_copied_for_its_heads() -> None:
