@@ -35,9 +35,10 @@ def indices(*bounds: Any) -> Iterator[Index]:
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[dict[int, tuple[Callable[..., Any], ...]]]:
     """The kernels as the package gives them; without a device to measure on, each takes its first setting."""
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of packages that it lacks, and of the missing device
-        modules = {kind: importlib.import_module(module) for kind, (module, *_) in _KERNELS.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of packages that it lacks, and of the missing device
+            modules = {kind: importlib.import_module(module) for kind, (module, *_) in _KERNELS.items()}
         autotuner = sys.modules["triton.runtime.autotuner"].Autotuner
         patch.setattr(autotuner, "_bench", lambda self, *given, config, **more: [1.0, 1.0, 1.0])
         patch.setattr(autotuner, "do_bench", None)
@@ -47,7 +48,7 @@ def kernels() -> Iterator[dict[int, tuple[Callable[..., Any], ...]]]:
         yield {kind: tuple(getattr(module, name) for name in _KERNELS[kind][1:]) for kind, module in modules.items()}
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # in scores of later tokens, which are hidden
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, about scores of later tokens, which are hidden
 @pytest.mark.works_with("fla-core", "its kernels for delta nets, interpreted on a CPU: our numbers and gradients")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", KINDS, ids=KINDS.get)
