@@ -33,10 +33,10 @@ from tests.support.hf_models import (
 )
 
 LENGTH = 24
-# Measured: at most 3.1e-5 with delta nets (kimi_linear --seed 11 on one CPU, 2.2e-5 on another). What heads of 4 channels
-# read from their memories nearly cancels, to 5e-6 in one draw, and a norm divides by it: noise of 3e-7 in the input of
-# that layer becomes up to 5e-5 in its output, also in fp64. With the same inputs, reads are within 8e-8 of fp64 here, and
-# within 4e-7 in transformers.
+# Measured: at most 3.1e-5 with delta nets (kimi_linear --seed 11 on one CPU, 2.2e-5 on another). What heads of 4
+# channels read from their memories nearly cancels, to 5e-6 in one draw, and a norm divides by it: noise of 3e-7 in the
+# input of that layer becomes up to 5e-5 in its output, also in fp64. With the same inputs, reads are within 8e-8 of
+# fp64 here, and within 4e-7 in transformers.
 TOLERANCE = 3e-5
 CONSOLE = Console(soft_wrap=True, markup=False, highlight=False)
 
