@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -39,6 +40,7 @@ from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.parallel.chunks import built_chunks
 from lightning_mcore.parallel.groups import from_last_stage, process_group, process_groups_are_open
 from lightning_mcore.parallel.pipeline import Pipeline
+from lightning_mcore.strategy.checks import check_callbacks
 
 Head = Literal["causal-lm", "sequence-classification", "hidden-states"]
 _Compute = Callable[[Callable[..., Tensor]], Tensor]  # calls a function with the output of the last stage
@@ -96,7 +98,8 @@ def hf_model(
         FileNotFoundError: There is no such model.
         RuntimeError: No trainer is attached, or the model was built for another layout.
         ValueError: The head or the model's family is unknown, ``num_labels`` is given without scores, the config asks
-            for something that is not supported, or the layout does not divide the model's sizes.
+            for something that is not supported, the layout does not divide the model's sizes, or a callback of the
+            trainer averages weights.
 
     Examples:
         >>> import lightning.pytorch as pl
@@ -110,6 +113,8 @@ def hf_model(
     """
     built: HFModel | None = module.__dict__.get(_BUILT)
     if built is None:
+        if module._trainer is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            check_callbacks(module, distributed=False, is_split=True)
         kind = _KINDS.get(head)
         if kind is None:
             raise ValueError(f"head={head!r} is not known; choose {', '.join(map(repr, _KINDS))}")

@@ -157,6 +157,20 @@ class MCoreOptimizer(Optimizer):
         self.grad_norm = grad_norm
         self.num_zeros_in_grad = num_zeros_in_grad
 
+    def _check_nothing_was_unfrozen(self) -> None:
+        """Raise ``RuntimeError`` for a parameter whose gradient would not be summed over the ranks, or not be used."""
+        # Only parameters that needed gradients when the model was wrapped have a place in the buffers.
+        if self.user_steps_alone and process_group("dp_cp").size() == 1:
+            return
+        parameters = itertools.chain(*(chunk.parameters() for chunk in self._chunks))
+        unfrozen = [p for p in parameters if p.grad is not None and not hasattr(p, "main_grad")]
+        if unfrozen:
+            raise RuntimeError(
+                f"{len(unfrozen)} parameters were frozen when training began and have gradients now, the first of shape"
+                f" {list(unfrozen[0].shape)}, but Megatron reduces and steps only what was trained from the start; give"
+                " them a group with a learning rate of 0 until then"
+            )
+
     def _count_zeros(self) -> float | None:
         zeros: float | None = self.megatron.count_zeros() if self.megatron.config.log_num_zeros_in_grad else None
         return zeros
@@ -274,6 +288,7 @@ class RebuiltOptimizer(MCoreOptimizer):
         for hook in self.user._optimizer_step_pre_hooks.values():
             hook(self, (self,), {})
         result = _evaluate(closure)
+        self._check_nothing_was_unfrozen()
         follow_user_groups(self.megatron, self.user.param_groups)
         self._clip_and_step()
         if not self.step_skipped:
@@ -383,6 +398,7 @@ class WrappedOptimizer(MCoreOptimizer):
         if gradients.are_prepared:
             return
         gradients.are_prepared = True
+        self._check_nothing_was_unfrozen()
         # Inline, PlainModuleRunner has made each buffer its parameter's grad, for hooks. So the gradients of fp32
         # parameters are prepared, except for the loss scale, which FP32Optimizer does not know.
         if not self._inline:

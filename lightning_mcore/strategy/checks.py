@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -128,14 +128,13 @@ def validate_module(strategy: "MCoreStrategy", module: pl.LightningModule) -> No
             require_size("accumulate_grad_batches", module.trainer.accumulate_grad_batches)
             if strategy.micro_batch_size is None:
                 layout.validate_microbatches(module.trainer.accumulate_grad_batches, strategy.microbatch_group_size)
-            check_averaging(module, strategy.gradients.distributed)
+            check_callbacks(module, strategy.gradients.distributed, isinstance(module, MCoreModule))
 
 
 def _check_module(module: pl.LightningModule, layout: ParallelLayout) -> None:
     """Reject splitting a module that builds no split model: not an ``MCoreModule``, without ``configure_model``."""
     sizes = _sizes_that_split(layout)
-    builds = isinstance(module, MCoreModule) or type(module).configure_model is not pl.LightningModule.configure_model
-    if sizes and not builds:
+    if sizes and not (isinstance(module, MCoreModule) or _builds_later(module)):
         raise TypeError(
             f"{sizes} cannot split {type(module).__name__}: in configure_model, build a Hugging Face model with"
             " hf_model(self, path), or derive it from MCoreModule and build another with self.pipeline(...); or set"
@@ -212,23 +211,40 @@ def check_not_compiled(module: pl.LightningModule) -> None:
         )
 
 
-def check_averaging(module: pl.LightningModule, distributed: bool) -> None:
-    """Raise ``ValueError`` for Lightning's callbacks that average weights, in runs where their copy would be wrong."""
+def check_callbacks(module: pl.LightningModule, distributed: bool, is_split: bool) -> None:
+    """Raise ``ValueError`` for Lightning's callbacks that average or prune weights where they would miss some."""
     # WeightAveraging copies the module when a run begins, StochasticWeightAveraging before configure_model: too early
     # for pipeline(). WeightAveraging also reads parameters that the sharded optimizer may have scattered, and puts the
     # average into the checkpoint, where shards have no place for it.
+    kind = type(module).__name__
     for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
         name = type(callback).__name__
-        if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and isinstance(module, MCoreModule):
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and is_split:
+            what = "an MCoreModule" if isinstance(module, MCoreModule) else f"{kind}, which builds it with hf_model()"
             raise ValueError(
-                f"{name} copies the whole module before its model is built, so it does not support an "
-                "MCoreModule; average saved checkpoints after the run, or use a plain LightningModule"
+                f"{name} copies the whole module before its model is built, so it does not support {what}; average"
+                " saved checkpoints after the run, or use a plain LightningModule"
+            )
+        if isinstance(callback, StochasticWeightAveraging) and _builds_later(module):
+            raise ValueError(
+                f"{name} copies {kind} before configure_model() builds its model, so it would average nothing; build"
+                " the model in __init__, or average saved checkpoints after the run"
+            )
+        if isinstance(callback, ModelPruning) and _builds_later(module):
+            raise ValueError(
+                f"{name} looks for weights before configure_model() builds the model of {kind}, so it would find none;"
+                " build the model in __init__, or prune saved weights after the run"
             )
         if isinstance(callback, WeightAveraging) and distributed:
             raise ValueError(
                 f"{name} writes its average to single-file checkpoints and reads parameters after every step, but"
                 " use_distributed_optimizer=True writes shards and may leave parameters scattered; set it to False"
             )
+
+
+def _builds_later(module: pl.LightningModule) -> bool:
+    """Whether the module's class has a ``configure_model``, which may build its model."""
+    return type(module).configure_model is not pl.LightningModule.configure_model
 
 
 def check_batches_to_predict(trainer: pl.Trainer, expert_parallel_size: int) -> None:

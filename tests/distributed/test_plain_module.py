@@ -594,6 +594,48 @@ def test_a_parameter_unfrozen_during_training_is_refused_where_its_gradients_wou
     assert run_ranks(1, unfreeze_alone) == [True]
 
 
+def freeze_biases(module: pl.LightningModule) -> None:
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("bias" not in name)
+
+
+class PlainWithFrozen(PlainNet):
+    def configure_model(self) -> None:
+        freeze_biases(self)
+
+
+class StagedWithFrozen(StagedNet):
+    def configure_model(self) -> None:
+        super().configure_model()
+        freeze_biases(self)
+
+
+class UnfreezeInPlace(pl.Callback):
+    """Trains all parameters, which the optimizer has had from the beginning, from the second epoch on."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            pl_module.requires_grad_(True)
+
+
+def unfreeze_in_place(kind: type[pl.LightningModule], strategy: dict[str, Any]) -> str:
+    with pytest.raises(RuntimeError) as refusal:
+        run_fit(kind(), strategy, loader(8, 2), max_epochs=2, callbacks=[UnfreezeInPlace()])
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [(PlainWithFrozen, {}), (PlainWithFrozen, SHARDED), (StagedWithFrozen, {"pipeline_model_parallel_size": 2})],
+    ids=["plain", "sharded", "pipeline"],
+)
+def test_a_frozen_parameter_of_the_optimizer_cannot_be_unfrozen_where_it_would_not_be_trained(
+    kind: type[pl.LightningModule], strategy: dict[str, Any]
+) -> None:
+    for message in run_ranks(2, unfreeze_in_place, kind, strategy):
+        assert "parameters were frozen when training began" in message
+
+
 def a_second_fit() -> list[bool]:
     """Fit one module under ours, Lightning's and ours again; return whether the ranks agreed each time."""
     module, agreed = PlainNet(), []

@@ -187,9 +187,8 @@ RUNS: dict[Make, tuple[str, list[str], dict[str, str], str]] = {
 
 
 def _row(what: str, layouts: list[str], rejected: Iterable[str]) -> str:
-    runs = f"{what}: one rank's losses and bit-equal resumes on {', '.join(layouts)}"
-    refusals = f"rejected for split models on {', '.join(rejected)}" if rejected else ""
-    return "; ".join(filter(None, [runs if layouts else what, refusals]))
+    runs = f"one rank's losses and bit-equal resumes on {', '.join(layouts)}" if layouts else ""
+    return f"{what}: " + "; ".join(filter(None, [runs, f"rejected on {', '.join(rejected)}" if rejected else ""]))
 
 
 @pytest.mark.parametrize(

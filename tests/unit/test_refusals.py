@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -128,6 +128,13 @@ def test_gradients_in_fp32_contradict_a_precision_that_keeps_them_in_bf16() -> N
 # When the trainer meets the model
 
 
+class BuiltLater(PlainNet):
+    """Has a ``configure_model``, in which models are built that are too large for one process."""
+
+    def configure_model(self) -> None:
+        """Do nothing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A run that must be refused.
@@ -198,6 +205,10 @@ BEFORE_GROUPS: dict[str, Case] = {
     ),
     "ema-of-a-pipeline": Case(trainer={"callbacks": [EMAWeightAveraging()]}),
     "swa-of-a-pipeline": Case(trainer={"callbacks": [StochasticWeightAveraging(swa_lrs=0.1)]}),
+    "swa-of-what-is-built-later": Case(
+        module=BuiltLater, trainer={"callbacks": [StochasticWeightAveraging(swa_lrs=0.1)]}
+    ),
+    "pruning-of-a-pipeline": Case(trainer={"callbacks": [ModelPruning("l1_unstructured", amount=0.5)]}),
     "ema-of-shards": Case(
         strategy={"use_distributed_optimizer": True}, module=PlainNet, trainer={"callbacks": [EMAWeightAveraging()]}
     ),

@@ -2,11 +2,13 @@
 """The model in Hugging Face's shape: padding on either side, transformers' loss, and what it refuses."""
 
 import functools
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor
 from torch._dynamo.mutation_guard import install_generation_tagging_init
 
@@ -14,7 +16,9 @@ from lightning_mcore import LoRA, add_lora, single_process
 from lightning_mcore.hf import HFModel, hf_model
 from lightning_mcore.layers.padded_rows import PaddedRows
 from tests.support.hf_models import VOCAB_SIZE, tiny_folder
-from tests.support.sentences import refuses
+from tests.support.ranks import run_ranks
+from tests.support.sentences import refuses, says
+from tests.support.toy import make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")  # where the layers run in this process
 LENGTHS = (7, 4, 1)
@@ -177,6 +181,36 @@ def test_adapters_of_peft_are_refused_and_those_that_are_named_work(model: HFMod
 def test_a_model_that_is_built_in_the_constructor_is_refused_by_its_name() -> None:
     with refuses(RuntimeError, "hf_model() builds Megatron layers"):
         hf_model(pl.LightningModule(), str(tiny_folder("llama")))
+
+
+class Tuned(pl.LightningModule):
+    """Builds its model where Lightning's callbacks have already copied the module, or copy it too."""
+
+    def configure_model(self) -> None:
+        self.model = hf_model(self, str(tiny_folder("llama")))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.model(batch, labels=batch).loss
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+AVERAGES = {"ema": EMAWeightAveraging, "swa": partial(StochasticWeightAveraging, swa_lrs=0.1)}
+
+
+def average(kind: str) -> str:
+    """Return how a callback is refused that averages the weights."""
+    with pytest.raises(ValueError, match="copies") as refusal:
+        make_trainer({}, callbacks=[AVERAGES[kind]()], max_steps=1).fit(Tuned(), [IDS])  # type: ignore[arg-type]
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_averages_of_a_model_that_may_be_split_are_refused(kind: str) -> None:
+    [message] = run_ranks(1, average, kind)
+    says(f"ValueError: {message}")
 
 
 def test_a_row_of_padding_alone_is_allowed() -> None:
