@@ -570,8 +570,8 @@ _ROWS = (
     d.with_multi_token("deepseek_v32", "DeepseekV32", INDEXED_LATENT_ATTENTION, _indexer()),
     d.with_multi_token(  # GLM-5
         *("glm_moe_dsa", "GlmMoeDsa", INDEXED_LATENT_ATTENTION, _indexer("indexer_types")),
-        # transformers makes indexer_types from these; the first says how an indexer rotates
-        Unused(("indexer_rope_interleave", "index_topk_freq", "index_skip_topk_offset", "index_topk_pattern")),
+        Unused(("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern")),  # which make indexer_types
+        Unused(("indexer_rope_interleave", "index_share_for_mtp_iteration")),  # of indexers that do not select all
         *_unwritten(moe_router_dtype="float32"),
     ),
     family(

@@ -86,6 +86,8 @@ LATENT = {"multi_latent_attention": True, "kv_lora_rank": 16, "qk_head_dim": 8, 
     "num_query_groups": None,
 }
 
+INDEXER = (("indexer_freq", (1, 0)), ("index_topk", 64), ("index_n_heads", 2), ("index_head_dim", 8))
+
 OPTIONS = (
     # experts: who goes where
     Option("sigmoid-with-bias", SIGMOID | NO_BALANCE, (EP2,), (MOE_TP2, Layout(moe=True, pp=2, cp=2, ep=2))),
@@ -188,6 +190,7 @@ OPTIONS = (
     Option("mamba", dict(HYBRID), (Layout(tp=2, sp=True, cp=2),), (Layout(tp=2), Layout(tp=4, sp=True), CP2, PP2)),
     Option("layers-of-one-part", {**dict(HYBRID), "layer_pattern": "M*-M"}, (PP2,), (TP2, VP2), num_layers=4),
     Option("latent-attention", LATENT | {"q_lora_rank": 16}, (TP2,)),
+    Option("indexers", LATENT | {"q_lora_rank": 16, "indexer": INDEXER}, (PP2,), (TP2, CP2)),
     Option("latent-attention-with-rope", LATENT | {"q_lora_rank": None, "rope_type": "rope"}, (CP2,), (TP2,)),
     Option(
         "latent-attention + norms-of-its-queries-and-keys",

@@ -90,7 +90,10 @@ CHUNKS = (
 )
 """Attention of Llama 4: within chunks, or with queries that grow in the layers of ``no_rope_freq``."""
 
-OF_ARCHITECTURE = ("delta_net", "kimi_delta", "layer_pattern", "mamba", "attention_chunk", "head_norms", "query_growth")
+OF_ARCHITECTURE = (
+    *("delta_net", "kimi_delta", "layer_pattern", "mamba", "indexer"),
+    *("attention_chunk", "head_norms", "query_growth"),
+)
 """The options that belong to the architecture."""
 
 Batch = dict[str, torch.Tensor]

@@ -26,6 +26,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 
+INDEXER = {"indexer_freq": [1, 0], "index_topk": 8, "index_n_heads": 2, "index_head_dim": 8}
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "an unknown name": {"embeding_scale": 2.0},
     "another place": {"layer_norms": "inside"},
@@ -40,6 +42,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no number": {"embedding_scale": None},
     "an unknown stretch": {"stretch": {"kind": "ntk"}},
     "half a stretch": {"stretch": {"kind": "dynamic", "factor": 2.0}},
+    "an indexer without heads": {"indexer": {"indexer_freq": [1, 1], "index_topk": 8, "index_head_dim": 8}},
+    "an indexer twice": {"indexer": {**INDEXER, "indexer_freq": [2, 1]}},
+    "an indexer of no tokens": {"indexer": {**INDEXER, "index_topk": 0}},
+    "a longer sequence than indexers select": {"indexer": {**INDEXER, "index_topk": 7}},
 }
 
 
@@ -135,3 +141,20 @@ def test_unfused_attention_is_that_of_torch_where_its_cap_is_far_away(is_causal:
     if is_causal:
         masked = attend_once(query, key, value, Softmax(0.3, cap=1e6), mask)
         torch.testing.assert_close(masked, plain, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"multi_latent_attention": False}, "multi_latent_attention=False"),
+        ({"q_lora_rank": None}, "q_lora_rank=None"),
+        ({"num_layers": 3}, "num_layers=3"),
+    ],
+)
+def test_indexers_are_of_latent_attention(fields: dict[str, Any], said: str) -> None:
+    given = {**MODEL, "multi_latent_attention": True, "q_lora_rank": 8, "num_layers": 2, **fields}
+    if not given["multi_latent_attention"]:
+        del given["q_lora_rank"]
+    module = MCoreGPT(vocab_size=32, seq_length=8, transformer=given, architecture={"indexer": INDEXER})
+    with refuses(ValueError, said):
+        module.check_settings()
