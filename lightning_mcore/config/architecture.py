@@ -340,24 +340,19 @@ def _check_stretch(given: Any) -> None:
         raise ValueError(f"architecture has stretch={given!r}; give a dict with kind {kinds}")
 
 
-def _check_linear(owner: str, given: Any, sizes: tuple[str, ...]) -> None:
-    freq = _FREQ[owner]
-    if not isinstance(given, Mapping) or given.keys() != {freq, *sizes}:
-        names = ", ".join((freq, *sizes))
-        raise ValueError(f"architecture has {owner}={given!r}; give a dict with {names}")
-    flags = given[freq]
+def _check_layer(owner: str, sizes: tuple[str, ...], given: Any, *, many: str = "", few: str = "") -> None:
+    """Raise ValueError unless ``given`` has these sizes, of which ``many`` is a multiple of ``few``, and its layers."""
+    freq = _FREQ.get(owner)
+    names = sizes if freq is None else (freq, *sizes)
+    if not isinstance(given, Mapping) or given.keys() != set(names):
+        raise ValueError(f"architecture has {owner}={given!r}; give a dict with {', '.join(names)}")
+    flags = () if freq is None else given[freq]
     if not isinstance(flags, list | tuple) or any(flag not in (0, 1) for flag in flags):
         raise ValueError(f"{owner} has {freq}={flags!r}; give a list with a 0 or 1 for each layer")
     _check_sizes(owner, given, sizes)
-
-
-def _check_delta_net(given: Any) -> None:
-    _check_linear("delta_net", given, DELTA_NET)
-    keys, values = given["linear_num_key_heads"], given["linear_num_value_heads"]
-    if values % keys:
+    if many and given[many] % given[few]:
         raise ValueError(
-            f"delta_net has linear_num_value_heads={values}, which is not a multiple of linear_num_key_heads={keys};"
-            " choose such numbers"
+            f"{owner} has {many}={given[many]}, which is not a multiple of {few}={given[few]}; choose such numbers"
         )
 
 
@@ -365,18 +360,6 @@ def _check_sizes(owner: str, given: Mapping[str, Any], names: tuple[str, ...]) -
     for name in names:
         if isinstance(given[name], bool) or not isinstance(given[name], int) or given[name] < 1:
             raise ValueError(f"{owner} has {name}={given[name]!r}; give a whole number above 0")
-
-
-def _check_mamba(given: Any) -> None:
-    if not isinstance(given, Mapping) or given.keys() != set(MAMBA):
-        raise ValueError(f"architecture has mamba={given!r}; give a dict with {', '.join(MAMBA)}")
-    _check_sizes("mamba", given, MAMBA)
-    heads, groups = given["mamba_num_heads"], given["mamba_num_groups"]
-    if heads % groups:
-        raise ValueError(
-            f"mamba has mamba_num_heads={heads}, which is not a multiple of mamba_num_groups={groups}; choose such"
-            " numbers"
-        )
 
 
 def _check_pattern(given: Any) -> None:
@@ -400,13 +383,15 @@ def _check_chunk(given: Any) -> None:
 
 _CHECKS: Mapping[str, Callable[[Any], None]] = {
     "stretch": _check_stretch,
-    "delta_net": _check_delta_net,
-    "kimi_delta": lambda given: _check_linear("kimi_delta", given, KIMI_DELTA),
+    "delta_net": functools.partial(
+        _check_layer, "delta_net", DELTA_NET, many="linear_num_value_heads", few="linear_num_key_heads"
+    ),
+    "kimi_delta": functools.partial(_check_layer, "kimi_delta", KIMI_DELTA),
     "query_growth": _check_query_growth,
     "attention_chunk": _check_chunk,
     "layer_pattern": _check_pattern,
-    "mamba": _check_mamba,
-    "indexer": lambda given: _check_linear("indexer", given, INDEXER),
+    "mamba": functools.partial(_check_layer, "mamba", MAMBA, many="mamba_num_heads", few="mamba_num_groups"),
+    "indexer": functools.partial(_check_layer, "indexer", INDEXER),
 }
 
 
