@@ -296,8 +296,8 @@ class Checkpoints:
             state |= {"loops": loops, "optimizer_states": [], "lr_schedulers": [], _ITERATION: progress.iteration}
             self._strategy.resume.restore_of_megatron(progress, loops["fit_loop"])
             rank_zero_info(
-                f"the run goes on from Megatron's iteration {progress.iteration:,}, "
-                + (f"after {progress.consumed:,} samples" if progress.batches else "and begins the data anew")
+                f"resuming from Megatron's iteration {progress.iteration:,}, "
+                + (f"after {progress.consumed:,} samples" if progress.batches else "with the data from its beginning")
             )
         self._pending = stored
         return {**state, "global_step": progress.iteration}
