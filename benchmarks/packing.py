@@ -413,7 +413,7 @@ def main() -> None:
     facts = circumstances(options)
     measures = {"fill": measure_fill, "speed": measure_speed, "idle": measure_idle, "training": measure_training}
     results = {part: measures[part](options) for part in PARTS if part in options.parts}
-    name = "_".join(["packing", *(part for part in PARTS if part in options.parts and len(results) < len(PARTS))])
+    name = "-".join(["packing", *(part for part in PARTS if part in options.parts and len(results) < len(PARTS))])
     write_results(options.output, name, "What packing gives", facts, results, table(results))
 
 

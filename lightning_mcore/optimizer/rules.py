@@ -285,7 +285,8 @@ def check_state(user: "Optimizer", tensor_parallel_size: int) -> None:
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 continue
-            if type(value) is not Tensor:
+            # The protocol of torch's subclasses that consist of other tensors, such as codes and scales.
+            if hasattr(value, "__tensor_flatten__"):
                 raise TypeError(
                     f"{name} keeps {key!r} as {type(value).__name__}, which sharded checkpoints cannot store; use AdamW"
                     " with use_distributed_optimizer=True, or a plain LightningModule, which is saved as one file"

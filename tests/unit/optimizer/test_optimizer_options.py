@@ -238,6 +238,9 @@ def test_an_optimizer_is_rejected_by_what_a_trial_shows() -> None:
 class Coded(torch.Tensor):
     """Stands for a state of another package, which only its optimizer reads."""
 
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes"], None
+
 
 def test_a_state_that_shards_cannot_hold_is_rejected() -> None:
     [parameter] = matrix()
