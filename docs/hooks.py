@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks for mkdocs: version and repository, roles in docstrings, and fields of argument classes.
 
-``fields of NAME`` on a line of a page becomes a list of the fields that a class of ``lightning_mcore.arguments`` adds,
-and ``families that are not supported`` a table of them.
+On a line of a page, ``fields of NAME`` becomes a list of the fields that a class of ``lightning_mcore.arguments`` adds,
+``families that are not supported`` a table of them, and ``layouts of each family`` a table of the layouts on which
+tests compare a family with transformers.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from typing import Any
 _ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):<code>(?:~(?:\w+\.)*)?([\w.]+)</code>")
 _FIELDS = re.compile(r"^fields of (\w+)$", re.MULTILINE)
 _UNSUPPORTED = re.compile(r"^families that are not supported$", re.MULTILINE)
+_TESTED = re.compile(r"^layouts of each family$", re.MULTILINE)
 
 
 def on_config(config: Any, **_: object) -> None:
@@ -36,6 +38,7 @@ def on_page_markdown(markdown: str, **_: object) -> str:
         markdown: The source of the page.
     """
     markdown = _UNSUPPORTED.sub(lambda match: _unsupported(), markdown)
+    markdown = _TESTED.sub(lambda match: _tested(), markdown)
     return _FIELDS.sub(lambda match: _fields(match[1]), markdown)
 
 
@@ -53,6 +56,26 @@ def _unsupported() -> str:
 
     rows = [f"| `{name}` | {reason} | `{nearest}` |" for name, (reason, nearest) in sorted(UNSUPPORTED.items())]
     return "\n".join(["| `model_type` | Why it is not supported | Nearest family |", "|---|---|---|", *rows])
+
+
+def _tested() -> str:
+    from lightning_mcore.hf.families import FAMILIES, WITH_TOWERS
+    from lightning_mcore.hf.vision_families import VISION_LANGUAGE_FAMILIES
+    from tests.parity import test_hf_families, test_more_hf_families, test_vision, test_vision_training
+
+    # The text of a folder with a tower is read as by the family of text alone.
+    seeing = {family.model_type for family in VISION_LANGUAGE_FAMILIES.values()}
+    names = (FAMILIES.keys() - WITH_TOWERS.keys()) | seeing
+    layouts: dict[str, dict[str, None]] = {name: {} for name in sorted(names)}
+    for table in (
+        *(test_hf_families.LAYOUTS, test_more_hf_families.LAYOUTS, test_more_hf_families.MORE_LAYOUTS),
+        *(test_vision.LAYOUTS, {layout: [name] for layout, name in test_vision_training.LAYOUTS}),
+    ):
+        for layout, compared in table.items():
+            for name in compared:  # "phi3, longrope" is a variant of phi3
+                layouts[name.partition(",")[0]][layout.id] = None
+    rows = [f"| `{name}` | {', '.join(found)} |" for name, found in layouts.items()]
+    return "\n".join(["| Family | Layouts |", "|---|---|", *rows])
 
 
 def _fields(name: str) -> str:
