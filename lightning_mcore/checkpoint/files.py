@@ -215,7 +215,7 @@ def is_megatron_checkpoint(path: str) -> bool:
 
 
 def common_state(path: str, metadata: "Metadata") -> dict[str, Any]:
-    """Return the plain values that Megatron wrote beside its tensors; an empty dict if there are none."""
+    """Return the plain values in a Megatron checkpoint, such as its iteration; an empty dict if it has none."""
     fs, root = open_store(path)
     if (place := place_of_common(metadata)) is not None:
         return read_common(fs.cat_file(_join(root, place.relative_path), place.offset, place.offset + place.length))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint of Megatron-LM or Megatron-Bridge says about its run, so that a run here goes on from it.
+"""Read progress and optimizer state from a Megatron-LM or Megatron-Bridge checkpoint, to resume from it.
 
 Its tensors have the names that ours have, except that older ones put ``chained_0.`` and so on before the state of the
 optimizers that are chained for dense weights and experts. Progress is in ``common.pt``: the iteration, and among the
@@ -85,7 +85,7 @@ def _steps(state: Any) -> Iterator[Any]:
 
 
 def optimizer_class(path: str, names: Iterable[str]) -> str:
-    """Return the name of the class whose state a checkpoint has, given the names of its tensors.
+    """Return the class name of the optimizer that a checkpoint was saved with, from the names of its tensors.
 
     Raises ``ValueError`` if there is none.
     """

@@ -307,8 +307,9 @@ def load(
         return
     # Build the state again: loading has replaced its tensors by the parameters.
     model_state, shares = run_on_all_ranks(lambda: _shares(chunks, optimizers))
+    is_by_bucket = any(map(megatron_lm.is_by_bucket, stored.contents.shapes))
     for index, (optimizer, own) in enumerate(zip(optimizers, shares, strict=True)):
-        if any(map(megatron_lm.is_by_bucket, stored.contents.shapes)):
+        if is_by_bucket:
             assert stored.numbers is not None
             step = stored.numbers[index]["common"]["step"]
             megatron_lm.load_buckets(stored.path, stored.read, optimizer, own, step)

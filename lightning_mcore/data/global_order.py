@@ -21,7 +21,7 @@ from lightning_mcore.data.sampling import GlobalOrderSampler
 def global_order(sampler: Any) -> list[Any]:
     """Return this epoch's samples in the order in which all ranks of a distributed sampler together read them."""
     if isinstance(sampler, GlobalOrderSampler):
-        return list(sampler.order())
+        return list(map(int, sampler.order()))
     # The same sampler as one rank of one, so that it neither skips nor pads.
     whole = copy.copy(sampler)
     whole.num_replicas = 1

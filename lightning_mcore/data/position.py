@@ -191,7 +191,7 @@ class PositionTracker:
                 " global batch size"
             )
         if isinstance(sampler, GlobalOrderSampler):
-            order = list(sampler.evened_out(order, position.consumed))
+            order = list(map(int, sampler.evened_out(order, position.consumed)))
         return self._in_batches(deal(order, position.consumed, self._ranks, sampler.rank, sampler.drop_last))
 
     def _in_batches(self, indices: Sequence[Any]) -> Any:

@@ -76,16 +76,19 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         """Samples that an epoch leaves out."""
         return len(cast(Sized, self.dataset)) - self.epoch_size
 
-    def order(self) -> Sequence[int]:
+    def order(self) -> Sequence[int] | NDArray[np.int64]:
         """Return this epoch's indices in the order in which all ranks together read them, turn by turn."""
         if not self.shuffle:
             return range(self.epoch_size)
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         # Cut after permuting the whole dataset, so that each epoch leaves out different samples.
         permutation = torch.randperm(len(cast(Sized, self.dataset)), generator=generator)
-        return cast(list[int], permutation[: self.epoch_size].tolist())
+        found: NDArray[np.int64] = permutation[: self.epoch_size].numpy()
+        return found
 
-    def evened_out(self, order: Sequence[int], consumed: int = 0) -> Sequence[int]:
+    def evened_out(
+        self, order: Sequence[int] | NDArray[np.int64], consumed: int = 0
+    ) -> Sequence[int] | NDArray[np.int64]:
         """Return ``order`` with each turn rearranged so that, within a step, all ranks get samples of like cost.
 
         ``consumed`` samples were read before, perhaps by another number of ranks.
@@ -93,16 +96,16 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         if self.costs is None or self.num_replicas == 1:
             return order
         begin = consumed % self.num_replicas
-        rest = np.asarray(order[begin:])
+        read, rest = np.split(np.asarray(order), [begin])
         places = even_out(self.costs[rest], self.num_replicas, self.global_batch_size // self.num_replicas)
-        return [*order[:begin], *rest[places].tolist()]
+        return np.concatenate([read, rest[places]])
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.evened_out(self.order())[self.rank :: self.num_replicas])
+        return map(int, self.evened_out(self.order())[self.rank :: self.num_replicas])
 
 
 def even_out(costs: NDArray[np.float64], ranks: int, turns: int) -> NDArray[np.int64]:
-    """Return an order of samples [n] whose costs [n] are dealt evenly to ``ranks`` in each step of ``turns`` turns.
+    """Return the order [n] in which samples of these costs [n] even out over ``ranks`` in each step of ``turns`` turns.
 
     Samples move within their turn only. The last turn may be short, and keeps its order.
     """

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import lightning
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -282,7 +281,12 @@ class Checkpoints:
         """Return Lightning's state after the iteration at which Megatron saved ``path``."""
         stored = StoredState.open(io, path, None, weights_only)
         progress = run_on_rank0(lambda: io.megatron_progress(path, stored.contents.metadata))
-        state = {"pytorch-lightning_version": lightning.__version__, "epoch": 0, "state_dict": {}, "callbacks": {}}
+        state = {
+            "pytorch-lightning_version": checkpoint_manifest.versions()["lightning"],
+            "epoch": 0,
+            "state_dict": {},
+            "callbacks": {},
+        }
         trainer = self._module.trainer
         if trainer.state.fn == TrainerFn.FITTING:
             contents = {"optimizer_class": run_on_all_ranks(lambda: optimizer_class(path, stored.contents.shapes))}
