@@ -19,22 +19,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.utils import unwrap_model
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_mcore import MCoreStrategy
 from lightning_mcore.data.sampling import training_loader
 from tests.distributed.test_checkpoint_of_megatron import start_from_theirs
-from tests.parity.bare_loop import (
-    Trace,
-    _build_chunks,
-    _build_optimizer,
-    _connect,
-    _forward_backward,
-    _parallel_fields,
-    process_groups,
-)
+from tests.parity import bare_loop
+from tests.parity.bare_loop import Trace
 from tests.parity.lightning_loop import TinyGPT, make_trainer
 from tests.support import tiny
 from tests.support.layouts import Layout
@@ -55,34 +49,26 @@ def rate(step: int) -> float:
 
 def train_theirs(layout: Layout, recipe: Recipe, path: str, sharding: str, of: str = "Megatron-LM") -> Trace:
     """Train with megatron-core alone on this rank, and save after :data:`SAVED` steps."""
-    with process_groups(layout):
-        config = tiny.make_config({**tiny.transformer_fields(layout, recipe), **_parallel_fields(layout, recipe)})
-        chunks = _build_chunks(config, layout, recipe)
-        optimizer = _build_optimizer(chunks, layout, recipe)
-        _connect(config, chunks, optimizer)
-        trace = Trace(parallel_state.get_data_parallel_rank())
-        for step in range(recipe.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = recipe.learning_rate * rate(step)
+
+    def set_rate(step: int, _: list[Any], optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * rate(step)
+
+    def save(step: int, chunks: list[Any], optimizer: Any) -> None:
+        if step + 1 != SAVED:
+            return
+        if layout.overlap:  # the parameters of this step are still to be gathered
             for chunk in chunks:
-                chunk.zero_grad_buffer()
-            optimizer.zero_grad()
-            trace.losses.append(_forward_backward(chunks, layout, recipe, step))
-            trace.grad_norms.append(optimizer.step()[1])
-            if step + 1 == SAVED:
-                if layout.overlap:  # the parameters of this step are still to be gathered
-                    for chunk in chunks:
-                        chunk.disable_forward_pre_hook(param_sync=True)
-                bare = [
-                    chunk.module if hasattr(chunk.module, "pre_process") else chunk.module.module for chunk in chunks
-                ]
-                names = ["model"] if len(bare) == 1 else [f"model{index}" for index in range(len(bare))]
-                state = {name: chunk.sharded_state_dict() for name, chunk in zip(names, bare, strict=True)}
-                save_theirs(state, optimizer, layout, recipe, path, sharding, of)
-                if layout.overlap:
-                    for chunk in chunks:
-                        chunk.enable_forward_pre_hook()
-        return trace
+                chunk.disable_forward_pre_hook(param_sync=True)
+        names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+        bare = [unwrap_model(chunk) for chunk in chunks]
+        state = {name: chunk.sharded_state_dict() for name, chunk in zip(names, bare, strict=True)}
+        save_theirs(state, optimizer, layout, recipe, path, sharding, of)
+        if layout.overlap:
+            for chunk in chunks:
+                chunk.enable_forward_pre_hook()
+
+    return bare_loop.train(layout, recipe, before_step=set_rate, after_step=save)
 
 
 def save_theirs(

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy
 import torch
@@ -35,6 +35,7 @@ from tests.support import tiny
 from tests.support.layouts import Layout
 from tests.support.tiny import Batch, Recipe
 
+Watch: TypeAlias = Callable[[int, list[DistributedDataParallel], MegatronOptimizer], None]
 DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}  # by the first word of a precision
 
 
@@ -59,8 +60,17 @@ class Trace:
     weights: list[Slice] = field(default_factory=list)
 
 
-def train(layout: Layout, recipe: Recipe, keep_gradients: bool = False) -> Trace:
-    """Train the tiny GPT on this rank of ``layout``; the default process group is open and stays so."""
+def train(
+    layout: Layout,
+    recipe: Recipe,
+    keep_gradients: bool = False,
+    before_step: Watch | None = None,
+    after_step: Watch | None = None,
+) -> Trace:
+    """Train the tiny GPT on this rank of ``layout``; the default process group is open and stays so.
+
+    The two functions are called around each step with its number, the wrapped chunks and the optimizer.
+    """
     with process_groups(layout):
         config = tiny.make_config({**tiny.transformer_fields(layout, recipe), **_parallel_fields(layout, recipe)})
         chunks = _build_chunks(config, layout, recipe)
@@ -68,6 +78,8 @@ def train(layout: Layout, recipe: Recipe, keep_gradients: bool = False) -> Trace
         _connect(config, chunks, optimizer)
         trace = Trace(parallel_state.get_data_parallel_rank())
         for step in range(recipe.steps):
+            if before_step is not None:
+                before_step(step, chunks, optimizer)
             for chunk in chunks:
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
@@ -78,6 +90,8 @@ def train(layout: Layout, recipe: Recipe, keep_gradients: bool = False) -> Trace
             assert succeeded or recipe.precision.startswith("16-")
             trace.grad_norms.append(grad_norm)
             trace.loss_scales.append(optimizer.get_loss_scale().item())
+            if after_step is not None:
+                after_step(step, chunks, optimizer)
         if layout.overlap and layout.distributed_optimizer:  # the last step's parameters are still to be gathered
             for chunk in chunks:
                 chunk.disable_forward_pre_hook(param_sync=True)
