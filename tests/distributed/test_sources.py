@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of each source of the data: those of the tokens that come from it, on every layout, dense and packed."""
+"""Losses of each source of the data: those of its tokens, on every layout; dense, packed and streamed rows."""
 
 import importlib.util
 import math
@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_mcore import MCoreFinetuningData, MCoreGPT, MCorePretrainingData
+from lightning_mcore import MCoreFinetuningData, MCoreGPT, MCorePretrainingData, MCoreVisionGPT
 from tests.distributed.test_pretraining_data import make_dataset
+from tests.distributed.test_vision import talking
 from tests.support.chats import characters, write
 from tests.support.ranks import run_ranks
 from tests.support.toy import make_trainer
+from tests.unit.data.test_vision_data import data as vision_data
 
 pytestmark = pytest.mark.distributed
 
@@ -63,6 +65,10 @@ class OfFiles(Witness):
         return "loud" if LOUD in (token, label) else "quiet"
 
 
+class OfSeenFiles(OfFiles, MCoreVisionGPT):
+    """The same answers, to questions about images."""
+
+
 class Compare(pl.Callback):
     """Compares what is logged in each step, and at the end of validation, with the tokens that all ranks saw."""
 
@@ -93,12 +99,15 @@ class Compare(pl.Callback):
         self.found.append((name, logged, expected))
 
 
-def fit(module: type[Witness], data: Any, strategy: Any, names: list[str], accumulate: int) -> list[Any]:
-    """Train and validate on this rank; return what :class:`Compare` found."""
+def small(module: type[Witness]) -> Witness:
     pl.seed_everything(3, verbose=False)
-    compare = Compare(names)
     sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
-    model = module(vocab_size=260, seq_length=64, transformer=sizes)
+    return module(vocab_size=260, seq_length=64, transformer=sizes)
+
+
+def fit(model: Witness, data: Any, strategy: Any, names: list[str], accumulate: int) -> list[Any]:
+    """Train and validate on this rank; return what :class:`Compare` found."""
+    compare = Compare(names)
     model.seen = []
     more = {"max_steps": 4, "accumulate_grad_batches": accumulate, "num_sanity_val_steps": 0, "limit_val_batches": 1}
     trainer = make_trainer(strategy, callbacks=[compare], log_every_n_steps=1, val_check_interval=1.0, **more)
@@ -122,32 +131,46 @@ def pretrain(folder: str) -> dict[str, list[Any]]:
         )
         assert data.source_names == [Path(path).name for path in paths]
         data.source_names = ["a", "b"]
-        found[name] = fit(OfDatasets, data, strategy, ["a", "b"], accumulate=2)
+        found[name] = fit(small(OfDatasets), data, strategy, ["a", "b"], accumulate=2)
     return found
 
 
 def finetune(folder: str) -> dict[str, list[Any]]:
+    files = [f"{folder}/quiet.jsonl", f"{folder}/loud.jsonl"]
+    readings: dict[str, dict[str, Any]] = {
+        "packed": {"validation_share": 0.3},
+        "padded": {"validation_share": 0.3, "packing": False},
+        "streamed": {"validation_files": files[::-1], "streaming": True, "shuffle_buffer": 4},
+    }
     return {
-        f"{name}-{packing}": fit(
-            OfFiles,
+        f"{name}-{reading}": fit(
+            small(OfFiles),
             MCoreFinetuningData(
-                [f"{folder}/quiet.jsonl", f"{folder}/loud.jsonl"],
+                files,
                 characters(),
                 seq_length=64,
                 batch_size=1,
                 num_workers=0,
-                packing=packing,
-                validation_share=0.3,
                 cache_dir=f"{folder}/cache",
                 log_sources=True,
+                **options,
             ),
             strategy,
             ["quiet", "loud"],
             accumulate=2,
         )
         for name, strategy in LAYOUTS.items()
-        for packing in (True, False)
+        for reading, options in readings.items()
     }
+
+
+def finetune_on_images(folder: str, model: str) -> dict[str, list[Any]]:
+    found = {}
+    for name, strategy in LAYOUTS.items():
+        data = vision_data(Path(folder), [], seq_length=96, log_sources=True, packing=name != "tp")
+        data.train_files = data.validation_files = [f"{folder}/quiet.jsonl", f"{folder}/loud.jsonl"]
+        found[name] = fit(OfSeenFiles.from_pretrained(model), data, strategy, ["quiet", "loud"], accumulate=2)
+    return found
 
 
 def check(found: dict[str, list[Any]], layouts: int) -> None:
@@ -176,4 +199,14 @@ def test_each_files_loss_is_that_of_its_answers(tmp_path: Path) -> None:
         lines = [{"prompt": "a" * (3 + row % 5), "response": letter * (1 + row % 7)} for row in range(rows)]
         write(tmp_path / f"{name}.jsonl", lines)
     for found in run_ranks(2, finetune, str(tmp_path), timeout=240):
-        check(found, layouts=8)
+        check(found, layouts=12)
+
+
+@pytest.mark.slow
+def test_each_files_loss_is_that_of_its_answers_about_images(tmp_path: Path) -> None:
+    for name, letter, rows in (("quiet", "x", 24), ("loud", "Y", 8)):
+        turns = [("user", "a" * 3 + "<image>"), ("assistant", letter * 5)]
+        messages = [{"role": role, "content": text} for role, text in turns]
+        write(tmp_path / f"{name}.jsonl", [{"messages": messages, "images": ["a.png"]}] * rows)
+    for found in run_ranks(2, finetune_on_images, str(tmp_path), talking("qwen2_vl", tmp_path), timeout=240):
+        check(found, layouts=4)

@@ -93,7 +93,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
         cache_dir: Folder for the cache of tokens; None for the cache of ``datasets``.
         eval_batch_size: Rows in a validation or test batch on one data-parallel rank; None for ``batch_size``.
         pad_to_seq_length: Without packing, pad every row to ``seq_length`` instead of to the longest of its batch.
-        log_sources: Also log the loss of each file, as ``train_loss/NAME`` and ``val_loss/NAME``. Not for a stream.
+        log_sources: Also log the loss of each file, as ``train_loss/NAME`` and ``val_loss/NAME``.
 
     Attributes:
         statistics: Counts of used, cut and dropped samples of each split, after ``setup``; not for a stream.
@@ -144,11 +144,6 @@ class MCoreFinetuningData(pl.LightningDataModule):
         flags = {"packing": packing, "streaming": streaming, "shuffle": shuffle, "pad_to_seq_length": pad_to_seq_length}
         for name, flag in {**flags, "log_sources": log_sources}.items():
             require_flag(name, flag)
-        if log_sources and streaming:
-            raise ValueError(
-                "log_sources=True does not work with streaming=True, whose rows are not numbered; set one of them to"
-                " False"
-            )
         _check_validation(validation_share, validation_files, streaming)
         self.train_files = train_files
         self.validation_files = validation_files
@@ -311,13 +306,17 @@ class MCoreFinetuningData(pl.LightningDataModule):
         return partial(_collate_with_sources, self._collate, *self._rows_of_sources[split])
 
     def _number_sources(self, splits: Sequence[str]) -> None:
-        """Give each file of these splits a number and a name, and remember which rows are of which file."""
+        """Number the files of these splits, and remember which rows are of which file."""
         for split in splits:
             files = self._files(split)
-            self._files_of_sources += [file for file in files if file not in self._files_of_sources]
             firsts = run_on_rank0(partial(first_rows, files))
-            self._rows_of_sources[split] = firsts, [self._files_of_sources.index(file) for file in files]
+            self._rows_of_sources[split] = firsts, list(self._sources_of(files).values())
+
+    def _sources_of(self, files: Sequence[str]) -> dict[str, int]:
+        """Return each file's number among all sources, and give new ones a number and a name."""
+        self._files_of_sources += [file for file in files if file not in self._files_of_sources]
         self.source_names = names_of_sources(self._files_of_sources)
+        return {file: self._files_of_sources.index(file) for file in files}
 
     @property
     def _padded_to(self) -> int | None:
@@ -440,6 +439,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
             seed=self.seed,
             vocab_size=self._model_vocab_size(),
             padded_to=self._padded_to,
+            sources=self._sources_of(files) if self.log_sources else None,
         )
 
 

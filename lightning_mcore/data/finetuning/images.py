@@ -388,6 +388,7 @@ class MCoreVisionData(ImageRows):
         cache_dir: Folder for the cache of tokens; None for the cache of ``datasets``.
         eval_batch_size: Rows in a validation or test batch on one data-parallel rank; None for ``batch_size``.
         pad_to_seq_length: Without packing, pad every row to ``seq_length``.
+        log_sources: Also log the loss of each file, as ``train_loss/NAME`` and ``val_loss/NAME``.
 
     Raises:
         ValueError: A setting is out of range, or two contradict each other.
@@ -427,6 +428,7 @@ class MCoreVisionData(ImageRows):
         cache_dir: str | None = None,
         eval_batch_size: int | None = None,
         pad_to_seq_length: bool = False,
+        log_sources: bool = False,
     ) -> None:
         if overlong == "split":
             raise ValueError("overlong='split' would separate images from their text; choose 'error' or 'cut'")
@@ -456,6 +458,7 @@ class MCoreVisionData(ImageRows):
             cache_dir=cache_dir,
             eval_batch_size=eval_batch_size,
             pad_to_seq_length=pad_to_seq_length,
+            log_sources=log_sources,
         )
         self._given_processor = tokenizer if image_processor is None else image_processor
         if video_processor is None and isinstance(self._given_processor, str):

@@ -118,7 +118,8 @@ class StreamLoader:
         self._restored = None
         if not state["batches"]:
             return
-        if (change := first_change(state["stream"], self._marks())) is not None:
+        then = {"log_sources": False, **state["stream"]}  # which older checkpoints lack
+        if (change := first_change(then, self._marks())) is not None:
             name, then, now = change
             raise ValueError(
                 f"the checkpoint was taken in the middle of an epoch of a stream with {name}={then}, but now"
@@ -135,6 +136,7 @@ class StreamLoader:
             "data_parallel_rank": self._rank,
             "data_parallel_size": self._ranks,
             "num_workers": self._num_workers,
+            "log_sources": settings.sources is not None,
             **{name: getattr(settings, name) for name in names},
         }
 

@@ -4,7 +4,8 @@
 Each worker of each data-parallel rank is one *reader*. All of them read all files in the same order, which depends on
 the seed and the epoch. Reader ``r`` of ``n`` takes rows ``r``, ``r + n``, ``r + 2 n`` and so on, and tokenises only
 these, so the readers get similar shares however the rows are spread over files. A reader tokenises its rows, draws from
-a buffer in random order, packs online, and collates ``batch_size`` rows.
+a buffer in random order, packs online, and collates ``batch_size`` rows. If losses are logged for each source, it reads
+file after file, and so knows which file each row is in.
 
 ``stream.py`` runs the readers.
 """
@@ -23,6 +24,7 @@ from lightning_mcore.data.finetuning.tokenized import Encoder, RowReader
 from lightning_mcore.data.packing.best_fit import Overlong, PackingStatistics, TokenSample, fit_sample
 from lightning_mcore.data.packing.online import OnlinePacker, samples_from_state, samples_to_state
 from lightning_mcore.data.packing.rows import collate_padded, collate_rows
+from lightning_mcore.data.sources import with_sources
 
 Batch = dict[str, Tensor]
 State = dict[str, Any]
@@ -46,6 +48,7 @@ class StreamSettings:
     seed: int
     vocab_size: int | None = None
     padded_to: int | None = None  # places of a row without packing; None for the longest of the batch
+    sources: Mapping[str, int] | None = None  # each file's source, for batches that name them
 
 
 @dataclass(frozen=True)
@@ -125,11 +128,15 @@ class _Reader:
         self._shares = shares
         self._rng = np.random.default_rng([settings.seed, epoch, share])
         self._files = _in_order(settings, epoch)
-        self._rows = load_rows(self._files, streaming=True)
+        self._all_rows = load_rows(self._files, streaming=True)
+        self._firsts = [0]  # number of the first row of each part that was begun
         self._passed = 0  # rows of all readers, in all files so far
         self._buffer: list[TokenSample] = []
         self._packer = _packer(settings)
+        self._rows = self._part()
         if state is not None:
+            self._firsts = list(state.get("firsts", self._firsts))
+            self._rows = self._part()
             self._rows.load_state_dict(state["rows"])
             self._passed = state["passed"]
             self._rng.bit_generator.state = state["random"]
@@ -175,19 +182,35 @@ class _Reader:
 
     def _samples(self) -> Iterator[TokenSample]:
         """Yield the samples of this reader's share, in the order of the files."""
+        parts = 1 if self._settings.sources is None else len(self._files)
+        yield from self._samples_of_part()
+        while len(self._firsts) < parts:
+            self._firsts.append(self._passed)
+            self._rows = self._part()
+            yield from self._samples_of_part()
+
+    def _part(self) -> Any:
+        """Return the rows of the last part that was begun: a file's if batches name their sources, otherwise all."""
+        if self._settings.sources is None:
+            return self._all_rows
+        return self._all_rows.shard(len(self._files), len(self._firsts) - 1)
+
+    def _samples_of_part(self) -> Iterator[TokenSample]:
         settings = self._settings
         turns = self._rows.iter(batch_size=self._shares)
+        # Reader 1 of 3, in a file whose first row is 20: rows 22, 25, 28 and so on, which are row 2 of each turn.
+        place = (self._share - self._firsts[-1]) % self._shares
         while True:
             with explained(settings.files):
                 turn = next(turns, None)
             if turn is None:
                 return
-            rows, number = len(next(iter(turn.values()))), self._passed + self._share
+            rows, number = len(next(iter(turn.values()))), self._passed + place
             self._passed += rows
-            if rows <= self._share:  # the last turn is short and has no row for this reader
+            if rows <= place:  # the last turn is short and has no row for this reader
                 continue
             absent = dict.fromkeys(settings.reader.needed)  # rows of JSON may lack a column
-            sample = self._sample(absent | {name: values[self._share] for name, values in turn.items()}, number)
+            sample = self._sample(absent | {name: values[place] for name, values in turn.items()}, number)
             if len(sample.tokens):
                 yield sample
             else:
@@ -213,13 +236,17 @@ class _Reader:
     def _collate(self, rows: list[Any]) -> Batch:
         settings = self._settings
         if settings.packing:
-            return collate_rows(rows)
-        batch = collate_padded(rows, settings.multiple, settings.padded_to, vocab_size=settings.vocab_size)
-        self._packer.statistics.row_padding += batch["tokens"].numel() - int(batch["lengths"].sum())
-        return batch
+            batch = collate_rows(rows)
+        else:
+            batch = collate_padded(rows, settings.multiple, settings.padded_to, vocab_size=settings.vocab_size)
+            self._packer.statistics.row_padding += batch["tokens"].numel() - int(batch["lengths"].sum())
+        if settings.sources is None:
+            return batch
+        return with_sources(batch, np.array(self._firsts), [settings.sources[file] for file in self._files])
 
     def _state(self) -> State:
         return {
+            "firsts": list(self._firsts),
             "rows": self._rows.state_dict(),
             "passed": self._passed,
             "random": self._rng.bit_generator.state,

@@ -39,7 +39,10 @@ def settings(folder: Path, suffix: str = "jsonl", **options: Any) -> StreamSetti
         "shuffle_buffer": 8,
         "seed": 3,
     }
-    return StreamSettings(**(chosen | options))
+    chosen |= options
+    if chosen.get("sources"):
+        chosen["sources"] = {file: 7 - number for number, file in enumerate(chosen["files"])}
+    return StreamSettings(**chosen)
 
 
 def numbers(batches: list[Any]) -> list[int]:
@@ -89,6 +92,31 @@ def test_each_epoch_has_an_order_of_its_own_that_the_seed_decides(tmp_path: Path
     assert numbers(list(in_order)) == list(range(COUNT - COUNT % 7))
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_each_sample_has_the_source_of_its_file(tmp_path: Path, suffix: str) -> None:
+    """With three readers in an order of files other than the given one; otherwise nothing in the batches changes."""
+    asked, plain = (settings(tmp_path, suffix, sources=sources, batch_size=2) for sources in (True, None))
+    assert asked.sources is not None
+    for epoch in range(3):
+        named: list[tuple[int, int]] = []
+        for rank in range(3):
+            loaders = [StreamLoader(None, each, rank, 3) for each in (asked, plain)]
+            for loader in loaders:
+                loader.sampler.set_epoch(epoch)
+            with_sources, without = map(list, loaders)
+            found = [batch.pop("source_ids") for batch in with_sources]
+            assert equal(with_sources, without)
+            for batch, sources in zip(without, found, strict=True):
+                assert (sources == -1).equal(batch["sample_ids"] == -1)
+                named += zip(batch["sample_ids"].flatten().tolist(), sources.flatten().tolist(), strict=True)
+        # Files of 20, 1 and 40 rows, in the epoch's order; the rows are numbered through
+        sizes = dict(zip(asked.files, (20, 1, 40), strict=True))
+        order = stream_reader._in_order(asked, epoch)
+        wanted = list(chain.from_iterable([asked.sources[file]] * sizes[file] for file in order))
+        assert len(named) > 50
+        assert all(wanted[sample] == source for sample, source in named if sample >= 0), epoch
+
+
 def say_what_became_of_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("lightning_mcore.data.finetuning.stream.rank_zero_info", said.append)
@@ -103,6 +131,7 @@ CASES: dict[str, tuple[int, dict[str, Any], range]] = {
     "packed": (0, {"batch_size": 2}, range(0, 99)),
     "padded": (0, {"packing": False}, range(0, 99, 7)),
     "split": (0, {"overlong": "split", "row_length": 16}, range(0, 99, 9)),
+    "sources": (0, {"sources": True}, range(0, 99)),
     "workers": (2, {}, range(1, 99, 5)),
     "more-workers-than-batches": (2, {"row_length": 4096}, range(0, 4)),
 }
@@ -208,6 +237,7 @@ def test_what_cannot_go_on_says_so(tmp_path: Path) -> None:
         "data_parallel_rank=0, but now data_parallel_rank=1": StreamLoader(None, settings(tmp_path), 1, 2, 0),
         "batch_size=1, but now batch_size=2": StreamLoader(None, settings(tmp_path, batch_size=2), 0, 2, 0),
         "seed=3, but now seed=4": StreamLoader(None, settings(tmp_path, seed=4), 0, 2, 0),
+        "log_sources=False, but now log_sources=True": StreamLoader(None, settings(tmp_path, sources=True), 0, 2, 0),
     }
     for change, other in refused.items():
         with refuses(ValueError, "the checkpoint was taken in the middle of") as raised:

@@ -5,10 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_mcore import MCoreFinetuningData
 from lightning_mcore.data.sources import names_of_sources, with_sources
 from lightning_mcore.layers.inputs import check_sources
-from tests.support.chats import characters
 
 
 @pytest.mark.parametrize(
@@ -37,8 +35,3 @@ def test_wrong_sources_are_refused() -> None:
         check_sources(batch, ["web", "code"])
     with pytest.raises(ValueError, match=r"source_ids has the shape \[1\], but the batch has \[2\] samples"):
         check_sources({**batch, "source_ids": torch.tensor([0])}, ["web", "code"])
-
-
-def test_a_stream_has_no_sources() -> None:
-    with pytest.raises(ValueError, match="log_sources=True does not work with streaming=True"):
-        MCoreFinetuningData("a.jsonl", characters(), 64, batch_size=1, streaming=True, log_sources=True)
