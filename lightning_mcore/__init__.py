@@ -162,7 +162,7 @@ HOMES = {
 }
 """The module of each name."""
 
-_PACKAGES = ("data", "hf")  # ``lightning_mcore.hf.Family`` needs no import of its own
+_PACKAGES = ("callbacks", "data", "hf")  # ``lightning_mcore.hf.Family`` needs no import of its own
 
 # Rooms that import megatron-core
 _WITH_MEGATRON = ("checkpoint", "interop", "layers", "models", "optimizer", "strategy")

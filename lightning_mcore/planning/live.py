@@ -56,7 +56,7 @@ def plan_of(
     settings = dataclasses.replace(settings_of(trainer, module, data, batch_size), image_tokens=image_tokens)
     of_node = devices_per_node or (trainer.num_devices if devices is None else min(8, devices))
     ranks = devices or trainer.num_devices * trainer.num_nodes
-    if not _is_gpt(module):
+    if not is_gpt(module):
         return plan_of_chunks(trainer, module, settings, ranks, of_node, machine)
     return make_plan(settings, ranks, of_node, machine)
 
@@ -66,7 +66,7 @@ def settings_of(trainer: Any, module: Any, data: Any = None, batch_size: int | N
     strategy = trainer.strategy
     if not hasattr(strategy, "layout") or not hasattr(strategy, "gradients"):
         raise TypeError(f"{type(strategy).__name__} is not MCoreStrategy; give Trainer(strategy=MCoreStrategy(...))")
-    model, plugin = _model(module) if _is_gpt(module) else {}, strategy.precision_plugin
+    model, plugin = _model(module) if is_gpt(module) else {}, strategy.precision_plugin
     names = ("batch_size", "seq_length", "packing")
     of_data = {} if model else {"seq_length": 0}
     of_data |= {name: value for name in names if (value := getattr(data, name, None)) is not None}
@@ -86,7 +86,8 @@ def settings_of(trainer: Any, module: Any, data: Any = None, batch_size: int | N
     )
 
 
-def _is_gpt(module: Any) -> bool:
+def is_gpt(module: Any) -> bool:
+    """Whether a module is an ``MCoreGPT``, by what it has."""
     return hasattr(module, "transformer") and "vocab_size" in getattr(module, "hparams", {})
 
 

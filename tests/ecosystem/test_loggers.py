@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loggers of other packages: on two ranks the values of one rank, written once, with the module's hyper-parameters."""
+"""Loggers of other packages: on two ranks the values of one rank, written once, with hyper-parameters and layout."""
 
 import json
 import os
 import struct
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from lightning.pytorch import loggers
 from torch.utils.data import DistributedSampler
 
+from lightning_mcore.callbacks import LogLayout
 from tests.support.ranks import run_ranks
 from tests.support.toy import Memory, Samples, StagedNet, loader, make_trainer
 
@@ -21,6 +24,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {  # the strategy, and batches 
     "pp2": ({"pipeline_model_parallel_size": 2}, 2),
 }
 Rows = dict[str, list[float]]
+Given = tuple[int, int]
 
 
 class Net(StagedNet):
@@ -41,11 +45,16 @@ def mlflow(folder: Path) -> Any:
 
 
 def tensorboard(folder: Path) -> Any:
-    return loggers.TensorBoardLogger(folder, default_hp_metric=False)
+    return loggers.TensorBoardLogger(folder)
 
 
 def csv(folder: Path) -> Any:
     return loggers.CSVLogger(folder)
+
+
+def comet(folder: Path) -> Any:
+    os.environ["COMET_START_ONLINE"] = "false"  # Lightning 2.6 lets CometLogger(online=False) write nothing
+    return loggers.CometLogger(offline_directory=str(folder), project="test", log_env_details=False, log_code=False)
 
 
 def fit(make: Callable[[Path], Any], layout: str, folder: Path) -> list[dict[str, float]]:
@@ -53,48 +62,63 @@ def fit(make: Callable[[Path], Any], layout: str, folder: Path) -> list[dict[str
     strategy, accumulated = LAYOUTS[layout]
     memory = Memory()
     arguments: dict[str, Any] = {"accumulate_grad_batches": accumulated, "max_epochs": 2}
-    trainer = make_trainer(strategy, logger=[make(folder), memory], use_distributed_sampler=False, **arguments)
+    arguments |= {"logger": [make(folder), memory], "callbacks": [LogLayout()], "use_distributed_sampler": False}
+    trainer = make_trainer(strategy, **arguments)
     sampler = DistributedSampler(Samples(16), shuffle=False) if layout == "dp2" else None
     trainer.fit(Net(3), loader(16, 2, sampler=sampler))
-    if make is wandb and trainer.is_global_zero:
-        trainer.loggers[0].experiment.finish()  # what wandb does when Python exits, which ranks of tests leave early
+    if trainer.is_global_zero and make in (wandb, comet):
+        experiment: Any = trainer.loggers[0].experiment
+        # What they do when Python exits, which ranks of tests leave early
+        (experiment.finish if make is wandb else experiment.end)()
     return memory.rows
 
 
-def read_mlflow(folder: Path) -> tuple[int, Rows, str]:
-    """Return the number of runs, the values by name and the text of the hyper-parameter."""
+def read_mlflow(folder: Path) -> tuple[int, Rows, Given]:
+    """Return the number of runs, the values by name, and the hyper-parameter with the number of ranks of the layout."""
     runs = [path.parent for path in folder.glob("mlruns/*/*/meta.yaml")]
     values = {
         path.name: [float(line.split()[1]) for line in path.read_text().splitlines()]
         for path in runs[0].glob("metrics/*")
     }
-    return len(runs), values, (runs[0] / "params" / "width_of_beam").read_text()
+    width, ranks = ((runs[0] / "params" / name).read_text() for name in ("width_of_beam", "layout/world_size"))
+    return len(runs), values, (int(width), int(ranks))
 
 
-def read_csv(folder: Path) -> tuple[int, Rows, str]:
+def in_yaml(folder: Path) -> Given:
+    """Return what a logger of Lightning writes next to its values."""
+    given = yaml.safe_load((folder / "hparams.yaml").read_text())
+    return given["width_of_beam"], given["layout"]["world_size"]
+
+
+def read_csv(folder: Path) -> tuple[int, Rows, Given]:
     import csv as table
 
     files = list(folder.rglob("metrics.csv"))
     rows = list(table.DictReader(files[0].read_text().splitlines()))
     values = {name: [float(row[name]) for row in rows if row[name]] for name in rows[0]}
-    return len(files), values, (files[0].parent / "hparams.yaml").read_text().strip().removeprefix("width_of_beam: ")
+    return len(files), values, in_yaml(files[0].parent)
 
 
-def read_tensorboard(folder: Path) -> tuple[int, Rows, str]:
+def read_tensorboard(folder: Path) -> tuple[int, Rows, Given]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import metadata
 
     files = list(folder.rglob("events.out.tfevents.*"))
     events = EventAccumulator(str(files[0])).Reload()
     values = {name: [event.value for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
-    return len(files), values, (files[0].parent / "hparams.yaml").read_text().strip().removeprefix("width_of_beam: ")
+    shown = events.SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
+    session = metadata.parse_session_start_info_plugin_data(shown).hparams  # of the page HPARAMS
+    given = int(session["width_of_beam"].number_value), int(session["layout/world_size"].number_value)
+    assert given == in_yaml(files[0].parent)
+    return len(files), values, given
 
 
-def read_wandb(folder: Path) -> tuple[int, Rows, str]:
+def read_wandb(folder: Path) -> tuple[int, Rows, Given]:
     from wandb.proto import wandb_internal_pb2
 
     files = list(folder.rglob("*.wandb"))
     values: Rows = {}
-    width = ""
+    given: dict[str, Any] = {}
     for data in records(files[0].read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
@@ -103,8 +127,21 @@ def read_wandb(folder: Path) -> tuple[int, Rows, str]:
             if not name.startswith("_"):
                 values.setdefault(name, []).append(float(json.loads(item.value_json)))
         for item in (*record.run.config.update, *record.config.update):
-            width = item.value_json if "width_of_beam" in (item.key, *item.nested_key) else width
-    return len(files), values, width
+            given[item.key or item.nested_key[0]] = json.loads(item.value_json)
+    return len(files), values, (given["width_of_beam"], given["layout"]["world_size"])
+
+
+def read_comet(folder: Path) -> tuple[int, Rows, Given]:
+    files = list(folder.glob("*.zip"))
+    values: Rows = {}
+    given: dict[str, Any] = {}
+    for line in zipfile.ZipFile(files[0]).read("messages.json").splitlines():
+        payload = json.loads(line)["payload"]
+        if metric := payload.get("metric"):
+            values.setdefault(metric["metricName"], []).append(metric["metricValue"])
+        if parameter := payload.get("param"):
+            given[parameter["paramName"]] = parameter["paramValue"]
+    return len(files), values, (given["width_of_beam"], given["layout|world_size"])
 
 
 def records(data: bytes) -> Iterator[bytes]:
@@ -125,6 +162,7 @@ def records(data: bytes) -> Iterator[bytes]:
 
 
 LOGGERS = {
+    comet: ("comet-ml", "CometLogger offline", read_comet),
     wandb: ("wandb", "WandbLogger offline", read_wandb),
     mlflow: ("mlflow-skinny", "MLFlowLogger in a folder", read_mlflow),
     tensorboard: ("tensorboard", "TensorBoardLogger", read_tensorboard),
@@ -135,7 +173,9 @@ LOGGERS = {
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(make, marks=pytest.mark.works_with(package, f"{what}: one rank's values, once, on dp2 and pp2"))
+        pytest.param(
+            make, marks=pytest.mark.works_with(package, f"{what}: one rank's values, and the layout, on dp2 and pp2")
+        )
         for make, (package, what, _) in LOGGERS.items()
     ],
     ids=[make.__name__ for make in LOGGERS],
@@ -147,9 +187,9 @@ def test_a_logger_has_the_values_of_one_rank_once(make: Callable[[Path], Any], l
     folder = tmp_path / layout
     folder.mkdir()
     run_ranks(2, fit, make, layout, folder, timeout=120)
-    count, values, width = LOGGERS[make][2](folder)
+    count, values, given = LOGGERS[make][2](folder)
     assert count == 1
-    assert width.strip('"') == "3"
+    assert given == (3, 2)
     losses = [row["train_loss"] for row in expected if "train_loss" in row]
     assert len(losses) == 8
     assert values["train_loss"] == pytest.approx(losses, rel=1e-5)

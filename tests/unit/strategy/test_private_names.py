@@ -71,6 +71,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_current_fx_name": pl.LightningModule,
     "_data_connector": pl.Trainer,
     "_data_fetcher": _FitLoop,
+    "_data_source": _FitLoop,
     "_datahook_selector": _DataConnector,
     "_defaults": torchmetrics.Metric,
     "_device_types": torch.distributed.ProcessGroup,
