@@ -8,9 +8,10 @@
     advance()  all ranks  wait for their threads
                rank 0     writes ``.metadata`` and the manifest, and moves the folder to ``last.ckpt``
 
-Until then an older ``last.ckpt`` stays, even if the save fails. On a remote store, each rank writes into a temporary
-folder of its own. The first advance() deletes an older checkpoint and starts an upload on each rank; the second waits
-for the uploads and adds the manifest.
+Until then an older ``last.ckpt`` stays, even if the save fails. A remote store cannot exchange folders: there each rank
+writes into a temporary folder of its own; the first advance() deletes an older checkpoint of that name and starts an
+upload on each rank, and the second waits for the uploads and adds the manifest, without which no reader takes the
+checkpoint for complete.
 
 Each step runs through ``parallel/consensus.py``, which waits for all ranks and raises one rank's exception on all.
 ``run_on_all_ranks(f)`` returns each rank's own result, ``run_on_rank0(f)`` that of rank 0 on every rank.
@@ -94,7 +95,7 @@ class CheckpointSave:
         is_local = checkpoint_files.writes_directly(path)
         folder = _make_folder(path, is_local)
         try:
-            # run_on_rank0 would send the files to all ranks.
+            # Rank 0 makes and writes these. Not by run_on_rank0, which would send them to all ranks.
             common_files = run_on_all_ranks(lambda: _common_files(checkpoint) if dist.get_rank() == 0 else {})
             planned, metadata = planner.plan(_shards(checkpoint), replica_group)
             pieces = planned if staging is None else run_on_all_ranks(lambda: staging.copy(planned))
@@ -108,14 +109,15 @@ class CheckpointSave:
             with saving(path):
                 return write_pieces(folder, prefix, pieces, common_files, save._stopped.is_set)
 
-        # Last, because a failure above deletes the folder, which must not happen under a writer.
+        # Last, because a failure above deletes the folder, which must not happen under a writer. If training goes on,
+        # the writer gives way to its threads.
         save._writer = BackgroundTask(f"writer of {path}", write, gives_way=staging is not None)
         return save
 
     @property
     def is_done(self) -> bool:
         """Whether the next call of :meth:`advance` need not wait for this rank."""
-        task = self._uploader or self._writer
+        task = self._uploader or self._writer  # an upload follows the writer
         return task is None or task.done()
 
     def advance(self) -> bool:
@@ -133,8 +135,8 @@ class CheckpointSave:
                 self._start_upload()
             return self._is_local
         except BaseException:
-            # An exception is shared once the threads of all ranks have ended. A Ctrl-C is not shared: another rank may
-            # still write, into files that are deleted under it, and that no checkpoint needs.
+            # When an exception of one rank is raised on all, the threads of all ranks have ended. After a Ctrl-C, which
+            # only this rank has, others may still write into the folder that is deleted here. No checkpoint needs it.
             self._stopped.set()
             self.join()
             _delete_folder(self.path, self._is_local, self._folder)
@@ -165,8 +167,9 @@ class CheckpointSave:
                 self._records[METADATA_FILE] = write_metadata(self._folder, metadata, places)
             if self._is_local:
                 checkpoint_files.finish(self.path, self._manifest, self._records)
-        for link in self.links if self._is_local else ():  # the folder now has its final name
-            checkpoint_files.link(link, self.path)
+        if self._is_local:
+            for link in self.links:  # now that the folder has its final name
+                checkpoint_files.link(link, self.path)
 
     def _start_upload(self) -> None:
         run_on_rank0(lambda: begin_upload(self.path))

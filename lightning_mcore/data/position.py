@@ -11,8 +11,9 @@ is. Otherwise it deals out the rest of the global order again (``global_order.py
     2 x 2                0, 1, 2               12                 batches=3
     4 x 2                1                     12 + 8 = 20        batches=2, offset=20 - 2 * 8 = 4
 
-On 4 ranks a full pass has 6 batches. The rest of 33 samples has 5, so Lightning counts the first of them as batch 1.
-The offset is what was consumed in addition to the counted batches.
+A full pass on 4 ranks has 6 batches (0 to 5) of 8 samples. The 33 samples that are left make 5, which Lightning
+numbers 1 to 5 so that the pass ends as usual. After batch 1 it counts 2 batches, which stand for 16 samples, but 20
+were consumed. The offset makes up the difference.
 """
 
 import itertools
@@ -115,7 +116,7 @@ class PositionTracker:
         self._slot = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._replaced: Any = getattr(loader, self._slot)
         self._users_seed = self._seed
-        # This pass was permuted with the interrupted run's seed, and the later ones would have been.
+        # The interrupted run has permuted this pass with its own seed, and would have permuted the later ones.
         if resume_at is not None and resume_at.seed is not None and self._users_seed is not None:
             self._index_sampler.seed = resume_at.seed
         vars(loader)[self._slot] = TrackedSampler(self, self._replaced)  # DataLoader rejects a normal assignment
@@ -131,9 +132,10 @@ class PositionTracker:
         is_first_call = self._opened is None
         if self._resume_at is not None and is_first_call:
             self._put(self._resume_at.opened)
-        # With workers, torch asks twice for the index batches and uses the second answer; it draws the workers' seed
-        # in between. Persistent workers keep the seed of the first pass. Source: ``_BaseDataLoaderIter.__init__`` and
-        # ``_MultiProcessingDataLoaderIter._reset`` in torch.utils.data (2.13).
+        # With workers, torch calls this twice in a pass: it drops the first result, draws the workers' seed, and uses
+        # the second. The state before the first call is the one to remember. Persistent workers keep the seed of the
+        # first pass. Source: ``_BaseDataLoaderIter.__init__`` and ``_MultiProcessingDataLoaderIter._reset`` in
+        # torch.utils.data (2.13).
         keeps_seed = self._loader.persistent_workers and not is_first_call
         if not self._second_call_follows and not keeps_seed:
             self._opened = self._take()
@@ -148,14 +150,15 @@ class PositionTracker:
         resume_at = self._resume_at
         self._resume_at = None
         self._offset = 0
-        common = take_common()
+        common = take_common()  # of this run, in which hooks may have drawn random numbers since the pass was opened
         if resume_at is not None:
-            self._put(resume_at.started)  # hooks of this run may have drawn since
+            self._put(resume_at.started)
         if not self._has_fixed_order:
             self._started = self._take()
         if resume_at is not None and not resume_at.is_at_start and self.reads_by_index:
             indices = self._skip(indices, resume_at)
-            # Only the common state: the loader's own generators have moved as in the interrupted run.
+            # Skipping has drawn what the interrupted run drew here, which the loader's own generators keep. The common
+            # state is this run's again.
             put_common(common)
         while True:
             if self._loader.num_workers == 0:
@@ -181,16 +184,16 @@ class PositionTracker:
         sampler = self._index_sampler
         batch_on_all_ranks = self._ranks * self.batch_size
         remaining = self.remaining(position)
+        # As in the file's example: 20 consumed, and 6 batches in a pass of which 5 are left stand for 8: 12 more.
         self._offset = position.consumed - (len(self._replaced) - remaining) * batch_on_all_ranks
         order = global_order(sampler)
-        skipped = len(order) - position.consumed - remaining * batch_on_all_ranks
-        # "More", because GlobalOrderSampler leaves out some samples of every epoch.
-        if isinstance(sampler, GlobalOrderSampler) and skipped > 0:
-            rank_zero_info(
-                f"the rest of this epoch skips {skipped} more samples, because the checkpoint was taken with another"
-                " global batch size"
-            )
         if isinstance(sampler, GlobalOrderSampler):
+            skipped = len(order) - position.consumed - remaining * batch_on_all_ranks
+            if skipped > 0:  # "more", because this sampler leaves out some samples of every epoch
+                rank_zero_info(
+                    f"the rest of this epoch skips {skipped} more samples, because the checkpoint was taken with"
+                    " another global batch size"
+                )
             order = list(map(int, sampler.evened_out(order, position.consumed)))
         return self._in_batches(deal(order, position.consumed, self._ranks, sampler.rank, sampler.drop_last))
 

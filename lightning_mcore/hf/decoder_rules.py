@@ -6,10 +6,11 @@ Rules for rotary positions are in ``rope_rules.py``, for windows in ``window_rul
 
     family("mistral", "Mistral", DECODER, WINDOW, ATTENTION, MLP)
 
-The config key ``num_hidden_layers: 32`` is read as Megatron's ``num_layers=32``. Megatron's weight
-``decoder.layers.3.self_attention.linear_proj.weight`` is ``model.layers.3.self_attn.o_proj.weight``, and its
-``decoder.layers.3.mlp.linear_fc1.weight`` contains the rows of ``gate_proj``, then those of ``up_proj``. Checkpoints
-use Megatron's names, where a norm belongs to the projection that follows it: ``linear_qkv.layer_norm_weight``.
+A config key or a weight that no rule of the family owns is an error. The config key ``num_hidden_layers: 32`` is read
+as Megatron's ``num_layers=32``. Megatron's weight ``decoder.layers.3.self_attention.linear_proj.weight`` is
+``model.layers.3.self_attn.o_proj.weight``, and its ``decoder.layers.3.mlp.linear_fc1.weight`` contains the rows of
+``gate_proj``, then those of ``up_proj``. In Megatron a norm is part of the projection after it: Hugging Face's
+``input_layernorm.weight`` is ``self_attention.linear_qkv.layer_norm_weight``.
 """
 
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ SIZES: tuple[ConfigRule, ...] = (
     Same("num_key_value_heads", "num_query_groups", at_least=1),
 )
 
+# DECODER, below, without rotary positions, the size of heads, and the activation of the MLP.
 GATED_LAYERS: tuple[ConfigRule, ...] = (
     *SIZES,
     Same("rms_norm_eps", "layernorm_epsilon", at_least=0.0),
@@ -52,18 +54,16 @@ GATED_LAYERS: tuple[ConfigRule, ...] = (
     Same("tie_word_embeddings", "share_embeddings_and_output_weights"),
     Constants({"normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False}),
 )
-"""What :data:`DECODER` has besides positions, the size of heads, and the activation of the MLP."""
-
+# DECODER without rotary positions and the size of heads.
 SWIGLU_LAYERS: tuple[ConfigRule, ...] = (
     *GATED_LAYERS,
     Only("hidden_act", "silu"),
     Constants({"activation_func": "silu"}),
 )
-"""What :data:`DECODER` has besides positions and the size of heads."""
 
 
 def without(key: str, rules: tuple[ConfigRule, ...]) -> tuple[ConfigRule, ...]:
-    """Return the rules except the one that owns the key."""
+    """Return the rules except the one that owns the key, for a family that has a rule of its own for it."""
     return tuple(rule for rule in rules if key not in rule.keys)
 
 
@@ -88,9 +88,10 @@ MLP_BIAS = Same("mlp_bias", "mlp_bias")
 
 
 def _read_dropout(config: Config) -> dict[str, Any]:
-    share = config.get("resid_pdrop", 0.0)
-    refuse_unless("embd_pdrop", config.get("embd_pdrop", share), (share,), "Megatron has one dropout for both")
-    return {"hidden_dropout": share}
+    dropout = config.get("resid_pdrop", 0.0)
+    after_embedding = config.get("embd_pdrop", dropout)
+    refuse_unless("embd_pdrop", after_embedding, (dropout,), "Megatron has one dropout for both")
+    return {"hidden_dropout": dropout}
 
 
 ONE_DROPOUT = Derived(
@@ -100,6 +101,7 @@ ONE_DROPOUT = Derived(
 )
 """Phi-3: a dropout after the embedding and one after attention and MLP, which must be equal."""
 
+# Granite's
 MULTIPLIERS: tuple[ConfigRule, ...] = (
     Same("embedding_multiplier", "embedding_scale"),
     Same("residual_multiplier", "residual_scale"),
@@ -111,12 +113,12 @@ PRETRAINING_TP = Unused(("pretraining_tp",))  # how many ranks shared a matrix i
 
 
 def _read_multi_token(config: Config) -> dict[str, Any]:
-    # Newer releases of transformers call it num_mtp_layers
-    layers = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers")
-    if not layers:
-        return {}
-    refuse_outside("num_nextn_predict_layers", layers, 0, MOST_LAYERS)
-    return {"mtp_num_layers": layers}
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):  # the second in newer releases of transformers
+        layers = config.get(key)
+        if layers:
+            refuse_outside(key, layers, 0, MOST_LAYERS)
+            return {"mtp_num_layers": layers}
+    return {}
 
 
 MULTI_TOKEN_LAYERS = Derived(
@@ -201,7 +203,7 @@ MULTI_TOKEN_WEIGHTS: tuple[WeightRule, ...] = (
 MULTI_TOKEN_COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 """Hugging Face also repeats the embedding and the output layer in each multi-token prediction layer."""
 
-# ---- rows
+# ---- families
 
 # A rule, or a tuple of parts; mypy would take a mixed tuple for a tuple of objects
 Part = ConfigRule | WeightRule | tuple[Any, ...]

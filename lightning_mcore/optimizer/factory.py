@@ -23,7 +23,12 @@ from torch.optim import Optimizer
 
 from lightning_mcore.config.rules import raise_first
 from lightning_mcore.optimizer.loss_scale import LossScaler
-from lightning_mcore.optimizer.megatron import MCoreOptimizer, RebuiltOptimizer, WrappedOptimizer
+from lightning_mcore.optimizer.megatron import (
+    MCoreOptimizer,
+    RebuiltOptimizer,
+    WrappedOptimizer,
+    optimizer_class,
+)
 from lightning_mcore.optimizer.parts import GROUP_INDEX, follow_user_groups, optimizer_parts
 from lightning_mcore.optimizer.rules import check_kind, megatron_fields, optimizer_option_faults
 from lightning_mcore.parallel.groups import process_group
@@ -93,7 +98,8 @@ def make_optimizer(
     megatron = _rebuild(user, chunks, setting) if rebuilt else _wrap(user, setting)
     scaler = setting.scaler.attach(megatron) if setting.scaler is not None else None
     kind = RebuiltOptimizer if rebuilt else WrappedOptimizer
-    return kind(user, megatron, parameters, chunks, setting.inline, scaler)
+    combined = optimizer_class(kind, type(user))  # type: ignore[arg-type]  # a class can be hashed
+    return combined(user, megatron, parameters, chunks, setting.inline, scaler)
 
 
 def _check_dtypes(parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -8,18 +8,18 @@
 
 Backward adds to ``main_grad``, a parameter's place in Megatron's gradient buffers. To *prepare* gradients is to make
 them the ``grad`` of what is stepped: the parameters, or *main parameters* in their place (copies in fp32, or one rank's
-share). *Inline*, in a plain module, Lightning's loop runs backward; otherwise Megatron's schedule runs it inside
-``training_step``. The calls of a step, in order::
+share). ``step`` first runs Lightning's closure. *Inline*, in a plain module, that runs backward itself; otherwise
+Megatron's schedule has run it when ``training_step`` returns::
 
-    inline     training_step   zero_grad, backward   gradients_changed   unscale   clip_grad_norm   step
-    schedule   gradients_changed   training_step   zero_grad (ignored)   unscale   clip_grad_norm   step
+    inline     training_step, zero_grad, backward, gradients_changed, unscale, clip_grad_norm
+    schedule   training_step (gradients_changed, forward, backward), zero_grad (ignored), unscale, clip_grad_norm
 
 ==================  ==================================  ============================================
 call                rebuilt                             wrapped
 ==================  ==================================  ============================================
 ``unscale``         nothing                             fp16 autocast: prepares, divides by the scale
 ``clip_grad_norm``  remembers the limit                 prepares, clips
-``step``            Megatron prepares, clips and steps  prepares if nothing did; the user's ``step``
+rest of ``step``    Megatron prepares, clips and steps  prepares if nothing did; the user's ``step``
 ==================  ==================================  ============================================
 """
 
@@ -49,11 +49,11 @@ Closure = Callable[[], Any]
 class Gradients:
     """What is known about the gradients of the last backward.
 
-    An object of its own, because LightningOptimizer inherits our methods: with that wrapper as ``self``, they would set
-    attributes of the wrapper, and only read ours.
+    Not attributes of the optimizer itself: ``self.optimizers()`` returns a LightningOptimizer, whose class derives from
+    ours, and which reads our attributes by ``__getattr__``. If a method sets one there, it is set on that wrapper only.
     """
 
-    are_summed: bool = False  # over the data-parallel ranks
+    are_summed: bool = False  # over the data-parallel ranks, so no backward may add to them
     are_prepared: bool = False
     overflowed: bool = False  # one was inf or nan when they were prepared
     norm: float | None = None  # before clipping, which measures it
@@ -67,7 +67,12 @@ class Gradients:
 
 
 class MCoreOptimizer(Optimizer):
-    """An optimizer of the user's class whose step is Megatron's; the base of both kinds."""
+    """An optimizer whose step is Megatron's, around the user's; the base of both kinds.
+
+    Its class also derives from the user's (:func:`optimizer_class`), so that ``isinstance(optimizer, AdamW)`` holds. An
+    attribute comes from our classes, or else from the user's class, whose methods then run on this object, or else, by
+    ``__getattr__``, from the user's optimizer: it keeps ``defaults``, ``state`` and hooks.
+    """
 
     rebuilt: bool  # whether Megatron's own optimizer steps, instead of the user's
 
@@ -80,7 +85,7 @@ class MCoreOptimizer(Optimizer):
         inline: bool,  # whether Lightning's loop runs backward
         scaler: AgreedGradScaler | None = None,  # None without loss scaling
     ) -> None:
-        # Optimizer.__init__ is not called: defaults, state and hooks stay in the user's optimizer.
+        # Not super().__init__(), which would create groups, state and hooks beside those of the user's optimizer.
         self.user = user
         self.megatron = megatron
         # Of the last step; norm and zeros are those of the whole model's gradients.
@@ -92,9 +97,6 @@ class MCoreOptimizer(Optimizer):
         self._chunks = chunks
         self._inline = inline
         self._scaler = scaler
-        # Makes isinstance(self, AdamW) true. What our classes lack comes from AdamW, with self as its self: for example
-        # register_step_pre_hook, which then finds the user's dict of hooks by __getattr__.
-        self.__class__ = _class_of(type(self), type(user))  # type: ignore[arg-type]  # a class can be hashed
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, except those that a schedule has just computed."""
@@ -228,9 +230,13 @@ class MCoreOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as the user's optimizer would if there are no main parameters."""
         if not self._has_main_parameters:
-            return self.user.state_dict()
+            return self._user_state_dict()
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.user.param_groups]
         return {"megatron": self.megatron.state_dict(), "param_groups": groups}
+
+    def _user_state_dict(self) -> dict[str, Any]:
+        """Return the state of the parameters in the user's groups."""
+        return self.user.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of :meth:`state_dict`; ``ValueError`` if only one of both has main parameters."""
@@ -327,14 +333,8 @@ class RebuiltOptimizer(MCoreOptimizer):
             state.update(part.optimizer.state)
         return state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, as the user's optimizer would if there are no main parameters."""
-        own = self.user.state
-        self.user.state = self.state  # only now, for the user's state_dict()
-        try:
-            return super().state_dict()
-        finally:
-            self.user.state = own
+    def _user_state_dict(self) -> dict[str, Any]:
+        return Optimizer.state_dict(self)  # torch's, which puts Megatron's state and the user's groups together
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of :meth:`state_dict`; ``ValueError`` if only one of both has main parameters."""
@@ -344,7 +344,7 @@ class RebuiltOptimizer(MCoreOptimizer):
         for part in parts_with_parameters(self.megatron):
             for parameter in part.get_parameters():
                 if parameter in self.user.state:
-                    part.optimizer.state[parameter] = self.user.state[parameter]
+                    part.optimizer.state[parameter] = self.user.state.pop(parameter)
 
 
 class WrappedOptimizer(MCoreOptimizer):
@@ -404,17 +404,21 @@ class WrappedOptimizer(MCoreOptimizer):
             return
         gradients.are_prepared = True
         self._check_nothing_was_unfrozen()
-        # Inline, PlainModuleRunner has made each buffer its parameter's grad, for hooks. So the gradients of fp32
-        # parameters are prepared, except for the loss scale, which FP32Optimizer does not know.
         if not self._inline:
             gradients.overflowed = self.megatron.prepare_grads()
         elif self._has_main_parameters:
             gradients.overflowed = self._prepare_visible_grads()
-        elif self._scaler is not None:
-            scaled = [parameter.grad for parameter in self.megatron.get_parameters() if parameter.grad is not None]
-            gradients.overflowed = self._scaler.unscale(scaled, process_group("dp_cp"))
+        else:
+            # PlainModuleRunner has already made each buffer the grad of its parameter, for hooks. FP32Optimizer does
+            # not know of a loss scale.
+            gradients.overflowed = self._scaler is not None and self._unscale_visible_grads(self._scaler)
         if not gradients.overflowed:
             gradients.num_zeros = self._count_zeros()
+
+    def _unscale_visible_grads(self, scaler: AgreedGradScaler) -> bool:
+        """Divide each ``grad`` by the loss scale; return whether one overflowed on any rank."""
+        scaled = [parameter.grad for parameter in self.megatron.get_parameters() if parameter.grad is not None]
+        return scaler.unscale(scaled, process_group("dp_cp"))
 
     def _prepare_visible_grads(self) -> bool:
         """Prepare main parameters from the ``grad`` that hooks see, and restore it; return whether one overflowed."""
@@ -437,8 +441,8 @@ class WrappedOptimizer(MCoreOptimizer):
 
 
 @functools.cache
-def _class_of(kind: type[MCoreOptimizer], user: type[Optimizer]) -> type[MCoreOptimizer]:
-    """Return the class that derives from a kind and a user's class; there is one for each pair."""
+def optimizer_class(kind: type[MCoreOptimizer], user: type[Optimizer]) -> type[MCoreOptimizer]:
+    """Return the class, such as ``MCoreAdamW``, that derives from ``kind`` and from the user's class."""
     switches = {name: _switch(name) for name in ("train", "eval") if kind is WrappedOptimizer and hasattr(user, name)}
     return type(f"MCore{user.__name__}", (kind, user), switches)
 

@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -98,12 +98,22 @@ def connect(introduction: T) -> tuple[Connections, list[T]] | None:
     return None
 
 
-def rendezvous(place: ClusterEnvironment, timeout: float) -> Store | None:
+@contextlib.contextmanager
+def rendezvous(place: ClusterEnvironment, timeout: float) -> Iterator[None]:
     """Wait up to ``timeout`` seconds until all ranks have reached rank 0's address, and name any that have not.
 
-    Returns the store in which ranks have signed in; the caller keeps it until the process group is open. None for a
-    single rank, and under torchrun, which has the store and ends all ranks if one ends. Raises RuntimeError if another
-    program has the port or rank 0 ended, and TimeoutError if a rank did not arrive.
+    Inside the ``with`` block rank 0's server lives, until torch has a store of its own on it. Raises RuntimeError if
+    another program has the port or rank 0 ended, and TimeoutError if a rank did not arrive.
+    """
+    store = _store_of_all_ranks(place, timeout)
+    yield
+    del store  # of which the server is a part
+
+
+def _store_of_all_ranks(place: ClusterEnvironment, timeout: float) -> Store | None:
+    """Return the store in which all ranks have signed in.
+
+    None for a single rank, and under torchrun, which has the store and ends all ranks if one ends.
     """
     # torch alone does not name the missing ranks, and waits for ever if another program has the port.
     rank, size = place.global_rank(), place.world_size()

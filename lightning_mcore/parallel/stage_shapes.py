@@ -9,13 +9,28 @@ To remember the shapes of an earlier step would not be safe. What a step sends m
 as a batch cut at its longest row, and a receive of the wrong size hangs or fills an activation with parts of another.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from lightning_mcore.parallel.consensus import control_group
+
+
+@contextlib.contextmanager
+def shapes_sent_between_hosts() -> Iterator[None]:
+    """Let Megatron's schedules exchange shapes by :func:`exchange_shapes` inside the ``with`` block; collective."""
+    control_group()  # The first call creates it and needs all ranks, which are here, but not at each exchange.
+    of_megatron = P2PCommunicator._communicate_shapes
+    P2PCommunicator._communicate_shapes = exchange_shapes
+    try:
+        yield
+    finally:
+        P2PCommunicator._communicate_shapes = of_megatron
 
 
 def exchange_shapes(

@@ -35,10 +35,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_mcore.parallel import consensus, groups
+from lightning_mcore.parallel import consensus, groups, stage_shapes
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.rehearsal.counts import Counts
-from lightning_mcore.strategy import pipeline_runner
 
 _OPTIONS: Any = FakeProcessGroup.Options
 
@@ -400,7 +399,7 @@ def _of_stages(counts: Counts, answers: Answers) -> list[tuple[Any, str, Any]]:
             shapes[1] = sent[next(gradients)]
         return shapes
 
-    return [(pipeline_runner, "exchange_shapes", exchange_shapes)]
+    return [(stage_shapes, "exchange_shapes", exchange_shapes)]
 
 
 def _of_groups(answers: Answers) -> list[tuple[Any, str, Any]]:

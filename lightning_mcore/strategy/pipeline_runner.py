@@ -4,7 +4,8 @@
 Each rank is a pipeline *stage* and has one *chunk* of the model's layers, or several in the interleaved schedule. The
 schedule runs the user's complete ``training_step`` for each *microbatch* and chunk. On all stages but the last,
 ``self.model(...)`` does not return: it raises :class:`StageOutput`, which carries the chunk's activations out of the
-step. Two stages and the microbatches a and b, from left to right in time::
+step. An error of the step ends its rank, and with it all ranks (``parallel/rank_watch.py``). Two stages and the
+microbatches a and b, from left to right in time::
 
     stage 0   step(a) raises   step(b) raises                            backward(a)                   backward(b)
                       send a ->        send b ->           <- gradient of a              <- gradient of b
@@ -39,7 +40,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
@@ -52,10 +52,10 @@ from lightning_mcore.layers.gpt import GPTChunk
 from lightning_mcore.layers.multi_token import check_multi_token
 from lightning_mcore.layers.spec import set_attention_environment
 from lightning_mcore.parallel.chunks import ModelChunks, check_gradients, pipeline_config, wrap_chunks
-from lightning_mcore.parallel.consensus import control_group, run_on_all_ranks
+from lightning_mcore.parallel.consensus import run_on_all_ranks
 from lightning_mcore.parallel.groups import process_group, random_state_of_stage
 from lightning_mcore.parallel.pipeline import Pipeline, StageOutput
-from lightning_mcore.parallel.stage_shapes import exchange_shapes
+from lightning_mcore.parallel.stage_shapes import shapes_sent_between_hosts
 from lightning_mcore.strategy.attributes import attributes_set
 from lightning_mcore.strategy.checks import check_backward_is_free, check_not_compiled, check_steps_take_batches
 from lightning_mcore.strategy.fp8_checks import check_chunks
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 _Shape = tuple[int, int] | None  # (sequence length, rows) of a microbatch; None if stages exchange it
 _LossFunction = Callable[[Tensor], tuple[Any, ...]]  # Megatron's: scales the loss, and adds a report
-_ReadLoss = Callable[[Any, Any], tuple[Tensor, _LossFunction]]  # of a microbatch and the output of its step
+_GetLoss = Callable[[Any, Any], tuple[Tensor, _LossFunction]]  # for a microbatch and the output of its step
 
 
 @dataclass(frozen=True)
@@ -172,9 +172,10 @@ class PipelineRunner:
         return [self._microbatch(part, step_arguments, weight) for part, weight in parts]
 
     def split_rows(self, batch: Any, rows: int) -> Iterator[tuple[Any, float]]:
-        """Yield parts of a batch and their shares of its rows, as the module cuts it."""
-        module = self._module
-        yield from module.split_rows(batch, rows) if isinstance(module, MCoreModule) else split_rows(batch, rows)
+        """Return parts of a batch and their shares of its rows, as the module cuts it."""
+        if isinstance(self._module, MCoreModule):
+            return self._module.split_rows(batch, rows)
+        return split_rows(batch, rows)
 
     def _microbatch(self, batch: Any, step_arguments: tuple[Any, ...], weight: float) -> Microbatch:
         """Return a microbatch with this context-parallel rank's part of the sequences; a HF model cuts them itself."""
@@ -191,9 +192,10 @@ class PipelineRunner:
         trainer = self._module.trainer
         epoch = trainer.fit_loop.epoch_loop
         is_full = (epoch.batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        # The last batch of an epoch may have fewer rows; a resumed run may begin with its window.
-        may_be_short = epoch.batch_progress.is_last_batch and epoch.batch_idx >= trainer.accumulate_grad_batches
-        if is_full and not may_be_short and not self._has_checked_window:
+        # The last batch of an epoch may have fewer rows, so its window is checked only if the epoch has no other.
+        is_first = epoch.batch_idx < trainer.accumulate_grad_batches
+        is_typical = is_first or not epoch.batch_progress.is_last_batch
+        if is_full and is_typical and not self._has_checked_window:
             self._layout.validate_microbatches(len(self._window), self._strategy.microbatch_group_size)
             self._has_checked_window = True
             self._show_batch()
@@ -229,14 +231,14 @@ class PipelineRunner:
             check_microbatch(self._strategy.precision_plugin.fp8, microbatch.shape, self._layout)
         num_batches = round(sum(microbatch.weight for microbatch in microbatches))
         padded = self._pad(microbatches)
-        read_loss = partial(
+        get_loss = partial(
             self._loss_and_function,
             factor=_mean_loss_factor(len(padded), num_batches, self._layout.context_parallel_size),
             last=microbatches[-1],
         )
         share_of_window = num_batches / accumulate_grad_batches  # below 1 at the end of an epoch
         with self._strategy.logs.layer_losses(len(microbatches)), self._losses_multiplied_by(share_of_window):
-            reports, loss = self.run_step("training_step", padded, read_loss)
+            reports, loss = self.run_step("training_step", padded, get_loss)
         assert loss is not None
         last_output = reports[len(microbatches) - 1] if reports else None  # padding comes after it
         return loss if last_output is None else {**last_output, "loss": loss}
@@ -269,24 +271,24 @@ class PipelineRunner:
         return attributes_set([config], {"grad_scale_func": lambda loss: scale_fp16(loss) * share})
 
     def run_step(
-        self, step: str, microbatches: Sequence[Microbatch], read_loss: _ReadLoss | None = None
+        self, step: str, microbatches: Sequence[Microbatch], get_loss: _GetLoss | None = None
     ) -> tuple[list[Any], Tensor | None]:
         """Run a step of the module as :meth:`run_schedule` does, and log; return the reports and the recorded loss."""
         shapes = {microbatch.shape for microbatch in microbatches}
         shape = shapes.pop() if len(shapes) == 1 else None
         self._strategy.tensor_overlap.open(shape, self._chunks.config)  # the strategy's teardown closes it
         with self.recorder.recording(), random_state_of_stage():
-            reports = self.run_schedule(partial(self._call_step, step), microbatches, shape, read_loss)
-        return reports, self.recorder.finish(step, over_copies=read_loss is not None)
+            reports = self.run_schedule(partial(self._call_step, step), microbatches, shape, get_loss)
+        return reports, self.recorder.finish(step, over_copies=get_loss is not None)
 
     def run_schedule(
         self,
         forward_chunk: Callable[[Any, nn.Module], Any],
         microbatches: Sequence[Any],
         shape: _Shape = None,
-        read_loss: _ReadLoss | None = None,
+        get_loss: _GetLoss | None = None,
     ) -> list[Any]:
-        """Run all microbatches through all stages: forward and backward, or without ``read_loss`` forward only.
+        """Run all microbatches through all stages: forward and backward, or without ``get_loss`` forward only.
 
         ``forward_chunk`` returns a microbatch's output on the last stage, and raises StageOutput on the others. Returns
         the outputs, or what the loss functions report, in order; an empty list on all stages but the last.
@@ -301,9 +303,10 @@ class PipelineRunner:
                 # No view of another tensor, because Megatron frees the memory once it has sent the activations.
                 needs_grad = stage.value.requires_grad
                 return make_viewless_tensor(stage.value, needs_grad, keep_graph=needs_grad), None
-            if read_loss is not None:
-                return read_loss(microbatch, output)
-            return torch.zeros((), device=self.root_device), lambda no_loss: (no_loss, output)
+            if get_loss is not None:
+                return get_loss(microbatch, output)
+            # Forward only, but Megatron still calls a loss function, and keeps what it reports: here the output.
+            return torch.zeros((), device=self.root_device), lambda zero: (zero, output)
 
         config = self._chunks.config
         chunks = self._chunks.wrapped
@@ -311,10 +314,9 @@ class PipelineRunner:
         seq_length, rows = shape or (1, 1)  # ignored where stages exchange shapes
         group_size = self._layout.microbatch_group_size(len(microbatches), config.microbatch_group_size_per_vp_stage)
         iterators = [iter(microbatches) for _ in chunks]  # each chunk runs all of them
-        control_group()  # all ranks are here, and exchange_shapes() needs it
         with (
             attributes_set([config], {"microbatch_group_size_per_vp_stage": group_size}),
-            attributes_set([P2PCommunicator], {"_communicate_shapes": exchange_shapes}),
+            shapes_sent_between_hosts(),
         ):
             reports: list[Any] = get_forward_backward_func()(
                 forward_step_func=forward_step,
@@ -323,7 +325,7 @@ class PipelineRunner:
                 num_microbatches=len(microbatches),
                 seq_length=seq_length,
                 micro_batch_size=rows,
-                forward_only=read_loss is None,
+                forward_only=get_loss is None,
             )
         return reports
 
@@ -331,6 +333,7 @@ class PipelineRunner:
         """Call the module's step with ``chunk`` as its model; raises StageOutput on all stages but the last."""
         is_last = self.is_last(chunk)
         calls_before = self._pipeline.num_calls
+        # With overlap_param_gather, each module waits for its own parameters when it is called; these are read without.
         self._chunks.wait_for_uncalled(chunk)
         muted = microbatch.is_padding or not is_last
         with self.recorder.microbatch(microbatch.batch, muted), self._pipeline.activate(chunk, is_last):
@@ -338,6 +341,7 @@ class PipelineRunner:
             try:
                 output = getattr(self._module, step)(batch, *microbatch.step_arguments)
             except AssertionError as error:
+                # TransformerEngine's. A microbatch of known shape was checked before, in train().
                 if microbatch.shape is None and str(error).startswith("FP8 execution requires"):
                     raise ValueError(without_shape(self._strategy.precision_plugin.fp8, str(error))) from error
                 raise
@@ -363,9 +367,9 @@ class PipelineRunner:
         # Both functions return a new tensor, because Megatron changes it in place.
         if num_tokens is None:
             weight = microbatch.weight * factor
-            return loss, lambda loss: (loss * weight, report)
-        counted = num_tokens * 0 if microbatch.is_padding else num_tokens
-        return loss, lambda loss: (loss * counted, counted, report)
+            return loss, lambda mean: (mean * weight, report)
+        tokens = torch.zeros_like(num_tokens) if microbatch.is_padding else num_tokens
+        return loss, lambda mean: (mean * tokens, tokens, report)
 
     def _read_loss(self, output: Any) -> tuple[Tensor, Tensor | None]:
         """Return the loss and, if losses are weighted by tokens, the number of tokens."""

@@ -118,10 +118,11 @@ class MCoreStrategy(DDPStrategy):
         expert_model_parallel_size: Ranks that share the experts of a mixture-of-experts model.
         expert_tensor_parallel_size: Ranks that share each expert's matrices; None for the tensor-parallel size.
         sequence_parallel: Split the activations between tensor-parallel regions over the same ranks.
-        use_distributed_optimizer: Shard the optimizer state over the data-parallel ranks. If this or one of the next
-            two options is None, ``ddp_config`` decides, and its default is False.
-        overlap_grad_reduce: Reduce gradients while backward still runs.
-        overlap_param_gather: Gather updated parameters while the next forward runs; needs the two options above.
+        use_distributed_optimizer: Shard the optimizer state over the data-parallel ranks; None for the value in
+            ``ddp_config``, False by default.
+        overlap_grad_reduce: Reduce gradients while backward still runs; None as above.
+        overlap_param_gather: Gather updated parameters while the next forward runs, which needs the two options above;
+            None as above.
         align_grad_reduce: With ``overlap_grad_reduce`` in a pipeline: reduce on all stages at the same time.
         overlap_p2p_comm: Send between stages while computing; None turns it on for the interleaved schedule.
         microbatch_group_size_per_vp_stage: Microbatches that the interleaved schedule runs through one chunk before the
@@ -163,7 +164,7 @@ class MCoreStrategy(DDPStrategy):
         'tensor 2, data 4, sequence parallel'
     """
 
-    # Of the class, because __getstate__ drops those of the instance.
+    # Defaults on the class, because a pickled copy of the strategy has no such attributes of its own (__getstate__).
     _chunks: ModelChunks | None = None  # of this run
     _finished_chunks: ModelChunks | None = None  # of the last run, unwrapped; trainer.save_checkpoint() saves them
 
@@ -230,15 +231,18 @@ class MCoreStrategy(DDPStrategy):
         self.communication = communication or CommunicationOptions()
         self.overlap_p2p_comm = self.layout.is_interleaved if overlap_p2p_comm is None else overlap_p2p_comm
         self.microbatch_group_size = microbatch_group_size_per_vp_stage
-        check_against_layout(self, overlap_p2p_comm)
+        check_against_layout(self, asked_overlap_p2p_comm=overlap_p2p_comm)
         check_optimizer_config(optimizer_config, self.gradients.distributed)
-        self.micro_batch_size, self.loss_chunk_size = micro_batch_size, checked_chunk_size(loss_chunk_size)
+        self.micro_batch_size = micro_batch_size
+        self.loss_chunk_size = checked_chunk_size(loss_chunk_size)
         self.optimizer_config = optimizer_config
-        self.checkpoints, self.resume = Checkpoints(self), ExactResume(self, self.layout)
+        self.checkpoints = Checkpoints(self)
+        self.resume = ExactResume(self, self.layout)
         self.batches = SameBatches(self, broadcast_batches)
         self.logs = StepLogger(self)
         self._runner: StepRunner = PlainModuleRunner(self)
-        self._restores = contextlib.ExitStack()  # undoes at teardown what the run changes outside
+        # Undoes what the run changes outside. Lightning calls teardown, which closes it, after an error too.
+        self._restores = contextlib.ExitStack()
         # Last, because it sets precision_plugin, whose setter reads self.gradients.
         super().__init__(
             cluster_environment=cluster_environment,
@@ -316,11 +320,12 @@ class MCoreStrategy(DDPStrategy):
         """Let Lightning open the default group, then open Megatron's and make random states agree."""
         timeout = self._timeout or _DEFAULT_TIMEOUT
         assert self.cluster_environment is not None
-        # The ranks meet before torch's group opens, so that a rank that never comes is named in the error. The store
-        # keeps the server alive until torch, in super(), has a store on it too.
-        store = None if dist.is_initialized() else rendezvous(self.cluster_environment, timeout.total_seconds())
-        super().setup_distributed()
-        del store
+        # The ranks meet before torch's group opens, so that a rank that never comes is named in the error.
+        all_are_here: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if not dist.is_initialized():
+            all_are_here = rendezvous(self.cluster_environment, timeout.total_seconds())
+        with all_are_here:
+            super().setup_distributed()
         rank_watch.begin(collectives_issued(), timeout.total_seconds())  # from now on, a failed rank ends the others
         # On all ranks the one of rank 0: from seed_everything, or else another one for each run of this process.
         seed = int(self.broadcast(os.environ.get("PL_GLOBAL_SEED") or new_seed()))
@@ -335,7 +340,10 @@ class MCoreStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Let Lightning read its own part before ``setup``, where shards are read into the wrapped model."""
+        """Let Lightning read its own part before ``setup``, where shards are read into the wrapped model.
+
+        It loads a single file's weights then too, and its optimizer state when ``setup`` has made the optimizers.
+        """
         return False
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -377,9 +385,11 @@ class MCoreStrategy(DDPStrategy):
             self._runner = PipelineRunner(self, module, self._chunks)
             self.precision_plugin.attach_runner(self._runner)
         else:
-            self._runner = plain = PlainModuleRunner(self)
-            self.precision_plugin.attach_runner(plain)  # earlier, because wrap() lets the plugin cast the module
-            self._chunks = plain.wrap(module, ddp_config, self._restores)
+            runner = PlainModuleRunner(self)
+            self._runner = runner
+            self.precision_plugin.attach_runner(runner)
+            # Wrapped last, because wrap() lets the plugin cast the module.
+            self._chunks = runner.wrap(module, ddp_config, self._restores)
 
     def _show_size(self) -> None:
         """Say how large a split model is, and let Lightning's summary count all of it."""
@@ -400,8 +410,9 @@ class MCoreStrategy(DDPStrategy):
         )
         setting = self.precision_plugin.optimizer_setting(self.layout, ddp_config, self.optimizer_config, self.inline)
         self.optimizers = [make_optimizer(optimizer, self.chunks.ddp, setting) for optimizer in optimizers]
-        if setting.scaler is not None and not self.inline:  # then there is one optimizer, as checked above
-            self.chunks.scale_losses(self.megatron_optimizers[0].megatron.scale_loss)
+        if setting.scaler is not None and not self.inline:
+            (optimizer,) = self.megatron_optimizers  # not several, as checked above
+            self.chunks.scale_losses(optimizer.megatron.scale_loss)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' state; state in shards is already loaded."""
@@ -437,16 +448,20 @@ class MCoreStrategy(DDPStrategy):
         """Move a batch as Lightning does; the host still knows its whole numbers."""
         # Lightning's selector finds the owner of a hook: the module or datamodule.
         hooks = self._module.trainer._data_connector._datahook_selector
-        before, *changing = "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"
-        own = {name for name in (before, *changing) if hooks and is_overridden(name, hooks.get_instance(name))}
-        if isinstance(batch, UserDict) and not own:
+
+        def overrides(name: str) -> bool:
+            return hooks is not None and is_overridden(name, hooks.get_instance(name))
+
+        # Only these two of the user's hooks may make the moved batch differ from the batch on the host.
+        may_change = overrides("transfer_batch_to_device") or overrides("on_after_batch_transfer")
+        if isinstance(batch, UserDict) and not may_change and not overrides("on_before_batch_transfer"):
             # A BatchEncoding of transformers. Its own to(), which Lightning would call, changes the batch, and waits
             # for the device with each tensor.
             moved = copy.copy(batch)
             moved.data = super().batch_to_device(batch.data, device, dataloader_idx)
         else:
             moved = super().batch_to_device(batch, device, dataloader_idx)
-        if hooks and not own.intersection(changing):  # otherwise a user's hook may have changed the numbers
+        if hooks is not None and not may_change:
             keep_on_host(moved, batch)
         return moved
 

@@ -30,11 +30,10 @@ def _meet(timeout: float, absent: int = -1, late: float = 0.0) -> tuple[str, lis
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     rank_connections._log.addHandler(handler)
     try:
-        store = rendezvous(TorchElasticEnvironment(), timeout)
+        with rendezvous(TorchElasticEnvironment(), timeout):
+            dist.init_process_group("gloo")
     except (TimeoutError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}", said
-    dist.init_process_group("gloo")
-    del store
     dist.barrier()
     dist.destroy_process_group()
     return "", said

@@ -15,7 +15,7 @@ from megatron.core.optimizer import OptimizerConfig
 from torch import nn
 
 from lightning_mcore import CommunicationOptions, MCoreStrategy, MuonWithAdamW, ParallelLayout
-from lightning_mcore.optimizer.megatron import MCoreOptimizer, RebuiltOptimizer, WrappedOptimizer
+from lightning_mcore.optimizer.megatron import MCoreOptimizer, RebuiltOptimizer, WrappedOptimizer, optimizer_class
 from lightning_mcore.optimizer.rules import (
     check_kind,
     check_optimizer_config,
@@ -593,7 +593,7 @@ def test_a_gpu_that_may_overtake_its_communication_is_named(
 def test_the_adapters_of_a_class_share_one_class() -> None:
     def adapter(user: torch.optim.Optimizer) -> MCoreOptimizer:
         megatron: Any = None
-        return WrappedOptimizer(user, megatron, [], [], inline=True)
+        return optimizer_class(WrappedOptimizer, type(user))(user, megatron, [], [], inline=True)
 
     parameters = [nn.Parameter(torch.zeros(1))]
     one, other = (adapter(torch.optim.AdamW(parameters)) for _ in range(2))
