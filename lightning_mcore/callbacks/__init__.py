@@ -6,5 +6,6 @@ from lightning_mcore.parallel.megatron_import import import_megatron
 import_megatron()
 
 from lightning_mcore.callbacks.log_layout import LogLayout  # noqa: E402 - without megatron-core's hints
+from lightning_mcore.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging  # noqa: E402
 
-__all__ = ["LogLayout"]
+__all__ = ["EMAWeightAveraging", "LogLayout", "WeightAveraging"]

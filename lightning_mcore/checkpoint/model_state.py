@@ -362,13 +362,32 @@ def _load_optimizer(
         # An fp32 parameter has no copy here. A copy in the checkpoint is the exact value; the weight there is rounded.
         if names and isinstance(entry.data, nn.Parameter) and entry.data.dtype == torch.float32:
             wanted += place_range(_prefix(index, names[0]), entry.data.detach().view(-1), entry, begin=0)
+    read_into(stored, wanted)
+    for share, targets in read:
+        share.accept(targets)
+
+
+def read_into(stored: StoredState, wanted: Sequence[ShardedTensor]) -> None:
+    """Read blocks of stored tensors into their memory; collective over the world."""
     loaded = stored.read({str(number): block for number, block in enumerate(wanted)})
     for number, block in enumerate(wanted):
         # Blocks are read into place, but Megatron may return a new tensor instead.
         if loaded[str(number)].data_ptr() != block.data.data_ptr():
             block.data.copy_(loaded[str(number)])
-    for share, targets in read:
-        share.accept(targets)
+
+
+def place_weights(key: str, chunks: ModelChunks, value_of: Callable[[Tensor], Tensor | None]) -> list[ShardedTensor]:
+    """Return a value of each stored weight's shape, in any dtype, as blocks of global tensors; None leaves one out.
+
+    ``key`` has ``{}`` in place of the weight's name. The blocks share the memory of the values, which are contiguous.
+    """
+    placed = []
+    for index in range(len(chunks.bare)):
+        for entry in tensors_in(sharded_chunk(chunks, index)):
+            value = value_of(entry.data)
+            if value is not None:
+                placed += place_range(key, value.view(-1), entry, begin=0)
+    return placed
 
 
 def _stored_names(stored: StoredState, index: int) -> Callable[[ShardedTensor | ShardedTensorFactory], list[str]]:

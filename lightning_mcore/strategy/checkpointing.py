@@ -62,6 +62,12 @@ _COORDINATES = "lightning_mcore/coordinates"  # of rank 0
 _ITERATION = "lightning_mcore/iteration"  # of a run of Megatron-LM
 # Megatron-LM's way of saying that every layout can read the optimizer's state.
 _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+MORE_SHARDS = "lightning_mcore/more_shards"
+"""Where a callback puts blocks of global tensors into Lightning's dict, to be saved among the shards."""
+
+WEIGHT_AVERAGE = "lightning_mcore/weight_average"
+"""Where a checkpoint of one file has the averages of weights, by name."""
+
 EXCEPTION_TIMEOUT = 30.0
 """Seconds for all ranks to arrive, after all have raised an exception."""
 
@@ -74,6 +80,8 @@ class Checkpoints:
     def __init__(self, strategy: "MCoreStrategy") -> None:
         self._strategy = strategy
         self._pending: StoredState | None = None
+        self.resumed_from: StoredState | None = None  # the shards that this run has loaded
+        self.average_in_file: dict[str, torch.Tensor] | None = None  # from the single file that it has loaded
         self._saved: set[str] = set()  # paths of this process's checkpoints
 
     @staticmethod
@@ -151,8 +159,9 @@ class Checkpoints:
         optimizers = strategy.megatron_optimizers if "optimizer_states" in checkpoint else []
         with strategy.runtime():
             state = model_state.collect(chunks, optimizers)
+            more = dict(enumerate(checkpoint.pop(MORE_SHARDS, ())))
             own: dict[str, Any] = {
-                SHARDED_STATE: state.tensors,
+                SHARDED_STATE: {**state.tensors, "more": {str(number): block for number, block in more.items()}},
                 MANIFEST: {**self._describe(chunks, optimizers), "parameters": state.num_parameters},
                 RANK_STATE: strategy.resume.rank_state(checkpoint),
             }
@@ -265,6 +274,7 @@ class Checkpoints:
             state = io.load_directory(path, weights_only)
         else:
             state = run_on_all_ranks(lambda: self._read_file(path, weights_only))
+            self.average_in_file = self.average_in_file or state.get(WEIGHT_AVERAGE)
         # Ours go out of the dict before Lightning sees it.
         states, saved, manifest = (state.pop(key, None) for key in (RANK_STATE, _COORDINATES, MANIFEST))
         read: Any = None
@@ -370,6 +380,7 @@ class Checkpoints:
         if self._pending is None:
             return
         stored, self._pending = self._pending, None
+        self.resumed_from = self.resumed_from or stored  # a search for a learning rate loads once more
         chunks, optimizers = self._strategy.chunks, self._strategy.megatron_optimizers
         path, manifest = stored.path, stored.contents.manifest
         checkpoint_manifest.check_model(path, manifest, self._module)
@@ -387,8 +398,8 @@ class Checkpoints:
             reload_weights(optimizer, written)
 
     def forget_pending(self) -> None:
-        """Forget shards for which no model was set up."""
-        self._pending = None
+        """Forget the shards of this run, also those for which no model was set up."""
+        self._pending = self.resumed_from = self.average_in_file = None
 
     @property
     def _module(self) -> pl.LightningModule:

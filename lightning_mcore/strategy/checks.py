@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -219,16 +224,21 @@ def check_callbacks(module: pl.LightningModule, distributed: bool, is_split: boo
     kind = type(module).__name__
     for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
         name = type(callback).__name__
+        if getattr(callback, "averages_shards", False):
+            continue
+        ours = "EMAWeightAveraging" if isinstance(callback, EMAWeightAveraging) else "WeightAveraging"
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and is_split:
             what = "an MCoreModule" if isinstance(module, MCoreModule) else f"{kind}, which builds it with hf_model()"
+            is_swa = isinstance(callback, StochasticWeightAveraging)
+            same = "whose should_update() picks the epochs" if is_swa else "which has the same arguments"
             raise ValueError(
-                f"{name} copies the whole module before its model is built, so it does not support {what}; average"
-                " saved checkpoints after the run, or use a plain LightningModule"
+                f"{name} copies the whole module before its model is built, so it does not support {what}; use"
+                f" lightning_mcore.callbacks.{ours}, {same}"
             )
         if isinstance(callback, StochasticWeightAveraging) and _builds_later(module):
             raise ValueError(
                 f"{name} copies {kind} before configure_model() builds its model, so it would average nothing; build"
-                " the model in __init__, or average saved checkpoints after the run"
+                " the model in __init__, or use lightning_mcore.callbacks.WeightAveraging"
             )
         if isinstance(callback, ModelPruning) and _builds_later(module):
             raise ValueError(
@@ -238,7 +248,8 @@ def check_callbacks(module: pl.LightningModule, distributed: bool, is_split: boo
         if isinstance(callback, WeightAveraging) and distributed:
             raise ValueError(
                 f"{name} writes its average to single-file checkpoints and reads parameters after every step, but"
-                " use_distributed_optimizer=True writes shards and may leave parameters scattered; set it to False"
+                " use_distributed_optimizer=True writes shards and may leave parameters scattered; use"
+                f" lightning_mcore.callbacks.{ours}, or set it to False"
             )
 
 

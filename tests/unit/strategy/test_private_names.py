@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, RichProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, RichProgressBar, WeightAveraging
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fit_loop import _FitLoop
@@ -94,6 +94,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_is_view": torch.Tensor,
     "_iterator": CombinedLoader,
     "_last_checkpoint_saved": ModelCheckpoint,
+    "_kwargs": WeightAveraging,
     "_layer_sync": DDPStrategy,
     "_link_checkpoint": ModelCheckpoint,
     "_load_state_dicts": CombinedLoader,
@@ -129,6 +130,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_to_copy": torch.ops.aten,
     "_type": torch.ScriptObject,
     "_timeout": DDPStrategy,
+    "_use_buffers": WeightAveraging,
     "_update_count": torchmetrics.Metric,
     "_version": torch.Tensor,
     "_world": distributed_c10d,
