@@ -184,7 +184,7 @@ class PositionTracker:
         sampler = self._index_sampler
         batch_on_all_ranks = self._ranks * self.batch_size
         remaining = self.remaining(position)
-        # As in the file's example: 20 consumed, and 6 batches in a pass of which 5 are left stand for 8: 12 more.
+        # In the file's example 12 samples are consumed, and 5 of 6 batches remain, so Lightning counts 1, of 8 samples.
         self._offset = position.consumed - (len(self._replaced) - remaining) * batch_on_all_ranks
         order = global_order(sampler)
         if isinstance(sampler, GlobalOrderSampler):

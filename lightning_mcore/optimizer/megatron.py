@@ -2,9 +2,9 @@
 """Megatron's step behind the torch optimizer that the user made.
 
 ``configure_optimizers`` returns an ordinary torch optimizer, *the user's*; LR schedulers hold it and change its groups.
-``factory.py`` puts an :class:`MCoreOptimizer` in its place, with the same groups and an optimizer of Megatron's.
-:class:`RebuiltOptimizer`: Megatron has Adam, AdamW and SGD too, so its own steps, and the user's never does.
-:class:`WrappedOptimizer`: any other optimizer, and an unsharded one of a plain module, steps itself.
+``factory.py`` puts an :class:`MCoreOptimizer` in its place, with the same groups and an optimizer of Megatron's. In a
+:class:`RebuiltOptimizer` (Adam, AdamW and SGD) Megatron's optimizer makes the step, and the user's never does. In a
+:class:`WrappedOptimizer` (any other, and an unsharded one of a plain module) the user's makes the step itself.
 
 Backward adds to ``main_grad``, a parameter's place in Megatron's gradient buffers. To *prepare* gradients is to make
 them the ``grad`` of what is stepped: the parameters, or *main parameters* in their place (copies in fp32, or one rank's
@@ -12,7 +12,7 @@ share). ``step`` first runs Lightning's closure. *Inline*, in a plain module, th
 Megatron's schedule has run it when ``training_step`` returns::
 
     inline     training_step, zero_grad, backward, gradients_changed, unscale, clip_grad_norm
-    schedule   training_step (gradients_changed, forward, backward), zero_grad (ignored), unscale, clip_grad_norm
+    schedule   training_step (forward, backward, gradients_changed), zero_grad (ignored), unscale, clip_grad_norm
 
 ==================  ==================================  ============================================
 call                rebuilt                             wrapped
@@ -118,7 +118,7 @@ class MCoreOptimizer(Optimizer):
                 parameter.grad_added_to_main_grad = False  # as zero_grad_buffer() does
 
     def gradients_changed(self, are_summed: bool = False) -> None:
-        """Record that backward has run, or will run in a schedule."""
+        """Forget what was known about the gradients, because backward has run."""
         self.gradients.forget()
         self.gradients.are_summed = are_summed
         if self._scaler is not None:
@@ -343,7 +343,7 @@ class RebuiltOptimizer(MCoreOptimizer):
             return
         for part in parts_with_parameters(self.megatron):
             for parameter in part.get_parameters():
-                if parameter in self.user.state:
+                if parameter in self.user.state:  # into which torch has loaded it; the step is Megatron's
                     part.optimizer.state[parameter] = self.user.state.pop(parameter)
 
 

@@ -151,16 +151,18 @@ class PipelineRunner:
         trainer = self._module.trainer
         accumulate_grad_batches = trainer.accumulate_grad_batches
         if trainer.fit_loop.epoch_loop.batch_idx % accumulate_grad_batches == 0:
-            self._window = []
+            self._window = []  # an epoch may have ended in the middle of a window
         self._window += self.cut(args[0], args[1:], strategy.micro_batch_size)
         # Private, but Lightning's own rule: whether no optimizer step follows this batch.
         if trainer.fit_loop._should_accumulate():
             return self._last_loss if self._last_loss is not None else torch.zeros((), device=self.root_device)
-        self._check_window()
+        self._check_first_window()
         window = self._window
         self._window = []
         self._zero_gradients()
         output = self.train(window, accumulate_grad_batches)
+        for optimizer in strategy.megatron_optimizers:
+            optimizer.gradients_changed()
         if strategy.gradients.check_nan:
             check_gradients(self._chunks)
         self._last_loss = output["loss"] if isinstance(output, dict) else output
@@ -187,8 +189,8 @@ class PipelineRunner:
             batch = module.shard_context(batch)
         return Microbatch(batch, step_arguments, shape, weight)
 
-    def _check_window(self) -> None:
-        """Check once in a run that the interleaved schedule can group the microbatches of a full window."""
+    def _check_first_window(self) -> None:
+        """Once in a run, check that the interleaved schedule can group a full window, and say what a step reads."""
         trainer = self._module.trainer
         epoch = trainer.fit_loop.epoch_loop
         is_full = (epoch.batch_idx + 1) % trainer.accumulate_grad_batches == 0
@@ -219,7 +221,6 @@ class PipelineRunner:
             chunk.zero_grad_buffer()
         for optimizer in self._strategy.megatron_optimizers:
             optimizer.megatron.zero_grad()
-            optimizer.gradients_changed()
 
     def train(self, microbatches: Sequence[Microbatch], accumulate_grad_batches: int) -> Any:
         """Run forward and backward over the microbatches of an optimizer step; gradients are final afterwards.
@@ -333,7 +334,7 @@ class PipelineRunner:
         """Call the module's step with ``chunk`` as its model; raises StageOutput on all stages but the last."""
         is_last = self.is_last(chunk)
         calls_before = self._pipeline.num_calls
-        # With overlap_param_gather, each module waits for its own parameters when it is called; these are read without.
+        # With overlap_param_gather, a module waits for its parameters when it is called. Some are used without a call.
         self._chunks.wait_for_uncalled(chunk)
         muted = microbatch.is_padding or not is_last
         with self.recorder.microbatch(microbatch.batch, muted), self._pipeline.activate(chunk, is_last):
@@ -388,7 +389,7 @@ class PipelineRunner:
             )
         if num_tokens is None:
             return loss, None
-        if isinstance(num_tokens, int | float):  # a kernel writes it, because a copy would wait for the GPU
+        if isinstance(num_tokens, int | float):  # written by a kernel; as_tensor() would copy it, and wait for the GPU
             return loss, torch.full((), num_tokens, device=self.root_device).int()
         return loss, torch.as_tensor(num_tokens, device=self.root_device).detach().int()
 

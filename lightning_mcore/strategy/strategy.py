@@ -15,7 +15,7 @@ Each hook is a few lines that delegate to another file. The words that they shar
 * *CPU runtime*: replaces the CUDA functions that Megatron calls (``parallel/cpu_runtime.py``).
 
 ``DDPStrategy``, the base, opens torch's process group and knows ranks and devices. ``setup`` and ``teardown`` do not
-call it: it would wrap the module in torch's DDP, and move it to the CPU. Everything that a run changes outside the
+call its own, which would wrap the module in torch's DDP, and move it to the CPU. Everything that a run changes outside the
 strategy (metrics, callbacks, loaders, settings of torch and Megatron) is restored in ``teardown``.
 """
 
@@ -321,17 +321,17 @@ class MCoreStrategy(DDPStrategy):
         timeout = self._timeout or _DEFAULT_TIMEOUT
         assert self.cluster_environment is not None
         # The ranks meet before torch's group opens, so that a rank that never comes is named in the error.
-        all_are_here: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        meeting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if not dist.is_initialized():
-            all_are_here = rendezvous(self.cluster_environment, timeout.total_seconds())
-        with all_are_here:
+            meeting = rendezvous(self.cluster_environment, timeout.total_seconds())
+        with meeting:
             super().setup_distributed()
         rank_watch.begin(collectives_issued(), timeout.total_seconds())  # from now on, a failed rank ends the others
-        # On all ranks the one of rank 0: from seed_everything, or else another one for each run of this process.
+        # All ranks use rank 0's seed: that of seed_everything, or else a new one for each run.
         seed = int(self.broadcast(os.environ.get("PL_GLOBAL_SEED") or new_seed()))
         options: dict[str, Any] = {"num_distributed_optimizer_instances": self.gradients.num_instances}
         options |= self.communication.group_arguments()
-        # The seeds of stages are larger than this one, and numpy takes seeds below 2**32.
+        # Below 2**31, because Megatron adds up to some thousands for each stage, and numpy takes seeds below 2**32.
         open_process_groups(self.layout, seed % 2**31, timeout, options)
         align_random_state()  # for hooks, configure_model and samplers
         ranks = dist.get_world_size()
@@ -340,9 +340,10 @@ class MCoreStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Let Lightning read its own part before ``setup``, where shards are read into the wrapped model.
+        """Whether Lightning reads a checkpoint only after ``setup``: no.
 
-        It loads a single file's weights then too, and its optimizer state when ``setup`` has made the optimizers.
+        Lightning's own part and the weights of a single file are read before ``setup``; shards in it, into the wrapped
+        model; the optimizer state of a single file after it.
         """
         return False
 
@@ -445,7 +446,7 @@ class MCoreStrategy(DDPStrategy):
         return batch
 
     def _move_to_device(self, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
-        """Move a batch as Lightning does; the host still knows its whole numbers."""
+        """Move a batch as Lightning does; its integers stay readable on the host, without waiting for the device."""
         # Lightning's selector finds the owner of a hook: the module or datamodule.
         hooks = self._module.trainer._data_connector._datahook_selector
 
