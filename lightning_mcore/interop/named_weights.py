@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stream the running model's weights under Hugging Face names, to an engine that generates while the model trains.
 
-:func:`named_weights` yields what ``SaveHFModel`` would write into safetensors files, without the files: a piece of the
-stream is a file of an export plan, which several ranks fill at once (``exchange`` in ``export_tensors.py``).
+:func:`named_weights` yields the tensors that ``SaveHFModel`` would write into safetensors files. It follows the same
+export plan, in which the ranks together fill one file after another (``exchange`` in ``export_tensors.py``), but yields
+the content of each file, a *piece*, instead of writing it.
 """
 
 from collections.abc import Iterator
@@ -36,25 +37,25 @@ def named_weights(
     dtype: str = "auto",
     piece_size: str | int = "256MB",
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of the running model with their Hugging Face names; collective over the world, at any layout.
+    """Yield the weights of the running model under their Hugging Face names, whatever the layout; collective.
 
-    Names, values and dtypes are those of the safetensors files that :func:`export_model` writes. Call it on every rank,
-    and read the iterator to the end on every rank. If a rank stops earlier, the others raise an error. Do not train in
-    between. Tensors are gathered in pieces, through host memory; a rank that receives them holds one piece at a time,
-    unless you keep its tensors.
+    Names, values and dtypes are those of the safetensors files that :func:`export_model` writes. Call it on every rank
+    and iterate to the end on every rank, without training in between. If one rank stops early, the others raise an
+    error. Tensors are gathered piece by piece in host memory; a receiving rank holds one piece at a time, unless you
+    keep the tensors.
 
     Args:
         module: A module whose model is built with ``pipeline()``, or the result of :func:`hf_model`.
-        receivers: ``"all"`` yields each tensor on every rank, ``"first"`` on rank 0 only. The other ranks then read an
-            iterator without items, during which they send.
-        sent: Yield only tensors whose values have changed since an earlier call with the same dictionary. Give an empty
-            one first; each rank has its own. It is updated when the iterator has been read to its end.
-        adapter: Yield only the LoRA adapters, with PEFT's names, all in one piece; False yields the whole model, with
-            adapters merged into its weights.
+        receivers: ``"all"`` yields each tensor on every rank, ``"first"`` only on rank 0. On the other ranks the
+            iterator then yields nothing, but they must still iterate over it: that is when they send.
+        sent: Yield only tensors whose values have changed since the last call with the same dictionary. Start with an
+            empty dictionary on each rank. It is updated when the iteration has ended.
+        adapter: Yield only the LoRA adapters, under PEFT's names and in one piece; False yields the whole model, with
+            the adapters merged into its weights.
         experts: As in :class:`SaveHFModel`.
         like: As in :func:`export_checkpoint`.
         family: As in :func:`export_checkpoint`.
-        dtype: As in :func:`export_model`; without effect on adapters.
+        dtype: As in :func:`export_model`; it has no effect on adapters.
         piece_size: Size of a piece in bytes, or as text, such as ``"256MB"``. A larger tensor is a piece of its own.
 
     Returns:

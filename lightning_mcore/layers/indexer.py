@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Latent attention that carries an indexer; DeepSeek-V3.2 and GLM-5.
 
-An indexer selects ``index_topk`` tokens for each query to attend to. In sequences up to that length it selects all of
-them, so attention is that of DeepSeek-V3 and the indexer has no effect: here it is not computed, and longer sequences
-are rejected. With ``index_topk=2048``, a row of 2048 tokens is exact, and one of 2049 is an error.
+An indexer selects the ``index_topk`` tokens that each query attends to. In a sequence of at most that many tokens it
+selects all of them and changes nothing. Here it is never computed: attention is DeepSeek-V3's, and longer sequences are
+rejected. With ``index_topk=2048``, a row of 2,048 tokens is exact, and one of 2,049 is an error.
 
-No loss of a language model trains an indexer, neither here nor in transformers. So its weights are buffers: they are
-read, saved and exported with the model, and no optimizer changes them.
+The loss of a language model does not train an indexer, neither here nor in transformers. So its weights are buffers:
+they are loaded, saved and exported with the model, but no optimizer changes them.
 
 Source: ``DeepseekV32Indexer`` and ``DeepseekV32Attention`` (transformers 5.24).
 """
@@ -25,7 +25,7 @@ from lightning_mcore.layers.packed_sequences import boundaries_of
 
 
 class Indexer(MegatronModule):  # type: ignore[misc]  # megatron-core has no type information
-    """The weights of an indexer, the same on all tensor-parallel ranks; a new model's select no token over another."""
+    """The weights of an indexer, the same on all tensor-parallel ranks; in a new model they prefer no token."""
 
     takes_fp32 = True
 

@@ -348,7 +348,7 @@ def _with_parts(layer: ModuleSpec, mixer: Mixer | None, has_mlp: bool) -> Module
 
 
 def _with_indexer(layer: ModuleSpec, has_indexer: bool) -> ModuleSpec:
-    """Return a copy of a layer whose attention carries an indexer, or uses the choice of another layer's."""
+    """Return a copy of a layer whose attention has an indexer, or uses what an earlier layer's has selected."""
     layer, submodules = copy.copy(layer), copy.copy(layer.submodules)
     submodules.self_attention = copy.copy(submodules.self_attention)
     submodules.self_attention.module = with_indexer(submodules.self_attention.module, has_indexer)

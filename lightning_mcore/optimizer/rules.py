@@ -273,9 +273,9 @@ def check_kind(
 
 
 def check_state(user: "Optimizer", tensor_parallel_size: int) -> None:
-    """Raise ``TypeError`` if the state after a step cannot be stored in shards, from which every layout reads its part.
+    """Raise ``TypeError`` if the state after a step cannot be stored in shards that every layout can read.
 
-    A tensor of the parameter's shape is stored like the parameter, and any other beside it, as a whole.
+    A tensor of the parameter's shape is stored in shards, as the parameter is, and any other as a whole.
     """
     from torch import Tensor
 

@@ -15,8 +15,8 @@ Each hook is a few lines that delegate to another file. The words that they shar
 * *CPU runtime*: replaces the CUDA functions that Megatron calls (``parallel/cpu_runtime.py``).
 
 ``DDPStrategy``, the base, opens torch's process group and knows ranks and devices. ``setup`` and ``teardown`` do not
-call its own, which would wrap the module in torch's DDP, and move it to the CPU. Everything that a run changes outside the
-strategy (metrics, callbacks, loaders, settings of torch and Megatron) is restored in ``teardown``.
+call its own, which would wrap the module in torch's DDP, and move it to the CPU. Everything that a run changes outside
+the strategy (metrics, callbacks, loaders, settings of torch and Megatron) is restored in ``teardown``.
 """
 
 import contextlib

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose attention carries an indexer: DeepSeek-V3.2 and GLM-5, in sequences that it selects as a whole."""
+"""Models whose attention has an indexer, DeepSeek-V3.2 and GLM-5, in sequences so short that it selects all tokens."""
 
 import json
 from pathlib import Path
