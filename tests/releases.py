@@ -29,26 +29,26 @@ RESULTS = ROOT / "build" / "releases"
 START, END = "<!-- releases: written by make releases -->", "<!-- end of releases -->"
 
 GROUPS = {
-    "Arguments of the model, layouts, `GPTModel` compared": (
+    "Model arguments, layouts, comparison with `GPTModel`": (
         "parity/test_options parity/test_layouts parity/test_gpt_chunk"
     ),
-    "The hand-written loop, fp16, recomputation, the loss in chunks": (
+    "The hand-written loop, fp16, recomputation, chunked loss": (
         "parity/test_loop parity/test_fp16 parity/test_recompute parity/test_chunked_loss"
     ),
     "Packed rows, context parallelism": (
         "parity/test_packing parity/test_context_scale distributed/test_packed_attention distributed/test_packed_gpt"
     ),
-    "Families of models beside transformers, delta nets and Mamba": (
+    "Model families, delta nets and Mamba, compared with transformers": (
         "parity/test_hf_families parity/test_more_hf_families distributed/test_delta_net_folders"
     ),
-    "Hugging Face folders in and out": "distributed/test_hf_import distributed/test_hf_export",
+    "Import and export of Hugging Face folders": "distributed/test_hf_import distributed/test_hf_export",
     "Images and videos": "parity/test_vision parity/test_vision_training distributed/test_vision",
     "Adapters": "parity/test_lora distributed/test_lora",
     "Experts, optimizers, padded vocabularies": (
         "distributed/test_experts distributed/test_router_counts distributed/test_optimizers"
         " distributed/test_padded_vocabulary"
     ),
-    "Checkpoints, of Megatron too; resume on other layouts": (
+    "Checkpoints, also Megatron's; resuming on other layouts": (
         "distributed/test_checkpoint distributed/test_checkpoint_of_megatron distributed/test_reshard"
         " distributed/test_resume distributed/test_weights"
     ),
