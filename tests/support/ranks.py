@@ -238,7 +238,7 @@ class _Rank:
                 break
             size = seen
         text = path.read_text() if path.exists() else ""
-        return text or "no stack: the rank did not answer"
+        return text or f"no stack: the rank did not answer; its threads: {_thread_states(self.process.pid)}"
 
     def kill(self) -> None:
         """End the process and whatever it started."""
@@ -257,6 +257,17 @@ class _Rank:
             text = f"[{len(text) - _OUTPUT_LIMIT} characters left out]\n{text[-_OUTPUT_LIMIT:]}"
         if text:
             print(f"--- printed by rank {self.rank} of {self.world_size} ---\n{text}")
+
+
+def _thread_states(pid: int | None) -> str:
+    """Return what each thread of a process does, on Linux, such as "R python, D pt_autograd_0 in folio_wait_bit"."""
+    states = []
+    for thread in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(OSError):  # it has ended since
+            name, _, rest = (thread / "stat").read_text().partition("(")[2].rpartition(")")
+            waits_in = (thread / "wchan").read_text()
+            states.append(f"{rest.split()[0]} {name}" + (f" in {waits_in}" if waits_in not in ("", "0") else ""))
+    return ", ".join(states) or "none, so it has ended"
 
 
 def _watch(ranks: list[_Rank], timeout: float, grace: float) -> list[_Rank]:
