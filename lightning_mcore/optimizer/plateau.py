@@ -49,6 +49,9 @@ class _Strict:
         _sum_over_ranks([0.0, 0.0], self._device)
         return self._strict
 
+    def __eq__(self, other: object) -> bool:
+        return self._strict == (other._strict if isinstance(other, _Strict) else other)
+
     def __repr__(self) -> str:
         return repr(self._strict)
 

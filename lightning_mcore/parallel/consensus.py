@@ -55,7 +55,7 @@ def combine_on_rank0(function: Callable[[], T], combine: Callable[[list[T]], R])
     """Run ``function`` on every rank; return on every rank what ``combine`` makes of all results on rank 0; collective.
 
     The results come in rank order. The first failure of any rank is raised on all of them: with the same class if it is
-    in ``_KNOWN``, otherwise as a RuntimeError.
+    in ``_KNOWN`` or the rank has failed in the same way, otherwise as a RuntimeError.
     """
     if not dist.is_initialized():
         return combine([function()])
@@ -77,7 +77,7 @@ def combine_on_rank0(function: Callable[[], T], combine: Callable[[list[T]], R])
     first, result = answer[0]
     if first is not None:
         index, description = first
-        if index == rank and failure is not None and not isinstance(failure, _KNOWN):
+        if failure is not None and not isinstance(failure, _KNOWN) and _describe(failure) == description:
             raise failure  # callers on this rank may know its class
         raise _rebuild(description) from (failure if index == rank else None)
     reduced: R = result

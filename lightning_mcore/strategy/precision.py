@@ -292,6 +292,11 @@ class MCorePrecision(Precision):
             return self._half.convert_input(data)
         return data
 
+    @property
+    def device(self) -> str | None:
+        """The type of device that autocast is for, as in Lightning's ``MixedPrecision``; None outside a run."""
+        return None if self._runner is None else self._runner.root_device.type
+
     def forward_context(self) -> AbstractContextManager[None]:
         """Run a plain module's steps under autocast for ``bf16-mixed`` and ``16-mixed``."""
         if self._is_inline and self.precision.endswith("-mixed"):

@@ -109,3 +109,27 @@ def test_the_control_group_has_the_timeout_of_the_default_group(
         assert group._get_backend(torch.device("cpu")).options._timeout == timeout
     finally:
         dist.destroy_process_group()
+
+
+class OfAnotherPackageError(Exception):
+    """A class that callers catch by name."""
+
+
+def failures(alike: bool) -> list[str]:
+    """Fail on both ranks, alike or in two ways; return the classes that this rank saw."""
+
+    def fail() -> None:
+        raise OfAnotherPackageError("the same on both" if alike else f"rank {dist.get_rank()}")
+
+    try:
+        consensus.run_on_all_ranks(fail)
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
+def test_a_failure_of_all_ranks_keeps_its_class_on_each() -> None:
+    own = ["OfAnotherPackageError", "the same on both"]
+    assert run_ranks(2, failures, True) == [own, own]
+    first = ["OfAnotherPackageError", "rank 0"]
+    assert run_ranks(2, failures, False) == [first, ["RuntimeError", "OfAnotherPackageError: rank 0"]]

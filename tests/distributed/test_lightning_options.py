@@ -500,3 +500,27 @@ def test_a_step_with_dataloader_iter_is_refused_for_a_pipeline_alone() -> None:
     for message, steps in run_ranks(2, draw):
         assert message.endswith("define training_step(batch, batch_idx)")
         assert steps == 3
+
+
+class Plateau(PlainNet):
+    """Notes what Lightning's own code may read of a run while it trains."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "train_loss"}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.device_of_autocast = self.trainer.precision_plugin.device
+        self.config = repr(self.trainer.lr_scheduler_configs[0])
+        self.is_strict = self.trainer.lr_scheduler_configs[0].strict == True  # noqa: E712 - as dataclasses compare it
+
+
+def read(strategy: Any) -> tuple[str, str, bool]:
+    module = Plateau()
+    make_trainer(strategy, precision="bf16-mixed").fit(module, loader(4, 2))
+    return module.device_of_autocast, module.config.partition("monitor")[2], module.is_strict
+
+
+def test_what_is_read_of_a_run_is_what_ddp_shows() -> None:
+    assert run_ranks(2, read, {}) == run_ranks(2, read, "ddp")

@@ -11,7 +11,10 @@ this project; here is what runs them three times and compares:
 Some tests are about one process without ddp and fail with any strategy of ranks, so ddp is the yardstick: a test that
 passes with ddp must pass with ours, or stand in ``differs.toml`` with the reason.
 
+``--ranks 2`` runs each test in two processes, which are the ranks of every Trainer on a CPU; the outcome on each rank
+is compared with that under ddp.
+
 ``python -m tests.lightning_suite`` (``make test-lightning``) runs it; ``swap.py`` is the pytest plugin that switches
-the strategy, ``verdict.py`` compares. At all sizes 1 and in fp32 this shows that Lightning's features survive; that
-layouts agree is shown in ``tests/parity``.
+the strategy, ``two_ranks.py`` runs a test on two ranks, ``verdict.py`` compares. At all model-parallel sizes 1 and in
+fp32 this shows that Lightning's features survive; that layouts agree is shown in ``tests/parity``.
 """

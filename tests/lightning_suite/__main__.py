@@ -4,9 +4,10 @@
     python -m tests.lightning_suite --source PATH_TO_A_CHECKOUT_OF_LIGHTNING
     python -m tests.lightning_suite --source ... --set 1 --strategies ddp mcore
     python -m tests.lightning_suite --source ... --only loops callbacks --resume
+    python -m tests.lightning_suite --source ... --strategies ddp mcore --ranks 2
 
-One process, a folder at a time; 10 to 15 minutes for each strategy on a quiet machine. Exit status 1 if a test that
-passes with ddp fails with ours and is not in ``differs.toml``, 2 if a folder did not run to its end.
+A folder at a time; 10 to 15 minutes for each strategy on a quiet machine, twice as long on two ranks. Exit status 1 if
+a test that passes with ddp fails with ours and is not in ``differs.toml``, 2 if a folder did not run to its end.
 """
 
 import argparse
@@ -21,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.lightning_suite.swap import STRATEGIES
-from tests.lightning_suite.verdict import Outcome, Verdict, compare, count, read_differences, read_outcomes
+from tests.lightning_suite.two_ranks import NUM_RANKS
+from tests.lightning_suite.verdict import Outcome, Verdict, compare, count, on_ranks, read_differences, read_outcomes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_SECONDS = 120  # of one test
@@ -71,7 +73,7 @@ SETS: dict[str, dict[str, list[str]]] = {
 console = Console()
 
 
-def command(strategy: str, paths: Sequence[str], report: Path) -> list[str]:
+def command(strategy: str, ranks: int, paths: Sequence[str], report: Path) -> list[str]:
     """Return the pytest command that runs one folder, from ``tests`` of the checkout."""
     folder = "tests_pytorch/"
     chosen = [
@@ -79,25 +81,27 @@ def command(strategy: str, paths: Sequence[str], report: Path) -> list[str]:
         for path in paths
     ]
     plugins = ["-p", "tests.lightning_suite.swap", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    swap = ["--swap-strategy", strategy, "--swap-report", str(report)]
+    swap = ["--swap-strategy", strategy, "--swap-ranks", str(ranks), "--swap-report", str(report)]
     timeout = ["--timeout", str(TIMEOUT_SECONDS), "--timeout-method", "signal"]
     return [sys.executable, "-m", "pytest", *plugins, *swap, *timeout, "-q", "--color=no", "--tb=native", *chosen]
 
 
-def run(source: Path, strategy: str, paths: Sequence[str], report: Path) -> bool:
+def run(source: Path, strategy: str, ranks: int, paths: Sequence[str], report: Path) -> bool:
     """Run one folder with one strategy.
 
     Returns:
         Whether pytest came to the end of it.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if ranks > 1:
+        environment["PL_RUN_STANDALONE_TESTS"] = "1"  # collect those that need processes of their own
     environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), str(source / "tests")])
     report.unlink(missing_ok=True)
     log = report.with_suffix(".log")
     began = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
         status = subprocess.run(
-            command(strategy, paths, report),
+            command(strategy, ranks, paths, report),
             cwd=source / "tests",
             env=environment,
             stdout=output,
@@ -146,6 +150,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--set", choices=[*SETS, "all"], default="all", help="which of the two sets of folders")
     parser.add_argument("--only", nargs="+", metavar="FOLDER", help="some of the names that the progress shows")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
+    parser.add_argument("--ranks", type=int, choices=(1, NUM_RANKS), default=1, help="on how many ranks each test runs")
     parser.add_argument("--output", type=Path, default=Path("outputs/lightning_suite"), help="where outcomes are kept")
     parser.add_argument("--resume", action="store_true", help="keep the outcomes of folders that have run to their end")
     given = parser.parse_args(arguments)
@@ -168,15 +173,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     complete = True
     outcomes = {}
     for strategy in given.strategies:
-        reports = {name: output / f"{name}.{strategy}.jsonl" for name in chosen}
+        ranks = "" if given.ranks == 1 else f".ranks{given.ranks}"
+        reports = {name: output / f"{name}.{strategy}{ranks}.jsonl" for name in chosen}
         for name, report in reports.items():
             if not (given.resume and report.with_suffix(".done").exists()):
-                complete &= run(given.source.resolve(), strategy, chosen[name], report)
+                complete &= run(given.source.resolve(), strategy, given.ranks, chosen[name], report)
         outcomes[strategy] = read_outcomes(report for report in reports.values() if report.exists())
     show(outcomes)
     if not {"ddp", "mcore"} <= outcomes.keys():
         return 0 if complete else 2
-    verdict = compare(outcomes["ddp"], outcomes["mcore"], read_differences())
+    verdict = compare(outcomes["ddp"], outcomes["mcore"], on_ranks(read_differences(), given.ranks))
     explain(verdict, outcomes["mcore"])
     return 1 if verdict.worse else 0 if complete else 2
 

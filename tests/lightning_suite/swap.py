@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pytest plugin for Lightning's test suite: gives the Trainers of one CPU process another strategy.
+"""A pytest plugin for Lightning's test suite: gives the Trainers of CPU processes another strategy.
 
-Load it with ``-p tests.lightning_suite.swap``. ``--swap-strategy`` says which strategy, ``--swap-report`` where the
-outcome of each test goes: one line of JSON as soon as the test starts and one when it has ended, so that a run that
-crashed or was killed still says how far it came, and which test it was in.
+Load it with ``-p tests.lightning_suite.swap``. ``--swap-strategy`` says which strategy, ``--swap-ranks`` on how many
+ranks each test runs, ``--swap-report`` where the outcome of each test goes: one line of JSON as soon as the test starts
+and one when it has ended, so that a run that crashed or was killed still says how far it came, and in which test.
 """
 
 import functools
@@ -19,17 +19,19 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator, MPSAccelerator
 
 import lightning_mcore  # noqa: F401 - registers the strategy "mcore"
+from tests.lightning_suite.two_ranks import NUM_RANKS, TwoRanks
 
 STRATEGIES = ("plain", "ddp", "mcore")
 REPLACED = ("auto", "ddp", "ddp_spawn")
 STARTED = "started"
 
 
-def runs_in_one_cpu_process(arguments: dict[str, Any]) -> bool:
-    """Return whether a Trainer with these arguments is one process on the CPU whose strategy may be switched.
+def runs_on_cpu(arguments: dict[str, Any], ranks: int = 1) -> bool:
+    """Return whether a Trainer with these arguments runs on the CPU, and its strategy may be switched.
 
     Args:
         arguments: The keyword arguments of ``Trainer(...)``.
+        ranks: How many devices it may ask for at most.
     """
     accelerator = arguments.get("accelerator", "auto")
     on_cpu = accelerator == "cpu" or isinstance(accelerator, CPUAccelerator)
@@ -38,7 +40,7 @@ def runs_in_one_cpu_process(arguments: dict[str, Any]) -> bool:
     return (
         on_cpu
         and arguments.get("strategy", "auto") in REPLACED
-        and arguments.get("devices", "auto") in ("auto", 1, "1")
+        and arguments.get("devices", "auto") in ("auto", *range(1, ranks + 1), *map(str, range(1, ranks + 1)))
         and arguments.get("num_nodes", 1) == 1
     )
 
@@ -49,10 +51,12 @@ class Swap:
     Args:
         strategy: One of :data:`STRATEGIES`.
         report: Where the outcomes are appended; None for nowhere.
+        ranks: How many devices a switched Trainer gets.
     """
 
-    def __init__(self, strategy: str, report: Path | None) -> None:
+    def __init__(self, strategy: str, report: Path | None, ranks: int = 1) -> None:
         self.strategy = strategy
+        self.ranks = ranks
         self.report = report
         self.num_switched = 0
         self._original: Callable[..., None] = pl.Trainer.__init__
@@ -71,8 +75,10 @@ class Swap:
 
         @functools.wraps(original)
         def init(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-            if runs_in_one_cpu_process(kwargs):
+            if runs_on_cpu(kwargs, self.ranks):
                 kwargs["strategy"] = self.strategy
+                if self.ranks > 1:
+                    kwargs["devices"] = self.ranks
                 self.num_switched += 1
             original(trainer, *args, **kwargs)
 
@@ -82,6 +88,10 @@ class Swap:
         """Put everything back."""
         _ChildProcessObserver.__init__.__defaults__ = self._wait
         pl.Trainer.__init__ = self._original  # type: ignore[method-assign]
+
+    def add_switched(self, number: int) -> None:
+        """Count Trainers that other processes have switched."""
+        self.num_switched += number
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._began, self._switched_before, self._reports = time.monotonic(), self.num_switched, []
@@ -128,12 +138,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of this plugin."""
     group = parser.getgroup("swap", "Lightning's suite with another strategy")
     group.addoption("--swap-strategy", choices=STRATEGIES, default="plain", help="what the Trainers get")
+    group.addoption("--swap-ranks", type=int, choices=(1, NUM_RANKS), default=1, help="on how many ranks tests run")
     group.addoption("--swap-report", type=Path, default=None, help="file that the outcomes are appended to")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Begin to switch."""
-    swap = Swap(config.getoption("--swap-strategy"), config.getoption("--swap-report"))
+    ranks = config.getoption("--swap-ranks")
+    swap = Swap(config.getoption("--swap-strategy"), config.getoption("--swap-report"), ranks)
     swap.install()
     config.add_cleanup(swap.remove)
     config.pluginmanager.register(swap, "swap-strategy")
+    if ranks > 1:
+        config.pluginmanager.register(TwoRanks(lambda: swap.num_switched, swap.add_switched), "two-ranks")

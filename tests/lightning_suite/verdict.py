@@ -68,6 +68,17 @@ def read_differences(file: Path = DIFFERS) -> dict[str, str]:
     return differences
 
 
+def on_ranks(differences: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """Name the tests as a run on this many ranks reports them. An entry may name a rank: ``test on rank 1``."""
+    if ranks == 1:
+        return {test: reason for test, reason in differences.items() if " on rank " not in test}
+    return {
+        name: reason
+        for test, reason in differences.items()
+        for name in ([test] if " on rank " in test else [f"{test} on rank {rank}" for rank in range(ranks)])
+    }
+
+
 def compare(ddp: Mapping[str, Outcome], mcore: Mapping[str, Outcome], differences: Mapping[str, str]) -> Verdict:
     """Compare two runs of the same tests; one that did not end, or did not run with ours, counts as failed."""
     passed = {test for test, outcome in mcore.items() if outcome.outcome == "passed"}

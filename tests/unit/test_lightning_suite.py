@@ -13,8 +13,8 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_mcore import MCoreStrategy
 from tests.lightning_suite import __main__ as suite
-from tests.lightning_suite.swap import Swap, runs_in_one_cpu_process
-from tests.lightning_suite.verdict import Outcome, compare, count, read_differences, read_outcomes
+from tests.lightning_suite.swap import Swap, runs_on_cpu
+from tests.lightning_suite.verdict import Outcome, compare, count, on_ranks, read_differences, read_outcomes
 
 pytest_plugins = ("pytester",)
 
@@ -52,7 +52,8 @@ def test_a_trainer_of_one_process_gets_the_strategy(name: str, expected: type) -
     ],
 )
 def test_other_trainers_keep_theirs(arguments: dict[str, Any], switched: bool) -> None:
-    assert runs_in_one_cpu_process(arguments) is switched
+    assert runs_on_cpu(arguments) is switched
+    assert runs_on_cpu(arguments, ranks=2) is (switched or arguments.get("devices") == 2)
 
 
 def test_the_outcome_of_each_test_is_written_down(pytester: pytest.Pytester) -> None:
@@ -91,6 +92,42 @@ def test_the_outcome_of_each_test_is_written_down(pytester: pytest.Pytester) -> 
     }
 
 
+def test_a_test_runs_on_two_ranks(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        test_ranks="""
+        import os, torch, lightning.pytorch as pl
+        from lightning.pytorch.demos.boring_classes import BoringModel
+
+        def test_trains(tmp_path):
+            trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, fast_dev_run=True)
+            trainer.fit(BoringModel())
+            folders = [None, None]
+            torch.distributed.all_gather_object(folders, str(tmp_path))
+            assert trainer.world_size == 2 and len(set(folders)) == 1
+
+        def test_failed_on_rank_1():
+            assert os.environ["LOCAL_RANK"] == "0"
+        """
+    )
+    report = pytester.path / "report.jsonl"
+    options = ["--swap-strategy", "mcore", "--swap-ranks", "2", "--swap-report", str(report), "-p", "no:xdist"]
+    pytester.runpytest_subprocess("-p", "tests.lightning_suite.swap", "-p", "no:cacheprovider", *options)
+    passed, reason = Outcome("passed", "", 0), "call: AssertionError: assert '1' == '0'"
+    assert {name.partition("::")[2]: outcome for name, outcome in read_outcomes([report]).items()} == {
+        "test_trains on rank 0": PASSED,
+        "test_trains on rank 1": PASSED,
+        "test_failed_on_rank_1 on rank 0": passed,
+        "test_failed_on_rank_1 on rank 1": Outcome("failed", reason, 0),
+    }
+
+
+def test_differences_are_named_on_each_rank() -> None:
+    differences = {"a": "by nature", "b on rank 1": "prints on rank 0"}
+    assert on_ranks(differences, 1) == {"a": "by nature"}
+    on_two = {"a on rank 0": "by nature", "a on rank 1": "by nature", "b on rank 1": "prints on rank 0"}
+    assert on_ranks(differences, 2) == on_two
+
+
 def test_what_is_lost_against_ddp_is_told_from_what_differs_by_nature() -> None:
     ddp = {"lost": PASSED, "known": PASSED, "missing": PASSED, "hung": PASSED, "kept": PASSED, "won": FAILED}
     mcore = {"lost": FAILED, "known": FAILED, "hung": Outcome("started", "", 0), "kept": PASSED, "won": PASSED}
@@ -121,7 +158,7 @@ def test_the_exit_status_tells(
     ended: bool,
     status: int,
 ) -> None:
-    def run(source: Path, strategy: str, paths: list[str], report: Path) -> bool:
+    def run(source: Path, strategy: str, ranks: int, paths: list[str], report: Path) -> bool:
         outcome = mcore if strategy == "mcore" else "passed"
         report.write_text(json.dumps({"test": "test_it", "outcome": outcome, "why": "because", "switched": 3}) + "\n")
         return ended
