@@ -39,12 +39,17 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             _outcomes[row] = _outcomes.get(row, True) and not report.failed and not report.skipped
 
 
+def _version(package: str) -> str:
+    """Return the version of an installed package, or the commit of a repository, ``owner/name@commit``."""
+    return package.partition("@")[2] or importlib.metadata.version(package)
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write the table, once all tests have been run."""
     if "WRITE_WORKS_WITH" not in os.environ or hasattr(session.config, "workerinput"):
         return
     rows = [
-        f"| {package} | {importlib.metadata.version(package)} | {shows} |"
+        f"| {package.partition('@')[0]} | {_version(package)} | {shows} |"
         for (package, shows), passed in sorted(_outcomes.items(), key=lambda row: (row[0][0].lower(), row[0][1]))
         if passed
     ]
