@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_mcore.config.layout import ModelShape, ParallelLayout
-from lightning_mcore.config.value_checks import from_fields, require_number
+from lightning_mcore.config.value_checks import from_fields, require_number, require_size
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,10 @@ class Distillation:
         beta: The kind of divergence, 0 to 1, as above.
         temperature: Divides the logits of both models. The divergence is not multiplied by its square.
         kd_ratio: Weight of the divergence, above 0, up to 1, which leaves the token loss out of the gradient.
+        top_k: Compare the probabilities of the teacher's this many most likely tokens, and of all others together; None
+            for each token of the vocabulary.
+        stored: Folder for the teacher's logits. The first run computes them for all training data before it trains,
+            and later runs read them there instead of running the teacher. Needs ``top_k``.
 
     Raises:
         ValueError: A value is out of range.
@@ -39,12 +43,15 @@ class Distillation:
         >>> from lightning_mcore import Distillation
         >>> forward_kl = Distillation("Qwen/Qwen2.5-7B", kd_ratio=0.5)
         >>> jensen_shannon = Distillation("Qwen/Qwen2.5-7B", beta=0.5, temperature=2.0)
+        >>> computed_before = Distillation("Qwen/Qwen2.5-7B", top_k=64, stored="logits-of-7b")
     """
 
     teacher: str
     beta: float = 0.0
     temperature: float = 1.0
     kd_ratio: float = 1.0
+    top_k: int | None = None
+    stored: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.teacher, str) or not self.teacher:
@@ -57,6 +64,14 @@ class Distillation:
         for name, effect in (("temperature", "divides by zero"), ("kd_ratio", "learns nothing from the teacher")):
             if getattr(self, name) == 0:
                 raise ValueError(f"{name}=0 {effect}; choose a number above 0")
+        if self.top_k is not None:
+            require_size("top_k", self.top_k)
+        if self.stored is not None and (not isinstance(self.stored, str) or not self.stored):
+            raise TypeError(f"stored={self.stored!r} is not the path of a folder; give one, or None")
+        if self.stored is not None and self.top_k is None:
+            raise ValueError(
+                f"stored={self.stored!r} would store the whole vocabulary's logits of each token; set top_k, such as 64"
+            )
 
     @classmethod
     def of(cls, given: "Distillation | Mapping[str, Any]") -> "Distillation":

@@ -27,7 +27,7 @@ tokens on 2 ranks in chunks of 4:
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +69,7 @@ def in_chunks(
     trained: Mapping[str, Tensor] | None = None,
     kind: "Callable[..., ChunkedLoss] | None" = None,
     beside: Tensor | None = None,
+    given: Tensor | None = None,
 ) -> list[Tensor]:
     """Return the loss of each token, [b, s] fp32, and with ``wants_best`` the most probable token, [b, s] int64.
 
@@ -76,7 +77,8 @@ def in_chunks(
     ``draws`` says whether it draws random numbers. ``hidden`` are those of all tokens, ``labels`` is [b, s], and
     ``tokens`` is the size of a chunk, rounded down to whole positions of all rows and ranks; a chunk has at least one.
     Gradients of ``trained``, from :func:`summed_in_fp32`, are summed there; ``logits_of`` gets them as ``shares``.
-    Another ``kind`` of chunk returns what it computes; it gets its part of ``beside``, which is split as ``hidden`` is.
+    Another ``kind`` of chunk returns what it computes, [b, s] or [b, s, n]; it gets its part of ``beside``, which is
+    split as ``hidden`` is, and of ``given``, [b, s, n], which is split as ``labels`` are.
     """
     rows, length = labels.shape
     ranks = length // hidden.size(0)  # that share the sequence
@@ -85,26 +87,34 @@ def in_chunks(
     if draws:  # torch's own way to repeat random numbers does not know Megatron's generators
         again["context_fn"] = functools.partial(_repeating, hidden.device)
     found: list[list[Tensor]] = []
-    by_rank = labels.reshape(rows, ranks, -1)
+
+    def split(values: Tensor) -> list[Tensor]:
+        by_rank = values.reshape(rows, ranks, -1, *values.shape[2:])
+        return [part.flatten(1, 2).transpose(0, 1) for part in torch.split(by_rank, own, dim=2)]
+
     parts = torch.split(hidden, own)
-    others: Iterable[dict[str, Tensor]] = [{}] * len(parts)
-    if beside is not None:
-        others = [{"beside": part} for part in torch.split(beside, own)]
+    others: list[dict[str, Tensor]] = [{} for _ in parts]
+    for name, of_chunks in (
+        ("beside", torch.split(beside, own) if beside is not None else ()),
+        ("given", split(given) if given is not None else ()),
+    ):
+        for other, part in zip(others, of_chunks, strict=False):
+            other[name] = part
     make = kind or functools.partial(_Chunk, wants_best=wants_best)
     trained = trained if trained and torch.is_grad_enabled() else {}
     turns = {name: itertools.cycle([*[False] * (len(parts) - 1), True]) for name in trained}
-    for part, wanted, other in zip(parts, torch.split(by_rank, own, dim=2), others, strict=True):
+    for part, wanted, other in zip(parts, split(labels), others, strict=True):
         own_logits = logits_of
         if trained:
             shares = {name: _Share.apply(weight, turns[name]) for name, weight in trained.items()}  # type: ignore[no-untyped-call]
             own_logits = functools.partial(logits_of, shares=shares)
-        compute = make(own_logits, wanted.reshape(rows, -1).t(), vocabulary, **other)
+        compute = make(own_logits, wanted, vocabulary, **other)
         if torch.is_grad_enabled() and len(parts) > 1:
             results = checkpoint(compute, part, use_reentrant=False, preserve_rng_state=False, **again)
         else:
             results = compute(part)
-        found.append([result.t().reshape(rows, ranks, -1) for result in results])
-    return [torch.cat(results, dim=2).view(rows, length) for results in zip(*found, strict=True)]
+        found.append([result.transpose(0, 1).reshape(rows, ranks, -1, *result.shape[2:]) for result in results])
+    return [torch.cat(results, dim=2).flatten(1, 2) for results in zip(*found, strict=True)]
 
 
 class ChunkedLoss:

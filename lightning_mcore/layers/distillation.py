@@ -11,6 +11,10 @@ The last stage computes token losses and divergences in chunks of tokens (``chun
 model exist for a whole row. The gradient of the divergence by the student's logits is written out below, because
 autograd would keep several copies of the probabilities, and cannot see through the sums over tensor-parallel ranks.
 
+With ``top_k``, a token's probabilities become those of k + 1 categories: the teacher's k most likely tokens, and all
+others together (:func:`category_logits`). What the teacher gives to them, [s, b, 2k + 1] fp32, may come from its chunk
+or from a file (``models/stored_logits.py``): the k tokens, their log-probabilities, and that of the others.
+
 The teacher's chunk is not a submodule of the student's: it has no gradients, no optimizer state, and no place in
 checkpoints. ``models/distillation.py`` builds both.
 """
@@ -35,6 +39,9 @@ from lightning_mcore.layers.chunked_loss import (
     summed_in_fp32,
 )
 from lightning_mcore.layers.gpt import GPTChunk
+from lightning_mcore.layers.sampling import vocab_parallel_top_k
+
+_LEAST = -1e4  # log-probability of nothing: exp(-1e4) is 0, and 0 * -1e4 as well
 
 
 class TeacherChunk(GPTChunk):
@@ -48,27 +55,45 @@ class StudentChunk(GPTChunk):
     """A student's layers of one virtual pipeline stage, with those of its teacher, if there is one.
 
     Inside :meth:`learning`, a call returns what it returns otherwise, and the teacher's activations; with the output
-    layer, the loss of each token and its divergence from the teacher, [2, b, s] fp32.
+    layer, the loss of each token and its divergence from the teacher, [2, b, s] fp32. With stored logits, no teacher
+    runs. Inside :meth:`storing`, a call with the output layer returns what would be stored, [b, s, 2k + 1] fp32.
     """
 
-    _teacher: tuple[TeacherChunk, Distillation] | None = None  # in a tuple, so that it does not become a submodule
-    _is_learning = False
+    setting: Distillation
+    taught_tokens: int  # tokens that both vocabularies have
+    _teacher: tuple[TeacherChunk] | None = None  # in a tuple, so that it does not become a submodule
+    _is_learning = _is_storing = False
+    _stored: Tensor | None = None  # [b, s, 2k + 1] fp32
     _received: Tensor | None = None  # from the stage before, [s, b, both hidden sizes]
     _taught: Tensor | None = None  # the teacher's output of the current call
 
-    def learn_from(self, teacher: TeacherChunk, setting: Distillation) -> None:
-        """Let calls inside :meth:`learning` run a teacher's chunk too."""
-        self._teacher = teacher, setting
+    def learn_from(self, teacher: TeacherChunk | None, setting: Distillation, tokens: int) -> None:
+        """Let calls inside :meth:`learning` run a teacher's chunk too; None for a teacher whose logits are stored.
+
+        ``tokens`` are those that both vocabularies have.
+        """
+        self._teacher = None if teacher is None else (teacher,)
+        self.setting, self.taught_tokens = setting, tokens
 
     @contextlib.contextmanager
-    def learning(self) -> Iterator[None]:
-        """Let calls learn from the teacher inside the ``with`` block."""
-        self._is_learning = True
+    def learning(self, stored: Tensor | None = None) -> Iterator[None]:
+        """Let calls learn from the teacher, or from its stored logits, inside the ``with`` block."""
+        self._is_learning, self._stored = stored is None, stored
         try:
             yield
         finally:
             self._is_learning = False
-            self._taught = self._received = None
+            self._taught = self._received = self._stored = None
+
+    @contextlib.contextmanager
+    def storing(self) -> Iterator[None]:
+        """Let calls return what is stored inside the ``with`` block."""
+        self._is_storing = True
+        try:
+            with self.learning():
+                yield
+        finally:
+            self._is_storing = False
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Take the activations of the stage before: the student's, and perhaps the teacher's behind them."""
@@ -82,7 +107,7 @@ class StudentChunk(GPTChunk):
         if not self._is_learning:
             return super().forward(input_ids, position_ids, attention_mask, *args, **kwargs)
         assert self._teacher is not None, "a model learns from a teacher that it has"
-        teacher, _ = self._teacher
+        [teacher] = self._teacher
         if self._received is not None and not self.pre_process:
             sizes = [self.config.hidden_size, teacher.config.hidden_size]
             own, given = torch.split(self._received, sizes, dim=-1)
@@ -98,17 +123,19 @@ class StudentChunk(GPTChunk):
         self, hidden: Tensor, labels: Tensor | None, weight: Tensor | None, places: Tensor | None, gathered: bool | None
     ) -> Tensor:
         """Return what :class:`GPTChunk` does, and while learning losses and divergences, [2, b, s] fp32."""
-        if self._taught is None or labels is None:
+        if labels is None or (self._taught is None and self._stored is None):
             return super()._losses_or_logits(hidden, labels, weight, places, gathered)
-        assert self._teacher is not None
-        teacher, setting = self._teacher
-        tied = teacher.share_embeddings_and_output_weights
-        of_teacher = functools.partial(
-            logits_of_layer, teacher.output_layer, teacher.shared_embedding_or_output_weight() if tied else None
-        )
-        smaller = min(chunk.existing_tokens or chunk.vocab_size for chunk in (self, teacher))
-        both = Vocabulary.of(smaller, self._columns, self.tp_group)
-        losses = in_chunks(
+        of_teacher = None
+        if self._stored is None:
+            assert self._teacher is not None
+            [teacher] = self._teacher
+            tied = teacher.share_embeddings_and_output_weights
+            of_teacher = functools.partial(
+                logits_of_layer, teacher.output_layer, teacher.shared_embedding_or_output_weight() if tied else None
+            )
+        both = Vocabulary.of(self.taught_tokens, self._columns, self.tp_group)
+        kind = _StoredChunk if self._is_storing else _ChunkWithTeacher if self.setting.top_k is None else _ChunkOfTopK
+        found = in_chunks(
             functools.partial(logits_of_layer, self.output_layer, weight),
             hidden,
             labels,
@@ -116,10 +143,11 @@ class StudentChunk(GPTChunk):
             Vocabulary.of(self.existing_tokens or self.vocab_size, self._columns, self.tp_group),
             draws=draws_numbers(self.output_layer),
             trained=summed_in_fp32(self.output_layer, weight),
-            kind=functools.partial(_ChunkWithTeacher, of_teacher, both, setting),
+            kind=functools.partial(kind, of_teacher, both, self.setting),
             beside=self._taught,
+            given=self._stored,
         )
-        return torch.stack(losses)
+        return found[0] if self._is_storing else torch.stack(found)
 
 
 class Sums(NamedTuple):
@@ -200,26 +228,129 @@ class _Divergences(torch.autograd.Function):
         return gradient, *[None] * (3 + len(Sums._fields))
 
 
-class _ChunkWithTeacher(ChunkedLoss):
-    """Computes the token losses and divergences of a chunk of tokens."""
+def category_logits(logits: Tensor, tokens: Tensor, vocabulary: Vocabulary, temperature: float) -> Tensor:
+    """Return the logits of ``tokens``, [s, b, k], and of all others together, [s, b, k + 1] fp32 on every rank.
+
+    The logit of the others is the logarithm of their sum of exp(logit / temperature). With the logits 2, 1, 0 and 0 of
+    four tokens, the categories of tokens 0 and 1 have 2, 1 and log(1 + 1) = 0.693.
+    """
+    is_own, column, is_rest = _places(logits, tokens, vocabulary)
+    scaled = logits.float() / temperature
+    chosen = scaled.gather(-1, column).where(is_own, 0.0)
+    rest = scaled.masked_fill_(~is_rest, -torch.inf)
+    most = rest.amax(-1, keepdim=True)
+    group = vocabulary.group
+    if group.size() > 1:
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    most.clamp_(min=_LEAST)
+    found = torch.cat([chosen, rest.sub_(most).exp_().sum(-1, keepdim=True)], dim=-1)
+    if group.size() > 1:
+        dist.all_reduce(found, group=group)
+    found[..., -1:] = (found[..., -1:].log() + most).clamp_(min=_LEAST)
+    return found
+
+
+def _places(logits: Tensor, tokens: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which tokens are of this rank and their columns, [s, b, k], and the others' columns, [s, b, v / tp]."""
+    first, real, _ = vocabulary
+    columns = logits.size(-1)
+    is_own = (tokens >= first) & (tokens < first + real)
+    column = (tokens - first).where(is_own, 0)
+    is_rest = torch.ones(*logits.shape[:-1], columns + 1, dtype=torch.bool, device=logits.device)
+    is_rest.scatter_(-1, column.where(is_own, columns), False)
+    is_rest[..., real:] = False
+    return is_own, column, is_rest[..., :columns]
+
+
+class _Categories(torch.autograd.Function):
+    """The logits of a chunk's categories, [s, b, k + 1] fp32, with their gradient by the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, tokens: Tensor, vocabulary: Vocabulary, temperature: float, known: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(logits, tokens, known[..., -1:])
+        ctx.vocabulary, ctx.temperature = vocabulary, temperature
+        return known.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        logits, tokens, rest = ctx.saved_tensors
+        is_own, column, is_rest = _places(logits, tokens, ctx.vocabulary)
+        own, of_rest = gradients[0][..., :-1].where(is_own, 0.0), gradients[0][..., -1:]
+        gradient = (logits.float() / ctx.temperature).sub_(rest).exp_().mul_(of_rest).masked_fill_(~is_rest, 0)
+        gradient.scatter_add_(-1, column, own)
+        return gradient.div_(ctx.temperature).to(logits.dtype), None, None, None, None
+
+
+class _TaughtChunk(ChunkedLoss):
+    """A chunk of tokens with the teacher's hidden states, [s, b, h], or with what was stored, [s, b, 2k + 1]."""
 
     def __init__(
         self,
-        of_teacher: Callable[[Tensor], Tensor],
+        of_teacher: Callable[[Tensor], Tensor] | None,
         both: Vocabulary,
         setting: Distillation,
-        *given: Any,
-        beside: Tensor,
+        *arguments: Any,
+        beside: Tensor | None = None,
+        given: Tensor | None = None,
     ) -> None:
-        super().__init__(*given)
-        self.of_teacher, self.both, self.setting, self.beside = of_teacher, both, setting, beside
-        self.sums: Sums | None = None
+        super().__init__(*arguments)
+        self.of_teacher, self.both, self.setting = of_teacher, both, setting
+        self.beside, self.given = beside, given
+
+    def taught(self) -> Tensor:
+        """Return the teacher's logits, [s, b, v / tp]."""
+        assert self.of_teacher is not None
+        assert self.beside is not None
+        with torch.no_grad():
+            return self.of_teacher(self.beside)
+
+    def top_k(self) -> Tensor:
+        """Return the teacher's k most likely tokens and log-probabilities, [s, b, 2k + 1] fp32, on every rank."""
+        if self.given is None:
+            assert self.setting.top_k is not None
+            taught = self.taught()
+            tokens = vocab_parallel_top_k(taught, *self.both, self.setting.top_k)
+            logits = category_logits(taught, tokens, self.both, self.setting.temperature)
+            self.given = torch.cat([tokens.float(), logits.log_softmax(-1).clamp_(min=_LEAST)], dim=-1)
+        return self.given
+
+
+class _ChunkWithTeacher(_TaughtChunk):
+    """Computes the token losses and divergences of a chunk of tokens."""
+
+    sums: Sums | None = None
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Return the losses and divergences, [s, b] fp32 each."""
+        logits, taught = self.logits_of(hidden), self.taught()
+        if self.sums is None:
+            with torch.no_grad():
+                self.sums = Sums.of(logits.detach(), taught, self.both, self.setting)
+        return self.losses(logits), _Divergences.apply(logits, taught, self.both, self.setting, *self.sums)  # type: ignore[no-untyped-call]
+
+
+class _ChunkOfTopK(_TaughtChunk):
+    """Computes the token losses of a chunk of tokens, and the divergences of their k + 1 categories."""
+
+    categories: Tensor | None = None  # the student's logits of them, [s, b, k + 1]
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """Return the losses and divergences, [s, b] fp32 each."""
         logits = self.logits_of(hidden)
-        with torch.no_grad():
-            taught = self.of_teacher(self.beside)
-            if self.sums is None:
-                self.sums = Sums.of(logits.detach(), taught, self.both, self.setting)
-        return self.losses(logits), _Divergences.apply(logits, taught, self.both, self.setting, *self.sums)  # type: ignore[no-untyped-call]
+        found = self.top_k()
+        size, temperature = found.size(-1) // 2, self.setting.temperature
+        tokens, teacher = found[..., :size].long(), found[..., size:]
+        if self.categories is None:
+            self.categories = category_logits(logits.detach(), tokens, self.both, temperature)
+        student = _Categories.apply(logits, tokens, self.both, temperature, self.categories).log_softmax(-1)  # type: ignore[no-untyped-call]
+        return self.losses(logits), _terms(student, teacher, self.setting.beta)[0].sum(-1)
+
+
+class _StoredChunk(_TaughtChunk):
+    """Computes what is stored of a chunk of tokens."""
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Return the teacher's most likely tokens and their log-probabilities, [s, b, 2k + 1] fp32."""
+        return (self.top_k(),)

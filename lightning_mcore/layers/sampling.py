@@ -38,6 +38,19 @@ def vocab_parallel_argmax(logits: Tensor, vocab_size: int, tp_group: dist.Proces
     return indices.gather(0, values.argmax(dim=0, keepdim=True))[0]
 
 
+def vocab_parallel_top_k(logits: Tensor, first: int, real: int, tp_group: dist.ProcessGroup, k: int) -> Tensor:
+    """Return the ``k`` most probable tokens at each position, [s, b, k] int64 on every rank, from the likeliest on.
+
+    ``logits`` is [s, b, v / tp]: ``real`` tokens from ``first`` on, then padding. All ranks together have k or more.
+    """
+    values = logits.float()
+    values[..., real:] = float("-inf")
+    values, columns = values.topk(min(k, logits.size(-1)), dim=-1)
+    both = (_gather(values, tp_group), _gather(columns + first, tp_group))  # [tp, s, b, k] each
+    values, tokens = (each.permute(1, 2, 0, 3).flatten(2) for each in both)
+    return tokens.gather(-1, values.topk(k, dim=-1).indices)
+
+
 def logits_at(
     logits: Tensor, asked: Tensor, vocab_size: int, tp_group: dist.ProcessGroup, cp_group: dist.ProcessGroup
 ) -> Tensor:

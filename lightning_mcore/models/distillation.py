@@ -4,16 +4,17 @@
 The model, its data, layouts, checkpoints and adapters are ``MCoreGPT``'s; only the training loss differs. When a fit
 begins, each rank reads its part of the teacher's weights, in the number format of the student's. In training, each
 stage runs the teacher's layers before the student's (``layers/distillation.py``). Validation, testing and prediction
-run the student alone.
+run the student alone. With stored logits (``stored_logits.py``), the teacher runs once, before training.
 """
 
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 
 from lightning_mcore.config.distillation import Distillation, check_teacher
 from lightning_mcore.config.lora import LoRA
@@ -23,11 +24,15 @@ from lightning_mcore.hf.adapters import fingerprint
 from lightning_mcore.hf.source import absolute, is_hub_name, local_folder
 from lightning_mcore.layers.distillation import StudentChunk, TeacherChunk
 from lightning_mcore.layers.gpt import GPTChunk
+from lightning_mcore.layers.inputs import is_packed
 from lightning_mcore.layers.losses import token_mean
+from lightning_mcore.layers.sampling import whole_sequence
 from lightning_mcore.layers.spec import TransformerImpl
 from lightning_mcore.models.gpt import Batch, MCoreGPT
 from lightning_mcore.models.recipe import Recipe
+from lightning_mcore.models.stored_logits import StoredLogits, looks_complete
 from lightning_mcore.parallel.chunks import cast_chunk
+from lightning_mcore.parallel.groups import process_group
 
 _TEACHER = "distillation_teacher"  # key of a checkpoint: the teacher's fingerprint
 _OFF: dict[str, Any] = {  # of the teacher, whose weights come from its files
@@ -131,6 +136,8 @@ class MCoreDistillation(MCoreGPT):
         self.distillation = setting
         self.teacher_mark: str | None = None  # identifies the teacher's weights
         self._path_of_teacher = absolute(setting.teacher)  # the working folder may change
+        self._folder = None if setting.stored is None else absolute(setting.stored)
+        self._stored: StoredLogits | None = None
 
     @classmethod
     def from_pretrained(  # type: ignore[override]  # with the distillation, which has no default
@@ -208,7 +215,11 @@ class MCoreDistillation(MCoreGPT):
             ValueError: The teacher has other tokens, is not a language model, or does not fit the layout.
         """
         super().check_settings()
-        if not self._fits:
+        if self.distillation.top_k is not None and self.distillation.top_k > self.vocab_size:
+            raise ValueError(
+                f"top_k={self.distillation.top_k} is more than the {self.vocab_size} tokens of the vocabulary; lower it"
+            )
+        if not self._fits or (self._folder is not None and looks_complete(self._folder)):
             return
         host = self._host()
         if host is not None:
@@ -220,15 +231,25 @@ class MCoreDistillation(MCoreGPT):
         return self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
 
     def configure_model(self) -> None:
-        """Build this rank's chunks as ``MCoreGPT`` does; before training, also those of the teacher."""
+        """Build this rank's chunks as ``MCoreGPT`` does; before training, also those of the teacher.
+
+        Raises:
+            ValueError: The stored logits are of other data, settings or another teacher.
+        """
+        self._stored = StoredLogits(self, self._folder) if self._fits and self._folder is not None else None
         super().configure_model()
         if not self._fits:
+            return
+        if self._stored is not None and self._stored.is_complete:
+            self._learn_from_stored()
             return
         teacher = self.teacher
         if not hasattr(teacher, "model"):
             teacher.configure_model()
             mark = fingerprint(teacher)
             self._check_mark(mark)
+            if self._stored is not None:
+                self._stored.check_teacher(mark)
             self.teacher_mark = mark
             teacher.freeze()
             for chunk in teacher.model.chunks:
@@ -239,7 +260,30 @@ class MCoreDistillation(MCoreGPT):
         for chunk, of_teacher in zip(self.model.chunks, teacher.model.chunks, strict=True):
             assert isinstance(chunk, StudentChunk)
             assert isinstance(of_teacher, TeacherChunk)
-            chunk.learn_from(of_teacher, self.distillation)
+            chunk.learn_from(of_teacher, self.distillation, min(self.vocab_size, teacher.vocab_size))
+
+    def on_fit_start(self) -> None:
+        """Run the teacher over all training data, if its logits are to be stored and are not there yet; collective."""
+        super().on_fit_start()
+        if self._stored is None or self._stored.is_complete:
+            return
+        self._stored.complete_with(self, min(self.vocab_size, self.teacher.vocab_size))
+        self._learn_from_stored()
+
+    def _learn_from_stored(self) -> None:
+        """Learn from stored logits, and let the teacher go."""
+        assert self._stored is not None
+        self._check_mark(self._stored.teacher_mark)
+        self.teacher_mark = self._stored.teacher_mark
+        self._stored.lend()
+        for chunk in self.model.chunks:
+            assert isinstance(chunk, StudentChunk)
+            chunk.learn_from(None, self.distillation, self._stored.tokens)
+        self.__dict__.pop("_own_teacher", None)
+
+    @property
+    def _reads_stored(self) -> bool:
+        return self._stored is not None and self._stored.is_complete
 
     def _new_chunk(self, *args: Any, **kwargs: Any) -> GPTChunk:
         return StudentChunk(*args, **kwargs)
@@ -269,11 +313,14 @@ class MCoreDistillation(MCoreGPT):
         """Return what ``MCoreGPT`` does; None with pipeline stages, which also send the teacher's activations."""
         host = self._host()
         is_staged = host is not None and host.layout.pipeline_model_parallel_size > 1
-        return None if is_staged else super().microbatch_shape(batch)
+        return None if is_staged and not self._reads_stored else super().microbatch_shape(batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         """Return the mean of a microbatch's mixed losses and, unless ``calculate_per_token_loss=False``, its weight."""
-        with self._learning():
+        stored = batch["teacher_top_k"] if self._reads_stored else None
+        if stored is not None and is_packed(batch):
+            stored = stored.flatten(0, 1)[None]  # as the model takes the tokens
+        with self._on_chunks(lambda chunk: chunk.learning(stored)):
             found, inputs = self.token_losses(batch)
         assert inputs.loss_mask is not None
         losses, divergences = found
@@ -284,12 +331,18 @@ class MCoreDistillation(MCoreGPT):
         mixed = (1 - ratio) * losses + ratio * divergences
         return self._log_loss("train_loss", self.learned_losses(mixed), inputs)
 
+    def teacher_top_k(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the teacher's most likely tokens and their log-probabilities, [b, s, 2k + 1], for a padded batch."""
+        with self._on_chunks(StudentChunk.storing):
+            found, _ = self.token_losses(batch)
+        return found if self._host() is None else whole_sequence(found, process_group("cp"))
+
     @contextlib.contextmanager
-    def _learning(self) -> Iterator[None]:
+    def _on_chunks(self, enter: Callable[[StudentChunk], Any]) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for chunk in self._pipeline_of_step().chunks:
                 assert isinstance(chunk, StudentChunk)
-                stack.enter_context(chunk.learning())
+                stack.enter_context(enter(chunk))
             yield
 
 

@@ -27,6 +27,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from lightning_mcore.data.appended import SILENT_SECONDS, appending
 from lightning_mcore.data.packing.rows import packing_multiples
 from lightning_mcore.data.preference.pairs import PairSource, collate_padded_pairs
 from lightning_mcore.data.sampling import data_parallel_place
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from lightning_mcore.models.preference import MCorePreference
 
 _VERSION = "1"
-_SILENT_SECONDS = 2.0  # shorter passes show no progress
 _Table = NDArray[np.float64]  # [pairs, 2]
 
 
@@ -143,13 +143,13 @@ def _complete(module: "MCorePreference", name: str, source: PairSource) -> _Tabl
     if table.size:
         rank_zero_info(f"the reference of the {name} data continues at pair {len(table)} of {len(source)}")
     parts = [table]
-    with _appending(path, len(table), trainer.is_global_zero) as append:
+    with appending(path, len(table) * 16, trainer.is_global_zero) as append:  # two numbers of 8 bytes
         starts = range(len(table), len(source), at_once)
         shown = tqdm(
             starts,
             desc=f"log-probabilities of the {name} data under the reference",
             disable=not trainer.is_global_zero,
-            delay=_SILENT_SECONDS,
+            delay=SILENT_SECONDS,
             leave=False,
         )
         # 5 pairs on 2 data-parallel ranks with batches of 2: start 0 gives pairs 0 1 to rank 0 and 2 3 to rank 1. Start
@@ -173,25 +173,5 @@ def _complete(module: "MCorePreference", name: str, source: PairSource) -> _Tabl
                     f" {rows[bad - start].tolist()}; check its weights and the precision"
                 )
             parts.append(rows.numpy())
-            append(parts[-1])
+            append(parts[-1].astype("<f8"))
     return np.concatenate(parts)
-
-
-@contextlib.contextmanager
-def _appending(path: str, rows: int, is_writer: bool) -> Iterator[Any]:
-    """Yield a function that appends [n, 2] fp64 rows to a file that has ``rows`` of them; it writes on one rank only.
-
-    Whatever a crash left behind the last complete row is cut off.
-    """
-    if not is_writer:
-        yield lambda _: None
-        return
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "ab") as file:
-        file.truncate(rows * 16)  # two numbers of 8 bytes
-
-        def append(values: _Table) -> None:
-            file.write(values.astype("<f8").tobytes())
-            file.flush()
-
-        yield append

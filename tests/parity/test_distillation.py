@@ -6,6 +6,7 @@ knows nothing of padding, packing, chunks or ranks. The teacher is of another fa
 """
 
 import functools
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,22 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_mcore import Distillation, LoRA, MCoreDistillation, MCoreStrategy, Recipe, collate_padded, collate_rows
+from lightning_mcore import (
+    Distillation,
+    LoRA,
+    MCoreDistillation,
+    MCoreFinetuningData,
+    MCoreStrategy,
+    Recipe,
+    collate_padded,
+    collate_rows,
+)
 from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.packing.rows import build_row
 from lightning_mcore.data.sampling import data_parallel_place
 from lightning_mcore.interop.importing import import_checkpoint
 from tests.parity.hf_training import Part, finished_gradients, on_disk
+from tests.support.chats import characters, exchanges, write
 from tests.support.hf_models import VARIANTS, VOCAB_SIZE, auto_model, save_tiny, tiny_folder
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
@@ -44,14 +55,19 @@ CASES = {
     "forward": {"kd_ratio": 0.6, "temperature": 2.0},
     "reverse": {"beta": 1.0},
     "js": {"beta": 0.3, "temperature": 0.7, "kd_ratio": 0.9},
+    "top": {"beta": 0.3, "temperature": 0.7, "kd_ratio": 0.9, "top_k": 7},
+    "top forward": {"temperature": 2.0, "top_k": 30},
+    "top reverse": {"beta": 1.0, "top_k": 1},
 }
 Run = tuple[str, str, bool]  # a case, the student's family, and whether rows are packed
-DENSE: tuple[Run, ...] = (("js", "qwen2", False), ("forward", "qwen2", True))
+DENSE: tuple[Run, ...] = (("js", "qwen2", False), ("forward", "qwen2", True), ("top", "qwen2", True))
 LAYOUTS: dict[str, dict[Layout, tuple[Run, ...]]] = {  # each name begins with the number of ranks
     "1": {Layout(): (*((case, "qwen2", False) for case in CASES), ("reverse", "qwen2, untied", True))},
     "2": {
         Layout(tp=2, sp=True): (
             *DENSE,
+            ("top forward", "qwen2", False),
+            ("top reverse", "qwen2, untied", False),
             ("reverse", "qwen2, untied", False),
             ("js", "qwen2, sparse teacher", True),
         ),
@@ -127,6 +143,9 @@ def plain_step(case: str, family: str) -> tuple[dict[str, float], dict[str, Tens
         taught = teacher(tokens[:, :-1]).logits[0][counts].double().detach()
         losses.append(torch.nn.functional.cross_entropy(logits, tokens[0, 1:][counts], reduction="none"))
         p, q = ((values / setting["temperature"]).softmax(-1) for values in (logits, taught))
+        if "top_k" in setting:
+            tokens = q.topk(setting["top_k"]).indices
+            p, q = (with_the_rest(values, tokens) for values in (p, q))
         divergences.append(divergence(p, q, setting["beta"]))
     loss, distance = torch.cat(losses).mean(), torch.cat(divergences).mean()
     mixed = (1 - setting["kd_ratio"]) * loss + setting["kd_ratio"] * distance
@@ -145,6 +164,12 @@ def divergence(p: Tensor, q: Tensor, beta: float) -> Tensor:
         return kl(q, p) if beta == 0 else kl(p, q)
     m = (1 - beta) * p + beta * q
     return beta * kl(q, m) + (1 - beta) * kl(p, m)
+
+
+def with_the_rest(probabilities: Tensor, tokens: Tensor) -> Tensor:
+    """Return the probabilities of some tokens, and of all others together."""
+    chosen = probabilities.gather(-1, tokens)
+    return torch.cat([chosen, 1 - chosen.sum(-1, keepdim=True)], dim=-1)
 
 
 # ---- a run
@@ -328,3 +353,85 @@ def test_a_checkpoint_is_a_teacher_too_and_validation_needs_none(tmp_path: Path)
     for found, validated in run_ranks(2, taught_by_checkpoint, str(tiny_folder("qwen2")), teacher, timeout=120):
         assert found == pytest.approx([*values.values()], abs=LOSS)
         assert validated == pytest.approx([values["train_token_loss"]], abs=LOSS)
+
+
+# ---- stored logits
+
+STORED = {"beta": 0.3, "kd_ratio": 0.9, "top_k": 7}
+
+
+def losses_of_files(layout: Layout, folder: str, files: str, packing: bool, **setting: Any) -> list[list[float]]:
+    """Train three steps on a file of exchanges; return each step's three losses."""
+    module = MCoreDistillation.from_pretrained(
+        folder, Distillation(**STORED | setting), seq_length=LENGTH, recipe=Recipe(learning_rate=0.01)
+    )
+    seen: list[list[float]] = []
+
+    class Keeps(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            names = ("train_loss", "train_token_loss", "train_divergence")
+            seen.append([float(trainer.callback_metrics[name]) for name in names])
+
+    data = MCoreFinetuningData(
+        files,
+        characters(),
+        seq_length=LENGTH,
+        batch_size=4 // layout.dp,
+        packing=packing,
+        overlong="split",
+        cache_dir=f"{folder}/cache",
+        streaming=setting.get("stored") == "of a stream",
+    )
+    trainer = make_trainer(
+        MCoreStrategy(**layout.strategy_arguments, loss_chunk_size=CHUNK), max_steps=3, callbacks=[Keeps()]
+    )
+    trainer.fit(module, datamodule=data)
+    return seen
+
+
+def alike(layouts: Sequence[Layout], folder: str, teacher: str, files: str, out: str) -> list[list[list[float]]]:
+    """Train on logits stored on the first layout; the second continues the file, and the others have no teacher."""
+    found = []
+    for number, layout in enumerate(layouts):
+        if number == 1 and torch.distributed.get_rank() == 0:
+            logits = Path(out) / "logits.f32"
+            os.truncate(logits, logits.stat().st_size * 2 // 3 + 1)
+        torch.distributed.barrier()
+        given = teacher if number < 2 else "nowhere"
+        found.append(losses_of_files(layout, folder, files, number % 2 == 0, teacher=given, stored=out))
+        if layout.cp > 1:  # rows are packed for it
+            found.append(losses_of_files(layout, folder, files, number % 2 == 0, teacher=teacher))
+    refused = {
+        "has logits for other training data, or another order": {"files": files.replace("chats", "others")},
+        "has logits for top_k=7; give what": {"top_k": 6},
+        "has logits for temperature=1.0; give what": {"temperature": 2.0},
+        "needs training data whose samples have a fixed order": {"stored": "of a stream"},
+        "is more than the 260 tokens of the vocabulary": {"top_k": 1000},
+    }
+    for text, change in refused.items():
+        options = {"folder": folder, "files": files, "packing": True, "teacher": teacher, "stored": out, **change}
+        with pytest.raises(ValueError, match=text):
+            losses_of_files(layouts[0], **options)  # type: ignore[arg-type]
+    return found
+
+
+def live(folder: str, teacher: str, files: str) -> list[list[list[float]]]:
+    return [losses_of_files(Layout(), folder, files, packing, teacher=teacher) for packing in (True, False)]
+
+
+def test_stored_logits_train_like_the_teacher_on_every_layout(tmp_path: Path) -> None:
+    """Stored on one layout, continued on another after an interruption, and read by others without the teacher."""
+    vocabulary = {"vocab_size": len(characters())}
+    folder, teacher = (
+        str(save_tiny(family, tmp_path / family, **changes))
+        for family, changes in (("qwen2", vocabulary), ("llama", TEACHER | vocabulary))
+    )
+    for name in ("chats", "others"):
+        write(tmp_path / f"{name}.jsonl", exchanges(60, longest=70, seed=len(name)))
+    files = str(tmp_path / "chats.jsonl")
+    [wanted] = run_ranks(1, live, folder, teacher, files, timeout=120)
+    layouts = [Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2), Layout(dp=2, distributed_optimizer=True)]
+    for rank in run_ranks(2, alike, layouts, folder, teacher, files, str(tmp_path / "stored"), timeout=240):
+        packed, padded = wanted
+        for found, expected in zip(rank, (packed, padded, rank[3], rank[3], padded), strict=True):
+            assert np.array(found) == pytest.approx(np.array(expected), abs=LOSS)

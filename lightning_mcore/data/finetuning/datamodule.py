@@ -14,6 +14,8 @@ With ``streaming``, training files are tokenised and packed while they are read 
 ``data/packing/rows.py`` describes the batches, packed or dense, for ``MCoreModule.forward_step``.
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -267,6 +269,19 @@ class MCoreFinetuningData(pl.LightningDataModule):
     def test_dataloader(self) -> Any:
         """Return the loader of the test rows, in order; an empty list without test files."""
         return self._evaluation_loader("test") if self._has("test") else []
+
+    def samples_to_store(self) -> tuple[TokenizedSamples, str] | None:
+        """Return the training samples and a digest of them and their order, for a teacher's logits; None for a stream.
+
+        Raises:
+            RuntimeError: ``setup`` was not called.
+        """
+        if self.streaming:
+            return None
+        data = self._opened("train")
+        samples = data.samples if isinstance(data, PackedDataset) else data
+        digest = hashlib.sha256(json.dumps(self._sources).encode() + samples.order)
+        return samples, digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sources of the training data, and whether training is within an epoch."""

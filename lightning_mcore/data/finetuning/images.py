@@ -248,8 +248,8 @@ class _Samples(TokenizedSamples):
         for sample, images, videos in zip(super().take(indices), rows[_IMAGES], rows[_VIDEOS], strict=True):
             # Those whose tokens are among the inputs, which are all tokens but the last.
             counts = self._whole(sample.tokens[:-1], {_IMAGES: images, _VIDEOS: videos})
-            files = tuple(images[: counts[0]]), tuple(videos[: counts[1]])
-            found.append(SeeingSample(sample.tokens, sample.loss_mask, sample.sample_id, *files))
+            seen = tuple(images[: counts[0]]), tuple(videos[: counts[1]])
+            found.append(SeeingSample(sample.tokens, sample.loss_mask, sample.sample_id, None, *seen))
         return found
 
 

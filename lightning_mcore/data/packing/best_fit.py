@@ -128,6 +128,7 @@ class TokenSample:
             all except the first.
         loss_mask: [l + 1] bool, True where the token is a target; None if all are. The first token is never a target.
         sample_id: Number of the sample in its dataset, for messages and for ``sample_ids`` of a row.
+        teacher_top_k: [num_targets, 2k + 1] fp32, what a teacher gives to each target; ``rows.py`` describes it.
 
     Examples:
         A prompt of two tokens and an answer of two.
@@ -142,6 +143,7 @@ class TokenSample:
     tokens: NDArray[Any]
     loss_mask: NDArray[np.bool_] | None = None
     sample_id: int = 0
+    teacher_top_k: NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or (self.tokens.dtype.kind not in "iu" and self.tokens.size):

@@ -10,14 +10,18 @@ A *packed row* is a dict of tensors without a batch dimension, for ``s`` places 
   ``cu_seqlens_padded[i]`` to ``cu_seqlens_padded[i + 1]``, and its first ``cu_seqlens[i + 1] - cu_seqlens[i]`` places
   hold tokens. The rest of a row is padding of its last sub-sequence.
 * ``sample_ids`` [n] int64.
+* ``teacher_top_k`` [s, 2k + 1] fp32, if a teacher's logits are stored: its k most likely tokens at each place that
+  counts, their log-probabilities, and the log-probability of all other tokens together; 0 elsewhere.
 
 :func:`pack` is for samples in memory. :class:`PackedDataset` and :class:`TextBlocks` are map-style datasets over a
 tokenised ``datasets.Dataset``: they keep a few numbers per sample in memory, and the tokens stay in memory-mapped
 files. The data modules use them with the collate functions; ``MCoreModule.forward_step`` takes both kinds of batch.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -43,7 +47,8 @@ from lightning_mcore.data.packing.best_fit import (
     require_multiple,
 )
 
-_PLACES = ("tokens", "labels", "loss_mask", "position_ids")
+_TAUGHT = "teacher_top_k"
+_PLACES = ("tokens", "labels", "loss_mask", "position_ids", _TAUGHT)
 
 
 def pack(
@@ -137,7 +142,13 @@ def build_row(
     if vocab_size is not None:
         _check_vocabulary(samples, tokens, labels, vocab_size, pad_token)
     labels[loss_mask == 0] = 0
-    return {
+    taught = {}
+    if samples[0].teacher_top_k is not None:
+        table = np.concatenate([sample.teacher_top_k for sample in samples])
+        values = np.zeros((row_length, table.shape[1]), np.float32)
+        values[loss_mask > 0] = table
+        taught = {_TAUGHT: torch.from_numpy(values)}
+    return taught | {
         "tokens": torch.from_numpy(tokens),
         "labels": torch.from_numpy(labels),
         "loss_mask": torch.from_numpy(loss_mask),
@@ -172,7 +183,7 @@ def collate_rows(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     if len(lengths) != 1:
         raise ValueError(f"the {len(rows)} rows of a batch have {lengths} tokens; give rows of one length")
     most = max(row["sample_ids"].numel() for row in rows)
-    batch = {name: torch.stack([row[name] for row in rows]) for name in _PLACES}
+    batch = {name: torch.stack([row[name] for row in rows]) for name in _PLACES if name in rows[0]}
     # Repeating the last offset adds empty sub-sequences: [0, 3, 5] becomes [0, 3, 5, 5].
     for name in ("cu_seqlens", "cu_seqlens_padded"):
         batch[name] = torch.stack([_extend(row[name], most + 1, int(row[name][-1])) for row in rows])
@@ -218,7 +229,7 @@ def collate_padded(
         culprit = samples[int(lengths.argmax())].sample_id
         raise ValueError(f"sample {culprit} takes {longest} tokens, more than row_length={length}; cut or split it")
     rows = [build_row([sample], length, multiple, vocab_size, pad_token) for sample in samples]
-    batch = {name: torch.stack([row[name] for row in rows]) for name in _PLACES}
+    batch = {name: torch.stack([row[name] for row in rows]) for name in _PLACES if name in rows[0]}
     return batch | {"lengths": torch.from_numpy(lengths), "sample_ids": torch.cat([row["sample_ids"] for row in rows])}
 
 
@@ -313,6 +324,7 @@ class TokenizedSamples(Dataset[TokenSample]):
     """
 
     _or_overlong = ", overlong='cut' or overlong='split'"
+    teacher_table: str | None = None  # file of ``teacher_top_k`` of all samples, one after the other
 
     def __init__(
         self, tokenized: Any, indices: NDArray[np.int64], row_length: int, overlong: Overlong, name: str
@@ -355,6 +367,19 @@ class TokenizedSamples(Dataset[TokenSample]):
     def __getitem__(self, index: int) -> TokenSample:
         return self.take([index])[0]
 
+    @functools.cached_property
+    def offsets(self) -> NDArray[np.int64]:
+        """Number of the first target of each sample among the targets of all, and of all, [samples + 1]."""
+        targets = _column(self._tokenized, "num_targets")[self._source]
+        for index in np.flatnonzero(_column(self._tokenized, "length")[self._source] > self._row_length).tolist():
+            targets[index] = self[index].num_targets
+        return _running_sum(targets)
+
+    @property
+    def order(self) -> bytes:
+        """What tells the samples and their order from others of the same files."""
+        return b"".join(values.astype("<i8").tobytes() for values in (self._source, self._piece, self.lengths))
+
     def take(self, indices: Sequence[int] | NDArray[np.int64]) -> list[TokenSample]:
         """Return the samples at ``indices`` [n], in one read; pieces are cut again here rather than stored."""
         samples = self._read(self._source[indices].tolist())
@@ -362,7 +387,14 @@ class TokenizedSamples(Dataset[TokenSample]):
             if piece or samples[place].length > self._row_length:
                 pieces = fit_sample(samples[place], self._row_length, PackingStatistics(), self._overlong, "drop")
                 samples[place] = pieces[piece]
-        return samples
+        if self.teacher_table is None:
+            return samples
+        # Opened anew each time, so that nothing but a path goes to a DataLoader's workers
+        table = np.memmap(self.teacher_table, "<f4", "r").reshape(int(self.offsets[-1]), -1)
+        return [
+            replace(sample, teacher_top_k=table[slice(*self.offsets[index : index + 2])])
+            for index, sample in zip(np.asarray(indices).tolist(), samples, strict=True)
+        ]
 
     def _read(self, rows: list[int]) -> list[TokenSample]:
         read = self._tokenized[rows]

@@ -24,6 +24,9 @@ SETTINGS: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"teacher": "big", "temperature": 0}, ValueError, "temperature=0"),
     ({"teacher": "big", "kd_ratio": 0}, ValueError, "kd_ratio=0"),
     ({"teacher": "big", "kd_ratio": 2}, ValueError, "kd_ratio=2"),
+    ({"teacher": "big", "top_k": 0}, ValueError, "top_k=0"),
+    ({"teacher": "big", "top_k": 8, "stored": ""}, TypeError, "stored=''"),
+    ({"teacher": "big", "stored": "logits"}, ValueError, "stored='logits'"),
 )
 
 

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compute a teacher's logits of all training data once, before training, and keep them in a folder.
+
+``Distillation(top_k=64, stored="folder")`` keeps the teacher's 64 most likely tokens for each token that counts, their
+log-probabilities, and the log-probability of all others together: 129 fp32 numbers, 516 bytes. The first run computes
+them on its layout, by running the teacher over the samples in their order, and then trains without the teacher. Other
+runs read them, on any layout, and never read the teacher.
+
+The folder has two files. ``logits.f32`` has the numbers of all targets, sample after sample, which rank 0 appends; an
+interrupted pass continues after the last complete sample, on any layout. ``logits.json`` tells whose logits they are
+and of which data, by digests, so that those of another teacher, of other data or of another order are rejected.
+
+``MCoreDistillation`` opens the folder in ``configure_model``, and completes it when a fit starts.
+"""
+
+import json
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.utilities import rank_zero_info
+from tqdm import tqdm
+
+from lightning_mcore.data.appended import SILENT_SECONDS, appending
+from lightning_mcore.data.packing.rows import collate_padded, packing_multiples
+from lightning_mcore.data.sampling import data_parallel_place
+from lightning_mcore.models.generation import evaluating
+from lightning_mcore.parallel.consensus import run_on_all_ranks, run_on_rank0
+
+if TYPE_CHECKING:
+    from lightning_mcore.models.distillation import MCoreDistillation
+
+_DESCRIPTION, _NUMBERS = "logits.json", "logits.f32"
+
+
+class StoredLogits:
+    """The logits in a folder, as far as they are there; the same on all ranks. Creating one is collective.
+
+    Attributes:
+        teacher_mark: The fingerprint of the teacher; None as long as there are no logits.
+        tokens: Number of tokens that student and teacher have in common, as far as it is known.
+
+    Raises:
+        ValueError: The folder's logits are of other data or other settings, or the run's data has no fixed order.
+    """
+
+    def __init__(self, module: "MCoreDistillation", folder: str) -> None:
+        setting = module.distillation
+        self._name, self._folder = f"stored={setting.stored!r}", folder
+        data: Any = getattr(module.trainer, "datamodule", None)
+        found = run_on_all_ranks(lambda: getattr(data, "samples_to_store", lambda: None)() is not None)
+        if not found:
+            raise ValueError(
+                f"{self._name} needs training data whose samples have a fixed order; give"
+                " MCoreFinetuningData(streaming=False), or leave stored out"
+            )
+        self.samples, key = data.samples_to_store()
+        assert setting.top_k is not None
+        self.width = 2 * setting.top_k + 1
+        self._about: dict[str, Any] = {"data": key, "top_k": setting.top_k, "temperature": setting.temperature}
+        told, numbers = run_on_rank0(partial(_read, folder))
+        self.teacher_mark: str | None = told.get("teacher")
+        self.tokens: int = told.get("tokens", module.vocab_size)
+        for name, now in self._about.items():
+            if told and told[name] != now:
+                what = "other training data, or another order of it" if name == "data" else f"{name}={told[name]}"
+                raise ValueError(
+                    f"{self._name} has logits for {what}; give what they were computed with, or another folder"
+                )
+        # The last sample may be cut off
+        self.complete = int(np.searchsorted(self.samples.offsets, numbers // self.width, side="right")) - 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all samples have their logits."""
+        return self.complete == len(self.samples)
+
+    def check_teacher(self, mark: str) -> None:
+        """Raise ValueError if logits are there already, of a teacher with another fingerprint."""
+        if self.teacher_mark not in (None, mark):
+            raise ValueError(
+                f"{self._name} has logits of a teacher with other weights; give that teacher, or another folder"
+            )
+
+    def lend(self) -> None:
+        """Let the samples have their logits.
+
+        Raises FileNotFoundError, on all ranks, if a rank does not see the file.
+        """
+        path = os.path.join(self._folder, _NUMBERS)
+
+        def check() -> None:
+            if not os.path.isfile(path):
+                raise FileNotFoundError(f"{self._name} is not visible on every machine; give a folder on a shared disk")
+
+        run_on_all_ranks(check)
+        self.samples.teacher_table = path
+
+    def complete_with(self, module: "MCoreDistillation", tokens: int) -> None:
+        """Run the teacher over the samples that lack logits, and append these; collective.
+
+        ``tokens`` are those that student and teacher have in common. Raises ValueError if a logit is not finite.
+        """
+        told = {
+            **self._about,
+            "teacher": module.teacher_mark,
+            "tokens": tokens,
+            "targets": int(self.samples.offsets[-1]),
+        }
+        run_on_rank0(partial(_describe, self._folder, told))
+        self.tokens = tokens
+        samples, trainer = self.samples, module.trainer
+        first, count = self.complete, len(samples)
+        if first:
+            rank_zero_info(f"the logits in {self._folder} continue at sample {first} of {count}")
+        rank, ranks = data_parallel_place(trainer)
+        each = trainer.datamodule.batch_size  # type: ignore[attr-defined]
+        multiple = packing_multiples(trainer).row
+        size = int(samples.offsets[first]) * self.width * 4
+        path = os.path.join(self._folder, _NUMBERS)
+        with appending(path, size, trainer.is_global_zero) as append, evaluating(module):
+            starts = tqdm(
+                range(first, count, each * ranks),
+                desc=f"logits of the training data under {module.distillation.teacher}",
+                disable=not trainer.is_global_zero,
+                delay=SILENT_SECONDS,
+                leave=False,
+            )
+            for start in starts:
+                # Ranks without a sample in the last batch repeat the last one, because others may share experts
+                numbers = [min(start + i, count - 1) for i in range(each * ranks)]
+                length = -(-int(samples.lengths[numbers].max()) // multiple) * multiple
+                own = samples.take(numbers[rank * each : (rank + 1) * each])
+                batch = module.on_before_batch_transfer(collate_padded(own, multiple, length), 0)
+                found = module.run_forward("teacher_top_k", move_data_to_device(batch, module.device))
+                gathered: Any = trainer.strategy.all_gather(found)
+                rows = gathered.reshape(-1, length, self.width).cpu()
+                if not torch.isfinite(rows).all():
+                    raise ValueError(
+                        f"the teacher gives logits that are not finite to samples {start} to {numbers[-1]} of the"
+                        " training data; check its weights and the precision"
+                    )
+                if trainer.is_global_zero:
+                    for row, sample in zip(rows.numpy(), samples.take(numbers[: count - start]), strict=False):
+                        counts = sample.loss_mask[1:] if sample.loss_mask is not None else slice(None)
+                        append(row[: sample.length][counts].astype("<f4"))
+        self.complete = count
+
+
+def looks_complete(folder: str) -> bool:
+    """Return whether a folder has the logits of all data that it was made for; which data that is, is not compared."""
+    told, numbers = _read(folder)
+    return bool(told) and numbers == told["targets"] * (2 * told["top_k"] + 1)
+
+
+def _read(folder: str) -> tuple[dict[str, Any], int]:
+    """Return a folder's description and how many numbers it has; an empty one and 0 if it does not exist."""
+    try:
+        with open(os.path.join(folder, _DESCRIPTION), encoding="utf-8") as file:
+            told: dict[str, Any] = json.load(file)
+    except FileNotFoundError:
+        return {}, 0
+    path = os.path.join(folder, _NUMBERS)
+    return told, os.path.getsize(path) // 4 if os.path.isfile(path) else 0
+
+
+def _describe(folder: str, told: dict[str, Any]) -> None:
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, _DESCRIPTION), "w", encoding="utf-8") as file:
+        json.dump(told, file)
