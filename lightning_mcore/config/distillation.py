@@ -34,6 +34,11 @@ class Distillation:
             for each token of the vocabulary.
         stored: Folder for the teacher's logits. The first run computes them for all training data before it trains,
             and later runs read them there instead of running the teacher. Needs ``top_k``.
+        on_policy: Fraction of the batches whose answers the student writes itself, 0 to 1, as ``lmbda`` of TRL's GKD.
+            Their loss is the divergence alone.
+        max_new_tokens: Most tokens of such an answer.
+        stop_token: Token that ends such an answer; None for none.
+        seed: Seed of the choice of these batches, and of sampling at ``temperature``.
 
     Raises:
         ValueError: A value is out of range.
@@ -52,20 +57,33 @@ class Distillation:
     kd_ratio: float = 1.0
     top_k: int | None = None
     stored: str | None = None
+    on_policy: float = 0.0
+    max_new_tokens: int = 128
+    stop_token: int | None = None
+    seed: int = 1234
 
     def __post_init__(self) -> None:
         if not isinstance(self.teacher, str) or not self.teacher:
             raise TypeError(f"teacher={self.teacher!r} is not the path or name of a model; give one")
-        for name in ("beta", "temperature", "kd_ratio"):
+        for name in ("beta", "temperature", "kd_ratio", "on_policy"):
             require_number(name, getattr(self, name), at_least=0)
-        for name in ("beta", "kd_ratio"):
+        for name in ("beta", "kd_ratio", "on_policy"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name}={getattr(self, name)} is too large; choose 0 to 1")
         for name, effect in (("temperature", "divides by zero"), ("kd_ratio", "learns nothing from the teacher")):
             if getattr(self, name) == 0:
                 raise ValueError(f"{name}=0 {effect}; choose a number above 0")
+        self._check_teacher_use()
+
+    def _check_teacher_use(self) -> None:
         if self.top_k is not None:
             require_size("top_k", self.top_k)
+        require_size("max_new_tokens", self.max_new_tokens)
+        if self.stored is not None and self.on_policy:
+            raise ValueError(
+                f"on_policy={self.on_policy} needs the teacher in each step, and stored={self.stored!r} has its logits"
+                " of the data only; leave one of them out"
+            )
         if self.stored is not None and (not isinstance(self.stored, str) or not self.stored):
             raise TypeError(f"stored={self.stored!r} is not the path of a folder; give one, or None")
         if self.stored is not None and self.top_k is None:

@@ -13,6 +13,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
+import numpy as np
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
@@ -20,6 +22,9 @@ from lightning_mcore.config.distillation import Distillation, check_teacher
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.positions import PositionEmbedding
 from lightning_mcore.config.rules.model import LossNormalization
+from lightning_mcore.data.packing.best_fit import TokenSample
+from lightning_mcore.data.packing.rows import collate_padded, packing_multiples
+from lightning_mcore.data.sampling import data_parallel_place
 from lightning_mcore.hf.adapters import fingerprint
 from lightning_mcore.hf.source import absolute, is_hub_name, local_folder
 from lightning_mcore.layers.distillation import StudentChunk, TeacherChunk
@@ -28,12 +33,14 @@ from lightning_mcore.layers.inputs import is_packed
 from lightning_mcore.layers.losses import token_mean
 from lightning_mcore.layers.sampling import whole_sequence
 from lightning_mcore.layers.spec import TransformerImpl
+from lightning_mcore.models import generation
 from lightning_mcore.models.gpt import Batch, MCoreGPT
 from lightning_mcore.models.recipe import Recipe
 from lightning_mcore.models.stored_logits import StoredLogits, looks_complete
 from lightning_mcore.parallel.chunks import cast_chunk
 from lightning_mcore.parallel.groups import process_group
 
+_OWN = "own_samples"  # entry of a batch, [b] bool: the student's own answers
 _TEACHER = "distillation_teacher"  # key of a checkpoint: the teacher's fingerprint
 _OFF: dict[str, Any] = {  # of the teacher, whose weights come from its files
     "hidden_dropout": 0.0,
@@ -309,6 +316,44 @@ class MCoreDistillation(MCoreGPT):
 
     # ---- steps
 
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """Replace the answers of some batches by the student's own; collective.
+
+        Raises:
+            ValueError: The rows of such a batch are packed.
+        """
+        super().on_train_batch_start(batch, batch_idx)
+        setting = self.distillation
+        # Of the place in the run alone, so that a resumed run chooses and samples the same
+        place = [setting.seed, self.trainer.current_epoch, batch_idx]
+        if np.random.default_rng(place).random() >= setting.on_policy:
+            return
+        if is_packed(batch):
+            raise ValueError(
+                f"on_policy={setting.on_policy} continues prompts, which packed rows do not have one by one; set"
+                " packing=False in the data module"
+            )
+        rank, _ = data_parallel_place(self.trainer)
+        generator = torch.Generator().manual_seed(int(np.random.default_rng([*place, rank]).integers(2**62)))
+        # Tokens 5 6 7 8 with the loss mask 0 1 1 0: the label of 6 is the first of the answer, so the prompt is 5 6
+        prompts = []
+        for tokens, mask in zip(batch["tokens"].cpu(), batch["loss_mask"].cpu(), strict=True):
+            prompts.append(tokens[: int((mask > 0).int().argmax()) + 1].tolist())
+        most = setting.max_new_tokens
+        rows = generation.continue_rows(self, prompts, most, setting.temperature, setting.stop_token, generator)
+        samples = [
+            TokenSample(np.array(row), np.arange(len(row)) >= len(prompt))
+            for row, prompt in zip(rows, prompts, strict=True)
+        ]
+        longest = torch.tensor(max(map(len, rows)), device=self.device)
+        length, multiple = (
+            int(self.trainer.strategy.reduce(longest, reduce_op="max")),
+            packing_multiples(self.trainer).row,
+        )
+        own = collate_padded(samples, multiple, -(-length // multiple) * multiple)
+        own = {name: values.to(self.device) for name, values in own.items() if name != "sample_ids"}
+        batch |= {**own, _OWN: torch.ones(len(rows), dtype=torch.bool, device=self.device)}
+
     def microbatch_shape(self, batch: Batch) -> tuple[int, int] | None:  # type: ignore[override]
         """Return what ``MCoreGPT`` does; None with pipeline stages, which also send the teacher's activations."""
         host = self._host()
@@ -327,7 +372,9 @@ class MCoreDistillation(MCoreGPT):
         for name, values in (("train_token_loss", losses), ("train_divergence", divergences)):
             mean, count = token_mean(values.detach(), inputs.loss_mask)
             self.log(name, mean, batch_size=count, sync_dist=True)  # type: ignore[arg-type]
-        ratio = self.distillation.kd_ratio
+        ratio: Any = self.distillation.kd_ratio
+        if _OWN in batch:
+            ratio = batch[_OWN][:, None].float()  # all ones: the student need not repeat its own words
         mixed = (1 - ratio) * losses + ratio * divergences
         return self._log_loss("train_loss", self.learned_losses(mixed), inputs)
 

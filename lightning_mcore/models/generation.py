@@ -11,8 +11,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+
+from lightning_mcore.parallel.consensus import all_true
 
 
 def continue_prompt(
@@ -44,6 +47,42 @@ def continue_prompt(
         return tokens
     whole: list[int] = module.trainer.strategy.broadcast(tokens)  # data-parallel copies may round differently
     return whole
+
+
+def continue_rows(
+    module: Any,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    temperature: float,
+    stop_token: int | None,
+    generator: torch.Generator,
+) -> list[list[int]]:
+    """Return prompts, each followed by what the module generates, with at most ``seq_length`` tokens; collective.
+
+    The ranks of a model copy have the same prompts and equal generators; data-parallel copies have as many of their
+    own. A row ends with ``stop_token``.
+    """
+    host = module._host()
+    multiple = host.layout.sequence_multiple if host is not None else 1
+    rows = [list(prompt) for prompt in prompts]
+    longest = torch.tensor(max(map(len, rows)), device=module.device)
+    length = int(module.trainer.strategy.reduce(longest, reduce_op="max"))  # experts want it equal
+    is_open = [len(row) < module.seq_length for row in rows]
+    with evaluating(module):
+        for new in range(max_new_tokens):
+            if all_true(not any(is_open)):
+                break
+            width = min(length + new, module.seq_length)
+            tokens = torch.zeros(len(rows), -(-width // multiple) * multiple, dtype=torch.int64)
+            for place, row in zip(tokens, rows, strict=True):
+                place[: len(row)] = torch.tensor(row)
+            last = torch.tensor([len(row) - 1 for row in rows])
+            found = module.run_forward("next_logits", {"tokens": tokens, "last": last})
+            for number in np.flatnonzero(is_open).tolist():
+                row = rows[number]
+                row.append(sample(found[number], temperature, None, generator))
+                is_open[number] = row[-1] != stop_token and len(row) < module.seq_length
+    return rows
 
 
 def sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

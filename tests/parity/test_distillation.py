@@ -32,6 +32,7 @@ from lightning_mcore.data.packing.best_fit import TokenSample
 from lightning_mcore.data.packing.rows import build_row
 from lightning_mcore.data.sampling import data_parallel_place
 from lightning_mcore.interop.importing import import_checkpoint
+from lightning_mcore.models import generation
 from tests.parity.hf_training import Part, finished_gradients, on_disk
 from tests.support.chats import characters, exchanges, write
 from tests.support.hf_models import VARIANTS, VOCAB_SIZE, auto_model, save_tiny, tiny_folder
@@ -266,8 +267,9 @@ def differences(
 def losses_of_run(layout: Layout, folder: str, teacher: str, steps: int, **options: Any) -> list[list[float]]:
     """Train and return each step's ``train_loss``, ``train_token_loss`` and ``train_divergence``."""
     resumed, kept, precision = (options.pop(name, None) for name in ("resumed", "kept", "precision"))
+    more, packed = options.pop("setting", {}), options.pop("packed", True)
     recipe = Recipe(learning_rate=0.01, min_learning_rate=0.01)
-    setting = Distillation(teacher, **CASES["js"])
+    setting = Distillation(teacher, **CASES["js"], **more)
     module = MCoreDistillation.from_pretrained(folder, setting, seq_length=LENGTH, recipe=recipe, **options)
     seen: list[list[float]] = []
 
@@ -285,7 +287,7 @@ def losses_of_run(layout: Layout, folder: str, teacher: str, steps: int, **optio
         callbacks=[Keeps()],
         **({} if precision is None else {"precision": precision}),
     )
-    trainer.fit(module, Data(packed=True, steps=steps), ckpt_path=resumed)
+    trainer.fit(module, Data(packed, steps=steps), ckpt_path=resumed)
     assert float(trainer.callback_metrics["val_loss"]) > 0  # of the student alone, between two steps
     return seen
 
@@ -435,3 +437,94 @@ def test_stored_logits_train_like_the_teacher_on_every_layout(tmp_path: Path) ->
         packed, padded = wanted
         for found, expected in zip(rank, (packed, padded, rank[3], rank[3], padded), strict=True):
             assert np.array(found) == pytest.approx(np.array(expected), abs=LOSS)
+
+
+# ---- the student's own answers
+
+OWN = {"beta": 1.0, "on_policy": 1.0, "max_new_tokens": 9, "kd_ratio": 0.5, "stop_token": 17}
+Answered = tuple[list[list[int]], list[list[int]], float]  # tokens, those that count, and the loss
+
+
+class Answers(MCoreDistillation):
+    """Keeps the rows that it wrote itself."""
+
+    rows: dict[str, Tensor]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self.rows = batch
+
+
+def answers(layouts: Sequence[Layout], folder: str, teacher: str) -> list[Answered]:
+    """Train a step on the most probable answers on each layout; return this rank's rows, and the step's loss."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation, "sample", lambda logits, *_: int(logits.argmax()))
+        for layout in layouts:
+            module = Answers.from_pretrained(folder, Distillation(teacher, **OWN), seq_length=LENGTH)
+            trainer = make_trainer(
+                MCoreStrategy(**layout.strategy_arguments, loss_chunk_size=CHUNK),
+                max_steps=1,
+                use_distributed_sampler=False,
+                limit_val_batches=0,
+            )
+            trainer.fit(module, Data(packed=False))
+            rows = [
+                row[:length].tolist()
+                for row, length in zip(module.rows["tokens"], module.rows["lengths"].tolist(), strict=True)
+            ]
+            counted = [mask.nonzero()[:, 0].tolist() for mask in module.rows["loss_mask"]]
+            found.append((rows, counted, float(trainer.callback_metrics["train_loss"])))
+    return found
+
+
+@functools.cache
+def plain_answers() -> tuple[list[list[int]], float]:
+    """Return the whole rows of a plain student's most probable answers, and their mean divergence."""
+    student, teacher = (
+        auto_model().from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+        for folder in (tiny_folder("qwen2"), teacher_of("qwen2"))
+    )
+    rows, divergences = [], []
+    for sample in samples():
+        assert sample.loss_mask is not None
+        row = sample.tokens[: int(sample.loss_mask[1:].argmax()) + 1].tolist()
+        first = len(row) - 1
+        for _ in range(OWN["max_new_tokens"]):
+            row.append(int(student(torch.tensor([row])).logits[0, -1].argmax()))
+            if row[-1] == OWN["stop_token"]:
+                break
+        rows.append(row)
+        p, q = (model(torch.tensor([row[:-1]])).logits[0, first:].detach().softmax(-1) for model in (student, teacher))
+        divergences.append(divergence(p, q, OWN["beta"]))
+    return rows, torch.cat(divergences).mean().item()
+
+
+def test_a_student_learns_from_its_own_answers_on_every_layout() -> None:
+    """The answers are those of a plain student, and the loss is their divergence alone."""
+    rows, loss = plain_answers()
+    assert len({len(row) for row in rows}) > 2
+    layouts = [Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2), Layout(dp=2, distributed_optimizer=True)]
+    given = (str(tiny_folder("qwen2")), teacher_of("qwen2"))
+    for rank, found in enumerate(run_ranks(2, answers, layouts, *given, timeout=180)):
+        for layout, (written, counted, value) in zip(layouts, found, strict=True):
+            own = rows[rank::2] if layout.dp == 2 else rows
+            assert written == [row[:-1] for row in own], layout.id
+            starts = [int(sample.loss_mask[1:].argmax()) for sample in samples()]  # type: ignore[index]
+            starts = starts[rank::2] if layout.dp == 2 else starts
+            assert counted == [[*range(start, len(row) - 1)] for start, row in zip(starts, own, strict=True)]
+            assert value == pytest.approx(loss, abs=LOSS), layout.id
+
+
+def resumed_answers(layout: Layout, folder: str, teacher: str, out: str) -> list[list[list[float]]]:
+    options: dict[str, Any] = {"setting": {"on_policy": 0.5, "max_new_tokens": 5}, "packed": False}
+    whole = losses_of_run(layout, folder, teacher, 4, kept=f"{out}/kept.ckpt", **options)
+    with pytest.raises(ValueError, match="on_policy=0.5 continues prompts, which packed rows do not have one by one"):
+        losses_of_run(layout, folder, teacher, 4, **options | {"packed": True})
+    return [whole, losses_of_run(layout, folder, teacher, 4, resumed=f"{out}/kept.ckpt", **options)]
+
+
+def test_a_resumed_run_samples_the_same_answers(tmp_path: Path) -> None:
+    given = (str(tiny_folder("qwen2")), teacher_of("qwen2"), str(tmp_path))
+    for whole, resumed in run_ranks(2, resumed_answers, Layout(tp=2, sp=True), *given, timeout=120):
+        assert resumed == whole[2:]

@@ -27,6 +27,9 @@ SETTINGS: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"teacher": "big", "top_k": 0}, ValueError, "top_k=0"),
     ({"teacher": "big", "top_k": 8, "stored": ""}, TypeError, "stored=''"),
     ({"teacher": "big", "stored": "logits"}, ValueError, "stored='logits'"),
+    ({"teacher": "big", "on_policy": 1.5}, ValueError, "on_policy=1.5"),
+    ({"teacher": "big", "on_policy": 0.5, "max_new_tokens": 0}, ValueError, "max_new_tokens=0"),
+    ({"teacher": "big", "top_k": 8, "stored": "logits", "on_policy": 0.5}, ValueError, "on_policy=0.5"),
 )
 
 
