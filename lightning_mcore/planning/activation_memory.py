@@ -22,7 +22,7 @@ as if they stayed.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import mul
 from typing import NamedTuple
 
@@ -410,11 +410,32 @@ class Activations:
         output = self._output if chunk.output else 0.0
         output += self._multi_token_bytes() * chunk.mtp
         # A GPU frees a sent output at once, a CPU in the backward pass.
-        kept += output + (self._hidden if form.is_local and not chunk.output else 0.0)
+        sent = form.is_local and not chunk.output
+        kept += output + (self._hidden if sent else 0.0)
+        # A teacher's hidden states: received in one tensor with the student's, sent in one, and kept for the loss.
+        taught, in_teacher = self._of_teacher
+        kept += taught * ((not chunk.embedding) + sent + chunk.output)
         of_tower, of_worst = tower_bytes(fields, self.layout, self.rows * chunk.embedding, form.element)
         in_layers = again + self._in_layer(any(fields.is_moe[layer] for layer in chunk.layers))
-        beside = max(self._at_output() if chunk.output else 0.0, in_layers - output, of_worst - kept, 0.0)
+        at_output = self._at_output() + self._logits_of_teacher if chunk.output else 0.0
+        beside = max(at_output, in_layers - output, of_worst - kept, in_teacher - kept, 0.0)
         return kept + of_tower, beside
+
+    @property
+    def _of_teacher(self) -> tuple[float, float]:
+        """Return the bytes of a teacher's hidden states between two layers, and those that one of its layers needs."""
+        if self.fields.teacher is None:
+            return 0.0, 0.0
+        teacher = replace(self, fields=self.fields.teacher)
+        return teacher._hidden, teacher._in_layer(any(teacher.fields.is_moe))
+
+    @property
+    def _logits_of_teacher(self) -> float:
+        """Bytes of a teacher's logits in the loss, with fp32 copies of both models' and of two terms of each token."""
+        if self.fields.teacher is None:
+            return 0.0
+        rows = self.fields.teacher.padded_vocab_size / self.layout.tensor_model_parallel_size
+        return (self._chunk_of_loss or self._tokens) * rows * (self.form.element + 4 * FP32)
 
     @property
     def _hidden(self) -> float:

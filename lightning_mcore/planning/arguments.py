@@ -13,9 +13,10 @@ from lightning_mcore.config.preference import Preference, faults_with_model
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.hf.family import SCORING
 from lightning_mcore.hf.peft_folder import given_lora
-from lightning_mcore.hf.source import planned_settings, sees_images, variant_name
+from lightning_mcore.hf.source import absolute, planned_settings, sees_images, variant_name
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import arguments_of_base
+from lightning_mcore.models.stored_logits import looks_complete
 from lightning_mcore.models.vision import MCoreVisionGPT
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import GPTFields
@@ -80,7 +81,10 @@ def with_teacher(fields: GPTFields, model: Mapping[str, Any]) -> GPTFields:
     """
     if model.get("distillation") is None:
         return fields
-    path = Distillation.of(model["distillation"]).teacher
+    setting = Distillation.of(model["distillation"])
+    if setting.stored is not None and looks_complete(absolute(setting.stored)):
+        return fields
+    path = setting.teacher
     given = planned_settings(path, None, fields.seq_length, {"mtp_num_layers": None})
     multiple = model.get("make_vocab_size_divisible_by") or 128
     return replace(fields, teacher=GPTFields.of({**given, "make_vocab_size_divisible_by": multiple}), teacher_path=path)
@@ -90,5 +94,8 @@ def assumptions_of_loss(model: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is not counted, as part of a sentence."""
     if "preference" in model and Preference.of(model["preference"]).needs_reference:
         yield "the passes that compute log-probabilities under the reference are not counted"
-    if model.get("distillation") is not None:
-        yield "the teacher's weights and operations are counted, but not its activations and communication"
+    setting = None if model.get("distillation") is None else Distillation.of(model["distillation"])
+    if setting is not None and setting.stored is not None:
+        yield "each step is counted as if the teacher ran in it, unless its logits are already stored"
+    if setting is not None and setting.on_policy:
+        yield "the passes in which the student samples its own answers are not counted"

@@ -73,7 +73,11 @@ def communication_volume(
             volumes["tp"].sent += (chunk.output + chunk.mtp) * of_loss * tokens * batch.num_microbatches
         place, last = index * len(stages) + stage, len(stages) * len(stages[stage]) - 1
         messages = (place < last) + (place > 0)
-        volumes["pp"].sent += messages * fields.hidden_size * of_token / _shares(layout)
+        sizes = fields.hidden_size + (0 if fields.teacher is None else fields.teacher.hidden_size)  # in one message
+        volumes["pp"].sent += messages * sizes * of_token / _shares(layout)
+    if fields.teacher is not None:
+        for axis, channels in _of_teacher(fields.teacher, layout, stage, FP32 / traffic.activation_bytes):
+            volumes[axis].sent += channels * of_token
     parameters = parameters or rank_parameters(fields, layout, stage, traffic.backend)
     bytes_each = traffic.gradient_bytes + (
         traffic.parameter_bytes if traffic.distributed_optimizer else traffic.gradient_bytes
@@ -119,24 +123,33 @@ def _ring(size: int) -> float:
     return (size - 1) / size
 
 
+def _of_teacher(teacher: GPTFields, layout: ParallelLayout, stage: int, of_fp32: float) -> Iterator[tuple[str, float]]:
+    """Yield axes and channels of a token through a stage of a teacher, which has no backward pass."""
+    whole, shares = teacher.hidden_size * _ring(layout.tensor_model_parallel_size), layout.sequence_parallel
+    for chunk in stage_layers(teacher, layout)[stage]:
+        yield from _of_layers(teacher, layout, chunk, of_fp32, backward=0)
+        # The embeddings' sum, an all-reduce or a reduce-scatter, and with sequence parallelism the gathered states
+        yield "tp", chunk.embedding * (1 if shares else 2) * whole + chunk.output * shares * whole
+
+
 def _of_layers(
-    fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, of_fp32: float
+    fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, of_fp32: float, backward: int = 1
 ) -> Iterator[tuple[str, float]]:
     """Yield axes, and the channels that a rank sends along them for each token through the layers of a chunk.
 
-    ``of_fp32`` is the size of a number in fp32, in channels.
+    ``of_fp32`` is the size of a number in fp32, in channels; ``backward`` is 0 without a backward pass.
     """
     tp, cp = layout.tensor_model_parallel_size, layout.context_parallel_size
     # One column-parallel and one row-parallel matrix: forward runs, and backward.
-    pair, back = 2 * fields.hidden_size * _ring(tp), 1.5 if layout.sequence_parallel else 1
+    pair, back = 2 * fields.hidden_size * _ring(tp), backward * (1.5 if layout.sequence_parallel else 1)
     for place, layer in enumerate([*chunk.layers, *[fields.num_layers - 1] * chunk.mtp]):
         runs = forward_runs(fields, place, len(chunk.layers))
         mixer, has_mlp, is_moe, _ = fields.kind(layer)
         yield "tp", pair * (runs["attention"] + back) * (mixer is not None)
         if mixer == "attention":
-            yield "cp", (runs["core_attn"] + 2) * (cp - 1) * _keys_and_values(fields, tp)
+            yield "cp", (runs["core_attn"] + 2 * backward) * (cp - 1) * _keys_and_values(fields, tp)
         for axis, channels in _of_memories(fields, layout, mixer, of_fp32):
-            yield axis, (runs["attention"] + 1) * channels
+            yield axis, (runs["attention"] + backward) * channels
         if place < len(chunk.layers):
             yield "tp", _of_adapters(fields, layout, f"decoder.layers.{layer}.", runs) * _ring(tp)
         if not is_moe:
@@ -145,7 +158,7 @@ def _of_layers(
         if fields.moe_shared_expert_intermediate_size:
             yield "tp", pair * (runs["shared_experts"] + back)
         for axis, channels in _of_experts(fields, layout):
-            yield axis, (runs["moe"] + 1) * 2 * channels
+            yield axis, (runs["moe"] + backward) * 2 * channels
 
 
 def _of_memories(

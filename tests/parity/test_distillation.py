@@ -519,7 +519,7 @@ def test_a_student_learns_from_its_own_answers_on_every_layout() -> None:
 def resumed_answers(layout: Layout, folder: str, teacher: str, out: str) -> list[list[list[float]]]:
     options: dict[str, Any] = {"setting": {"on_policy": 0.5, "max_new_tokens": 5}, "packed": False}
     whole = losses_of_run(layout, folder, teacher, 4, kept=f"{out}/kept.ckpt", **options)
-    with pytest.raises(ValueError, match="on_policy=0.5 continues prompts, which packed rows do not have one by one"):
+    with pytest.raises(ValueError, match=r"on_policy=0\.5 continues prompts, which packed rows do not have one by one"):
         losses_of_run(layout, folder, teacher, 4, **options | {"packed": True})
     return [whole, losses_of_run(layout, folder, teacher, 4, resumed=f"{out}/kept.ckpt", **options)]
 

@@ -120,7 +120,42 @@ def test_a_plan_counts_the_weights_and_forward_pass_of_a_teacher() -> None:
         assert both.memory.gradients == one.memory.gradients
     flops = [plan.work.hardware_flops for plan in (alone, taught, big) if plan.work is not None]
     assert flops[1] == pytest.approx(flops[0] + flops[2] / 3)
-    assert any("the teacher's weights" in assumption for assumption in taught.assumptions)
+    assert not any("teacher" in assumption for assumption in taught.assumptions)
+
+
+def test_a_plan_counts_the_activations_and_messages_of_a_teacher() -> None:
+    """Messages between stages have its hidden states too; its layers reduce theirs in the forward pass only."""
+    path, teacher = folder("small", VOCAB_SIZE), folder("big", VOCAB_SIZE, num_hidden_layers=8, hidden_size=128)
+    layout: dict[str, Any] = {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2, "loss_chunk_size": 16}
+    alone, taught = (make_plan(settings(path, name, **layout), 4) for name in (None, teacher))
+    first, other = taught.stages[0], alone.stages[0]
+    more = {volume.axis: volume.sent for volume in first.traffic}
+    for volume in other.traffic:
+        more[volume.axis] -= volume.sent
+    assert (taught.errors, alone.batch) == ((), taught.batch)
+    assert alone.batch is not None
+    numbers = alone.batch.num_microbatches * alone.batch.micro_batch_size * 64 * 128  # of hidden states, fp32
+    assert more["pp"] == numbers * 4
+    assert more["tp"] == numbers * 4 * (4 * 2 + 1)  # four layers of two all-reduces, and the embedding's
+    kept = [
+        both.memory.activations - one.memory.activations for one, both in zip(alone.stages, taught.stages, strict=True)
+    ]
+    # The last stage receives its hidden states and keeps those for the loss, whose chunk has logits and four fp32 copies
+    assert kept == [0, 2 * 64 * 128 * 4 + 16 * 64 * (4 + 4 * 4)]
+
+
+def test_a_plan_counts_no_teacher_whose_logits_are_stored() -> None:
+    path, teacher = folder("small", VOCAB_SIZE), folder("big", VOCAB_SIZE)
+    stored = Path("stored")
+    stored.mkdir()
+    (stored / "logits.json").write_text(json.dumps({"targets": 2, "top_k": 1}))
+    weights = []
+    for numbers in (5, 6):  # of two times three
+        (stored / "logits.f32").write_bytes(bytes(4 * numbers))
+        asked = settings(path, teacher)
+        asked.model["distillation"] |= {"stored": str(stored), "top_k": 1}
+        weights.append(make_plan(asked, 1).stages[0].memory.weights)
+    assert weights[0] == 2 * weights[1]
 
 
 def test_a_plan_refuses_a_teacher_that_does_not_fit() -> None:
