@@ -140,7 +140,7 @@ def test_a_plan_counts_the_activations_and_messages_of_a_teacher() -> None:
     kept = [
         both.memory.activations - one.memory.activations for one, both in zip(alone.stages, taught.stages, strict=True)
     ]
-    # The last stage receives its hidden states and keeps those for the loss, whose chunk has logits and four fp32 copies
+    # The last stage receives and keeps hidden states for the loss, whose chunk has logits and four fp32 copies
     assert kept == [0, 2 * 64 * 128 * 4 + 16 * 64 * (4 + 4 * 4)]
 
 
