@@ -127,6 +127,11 @@ def _shares(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> tuple[
     return model_state, [shares_of(optimizer, model_state) for optimizer in optimizers]
 
 
+def shares_of_optimizers(chunks: ModelChunks, optimizers: Sequence[MCoreOptimizer]) -> list[Share]:
+    """Return the shares of all parameters that this rank steps."""
+    return [share for shares in _shares(chunks, optimizers)[1] for share in shares]
+
+
 def _prefix(index: int, name: str) -> str:
     return f"{OPTIMIZER}{index or ''}.state.{name}.{{}}"
 
