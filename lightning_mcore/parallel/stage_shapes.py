@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
+from lightning_mcore.parallel.attributes import attributes_set
 from lightning_mcore.parallel.consensus import control_group
 
 
@@ -25,12 +26,8 @@ from lightning_mcore.parallel.consensus import control_group
 def shapes_sent_between_hosts() -> Iterator[None]:
     """Let Megatron's schedules exchange shapes by :func:`exchange_shapes` inside the ``with`` block; collective."""
     control_group()  # The first call creates it and needs all ranks, which are here, but not at each exchange.
-    of_megatron = P2PCommunicator._communicate_shapes
-    P2PCommunicator._communicate_shapes = exchange_shapes
-    try:
+    with attributes_set([P2PCommunicator], {"_communicate_shapes": exchange_shapes}):
         yield
-    finally:
-        P2PCommunicator._communicate_shapes = of_megatron
 
 
 def exchange_shapes(

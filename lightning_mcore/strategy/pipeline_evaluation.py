@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_mcore.config.fp8 import check_microbatch
+from lightning_mcore.parallel.attributes import attributes_set
 from lightning_mcore.parallel.chunks import ModelChunks
 from lightning_mcore.parallel.groups import from_last_stage, process_group
 from lightning_mcore.parallel.pipeline import StageOutput
-from lightning_mcore.strategy.attributes import attributes_set
 from lightning_mcore.strategy.module import MCoreModule, rows_of
 
 if TYPE_CHECKING:

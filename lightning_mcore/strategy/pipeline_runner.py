@@ -51,12 +51,12 @@ from lightning_mcore.config.text import counted
 from lightning_mcore.layers.gpt import GPTChunk
 from lightning_mcore.layers.multi_token import check_multi_token
 from lightning_mcore.layers.spec import set_attention_environment
+from lightning_mcore.parallel.attributes import attributes_set
 from lightning_mcore.parallel.chunks import ModelChunks, check_gradients, pipeline_config, wrap_chunks
 from lightning_mcore.parallel.consensus import run_on_all_ranks
 from lightning_mcore.parallel.groups import process_group, random_state_of_stage
 from lightning_mcore.parallel.pipeline import Pipeline, StageOutput
 from lightning_mcore.parallel.stage_shapes import shapes_sent_between_hosts
-from lightning_mcore.strategy.attributes import attributes_set
 from lightning_mcore.strategy.checks import check_backward_is_free, check_not_compiled, check_steps_take_batches
 from lightning_mcore.strategy.fp8_checks import check_chunks
 from lightning_mcore.strategy.module import MCoreModule, split_rows

@@ -56,6 +56,7 @@ from lightning_mcore.optimizer.megatron import MCoreOptimizer, optimizer_after_r
 from lightning_mcore.optimizer.plateau import agree_on_plateaus
 from lightning_mcore.optimizer.rules import check_number_of_optimizers, check_optimizer_config
 from lightning_mcore.parallel import rank_watch
+from lightning_mcore.parallel.attributes import attributes_set
 from lightning_mcore.parallel.chunks import (
     ModelChunks,
     count_parameters,
@@ -75,7 +76,6 @@ from lightning_mcore.parallel.groups import (
 from lightning_mcore.parallel.known_warnings import ignore_known_warnings
 from lightning_mcore.parallel.random_state import new_seed
 from lightning_mcore.parallel.rank_connections import rendezvous
-from lightning_mcore.strategy.attributes import attributes_set
 from lightning_mcore.strategy.checkpointing import EXCEPTION_TIMEOUT, Checkpoints, last_checkpoint
 from lightning_mcore.strategy.checks import (
     check_against_layout,
@@ -199,8 +199,7 @@ class MCoreStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = _DEFAULT_TIMEOUT,
     ) -> None:
-        # ParallelLayout, GradientSettings and TensorParallelOverlap check their own arguments.
-        check_arguments(
+        check_arguments(  # the others are checked by the classes below
             communication=communication,
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
@@ -241,10 +240,8 @@ class MCoreStrategy(DDPStrategy):
         self.batches = SameBatches(self, broadcast_batches)
         self.logs = StepLogger(self)
         self._runner: StepRunner = PlainModuleRunner(self)
-        # Undoes what the run changes outside. Lightning calls teardown, which closes it, after an error too.
-        self._restores = contextlib.ExitStack()
-        # Last, because it sets precision_plugin, whose setter reads self.gradients.
-        super().__init__(
+        self._restores = contextlib.ExitStack()  # undoes what the run changes outside; teardown, after an error too
+        super().__init__(  # last, because it sets precision_plugin, whose setter reads self.gradients
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,

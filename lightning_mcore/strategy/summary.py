@@ -25,8 +25,8 @@ from lightning.pytorch.utilities.model_summary.model_summary import get_human_re
 from torch.nn import Parameter
 
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.parallel.attributes import attributes_set
 from lightning_mcore.parallel.chunks import count_whole
-from lightning_mcore.strategy.attributes import attributes_set
 
 
 class WholeSummary(Summary):

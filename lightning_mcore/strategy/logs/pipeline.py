@@ -31,8 +31,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_mcore.layers.host_values import version_of
+from lightning_mcore.parallel.attributes import attributes_set
 from lightning_mcore.parallel.groups import any_of_copy, from_last_stage, process_group
-from lightning_mcore.strategy.attributes import attributes_set
 from lightning_mcore.strategy.logs.evaluation import metrics_unchanged
 from lightning_mcore.strategy.logs.override import log_replaced_by
 from lightning_mcore.strategy.logs.reductions import NEUTRAL, Reduction, reduction_name

@@ -35,7 +35,6 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch._library.custom_ops import CustomOpDef
 from torch.distributed import distributed_c10d
 from torch.jit import _builtins
@@ -66,7 +65,6 @@ OWNERS: dict[str, type | ModuleType] = {
     "_coalescing_manager": distributed_c10d,
     "_combined_loader": _FitLoop,
     "_combined_loader_states_to_load": _FitLoop,
-    "_communicate_shapes": P2PCommunicator,
     "_compiler_ctx": pl.LightningModule,
     "_console_kwargs": RichProgressBar,
     "_current_graph_task_id": torch._C,
