@@ -30,7 +30,7 @@ from lightning_mcore.parallel.megatron_import import import_megatron
 if TYPE_CHECKING:
     from lightning_mcore.hf.pretrained import load_pretrained
     from lightning_mcore.hf.source import pretrained_settings
-    from lightning_mcore.interop.auto_model import HFModel, hf_model
+    from lightning_mcore.interop.auto_model import HFModel, as_hf_model, hf_model
     from lightning_mcore.interop.callback import SaveHFModel
     from lightning_mcore.interop.export import export_checkpoint, export_model
     from lightning_mcore.interop.importing import import_checkpoint
@@ -55,6 +55,7 @@ __all__ = [
     "Unused",
     "Vocabulary",
     "WeightRule",
+    "as_hf_model",
     "export_checkpoint",
     "export_model",
     "family_names",
@@ -69,6 +70,7 @@ __all__ = [
 _LATER = {
     "HFModel": "interop.auto_model",
     "SaveHFModel": "interop.callback",
+    "as_hf_model": "interop.auto_model",
     "export_checkpoint": "interop.export",
     "export_model": "interop.export",
     "hf_model": "interop.auto_model",

@@ -36,11 +36,13 @@ from lightning_mcore.layers.padded_rows import PaddedRows
 from lightning_mcore.layers.sampling import logits_at, whole_logits, whole_sequence
 from lightning_mcore.layers.score import HiddenStates, ScoreLayer
 from lightning_mcore.layers.spec import TransformerImpl
+from lightning_mcore.models.generation import evaluating
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.parallel.chunks import built_chunks
 from lightning_mcore.parallel.groups import from_last_stage, process_group, process_groups_are_open
 from lightning_mcore.parallel.pipeline import Pipeline
 from lightning_mcore.strategy.checks import check_callbacks
+from lightning_mcore.strategy.strategy import MCoreStrategy
 
 Head = Literal["causal-lm", "sequence-classification", "hidden-states"]
 _Compute = Callable[[Callable[..., Tensor]], Tensor]  # calls a function with the output of the last stage
@@ -132,6 +134,47 @@ def hf_model(
     return built
 
 
+@contextlib.contextmanager
+def as_hf_model(module: MCoreGPT) -> Iterator["HFModel"]:
+    """Show an ``MCoreGPT`` as a Hugging Face model inside the ``with`` block, to score it or to generate text.
+
+    Use it in a hook outside of steps, such as ``on_validation_epoch_end``, or in a block of ``single_process()``. The
+    block is collective: all ranks enter it and make the same calls. Gradients are off, and the module is in evaluation
+    mode.
+
+    Args:
+        module: A module that ``MCoreGPT.from_pretrained`` made, or that was loaded from its checkpoint.
+
+    Yields:
+        The model, which holds the weights of the module.
+
+    Raises:
+        ValueError: The module was not made from a Hugging Face model, so it has no config of one.
+
+    Examples:
+        >>> from lightning_mcore import MCoreGPT
+        >>> from lightning_mcore.hf import as_hf_model
+        >>> class Scored(MCoreGPT):
+        ...     def on_validation_epoch_end(self):
+        ...         with as_hf_model(self) as model:
+        ...             self.scores = my_scores(model)
+    """
+    if not module.hparams.get("hf"):
+        raise ValueError(
+            f"{type(module).__name__} was not made from a Hugging Face model, whose config it lacks; make it with"
+            " MCoreGPT.from_pretrained(path), or export its checkpoint"
+        )
+    strategy = module._trainer.strategy if module._trainer is not None else None
+    model = HFModel(module, None)
+    model.pipeline = module.model
+    with contextlib.ExitStack() as stack:
+        if isinstance(strategy, MCoreStrategy):
+            stack.enter_context(strategy.model_calls())
+        stack.enter_context(evaluating(module))
+        stack.enter_context(torch.no_grad())
+        yield model
+
+
 class _Builder(MCoreGPT):
     """Builds the chunks, with another output layer if one is set."""
 
@@ -170,7 +213,7 @@ class HFModel(nn.Module):
     suffix = ""
     """Suffix of its family's name."""
 
-    def __init__(self, builder: _Builder, num_labels: int | None) -> None:
+    def __init__(self, builder: MCoreGPT, num_labels: int | None) -> None:
         super().__init__()
         object.__setattr__(self, "_builder", builder)  # not a submodule: it holds the same chunks
         if num_labels is not None and self.suffix != SCORING:
@@ -462,8 +505,8 @@ class HFModel(nn.Module):
         export_model(self._own_builder, save_directory, replace=True)
 
     @property
-    def _own_builder(self) -> _Builder:
-        builder: _Builder = self.__dict__["_builder"]
+    def _own_builder(self) -> MCoreGPT:
+        builder: MCoreGPT = self.__dict__["_builder"]
         return builder
 
     @property

@@ -152,6 +152,10 @@ class PipelineEvaluation:
 
     # ---- calls of a model that takes whole batches
 
+    def model_calls(self) -> AbstractContextManager[None]:
+        """Let calls of the model outside a schedule run all stages inside the ``with`` block."""
+        return attributes_set([self._pipeline], {"call_outside_schedule": self._call_model})
+
     def _call_model(self, *args: Any, **kwargs: Any) -> Any:
         """Call the complete model, outside a schedule; return the output on the last stage, None on the others.
 

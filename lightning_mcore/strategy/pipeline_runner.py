@@ -414,6 +414,10 @@ class PipelineRunner:
         """Run a step forward only; with ``shares_output`` every rank of the pipeline returns its output."""
         return self._evaluation.evaluate(step, args, shares_output)
 
+    def model_calls(self) -> AbstractContextManager[None]:
+        """Let calls of the model outside a schedule run all stages inside the ``with`` block."""
+        return self._evaluation.model_calls()
+
 
 def _mean_loss_factor(num_microbatches: int, num_batches: int, context_parallel_size: int) -> float:
     """Return the factor of a microbatch's mean loss that makes up for what Megatron multiplies it by.

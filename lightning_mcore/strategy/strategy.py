@@ -708,6 +708,11 @@ class MCoreStrategy(DDPStrategy):
             batch = self._move_to_device(batch, self.root_device, dataloader_idx=0)
             return self._evaluate(step, (batch, 0), {}, shares_output=True)
 
+    def model_calls(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which ``self.model(...)`` of an ``MCoreModule`` runs all stages, outside of steps."""
+        assert isinstance(self._runner, PipelineRunner)
+        return self._runner.model_calls()
+
     def complete_parameters(self) -> None:
         """Gather scattered parameters before the next step does; collective over the data-parallel ranks."""
         if self._chunks is not None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreStrategy
-from lightning_mcore.hf import hf_model
+from lightning_mcore import MCoreGPT, MCoreStrategy
+from lightning_mcore.hf import as_hf_model, export_model, hf_model
 from tests.support.hf_models import save_tiny
 from tests.support.ranks import run_ranks
 from tests.support.toy import make_trainer
@@ -105,6 +105,33 @@ class Evaluated(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class EvaluatedGPT(MCoreGPT):
+    """An ``MCoreGPT``, which the harness evaluates while it is validated, on rows of other shapes than it trains on."""
+
+    paths = ("", "", "")  # of the model, the tasks and the folder to write
+
+    def on_validation_epoch_end(self) -> None:
+        path, tasks, out = self.paths
+        with as_hf_model(self) as model:
+            self.scores = evaluate(model, path, tasks)
+        super().on_validation_epoch_end()
+        export_model(self, out)
+
+
+def evaluate_gpts(runs: dict[str, tuple[str, str, str, dict[str, Any]]]) -> dict[str, Scores | None]:
+    """Train an ``MCoreGPT`` on each layout for two steps; return the scores of a validation after them."""
+    found = {}
+    for name, (path, tasks, out, layout) in runs.items():
+        module: Any = EvaluatedGPT.from_pretrained(path, seq_length=16)
+        module.paths = (path, tasks, out)
+        tokens = torch.randint(3, 90, (8, 17), generator=torch.Generator().manual_seed(1))
+        rows: Any = [{"tokens": row[:-1], "labels": row[1:]} for row in tokens]
+        loader: Any = DataLoader(rows, batch_size=2)
+        make_trainer(MCoreStrategy(**layout), max_steps=2, val_check_interval=2).fit(module, loader, loader)
+        found[name] = module.scores
+    return found
+
+
 def evaluate_each(runs: dict[str, tuple[str, str, str, dict[str, Any]]]) -> dict[str, Scores | None]:
     """Train on each layout for two steps; return the scores of a validation after them."""
     found = {}
@@ -133,12 +160,24 @@ def test_a_model_in_training_gets_the_scores_of_its_exported_folder(tmp_path: Pa
     runs = {
         name: (models[model], str(tasks), str(tmp_path / name), layout) for name, (model, layout) in LAYOUTS.items()
     }
-    ranks = run_ranks(2, evaluate_each, runs, timeout=300)
-    expected = run_ranks(
-        1, evaluate_folders, {name: out for name, (*_, out, _) in runs.items()}, str(tasks), timeout=300
-    )
+    compare_with_folders(run_ranks(2, evaluate_each, runs, timeout=300), runs, str(tasks))
+
+
+@pytest.mark.works_with("lm_eval", "scores of an MCoreGPT in training on TP, PP and CP: those of the exported folder")
+def test_an_mcore_gpt_in_training_gets_the_scores_of_its_exported_folder(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    write_tasks(tasks)
+    path = str(save_tiny("qwen2", tmp_path / "qwen2", tokenizer=True))
+    runs = {name: (path, str(tasks), str(tmp_path / name), LAYOUTS[name][1]) for name in ("tp2", "pp2", "cp2")}
+    compare_with_folders(run_ranks(2, evaluate_gpts, runs, timeout=300), runs, str(tasks))
+
+
+def compare_with_folders(ranks: list[Any], runs: dict[str, tuple[str, str, str, dict[str, Any]]], tasks: str) -> None:
+    """Compare the scores of models in training with those that transformers gives the folders that they wrote."""
+    expected = run_ranks(1, evaluate_folders, {name: out for name, (*_, out, _) in runs.items()}, tasks, timeout=300)
     assert not any(ranks[1].values())
-    for name in LAYOUTS:
+    for name in runs:
         for task in TASKS:
             metrics, answers = ranks[0][name][task]
             wanted, told = expected[0][name][task]

@@ -26,6 +26,7 @@ from lightning_mcore import (
 from tests.support import factory_images as images
 from tests.support.chats import characters, exchanges, write
 from tests.support.hf_models import save_tiny
+from tests.support.toy import Memory, make_trainer
 
 Names = dict[str, Any]
 CALLS: dict[str, tuple[int, Callable[[Names], None]]] = {}
@@ -210,3 +211,20 @@ def your_hf_module(page: Names) -> None:
 
     fit(Trained("base", "base"), *loaders, ranks=2, tensor_model_parallel_size=2)
     fit(page["Frozen"]("base"), *loaders, ranks=2, tensor_model_parallel_size=2)
+
+
+@of_page("watch", ranks=2)
+def watch(page: Names) -> None:
+    strategy, memory = MCoreStrategy(tensor_model_parallel_size=2), Memory()
+    trainer = make_trainer(strategy, callbacks=[page["throughput"](strategy, 2)], max_steps=4, logger=memory)
+    module = page["Measured"](vocab_size=64, seq_length=8, transformer=TINY)
+    row = {"tokens": torch.arange(8), "labels": torch.arange(1, 9)}
+    loader: Any = DataLoader([row] * 16, batch_size=4)  # type: ignore[arg-type]
+    trainer.fit(module, loader)
+    found = [row for row in memory.rows if "train/samples_per_sec" in row]
+    assert bool(found) == trainer.is_global_zero  # Lightning's monitor logs on rank 0
+    flops = page["plan_of"](trainer, module, batch_size=4).work.model_flops if found else 0
+    for values in found:
+        batches = values["train/device/batches_per_sec"]
+        assert abs(values["train/samples_per_sec"] / batches - 4) < 1e-9
+        assert abs(values["train/flops_per_sec"] / batches / flops - 1) < 1e-6

@@ -11,9 +11,11 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor
 from torch._dynamo.mutation_guard import install_generation_tagging_init
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
 
-from lightning_mcore import LoRA, add_lora, single_process
-from lightning_mcore.hf import HFModel, hf_model
+from lightning_mcore import LoRA, MCoreGPT, add_lora, single_process
+from lightning_mcore.hf import HFModel, as_hf_model, hf_model
 from lightning_mcore.layers.padded_rows import PaddedRows
 from tests.support.hf_models import VOCAB_SIZE, tiny_folder
 from tests.support.ranks import run_ranks
@@ -211,6 +213,43 @@ def average(kind: str) -> str:
 def test_averages_of_a_model_that_may_be_split_are_refused(kind: str) -> None:
     [message] = run_ranks(1, average, kind)
     says(f"ValueError: {message}")
+
+
+class Shown(MCoreGPT):
+    """Keeps the logits of itself shown as a Hugging Face model."""
+
+    def on_validation_epoch_end(self) -> None:
+        with as_hf_model(self) as model:
+            self.logits = model(IDS).logits
+        super().on_validation_epoch_end()
+
+
+def show(path: str) -> list[Tensor]:
+    """Return the logits of an ``MCoreGPT`` on each layout."""
+    found = []
+    for name in ("tensor", "pipeline"):
+        module: Any = Shown.from_pretrained(path, seq_length=IDS.shape[1])
+        rows: Any = DataLoader([{"tokens": IDS[0], "labels": IDS[0]}])  # type: ignore[arg-type]
+        make_trainer({f"{name}_model_parallel_size": 2}).validate(module, rows, verbose=False)
+        found.append(module.logits)
+    return found
+
+
+def test_an_mcore_gpt_shown_as_a_hugging_face_model_has_the_logits_of_transformers() -> None:
+    path = str(tiny_folder("llama"))
+    expected = AutoModelForCausalLM.from_pretrained(path)(IDS).logits.detach()
+    for rank in run_ranks(2, show, path, timeout=60):
+        for logits in rank:
+            assert (logits - expected).abs().max() < 1e-5
+
+
+SIZES = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
+
+
+def test_a_model_of_no_hugging_face_folder_cannot_be_shown_as_one() -> None:
+    module = MCoreGPT(vocab_size=64, seq_length=8, transformer=SIZES)
+    with refuses(ValueError, "MCoreGPT"), as_hf_model(module):
+        pass
 
 
 def test_a_row_of_padding_alone_is_allowed() -> None:
