@@ -11,6 +11,7 @@ so that a test can compare the figures with the results.
 import argparse
 import json
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,12 +201,53 @@ def peers(small: dict[str, Any], large: dict[str, Any]) -> Figure:
     return figure
 
 
+def loss_in_chunks(results: dict[str, Any]) -> Figure:
+    """Draw the memory of the output layer and the loss, and the time of chunks relative to all logits at once."""
+    figure = Figure(figsize=(7.2, 3.0), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    rows = [row for row in results["results"] if "whole" in row["ways"]]
+    labels = [f"{row['tokens']:,} tokens" for row in rows]
+    series = [
+        Bars(name, [row["ways"][way]["peak"] / 2**20 for row in rows], color)
+        for name, way, color in (("in chunks", "chunks", OURS), ("at once", "whole", OTHER))
+    ]
+    panel(left, f"output layer and loss, {about(results)}", labels, series, "MiB at the peak", ",.0f")
+    ratios = [
+        statistics.median(
+            chunks / whole
+            for chunks, whole in zip(row["ways"]["chunks"]["seconds"], row["ways"]["whole"]["seconds"], strict=True)
+        )
+        for row in rows
+    ]
+    panel(right, "in chunks / at once", labels, [Bars("", ratios)], "ratio of times", ".2f")
+    return figure
+
+
+def distillation(results: dict[str, Any]) -> Figure:
+    """Draw the memory and time of a step of distillation, next to two whole models in plain PyTorch."""
+    figure = Figure(figsize=(7.2, 2.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    found, whole = results["results"], results["results"]["two models"]
+    names = {"two models": "two whole\nmodels", "teacher": "teacher,\nin chunks", "stored": "stored\nlogits"}
+    colors = [OTHER, OURS, OURS]
+    memory = [found[way]["peak"] / 2**20 for way in names]
+    panel(left, f"on {about(results)}", [*names.values()], [Bars("", memory, colors)], "MiB beside the weights", ",.0f")
+    times = [
+        statistics.median(one / other for one, other in zip(found[way]["seconds"], whole["seconds"], strict=True))
+        for way in names
+    ]
+    panel(right, "relative to two models", [*names.values()], [Bars("", times, colors)], "ratio of times", ".2f")
+    return figure
+
+
 FIGURES = {
     "overhead": (overhead, ("gpu-overhead-1b", "overhead")),
     "packing": (packing, ("gpu-packing-1b", "packing")),
     "memory": (memory, ("gpu-recipes-1b",)),
     "recipes": (recipes, ("gpu-recipes-1b",)),
     "peers": (peers, ("peers_20m", "peers_120m")),
+    "loss": (loss_in_chunks, ("chunked-loss",)),
+    "distillation": (distillation, ("distillation",)),
 }
 """For each figure: what draws it, and the kinds of results in it."""
 
