@@ -624,7 +624,8 @@ class MCoreGPT(SpeedLogs):
         """
         everything = list(self.named_parameters())
         trained = [(name, parameter) for name, parameter in everything if parameter.requires_grad]
-        return self.recipe.build(trained or everything, self.trainer)  # a stage may train nothing
+        width_mult = getattr(self.config, "mup_width_mult", 1.0)
+        return self.recipe.build(trained or everything, self.trainer, width_mult)  # a stage may train nothing
 
     def _log_loss(self, name: str, losses: Tensor, inputs: ModelInputs) -> Any:
         """Return a step's loss, and log it with its weight; without one, with the number of tokens."""

@@ -163,21 +163,24 @@ class Recipe:
                 "Trainer(max_steps=...), or min_learning_rate=learning_rate for a constant rate"
             )
 
-    def build(self, parameters: "list[tuple[str, Parameter]]", trainer: "pl.Trainer") -> "OptimizerLRSchedulerConfig":
+    def build(
+        self, parameters: "list[tuple[str, Parameter]]", trainer: "pl.Trainer", width_mult: float = 1.0
+    ) -> "OptimizerLRSchedulerConfig":
         """Return the optimizer and its scheduler, which steps with it.
 
         Args:
             parameters: The trained parameters, by name.
             trainer: The trainer, which knows the number of steps.
+            width_mult: ``mup_width_mult`` of a model with ``use_mup``.
 
         Raises:
             ValueError: The number of steps is unknown and the schedule needs it, or transformers rejects its arguments.
         """
-        optimizer = self.build_optimizer(parameters)
+        optimizer = self.build_optimizer(parameters, width_mult)
         scheduler = self._build_scheduler(optimizer, trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def build_optimizer(self, parameters: "list[tuple[str, Parameter]]") -> "Optimizer":
+    def build_optimizer(self, parameters: "list[tuple[str, Parameter]]", width_mult: float = 1.0) -> "Optimizer":
         """Return the optimizer, with weight decay on matrices only; ``parameters`` are the trained ones, by name."""
         from torch.optim import SGD, AdamW
 
@@ -192,9 +195,26 @@ class Recipe:
                 {"params": [p for p in tensors if p.dim() > 1], "weight_decay": self.weight_decay},
                 {"params": [p for p in tensors if p.dim() <= 1], "weight_decay": 0.0},
             ]
+            if width_mult != 1.0:
+                groups = self._mup_groups(groups, width_mult)
         if self.optimizer == "sgd":
             return SGD(groups, lr=self.learning_rate, momentum=self.sgd_momentum)
         return AdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps)
+
+    def _mup_groups(self, groups: list[dict[str, Any]], width_mult: float) -> list[dict[str, Any]]:
+        """Return the groups with the learning rates of muP, and the embedding and output layer in one of their own.
+
+        Source: ``get_mup_config_overrides`` (megatron.core.optimizer, 0.19.2).
+        """
+        matrices, vectors = groups
+        by_end: dict[bool, list[Any]] = {True: [], False: []}
+        for parameter in matrices["params"]:
+            marks = (getattr(parameter, name, False) for name in ("is_embedding_parameter", "shared_embedding"))
+            by_end[any(marks)].append(parameter)
+        ends, hidden = ({**matrices, "params": by_end[is_end]} for is_end in (True, False))
+        if self.optimizer == "sgd":
+            return [hidden, *({**group, "lr": self.learning_rate * width_mult} for group in (ends, vectors))]
+        return [{**hidden, "lr": self.learning_rate / width_mult, "eps": self.eps / width_mult}, ends, vectors]
 
     def _build_scheduler(self, optimizer: "Optimizer", estimated: float) -> "LRScheduler":
         # Lightning's estimate is -1 or infinite if the run has no end

@@ -120,7 +120,6 @@ NOT_AVAILABLE: Mapping[str, str] = {
     "num_microbatches_with_partial_activation_checkpoints": "a training_step does not know about microbatches",
     "overlap_moe_expert_parallel_comm": "it needs the schedule plans of Megatron-LM",
     "use_inference_optimized_layers": "it is for Megatron's inference engine",
-    "use_mup": "the optimizer would not scale its learning rates with it",
     "use_ring_exchange_p2p": "it needs a build of PyTorch that is not public",
     "use_te_rng_tracker": "random states are PyTorch's, so that every layout draws alike",
 }

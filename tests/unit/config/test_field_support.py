@@ -42,7 +42,6 @@ ONLY_SINCE_0_17 = {
     "overlap_dispatch_backward_with_experts_wgrad",
     "use_grouped_gemm_for_dense_mlp",
     "use_grouped_gemm_for_shared_expert",
-    "use_mup",
     "use_transformer_engine_op_fuser",
 }
 ONLY_SINCE_0_20 = {
