@@ -26,11 +26,11 @@ from dataclasses import dataclass, replace
 from operator import mul
 from typing import NamedTuple
 
-from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.lora import Trained
-from lightning_mcore.config.loss_chunks import LossChunkSize
-from lightning_mcore.planning.model import FP32, ChunkLayers, GPTFields, LayerKind, stage_layers
+from lightning_mcore.planning.formats import Formats
+from lightning_mcore.planning.model import FP32, ChunkLayers, GPTFields
 from lightning_mcore.planning.schedule import in_flight
+from lightning_mcore.planning.sizes import Sizes
 from lightning_mcore.planning.vision import tower_bytes
 
 _OF_LOGITS = ("probabilities", "A x of the output layer", "B of the output layer, padded")  # not kept with chunks
@@ -53,32 +53,6 @@ class Row(NamedTuple):
     of_rows: bool = True  # whether each row of a microbatch has its own tensor
 
 
-@dataclass(frozen=True)
-class NumberFormat:
-    """The number format of activations."""
-
-    element: int  # bytes of an activation: 4 or 2
-    backend: str = "local"  # ``"local"`` or ``"transformer_engine"``
-    fp8: bool = False  # whether linear layers of TransformerEngine keep their inputs in 8 bits
-    packed: bool = False  # whether rows hold several sequences each, and are joined to one
-    gradient: int = FP32  # bytes of a gradient in its buffer
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the layers are plain PyTorch."""
-        return self.backend == "local"
-
-    @property
-    def linear_input(self) -> int:
-        """Bytes of an element of the input that a linear layer keeps."""
-        return 1 if self.fp8 else self.element
-
-    @property
-    def mask(self) -> int:
-        """Bytes that dropout keeps for an element."""
-        return self.element if self.is_local else 1
-
-
 _BEHIND_NORM = tuple(
     f"self_attention.{name}.weight"
     for name in ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "linear_in", "linear_low")
@@ -90,27 +64,27 @@ _PARTS |= {"self_attention.linear_kv_up_proj.": "mla_up_proj"}
 
 
 def layer_rows(
-    fields: GPTFields, is_moe: bool, seq_length: int, form: NumberFormat, layer: int | None = None
+    fields: GPTFields, layer: int, seq_length: int, form: Formats, prefix: str = "decoder.layers"
 ) -> list[Row]:
-    """Return the tensors that a transformer layer keeps."""
-    hidden, kind = fields.hidden_size, LayerKind("attention", True, is_moe) if layer is None else fields.kind(layer)
+    """Return the tensors that a transformer layer keeps; ``prefix`` begins the names of its weights."""
+    hidden, kind = fields.hidden_size, fields.kind(layer)
     rows = [*_norm(fields, "input_layernorm", hidden, form, weights=_BEHIND_NORM)] if kind.mixer else []
     if kind.mixer == "attention":
         rows += _attention(fields, seq_length, form)
     elif kind.mixer is not None:
         rows += {"delta_net": _delta_net, "kimi_delta": _kimi_delta, "mamba": _mamba}[kind.mixer](fields, form)
-    of_mlp = () if is_moe else ("mlp.linear_fc1.weight",)
+    of_mlp = () if kind.is_moe else ("mlp.linear_fc1.weight",)
     same_input = fields.architecture.layer_norms == "parallel"  # as the norm before attention, which keeps it
     if kind.has_mlp:
-        rows += [*_norm(fields, "pre_mlp_layernorm", hidden, form, is_moe, of_mlp)][same_input:]
-        rows += _experts(fields, form) if is_moe else _mlp(fields, fields.ffn_hidden_size, form, "mlp")
+        rows += [*_norm(fields, "pre_mlp_layernorm", hidden, form, kind.is_moe, of_mlp)][same_input:]
+        rows += _experts(fields, form) if kind.is_moe else _mlp(fields, fields.ffn_hidden_size, form, "mlp")
     if fields.architecture.layer_norms == "around":
         for name in ("self_attn_bda.norm", "mlp_bda.norm"):
             rows += list(_norm(fields, name, hidden, form))[:-1]  # nothing keeps the output
     if fields.hidden_dropout:
         rows.append(Row("dropout masks", (bool(kind.mixer) + kind.has_mlp) * hidden, form.mask, "sequence"))
-    prefix = f"decoder.layers.{layer}."
-    return [*_needed(fields, rows, prefix), *_adapters(fields, form, prefix)]
+    start = f"{prefix}.{layer}."
+    return [*_needed(fields, rows, start), *_adapters(fields, form, start)]
 
 
 def _needed(fields: GPTFields, rows: Iterable[Row], prefix: str = "") -> list[Row]:
@@ -125,7 +99,7 @@ def _of_weight(fields: GPTFields, name: str) -> Trained | None:
     return None if fields.adapters is None else fields.adapters.of.get(name)
 
 
-def _adapters(fields: GPTFields, form: NumberFormat, prefix: str) -> Iterator[Row]:
+def _adapters(fields: GPTFields, form: Formats, prefix: str) -> Iterator[Row]:
     """Yield what the adapters of a layer keep beside the inputs of its weights."""
     lora = None if fields.adapters is None else fields.adapters.lora
     if fields.adapters is None or lora is None:
@@ -133,7 +107,7 @@ def _adapters(fields: GPTFields, form: NumberFormat, prefix: str) -> Iterator[Ro
     own = {name: trained for name, trained in fields.adapters.of.items() if name.startswith(prefix) and trained.pairs}
     for name, trained in own.items():
         if name.endswith("gate_weight"):
-            yield Row(f"{name}: with its adapter", math.prod(trained.shape), form.element, "stacked", "moe")
+            yield Row(f"{name}: with its adapter", math.prod(trained.shape), form.parameter, "stacked", "moe")
             continue
         is_row = any(part in name for part in ("linear_fc2", "linear_proj", "linear_out"))
         part = next((part for start, part in _PARTS.items() if name.startswith(prefix + start)), "")
@@ -144,28 +118,28 @@ def _adapters(fields: GPTFields, form: NumberFormat, prefix: str) -> Iterator[Ro
             whole, experts = "gathered", fields.num_moe_experts
             share = fields.moe_router_topk / experts
         ranks, (rows, columns) = sum(pair.rank for pair in trained.pairs), trained.shape[-2:]
-        yield Row(f"{name}: A x", ranks * share, form.element, whole, part)
+        yield Row(f"{name}: A x", ranks * share, form.parameter, whole, part)
         if len(trained.pairs) > experts:
-            yield Row(f"{name}: every A", ranks * columns, form.element, "stacked", part)
-            yield Row(f"{name}: every B", ranks * rows, form.element, "stacked rows", part)
+            yield Row(f"{name}: every A", ranks * columns, form.parameter, "stacked", part)
+            yield Row(f"{name}: every B", ranks * rows, form.parameter, "stacked rows", part)
         if lora.use_dora:
-            yield Row(f"{name}: output before its length", rows, form.element, split, part)
+            yield Row(f"{name}: output before its length", rows, form.parameter, split, part)
         if lora.lora_dropout:
             inputs = "tensor" if is_row else "sequence"
-            yield Row(f"{name}: input, dropped", columns, form.element + form.mask, inputs, part)
+            yield Row(f"{name}: input, dropped", columns, form.parameter + form.mask, inputs, part)
 
 
-def embedding_rows(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
+def embedding_rows(fields: GPTFields, form: Formats) -> Iterator[Row]:
     """Yield the tensors that the embedding keeps; arguments as in :func:`layer_rows`."""
     yield Row("tokens", 1, _INDEX, "nobody")
     if fields.hidden_dropout:
         yield Row("dropout mask", fields.hidden_size, form.mask, "sequence")
     adapted = _of_weight(fields, "embedding.word_embeddings.weight")
     for pair in adapted.pairs if adapted is not None else ():
-        yield Row("A x of the embedding", pair.rank, form.element, "sequence")
+        yield Row("A x of the embedding", pair.rank, form.parameter, "sequence")
 
 
-def output_rows(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
+def output_rows(fields: GPTFields, form: Formats) -> Iterator[Row]:
     """Yield the tensors that the final norm, the output layer and the loss keep; see :func:`layer_rows`."""
     behind = ("embedding.word_embeddings.weight" if fields.tied else "output_layer.weight",)
     padded = fields.padded_vocab_size
@@ -179,39 +153,39 @@ def output_rows(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
     yield Row("labels and their mask", 1, _INDEX + 1, "nobody")
     adapted = _of_weight(fields, "output_layer.weight")
     for pair in adapted.pairs if adapted is not None else ():
-        yield Row("A x of the output layer", pair.rank, form.element, "nobody")
+        yield Row("A x of the output layer", pair.rank, form.parameter, "nobody")
         if fields.vocab_size != padded:
-            yield Row("B of the output layer, padded", pair.rank * padded, form.element, "stacked rows")
+            yield Row("B of the output layer, padded", pair.rank * padded, form.parameter, "stacked rows")
 
 
-def multi_token_rows(fields: GPTFields, seq_length: int, form: NumberFormat) -> Iterator[Row]:
+def multi_token_rows(fields: GPTFields, seq_length: int, form: Formats) -> Iterator[Row]:
     """Yield what a layer of multi-token prediction keeps beside its embedding and its loss; see :func:`layer_rows`."""
     for name in ("enorm", "hnorm"):
         yield from _norm(fields, name, fields.hidden_size, form)
-    yield from layer_rows(fields, fields.is_moe[-1], seq_length, form)
+    yield from layer_rows(fields, fields.num_layers - 1, seq_length, form, "mtp.layers")
 
 
 def _norm(
     fields: GPTFields,
     name: str,
     width: int,
-    form: NumberFormat,
+    form: Formats,
     kept_whole: bool = False,
     weights: tuple[str, ...] = (),
 ) -> Iterator[Row]:
     """Yield what a norm keeps, and last its output, which the linear layer behind it keeps for ``weights``."""
     fused = not form.is_local or fields.subtracts_mean
-    kept = FP32 if fields.fp32_residual_connection or not fused else form.element
+    kept = FP32 if fields.fp32_residual_connection or not fused else form.parameter
     yield Row(f"{name} input", width, kept, "sequence")
     if not fused:
         yield Row(f"{name} input, scaled", width, FP32, "sequence", weights=(f"{name}.weight",))
     yield Row(f"{name} statistics", 2 if fields.subtracts_mean else 1, FP32, "sequence")
     # A router reads the output too, so it is also kept unchanged.
-    yield Row(f"{name} output", width, form.element if kept_whole else form.linear_input, "sequence", weights=weights)
+    yield Row(f"{name} output", width, form.parameter if kept_whole else form.linear_input, "sequence", weights=weights)
 
 
-def _attention(fields: GPTFields, seq_length: int, form: NumberFormat) -> Iterator[Row]:
-    heads, latent, element = fields.num_attention_heads, fields.multi_latent_attention, form.element
+def _attention(fields: GPTFields, seq_length: int, form: Formats) -> Iterator[Row]:
+    heads, latent, element = fields.num_attention_heads, fields.multi_latent_attention, form.parameter
     output = heads * (fields.v_head_dim if latent else fields.kv_channels)
     yield from _latent_attention(fields, form) if latent else _grouped_attention(fields, form)
     in_pieces = form.packed or fields.window_size or (fields.architecture.attention_chunk or seq_length) < seq_length
@@ -229,7 +203,7 @@ def _attention(fields: GPTFields, seq_length: int, form: NumberFormat) -> Iterat
     else:
         yield Row("attention statistics", heads, FP32, "tensor", "core_attn")
     yield Row("attention output", output, element, "tensor")
-    if form.fp8:
+    if form.keeps_fp8:
         yield Row("attention output in 8 bits", output, form.linear_input, "tensor")
     if fields.attention_output_gate:
         behind = ("self_attention.linear_proj.weight",)
@@ -237,27 +211,27 @@ def _attention(fields: GPTFields, seq_length: int, form: NumberFormat) -> Iterat
         yield Row("gated output", output, form.linear_input, "tensor", weights=behind)
 
 
-def _delta_net(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
+def _delta_net(fields: GPTFields, form: Formats) -> Iterator[Row]:
     sizes, (keys, values, heads) = fields.architecture.delta_net, fields.architecture.delta_net_channels
     assert sizes is not None
     repeated, chunk, mixed = heads * sizes["linear_key_head_dim"], 64, 2 * keys + values  # chunks in tokens
     # In fp32 queries and keys are views of all that the convolution gives, and gates of all that the projection gives.
-    is_copied = form.element < FP32
+    is_copied = form.parameter < FP32
     gates = values if is_copied else mixed + values + 2 * heads
     memories = repeated * sizes["linear_value_head_dim"] / chunk
-    yield Row("convolution and its output", 2 * mixed, form.element, "tensor")
+    yield Row("convolution and its output", 2 * mixed, form.parameter, "tensor")
     yield Row("before their norm", 2 * keys if is_copied else mixed, FP32, "tensor", "core_attn" if is_copied else "")
     yield Row("gates; decays and steps", gates + 5 * heads, FP32, "tensor")
     yield Row("queries, keys and values", 2 * repeated + values, FP32, "tensor", "core_attn")
     yield Row("scores within chunks", 5 * heads * chunk, FP32, "tensor", "core_attn")
     yield Row("what is written and read", 4 * repeated + 2 * values, FP32, "tensor", "core_attn")
     yield Row("memories, and their decays", memories + 5 * heads, FP32, "tensor", "core_attn")
-    yield Row("output before its norm, and normalised", 2 * values, FP32 + form.element, "tensor")
+    yield Row("output before its norm, and normalised", 2 * values, FP32 + form.parameter, "tensor")
     behind = ("self_attention.linear_out.weight",)
     yield Row("output through its gate", values, form.linear_input, "tensor", weights=behind)
 
 
-def _kimi_delta(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
+def _kimi_delta(fields: GPTFields, form: Formats) -> Iterator[Row]:
     heads, size = fields.architecture.kimi_delta_heads
     values, chunk = heads * size, 64  # chunks in tokens
     # Blocks of 1 to 32 tokens are joined in pairs. For half of the tokens a query, a scaled key and their decay are
@@ -265,9 +239,9 @@ def _kimi_delta(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
     levels = 2.5 * math.log2(chunk)
     of_narrow = tuple(f"self_attention.linear_{name}.weight" for name in ("decay", "gate"))
     yield Row("decays and gates, narrow", 2 * size, form.linear_input, "sequence", weights=of_narrow)
-    yield Row("convolution and its output", 6 * values, form.element, "tensor")
+    yield Row("convolution and its output", 6 * values, form.parameter, "tensor")
     # In fp32 they are views of what the convolution gives.
-    yield Row("before their norm", 3 * values, FP32, "tensor", "core_attn" if form.element < FP32 else "")
+    yield Row("before their norm", 3 * values, FP32, "tensor", "core_attn" if form.parameter < FP32 else "")
     # The decays themselves are kept only if the rest is recomputed.
     yield Row("decays; steps before and after softplus", 3 * values + 5 * heads, FP32, "tensor")
     yield Row("queries and keys; scaled keys, and queries beside them", 5 * values, FP32, "tensor", "core_attn")
@@ -280,26 +254,30 @@ def _kimi_delta(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
     yield Row("output through its gate", values, form.linear_input, "tensor", weights=behind)
 
 
-def _mamba(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
+def _mamba(fields: GPTFields, form: Formats) -> Iterator[Row]:
     sizes, (values, vectors, heads) = fields.architecture.mamba, fields.architecture.mamba_channels
     assert sizes is not None
     groups, rows, chunk = sizes["mamba_num_groups"], sizes["mamba_state_dim"], 64  # chunks in tokens
     # In fp32 the gate is a view of all that the projection gives.
-    gates = values if form.element < FP32 else 2 * values + 2 * vectors + heads
-    yield Row("convolution and its output", 2 * (values + 2 * vectors), form.element, "tensor")
+    gates = values if form.parameter < FP32 else 2 * values + 2 * vectors + heads
+    yield Row("convolution and its output", 2 * (values + 2 * vectors), form.parameter, "tensor")
     yield Row("gate; values, and steps", gates + values + 2 * heads, FP32, "tensor")
     yield Row("what is written and read, of groups", 2 * vectors, FP32, "tensor", "core_attn")
     yield Row("scores within chunks", (2 * heads + groups) * chunk, FP32, "tensor", "core_attn")
     yield Row("values and outputs of memories", 3 * values + 4 * heads, FP32, "tensor", "core_attn")
     yield Row("memories", 2 * rows * values / chunk, FP32, "tensor", "core_attn")
     yield Row("output, opened gate and their product", 3 * values, FP32, "tensor")
-    yield Row("normalised output", values, form.element, "tensor")
+    yield Row("normalised output", values, form.parameter, "tensor")
     behind = ("self_attention.linear_out.weight",)
     yield Row("output of the norm", values, form.linear_input, "tensor", weights=behind)
 
 
-def _grouped_attention(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
-    heads, element, is_copied = fields.num_attention_heads + fields.num_query_groups, form.element, form.element < FP32
+def _grouped_attention(fields: GPTFields, form: Formats) -> Iterator[Row]:
+    heads, element, is_copied = (
+        fields.num_attention_heads + fields.num_query_groups,
+        form.parameter,
+        form.parameter < FP32,
+    )
     queries, both = fields.num_attention_heads * fields.kv_channels, heads * fields.kv_channels
     values, kind = fields.num_query_groups * fields.kv_channels, fields.architecture.head_norms
     # The values are a view of it, which keeps the whole tensor.
@@ -325,8 +303,8 @@ def _grouped_attention(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
         yield Row("queries and keys, rotated", both, element, "tensor")
 
 
-def _latent_attention(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
-    heads, element = fields.num_attention_heads, form.element
+def _latent_attention(fields: GPTFields, form: Formats) -> Iterator[Row]:
+    heads, element = fields.num_attention_heads, form.parameter
     for name, width in (("kv", fields.kv_lora_rank), ("q", fields.q_lora_rank)):
         up = f"self_attention.linear_{name}_up_proj"
         if width is not None and fields.qk_layernorm:
@@ -344,22 +322,22 @@ def _latent_attention(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
 
 
 def _mlp(
-    fields: GPTFields, width: int, form: NumberFormat, part: str, shared: str = "tensor", share: float = 1.0
+    fields: GPTFields, width: int, form: Formats, part: str, shared: str = "tensor", share: float = 1.0
 ) -> Iterator[Row]:
     """Yield the tensors that a feed-forward part keeps after its input; ``share`` of the tokens go through it."""
     fused, gated, tokens = fields.bias_activation_fusion, fields.gated_linear_unit, width * share
-    yield Row("inner width", (2 if gated else 1) * tokens, form.element, shared, part)
+    yield Row("inner width", (2 if gated else 1) * tokens, form.parameter, shared, part)
     if gated and not fused:
         clamped, is_sigmoid = fields.activation_func_clamp_value, fields.activation_func == "gelu_sigmoid"
         kept = 2 + (clamped is not None) + is_sigmoid
-        yield Row("gate, and what it opens", kept * tokens, form.element, shared, part)
+        yield Row("gate, and what it opens", kept * tokens, form.parameter, shared, part)
     if shared == "expert" and not fused:
-        yield Row("activation before its weight", tokens, form.element, shared, part)
+        yield Row("activation before its weight", tokens, form.parameter, shared, part)
     prefix = {"mlp": "mlp.", "moe": "mlp.experts.experts."}.get(part, f"mlp.{part}.")
     yield Row("activation", tokens, form.linear_input, shared, part, (f"{prefix}linear_fc2.weight",))
 
 
-def _experts(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
+def _experts(fields: GPTFields, form: Formats) -> Iterator[Row]:
     hidden, share, capacity = fields.hidden_size, float(fields.moe_router_topk), fields.moe_expert_capacity_factor
     if capacity is not None:
         share *= capacity if fields.moe_pad_expert_input_to_capacity else min(1.0, capacity)
@@ -371,34 +349,30 @@ def _experts(fields: GPTFields, form: NumberFormat) -> Iterator[Row]:
     yield from _mlp(fields, fields.moe_ffn_hidden_size, form, "moe", "expert", share)
     if fields.moe_latent_size:
         last = ("mlp.fc2_latent_proj.weight",)
-        yield Row("output of experts", fields.moe_latent_size, form.element, "sequence", "moe", last)
+        yield Row("output of experts", fields.moe_latent_size, form.parameter, "sequence", "moe", last)
     if fields.moe_shared_expert_intermediate_size:
         yield from _mlp(fields, fields.moe_shared_expert_intermediate_size, form, "shared_experts")
         if fields.moe_shared_expert_gate:
-            yield Row("shared output before its gate", hidden, form.element, "sequence", "moe")
+            yield Row("shared output before its gate", hidden, form.parameter, "sequence", "moe")
 
 
 @dataclass(frozen=True)
 class Activations:
     """Counts the bytes of activations on one rank."""
 
-    fields: GPTFields
-    layout: ParallelLayout
-    rows: int  # rows of a microbatch
-    seq_length: int  # tokens of a row
-    form: NumberFormat
-    loss_chunk_size: LossChunkSize = "auto"
+    run: Sizes
 
-    def peak(self, pipeline_rank: int, num_microbatches: int, group_size: int | None = None) -> int:
+    def peak(self, pipeline_rank: int) -> int:
         """Return the bytes that a rank of a pipeline stage holds at its peak; see :func:`in_flight`."""
-        chunks = [self._chunk(chunk) for chunk in stage_layers(self.fields, self.layout)[pipeline_rank]]
+        run = self.run
+        chunks = [self._chunk(chunk) for chunk in run.stages[pipeline_rank]]
         kept = [of_chunk for of_chunk, _ in chunks]
-        moments = in_flight(self.layout, pipeline_rank, num_microbatches, group_size)
+        moments = in_flight(run.layout, pipeline_rank, run.batch.num_microbatches, run.group_size)
         return round(max(float(sum(map(mul, counts, kept))) + chunks[index][1] for counts, index in moments))
 
     def _chunk(self, chunk: ChunkLayers) -> tuple[float, float]:
         """Return the bytes that forward keeps of a microbatch, and those that backward's worst moment takes beside."""
-        fields, form = self.fields, self.form
+        run, fields, form = self.run, self.run.fields, self.run.formats
         alike: dict[object, tuple[float, float]] = {}
         layers = []
         for layer in chunk.layers:  # layers with the same parts are alike; adapters may differ
@@ -415,7 +389,8 @@ class Activations:
         # A teacher's hidden states: received in one tensor with the student's, sent in one, and kept for the loss.
         taught, in_teacher = self._of_teacher
         kept += taught * ((not chunk.embedding) + sent + chunk.output)
-        of_tower, of_worst = tower_bytes(fields, self.layout, self.rows * chunk.embedding, form.element)
+        rows = run.batch.micro_batch_size * chunk.embedding
+        of_tower, of_worst = tower_bytes(fields, run.layout, rows, form.parameter)
         in_layers = again + self._in_layer(any(fields.is_moe[layer] for layer in chunk.layers))
         at_output = self._at_output() + self._logits_of_teacher if chunk.output else 0.0
         beside = max(at_output, in_layers - output, of_worst - kept, in_teacher - kept, 0.0)
@@ -424,45 +399,47 @@ class Activations:
     @property
     def _of_teacher(self) -> tuple[float, float]:
         """Return the bytes of a teacher's hidden states between two layers, and those that one of its layers needs."""
-        if self.fields.teacher is None:
+        if self.run.fields.teacher is None:
             return 0.0, 0.0
-        teacher = replace(self, fields=self.fields.teacher)
-        return teacher._hidden, teacher._in_layer(any(teacher.fields.is_moe))
+        teacher = Activations(replace(self.run, fields=self.run.fields.teacher))
+        return teacher._hidden, teacher._in_layer(any(teacher.run.fields.is_moe))
 
     @property
     def _logits_of_teacher(self) -> float:
         """Bytes of a teacher's logits in the loss, with fp32 copies of both models' and of two terms of each token."""
-        if self.fields.teacher is None:
+        run, teacher = self.run, self.run.fields.teacher
+        if teacher is None:
             return 0.0
-        rows = self.fields.teacher.padded_vocab_size / self.layout.tensor_model_parallel_size
-        return (self._chunk_of_loss or self._tokens) * rows * (self.form.element + 4 * FP32)
+        rows = teacher.padded_vocab_size / run.layout.tensor_model_parallel_size
+        return (run.tokens_of_loss or run.tokens) * rows * (run.formats.parameter + 4 * FP32)
 
     @property
     def _hidden(self) -> float:
         """Bytes of the hidden states between two layers."""
-        return self._weigh([Row("hidden states", self.fields.hidden_size, self.form.element, "sequence")])
+        return self._weigh([Row("hidden states", self.run.fields.hidden_size, self.run.formats.parameter, "sequence")])
 
     def _multi_token_bytes(self) -> float:
         """Return the bytes that a layer of multi-token prediction keeps."""
-        fields, form = self.fields, self.form
+        fields, form = self.run.fields, self.run.formats
         ends = self._weigh(embedding_rows(fields, form)) + self._output
         if fields.recompute_granularity == "full" and fields.recompute_method == "uniform":
             return ends + 2 * self._hidden
-        return ends + self._weigh(self._left(multi_token_rows(fields, self.seq_length, form)))
+        return ends + self._weigh(self._left(multi_token_rows(fields, self.run.batch.seq_length, form)))
 
     def _layer(self, layer: int) -> tuple[float, float]:
         """Return the bytes that a layer keeps, and those of them that are not recomputed."""
-        rows = layer_rows(self.fields, self.fields.is_moe[layer], self.seq_length, self.form, layer)
+        rows = layer_rows(self.run.fields, layer, self.run.batch.seq_length, self.run.formats)
         return self._weigh(rows), self._weigh(self._left(rows))
 
     def _left(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Yield the rows that ``recompute_modules`` leaves."""
-        again = self.fields.recomputed | ({"shared_experts"} if "moe" in self.fields.recomputed else set())
+        recomputed = self.run.fields.recomputed
+        again = recomputed | ({"shared_experts"} if "moe" in recomputed else set())
         return (row for row in rows if row.part not in again)
 
     def _recomputed(self, layers: Sequence[tuple[float, float]]) -> tuple[float, float]:
         """Return the bytes that the layers of a chunk keep, and those needed again while one is recomputed."""
-        fields, layout, wholes = self.fields, self.layout, [whole for whole, _ in layers]
+        fields, layout, wholes = self.run.fields, self.run.layout, [whole for whole, _ in layers]
         if not layers or fields.recompute_granularity not in ("selective", "full"):
             return sum(wholes), 0.0
         if fields.recompute_granularity == "selective":
@@ -476,69 +453,57 @@ class Activations:
         return len(groups) * hidden, max(map(sum, groups))
 
     @property
-    def _chunk_of_loss(self) -> int | None:
-        """Tokens that go through the loss at once; None for all."""
-        return self.fields.tokens_of_loss(self.loss_chunk_size, int(self._tokens), self.layout)
-
-    @property
     def _output(self) -> float:
         """Bytes that the final norm, the output layer and the loss keep."""
-        rows = [*output_rows(self.fields, self.form)]
-        if self._chunk_of_loss is not None:  # logits are made again; kept are losses and logarithms of sums
+        rows = [*output_rows(self.run.fields, self.run.formats)]
+        if self.run.tokens_of_loss is not None:  # logits are made again; kept are losses and logarithms of sums
             rows = [row for row in rows if row.name not in _OF_LOGITS]
             rows.append(Row("losses and log-sums", 2 * FP32, 1, "nobody"))
         return self._weigh(rows)
 
-    def _in_chunks(self, tokens: int) -> float:
-        """Return the bytes that a chunk of the loss needs briefly, with the gradients of those before it.
-
-        A 16-bit gradient of those before it is already in the fp32 buffer, if there is one.
-        """
-        fields, element, hidden = self.fields, self.form.element, self.fields.hidden_size
-        rows, adapted = fields.padded_vocab_size / self.layout.tensor_model_parallel_size, _of_weight(fields, _OUTPUT)
-        halves = element if element < FP32 else 0
-        of_weight = rows * hidden * element * (fields.adapters is None or (adapted is not None and adapted.is_saved))
-        before = 0 if element < self.form.gradient else of_weight
-        logits = tokens * rows * element * (3 if adapted is not None and adapted.pairs else 1)  # with what they add
-        at_loss = logits + tokens * rows * (FP32 + halves) + before
-        at_product = tokens * rows * element + of_weight + before
-        at_sum = of_weight + 2 * before  # autograd makes a new sum
-        return float(max(at_loss, at_product, at_sum) + self._tokens * hidden * element)
-
     def _at_output(self) -> float:
-        """Return the bytes that the loss needs briefly: its copy of the logits, then the output layer's gradient."""
-        if self._chunk_of_loss is not None:
-            return self._in_chunks(self._chunk_of_loss)
-        fields, element, hidden = self.fields, self.form.element, self.fields.hidden_size
+        """Return the bytes that the loss needs briefly: its copy of the logits, then the output layer's gradients."""
+        run, fields, element, hidden = (
+            self.run,
+            self.run.fields,
+            self.run.formats.parameter,
+            self.run.fields.hidden_size,
+        )
         if fields.scores:
-            return float(self._tokens * hidden * FP32)  # the gradient of the score layer's input
-        rows, adapted = fields.padded_vocab_size / self.layout.tensor_model_parallel_size, _of_weight(fields, _OUTPUT)
-        logits = self._tokens * rows * element
-        copies = float(element < FP32 or fields.cross_entropy_loss_fusion)
-        if adapted is not None and adapted.pairs:  # what they add, and the sum
-            copies = 2.0
-        # Whole sequences, and the gradient of the matrix; by then 16-bit gradients have replaced fp32 probabilities.
-        trained = fields.adapters is None or (adapted is not None and adapted.is_saved)
-        gradient = rows * hidden * element * trained + self._tokens * hidden * element
-        return float(max(copies * logits, gradient - self._tokens * rows * (FP32 - element)))
+            return float(run.tokens * hidden * FP32)  # the gradient of the score layer's input
+        columns, adapted = (
+            fields.padded_vocab_size // run.layout.tensor_model_parallel_size,
+            _of_weight(fields, _OUTPUT),
+        )
+        is_trained = fields.adapters is None or (adapted is not None and adapted.is_saved)
+        has_adapters = adapted is not None and bool(adapted.pairs)
+        of_input, of_weight = run.tokens * hidden * element, columns * hidden * element * is_trained  # gradients
+        logits = (run.tokens_of_loss or run.tokens) * columns
+        if run.tokens_of_loss is None:
+            # What adapters add, and the sum
+            copies = 2 if has_adapters else int(element < FP32 or fields.cross_entropy_loss_fusion)
+            # By then 16-bit gradients have replaced fp32 probabilities.
+            return float(max(copies * logits * element, of_weight + of_input - logits * (FP32 - element)))
+        # A 16-bit gradient of the chunks before this one is already in the fp32 buffer, if there is one.
+        before = 0 if element < run.formats.gradient else of_weight
+        probabilities = logits * (FP32 + (element if element < FP32 else 0))
+        at_loss = logits * element * (3 if has_adapters else 1) + probabilities + before
+        at_product = logits * element + of_weight + before
+        at_sum = of_weight + 2 * before  # autograd makes a new sum
+        return float(max(at_loss, at_product, at_sum) + of_input)
 
     def _in_layer(self, is_moe: bool) -> float:
         """Return the bytes that backward of a feed-forward part needs briefly: gradients of inner and outer width."""
-        fields, element = self.fields, self.form.element
+        fields, element = self.run.fields, self.run.formats.parameter
         inner, kind = (2 if fields.gated_linear_unit else 1) * fields.ffn_hidden_size, "tensor"
         if is_moe:
             inner, kind = 2 * (fields.moe_latent_size or fields.hidden_size) * fields.moe_router_topk, "gathered"
         rows = [Row("outer", 3 * fields.hidden_size, element, "sequence"), Row("inner", inner, element, kind)]
         return self._weigh(rows)
 
-    @property
-    def _tokens(self) -> float:
-        """Tokens of a microbatch on this context-parallel rank."""
-        return self.rows * self.seq_length / self.layout.context_parallel_size
-
     def _weigh(self, rows: Iterable[Row]) -> float:
         """Return the bytes of tensors on this rank."""
-        layout, total = self.layout, 0.0
+        run, layout, total = self.run, self.run.layout, 0.0
         tp, etp, ep = layout.tensor_model_parallel_size, layout.expert_tensor_size, layout.expert_model_parallel_size
         split = tp if layout.sequence_parallel else 1
         ranks = {"tensor": tp, "sequence": split, "gathered": split / etp, "expert": split, "nobody": 1}
@@ -547,7 +512,7 @@ class Activations:
                 of_matrix = (etp if row.part == "moe" else tp) if row.shared == "stacked rows" else 1
                 total += row.width * row.element / of_matrix / (ep if row.part == "moe" else 1)
             else:
-                tokens = self._tokens if row.of_rows else self._tokens / self.rows
+                tokens = run.tokens if row.of_rows else run.tokens / run.batch.micro_batch_size
                 total += row.width * row.element * tokens / ranks[row.shared]
         return total
 

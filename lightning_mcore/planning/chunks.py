@@ -22,12 +22,13 @@ from lightning_mcore.parallel.chunks import find_pipeline
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import close_process_groups, open_process_groups
 from lightning_mcore.planning.built import ParameterTensor, held_tensors, of_parameter, on_meta
+from lightning_mcore.planning.formats import Formats
 from lightning_mcore.planning.machines import Machine
 from lightning_mcore.planning.model import ChunkLayers
 from lightning_mcore.planning.parameters import ModelParameters, count_of
 from lightning_mcore.planning.plan import Plan, StagePlan, of_stages, plan_of_run
 from lightning_mcore.planning.rules import OWN, check_run
-from lightning_mcore.planning.state_memory import StateFormats, state_memory
+from lightning_mcore.planning.state_memory import state_memory
 
 
 def plan_of_chunks(
@@ -42,9 +43,9 @@ def plan_of_chunks(
     limit = machine.memory if machine is not None else None
     layout = run.rules.layout
     if run.errors or layout is None or run.batch is None:
-        return plan_of_run(run, devices, devices_per_node, machine, limit, {})
+        return plan_of_run(run, devices_per_node, machine, limit, {})
     stages = [_chunks(trainer, module, layout, stage) for stage in range(layout.pipeline_model_parallel_size)]
-    formats = StateFormats.of(run.rules.precision, run.rules.all_strategy)
+    formats = Formats.of(run.rules.precision, run.rules.all_strategy)
     made, total, trained = [], 0, 0
     for stage, chunks in enumerate(stages):
         tensors = [of_chunk for _, of_chunk in chunks]
@@ -59,7 +60,7 @@ def plan_of_chunks(
             whole *= layout.expert_model_parallel_size if tensor.expert else 1
             total, trained = total + whole, trained + whole * tensor.is_trained
     known = {
-        **of_stages(run, made, devices, devices_per_node, limit),
+        **of_stages(run, made, devices_per_node, limit),
         "parameters": ModelParameters(total, total, trained),
         "assumptions": (
             *run.assumptions,
@@ -68,7 +69,7 @@ def plan_of_chunks(
             "two moments of each trained parameter in the optimizer, as AdamW has",
         ),
     }
-    return plan_of_run(run, devices, devices_per_node, machine, limit, known)
+    return plan_of_run(run, devices_per_node, machine, limit, known)
 
 
 def _chunks(

@@ -19,21 +19,11 @@ from dataclasses import dataclass, field
 
 from lightning_mcore.config.architecture import Mixer
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.planning.grid import GlobalBatch
+from lightning_mcore.planning.formats import Formats
 from lightning_mcore.planning.model import FP32, ChunkLayers, GPTFields, stage_layers
 from lightning_mcore.planning.parameters import ParameterCount, rank_parameters
+from lightning_mcore.planning.sizes import Sizes
 from lightning_mcore.planning.vision import trained_parameters
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """The number formats and methods of communication."""
-
-    activation_bytes: int  # bytes of one element of an activation
-    gradient_bytes: int  # bytes of one element of a gradient while it is summed
-    parameter_bytes: int  # bytes of one element of a parameter while it is gathered
-    distributed_optimizer: bool  # whether gradients are reduce-scattered and parameters gathered, or all-reduced
-    backend: str = "local"  # the layers: ``"local"`` or ``"transformer_engine"``
 
 
 @dataclass
@@ -48,59 +38,49 @@ class AxisVolume:
     sent: float = field(default=0.0)  # bytes
 
 
-def communication_volume(
-    fields: GPTFields,
-    layout: ParallelLayout,
-    world_size: int,
-    batch: GlobalBatch,
-    traffic: Traffic,
-    stage: int,
-    parameters: ParameterCount | None = None,
-) -> list[AxisVolume]:
+def communication_volume(run: Sizes, stage: int, parameters: ParameterCount | None = None) -> list[AxisVolume]:
     """Return the bytes that each rank of a pipeline stage sends in an optimizer step, without axes of one rank.
 
     ``parameters`` are the rank's, if they are known.
     """
-    tokens = batch.micro_batch_size * batch.seq_length // layout.context_parallel_size
-    stages, volumes = stage_layers(fields, layout), _volumes(layout, world_size, traffic)
-    of_token = tokens * traffic.activation_bytes * batch.num_microbatches
+    fields, layout, formats, stages = run.fields, run.layout, run.formats, run.stages
+    volumes, tokens = _volumes(layout, run.world_size, formats), run.tokens * run.batch.num_microbatches
+    of_token = tokens * formats.parameter
     for index, chunk in enumerate(stages[stage]):
-        of_fp32 = FP32 / traffic.activation_bytes
+        of_fp32 = FP32 / formats.parameter
         for axis, channels in [*_of_layers(fields, layout, chunk, of_fp32), *_of_ends(fields, layout, chunk)]:
             volumes[axis].sent += channels * of_token
         if not fields.scores:  # of the loss: largest logit, that of the target, the sum, each in fp32
             of_loss = 3 * 2 * 4 * _ring(layout.tensor_model_parallel_size)
-            volumes["tp"].sent += (chunk.output + chunk.mtp) * of_loss * tokens * batch.num_microbatches
+            volumes["tp"].sent += (chunk.output + chunk.mtp) * of_loss * tokens
         place, last = index * len(stages) + stage, len(stages) * len(stages[stage]) - 1
         messages = (place < last) + (place > 0)
         sizes = fields.hidden_size + (0 if fields.teacher is None else fields.teacher.hidden_size)  # in one message
         volumes["pp"].sent += messages * sizes * of_token / _shares(layout)
     if fields.teacher is not None:
-        for axis, channels in _of_teacher(fields.teacher, layout, stage, FP32 / traffic.activation_bytes):
+        for axis, channels in _of_teacher(fields.teacher, layout, stage, FP32 / formats.parameter):
             volumes[axis].sent += channels * of_token
-    parameters = parameters or rank_parameters(fields, layout, stage, traffic.backend)
-    bytes_each = traffic.gradient_bytes + (
-        traffic.parameter_bytes if traffic.distributed_optimizer else traffic.gradient_bytes
-    )
+    parameters = parameters or rank_parameters(fields, layout, stage, formats.backend)
+    bytes_each = formats.gradient + (formats.gathered if formats.distributed else formats.gradient)
     for axis, count in (("dp", parameters.trained_dense), ("edp", parameters.trained_expert)):
         volumes[axis].sent += count * bytes_each * _ring(volumes[axis].group_size)
     if stage == 0:
         ring = _ring(layout.tensor_model_parallel_size)
-        volumes["tower"].sent += trained_parameters(fields) * 2 * traffic.gradient_bytes * ring
+        volumes["tower"].sent += trained_parameters(fields) * 2 * formats.gradient * ring
     trained = fields.adapters is None or "embedding.word_embeddings.weight" in fields.adapters.of
     if fields.tied and trained and len(stages) > 1 and stage in (0, len(stages) - 1):
         rows = fields.padded_vocab_size / layout.tensor_model_parallel_size
-        volumes["embedding"].sent += rows * fields.hidden_size * traffic.gradient_bytes
+        volumes["embedding"].sent += rows * fields.hidden_size * formats.gradient
     return [volume for volume in volumes.values() if volume.group_size > 1 and volume.sent]
 
 
-def _volumes(layout: ParallelLayout, world_size: int, traffic: Traffic) -> dict[str, AxisVolume]:
+def _volumes(layout: ParallelLayout, world_size: int, formats: Formats) -> dict[str, AxisVolume]:
     tp, cp, pp = layout.tensor_model_parallel_size, layout.context_parallel_size, layout.pipeline_model_parallel_size
     etp, ep = layout.expert_tensor_size, layout.expert_model_parallel_size
     dp, edp = layout.data_parallel_size(world_size), layout.expert_data_parallel_size(world_size)
     layers = "all-gather and reduce-scatter" if layout.sequence_parallel else "all-reduce"
     gradients = "gradients reduce-scatter, parameters all-gather"
-    gradients = gradients if traffic.distributed_optimizer else "gradients all-reduce"
+    gradients = gradients if formats.distributed else "gradients all-reduce"
     rows = [
         AxisVolume("tp", tp, 1, f"{layers} of activations", True),
         AxisVolume("cp", cp, tp, "keys and values, and their gradients", True),

@@ -21,7 +21,6 @@ from lightning_mcore.config.architecture import Architecture, Mixer, moe_layers,
 from lightning_mcore.config.field_homes import DEFAULTS, REQUIRED
 from lightning_mcore.config.layout import ModelShape, ParallelLayout
 from lightning_mcore.config.lora import AdaptedModel
-from lightning_mcore.config.loss_chunks import LossChunkSize, tokens_of_chunk
 from lightning_mcore.config.preference import Preference
 from lightning_mcore.config.vision import Vision
 from lightning_mcore.planning.signatures import fields_of
@@ -86,12 +85,6 @@ class GPTFields:
     def output_size(self) -> int:
         """Rows of the output layer."""
         return 1 if self.scores else self.padded_vocab_size
-
-    def tokens_of_loss(self, size: LossChunkSize, tokens: int, layout: ParallelLayout) -> int | None:
-        """Return how many of a rank's tokens go through the loss at once; None for all."""
-        columns = self.padded_vocab_size // layout.tensor_model_parallel_size
-        defers = bool(self.transformer.get("defer_embedding_wgrad_compute"))
-        return None if self.scores else tokens_of_chunk(size, tokens, columns, defers_gradient=defers)
 
     @property
     def subtracts_mean(self) -> bool:

@@ -13,21 +13,21 @@ from typing import Any
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.run import RunSettings
-from lightning_mcore.planning.communication import AxisVolume, Traffic, communication_volume
+from lightning_mcore.planning.communication import AxisVolume, communication_volume
 from lightning_mcore.planning.grid import GlobalBatch, RankGrid
 from lightning_mcore.planning.machines import Machine
-from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
+from lightning_mcore.planning.model import ChunkLayers, GPTFields
 from lightning_mcore.planning.parameters import (
     ModelParameters,
     ParameterCount,
-    Tensors,
     count_of,
     model_parameters,
     rank_tensors,
 )
 from lightning_mcore.planning.rules import CheckedRun, check_run
 from lightning_mcore.planning.schedule import PipelineTimeline
-from lightning_mcore.planning.state_memory import BYTES, RankMemory, optimizer_of, rank_memory
+from lightning_mcore.planning.sizes import Sizes
+from lightning_mcore.planning.state_memory import RankMemory, rank_memory
 from lightning_mcore.planning.step import Overlaps, StepTime, StepWork, step_time, step_work
 
 
@@ -137,46 +137,43 @@ def make_plan(
     try:
         known["parameters"] = model_parameters(run.fields) if run.fields is not None else None
         if run.is_computable:
-            stages = stage_plans(run, settings, devices)
-            known |= of_stages(run, stages, devices, devices_per_node, limit)
-            known |= _work(run, stages, devices, devices_per_node, machine, known["timeline"].bubble)
+            sizes = run.sizes
+            stages, work = stage_plans(sizes), step_work(sizes)
+            known |= of_stages(run, stages, devices_per_node, limit) | {"work": work}
+            if machine is not None:
+                bubble = known["timeline"].bubble
+                known["time"] = _time(run, work, stages, machine, devices_per_node, bubble)
     except (ValueError, TypeError, ArithmeticError, LookupError):
         if not run.errors:  # the sizes of a refused run may be inconsistent
             raise
-    return plan_of_run(run, devices, devices_per_node, machine, limit, known)
+    return plan_of_run(run, devices_per_node, machine, limit, known)
 
 
 def plan_of_run(
-    run: CheckedRun,
-    devices: int,
-    devices_per_node: int,
-    machine: Machine | None,
-    limit: float | None,
-    known: Mapping[str, Any],
+    run: CheckedRun, devices_per_node: int, machine: Machine | None, limit: float | None, known: Mapping[str, Any]
 ) -> Plan:
     """Return the plan of a checked run, with what else is ``known`` of it."""
     rules, fp8 = run.rules, run.rules.fp8
     kind = "FP8" if fp8 is None or fp8.fp4_recipe is None else "FP4"
     recipe = f" with {kind} ({fp8.recipe})" if fp8 is not None and fp8.is_on else ""
-    of_run = {name: getattr(run, name) for name in ("device_type", "backend", "batch", "fields", "errors")}
+    names = ("devices", "device_type", "backend", "batch", "fields", "errors", "assumptions")
     return Plan(
-        devices=devices,
         devices_per_node=devices_per_node,
         machine=machine,
         memory_limit=limit,
         precision=rules.precision_name + recipe,
         layout=rules.layout,
-        **{**of_run, "assumptions": run.assumptions, **known},
+        **{**{name: getattr(run, name) for name in names}, **known},
     )
 
 
 def of_stages(
-    run: CheckedRun, stages: Sequence[StagePlan], devices: int, devices_per_node: int, limit: float | None
+    run: CheckedRun, stages: Sequence[StagePlan], devices_per_node: int, limit: float | None
 ) -> dict[str, Any]:
     """Return what is known of a run once its stages are: grid, timeline, stages and warnings."""
     assert run.rules.layout is not None
     assert run.batch is not None
-    grid, group = RankGrid(run.rules.layout, devices), run.rules.strategy.get("microbatch_group_size_per_vp_stage")
+    grid, group = RankGrid(run.rules.layout, run.devices), run.rules.strategy.get("microbatch_group_size_per_vp_stage")
     timeline = PipelineTimeline.of(run.rules.layout, run.batch.num_microbatches, group)
     warnings = [
         *_of_pipeline(run, timeline),
@@ -187,20 +184,10 @@ def of_stages(
     return {"grid": grid, "timeline": timeline, "stages": tuple(stages), "warnings": tuple(warnings)}
 
 
-def _work(
-    run: CheckedRun,
-    stages: Sequence[StagePlan],
-    devices: int,
-    devices_per_node: int,
-    machine: Machine | None,
-    bubble: float,
-) -> dict[str, Any]:
-    """Return the operations of a step, and its time if there is a machine."""
-    layout, fields, batch = run.sizes
+def _time(
+    run: CheckedRun, work: StepWork, stages: Sequence[StagePlan], machine: Machine, devices_per_node: int, bubble: float
+) -> StepTime:
     rules = run.rules
-    work = step_work(fields, layout, devices, batch, rules.strategy.get("loss_chunk_size", "auto"))
-    if machine is None:
-        return {"work": work}
     number_format = "fp32" if rules.precision_name == "32-true" else "bf16"
     overlaps = Overlaps(
         gradients=bool(rules.resolved("overlap_grad_reduce")),
@@ -208,61 +195,28 @@ def _work(
         stages=rules.overlap_p2p_comm,
         tensor=bool(rules.strategy.get("tp_comm_overlap")),
     )
-    time = step_time(
+    return step_time(
         work.slowed_flops_of_rank,
         [stage.traffic for stage in stages],
-        batch.num_microbatches,
+        run.sizes.batch.num_microbatches,
         bubble,
         machine,
         "fp8" if rules.computes_in_fp8 else number_format,
         devices_per_node,
         overlaps,
     )
-    return {"work": work, "time": time}
 
 
-def stage_plans(run: CheckedRun, settings: RunSettings, devices: int) -> list[StagePlan]:
+def stage_plans(run: Sizes) -> list[StagePlan]:
     """Compute what one rank of each pipeline stage holds and sends."""
-    layout, fields, batch = run.sizes
-    width, gradient = BYTES.get(run.rules.precision_name, (2, 4))
-    traffic = Traffic(
-        activation_bytes=width,
-        gradient_bytes=gradient,
-        parameter_bytes=1 if run.rules.fp8 is not None and run.rules.fp8.fp8_param else width,
-        distributed_optimizer=run.rules.distributed,
-        backend=run.backend,
-    )
     plans = []
-    for stage, chunks in enumerate(stage_layers(fields, layout)):
-        tensors = rank_tensors(fields, layout, stage, run.backend)
+    for stage, chunks in enumerate(run.stages):
+        tensors = rank_tensors(run.fields, run.layout, stage, run.formats.backend)
         parameters = count_of(tensors)
-        memory = stage_memory(run, settings, devices, stage, tensors)
-        volumes = communication_volume(fields, layout, devices, batch, traffic, stage, parameters)
-        first = stage * devices // layout.pipeline_model_parallel_size
+        memory, volumes = rank_memory(run, stage, tensors), communication_volume(run, stage, parameters)
+        first = stage * run.world_size // len(run.stages)
         plans.append(StagePlan(stage, first, tuple(chunks), parameters, memory, tuple(volumes)))
     return plans
-
-
-def stage_memory(
-    run: CheckedRun, settings: RunSettings, devices: int, stage: int, tensors: Tensors | None = None
-) -> RankMemory:
-    """Compute what one rank of a pipeline stage holds; ``tensors`` are its parameters, if they are known."""
-    layout, fields, batch = run.sizes
-    return rank_memory(
-        fields,
-        layout,
-        stage,
-        world_size=devices,
-        precision=run.rules.precision,
-        strategy=run.rules.all_strategy,
-        optimizer=optimizer_of(run.model),
-        micro_batch_size=batch.micro_batch_size,
-        num_microbatches=batch.num_microbatches,
-        seq_length=batch.seq_length,
-        packed=bool(settings.data.get("packing")),
-        backend=run.backend,
-        tensors=tensors,
-    )
 
 
 GIB = 2**30

@@ -47,9 +47,11 @@ from lightning_mcore.parallel.stage_layers import check_uniform_recompute
 from lightning_mcore.planning import signatures
 from lightning_mcore.planning.adapters import check_adapters, with_adapters
 from lightning_mcore.planning.arguments import arguments_of_gpt, assumptions_of_loss, faults_of_pairs, with_teacher
+from lightning_mcore.planning.formats import Formats, optimizer_of
 from lightning_mcore.planning.grid import GlobalBatch, global_batch
 from lightning_mcore.planning.model import GPTFields, backend_of
 from lightning_mcore.planning.signatures import Arguments, arguments_of, fields_of, of_config, of_model
+from lightning_mcore.planning.sizes import Sizes
 from lightning_mcore.planning.vision import assumptions_of_vision, check_first_stage, with_images, with_tower
 from lightning_mcore.strategy.overlap import TensorParallelOverlap
 from lightning_mcore.strategy.precision import MCorePrecision
@@ -380,15 +382,25 @@ class CheckedRun:
     batch: GlobalBatch | None  # None if layout or sizes are wrong
     backend: str  # ``"local"``, ``"transformer_engine"`` or :data:`OWN`
     device_type: str  # ``"cuda"`` or ``"cpu"``
+    devices: int  # ranks of the run
+    is_packed: bool  # whether rows hold several sequences each
     is_computable: bool  # whether layout, devices and model fit each other
 
     @property
-    def sizes(self) -> tuple[ParallelLayout, GPTFields, GlobalBatch]:
-        """The layout, the model and the batch of a run that is computable."""
-        assert self.rules.layout is not None
+    def sizes(self) -> Sizes:
+        """The sizes of a run that is computable.
+
+        Raises ValueError if precision, optimizer or backend are unknown.
+        """
+        rules, strategy = self.rules, self.rules.strategy
+        assert rules.layout is not None
         assert self.fields is not None
         assert self.batch is not None
-        return self.rules.layout, self.fields, self.batch
+        formats = Formats.of(
+            rules.precision, rules.all_strategy, optimizer_of(self.model), self.backend, self.is_packed
+        )
+        of_loss, group = strategy.get("loss_chunk_size", "auto"), strategy.get("microbatch_group_size_per_vp_stage")
+        return Sizes(self.fields, rules.layout, self.devices, self.batch, formats, of_loss, group)
 
 
 def check_run(settings: RunSettings, devices: int, backend: str | None = None, ask_others: bool = True) -> CheckedRun:
@@ -430,8 +442,8 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
         book.collect(faults_of_pairs(settings, model, batch))
     is_chosen = model.get("transformer_impl", "auto") == "auto" and backend is None and used == "transformer_engine"
     assumptions = (*settings.notes, *_assumptions(settings, rules, model, fields, is_chosen, fused))
-    is_computable = fits and batch is not None
-    return CheckedRun(tuple(book.errors), assumptions, rules, model, fields, batch, used, device_type, is_computable)
+    found = (tuple(book.errors), assumptions, rules, model, fields, batch, used, device_type, devices)
+    return CheckedRun(*found, bool(settings.data.get("packing")), fits and batch is not None)
 
 
 def _fusions(model: Mapping[str, Any], backend: str, device_type: str) -> dict[str, bool]:

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 
 from lightning_mcore.config.flops import layer_flops, training_flops_per_token
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.config.loss_chunks import LossChunkSize
 from lightning_mcore.planning.communication import AxisVolume, forward_runs
-from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.machines import NARROW, Machine
 from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
+from lightning_mcore.planning.sizes import Sizes
 from lightning_mcore.planning.vision import tower_flops
 
 _BACKWARD_SHARE = 2 / 3
@@ -38,24 +37,17 @@ class StepWork:
     tower_flops: float = 0.0  # those of the model's operations that its vision tower takes
 
 
-def step_work(
-    fields: GPTFields,
-    layout: ParallelLayout,
-    world_size: int,
-    batch: GlobalBatch,
-    loss_chunk_size: LossChunkSize = "auto",
-) -> StepWork:
+def step_work(run: Sizes) -> StepWork:
     """Count the operations of a step."""
-    tokens = batch.micro_batch_size * batch.seq_length // layout.context_parallel_size
-    in_chunks = fields.tokens_of_loss(loss_chunk_size, tokens, layout) is not None
+    fields, layout, batch, in_chunks = run.fields, run.layout, run.batch, run.tokens_of_loss is not None
     trained = None if fields.adapters is None else fields.adapters.multiplications(topk=fields.moe_router_topk)
     given = {**fields.transformer, **fields.architecture.sizes}
     per_token = training_flops_per_token(given, fields.output_size, batch.seq_length, trained)
     of_layers, widths = layer_flops(given, batch.seq_length), _widths(fields, layout)
-    ranks = world_size // layout.pipeline_model_parallel_size
+    ranks = run.world_size // layout.pipeline_model_parallel_size
     of_stage, slowed = list[float](), list[float]()
     teacher = _forward_flops(fields.teacher, layout, batch.seq_length, in_chunks)
-    for chunks, taught in zip(stage_layers(fields, layout), teacher, strict=True):
+    for chunks, taught in zip(run.stages, teacher, strict=True):
         parts = _stage_flops(fields, of_layers, chunks, in_chunks)
         of_stage.append((sum(parts.values()) + taught) * batch.tokens / ranks)
         slow = sum(flops * (1 + NARROW / widths[part]) for part, flops in parts.items()) + taught

@@ -20,15 +20,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.run import RunSettings, rows_of_pairs
 from lightning_mcore.config.value_checks import divisors
+from lightning_mcore.planning.formats import Formats, optimizer_of
 from lightning_mcore.planning.machines import Machine
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.parameters import rank_tensors
-from lightning_mcore.planning.plan import make_plan, stage_memory
+from lightning_mcore.planning.plan import make_plan
 from lightning_mcore.planning.report import GIB, table_text
 from lightning_mcore.planning.rules import check_run
 from lightning_mcore.planning.schedule import PipelineTimeline
 from lightning_mcore.planning.signatures import Arguments, arguments_of, fields_of
-from lightning_mcore.planning.state_memory import StateFormats, optimizer_of, state_memory
+from lightning_mcore.planning.state_memory import rank_memory, state_memory
 from lightning_mcore.planning.vision import with_images
 from lightning_mcore.strategy.strategy import MCoreStrategy
 
@@ -176,7 +177,7 @@ class _Search:
         """Return the bytes of the first and last stage without activations, a lower bound for their ranks."""
         kept = {name: value for name, value in self.settings.strategy.items() if name not in _REPLACED}
         strategy, of_ends = {**kept, **self.strategy(layout)}, []
-        formats = StateFormats.of(self.settings.precision, strategy, optimizer_of(self.settings.model))
+        formats = Formats.of(self.settings.precision, strategy, optimizer_of(self.settings.model))
         for stage in {0, layout.pipeline_model_parallel_size - 1}:
             tensors = rank_tensors(fields, layout, stage)
             of_ends.append(state_memory(tensors, layout, formats, self.devices, stage).total)
@@ -200,7 +201,7 @@ class _Search:
             tried = self.changed(chosen, recompute, micro, count)
             if name != "full":  # the first stage alone is quick to compute, and is often the fullest
                 run = check_run(tried, self.devices, self.backend, ask_others=False)
-                if run.is_computable and stage_memory(run, tried, self.devices, 0).total > self.limit:
+                if run.is_computable and rank_memory(run.sizes, 0).total > self.limit:
                     continue
             plan = make_plan(tried, self.devices, self.devices_per_node, self.machine, None, self.backend, False)
             if plan.errors or plan.fullest is None or plan.time is None or plan.work is None or plan.timeline is None:

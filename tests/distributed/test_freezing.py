@@ -16,8 +16,10 @@ from lightning_mcore.arguments.llamafactory.run import read_run
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.hf import export_checkpoint, export_model
 from lightning_mcore.planning.adapters import with_adapters
+from lightning_mcore.planning.formats import Formats
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import GPTFields
+from lightning_mcore.planning.sizes import Sizes
 from lightning_mcore.planning.step import step_work
 from tests.distributed.test_lora import GLOBAL_BATCH, LENGTH, Rows, losses_of_steps
 from tests.support.factory_files import LLAMA3, write_run
@@ -154,7 +156,7 @@ def test_a_run_with_frozen_weights_goes_on_on_any_layout_and_is_planned(tmp_path
     assert changed == {name for name in base if any(part in name for part in parts)}
     arguments = {**MCoreGPT.from_pretrained(folder, seq_length=LENGTH).hparams, "train_only": parts}
     fields = with_adapters(GPTFields.of(arguments), arguments)
-    planned = step_work(fields, ParallelLayout(), 1, GlobalBatch(1, 1, 1, 1, LENGTH))
+    planned = step_work(Sizes(fields, ParallelLayout(), 1, GlobalBatch(1, 1, 1, 1, LENGTH), Formats.of({}, {})))
     assert undisturbed[0]["flops"] == planned.flops_per_token
 
 

@@ -31,8 +31,10 @@ from lightning_mcore.layers.lora import Projection, adapt
 from lightning_mcore.layers.lora import Rows as RowsOfLayer
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.planning.adapters import with_adapters
+from lightning_mcore.planning.formats import Formats
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import GPTFields
+from lightning_mcore.planning.sizes import Sizes
 from lightning_mcore.planning.step import step_work
 from tests.parity.hf_training import text
 from tests.parity.test_lora import reference
@@ -206,7 +208,7 @@ def steps_of_peft(base: str, adapter: str, ratio: float, steps: int) -> tuple[li
 def test_a_run_counts_the_work_that_is_planned(one_rank: dict[str, Any]) -> None:
     arguments = {**planned_settings(folder("llama"), seq_length=LENGTH), "lora": SETTINGS}
     fields = with_adapters(GPTFields.of(arguments), arguments)
-    planned = step_work(fields, ParallelLayout(), 1, GlobalBatch(1, 1, 1, 1, LENGTH))
+    planned = step_work(Sizes(fields, ParallelLayout(), 1, GlobalBatch(1, 1, 1, 1, LENGTH), Formats.of({}, {})))
     assert one_rank["flops"] == planned.flops_per_token
 
 

@@ -31,6 +31,7 @@ from lightning_mcore.parallel.chunks import ModelChunks
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import close_process_groups, open_process_groups, pipeline_stage
 from lightning_mcore.planning.adapters import with_adapters
+from lightning_mcore.planning.formats import Formats
 from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
 from lightning_mcore.planning.parameters import (
     ParameterCount,
@@ -40,7 +41,7 @@ from lightning_mcore.planning.parameters import (
     rank_tensors,
     whole_shapes,
 )
-from lightning_mcore.planning.state_memory import StateFormats, state_memory
+from lightning_mcore.planning.state_memory import state_memory
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -422,7 +423,7 @@ def test_the_whole_model_has_the_parameters_that_are_planned(name: str, built: A
 @pytest.mark.parametrize("name", BUFFERS)
 def test_buffers_are_padded_as_planned(name: str, laid_out: Any) -> None:
     case = CASES[BUFFERS[name].case]
-    formats = StateFormats.of({}, {"ddp_config": ddp_arguments(BUFFERS[name])})
+    formats = Formats.of({}, {"ddp_config": ddp_arguments(BUFFERS[name])})
 
     for place, elements in laid_out[name]:
         tensors = rank_tensors(planned_fields(case), case.parallel, place)

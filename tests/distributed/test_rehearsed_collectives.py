@@ -16,9 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.parallel.groups import Axis, process_group
-from lightning_mcore.planning.communication import Traffic, communication_volume
+from lightning_mcore.planning.communication import communication_volume
+from lightning_mcore.planning.formats import Formats
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import GPTFields
+from lightning_mcore.planning.sizes import Sizes
 from lightning_mcore.rehearsal.processes import Failure, Played, run_jobs
 from tests.distributed.test_plan_memory import RUNS as PLANNED
 from tests.support import toy
@@ -162,5 +164,6 @@ def _planned(name: str) -> dict[str, float]:
     _, module, _ = RUNS[name](trainer=cpu_trainer)
     layout = ParallelLayout(tensor_model_parallel_size=2, context_parallel_size=2, sequence_parallel=True)
     batch = GlobalBatch(2, 2, 1, 4, LENGTH)
-    volumes = communication_volume(GPTFields.of(module.hparams), layout, 4, batch, Traffic(4, 4, 4, False), 0)
+    sizes = Sizes(GPTFields.of(module.hparams), layout, 4, batch, Formats.of({}, {}))
+    volumes = communication_volume(sizes, 0)
     return {volume.axis: volume.sent for volume in volumes}

@@ -24,12 +24,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_mcore import MCoreGPT, MCorePreference, MCoreStrategy, MCoreVisionGPT
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.vision import Vision
 from lightning_mcore.optimizer.parts import optimizer_parts
-from lightning_mcore.planning.adapters import with_adapters
-from lightning_mcore.planning.model import GPTFields
-from lightning_mcore.planning.state_memory import RankMemory, optimizer_of, rank_memory
-from lightning_mcore.planning.vision import with_images, with_tower
+from lightning_mcore.planning.rules import check_run
+from lightning_mcore.planning.state_memory import RankMemory, rank_memory
 from lightning_mcore.strategy.precision import MCorePrecision
 from tests.support.toy import make_trainer
 from tests.support.vision_models import CONFIGS, IMAGE_TOKEN, VIDEO_TOKEN, vision_batch, vision_config
@@ -80,22 +79,18 @@ class LiveRun:
 
     def planned(self, rank: int) -> RankMemory:
         """Return what the plan says of a rank."""
-        place = self.layout.coordinates(rank, self.world).pipeline_model_parallel_rank
-        model = self.arguments
         tokens = sum(height * width // 4 for _, height, width in self.images) or None
-        fields = with_images(with_tower(GPTFields.of(model), model), tokens, model["seq_length"])
-        return rank_memory(
-            with_adapters(fields, model),
-            self.layout,
-            place,
-            world_size=self.world,
-            precision={"precision": self.precision},
+        settings = RunSettings(
             strategy=self.strategy,
-            optimizer=optimizer_of(self.model),
-            micro_batch_size=self.rows,
-            num_microbatches=self.microbatches,
-            packed=self.packed,
+            precision={"precision": self.precision},
+            model=self.arguments,
+            trainer={"accelerator": "cpu", "accumulate_grad_batches": self.microbatches, "max_steps": 1},
+            data={"batch_size": self.rows, "packing": self.packed},
+            image_tokens=tokens,
         )
+        run = check_run(settings, self.world, ask_others=False)
+        assert run.errors == ()
+        return rank_memory(run.sizes, self.layout.coordinates(rank, self.world).pipeline_model_parallel_rank)
 
 
 class Rows(Dataset[dict[str, Tensor]]):

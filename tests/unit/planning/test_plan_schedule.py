@@ -5,12 +5,14 @@ import pytest
 
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.planning.adapters import with_adapters
-from lightning_mcore.planning.communication import Traffic, communication_volume
+from lightning_mcore.planning.communication import communication_volume
+from lightning_mcore.planning.formats import Formats
 from lightning_mcore.planning.grid import GlobalBatch, global_batch
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.parameters import rank_parameters
 from lightning_mcore.planning.schedule import PipelineTimeline, schedule_picture, stage_order
-from lightning_mcore.planning.step import step_work
+from lightning_mcore.planning.sizes import Sizes
+from lightning_mcore.planning.step import StepWork, step_work
 
 GPT = {
     "vocab_size": 256,
@@ -98,16 +100,21 @@ def test_micro_batch_size_cuts_a_batch_of_the_loader() -> None:
     assert "shorter" in batch.sentence
 
 
-def traffic(**changes: object) -> Traffic:
-    given = {"activation_bytes": 2, "gradient_bytes": 4, "parameter_bytes": 2, "distributed_optimizer": False}
-    return Traffic(**{**given, **changes})  # type: ignore[arg-type]
-
-
-def sent(fields: GPTFields, layout: ParallelLayout, world: int, how: Traffic, stage: int = 0) -> dict[str, float]:
+def run_of(
+    fields: GPTFields, layout: ParallelLayout, world: int, length: int = 64, microbatches: int = 2, **strategy: object
+) -> Sizes:
     dp = layout.data_parallel_size(world)
-    batch = GlobalBatch(1, 2, dp, 2 * dp, fields.seq_length)
-    volumes = communication_volume(fields, layout, world, batch, how, stage)
+    batch = GlobalBatch(1, microbatches, dp, microbatches * dp, length)
+    return Sizes(fields, layout, world, batch, Formats.of({"precision": "bf16-mixed"}, strategy))
+
+
+def sent(fields: GPTFields, layout: ParallelLayout, world: int, stage: int = 0, **strategy: object) -> dict[str, float]:
+    volumes = communication_volume(run_of(fields, layout, world, **strategy), stage)  # type: ignore[arg-type]
     return {volume.axis: volume.sent for volume in volumes}
+
+
+def work_of(fields: GPTFields, layout: ParallelLayout | None = None, world: int = 1) -> StepWork:
+    return step_work(run_of(fields, layout or ParallelLayout(), world))
 
 
 def test_tensor_parallel_volume_is_the_published_one() -> None:
@@ -116,7 +123,7 @@ def test_tensor_parallel_volume_is_the_published_one() -> None:
     whole = 64 * 32 * 2
     layers = 4 * 8 * whole * 0.5
     ends = (2 + 2) * whole * 0.5 + 3 * 2 * 64 * 4 * 0.5
-    assert sent(fields, layout, 2, traffic())["tp"] == pytest.approx(2 * (layers + ends))
+    assert sent(fields, layout, 2)["tp"] == pytest.approx(2 * (layers + ends))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -125,53 +132,52 @@ def test_adapters_send_what_their_ranks_make(sequence_parallel: bool) -> None:
     layout = ParallelLayout(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
     for target in ("o_proj", "q_proj"):
         model = {**GPT, "lora": {"r": 3, "target_modules": [target]}}
-        more = sent(with_adapters(gpt(), model), layout, 2, traffic())["tp"] - sent(gpt(), layout, 2, traffic())["tp"]
+        more = sent(with_adapters(gpt(), model), layout, 2)["tp"] - sent(gpt(), layout, 2)["tp"]
         assert more == pytest.approx(2 * 4 * 2 * 64 * 3 * 2 * 0.5)
 
 
 def test_full_recomputation_sends_the_forward_pass_again() -> None:
     again = gpt(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     layout = ParallelLayout(tensor_model_parallel_size=2)
-    more = sent(again, layout, 2, traffic())["tp"] - sent(gpt(), layout, 2, traffic())["tp"]
+    more = sent(again, layout, 2)["tp"] - sent(gpt(), layout, 2)["tp"]
     assert more == pytest.approx(2 * 4 * 4 * 64 * 32 * 2 * 0.5)
 
 
 def test_gradients_are_all_reduced_or_scattered_and_gathered() -> None:
     parameters = rank_parameters(gpt(), ParallelLayout(), 0).total
-    assert sent(gpt(), ParallelLayout(), 4, traffic())["dp"] == pytest.approx(parameters * 2 * 4 * 3 / 4)
-    sharded = sent(gpt(), ParallelLayout(), 4, traffic(distributed_optimizer=True))["dp"]
+    assert sent(gpt(), ParallelLayout(), 4)["dp"] == pytest.approx(parameters * 2 * 4 * 3 / 4)
+    sharded = sent(gpt(), ParallelLayout(), 4, use_distributed_optimizer=True)["dp"]
     assert sharded == pytest.approx(parameters * (4 + 2) * 3 / 4)
 
 
 def test_stages_send_an_activation_forward_and_a_gradient_back() -> None:
     layout = ParallelLayout(pipeline_model_parallel_size=4)
-    ends, middle = sent(gpt(), layout, 4, traffic(), 0)["pp"], sent(gpt(), layout, 4, traffic(), 1)["pp"]
+    ends, middle = sent(gpt(), layout, 4)["pp"], sent(gpt(), layout, 4, 1)["pp"]
     assert middle == 2 * ends == 2 * 2 * 64 * 32 * 2
 
 
 def test_context_parallel_ranks_send_keys_and_values_three_times() -> None:
     layout = ParallelLayout(context_parallel_size=2)
     keys = 32 * 2 * 2 * 8 * 2  # tokens here, keys and values, groups, channels, bytes
-    assert sent(gpt(), layout, 2, traffic())["cp"] == pytest.approx(2 * 4 * 3 * keys)
+    assert sent(gpt(), layout, 2)["cp"] == pytest.approx(2 * 4 * 3 * keys)
 
 
 def test_experts_exchange_tokens_four_times_a_layer() -> None:
     fields = gpt(num_moe_experts=4, moe_router_topk=2, moe_token_dispatcher_type="alltoall")
     layout = ParallelLayout(expert_model_parallel_size=2)
-    volumes = sent(fields, layout, 2, traffic())
+    volumes = sent(fields, layout, 2)
     assert volumes["ep"] == pytest.approx(2 * 4 * 4 * 64 * 2 * 32 * 2 * 0.5)
     assert "edp" not in volumes
 
 
 def test_hardware_flops_add_what_is_recomputed() -> None:
-    batch = GlobalBatch(1, 2, 1, 2, 64)
-    plain = step_work(gpt(), ParallelLayout(), 1, batch)
+    plain = work_of(gpt())
     assert plain.hardware_flops == pytest.approx(plain.model_flops)
     full = gpt(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    work = step_work(full, ParallelLayout(), 1, batch)
+    work = work_of(full)
     output = 3 * 2 * 32 * 256 * 128
     assert work.hardware_flops - work.model_flops == pytest.approx((work.model_flops - output) / 3)
-    core = step_work(gpt(recompute_granularity="selective"), ParallelLayout(), 1, batch)
+    core = work_of(gpt(recompute_granularity="selective"))
     assert core.hardware_flops - core.model_flops == pytest.approx(4 * 64 / 2 * 2 * 2 * 32 * 128)
 
 
@@ -183,8 +189,8 @@ def test_adapters_cost_as_much_on_ranks_as_in_the_model(changes: dict[str, objec
     arguments["lora"] = {"r": 4, "modules_to_save": ["lm_head"]}
     fields = with_adapters(GPTFields.of(arguments), arguments)
     layout = ParallelLayout(pipeline_model_parallel_size=2, tensor_model_parallel_size=2)
-    work = step_work(fields, layout, 8, GlobalBatch(1, 2, 2, 4, 64))
-    frozen = step_work(gpt(**changes), layout, 8, GlobalBatch(1, 2, 2, 4, 64))
+    work = work_of(fields, layout, 8)
+    frozen = work_of(gpt(**changes), layout, 8)
     assert sum(work.hardware_flops_of_rank) * 4 == pytest.approx(work.model_flops)
     assert 0.67 * frozen.model_flops < work.model_flops < frozen.model_flops
 
@@ -194,11 +200,11 @@ def test_frozen_gradients_are_not_sent() -> None:
     fields = with_adapters(GPTFields.of(arguments), arguments)
     trained = rank_parameters(fields, ParallelLayout(), 0).trained_dense
     assert trained == 4 * 4 * ((32 + 32) * 2 + (32 + 16) * 2 + (32 + 96) * 3)
-    assert sent(fields, ParallelLayout(), 2, traffic())["dp"] == pytest.approx(trained * 2 * 4 / 2)
+    assert sent(fields, ParallelLayout(), 2)["dp"] == pytest.approx(trained * 2 * 4 / 2)
 
 
 def test_attention_is_counted_over_the_rows_of_the_data() -> None:
-    short, long = (step_work(gpt(), ParallelLayout(), 1, GlobalBatch(1, 1, 1, 1, length)) for length in (16, 64))
+    short, long = (step_work(run_of(gpt(), ParallelLayout(), 1, length, 1)) for length in (16, 64))
     assert long.flops_per_token - short.flops_per_token == pytest.approx(3 * 4 * (64 - 16) / 2 * 2 * 2 * 32)
     for work in (short, long):
         assert work.hardware_flops == pytest.approx(work.model_flops)
@@ -206,5 +212,5 @@ def test_attention_is_counted_over_the_rows_of_the_data() -> None:
 
 def test_the_work_of_all_ranks_is_that_of_the_model() -> None:
     layout = ParallelLayout(pipeline_model_parallel_size=2, tensor_model_parallel_size=2)
-    work = step_work(gpt(num_moe_experts=4, moe_router_topk=1), layout, 8, GlobalBatch(1, 2, 2, 4, 64))
+    work = work_of(gpt(num_moe_experts=4, moe_router_topk=1), layout, 8)
     assert sum(work.hardware_flops_of_rank) * 4 == pytest.approx(work.model_flops)

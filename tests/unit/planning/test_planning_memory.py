@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.planning.activation_memory import NumberFormat, layer_rows
+from lightning_mcore.planning.activation_memory import layer_rows
+from lightning_mcore.planning.formats import Formats
+from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
 from lightning_mcore.planning.parameters import ParameterTensor, model_parameters, rank_parameters
 from lightning_mcore.planning.schedule import in_flight
-from lightning_mcore.planning.state_memory import RankMemory, StateFormats, rank_memory, state_memory
+from lightning_mcore.planning.sizes import Sizes
+from lightning_mcore.planning.state_memory import RankMemory, rank_memory, state_memory
 from tests.support.sentences import refuses
 
 LLAMA: dict[str, Any] = {"gated_linear_unit": True, "add_bias_linear": False, "normalization": "RMSNorm"}
@@ -178,7 +181,7 @@ def state(
 ) -> tuple[float, float, float]:
     """Return the bytes of weights, gradients and optimizer state, by element of a large matrix."""
     size = 2**20
-    formats = StateFormats.of({"precision": precision}, strategy, optimizer)
+    formats = Formats.of({"precision": precision}, strategy, optimizer)
     memory = state_memory([[ParameterTensor("weight", size, is_linear=True)]], ParallelLayout(), formats, world)
     return memory.weights / size, memory.gradients / size, memory.optimizer / size
 
@@ -210,7 +213,7 @@ def test_a_precision_aware_optimizer_keeps_what_it_is_told() -> None:
 
 def test_offloaded_state_is_on_the_host() -> None:
     config = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.75}
-    formats = StateFormats.of({"precision": "bf16-mixed"}, {"optimizer_config": config}, "adamw")
+    formats = Formats.of({"precision": "bf16-mixed"}, {"optimizer_config": config}, "adamw")
 
     memory = state_memory([[ParameterTensor("weight", 1000)]], ParallelLayout(), formats, 1)
 
@@ -219,7 +222,7 @@ def test_offloaded_state_is_on_the_host() -> None:
 
 def test_weights_in_fp8_are_kept_twice() -> None:
     def weights(**precision: Any) -> int:
-        formats = StateFormats.of({"precision": "bf16-mixed", **precision}, {"use_distributed_optimizer": True})
+        formats = Formats.of({"precision": "bf16-mixed", **precision}, {"use_distributed_optimizer": True})
         tensors = [[ParameterTensor("fc1", 1024, is_linear=True), ParameterTensor("embedding", 2048)]]
         return state_memory(tensors, ParallelLayout(), formats, 1).weights
 
@@ -231,8 +234,13 @@ def test_weights_in_fp8_are_kept_twice() -> None:
 # ---- a rank
 
 
-def memory(transformer: dict[str, Any] = TINY, layout: ParallelLayout | None = None, **settings: Any) -> RankMemory:
-    return rank_memory(gpt(transformer), layout or ParallelLayout(), 0, **{"world_size": 1, **settings})
+def memory(
+    transformer: dict[str, Any] = TINY, world: int = 1, layout: ParallelLayout | None = None, **formats: Any
+) -> RankMemory:
+    made = Formats.of(**{"precision": {}, "strategy": {}, **formats})
+    return rank_memory(
+        Sizes(gpt(transformer), layout or ParallelLayout(), world, GlobalBatch(1, 1, 1, 1, 1024), made), 0
+    )
 
 
 def test_expert_parameters_are_divided_by_both_sizes_of_experts() -> None:
@@ -270,9 +278,10 @@ def test_recomputing_more_keeps_less(modules: list[str]) -> None:
 
 
 def test_fp8_halves_what_linear_layers_keep() -> None:
-    rows = {
-        fp8: layer_rows(gpt(TINY), False, 1024, NumberFormat(2, "transformer_engine", fp8)) for fp8 in (False, True)
-    }
+    rows = {}
+    for fp8 in (False, True):
+        precision = {"precision": "bf16-mixed", "fp8": "hybrid" if fp8 else None}
+        rows[fp8] = layer_rows(gpt(TINY), 0, 1024, Formats.of(precision, {}, backend="transformer_engine"))
     inputs = ("input_layernorm output", "pre_mlp_layernorm output", "activation")
 
     kept = {fp8: sum(row.width * row.element for row in rows[fp8] if row.name in inputs) for fp8 in rows}
@@ -287,9 +296,9 @@ def test_transformer_engine_keeps_less_of_a_norm() -> None:
 
 
 def test_only_the_context_parallel_size_divides_tokens_without_sequence_parallelism() -> None:
-    rows = [row for row in layer_rows(gpt(TINY), False, 1024, NumberFormat(4)) if row.shared == "sequence"]
-    whole = memory(world_size=1).activations
-    halved = memory(layout=ParallelLayout(context_parallel_size=2), world_size=2).activations
+    rows = [row for row in layer_rows(gpt(TINY), 0, 1024, Formats.of({}, {})) if row.shared == "sequence"]
+    whole = memory().activations
+    halved = memory(world=2, layout=ParallelLayout(context_parallel_size=2)).activations
 
     assert rows
     assert halved == pytest.approx(whole / 2, rel=0.05)
@@ -317,9 +326,10 @@ def test_sixteen_thousand_devices_cost_no_more_than_eight() -> None:
     small = ParallelLayout(expert_model_parallel_size=8)
 
     start = time.perf_counter()
+    formats = Formats.of({}, {"use_distributed_optimizer": True, "overlap_grad_reduce": True})
     for layout, world in ((small, 8), (large, 16384)):
-        for rank in range(layout.pipeline_model_parallel_size):
-            strategy = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
-            rank_memory(fields, layout, rank, world_size=world, strategy=strategy, num_microbatches=512)
+        run = Sizes(fields, layout, world, GlobalBatch(1, 512, 1, 512, 1024), formats)
+        for stage in range(layout.pipeline_model_parallel_size):
+            rank_memory(run, stage)
 
     assert time.perf_counter() - start < 1.0  # measured: 0.01
