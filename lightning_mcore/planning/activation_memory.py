@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from lightning_mcore.config.lora import Trained
 from lightning_mcore.planning.formats import Formats
+from lightning_mcore.planning.measured import kept_by_memory
 from lightning_mcore.planning.model import FP32, ChunkLayers, GPTFields
 from lightning_mcore.planning.schedule import in_flight
 from lightning_mcore.planning.sizes import Sizes
@@ -72,7 +73,7 @@ def layer_rows(
     if kind.mixer == "attention":
         rows += _attention(fields, seq_length, form)
     elif kind.mixer is not None:
-        rows += {"delta_net": _delta_net, "kimi_delta": _kimi_delta, "mamba": _mamba}[kind.mixer](fields, form)
+        rows += _memory(fields, layer, seq_length, form)
     of_mlp = () if kind.is_moe else ("mlp.linear_fc1.weight",)
     same_input = fields.architecture.layer_norms == "parallel"  # as the norm before attention, which keeps it
     if kind.has_mlp:
@@ -211,65 +212,11 @@ def _attention(fields: GPTFields, seq_length: int, form: Formats) -> Iterator[Ro
         yield Row("gated output", output, form.linear_input, "tensor", weights=behind)
 
 
-def _delta_net(fields: GPTFields, form: Formats) -> Iterator[Row]:
-    sizes, (keys, values, heads) = fields.architecture.delta_net, fields.architecture.delta_net_channels
-    assert sizes is not None
-    repeated, chunk, mixed = heads * sizes["linear_key_head_dim"], 64, 2 * keys + values  # chunks in tokens
-    # In fp32 queries and keys are views of all that the convolution gives, and gates of all that the projection gives.
-    is_copied = form.parameter < FP32
-    gates = values if is_copied else mixed + values + 2 * heads
-    memories = repeated * sizes["linear_value_head_dim"] / chunk
-    yield Row("convolution and its output", 2 * mixed, form.parameter, "tensor")
-    yield Row("before their norm", 2 * keys if is_copied else mixed, FP32, "tensor", "core_attn" if is_copied else "")
-    yield Row("gates; decays and steps", gates + 5 * heads, FP32, "tensor")
-    yield Row("queries, keys and values", 2 * repeated + values, FP32, "tensor", "core_attn")
-    yield Row("scores within chunks", 5 * heads * chunk, FP32, "tensor", "core_attn")
-    yield Row("what is written and read", 4 * repeated + 2 * values, FP32, "tensor", "core_attn")
-    yield Row("memories, and their decays", memories + 5 * heads, FP32, "tensor", "core_attn")
-    yield Row("output before its norm, and normalised", 2 * values, FP32 + form.parameter, "tensor")
-    behind = ("self_attention.linear_out.weight",)
-    yield Row("output through its gate", values, form.linear_input, "tensor", weights=behind)
-
-
-def _kimi_delta(fields: GPTFields, form: Formats) -> Iterator[Row]:
-    heads, size = fields.architecture.kimi_delta_heads
-    values, chunk = heads * size, 64  # chunks in tokens
-    # Blocks of 1 to 32 tokens are joined in pairs. For half of the tokens a query, a scaled key and their decay are
-    # kept, for the other half a key and its decay.
-    levels = 2.5 * math.log2(chunk)
-    of_narrow = tuple(f"self_attention.linear_{name}.weight" for name in ("decay", "gate"))
-    yield Row("decays and gates, narrow", 2 * size, form.linear_input, "sequence", weights=of_narrow)
-    yield Row("convolution and its output", 6 * values, form.parameter, "tensor")
-    # In fp32 they are views of what the convolution gives.
-    yield Row("before their norm", 3 * values, FP32, "tensor", "core_attn" if form.parameter < FP32 else "")
-    # The decays themselves are kept only if the rest is recomputed.
-    yield Row("decays; steps before and after softplus", 3 * values + 5 * heads, FP32, "tensor")
-    yield Row("queries and keys; scaled keys, and queries beside them", 5 * values, FP32, "tensor", "core_attn")
-    yield Row("what blocks see of each other", (levels - 1) * values, FP32, "tensor", "core_attn")
-    yield Row("scores within chunks", 2 * heads * chunk, FP32, "tensor", "core_attn")
-    yield Row("what is written and read", 8 * values, FP32, "tensor", "core_attn")
-    yield Row("memories", values * size / chunk, FP32, "tensor", "core_attn")
-    yield Row("output, normalised and weighted, and its gate", 4 * values + heads, FP32, "tensor")
-    behind = ("self_attention.linear_out.weight",)
-    yield Row("output through its gate", values, form.linear_input, "tensor", weights=behind)
-
-
-def _mamba(fields: GPTFields, form: Formats) -> Iterator[Row]:
-    sizes, (values, vectors, heads) = fields.architecture.mamba, fields.architecture.mamba_channels
-    assert sizes is not None
-    groups, rows, chunk = sizes["mamba_num_groups"], sizes["mamba_state_dim"], 64  # chunks in tokens
-    # In fp32 the gate is a view of all that the projection gives.
-    gates = values if form.parameter < FP32 else 2 * values + 2 * vectors + heads
-    yield Row("convolution and its output", 2 * (values + 2 * vectors), form.parameter, "tensor")
-    yield Row("gate; values, and steps", gates + values + 2 * heads, FP32, "tensor")
-    yield Row("what is written and read, of groups", 2 * vectors, FP32, "tensor", "core_attn")
-    yield Row("scores within chunks", (2 * heads + groups) * chunk, FP32, "tensor", "core_attn")
-    yield Row("values and outputs of memories", 3 * values + 4 * heads, FP32, "tensor", "core_attn")
-    yield Row("memories", 2 * rows * values / chunk, FP32, "tensor", "core_attn")
-    yield Row("output, opened gate and their product", 3 * values, FP32, "tensor")
-    yield Row("normalised output", values, form.parameter, "tensor")
-    behind = ("self_attention.linear_out.weight",)
-    yield Row("output of the norm", values, form.linear_input, "tensor", weights=behind)
+def _memory(fields: GPTFields, layer: int, seq_length: int, form: Formats) -> Iterator[Row]:
+    of = None if fields.adapters is None else fields.adapters.of
+    whole, left = kept_by_memory(fields, layer, seq_length, form, of)
+    yield Row("a layer with a memory, without it", left, 1, "tensor")
+    yield Row("its memory", whole - left, 1, "tensor", "core_attn")
 
 
 def _grouped_attention(fields: GPTFields, form: Formats) -> Iterator[Row]:
@@ -498,7 +445,13 @@ class Activations:
         inner, kind = (2 if fields.gated_linear_unit else 1) * fields.ffn_hidden_size, "tensor"
         if is_moe:
             inner, kind = 2 * (fields.moe_latent_size or fields.hidden_size) * fields.moe_router_topk, "gathered"
-        rows = [Row("outer", 3 * fields.hidden_size, element, "sequence"), Row("inner", inner, element, kind)]
+        # With sequence parallelism, the first matrix's input is gathered again, and its gradient is not scattered yet.
+        whole = "sequence" if is_moe else "nobody"
+        rows = [Row("input and its gradient", 2 * fields.hidden_size, element, whole)]
+        rows += [
+            Row("residual's gradient", fields.hidden_size, element, "sequence"),
+            Row("inner", inner, element, kind),
+        ]
         return self._weigh(rows)
 
     def _weigh(self, rows: Iterable[Row]) -> float:

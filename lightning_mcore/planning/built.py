@@ -105,11 +105,15 @@ def on_meta() -> Iterator[None]:
         yield
 
 
-def built_tensors(fields: GPTFields) -> tuple[tuple[str, ParameterTensor], ...]:
-    """Return the parameters of a model with one layer of each of :func:`kinds`, by prefix, as on one rank.
+class Built(NamedTuple):
+    """A model with one layer of each of :func:`kinds`, as on one rank, on the meta device."""
 
-    Raises ValueError if Megatron's layers cannot be built with these sizes.
-    """
+    chunk: nn.Module
+    tensors: tuple[tuple[str, ParameterTensor], ...]  # its parameters, by prefix
+
+
+def built_model(fields: GPTFields) -> Built:
+    """Build the layers of a model; ValueError if Megatron's layers cannot be built with these sizes."""
     of_kinds = kinds(fields)
     architecture = {name: value for name, value in vars(fields.architecture).items() if value is not None}
     for name in ("delta_net", "kimi_delta"):
@@ -151,7 +155,7 @@ def kinds(fields: GPTFields) -> list[LayerKind]:
 
 
 @lru_cache(maxsize=64)
-def _built(arguments: str, scores: bool) -> tuple[tuple[str, ParameterTensor], ...]:
+def _built(arguments: str, scores: bool) -> Built:
     given = json.loads(arguments)
     experts = given["transformer"].get("num_moe_experts") or 1
     with alone(experts):
@@ -165,7 +169,7 @@ def _built(arguments: str, scores: bool) -> tuple[tuple[str, ParameterTensor], .
         prefix, name = _of_layer(names[id(parameter)])
         tensor = of_parameter(chunk, local, parameter)
         found.append((prefix, tensor._replace(name=name, copies=experts if tensor.expert else 1)))
-    return tuple(found)
+    return Built(chunk, tuple(found))
 
 
 def held_tensors(chunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -21,7 +21,7 @@ from math import prod
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.lora import LoRA, Pair
 from lightning_mcore.config.vision import LANGUAGE_MODEL
-from lightning_mcore.planning.built import ParameterTensor, built_tensors, kinds
+from lightning_mcore.planning.built import ParameterTensor, built_model, kinds
 from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
 
 __all__ = ["ParameterTensor", "chunk_tensors", "model_parameters", "rank_parameters", "rank_tensors", "whole_shapes"]
@@ -99,7 +99,7 @@ _Placed = Iterator[tuple[str, ParameterTensor]]  # a prefix of the name, and the
 def _of_chunk(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, backend: str) -> _Placed:
     staged = layout.pipeline_model_parallel_size > 1
     parts: dict[str, list[ParameterTensor]] = {}
-    for prefix, tensor in built_tensors(fields):
+    for prefix, tensor in built_model(fields).tensors:
         parts.setdefault(prefix, []).append(_on_rank(layout, tensor, backend))
     if chunk.embedding or chunk.mtp:
         shared = staged and (fields.tied or fields.mtp_num_layers > 0)
