@@ -29,7 +29,7 @@ from typing import NamedTuple
 from lightning_mcore.config.lora import Trained
 from lightning_mcore.planning.formats import Formats
 from lightning_mcore.planning.measured import kept_by_memory
-from lightning_mcore.planning.model import FP32, ChunkLayers, GPTFields
+from lightning_mcore.planning.model import FP32, ChunkLayers, GPTFields, part_of
 from lightning_mcore.planning.schedule import in_flight
 from lightning_mcore.planning.sizes import Sizes
 from lightning_mcore.planning.vision import tower_bytes
@@ -58,10 +58,6 @@ _BEHIND_NORM = tuple(
     f"self_attention.{name}.weight"
     for name in ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "linear_in", "linear_low")
 )
-_PARTS = {"mlp.experts.": "moe", "mlp.shared_experts.": "shared_experts", "mlp.linear_": "mlp"}
-_PARTS |= {"mlp.fc1_latent_proj.": "moe", "mlp.fc2_latent_proj.": "moe"}
-_PARTS |= {"self_attention.linear_kv_up_proj.": "mla_up_proj"}
-"""How the names of weights begin that belong to a part which can be recomputed."""
 
 
 def layer_rows(
@@ -111,7 +107,7 @@ def _adapters(fields: GPTFields, form: Formats, prefix: str) -> Iterator[Row]:
             yield Row(f"{name}: with its adapter", math.prod(trained.shape), form.parameter, "stacked", "moe")
             continue
         is_row = any(part in name for part in ("linear_fc2", "linear_proj", "linear_out"))
-        part = next((part for start, part in _PARTS.items() if name.startswith(prefix + start)), "")
+        part = part_of(name.removeprefix(prefix))
         is_whole = "router" in name or "latent_proj" in name or "linear_low" in name
         whole = "sequence" if is_row or is_whole else "nobody"
         split, share, experts = whole if is_row or is_whole else "tensor", 1.0, 1

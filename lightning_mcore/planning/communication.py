@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from lightning_mcore.config.architecture import Mixer
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.planning.formats import Formats
-from lightning_mcore.planning.model import FP32, ChunkLayers, GPTFields, stage_layers
+from lightning_mcore.planning.model import FP32, ChunkLayers, GPTFields, part_of, stage_layers
 from lightning_mcore.planning.parameters import ParameterCount, rank_parameters
 from lightning_mcore.planning.sizes import Sizes
 from lightning_mcore.planning.vision import trained_parameters
@@ -188,8 +188,7 @@ def _of_adapters(fields: GPTFields, layout: ParallelLayout, prefix: str, runs: M
     for name, trained in fields.adapters.of.items() if fields.adapters is not None else ():
         if not name.startswith(prefix) or "linear_" not in name or any(other in name for other in _SENDING_NOTHING):
             continue
-        part = "attention" if ".self_attention." in name else "shared_experts" if ".shared_experts." in name else "mlp"
-        part = "mla_up_proj" if name.endswith(("linear_q_up_proj.weight", "linear_kv_up_proj.weight")) else part
+        part = part_of(name.removeprefix(prefix))
         is_row = name.endswith(("linear_proj.weight", "linear_out.weight", "linear_fc2.weight"))
         # One all-gather or reduce-scatter each way, or an all-reduce, which is both, one way.
         messages = runs[part] + 1 if layout.sequence_parallel else 2 * runs[part] if is_row else 2

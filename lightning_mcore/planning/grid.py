@@ -13,7 +13,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from typing import Any
 
 from lightning_mcore.config.layout import ParallelLayout
@@ -72,14 +71,14 @@ class RankGrid:
         self.size(group)
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank={rank} is outside world_size={self.world_size}; choose 0 to {self.world_size - 1}")
-        grid, steps, step = EXPERT if set(GROUPS[group]) & set(EXPERT[:3]) else DENSE, {}, 1
-        for axis in grid:
-            steps[axis], step = step, step * self.sizes[axis]
-        first = rank - sum(rank // steps[axis] % self.sizes[axis] * steps[axis] for axis in GROUPS[group])
-        return sorted(first + sum(moves) for moves in product(*(self._moves(axis, steps) for axis in GROUPS[group])))
-
-    def _moves(self, axis: str, steps: Mapping[str, int]) -> range:
-        return range(0, self.sizes[axis] * steps[axis], steps[axis])
+        found, step = [rank], 1
+        for axis in EXPERT if set(GROUPS[group]) & set(EXPERT[:3]) else DENSE:
+            size = self.sizes[axis]
+            if axis in GROUPS[group]:
+                place = rank // step % size
+                found = [other + (to - place) * step for other in found for to in range(size)]
+            step *= size
+        return sorted(found)
 
     def to_dict(self, rank: int = 0) -> dict[str, Any]:
         """Return sizes, and for each group its size, the number of such groups and the ranks of one, as plain data."""

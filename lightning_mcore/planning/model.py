@@ -29,6 +29,25 @@ FP32 = 4
 """Bytes of a number in fp32."""
 
 
+_OF_ATTENTION = (
+    *("linear_proj", "linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj"),
+    *("linear_in", "linear_out"),
+)
+WEIGHTS_OF_PARTS = {
+    "attention": tuple(f"self_attention.{name}." for name in _OF_ATTENTION),
+    "mla_up_proj": ("self_attention.linear_q_up_proj.", "self_attention.linear_kv_up_proj."),
+    "mlp": ("mlp.linear_",),
+    "moe": ("mlp.experts.", "mlp.router.", "mlp.fc1_latent_proj.", "mlp.fc2_latent_proj."),
+    "shared_experts": ("mlp.shared_experts.",),
+}
+"""How the names of the weights of each part of a layer begin; scores of attention have none."""
+
+
+def part_of(weight: str) -> str:
+    """Return the part of a layer that has a weight, by its name within the layer."""
+    return next((part for part, starts in WEIGHTS_OF_PARTS.items() if weight.startswith(starts)), "attention")
+
+
 class LayerKind(NamedTuple):
     """What a layer consists of; layers of one kind have the same parts."""
 

@@ -16,7 +16,7 @@ activations are kept. :func:`in_flight` counts them, ``activation_memory.py`` we
 backward pass two; dots are the bubble. Chunks of the interleaved schedule have a letter after the number of the
 microbatch (``a`` is the first chunk). A wide picture is cut in its middle.
 
-Source: ``get_pp_rank_microbatches``, ``get_schedule_table`` and the two pipelined schedules of megatron-core (0.16.1).
+Source: the two pipelined schedules of megatron-core (0.16.1), whose warm-up and order of forward passes are used here.
 """
 
 from collections import deque
@@ -24,7 +24,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from string import ascii_lowercase
+from types import SimpleNamespace
 from typing import NamedTuple
+
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
 from lightning_mcore.config.layout import ParallelLayout
 
@@ -61,29 +64,16 @@ def stage_order(
     """Return the passes of one stage in the order in which Megatron runs them."""
     if num_stages == 1:
         return [Pass(forward, microbatch, 0) for microbatch in range(num_microbatches) for forward in (True, False)]
-    group = group_size or num_stages
-    if num_chunks == 1:
-        forwards = backwards = [(microbatch, 0) for microbatch in range(num_microbatches)]
-        warmup = num_stages - stage - 1
-    else:
-        forwards = _table(num_microbatches, num_chunks, group)
-        backwards = [(microbatch, num_chunks - 1 - chunk) for microbatch, chunk in forwards]
-        warmup = 2 * (num_stages - stage - 1) + (num_chunks - 1) * group
-    warmup = min(warmup, len(forwards))
+    group, chunks = group_size or num_stages, num_chunks if num_chunks > 1 else None
+    ranks = SimpleNamespace(size=lambda: num_stages, rank=lambda: stage)
+    place = SimpleNamespace(pp_group=ranks, virtual_pipeline_model_parallel_size=chunks)
+    warmup: int = get_pp_rank_microbatches(num_microbatches, num_chunks, group, p2p_communicator=place)[2]
+    forwards = get_schedule_table(num_microbatches, num_chunks, group)
+    backwards = [(microbatch, num_chunks - 1 - chunk) for microbatch, chunk in forwards]
     order = [Pass(True, *place) for place in forwards[:warmup]]
     for ahead, behind in zip(forwards[warmup:], backwards, strict=False):
         order += [Pass(True, *ahead), Pass(False, *behind)]
     return order + [Pass(False, *place) for place in backwards[len(forwards) - warmup :]]
-
-
-def _table(num_microbatches: int, num_chunks: int, group: int) -> list[tuple[int, int]]:
-    """Return (microbatch, chunk) of each forward pass of the interleaved schedule, in order."""
-    return [
-        (microbatch, chunk)
-        for first in range(0, num_microbatches, group)
-        for chunk in range(num_chunks)
-        for microbatch in range(first, min(first + group, num_microbatches))
-    ]
 
 
 @dataclass(frozen=True)

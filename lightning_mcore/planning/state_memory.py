@@ -26,7 +26,7 @@ from lightning_mcore.planning.activation_memory import Activations
 from lightning_mcore.planning.formats import Formats
 from lightning_mcore.planning.parameters import ParameterTensor, Tensors, rank_tensors
 from lightning_mcore.planning.sizes import Sizes
-from lightning_mcore.planning.vision import patch_bytes
+from lightning_mcore.planning.vision import patch_bytes, trained_parameters
 
 _TENSOR_ALIGNMENT = 64  # elements
 _BUCKET_ALIGNMENT = 128
@@ -149,5 +149,10 @@ def rank_memory(run: Sizes, stage: int, tensors: Tensors | None = None) -> RankM
         of_teacher = rank_tensors(fields.teacher, layout, stage, formats.backend)
         frozen = [[tensor._replace(is_trained=False) for tensor in chunk] for chunk in of_teacher]
         state = replace(state, weights=state.weights + state_memory(frozen, layout, formats, run.world_size).weights)
-    patches = patch_bytes(fields, batch.micro_batch_size * batch.num_microbatches) if stage == 0 else 0
-    return replace(state, activations=Activations(run).peak(stage) + patches)
+    activations = Activations(run).peak(stage)
+    if stage == 0:
+        # Tensor-parallel ranks sum the gradients of the vision tower in a copy of them all, after the last backward.
+        copied = trained_parameters(fields) * formats.gradient if layout.tensor_model_parallel_size > 1 else 0
+        patches = patch_bytes(fields, batch.micro_batch_size * batch.num_microbatches)
+        activations = max(activations, copied) + patches
+    return replace(state, activations=activations)

@@ -18,7 +18,7 @@ from lightning_mcore.config.flops import layer_flops, training_flops_per_token
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.planning.communication import AxisVolume, forward_runs
 from lightning_mcore.planning.machines import NARROW, Machine
-from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
+from lightning_mcore.planning.model import WEIGHTS_OF_PARTS, ChunkLayers, GPTFields, stage_layers
 from lightning_mcore.planning.sizes import Sizes
 from lightning_mcore.planning.vision import tower_flops
 
@@ -74,17 +74,6 @@ def _widths(fields: GPTFields, layout: ParallelLayout) -> dict[str, float]:
     }
 
 
-_DOWN = ("linear_proj", "linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "linear_in")
-_NAMES = {
-    "attention": tuple(f"self_attention.{name}." for name in (*_DOWN, "linear_out")),
-    "mla_up_proj": ("self_attention.linear_q_up_proj.", "self_attention.linear_kv_up_proj."),
-    "mlp": ("mlp.linear_",),
-    "moe": ("mlp.experts.", "mlp.router.", "mlp.fc1_latent_proj.", "mlp.fc2_latent_proj."),
-    "shared_experts": ("mlp.shared_experts.",),
-}
-"""How the names of the weights of each part of a layer begin; scores of attention have none."""
-
-
 def _stage_flops(
     fields: GPTFields, of_layers: Sequence[Mapping[str, float]], chunks: Sequence[ChunkLayers], in_chunks: bool
 ) -> dict[str, float]:
@@ -94,7 +83,7 @@ def _stage_flops(
         for place, layer in enumerate([*chunk.layers, *[fields.num_layers - 1] * chunk.mtp]):
             runs = forward_runs(fields, place, len(chunk.layers))
             for part, forward in of_layers[layer].items():
-                names = tuple(f"decoder.layers.{layer}.{name}" for name in _NAMES.get(part, ()))
+                names = tuple(f"decoder.layers.{layer}.{name}" for name in WEIGHTS_OF_PARTS.get(part, ()))
                 parts[part] += _passes(fields, forward, names, runs[part])
         head = ("embedding." if fields.tied else "output_layer.",)
         output = _passes(fields, 2 * fields.hidden_size * fields.output_size, head, 2 if in_chunks else 1)

@@ -33,6 +33,8 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_mcore.parallel.pipeline import Pipeline
+
 _ALLOCATED = 512  # bytes of which PyTorch's CUDA allocator hands out multiples
 _REAL_COPY = 2**20  # bytes up to which a copy to the host gets (assumed) values
 _OF_OTHERS = ("/torch/", "/contextlib.py", "/lightning_mcore/rehearsal/", "/functools.py")
@@ -152,10 +154,12 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._names[id(module)] = ".".join("*" if part.isdigit() else part for part in name.split("."))
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if isinstance(module, Pipeline):  # a stage that is not the last leaves it by an exception, unseen
+            return
         self._modules.append(self._names.get(id(module)) or type(module).__name__)
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._modules:
+        if self._modules and not isinstance(module, Pipeline):
             self._modules.pop()
 
     def _holder(self) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.preference import Preference
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.vision import Vision
+from lightning_mcore.models.distillation import MCoreDistillation
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.models.vision import MCoreVisionGPT
@@ -89,11 +90,6 @@ def build_of(settings: RunSettings, devices: int, devices_per_node: int) -> tupl
     assert run.batch is not None
     if "vision" in run.model and settings.image_tokens is None:
         raise ValueError("the model sees images, and the tokens of them in a row are not known; give --image-tokens N")
-    if run.model.get("distillation") is not None:
-        raise ValueError(
-            "distillation cannot be rehearsed, because its teacher is read from files; leave model.distillation out to"
-            " rehearse the student alone"
-        )
     if run.device_type == "cpu":
         raise ValueError("accelerator='cpu' has no GPU to rehearse; set trainer.accelerator to 'gpu'")
     if run.rules.computes_in_fp8 or run.model.get("transformer_impl") == "transformer_engine":
@@ -134,4 +130,8 @@ def _build(
     in_data = preference is not None and preference.needs_reference and not model.get("lora")
     data = MadeUpRows(rows * accumulated * STEPS, length, bool(settings.data.get("packing")), preference, in_data)
     loader = DataLoader(data, batch_size=rows)
+    if model.get("distillation") is not None:
+        student = MCoreDistillation(**arguments)
+        student.teacher._starts_from = None  # its config says how large it is, and its weights need no values
+        return trainer, student, (loader, loader)
     return trainer, (MCoreGPT if preference is None else MCorePreference)(**arguments), (loader, loader)

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_mcore import MCoreGPT, MCorePreference, MCoreStrategy, MuonWithAdamW
+from lightning_mcore.config.run import RunSettings
 from lightning_mcore.hf import adapters
 from lightning_mcore.rehearsal.processes import Job
+from lightning_mcore.rehearsal.settings import build_of
 from lightning_mcore.strategy.precision import MCorePrecision
 from tests.parity import hf_modules
 from tests.support import toy
@@ -111,6 +113,27 @@ def gpt_run(
     sizes = {"vocab_size": VOCABULARY, "seq_length": LENGTH, **(model or {})}
     kind = MCorePreference if "preference" in sizes else kind or MCoreGPT
     return made, kind(transformer={**SIZES, **(transformer or {})}, **sizes), (loader, loader)
+
+
+def file_run(
+    model: dict[str, Any], world: int = 1, image_tokens: int | None = None, **strategy: Any
+) -> tuple[pl.Trainer, pl.LightningModule, Any]:
+    """Return the parts that ``lightning-mcore rehearse`` makes of a file, with batches of two rows."""
+    settings = RunSettings(
+        strategy=strategy,
+        precision={"precision": "bf16-mixed"},
+        model=model,
+        trainer={"accelerator": "gpu", "accumulate_grad_batches": 2, "max_steps": 10},
+        data={"batch_size": 2},
+        image_tokens=image_tokens,
+    )
+    return build_of(settings, world, min(world, 8))[0]()
+
+
+def taught_run(student: str, teacher: str, world: int, **strategy: Any) -> tuple[pl.Trainer, pl.LightningModule, Any]:
+    """Return the parts of a distillation between the models of two folders."""
+    model = {"path": student, "seq_length": LENGTH, "distillation": {"teacher": teacher}}
+    return file_run(model, world, **strategy)
 
 
 def undigested_run(**arguments: Any) -> tuple[pl.Trainer, pl.LightningModule, Any]:

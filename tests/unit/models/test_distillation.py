@@ -13,7 +13,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_mcore import Distillation, MCoreDistillation, MCoreStrategy
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.planning.plan import make_plan
-from lightning_mcore.rehearsal.settings import build_of
 from tests.support.hf_models import VOCAB_SIZE, save_tiny, tiny_folder
 from tests.support.sentences import refuses
 
@@ -162,9 +161,3 @@ def test_a_plan_refuses_a_teacher_that_does_not_fit() -> None:
     given = folder("small", VOCAB_SIZE), folder("big", VOCAB_SIZE, num_hidden_layers=3)
     errors = " ".join(make_plan(settings(*given, pipeline_model_parallel_size=2), 2).errors)
     assert "big does not fit this run: pipeline_model_parallel_size=2" in errors
-
-
-def test_distillation_is_not_rehearsed() -> None:
-    path = folder("small", VOCAB_SIZE)
-    with refuses(ValueError, "distillation cannot be rehearsed"):
-        build_of(settings(path, path), 1, 1)

@@ -21,11 +21,13 @@ from tests.support.rehearsed import (
     RECOMPUTE,
     WithMuon,
     Writing,
+    file_run,
     gpt_run,
     hf_run,
     job,
     live_run,
     net_run,
+    taught_run,
     undigested_run,
 )
 from tests.support.thorough import thorough_but
@@ -70,6 +72,10 @@ OTHERS: dict[str, Callable[..., Any]] = {
     "generation-cp2": partial(gpt_run, 2, kind=Writing, context_parallel_size=2),
     "hf_model-generation": partial(hf_run, "{llama}", kind=hf_modules.Writer),
     "lora-undigested": partial(undigested_run, model={"lora": {"r": 4}}, transformer=GATED),
+    "taught-tp2-pp2": partial(taught_run, "{llama}", "{llama}", 4, **TP2, **PP2),
+    "images-of-a-file": partial(
+        file_run, PLANNED["images-qwen3_5-tp2-sp-bf16"].arguments, 2, image_tokens=192, **TP2
+    ),
     "images": partial(live_run, PLANNED["images-qwen2_5-bf16"]),
     "images-tp2": partial(live_run, PLANNED["images-qwen3-tp2-sp-bf16"]),
 }
@@ -101,9 +107,10 @@ OPTIONS = {
     "LoRA, rsLoRA, LoRA+": ("lora",),
     "QLoRA in fp32": ("quantized",),
     "DPO, cDPO, robust": ("preference", "reference-model"),
+    "distillation from a teacher": ("taught-tp2-pp2",),
     "gated delta nets": ("delta-nets-tp2",),
     "Kimi delta attention": ("kimi-tp2",),
-    "images and video, distributed": ("images", "images-tp2"),
+    "images and video, distributed": ("images", "images-tp2", "images-of-a-file"),
 }
 
 
