@@ -7,6 +7,7 @@ other work on the machine changes little; all stages of a run are played at the 
 
     python -m benchmarks.rehearse
     python -m benchmarks.rehearse --models llama3-8b --variants full lora
+    python -m benchmarks.rehearse --plan-again
 
 The results go to benchmarks/results/. Runs that are already in the file are kept, each with its own commit, load of
 the machine and microbatches.
@@ -15,7 +16,7 @@ the machine and microbatches.
 import argparse
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -233,20 +234,19 @@ def measure(model: Model, variant: str) -> dict[str, Any]:
     settings = settings_of(model, variant)
     build, _ = build_of(settings, model.devices, _NODE)
     found: Rehearsal = rehearse(build, progress=lambda rank, what: print(f"  rank {rank}: {what}", flush=True))
-    stages = {stage.stage: stage for stage in make_plan(settings, model.devices, _NODE).stages}
-    ranks = []
-    for rank in found.ranks:
-        planned = stages[rank.stage].memory.total
-        ranks.append(
-            {
-                **{name: value for name, value in asdict(rank).items() if name != "holders"},
-                "holders": [asdict(holder) for holder in rank.holders[:8]],
-                "planned_bytes": planned,
-                "ratio": rank.peak_bytes / planned,
-            }
-        )
+    ranks = [{**asdict(rank), "holders": [asdict(holder) for holder in rank.holders[:8]]} for rank in found.ranks]
     row = {"layout": found.layout, "devices": model.devices, "microbatches": model.microbatches}
-    return {**row, "seconds": found.seconds, "ranks": ranks}
+    return {**row, "seconds": found.seconds, "ranks": planned(model, variant, ranks)}
+
+
+def planned(model: Model, variant: str, ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return rehearsed ranks with what the plan says of their memory."""
+    stages = make_plan(settings_of(model, variant), model.devices, _NODE).stages
+    totals = {stage.stage: stage.memory.total for stage in stages}
+    return [
+        {**rank, "planned_bytes": totals[rank["stage"]], "ratio": rank["peak_bytes"] / totals[rank["stage"]]}
+        for rank in ranks
+    ]
 
 
 def table(results: Mapping[str, Any]) -> str:
@@ -281,6 +281,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--microbatches", type=int, help="of a step, instead of the table's")
+    parser.add_argument("--plan-again", action="store_true", help="only plan the day's runs again, at this commit")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results")
     options = parser.parse_args()
     for name in options.models:
@@ -292,13 +293,25 @@ def main() -> None:
             facts = circumstances(options)
             own = {"commit": facts.pop("commit"), "load": round(os.getloadavg()[0], 1)}
             facts.pop("options")  # of this call; rows of others are in the file too
-            keep(options.output, facts, f"{name} {variant}", {**measure(model, variant), **own})
+            if not options.plan_again:
+                keep(options.output, facts, f"{name} {variant}", {**measure(model, variant), **own})
+            elif row := known_rows(options.output, facts["date"]).get(f"{name} {variant}"):
+                again = replace(model, microbatches=row.get("microbatches", model.microbatches))  # older rows lack it
+                commits = f"{row['commit'].partition(';')[0]}; planned {own['commit']}"
+                ranks = planned(again, variant, row["ranks"])
+                keep(options.output, facts, f"{name} {variant}", {**row, "ranks": ranks, "commit": commits})
+
+
+def known_rows(output: Path, date: str) -> dict[str, Any]:
+    """Return the day's runs by name."""
+    known = output / f"rehearse_cpu_{date.replace('-', '')}.json"
+    found: dict[str, Any] = json.loads(known.read_text())["results"] if known.is_file() else {}
+    return found
 
 
 def keep(output: Path, facts: dict[str, Any], run: str, row: Mapping[str, Any]) -> None:
     """Put a run into the day's results, beside those that are already there."""
-    known = output / f"rehearse_cpu_{facts['date'].replace('-', '')}.json"
-    results = {**(json.loads(known.read_text())["results"] if known.is_file() else {}), run: row}
+    results = {**known_rows(output, facts["date"]), run: row}
     order = [f"{name} {variant}" for name in MODELS for variant in VARIANTS]
     results = {name: results[name] for name in order if name in results}
     title = "Runs of real sizes, planned and rehearsed"

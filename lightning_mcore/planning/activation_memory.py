@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from lightning_mcore.config.lora import Trained
 from lightning_mcore.planning.formats import Formats
-from lightning_mcore.planning.measured import kept_by_memory
+from lightning_mcore.planning.measured import SEQUENCES, kept_by_memory
 from lightning_mcore.planning.model import FP32, ChunkLayers, GPTFields, part_of
 from lightning_mcore.planning.schedule import in_flight
 from lightning_mcore.planning.sizes import Sizes
@@ -212,7 +212,10 @@ def _memory(fields: GPTFields, layer: int, seq_length: int, form: Formats) -> It
     of = None if fields.adapters is None else fields.adapters.of
     whole, left = kept_by_memory(fields, layer, seq_length, form, of)
     yield Row("a layer with a memory, without it", left, 1, "tensor")
-    yield Row("its memory", whole - left, 1, "tensor", "core_attn")
+    # Packed sequences are recomputed one after another.
+    apart = form.packed and "core_attn" in fields.recomputed
+    width = (whole - left) / (SEQUENCES if apart else 1)
+    yield Row("its memory", width, 1, "tensor", "core_attn", of_rows=not apart)
 
 
 def _grouped_attention(fields: GPTFields, form: Formats) -> Iterator[Row]:

@@ -22,7 +22,8 @@ from lightning_mcore.planning.model import FP32, GPTFields
 
 _MOST_TOKENS = 2048
 """Tokens of the run. Longer sequences keep as much for each token, because a layer computes 64 tokens at once."""
-_SEQUENCES = 4  # in a packed row
+SEQUENCES = 4
+"""Sequences of a packed row, which are taken to be of equal length."""
 
 
 def kept_by_memory(
@@ -44,7 +45,7 @@ def kept_by_memory(
 def _kept(mixer: Any, trained: frozenset[str], is_fp32: bool, length: int, is_packed: bool) -> tuple[float, float]:
     packed = None
     if is_packed:
-        offsets = torch.arange(_SEQUENCES + 1)[None] * length // _SEQUENCES
+        offsets = torch.arange(SEQUENCES + 1)[None] * length // SEQUENCES
         packed = packed_sequences(offsets, offsets, length)
     was_recomputed, kept = mixer.is_recomputed, []
     try:

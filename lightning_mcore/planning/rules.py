@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from torch import nn
 
@@ -49,6 +48,7 @@ from lightning_mcore.planning.adapters import check_adapters, with_adapters
 from lightning_mcore.planning.arguments import arguments_of_gpt, assumptions_of_loss, faults_of_pairs, with_teacher
 from lightning_mcore.planning.formats import Formats, optimizer_of
 from lightning_mcore.planning.grid import GlobalBatch, global_batch
+from lightning_mcore.planning.measured import SEQUENCES
 from lightning_mcore.planning.model import GPTFields, backend_of
 from lightning_mcore.planning.signatures import Arguments, arguments_of, fields_of, of_config, of_model
 from lightning_mcore.planning.sizes import Sizes
@@ -206,7 +206,6 @@ class PlannedStrategy:
         sizes = vars(self.layout) if self.layout is not None else {}
         strategy = self._book.attempt(make_strategy, without_optimizer) or MCoreStrategy(**sizes)
         strategy.parallel_devices = [torch.device(self._device_type)]
-        strategy.cluster_environment = LightningEnvironment()
         strategy._precision_plugin = RuleBook().attempt(MCorePrecision, **self.precision)  # refused above
         return strategy.megatron_fields()
 
@@ -475,6 +474,9 @@ def _assumptions(
         yield f"fused, unless model.transformer sets these fields: {', '.join(n for n, on in fused.items() if on)}"
     if rules.fp8 is not None and rules.fp8.fp4_recipe is not None:
         yield "FP4 counts as bf16 in memory, and as FP8 in time"
+    mixers = {fields.kind(layer).mixer for layer in range(fields.num_layers)} if fields is not None else set()
+    if mixers - {None, "attention"} and settings.data.get("packing"):
+        yield f"{SEQUENCES} sequences of equal length in each packed row"
     yield from assumptions_of_loss(model)
     yield from assumptions_of_vision(fields)
 

@@ -67,6 +67,11 @@ def test_a_preference_is_planned_with_two_rows_for_each_pair() -> None:
     assert language.total - reward.total == (256 - 1) * DENSE["hidden_size"]
 
 
+def test_a_rank_that_torchrun_started_can_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert make_plan(run_with(), 4).errors == ()
+
+
 @pytest.mark.parametrize("size", ["auto", None])
 def test_a_loss_of_whole_logits_stays_a_choice(size: Any) -> None:
     strategies = {} if size == "auto" else {"loss_chunk_size": None}
