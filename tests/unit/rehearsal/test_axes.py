@@ -73,9 +73,7 @@ OTHERS: dict[str, Callable[..., Any]] = {
     "hf_model-generation": partial(hf_run, "{llama}", kind=hf_modules.Writer),
     "lora-undigested": partial(undigested_run, model={"lora": {"r": 4}}, transformer=GATED),
     "taught-tp2-pp2": partial(taught_run, "{llama}", "{llama}", 4, **TP2, **PP2),
-    "images-of-a-file": partial(
-        file_run, PLANNED["images-qwen3_5-tp2-sp-bf16"].arguments, 2, image_tokens=192, **TP2
-    ),
+    "images-of-a-file": partial(file_run, PLANNED["images-qwen3_5-tp2-sp-bf16"].arguments, 2, image_tokens=192, **TP2),
     "images": partial(live_run, PLANNED["images-qwen2_5-bf16"]),
     "images-tp2": partial(live_run, PLANNED["images-qwen3-tp2-sp-bf16"]),
 }
