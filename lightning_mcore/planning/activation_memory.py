@@ -13,11 +13,11 @@ its 4096 channels in fp32 for the first norm: 4096 x 4 bytes of each token, shar
 Rows of the torch backend are those that ``torch.autograd.graph.saved_tensors_hooks`` shows on a CPU with PyTorch 2.13
 and megatron-core 0.16.1. They are listed rather than measured again for each plan, because ``--suggest`` weighs
 hundreds of layouts, and because the layers of TransformerEngine, which most runs on GPUs have, cannot be measured
-without one: norms keep their input and one number, linear layers in FP8 keep their input in 8 bits, and dropout keeps
-one byte for each element, as its documentation says. A tensor that only the gradient of a frozen weight would need is
-not kept. Adapters keep their input and ``A x``, and where a layer has several, the matrices that it stacks them in.
-Routed experts are assumed to be evenly loaded, and tensors that ``cpu_offloading`` would move to the host are counted
-as if they stayed.
+without one; layers with a memory are measured (``measured.py``). With TransformerEngine, norms keep their input and one
+number, linear layers in FP8 keep their input in 8 bits, and dropout keeps one byte for each element, as its
+documentation says. A tensor that only the gradient of a frozen weight would need is not kept. Adapters keep their input
+and ``A x``, and where a layer has several, the matrices that it stacks them in. Routed experts are assumed to be evenly
+loaded, and tensors that ``cpu_offloading`` would move to the host are counted as if they stayed.
 """
 
 import math
