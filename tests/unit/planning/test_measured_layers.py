@@ -25,7 +25,7 @@ from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.sizes import Sizes
 from tests.unit.planning.test_planning_memory import DEEPSEEK_V3, LLAMA_8B
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of Megatron
 
 LENGTH = 4096
 DENSE_OF_DEEPSEEK = {name: value for name, value in DEEPSEEK_V3.items() if "moe" not in name}
