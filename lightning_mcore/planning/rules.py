@@ -474,8 +474,8 @@ def _assumptions(
         yield f"fused, unless model.transformer sets these fields: {', '.join(n for n, on in fused.items() if on)}"
     if rules.fp8 is not None and rules.fp8.fp4_recipe is not None:
         yield "FP4 counts as bf16 in memory, and as FP8 in time"
-    mixers = {fields.kind(layer).mixer for layer in range(fields.num_layers)} if fields is not None else set()
-    if mixers - {None, "attention"} and settings.data.get("packing"):
+    own = fields.architecture if fields is not None else None
+    if own is not None and settings.data.get("packing") and any((own.delta_net, own.kimi_delta, own.mamba)):
         yield f"{SEQUENCES} sequences of equal length in each packed row"
     yield from assumptions_of_loss(model)
     yield from assumptions_of_vision(fields)
