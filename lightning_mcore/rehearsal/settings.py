@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_mcore.arguments.build import make_precision, make_strategy
+from lightning_mcore.config.distillation import Distillation
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.preference import Preference
 from lightning_mcore.config.run import RunSettings
@@ -90,6 +91,13 @@ def build_of(settings: RunSettings, devices: int, devices_per_node: int) -> tupl
     assert run.batch is not None
     if "vision" in run.model and settings.image_tokens is None:
         raise ValueError("the model sees images, and the tokens of them in a row are not known; give --image-tokens N")
+    setting = None if run.model.get("distillation") is None else Distillation.of(run.model["distillation"])
+    for name in ("stored", "on_policy"):
+        if value := getattr(setting, name, None):
+            raise ValueError(
+                f"distillation.{name}={value!r} cannot be rehearsed, because it reads what a model answers; leave it"
+                " out"
+            )
     if run.device_type == "cpu":
         raise ValueError("accelerator='cpu' has no GPU to rehearse; set trainer.accelerator to 'gpu'")
     if run.rules.computes_in_fp8 or run.model.get("transformer_impl") == "transformer_engine":

@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_mcore import Distillation, MCoreDistillation, MCoreStrategy
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.planning.plan import make_plan
+from lightning_mcore.rehearsal.settings import build_of
 from tests.support.hf_models import VOCAB_SIZE, save_tiny, tiny_folder
 from tests.support.sentences import refuses
 
@@ -155,6 +156,14 @@ def test_a_plan_counts_no_teacher_whose_logits_are_stored() -> None:
         asked.model["distillation"] |= {"stored": str(stored), "top_k": 1}
         weights.append(make_plan(asked, 1).stages[0].memory.weights)
     assert weights[0] == 2 * weights[1]
+
+
+@pytest.mark.parametrize("change", [{"stored": "logits", "top_k": 8}, {"on_policy": 0.5}], ids=["stored", "on_policy"])
+def test_what_depends_on_answers_is_not_rehearsed(change: dict[str, Any]) -> None:
+    given = settings(folder("small", VOCAB_SIZE), folder("big", VOCAB_SIZE))
+    given.model["distillation"].update(change)
+    with refuses(ValueError, "cannot be rehearsed"):
+        build_of(given, 1, 1)
 
 
 def test_a_plan_refuses_a_teacher_that_does_not_fit() -> None:
