@@ -624,7 +624,7 @@ class MCoreGPT(SpeedLogs):
         """
         everything = list(self.named_parameters())
         trained = [(name, parameter) for name, parameter in everything if parameter.requires_grad]
-        width_mult = getattr(self.config, "mup_width_mult", 1.0)
+        width_mult = self.config.mup_width_mult if self.transformer.get("use_mup") else 1.0
         return self.recipe.build(trained or everything, self.trainer, width_mult)  # a stage may train nothing
 
     def _log_loss(self, name: str, losses: Tensor, inputs: ModelInputs) -> Any:
