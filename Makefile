@@ -44,7 +44,7 @@ SOURCE ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock check docs site-check format test test-fast test-thorough test-lightning test-ecosystem test-ray test-oldest test-latest test-mcore-source releases test-te test-te-suite sentences fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-distill demo-vl demo-fp8 bench bench-checkpoint \
+.PHONY: help install lock check dist docs site-check format test test-fast test-thorough test-lightning test-ecosystem test-ray test-oldest test-latest test-mcore-source releases test-te test-te-suite sentences fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-distill demo-vl demo-fp8 bench bench-checkpoint \
 	bench-generate bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-rehearse bench-scale bench-startup bench-vision plots gpu torture faults mutate house clean
 
 help:  ## list the commands
@@ -88,6 +88,26 @@ check: $(INSTALLED) docs  ## check lint, formatting, types, import order, wordin
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports --no-logo --cache-dir build/import-linter
 	$(RUN) -m tests.wording
+
+# The wheel is built from the sdist, which proves that the sdist is complete, and then read by a Python that has only our
+# dependencies. HEAD may have no tag, but no other one than the version's.
+DIST := build/dist
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+
+dist: $(INSTALLED)  ## build the packages of a release into dist/, with their list of dependencies (SBOM), and check them
+	@tag=$$(git describe --tags --exact-match 2>/dev/null || true); \
+		if [ -n "$$tag" ] && [ "$$tag" != "v$(VERSION)" ]; then \
+		echo "HEAD has the tag $$tag, but pyproject.toml has the version $(VERSION); change one of them" >&2; exit 1; fi
+	rm -rf dist $(DIST)
+	"$(PYTHON)" -m venv $(DIST)
+	$(DIST)/bin/python -m pip install --quiet build twine check-wheel-contents cyclonedx-bom
+	$(DIST)/bin/python -m build --outdir dist .
+	$(DIST)/bin/twine check --strict dist/*
+	$(DIST)/bin/check-wheel-contents dist/*.whl
+	$(RUN) -m pip install --quiet --no-deps --target $(DIST)/site dist/*.whl
+	cd $(DIST) && PYTHONPATH=site ../../$(RUN) -c 'import lightning_mcore as ours; assert "$(DIST)/site" in ours.__file__; print(ours.__file__)'
+	cd $(DIST) && PYTHONPATH=site ../../$(RUN) -m lightning_mcore.cli plan --help > /dev/null
+	$(DIST)/bin/cyclonedx-py environment --output-file dist/lightning_mcore-$(VERSION).cdx.json $(VENV)
 
 docs: $(INSTALLED)  ## build the documentation into build/site; broken links are errors
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict
