@@ -30,15 +30,15 @@ class Distillation:
         beta: The kind of divergence, 0 to 1, as above.
         temperature: Divides the logits of both models. The divergence is not multiplied by its square.
         kd_ratio: Weight of the divergence, above 0, up to 1, which leaves the token loss out of the gradient.
-        top_k: Compare the probabilities of the teacher's this many most likely tokens, and of all others together; None
-            for each token of the vocabulary.
+        top_k: Number of tokens, those that the teacher finds most likely, whose probabilities are compared one by one;
+            all others are compared as one. None compares each token of the vocabulary.
         stored: Folder for the teacher's logits. The first run computes them for all training data before it trains,
             and later runs read them there instead of running the teacher. Needs ``top_k``.
-        on_policy: Fraction of the batches whose answers the student writes itself, 0 to 1, as ``lmbda`` of TRL's GKD.
+        on_policy: Fraction of the batches, 0 to 1, whose answers the student writes itself, as ``lmbda`` of TRL's GKD.
             Their loss is the divergence alone.
-        max_new_tokens: Most tokens of such an answer.
-        stop_token: Token that ends such an answer; None for none.
-        seed: Seed of the choice of these batches, and of sampling at ``temperature``.
+        max_new_tokens: Longest answer of the student, in tokens.
+        stop_token: Token that ends an answer of the student; None if none does.
+        seed: Seed for choosing these batches, and for sampling the answers at ``temperature``.
 
     Raises:
         ValueError: A value is out of range.
