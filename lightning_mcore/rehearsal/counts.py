@@ -38,7 +38,7 @@ from lightning_mcore.parallel.pipeline import Pipeline
 _ALLOCATED = 512  # bytes of which PyTorch's CUDA allocator hands out multiples
 _REAL_COPY = 2**20  # bytes up to which a copy to the host gets (assumed) values
 _OF_OTHERS = ("/torch/", "/contextlib.py", "/lightning_mcore/rehearsal/", "/functools.py")
-_OF_LIBRARIES = ("/site-packages/", "/lightning_mcore/")
+_OF_LIBRARIES = ("/site-packages/", "/lightning_mcore/", "/megatron/core/")  # Megatron may be a checkout
 # Functions that do not get 1 for what they read: whether gradients have overflowed, and whether a metric has seen NaNs
 _ANSWERS = {"_unscale_main_grads_and_check_for_nan": 0, "_cast_and_nan_check_input": 0}
 

@@ -58,4 +58,4 @@ def test_a_step_reads_its_gradient_norm_and_its_logs(found: dict[str, Played | F
     for wait in report.waits:
         file = wait.where.split(":")[0]
         waits[file] = waits.get(file, 0) + wait.times
-    assert waits == OF_A_STEP
+    assert waits == OF_A_STEP, report.waits
