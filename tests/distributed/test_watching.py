@@ -5,6 +5,8 @@ import json
 import logging.handlers
 import math
 import sys
+from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,13 +38,47 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def statistics(layout: str, folder: str) -> list[dict[str, float]]:
+class Outputs(pl.Callback):
+    """Keeps what each layer returns in the first step of one rank."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, list[torch.Tensor]] = defaultdict(list)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        for number, layer in enumerate(pl_module.model.chunks[0].decoder.layers):
+            layer.register_forward_hook(partial(self.keep, trainer, number))
+
+    def keep(self, trainer: pl.Trainer, number: int, layer: Any, inputs: Any, output: Any) -> None:
+        if trainer.global_step == 0:
+            self.kept[number].append(output[0].detach().flatten())
+
+
+def statistics(layout: str, folder: str, *callbacks: pl.Callback) -> list[dict[str, float]]:
     """Train for three steps; return what the loggers get."""
     memory = Memory()
     arguments: dict[str, Any] = {"max_steps": 3, "logger": memory, "use_distributed_sampler": False}
-    trainer = make_trainer(LAYOUTS.get(layout, {}), callbacks=[LayerStatistics(every_n_steps=2)], **arguments)
+    watching = [LayerStatistics(every_n_steps=2), *callbacks]
+    trainer = make_trainer(LAYOUTS.get(layout, {}), callbacks=watching, **arguments)
     trainer.fit(gpt(folder, layout), data_of(layout)[0])
     return memory.rows
+
+
+def outputs_and_statistics(folder: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the root mean squares of all outputs of each layer in the first step, and what was logged of it."""
+    outputs = Outputs()
+    logged = next(row for row in statistics("one", folder, outputs) if "activation_rms/decoder.layers.1" in row)
+    expected = {
+        f"activation_rms/decoder.layers.{number}": float(torch.cat(parts).square().mean().sqrt())
+        for number, parts in outputs.kept.items()
+    }
+    return expected, {name: value for name, value in logged.items() if name.startswith("activation_rms/")}
+
+
+def test_the_size_of_outputs_is_their_root_mean_square(tmp_path: Path) -> None:
+    run_ranks(1, save_starts, str(tmp_path), timeout=60)
+    [(expected, logged)] = run_ranks(1, outputs_and_statistics, str(tmp_path), timeout=60)
+    assert len(expected) > 1
+    assert logged == pytest.approx(expected, rel=1e-5)
 
 
 def statistics_of_each(folder: str, layouts: list[str]) -> dict[str, list[dict[str, float]]]:
