@@ -27,7 +27,7 @@ tokens on 2 ranks in chunks of 4:
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -93,22 +93,20 @@ def in_chunks(
         return [part.flatten(1, 2).transpose(0, 1) for part in torch.split(by_rank, own, dim=2)]
 
     parts = torch.split(hidden, own)
-    others: list[dict[str, Tensor]] = [{} for _ in parts]
-    for name, of_chunks in (
-        ("beside", torch.split(beside, own) if beside is not None else ()),
-        ("given", split(given) if given is not None else ()),
-    ):
-        for other, part in zip(others, of_chunks, strict=False):
-            other[name] = part
+    others: dict[str, Sequence[Tensor]] = {}  # further arguments of a chunk, in the same parts
+    if beside is not None:
+        others["beside"] = torch.split(beside, own)
+    if given is not None:
+        others["given"] = split(given)
     make = kind or functools.partial(_Chunk, wants_best=wants_best)
     trained = trained if trained and torch.is_grad_enabled() else {}
     turns = {name: itertools.cycle([*[False] * (len(parts) - 1), True]) for name in trained}
-    for part, wanted, other in zip(parts, split(labels), others, strict=True):
+    for number, (part, wanted) in enumerate(zip(parts, split(labels), strict=True)):
         own_logits = logits_of
         if trained:
             shares = {name: _Share.apply(weight, turns[name]) for name, weight in trained.items()}  # type: ignore[no-untyped-call]
             own_logits = functools.partial(logits_of, shares=shares)
-        compute = make(own_logits, wanted, vocabulary, **other)
+        compute = make(own_logits, wanted, vocabulary, **{name: each[number] for name, each in others.items()})
         if torch.is_grad_enabled() and len(parts) > 1:
             results = checkpoint(compute, part, use_reentrant=False, preserve_rng_state=False, **again)
         else:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from torch import Tensor
+from torch.nn import functional
 
 from lightning_mcore.parallel.context import (
     packed_positions,
@@ -43,9 +44,10 @@ def vocab_parallel_top_k(logits: Tensor, first: int, real: int, tp_group: dist.P
 
     ``logits`` is [s, b, v / tp]: ``real`` tokens from ``first`` on, then padding. All ranks together have k or more.
     """
-    values = logits.float()
-    values[..., real:] = float("-inf")
-    values, columns = values.topk(min(k, logits.size(-1)), dim=-1)
+    values, columns = logits[..., :real].float().topk(min(k, real), dim=-1)
+    missing = min(k, logits.size(-1)) - values.size(-1)  # all ranks send equally many, also one with padding
+    values = functional.pad(values, (0, missing), value=float("-inf"))
+    columns = functional.pad(columns, (0, missing))
     both = (_gather(values, tp_group), _gather(columns + first, tp_group))  # [tp, s, b, k] each
     values, tokens = (each.permute(1, 2, 0, 3).flatten(2) for each in both)
     return tokens.gather(-1, values.topk(k, dim=-1).indices)

@@ -267,15 +267,20 @@ class MCoreDistillation(MCoreGPT):
         for chunk, of_teacher in zip(self.model.chunks, teacher.model.chunks, strict=True):
             assert isinstance(chunk, StudentChunk)
             assert isinstance(of_teacher, TeacherChunk)
-            chunk.learn_from(of_teacher, self.distillation, min(self.vocab_size, teacher.vocab_size))
+            chunk.learn_from(of_teacher, self.distillation, self._common_tokens)
 
     def on_fit_start(self) -> None:
         """Run the teacher over all training data, if its logits are to be stored and are not there yet; collective."""
         super().on_fit_start()
         if self._stored is None or self._stored.is_complete:
             return
-        self._stored.complete_with(self, min(self.vocab_size, self.teacher.vocab_size))
+        self._stored.complete_with(self, self._common_tokens)
         self._learn_from_stored()
+
+    @property
+    def _common_tokens(self) -> int:
+        """Number of tokens that student and teacher both have, the first of the larger vocabulary."""
+        return min(self.vocab_size, self.teacher.vocab_size)
 
     def _learn_from_stored(self) -> None:
         """Learn from stored logits, and let the teacher go."""
@@ -346,10 +351,8 @@ class MCoreDistillation(MCoreGPT):
             for row, prompt in zip(rows, prompts, strict=True)
         ]
         longest = torch.tensor(max(map(len, rows)), device=self.device)
-        length, multiple = (
-            int(self.trainer.strategy.reduce(longest, reduce_op="max")),
-            packing_multiples(self.trainer).row,
-        )
+        length = int(self.trainer.strategy.reduce(longest, reduce_op="max"))  # experts want it equal
+        multiple = packing_multiples(self.trainer).row
         own = collate_padded(samples, multiple, -(-length // multiple) * multiple)
         own = {name: values.to(self.device) for name, values in own.items() if name != "sample_ids"}
         batch |= {**own, _OWN: torch.ones(len(rows), dtype=torch.bool, device=self.device)}

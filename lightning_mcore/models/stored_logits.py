@@ -51,13 +51,13 @@ class StoredLogits:
         setting = module.distillation
         self._name, self._folder = f"stored={setting.stored!r}", folder
         data: Any = getattr(module.trainer, "datamodule", None)
-        found = run_on_all_ranks(lambda: getattr(data, "samples_to_store", lambda: None)() is not None)
-        if not found:
+        found = run_on_all_ranks(getattr(data, "samples_to_store", lambda: None))
+        if found is None:
             raise ValueError(
                 f"{self._name} needs training data whose samples have a fixed order; give"
                 " MCoreFinetuningData(streaming=False), or leave stored out"
             )
-        self.samples, key = data.samples_to_store()
+        self.samples, key = found
         assert setting.top_k is not None
         self.width = 2 * setting.top_k + 1
         self._about: dict[str, Any] = {"data": key, "top_k": setting.top_k, "temperature": setting.temperature}

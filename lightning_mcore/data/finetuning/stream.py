@@ -118,8 +118,8 @@ class StreamLoader:
         self._restored = None
         if not state["batches"]:
             return
-        then = {"log_sources": False, **state["stream"]}  # which older checkpoints lack
-        if (change := first_change(then, self._marks())) is not None:
+        saved = {"log_sources": False, **state["stream"]}  # which older checkpoints lack
+        if (change := first_change(saved, self._marks())) is not None:
             name, then, now = change
             raise ValueError(
                 f"the checkpoint was taken in the middle of an epoch of a stream with {name}={then}, but now"
