@@ -255,11 +255,7 @@ def train(plan: Plan) -> None:
         last: Any = "link" if plan.kind.link else True
         callbacks.append(ModelCheckpoint(plan.folder, "{step}", every_n_train_steps=1, save_top_k=1, save_last=last))
     trainer = make_trainer(
-        strategy,
-        max_steps=plan.steps,
-        accumulate_grad_batches=2,
-        callbacks=callbacks,
-        enable_checkpointing=plan.saves,
+        strategy, max_steps=plan.steps, accumulate_grad_batches=2, callbacks=callbacks, enable_checkpointing=plan.saves
     )
     strategy.checkpoint_io = MCoreCheckpointIO(async_save=plan.asynchronous)
     net = StagedNet() if plan.kind.strategy else PlainNet()

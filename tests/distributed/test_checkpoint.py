@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 from lightning_mcore import MCoreGPT, Recipe, build_from_checkpoint
 from lightning_mcore.checkpoint.commands import verify
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
+from tests.support.sentences import refuses
 from tests.support.thorough import thorough_but
 from tests.support.toy import (
     ADAMW,
@@ -297,9 +298,9 @@ def test_what_a_run_cannot_read_is_refused_in_one_sentence(tmp_path: Path) -> No
     }
 
 
-def read_flipped(folder: str) -> list[str]:
-    """Return how every reader of a checkpoint in one file refuses one with a flipped bit."""
-    module, path = PlainNet(), f"{folder}/a.ckpt"
+@on_ranks(1)
+def test_a_flipped_bit_in_one_file_is_found_by_every_reader(tmp_path: Path) -> None:
+    module, path = PlainNet(), f"{tmp_path}/a.ckpt"
     trainer = make_trainer({}, max_steps=1)
     trainer.fit(module, loader(8, 2))
     trainer.save_checkpoint(path)
@@ -308,7 +309,7 @@ def read_flipped(folder: str) -> list[str]:
         content = Path(path).read_bytes()
         Path(path).write_bytes(content.replace(weight, weight[:-1] + bytes([weight[-1] ^ 0x20]), 1))
     dist.barrier()
-    remote = f"memory://{folder}/a.ckpt"
+    remote = f"memory://{tmp_path}/a.ckpt"
     fsspec.filesystem("memory").pipe(remote, Path(path).read_bytes())
     readers: list[Callable[[], Any]] = [
         lambda: make_trainer({}, max_steps=2).fit(PlainNet(), loader(8, 2), ckpt_path=path),
@@ -319,66 +320,13 @@ def read_flipped(folder: str) -> list[str]:
         lambda: StagedNet.load_from_checkpoint(path),
         lambda: StagedNet.load_from_checkpoint(remote),
     ]
-    refusals = []
     for read in readers:
-        with pytest.raises(ValueError, match="is damaged: the checksum of its record") as refused:
+        with refuses(ValueError, "is damaged: the checksum of its record"):
             read()
-        refusals.append(str(refused.value))
     MCoreCheckpointIO(verify="sizes").load_checkpoint(path)
-    return refusals
-
-
-def test_a_flipped_bit_in_one_file_is_found_by_every_reader(tmp_path: Path) -> None:
-    [refusals] = run_ranks(1, read_flipped, str(tmp_path))
-    assert all(refusal.endswith("use another checkpoint or a copy of this one") for refusal in refusals)
 
 
 # The rest of what ModelCheckpoint and the trainer do
-
-
-def use_checkpoints(strategy: Any, folder: str) -> dict[str, Any]:
-    """Save in every way and read it again."""
-    trainer_arguments = {
-        "enable_checkpointing": True,
-        "accumulate_grad_batches": 2,
-        "default_root_dir": f"{folder}/own",
-    }
-    keep = ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, save_last="link", filename="{epoch}")
-    bare = ModelCheckpoint(folder, save_weights_only=True, filename="weights")
-    trainer = make_trainer(strategy, max_epochs=4, callbacks=[keep, bare], **trainer_arguments)
-    module = StagedNet()
-    trainer.fit(module, loader(8, 2), loader(4, 2))
-    val_loss = float(trainer.validate(module, loader(4, 2), verbose=False)[0]["val_loss"])
-    trainer.save_checkpoint(f"{folder}/afterwards.ckpt")
-    after = weights(module)
-    found: dict[str, Any] = {"kept": sorted(path.name for path in Path(folder).iterdir())}
-    found["link"] = Path(folder, "last.ckpt").is_symlink()
-    found["best"] = float(keep.best_model_score or 0) == min(float(score) for score in keep.best_k_models.values())
-    for name, path in (("weights", bare.best_model_path), ("afterwards", f"{folder}/afterwards.ckpt")):
-        other = StagedNet(make_optimizer=ADAMW)
-        [logged] = make_trainer(strategy).validate(other, loader(4, 2), ckpt_path=path, verbose=False)
-        found[name] = logged["val_loss"] == val_loss
-        found[f"{name} of this rank"] = all(torch.equal(after[key], value) for key, value in weights(other).items())
-    scores = {Path(path).name: float(score) for path, score in keep.best_k_models.items()}
-    for which, path in (("best", keep.best_model_path), ("last", f"{folder}/last.ckpt")):
-        [logged] = trainer.validate(module, loader(4, 2), ckpt_path=which, verbose=False)
-        found[f"ckpt_path={which}"] = logged["val_loss"] == scores[Path(path).resolve().name]
-    resumed = make_trainer(strategy, max_epochs=5, callbacks=[Watched()], **trainer_arguments)
-    resumed.fit(StagedNet(), loader(8, 2), ckpt_path=f"{folder}/afterwards.ckpt")
-    found["epochs of the resumed run"] = resumed.callbacks[0].epochs  # type: ignore[attr-defined]
-    with pytest.raises(KeyError, match="contains only the model"):
-        make_trainer(strategy, max_epochs=9).fit(StagedNet(), loader(8, 2), ckpt_path=bare.best_model_path)
-    return found
-
-
-class Watched(pl.Callback):
-    """Keeps the epochs that were trained."""
-
-    def __init__(self) -> None:
-        self.epochs: list[int] = []
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self.epochs.append(trainer.current_epoch)
 
 
 @pytest.mark.parametrize(
@@ -389,13 +337,42 @@ class Watched(pl.Callback):
         pytest.param({}, id="dp2"),
     ],
 )
+@on_ranks(2, timeout=120)
 def test_what_a_user_knows_of_checkpoints_works(strategy: dict[str, Any], tmp_path: Path) -> None:
-    for rank in run_ranks(2, use_checkpoints, strategy, str(tmp_path), timeout=120):
-        kept = rank.pop("kept")
-        assert len(kept) == 5
-        assert {"afterwards.ckpt", "last.ckpt", "weights.ckpt"} < set(kept)
-        assert rank.pop("epochs of the resumed run") == [4]
-        assert all(rank.values()), rank
+    trainer_arguments = {
+        "enable_checkpointing": True,
+        "accumulate_grad_batches": 2,
+        "default_root_dir": f"{tmp_path}/own",
+    }
+    keep = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=2, save_last="link", filename="{epoch}")
+    bare = ModelCheckpoint(tmp_path, save_weights_only=True, filename="weights")
+    trainer = make_trainer(strategy, max_epochs=4, callbacks=[keep, bare], **trainer_arguments)
+    module = StagedNet()
+    trainer.fit(module, loader(8, 2), loader(4, 2))
+    val_loss = float(trainer.validate(module, loader(4, 2), verbose=False)[0]["val_loss"])
+    trainer.save_checkpoint(f"{tmp_path}/afterwards.ckpt")
+    after = weights(module)
+    kept = [path.name for path in tmp_path.iterdir()]
+    assert len(kept) == 5
+    assert {"afterwards.ckpt", "last.ckpt", "weights.ckpt"} < set(kept)
+    assert (tmp_path / "last.ckpt").is_symlink()
+    assert float(keep.best_model_score or 0) == min(float(score) for score in keep.best_k_models.values())
+    for name, path in (("weights", bare.best_model_path), ("afterwards", f"{tmp_path}/afterwards.ckpt")):
+        other = StagedNet(make_optimizer=ADAMW)
+        [logged] = make_trainer(strategy).validate(other, loader(4, 2), ckpt_path=path, verbose=False)
+        assert logged["val_loss"] == val_loss, name
+        assert all(torch.equal(after[key], value) for key, value in weights(other).items()), name
+    scores = {Path(path).name: float(score) for path, score in keep.best_k_models.items()}
+    for which, path in (("best", keep.best_model_path), ("last", f"{tmp_path}/last.ckpt")):
+        [logged] = trainer.validate(module, loader(4, 2), ckpt_path=which, verbose=False)
+        assert logged["val_loss"] == scores[Path(path).resolve().name], which
+    epochs: list[int] = []
+    watch = LambdaCallback(on_train_epoch_start=lambda trainer, _: epochs.append(trainer.current_epoch))
+    resumed = make_trainer(strategy, max_epochs=5, callbacks=[watch], **trainer_arguments)
+    resumed.fit(StagedNet(), loader(8, 2), ckpt_path=f"{tmp_path}/afterwards.ckpt")
+    assert epochs == [4]
+    with pytest.raises(KeyError, match="contains only the model"):
+        make_trainer(strategy, max_epochs=9).fit(StagedNet(), loader(8, 2), ckpt_path=bare.best_model_path)
 
 
 class Remembers(pl.Callback):
@@ -459,12 +436,9 @@ def save_through(number: int, path: str) -> list[str]:
     return names
 
 
-def save_through_each_number(folder: str) -> list[list[str]]:
-    return [save_through(number, f"{folder}/{number}.ckpt") for number in (1, 2, 3)]
-
-
+@on_ranks(1)
 def test_a_wrapped_checkpoint_io_gets_ours_inside_however_deep(tmp_path: Path) -> None:
-    [found] = run_ranks(1, save_through_each_number, str(tmp_path))
+    found = [save_through(number, f"{tmp_path}/{number}.ckpt") for number in (1, 2, 3)]
     assert found == [[*["AsyncCheckpointIO"] * number, "MCoreCheckpointIO"] for number in (1, 2, 3)]
 
 
@@ -472,34 +446,6 @@ def test_a_wrapped_checkpoint_io_gets_ours_inside_however_deep(tmp_path: Path) -
 
 
 EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall", "add_bias_linear": False}
-
-
-def resume_gpt(strategy: dict[str, Any], precision: Any, folder: str) -> list[list[float]]:
-    """Return the losses of a whole run of a GPT and of its resumed second half."""
-    sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
-    sizes |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    sizes |= EXPERTS if strategy == EP2 else {}
-    text = torch.randint(16, (16, 9), generator=torch.Generator().manual_seed(1))
-    data = [{"tokens": row[:-1], "labels": row[1:]} for row in text]
-    losses = []
-    for epochs, resume in ((1, None), (2, None), (2, f"{folder}/last.ckpt")):
-        pl.seed_everything(1, verbose=False)
-        module = MCoreGPT(
-            vocab_size=16, seq_length=8, transformer=sizes, recipe=Recipe(learning_rate=1e-2, min_learning_rate=1e-2)
-        )
-        callbacks = [ModelCheckpoint(folder, save_last=True)] if epochs == 1 else []
-        arguments = {"accumulate_grad_batches": 2, "max_epochs": epochs, "precision": precision}
-        watch = Watch()
-        trainer = make_trainer(
-            strategy,
-            callbacks=[watch, *callbacks],
-            enable_checkpointing=epochs == 1,
-            gradient_clip_val=1.0,
-            **arguments,
-        )
-        trainer.fit(module, DataLoader(data, batch_size=2), ckpt_path=resume)  # type: ignore[arg-type]
-        losses.append(watch.seen.losses)
-    return losses[1:]
 
 
 @pytest.mark.parametrize(
@@ -511,10 +457,34 @@ def resume_gpt(strategy: dict[str, Any], precision: Any, folder: str) -> list[li
         pytest.param(EP2, "32-true", id="ep2-sharded"),
     ],
 )
+@on_ranks(2, timeout=120)
 def test_a_gpt_resumes_bit_for_bit(strategy: dict[str, Any], precision: str, tmp_path: Path) -> None:
-    for whole, second in run_ranks(2, resume_gpt, strategy, precision, str(tmp_path), timeout=120):
-        assert len(second) == (2 if strategy is EP2 else 4)  # two model copies share the samples
-        assert second == whole[len(second) :]
+    sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+    sizes |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    sizes |= EXPERTS if strategy == EP2 else {}
+    text = torch.randint(16, (16, 9), generator=torch.Generator().manual_seed(1))
+    data = [{"tokens": row[:-1], "labels": row[1:]} for row in text]
+    losses = []
+    for epochs, resume in ((1, None), (2, None), (2, f"{tmp_path}/last.ckpt")):
+        pl.seed_everything(1, verbose=False)
+        module = MCoreGPT(
+            vocab_size=16, seq_length=8, transformer=sizes, recipe=Recipe(learning_rate=1e-2, min_learning_rate=1e-2)
+        )
+        callbacks = [ModelCheckpoint(tmp_path, save_last=True)] if epochs == 1 else []
+        arguments = {"accumulate_grad_batches": 2, "max_epochs": epochs, "precision": precision}
+        watch = Watch()
+        trainer = make_trainer(
+            strategy,
+            callbacks=[watch, *callbacks],
+            enable_checkpointing=epochs == 1,
+            gradient_clip_val=1.0,
+            **arguments,
+        )
+        trainer.fit(module, DataLoader(data, batch_size=2), ckpt_path=resume)  # type: ignore[arg-type]
+        losses.append(watch.seen.losses)
+    whole, second = losses[1:]
+    assert len(second) == (2 if strategy == EP2 else 4)  # two model copies share the samples
+    assert second == whole[len(second) :]
 
 
 # A plain module goes between a file and a directory, and between numbers of ranks

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_mcore import MCoreCheckpointIO, MCoreStrategy
 from lightning_mcore.checkpoint.files import verify
 from lightning_mcore.checkpoint.writer import ChecksummedFile
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.toy import PlainNet, StagedNet, loader, make_trainer
 
 pytestmark = pytest.mark.distributed
@@ -78,9 +78,13 @@ def test_a_folder_of_unfinished_checkpoints_that_leads_elsewhere_is_refused_on_e
     assert first.endswith("remove the link, or save to another folder")
 
 
-def resume_with_paths_of_others(folder: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["directory", "file"])
+@on_ranks(1)
+def test_a_resume_deletes_no_path_of_the_checkpoint_that_is_not_a_checkpoint_of_this_run(
+    tmp_path: Path, kind: str
+) -> None:
     """Resume from checkpoints whose callback states name what is not this run's to delete."""
-    run, other = Path(folder, "run"), Path(folder, "other")
+    run, other = Path(tmp_path, "run"), Path(tmp_path, "other")
 
     def module() -> pl.LightningModule:
         return PlainNet() if kind == "file" else StagedNet()
@@ -99,7 +103,7 @@ def resume_with_paths_of_others(folder: str, kind: str) -> None:
         state = ModelCheckpoint.state_dict
         with mock.patch.object(ModelCheckpoint, "state_dict", lambda own, n=named, s=state: {**s(own), **n}):
             train(run, 1, module=module())
-        start = Path(folder, f"start{number}.ckpt")
+        start = Path(tmp_path, f"start{number}.ckpt")
         (run / "step=1.ckpt").rename(start)
         verify(str(run / "last.ckpt")) if kind == "directory" else None
         (run / "last.ckpt").rename(old)
@@ -115,13 +119,6 @@ def resume_with_paths_of_others(folder: str, kind: str) -> None:
                 shutil.rmtree(run / name) if (run / name).is_dir() else os.unlink(run / name)
     assert os.listdir(other / "thesis") == os.listdir(run / "notes") == ["thesis.tex"]
     assert (other / "last.ckpt").exists()
-
-
-@pytest.mark.parametrize("kind", ["directory", "file"])
-def test_a_resume_deletes_no_path_of_the_checkpoint_that_is_not_a_checkpoint_of_this_run(
-    tmp_path: Path, kind: str
-) -> None:
-    run_ranks(1, resume_with_paths_of_others, str(tmp_path), kind)
 
 
 class Vandal(pl.Callback):

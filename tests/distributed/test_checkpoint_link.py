@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_mcore.checkpoint import atomic
 from lightning_mcore.checkpoint.commands import verify
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.toy import PlainNet, StagedNet, loader, make_trainer
 
 pytestmark = pytest.mark.distributed
@@ -94,15 +94,12 @@ def on_the_disk(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
 
-def use_links(folder: str) -> None:
-    save_and_look(Path(folder, "sharded"), StagedNet, {"pipeline_model_parallel_size": 2})
-    save_and_look(Path(folder, "behind"), StagedNet, {"pipeline_model_parallel_size": 2}, async_save=True)
-    save_and_look(Path(folder, "two"), PlainNet, {"use_distributed_optimizer": True}, async_save=True)
-    save_and_look(Path(folder, "file"), PlainNet, {})
-
-
+@on_ranks(2, timeout=120)
 def test_a_link_always_leads_to_a_whole_checkpoint(tmp_path: Path) -> None:
-    run_ranks(2, use_links, str(tmp_path), timeout=120)
+    save_and_look(Path(tmp_path, "sharded"), StagedNet, {"pipeline_model_parallel_size": 2})
+    save_and_look(Path(tmp_path, "behind"), StagedNet, {"pipeline_model_parallel_size": 2}, async_save=True)
+    save_and_look(Path(tmp_path, "two"), PlainNet, {"use_distributed_optimizer": True}, async_save=True)
+    save_and_look(Path(tmp_path, "file"), PlainNet, {})
 
 
 def begin_with_a_broken_link(folder: str) -> str:

@@ -28,7 +28,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.toy import Batch, PlainNet, Samples, StagedNet, Watch, loader, make_trainer, run_fit
 
 pytestmark = pytest.mark.distributed
@@ -261,25 +261,22 @@ class OwnLoaders(StagedNet):
         return self.own_loader(8, False)
 
 
-def train_with_workers(folder: str, strategy: dict[str, Any]) -> dict[str, Any]:
-    """Rank function: the batches without workers, with them, and after a resume in the middle of the epoch."""
+@on_ranks(1, timeout=120)
+def test_workers_of_a_fork_server_read_as_the_process_that_trains(tmp_path: Any) -> None:
+    strategy = {"use_distributed_optimizer": True}
     multiprocessing.set_forkserver_preload(["tests.support.economy", "tests.support.toy"])
 
     def fit(workers: int, **arguments: Any) -> tuple[list[list[int]], float]:
         seed_everything(3)
         watch, path = Watch(), arguments.pop("ckpt_path", None)
-        saves = pl.callbacks.ModelCheckpoint(f"{folder}/{workers}", "{step}", every_n_train_steps=2, save_top_k=-1)
+        saves = pl.callbacks.ModelCheckpoint(f"{tmp_path}/{workers}", "{step}", every_n_train_steps=2, save_top_k=-1)
         callbacks = [watch, *([saves] if path is None else [])]
         trainer = make_trainer(strategy, callbacks=callbacks, enable_checkpointing=path is None, **arguments)
         trainer.fit(OwnLoaders(workers), ckpt_path=path)
         return watch.seen.batches, float(trainer.callback_metrics["val_loss"])
 
     found = {workers: fit(workers) for workers in (0, 1)}
-    return {**found, "resumed": fit(1, ckpt_path=f"{folder}/1/step=2.ckpt")}
-
-
-def test_workers_of_a_fork_server_read_as_the_process_that_trains(tmp_path: Any) -> None:
-    [read] = run_ranks(1, train_with_workers, str(tmp_path), {"use_distributed_optimizer": True}, timeout=120)
+    read = {**found, "resumed": fit(1, ckpt_path=f"{tmp_path}/1/step=2.ckpt")}
     (batches, loss), resumed = read[0], read["resumed"]
     assert len(batches) == 6
     assert read[1] == (batches, loss)

@@ -17,7 +17,7 @@ from lightning_mcore.data.finetuning import stream_reader
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from tests.distributed.test_resume import Run, Save
 from tests.support.chats import APPENDING, END, characters, exchanges, write
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.toy import make_trainer
 
 pytestmark = pytest.mark.distributed
@@ -285,26 +285,26 @@ def test_the_common_random_numbers_are_left_alone_by_a_stream(tmp_path: Path) ->
 # ---- data that changed between a checkpoint and a resume
 
 
-def _write_tokenizer(folder: str, change: str | None) -> None:
+def _write_tokenizer(folder: Path, change: str | None) -> None:
     template = APPENDING.replace("<|end|>", "<|end|> ") if change == "the chat template, which was " else APPENDING
     merges = ["aa"] if change == "the tokenizer, which was " else []
     characters(template, merges, eos_token=END).save_pretrained(f"{folder}/tokenizer")
 
 
-def resumes(folder: str, streaming: bool) -> dict[str, tuple[str, str]]:
-    """Rank function: for each thing that changes, what is said in the middle of an epoch, and at its end."""
-
+@pytest.mark.parametrize("streaming", [False, True], ids=["files", "stream"])
+@on_ranks(1, timeout=120)
+def test_a_run_goes_on_with_the_data_that_it_had_or_says_what_changed(tmp_path: Path, streaming: bool) -> None:
     def fit(epochs: int, checkpoint: str | None = None) -> str:
         module = MCoreFinetuningData(
-            f"{folder}/a.jsonl",
-            f"{folder}/tokenizer",
+            f"{tmp_path}/a.jsonl",
+            f"{tmp_path}/tokenizer",
             64,
             2,
             packing=False,
-            cache_dir=f"{folder}/cache",
+            cache_dir=f"{tmp_path}/cache",
             streaming=streaming,
         )
-        saves = pl.callbacks.ModelCheckpoint(f"{folder}/saved", "{step}", every_n_train_steps=6, save_top_k=-1)
+        saves = pl.callbacks.ModelCheckpoint(f"{tmp_path}/saved", "{step}", every_n_train_steps=6, save_top_k=-1)
         callbacks = [saves] if checkpoint is None else []
         trainer = make_trainer(
             {}, max_epochs=epochs, max_steps=12 * epochs, callbacks=callbacks, enable_checkpointing=checkpoint is None
@@ -318,22 +318,16 @@ def resumes(folder: str, streaming: bool) -> dict[str, tuple[str, str]]:
                 return str(error)
         return " ".join(str(warning.message) for warning in warned if "training data" in str(warning.message))
 
-    file, said = write(Path(folder, "a.jsonl"), exchanges(24)), {}
-    _write_tokenizer(folder, None)
+    file, said = write(tmp_path / "a.jsonl", exchanges(24)), {}
+    _write_tokenizer(tmp_path, None)
     first = fit(1)
     assert first == "", first
     whole, times = Path(file).read_text(), os.stat(file)
     for change in ("", "a.jsonl (", "the chat template, which was ", "the tokenizer, which was "):
         Path(file).write_text(whole.replace("q3", "z3") if change == "a.jsonl (" else whole)
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns + (change == "a.jsonl (")))
-        _write_tokenizer(folder, change)
-        said[change] = fit(1, f"{folder}/saved/step=6.ckpt"), fit(2, f"{folder}/saved/step=12.ckpt")
-    return said
-
-
-@pytest.mark.parametrize("streaming", [False, True], ids=["files", "stream"])
-def test_a_run_goes_on_with_the_data_that_it_had_or_says_what_changed(tmp_path: Path, streaming: bool) -> None:
-    [said] = run_ranks(1, resumes, str(tmp_path), streaming, timeout=120)
+        _write_tokenizer(tmp_path, change)
+        said[change] = fit(1, f"{tmp_path}/saved/step=6.ckpt"), fit(2, f"{tmp_path}/saved/step=12.ckpt")
     assert said.pop("") == ("", "")
     for change, (within, after) in said.items():
         assert within.startswith(

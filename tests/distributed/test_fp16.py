@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT, MCorePrecision
-from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.ranks import RanksFailedError, on_ranks, run_ranks
 from tests.support.toy import ADAMW, Memory, PlainNet, Seen, StagedNet, loader, make_trainer, run_fit, weights
 
 pytestmark = pytest.mark.distributed
@@ -179,9 +179,8 @@ def rates_of_a_schedule(name: str) -> list[float]:
     return rates
 
 
-def scheduled_runs() -> list[tuple[str, Steps, int, list[dict[str, float]]]]:
-    """Run on every rank."""
-    results = []
+@on_ranks(2, timeout=180)
+def test_a_schedule_by_step_waits_for_steps_that_are_made_and_the_scale_is_logged() -> None:
     for make, strategy in ((ScheduledPlain, {}), (ScheduledStaged, PIPELINED)):
         for name in ("lambda", "onecycle"):
             module, watch, memory = make(), Scale(), Memory()
@@ -191,23 +190,15 @@ def scheduled_runs() -> list[tuple[str, Steps, int, list[dict[str, float]]]]:
                 {**strategy, "precision_plugin": plugin}, callbacks=[watch], logger=memory, max_steps=18
             )
             trainer.fit(module, loader(80, 2))
-            results.append((name, watch.steps, trainer.global_step, memory.rows))
-    return results
-
-
-def test_a_schedule_by_step_waits_for_steps_that_are_made_and_the_scale_is_logged() -> None:
-    for rank in run_ranks(2, scheduled_runs, timeout=180):
-        for name, steps, global_step, rows in rank:
+            steps = watch.steps
             made = [sum(not skipped for skipped in steps.skipped[: i + 1]) for i in range(len(steps.skipped))]
             assert steps.skipped[0]
             assert steps.skipped.index(False) < len(steps.skipped) - 4
-            assert global_step == len(steps.skipped) == 18  # Lightning counts a skipped step like any other
+            assert trainer.global_step == len(steps.skipped) == 18  # Lightning counts a skipped step like any other
             rates = rates_of_a_schedule(name)
             assert steps.rates == pytest.approx([rates[count] for count in made], rel=1e-12)
-            logged = [row for row in rows if "loss_scale" in row]
-            assert [row["loss_scale"] for row in logged] == steps.scales
-            skipped_so_far = [i + 1 - count for i, count in enumerate(made)]
-            assert [row["skipped_steps"] for row in logged] == skipped_so_far
+            assert memory.values("loss_scale") == steps.scales
+            assert memory.values("skipped_steps") == [i + 1 - count for i, count in enumerate(made)]
 
 
 def logs_in_bf16() -> list[dict[str, float]]:
@@ -234,9 +225,8 @@ RESUMED: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def resume(folder: Path) -> dict[str, tuple[Steps, Steps]]:
-    """Return the last five of ten steps without and with an interruption; run on every rank."""
-    results = {}
+@on_ranks(2, timeout=240)
+def test_a_resumed_run_goes_on_at_its_scale(tmp_path: Path) -> None:
     for name, (make, strategy) in RESUMED.items():
         runs = []
         for steps, start in ((10, None), (5, None), (10, f"{name}.ckpt")):
@@ -244,22 +234,15 @@ def resume(folder: Path) -> dict[str, tuple[Steps, Steps]]:
             plugin = half(initial_loss_scale=2.0**19, hysteresis=2, loss_scale_window=3)
             arguments: dict[str, Any] = {"callbacks": [watch], "max_steps": steps, "use_distributed_sampler": False}
             trainer = make_trainer({**strategy, "precision_plugin": plugin}, **arguments)
-            trainer.fit(module, loader(2, 2), ckpt_path=start and str(folder / start))  # an epoch is a step
+            trainer.fit(module, loader(2, 2), ckpt_path=start and str(tmp_path / start))  # an epoch is a step
             if steps == 5:
-                trainer.save_checkpoint(folder / f"{name}.ckpt")
+                trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
             runs.append(watch.steps)
-        whole, _, second = runs
-        last = Steps(whole.scales[5:], whole.skipped[5:], whole.rates[5:], whole.weights[5:], whole.num_skipped)
-        results[name] = (last, second)
-    return results
-
-
-def test_a_resumed_run_goes_on_at_its_scale(tmp_path: Path) -> None:
-    for rank in run_ranks(2, resume, tmp_path, timeout=240):
-        for name, (expected, resumed) in rank.items():
-            assert resumed == expected, name
-            assert len(set(expected.scales)) > 1, f"{name}: the scale moves"
-            assert 0 < expected.num_skipped < 10
+        whole, _, resumed = runs
+        expected = Steps(whole.scales[5:], whole.skipped[5:], whole.rates[5:], whole.weights[5:], whole.num_skipped)
+        assert resumed == expected, name
+        assert len(set(expected.scales)) > 1, f"{name}: the scale moves"
+        assert 0 < expected.num_skipped < 10
 
 
 # What else steps
@@ -320,12 +303,12 @@ def test_an_optimizer_that_evaluates_its_closure_again_is_refused() -> None:
 # The gradient norm in the logs
 
 
-def norms_of_a_resumed_run(folder: str) -> list[list[tuple[bool, float]]]:
-    """Train a GPT through overflows for three steps and then for more; return what was logged in both runs."""
+@on_ranks(2, timeout=120)
+def test_a_skipped_step_logs_an_infinite_gradient_norm_also_just_after_a_resume(tmp_path: Path) -> None:
     rows = torch.randint(0, 64, (32, 9), generator=torch.Generator().manual_seed(0))
     data: Any = DataLoader([{"tokens": row[:-1], "labels": row[1:]} for row in rows], batch_size=2)
     found = []
-    for steps, start in ((3, None), (24, f"{folder}/three.ckpt")):
+    for steps, start in ((3, None), (24, f"{tmp_path}/three.ckpt")):
         module = MCoreGPT(64, 8, {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2})
         watch, memory = Scale(), Memory()
         plugin = half(initial_loss_scale=2.0**24, loss_scale_window=2, hysteresis=1)
@@ -333,18 +316,14 @@ def norms_of_a_resumed_run(folder: str) -> list[list[tuple[bool, float]]]:
         trainer = make_trainer({**PIPELINED, "precision_plugin": plugin}, **arguments)
         trainer.fit(module, data, ckpt_path=start)
         if start is None:
-            trainer.save_checkpoint(f"{folder}/three.ckpt")
+            trainer.save_checkpoint(f"{tmp_path}/three.ckpt")
         norms = [row.get("grad_norm", -1.0) for row in memory.rows]
         found.append(list(zip(watch.steps.skipped, norms, strict=True)))
-    return found
-
-
-def test_a_skipped_step_logs_an_infinite_gradient_norm_also_just_after_a_resume(tmp_path: Path) -> None:
-    for first, second in run_ranks(2, norms_of_a_resumed_run, str(tmp_path), timeout=120):
-        for skipped, norm in (*first, *second):
-            assert skipped == (norm == math.inf), (first, second)
-            assert norm > 0
-        assert first[-1][0]
-        assert second[0][0]
-        assert any(before and not after for (before, _), (after, _) in pairwise(second))
-        assert any(after and not before for (before, _), (after, _) in pairwise(second))
+    first, second = found
+    for skipped, norm in (*first, *second):
+        assert skipped == (norm == math.inf), (first, second)
+        assert norm > 0
+    assert first[-1][0]
+    assert second[0][0]
+    assert any(before and not after for (before, _), (after, _) in pairwise(second))
+    assert any(after and not before for (before, _), (after, _) in pairwise(second))

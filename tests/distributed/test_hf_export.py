@@ -225,7 +225,7 @@ def fit_epochs(folder: str, out: str) -> None:
     for name, (arguments, validates) in ENDS_OF_EPOCHS.items():
         callbacks = [SaveHFModel(every_checkpoint=True), ModelCheckpoint(f"{out}/{name}", **arguments)]
         module = MCoreGPT.from_pretrained(folder, seq_length=16, recipe=Recipe(learning_rate=1e-2))
-        trainer = make_trainer(MCoreStrategy(**TP2), max_epochs=3, callbacks=callbacks, enable_checkpointing=True)
+        trainer = make_trainer(TP2, max_epochs=3, callbacks=callbacks, enable_checkpointing=True)
         trainer.fit(module, data(4), data(2) if validates else None)
 
 
@@ -243,7 +243,7 @@ def test_what_stands_beside_a_checkpoint_of_an_epoch_has_its_weights(tmp_path: P
 def fail_on_one(folder: str, out: str) -> list[str]:
     """Let one rank fail in its own part of an export, in several ways; return what this rank is told."""
     module = MCoreGPT.from_pretrained(folder, seq_length=16)
-    make_trainer(MCoreStrategy(**TP2), limit_predict_batches=1).predict(module, data())
+    make_trainer(TP2, limit_predict_batches=1).predict(module, data())
     told = []
 
     def attempt(**options: Any) -> None:

@@ -21,7 +21,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.aggregation import MaxMetric, MeanMetric, SumMetric
 
 from lightning_mcore.optimizer.plateau import _stepping_on_mean, _Strict
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.toy import Batch, Memory, PlainNet, Samples, StagedNet, loader, make_trainer
 
 pytestmark = pytest.mark.distributed
@@ -157,12 +157,7 @@ def numbers(metrics: Any) -> dict[str, float]:
 def fit_and_test(staged: bool, strategy: Any, accumulate: int, batch_size: int) -> dict[str, Any]:
     """Fit one epoch with two validation loaders, then test; return what this rank holds."""
     module, memory = Staged() if staged else Plain(), Memory()
-    trainer = make_trainer(
-        strategy,
-        logger=memory,
-        callbacks=[FromCallback()],
-        accumulate_grad_batches=accumulate,
-    )
+    trainer = make_trainer(strategy, logger=memory, callbacks=[FromCallback()], accumulate_grad_batches=accumulate)
     trainer.fit(module, loader(SIZE, batch_size), [loader(8, 2), loader(4, 2)])
     fitted = {
         "seen": module.seen,
@@ -321,8 +316,8 @@ class Wrong(StagedNet):
         return loss
 
 
-def logs_wrongly() -> dict[str, str]:
-    """Return for each way the error that this rank saw."""
+@on_ranks(2, timeout=120)
+def test_what_cannot_be_logged_is_refused_on_every_rank() -> None:
     errors = {}
     for way in ("arguments", "metric", "vector", "dict", "median"):
         module = Wrong(way)
@@ -331,17 +326,12 @@ def logs_wrongly() -> dict[str, str]:
             errors[way] = ""
         except Exception as error:
             errors[way] = f"{type(error).__name__}: {error}"
-    return errors
-
-
-def test_what_cannot_be_logged_is_refused_on_every_rank() -> None:
-    for rank in run_ranks(2, logs_wrongly, timeout=120):
-        assert rank["arguments"].startswith("ValueError: self.log('a', ...) was called with different arguments")
-        assert "prog_bar" in rank["arguments"]
-        assert "needs a metric that is an attribute of the module" in rank["metric"]
-        assert "takes a single number" in rank["vector"]
-        assert "takes a single number, got dict" in rank["dict"]
-        assert "choose mean, sum, min or max" in rank["median"]
+    assert errors["arguments"].startswith("ValueError: self.log('a', ...) was called with different arguments")
+    assert "prog_bar" in errors["arguments"]
+    assert "needs a metric that is an attribute of the module" in errors["metric"]
+    assert "takes a single number" in errors["vector"]
+    assert "takes a single number, got dict" in errors["dict"]
+    assert "choose mean, sum, min or max" in errors["median"]
 
 
 # Decisions: each rank measures something else, and all decide the same

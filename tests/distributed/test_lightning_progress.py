@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_mcore import MCorePrecision
 from lightning_mcore.strategy.progress import MCoreProgressBar
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.toy import Batch, PlainNet, StagedNet, loader, make_trainer
 
 pytestmark = pytest.mark.distributed
@@ -97,19 +97,14 @@ def test_the_figures_are_those_of_the_step_and_rank_0_alone_writes_them() -> Non
     assert "| skipped: " in first["half"][0]
 
 
-def steps_of_a_bounded_run() -> str:
-    """Return the lines of a run that ``max_steps`` ends in its second epoch."""
+@on_ranks(1, timeout=120)
+def test_a_line_counts_the_batches_until_the_end_of_the_epoch_or_of_the_run() -> None:
+    """An epoch of five batches is two steps of four and one; the third step ends the run after four batches."""
     out = io.StringIO()
     bar = MCoreProgressBar(console_kwargs={"file": out, "width": 200}, seconds_between_lines=0.0, now=seconds())
     options = {"accumulate_grad_batches": 4, "max_steps": 3, "max_epochs": -1, "use_distributed_sampler": False}
     make_trainer({}, callbacks=[bar], enable_progress_bar=True, **options).fit(Plain(), loader(10, 2))
-    return out.getvalue()
-
-
-def test_a_line_counts_the_batches_until_the_end_of_the_epoch_or_of_the_run() -> None:
-    """An epoch of five batches is two steps of four and one; the third step ends the run after four batches."""
-    [written] = run_ranks(1, steps_of_a_bounded_run, timeout=120)
-    places = [line.partition(" | loss")[0] for line in written.splitlines()]
+    places = [line.partition(" | loss")[0] for line in out.getvalue().splitlines()]
     assert places[0] == "epoch 0 | step 1/3 | batch 4/5"
     assert places[1] == "epoch 0 | step 2/3 | batch 5/5"
     assert places[-1] == "epoch 1 | step 3/3 | batch 4/4"

@@ -30,7 +30,7 @@ import lightning_mcore
 from lightning_mcore import MCoreGPT
 from lightning_mcore.parallel import groups
 from lightning_mcore.strategy.same_batches import FIRST_BATCHES
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.toy import Batch, Memory, Samples, StagedNet, Watch, loader, make_trainer, run_fit
 
 pytestmark = pytest.mark.distributed
@@ -446,16 +446,12 @@ class Numbers(StagedNet):
         return {"loss": loss, "num_tokens": batch["x"].shape[0]}
 
 
-def train_and_note_copies() -> list[str]:
+@on_ranks(2)
+def test_numbers_of_the_host_reach_the_device_without_a_copy() -> None:
     module = Numbers(config={"calculate_per_token_loss": True})
     with HostCopies() as module.copies:
         make_trainer(PP2).fit(module, loader(12, 2))
-    return module.copies.places
-
-
-def test_numbers_of_the_host_reach_the_device_without_a_copy() -> None:
-    for places in run_ranks(2, train_and_note_copies):
-        assert places == []
+    assert module.copies.places == []
 
 
 class Early(StagedNet):
@@ -503,8 +499,11 @@ def test_a_hook_before_the_optimizer_step_sees_what_the_step_logged(strategy: di
     assert restored == others == [True]
 
 
-def train_and_note_collectives(strategy: dict[str, Any]) -> list[list[str]]:
-    """Train a language model; return the collectives of each step that neither Megatron nor a sampler asked for."""
+@pytest.mark.parametrize(("strategy", "asked_for"), [({}, "all_reduce"), (PP2, "broadcast")], ids=["dp2", "pp2"])
+@on_ranks(2)
+def test_the_logs_of_a_step_cost_one_collective_once_its_names_are_known(
+    strategy: dict[str, Any], asked_for: str
+) -> None:
     steps: list[list[str]] = [[]]
 
     def noting(collective: Any) -> Any:
@@ -523,14 +522,6 @@ def train_and_note_collectives(strategy: dict[str, Any]) -> list[list[str]]:
     tokens = [{"tokens": torch.arange(8) + row, "labels": torch.arange(8) + row + 1} for row in range(20)]
     end_step = LambdaCallback(on_train_batch_end=lambda *_: steps.append([]))
     make_trainer(strategy, callbacks=[end_step]).fit(MCoreGPT(32, 8, fields), DataLoader(tokens, batch_size=2))
-    return steps
-
-
-@pytest.mark.parametrize(("strategy", "asked_for"), [({}, "all_reduce"), (PP2, "broadcast")], ids=["dp2", "pp2"])
-def test_the_logs_of_a_step_cost_one_collective_once_its_names_are_known(
-    strategy: dict[str, Any], asked_for: str
-) -> None:
-    for steps in run_ranks(2, train_and_note_collectives, strategy):
-        assert len(steps[0]) > 1  # the names are exchanged
-        later = steps[FIRST_BATCHES:][:2]  # the first batches are compared
-        assert later == [[f"{asked_for} of lightning_mcore.strategy.logs.pipeline"]] * 2
+    assert len(steps[0]) > 1  # the names are exchanged
+    later = steps[FIRST_BATCHES:][:2]  # the first batches are compared
+    assert later == [[f"{asked_for} of lightning_mcore.strategy.logs.pipeline"]] * 2

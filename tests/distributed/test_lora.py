@@ -543,7 +543,7 @@ def drawn(family: str, layout: Layout, seed: str | None, runs: int) -> list[list
     found = []
     for _ in range(runs):
         module = MCoreGPT.from_pretrained(family, seq_length=LENGTH, lora=LoRA(**SETTINGS, target_modules=TARGETS))
-        trainer = make_trainer(MCoreStrategy(**layout.strategy_arguments), limit_val_batches=1)
+        trainer = make_trainer(layout.strategy_arguments, limit_val_batches=1)
         trainer.validate(module, DataLoader(Rows(), batch_size=1), verbose=False)
         pieces = adapter_pieces(module, module.lora)
         found.append([(piece.key, piece.start, piece.data.clone()) for piece in pieces])

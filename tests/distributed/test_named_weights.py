@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_mcore import LoRA, MCoreGPT, MCoreStrategy, Recipe, single_process
+from lightning_mcore import LoRA, MCoreGPT, Recipe, single_process
 from lightning_mcore.hf import export_model, hf_model, named_weights
 from lightning_mcore.interop.export_adapter import save_adapter
 from tests.distributed.test_hf_export import identical
@@ -83,7 +83,7 @@ def stream_each(runs: dict[str, tuple[str, dict[str, Any], str]]) -> dict[str, t
     for name, (folder, layout, out) in runs.items():
         pl.seed_everything(1, verbose=False)
         module = Tuned(folder, out)
-        make_trainer(MCoreStrategy(**layout), max_steps=3, accumulate_grad_batches=2).fit(module, rows())
+        make_trainer(layout, max_steps=3, accumulate_grad_batches=2).fit(module, rows())
         found[name] = module.streamed, module.logits.detach()
     return found
 
@@ -171,7 +171,7 @@ def train_adapters(runs: dict[str, tuple[str, dict[str, Any], str]]) -> dict[str
         engine = Engine(out)
         data = [{"tokens": row[:-1], "labels": row[1:]} for row in torch.randint(VOCAB_SIZE, (8, 17))]
         loader: Any = DataLoader(data, batch_size=2)  # type: ignore[arg-type]
-        make_trainer(MCoreStrategy(**layout), max_steps=2, callbacks=[engine]).fit(module, loader)
+        make_trainer(layout, max_steps=2, callbacks=[engine]).fit(module, loader)
         found[name] = engine.seen
     return found
 
@@ -201,7 +201,7 @@ def break_off(folder: str) -> list[str]:
     """Let one rank stop reading, in several ways; return what each rank is told."""
     module = MCoreGPT.from_pretrained(folder, seq_length=16)
     loader: Any = DataLoader([{"tokens": torch.arange(16)}] * 2)  # type: ignore[arg-type]
-    make_trainer(MCoreStrategy(**TP2), limit_predict_batches=1).predict(module, loader)
+    make_trainer(TP2, limit_predict_batches=1).predict(module, loader)
     told = []
     for reader, receivers in ((1, "all"), (0, "first")):
         try:

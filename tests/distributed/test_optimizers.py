@@ -33,7 +33,8 @@ from torch.utils.data import DistributedSampler
 
 from lightning_mcore import CommunicationOptions, MuonWithAdamW
 from lightning_mcore.optimizer.megatron import MCoreOptimizer, RebuiltOptimizer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
+from tests.support.sentences import refuses
 from tests.support.toy import (
     FEATURES,
     NUM_LAYERS,
@@ -499,28 +500,20 @@ class Zeros(pl.Callback):
         self.counted.append(trainer.optimizers[0].num_zeros_in_grad)
 
 
-def count_zeros() -> dict[str, list[float | None]]:
-    """Return the zeros that Megatron counts with each optimizer."""
-    counted = {}
-    for name, strategy, configure, trainer in (
-        ("pp2", PP2, ADAMW, {}),
-        ("pp2-by-value", PP2, ADAMW, BY_VALUE),
-        ("pp2-wrapped", PP2, RMSPROP, {}),
-        ("dp2-do", SHARDED, ADAMW, {}),
-        ("dp2", {}, ADAMW, {}),
+@on_ranks(2, timeout=120)
+def test_zeros_in_the_gradients_are_counted_over_all_ranks() -> None:
+    config = OptimizerConfig(log_num_zeros_in_grad=True)
+    for strategy, configure, trainer in (
+        (PP2, ADAMW, {}),
+        (PP2, ADAMW, BY_VALUE),
+        (PP2, RMSPROP, {}),
+        (SHARDED, ADAMW, {}),
+        ({}, ADAMW, {}),
     ):
         zeros = Zeros()
-        config = OptimizerConfig(log_num_zeros_in_grad=True)
         run_fit(Blind(configure), {**strategy, "optimizer_config": config}, loader(8, 2), callbacks=[zeros], **trainer)
-        counted[name] = zeros.counted
-    return counted
-
-
-def test_zeros_in_the_gradients_are_counted_over_all_ranks() -> None:
-    for counted in run_ranks(2, count_zeros, timeout=120):
-        for name, zeros in counted.items():
-            assert len(zeros) >= 2
-            assert set(zeros) == {8.0}, name
+        assert len(zeros.counted) >= 2
+        assert set(zeros.counted) == {8.0}
 
 
 class Breaks(PlainNet):
@@ -531,20 +524,11 @@ class Breaks(PlainNet):
         return loss * float("nan") if dist.get_rank() == 1 and batch_idx == 1 else loss
 
 
-def break_down() -> list[str]:
-    """Return how each kind of run ends."""
-    messages = []
-    for module, strategy in ((Breaks(), {}), (Breaks(), SHARDED)):
-        with pytest.raises(RuntimeError) as failure:
-            run_fit(module, {**strategy, **ddp(check_for_nan_in_grad=True)}, loader(12, 2))
-        messages.append(str(failure.value))
-    return messages
-
-
+@on_ranks(2)
 def test_a_nan_on_one_rank_ends_the_run_on_every_rank() -> None:
-    for messages in run_ranks(2, break_down, timeout=60):
-        for message in messages:
-            assert message.startswith("the gradients contain NaN or infinity")
+    for strategy in ({}, SHARDED):
+        with refuses(RuntimeError, "the gradients contain NaN or infinity"):
+            run_fit(Breaks(), {**strategy, **ddp(check_for_nan_in_grad=True)}, loader(12, 2))
 
 
 def timeouts() -> set[timedelta]:
@@ -579,33 +563,28 @@ class Saves(pl.Callback):
             trainer.save_checkpoint(f"{self.folder}/{trainer.current_epoch}.ckpt")
 
 
-def interrupted(folder: str) -> dict[str, Any]:
-    """Train with validation and saving in the middle of an epoch, with and without overlap."""
+@on_ranks(2, timeout=120)
+def test_overlapping_the_gathering_of_parameters_changes_nothing_around_validation_and_saving(tmp_path: Any) -> None:
     results = {}
     for kind, module in (("staged", StagedNet), ("plain", PlainNet)):
         for name, strategy in (("apart", SHARDED), ("overlapped", OVERLAPPED)):
             net, memory = module(), Memory()
             arguments = {"val_check_interval": 3, "num_sanity_val_steps": 2, "max_epochs": 2, "logger": memory}
-            saves = Saves(f"{folder}/{kind}-{name}")
+            saves = Saves(f"{tmp_path}/{kind}-{name}")
             run_fit(net, strategy, loader(28, 2), loader(8, 2), callbacks=[saves], **arguments)
             results[f"{kind}-{name}"] = memory.values("val_loss"), weights(net)
-    return results
-
-
-def test_overlapping_the_gathering_of_parameters_changes_nothing_around_validation_and_saving(tmp_path: Any) -> None:
-    for results in run_ranks(2, interrupted, str(tmp_path), timeout=120):
-        for kind in ("staged", "plain"):
-            (losses, expected), (overlapped, found) = results[f"{kind}-apart"], results[f"{kind}-overlapped"]
-            assert len(losses) >= 4
-            assert losses == overlapped
-            assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    for kind in ("staged", "plain"):
+        (losses, expected), (overlapped, found) = results[f"{kind}-apart"], results[f"{kind}-overlapped"]
+        assert len(losses) >= 4
+        assert losses == overlapped
+        assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 
 # Averages of the weights
 
 
-def averaged() -> dict[str, Any]:
-    """Train a plain module with each kind of average under Lightning's strategy and under ours."""
+@on_ranks(2, timeout=120)
+def test_averages_of_the_weights_are_those_of_ddp() -> None:
     results: dict[str, Any] = {}
     for kind, make in (
         ("ema", lambda: EMAWeightAveraging(decay=0.8)),
@@ -617,16 +596,11 @@ def averaged() -> dict[str, Any]:
             net, memory = PlainNet(), Memory()
             run_fit(net, strategy, loader(16, 2), loader(6, 2), callbacks=[make()], max_epochs=3, logger=memory)
             results[f"{kind}-{name}"] = memory.values("val_loss"), weights(net)
-    return results
-
-
-def test_averages_of_the_weights_are_those_of_ddp() -> None:
-    for results in run_ranks(2, averaged, timeout=120):
-        for kind, strategy in (("ema", "ours"), ("swa", "ours"), ("swa", "sharded")):
-            (losses, expected), (ours, found) = results[f"{kind}-ddp"], results[f"{kind}-{strategy}"]
-            assert len(losses) == 3
-            assert ours == pytest.approx(losses, rel=1e-6)  # a mean over samples, and Lightning's mean of means
-            assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    for kind, strategy in (("ema", "ours"), ("swa", "ours"), ("swa", "sharded")):
+        (losses, expected), (ours, found) = results[f"{kind}-ddp"], results[f"{kind}-{strategy}"]
+        assert len(losses) == 3
+        assert ours == pytest.approx(losses, rel=1e-6)  # a mean over samples, and Lightning's mean of means
+        assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 
 # A checkpoint in between
@@ -736,8 +710,9 @@ class TwoSets(torch.optim.RMSprop):
     train = eval
 
 
-def exchange_weights(precision: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Return the weights of the model as they were trained, exchanged and exchanged back."""
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@on_ranks(1)
+def test_the_modes_of_an_optimizer_reach_the_weights_of_the_model(precision: str) -> None:
     seen: list[dict[str, Tensor]] = []
 
     def look(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -750,12 +725,7 @@ def exchange_weights(precision: str) -> tuple[dict[str, Tensor], dict[str, Tenso
 
     watch = pl.callbacks.LambdaCallback(on_train_end=look)
     run_fit(StagedNet(partial(TwoSets, lr=0.01)), {}, loader(4, 2), precision=precision, callbacks=[watch])
-    return tuple(seen)  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_the_modes_of_an_optimizer_reach_the_weights_of_the_model(precision: str) -> None:
-    [(trained, exchanged, back)] = run_ranks(1, exchange_weights, precision)
+    trained, exchanged, back = seen
     assert all(torch.equal(exchanged[name], -value) for name, value in trained.items())
     assert all(torch.equal(back[name], value) for name, value in trained.items())
 
@@ -828,21 +798,16 @@ class Hooked(StagedNet):
         optimizer.param_groups[0]["lr"] = 0.0
 
 
-def run_hooks(make: MakeOptimizer, precision: str) -> tuple[list[str], bool]:
-    """Return the hooks that ran in two steps, and whether the weights moved at the rate that they set."""
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("make", [partial(torch.optim.AdamW, lr=1.0), partial(torch.optim.RMSprop, lr=1.0)])
+@on_ranks(1)
+def test_step_hooks_of_the_users_optimizer_run(make: MakeOptimizer, precision: str) -> None:
     module = Hooked(make)
     before: dict[str, Tensor] = {}
     start = pl.callbacks.LambdaCallback(on_train_start=lambda *_: before.update(weights(module)))
     run_fit(module, {}, loader(4, 2), precision=precision, callbacks=[start])
-    return module.fired, any(not torch.equal(value, before[name]) for name, value in weights(module).items())
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("make", [partial(torch.optim.AdamW, lr=1.0), partial(torch.optim.RMSprop, lr=1.0)])
-def test_step_hooks_of_the_users_optimizer_run(make: MakeOptimizer, precision: str) -> None:
-    [(fired, moved)] = run_ranks(1, run_hooks, make, precision)
-    assert fired == ["before", "after"] * 2
-    assert not moved
+    assert module.fired == ["before", "after"] * 2
+    assert all(torch.equal(value, before[name]) for name, value in weights(module).items())  # at a rate of 0
 
 
 class ClipsTheFirstStep(PlainNet):
@@ -863,35 +828,24 @@ class ClipsTheFirstStep(PlainNet):
         self.norms.append(optimizer.grad_norm)
 
 
-def clip_once() -> list[float | None]:
-    """Return the norm after each of three steps."""
+@on_ranks(1)
+def test_a_step_that_is_not_clipped_does_not_show_the_norm_of_another() -> None:
     module = ClipsTheFirstStep()
     run_fit(module, {}, loader(6, 2))
-    return module.norms
-
-
-def test_a_step_that_is_not_clipped_does_not_show_the_norm_of_another() -> None:
-    [(first, *others)] = run_ranks(1, clip_once)
+    first, *others = module.norms
     assert first is not None
     assert others == [None, None]
 
 
-def count_counts() -> dict[str, int]:
-    """Return how often two steps counted the zeros in their gradients."""
-    counts = {}
+@on_ranks(1)
+def test_zeros_are_counted_once_in_a_step() -> None:
     config = OptimizerConfig(log_num_zeros_in_grad=True)
     for kind in (PlainNet, StagedNet):
         for precision in ("32-true", "bf16-true"):
             with mock.patch.object(megatron_optimizer, "count_zeros_fp32", return_value=0.0) as count:
                 module = kind(partial(torch.optim.RMSprop, lr=1e-3))
                 run_fit(module, {"optimizer_config": config}, loader(4, 2), precision=precision)
-            counts[f"{kind.__name__} {precision}"] = count.call_count
-    return counts
-
-
-def test_zeros_are_counted_once_in_a_step() -> None:
-    [counts] = run_ranks(1, count_counts)
-    assert set(counts.values()) == {2}, counts
+            assert count.call_count == 2, precision
 
 
 class PartlyInBf16(PlainNet):
@@ -904,21 +858,11 @@ class PartlyInBf16(PlainNet):
         return self.net[2](self.net[:2](batch["x"]).bfloat16())
 
 
-def train_partly_in_bf16() -> str:
-    """Return how a parameter is refused whose gradient is summed in another dtype; sharded, it trains."""
-    run_fit(PartlyInBf16(), SHARDED, loader(4, 2))
-    with pytest.raises(ValueError, match="2 parameters") as refusal:
-        run_fit(PartlyInBf16(), {}, loader(4, 2))
-    return str(refusal.value)
-
-
+@on_ranks(1)
 def test_parameters_that_cannot_take_the_dtype_of_their_gradients_are_refused() -> None:
-    [message] = run_ranks(1, train_partly_in_bf16)
-    assert message == (
-        "2 parameters are trained in torch.bfloat16, the first of shape [1, 8], but their gradients are summed in"
-        " torch.float32, which their optimizer cannot step with; convert them to torch.float32, use"
-        " Trainer(precision=...) of their dtype, or set MCoreStrategy(use_distributed_optimizer=True)"
-    )
+    run_fit(PartlyInBf16(), SHARDED, loader(4, 2))
+    with refuses(ValueError, "2 parameters are trained in torch.bfloat16"):
+        run_fit(PartlyInBf16(), {}, loader(4, 2))
 
 
 def state_of_megatron() -> int:

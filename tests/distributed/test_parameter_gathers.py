@@ -9,8 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-from lightning_mcore import MCoreStrategy
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.toy import StagedNet, loader, make_trainer
 
 pytestmark = pytest.mark.distributed
@@ -36,7 +35,8 @@ class Watched(pl.Callback):
         self.orders.append([id(hook) for hook in self.layer._forward_pre_hooks.values()])
 
 
-def gathers_of_a_run(folder: str) -> tuple[list[list[int]], int]:
+@on_ranks(2)
+def test_a_step_is_gathered_once_and_hooks_keep_their_order(tmp_path: Any) -> None:
     watched, gathers = Watched(), []
     start = _ParamAndGradBucketGroup.start_param_sync
 
@@ -46,16 +46,11 @@ def gathers_of_a_run(folder: str) -> tuple[list[list[int]], int]:
         start(group, force_sync)
 
     _ParamAndGradBucketGroup.start_param_sync = counted
-    save = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
-    callbacks = [watched, save]
-    trainer = make_trainer(MCoreStrategy(**OVERLAPPED), max_steps=3, callbacks=callbacks, enable_checkpointing=True)
+    callbacks = [watched, ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)]
+    trainer = make_trainer(OVERLAPPED, max_steps=3, callbacks=callbacks, enable_checkpointing=True)
     trainer.fit(StagedNet(), loader(32, 4))
     _ParamAndGradBucketGroup.start_param_sync = start
-    return watched.orders, len(gathers) // len({id(group) for group in gathers})
-
-
-def test_a_step_is_gathered_once_and_hooks_keep_their_order(tmp_path: Any) -> None:
-    for (before, after), gathers in run_ranks(2, gathers_of_a_run, str(tmp_path)):
-        assert len(before) == 2
-        assert before == after
-        assert gathers == 3  # one for each step, after which a checkpoint is saved
+    before, after = watched.orders
+    assert len(before) == 2
+    assert before == after
+    assert len(gathers) // len({id(group) for group in gathers}) == 3  # in each step, after which it is saved

@@ -22,12 +22,11 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.toy import (
     ADAMW,
     MakeOptimizer,
     Samples,
-    Seen,
     StagedNet,
     Watch,
     loader,
@@ -326,25 +325,23 @@ class ReadsLayers(StagedNet):
         return chunk
 
 
-def read_layers(layout: dict[str, Any]) -> list[dict[str, Tensor]]:
-    """Return the weights that this rank ends with, sharded and overlapped."""
+@pytest.mark.parametrize("layout", [{}, CP2], ids=["dp2", "cp2"])
+@on_ranks(2)
+def test_weights_that_are_read_without_a_call_are_gathered_in_time(layout: dict[str, Any]) -> None:
     found = []
     for strategy in (SHARDED, {**OVERLAPPED, "ddp_config": DistributedDataParallelConfig(bucket_size=1)}):
         module = ReadsLayers()
         trainer = make_trainer({**layout, **strategy}, accumulate_grad_batches=2)
         trainer.fit(module, loader(24, 2))
         found.append(weights(module))
-    return found
+    whole, overlapped = found
+    assert all(torch.equal(whole[name], overlapped[name]) for name in whole)
 
 
-@pytest.mark.parametrize("layout", [{}, CP2], ids=["dp2", "cp2"])
-def test_weights_that_are_read_without_a_call_are_gathered_in_time(layout: dict[str, Any]) -> None:
-    for whole, overlapped in run_ranks(2, read_layers, layout):
-        assert all(torch.equal(whole[name], overlapped[name]) for name in whole)
-
-
-def stop_before_the_short_batch(path: str) -> tuple[Seen, Seen]:
-    """Train an epoch of batches of 4, 4 and 2 rows; then go on from the second batch."""
+@on_ranks(2)
+def test_a_run_may_resume_with_the_short_batch_that_ends_an_epoch(tmp_path: Path) -> None:
+    """Its microbatch does not fill a group of the interleaved schedule, which is no fault of the settings there."""
+    path = str(tmp_path / "short.ckpt")
     settings = {**VP2, "micro_batch_size": 2}
     pl.seed_everything(1, verbose=False)
     whole = run_fit(StagedNet(), settings, loader(10, 4))
@@ -353,12 +350,7 @@ def stop_before_the_short_batch(path: str) -> tuple[Seen, Seen]:
     trainer = make_trainer(settings, max_steps=2)
     trainer.fit(module, loader(10, 4))
     trainer.save_checkpoint(path)
-    return whole, run_fit(StagedNet(), settings, loader(10, 4), ckpt_path=path)
-
-
-def test_a_run_may_resume_with_the_short_batch_that_ends_an_epoch(tmp_path: Path) -> None:
-    """Its microbatch does not fill a group of the interleaved schedule, which is no fault of the settings there."""
-    for whole, rest in run_ranks(2, stop_before_the_short_batch, str(tmp_path / "short.ckpt")):
-        assert [len(batch) for batch in whole.batches] == [4, 4, 2]
-        assert rest.batches == whole.batches[2:]
-        assert rest.losses == whole.losses[2:]
+    rest = run_fit(StagedNet(), settings, loader(10, 4), ckpt_path=path)
+    assert [len(batch) for batch in whole.batches] == [4, 4, 2]
+    assert rest.batches == whole.batches[2:]
+    assert rest.losses == whole.losses[2:]

@@ -23,7 +23,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
+from tests.support.sentences import refuses
 from tests.support.thorough import thorough_but
 from tests.support.toy import (
     ADAMW,
@@ -273,8 +274,9 @@ class OneSample(Samples):
         return super().__getitem__(0)
 
 
-def gradients_without_learning(precision: str) -> dict[str, list[Any]]:
-    """Return what each step saw of its gradients where every step has the same data and nothing moves."""
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@on_ranks(2, timeout=120)
+def test_every_step_begins_without_the_gradients_of_the_last(precision: str) -> None:
     data = torch.utils.data.DataLoader(OneSample(16), batch_size=2)
     still: MakeOptimizer = partial(torch.optim.AdamW, lr=0.0, weight_decay=0.0)
     results: dict[str, list[Any]] = {}
@@ -286,41 +288,24 @@ def gradients_without_learning(precision: str) -> dict[str, list[Any]]:
             for strategy in ({}, SHARDED, OVERLAPPED):
                 seen = run_fit(kind(still), strategy, data, **arguments)
                 results[f"{kind.__name__}-{len(strategy)}-{accumulate}"] = list(seen.grad_norms)
-    return results
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_every_step_begins_without_the_gradients_of_the_last(precision: str) -> None:
-    for results in run_ranks(2, gradients_without_learning, precision, timeout=120):
-        assert len(results) == 14
-        for name, steps in results.items():
-            assert len(steps) >= 2
-            assert all(step == steps[0] for step in steps), name
-            assert steps[0], name
+    assert len(results) == 14
+    for name, steps in results.items():
+        assert len(steps) >= 2
+        assert all(step == steps[0] for step in steps), name
+        assert steps[0], name
 
 
 # Parameters in bf16
 
 
-BF16_RUNS = {"sgd": SGD, "nesterov": NESTEROV, "adamw": ADAMW}
-
-
-def fit_in_bf16() -> dict[str, list[list[float]]]:
-    """Return the losses in fp32 and in bf16, under ours, unsharded and where it can be sharded."""
-    results = {}
-    for name, optimizer in BF16_RUNS.items():
-        precise = fit(Run(optimizer=optimizer), {})[0].losses
-        half = Run(optimizer=optimizer, precision="bf16-true")
-        results[name] = [precise, *(fit(half, s)[0].losses for s in ([{}, OVERLAPPED] if name == "adamw" else [{}]))]
-    return results
-
-
+@on_ranks(2)
 def test_parameters_in_bf16_follow_the_course_of_fp32() -> None:
-    for results in run_ranks(2, fit_in_bf16):
-        for name, (precise, *others) in results.items():
-            assert len(set(precise)) == len(precise) == 6
-            for losses in others:
-                assert losses == pytest.approx(precise, rel=0.02), name  # bf16 has 8 bits
+    for optimizer in (SGD, NESTEROV, ADAMW):
+        precise = fit(Run(optimizer=optimizer), {})[0].losses
+        assert len(set(precise)) == len(precise) == 6
+        for strategy in [{}, OVERLAPPED] if optimizer is ADAMW else [{}]:
+            losses = fit(Run(optimizer=optimizer, precision="bf16-true"), strategy)[0].losses
+            assert losses == pytest.approx(precise, rel=0.02)  # bf16 has 8 bits
 
 
 class ClipsByHand(PlainNet):
@@ -342,17 +327,12 @@ class ClipsByHand(PlainNet):
         self.moved.append(torch.cat(steps).norm().item())
 
 
-def clip_by_hand(precision: str) -> list[float]:
-    """Return how far each step moved the weights."""
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@on_ranks(2)
+def test_clipping_by_hand_is_not_undone_by_the_step(precision: str) -> None:
     module = ClipsByHand()
     run_fit(module, {}, loader(16, 2), precision=precision)
-    return module.moved
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_clipping_by_hand_is_not_undone_by_the_step(precision: str) -> None:
-    for moved in run_ranks(2, clip_by_hand, precision):
-        assert moved == pytest.approx([1.0] * 4, rel=0.03)  # parameters in bf16 are rounded
+    assert module.moved == pytest.approx([1.0] * 4, rel=0.03)  # parameters in bf16 are rounded
 
 
 # Model copies begin alike
@@ -450,21 +430,17 @@ class StopsEarly(pl.Callback):
         trainer.should_stop = trainer.global_step == 2
 
 
-def stop_early(strategies: list[dict[str, Any]]) -> list[Tensor]:
-    """Return the weights that this rank ends with under each strategy."""
+@on_ranks(2)
+def test_a_run_that_ends_within_an_epoch_leaves_whole_parameters() -> None:
     results = []
-    for strategy in strategies:
+    for strategy in (SHARDED, OVERLAPPED):
         module = PlainNet()
         trainer = make_trainer(strategy, callbacks=[StopsEarly()])
         trainer.fit(module, loader(28, 2))
         assert trainer.global_step == 2
-        results.append(torch.cat([weight.flatten() for weight in weights(module).values()]))
-    return results
-
-
-def test_a_run_that_ends_within_an_epoch_leaves_whole_parameters() -> None:
-    for whole, overlapped in run_ranks(2, stop_early, [SHARDED, OVERLAPPED]):
-        assert torch.equal(whole, overlapped)
+        results.append(weights(module))
+    whole, overlapped = results
+    assert all(torch.equal(value, overlapped[name]) for name, value in whole.items())
 
 
 class ReadsParameters(PlainNet):
@@ -534,25 +510,14 @@ class BackwardTwice(PlainNet):
             optimizer.step()
 
 
-def refuse_what_shards_cannot_do() -> list[str]:
-    messages = []
-    for error, module, strategy in (
-        (RuntimeError, BackwardTwice(), SHARDED),
-        (RuntimeError, BackwardTwice(), {"overlap_grad_reduce": True}),
-        (TypeError, Adversaries(ADAMW), {"overlap_grad_reduce": True}),
-    ):
-        with pytest.raises(error) as refused:
-            run_fit(module, strategy, loader(8, 2))
-        messages.append(str(refused.value))
-    run_fit(BackwardTwice(), {}, loader(8, 2))
-    return messages
-
-
+@on_ranks(2)
 def test_what_sharded_or_overlapped_gradients_cannot_do_is_refused() -> None:
-    for sharded, overlapped, several in run_ranks(2, refuse_what_shards_cannot_do):
-        assert sharded == overlapped
-        assert sharded.startswith("backward ran again before zero_grad()")
-        assert several.startswith("configure_optimizers returned 2 optimizers, and overlap_grad_reduce=True needs one")
+    run_fit(BackwardTwice(), {}, loader(8, 2))
+    for strategy in (SHARDED, {"overlap_grad_reduce": True}):
+        with refuses(RuntimeError, "backward ran again before zero_grad()"):
+            run_fit(BackwardTwice(), strategy, loader(8, 2))
+    with refuses(TypeError, "configure_optimizers returned 2 optimizers, and overlap_grad_reduce=True needs one"):
+        run_fit(Adversaries(ADAMW), {"overlap_grad_reduce": True}, loader(8, 2))
 
 
 class UnfreezeLater(BaseFinetuning):
@@ -618,22 +583,17 @@ class UnfreezeInPlace(pl.Callback):
             pl_module.requires_grad_(True)
 
 
-def unfreeze_in_place(kind: type[pl.LightningModule], strategy: dict[str, Any]) -> str:
-    with pytest.raises(RuntimeError) as refusal:
-        run_fit(kind(), strategy, loader(8, 2), max_epochs=2, callbacks=[UnfreezeInPlace()])
-    return str(refusal.value)
-
-
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [(PlainWithFrozen, {}), (PlainWithFrozen, SHARDED), (StagedWithFrozen, {"pipeline_model_parallel_size": 2})],
     ids=["plain", "sharded", "pipeline"],
 )
+@on_ranks(2)
 def test_a_frozen_parameter_of_the_optimizer_cannot_be_unfrozen_where_it_would_not_be_trained(
     kind: type[pl.LightningModule], strategy: dict[str, Any]
 ) -> None:
-    for message in run_ranks(2, unfreeze_in_place, kind, strategy):
-        assert "parameters were frozen when training began" in message
+    with refuses(RuntimeError, "parameters were frozen when training began"):
+        run_fit(kind(), strategy, loader(8, 2), max_epochs=2, callbacks=[UnfreezeInPlace()])
 
 
 def a_second_fit() -> list[bool]:
@@ -734,13 +694,9 @@ def one_rank(strategy: Any) -> dict[str, Any]:
     }
 
 
-def one_rank_twice() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Compare Lightning's own strategy of one device with ours."""
-    return one_rank("auto"), one_rank({})
-
-
+@on_ranks(1)
 def test_what_a_user_of_one_process_does_has_the_effect_that_it_has_without_a_strategy() -> None:
-    ((expected, ours),) = run_ranks(1, one_rank_twice)
+    expected, ours = one_rank("auto"), one_rank({})
     assert ours["types"] == expected["types"] == [torch.bfloat16] * 3
     assert ours["calls"] == expected["calls"]
     assert expected["calls"][1] == [f"batch {index}" for index in range(4)]
@@ -750,23 +706,18 @@ def test_what_a_user_of_one_process_does_has_the_effect_that_it_has_without_a_st
             assert torch.equal(value, expected[name][parameter]), f"{name}: {parameter}"
 
 
-def save_before_a_run(folder: str) -> dict[str, Tensor]:
-    """Save a module that no run has seen; return the weights in the file."""
+@on_ranks(1)
+def test_a_module_is_saved_before_any_run(tmp_path: Path) -> None:
     trainer = make_trainer({})
     trainer.strategy.connect(PlainNet())
-    trainer.save_checkpoint(f"{folder}/model.ckpt")
-    loaded: dict[str, Tensor] = torch.load(f"{folder}/model.ckpt", weights_only=True)["state_dict"]
-    return loaded
-
-
-def test_a_module_is_saved_before_any_run(tmp_path: Path) -> None:
-    (loaded,) = run_ranks(1, save_before_a_run, str(tmp_path))
+    trainer.save_checkpoint(f"{tmp_path}/model.ckpt")
+    loaded: dict[str, Tensor] = torch.load(f"{tmp_path}/model.ckpt", weights_only=True)["state_dict"]
     assert all(torch.equal(value, loaded[name]) for name, value in weights(PlainNet()).items())
 
 
-def resume_with_other_optimizers(folder: str) -> str:
-    """Resume from a checkpoint with no state of an optimizer, then with two; return how the second is refused."""
-    path = f"{folder}/model.ckpt"
+@on_ranks(1)
+def test_a_checkpoint_of_another_number_of_optimizers_is_refused(tmp_path: Path) -> None:
+    path = f"{tmp_path}/model.ckpt"
     trainer = make_trainer({})
     trainer.fit(PlainNet(), loader(8, 2))
     trainer.save_checkpoint(path)
@@ -775,11 +726,5 @@ def resume_with_other_optimizers(folder: str) -> str:
     torch.save({**checkpoint, "optimizer_states": []}, path)
     run_fit(PlainNet(), {}, loader(8, 2), max_epochs=2, ckpt_path=path)
     torch.save({**checkpoint, "optimizer_states": [state, state]}, path)
-    with pytest.raises(ValueError) as refusal:  # noqa: PT011 - the message is looked at below
+    with refuses(ValueError, "contains the states of 2 optimizers, but configure_optimizers returned 1"):
         run_fit(PlainNet(), {}, loader(8, 2), max_epochs=2, ckpt_path=path)
-    return str(refusal.value)
-
-
-def test_a_checkpoint_of_another_number_of_optimizers_is_refused(tmp_path: Path) -> None:
-    (message,) = run_ranks(1, resume_with_other_optimizers, str(tmp_path))
-    assert "contains the states of 2 optimizers, but configure_optimizers returned 1" in message

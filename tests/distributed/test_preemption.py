@@ -19,7 +19,8 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_mcore import MCoreCheckpointIO, MCoreStrategy, PreemptionCheckpoint
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
+from tests.support.sentences import refuses
 from tests.support.toy import PlainNet, StagedNet, Watch, loader, make_trainer, run_fit
 
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -312,13 +313,7 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], error: type[Exce
     assert sentence in str(raised.value)
 
 
-def no_folder() -> str:
-    """Rank function: a trainer without a ModelCheckpoint."""
-    with pytest.raises(ValueError, match="saves next to a ModelCheckpoint") as raised:
-        run_fit(PlainNet(), {}, loader(2, 1), enable_checkpointing=True, callbacks=[PreemptionCheckpoint()])
-    return str(raised.value)
-
-
+@on_ranks(1)
 def test_a_trainer_without_a_folder_is_refused_before_training() -> None:
-    (sentence,) = run_ranks(1, no_folder)
-    assert sentence.endswith("add ModelCheckpoint(dirpath) to its callbacks, or set dirpath")
+    with refuses(ValueError, "saves next to a ModelCheckpoint"):
+        run_fit(PlainNet(), {}, loader(2, 1), enable_checkpointing=True, callbacks=[PreemptionCheckpoint()])

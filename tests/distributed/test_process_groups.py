@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT
 from lightning_mcore.parallel import groups as process_groups
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.toy import StagedNet, loader, make_trainer, run_fit
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -28,8 +28,9 @@ def open_sockets() -> int:
     return sum(link.startswith("socket:") for link in links)
 
 
-def fit_with_many_layouts() -> None:
-    """Rank function: go round the layouts twice, then run a model again whose layout was replaced."""
+@on_ranks(2)
+def test_the_groups_of_earlier_layouts_are_closed() -> None:
+    """Go round the layouts three times, then run a model again whose layout was replaced."""
     counts = []
     rows = [{"tokens": torch.arange(8), "labels": torch.arange(8)} for _ in range(8)]
     transformer = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
@@ -57,7 +58,3 @@ def fit_with_many_layouts() -> None:
     run_fit(StagedNet(), LAYOUTS[1], loader(8, 2), max_steps=1)
     assert process_groups._replaced  # on both ranks, because NCCL destroys a communicator on all of its ranks
     dist.barrier()
-
-
-def test_the_groups_of_earlier_layouts_are_closed() -> None:
-    run_ranks(2, fit_with_many_layouts)

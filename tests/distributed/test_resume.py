@@ -31,7 +31,7 @@ from lightning_mcore.checkpoint.files import record_file
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.strategy import checkpointing
 from lightning_mcore.strategy.precision import MCorePrecision
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.thorough import thorough_but
 from tests.support.toy import FEATURES, WIDTH, Batch, PlainNet, Samples, fill, make_trainer
 
@@ -894,29 +894,22 @@ def restarts(strategy: Any, path: str, fails: bool = False) -> Any:
     return watch.noted, trainer.callbacks == [watch]  # type: ignore[attr-defined]
 
 
-def fail_and_go_on(folder: str) -> tuple[Run, Run, Any, Any]:
-    """Return a whole run, one that goes on after a failure, its steps as ``"ddp"`` reads the file, and three restarts.
-
-    The restarts are as hooks see them: under ddp, under ours, and under ours with another failure.
-    """
+@on_ranks(1)
+def test_a_batch_that_failed_is_the_first_of_the_resumed_run(tmp_path: Path) -> None:
     case = Case(module=Failing, data=partial(noisy, 16, 2, shuffle=True), trainer={"max_epochs": 1})
-    whole = train(case, folder)
+    whole = train(case, tmp_path)
     Failing.fails = True
     pl.seed_everything(7, workers=True, verbose=False)
-    trainer = make_trainer({}, callbacks=[SaveOnException(f"{folder}/failed.ckpt")], max_epochs=1)
+    trainer = make_trainer({}, callbacks=[SaveOnException(f"{tmp_path}/failed.ckpt")], max_epochs=1)
     with pytest.raises(ArithmeticError):
         trainer.fit(Failing(), case.data())
     Failing.fails = False
-    resumed = train(case, folder, resume=f"{folder}/failed.ckpt")
+    resumed = train(case, tmp_path, resume=f"{tmp_path}/failed.ckpt")
     other = make_trainer("ddp", max_epochs=1)
-    other.fit(Failing(), case.data(), ckpt_path=f"{folder}/failed.ckpt")
-    path = f"{folder}/failed.ckpt"
+    other.fit(Failing(), case.data(), ckpt_path=f"{tmp_path}/failed.ckpt")
+    path = f"{tmp_path}/failed.ckpt"
     seen = [restarts("ddp", path), restarts({}, path), restarts({}, path, fails=True)]
-    return whole, resumed, other.global_step, seen
-
-
-def test_a_batch_that_failed_is_the_first_of_the_resumed_run(tmp_path: Path) -> None:
-    [(whole, resumed, steps, (ddp, ours, failed))] = run_ranks(1, fail_and_go_on, str(tmp_path))
+    steps, (ddp, ours, failed) = other.global_step, seen
     assert resumed.batches == whole.batches[4:]
     assert resumed.losses == whole.losses[4:]
     assert steps == 8  # another strategy reads the file as ever

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreGPT, MCoreStrategy
+from lightning_mcore import MCoreGPT
 from tests.support.ranks import run_ranks
 from tests.support.toy import make_trainer
 
@@ -42,7 +42,7 @@ def counted(layout: dict[str, Any], fields: dict[str, Any]) -> list[int]:
     dist.all_reduce = noting
     tokens = torch.arange(LENGTH).expand(2, LENGTH)
     batches: Any = [{"tokens": tokens, "labels": tokens, "lengths": torch.tensor([n, n])} for n in (8, 5)]
-    trainer = make_trainer(MCoreStrategy(**layout), max_steps=1, accumulate_grad_batches=2)
+    trainer = make_trainer(layout, max_steps=1, accumulate_grad_batches=2)
     trainer.fit(MCoreGPT(VOCABULARY, LENGTH, SIZES | fields), DataLoader(batches, batch_size=None))
     dist.all_reduce = all_reduce
     return sums

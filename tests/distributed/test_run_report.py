@@ -79,7 +79,7 @@ def run(layout: dict[str, Any], shape: dict[str, Any], folder: str | None, tied:
     if folder is not None:
         reported = [RunReport(folder, prompt="a", max_new_tokens=3)]
         options = {"enable_checkpointing": True, "default_root_dir": folder}
-    trainer = make_trainer(MCoreStrategy(**layout), callbacks=[counted, *reported], max_steps=2, **options)
+    trainer = make_trainer(layout, callbacks=[counted, *reported], max_steps=2, **options)
     model = MCoreGPT(vocab_size=128, seq_length=8, transformer=shape, share_embeddings_and_output_weights=tied)
     trainer.fit(model, Text())
     return counted.count
@@ -103,7 +103,7 @@ def table_of(layout: dict[str, Any], shape: dict[str, Any]) -> tuple[str, int]:
     """Train a step; return the table, and the number of this rank's parameters."""
     table = Table(max_depth=2)
     model = MCoreGPT(vocab_size=128, seq_length=8, transformer=shape)
-    trainer = make_trainer(MCoreStrategy(**layout), callbacks=[table], max_steps=1)
+    trainer = make_trainer(layout, callbacks=[table], max_steps=1)
     trainer.fit(model, Text())
     return table.text, sum(parameter.numel() for parameter in model.parameters())
 
@@ -148,7 +148,7 @@ def fit_adapters(base: str, folder: str, lora: dict[str, Any]) -> None:
     """Train adapters for two steps and report."""
     os.chdir(folder)
     splits = {} if "quantization" in lora else {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-    trainer = make_trainer(MCoreStrategy(**splits), callbacks=[RunReport()], max_steps=2, enable_checkpointing=True)
+    trainer = make_trainer(splits, callbacks=[RunReport()], max_steps=2, enable_checkpointing=True)
     trainer.fit(MCoreGPT.from_pretrained(base, seq_length=8, lora=lora), Text())
 
 

@@ -18,7 +18,7 @@ from lightning_mcore import MCoreGPT, Recipe
 from lightning_mcore.layers.session import SingleModelSession, single_process
 from lightning_mcore.parallel.groups import process_groups_are_open
 from tests.support import hygiene
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.toy import Batch, StagedNet, loader, make_trainer, run_fit, weights
 
 pytestmark = pytest.mark.distributed
@@ -184,37 +184,28 @@ def test_an_exception_leaves_nothing_behind(world_size: int, strategy: Any) -> N
 # One strategy after another
 
 
-def alternate() -> list[Any]:
-    """Fit modules under one strategy and layout after another in this process; return the weights that came out."""
+@on_ranks(2, timeout=120)
+def test_strategies_and_layouts_follow_each_other_in_one_process() -> None:
     ways: list[Any] = [{}, PP2, "ddp", {"tensor_model_parallel_size": 2}, "ddp", PP2, {}]
     outcomes = []
     for strategy in ways:
         module = Guarded()
         seen = run_fit(module, strategy, loader(8, 2))
         outcomes.append((str(strategy), seen.losses, {name: value.tolist() for name, value in weights(module).items()}))
-    return outcomes
-
-
-def test_strategies_and_layouts_follow_each_other_in_one_process() -> None:
-    for outcomes in run_ranks(2, alternate, timeout=120):
-        by_strategy: dict[str, Any] = {}
-        for strategy, *result in outcomes:
-            assert by_strategy.setdefault(strategy, result) == result, f"{strategy} came out otherwise the second time"
-
-
-def fit_after_failure(strategy: Any) -> list[Any]:
-    """Fit under ours after a run that ended in an exception; return its losses and those of a first run."""
-    first = run_fit(StagedNet(), PP2, loader(8, 2)).losses
-    with pytest.raises(ValueError, match="training_step"):
-        run_fit(Fails("training_step", ValueError("training_step")), strategy, loader(8, 2))
-    return [first, run_fit(StagedNet(), PP2, loader(8, 2)).losses]
+    by_strategy: dict[str, Any] = {}
+    for strategy, *result in outcomes:
+        assert by_strategy.setdefault(strategy, result) == result, f"{strategy} came out otherwise the second time"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", {}], ids=["ddp", "mcore"])
+@on_ranks(2)
 def test_a_run_under_ours_works_after_one_that_failed(strategy: Any) -> None:
-    for first, second in run_ranks(2, fit_after_failure, strategy):
-        assert len(first) == 4
-        assert first == second
+    first = run_fit(StagedNet(), PP2, loader(8, 2)).losses
+    with pytest.raises(ValueError, match="training_step"):
+        run_fit(Fails("training_step", ValueError("training_step")), strategy, loader(8, 2))
+    second = run_fit(StagedNet(), PP2, loader(8, 2)).losses
+    assert len(first) == 4
+    assert first == second
 
 
 # The module's own rules

@@ -15,7 +15,7 @@ from lightning_mcore import MCoreFinetuningData, MCoreGPT, MCorePretrainingData,
 from tests.distributed.test_pretraining_data import make_dataset
 from tests.distributed.test_vision import talking
 from tests.support.chats import characters, write
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.toy import make_trainer
 from tests.unit.data.test_vision_data import data as vision_data
 
@@ -116,25 +116,6 @@ def fit(model: Witness, data: Any, strategy: Any, names: list[str], accumulate: 
     return compare.found
 
 
-def pretrain(folder: str) -> dict[str, list[Any]]:
-    paths = [make_dataset(Path(folder) / f"{name}-{dist.get_rank()}", first) for name, first in (("a", 1), ("b", 101))]
-    dist.broadcast_object_list(paths, src=0)
-    found = {}
-    for name, strategy in LAYOUTS.items():
-        data = MCorePretrainingData(
-            dict(zip(paths, (9.0, 1.0), strict=True)),
-            seq_length=8,
-            batch_size=1 if name == "dp" else 2,
-            num_workers=0,
-            split="50,50,0",
-            log_sources=True,
-        )
-        assert data.source_names == [Path(path).name for path in paths]
-        data.source_names = ["a", "b"]
-        found[name] = fit(small(OfDatasets), data, strategy, ["a", "b"], accumulate=2)
-    return found
-
-
 def finetune(folder: str) -> dict[str, list[Any]]:
     files = [f"{folder}/quiet.jsonl", f"{folder}/loud.jsonl"]
     readings: dict[str, dict[str, Any]] = {
@@ -188,9 +169,24 @@ def check(found: dict[str, list[Any]], layouts: int) -> None:
     importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None,
     reason="this megatron-core was compiled for another Python",
 )
+@on_ranks(2, timeout=180)
 def test_each_datasets_loss_is_that_of_its_tokens(tmp_path: Path) -> None:
-    for found in run_ranks(2, pretrain, str(tmp_path), timeout=180):
-        check(found, layouts=4)
+    paths = [make_dataset(tmp_path / f"{name}-{dist.get_rank()}", first) for name, first in (("a", 1), ("b", 101))]
+    dist.broadcast_object_list(paths, src=0)
+    found = {}
+    for name, strategy in LAYOUTS.items():
+        data = MCorePretrainingData(
+            dict(zip(paths, (9.0, 1.0), strict=True)),
+            seq_length=8,
+            batch_size=1 if name == "dp" else 2,
+            num_workers=0,
+            split="50,50,0",
+            log_sources=True,
+        )
+        assert data.source_names == [Path(path).name for path in paths]
+        data.source_names = ["a", "b"]
+        found[name] = fit(small(OfDatasets), data, strategy, ["a", "b"], accumulate=2)
+    check(found, layouts=4)
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreStrategy
 from tests.support.ranks import run_ranks
 from tests.support.toy import FEATURES, StagedNet, Watch, make_trainer
 
@@ -44,7 +43,7 @@ def batches() -> list[dict[str, Tensor]]:
 def losses(layout: dict[str, Any]) -> tuple[list[float], float]:
     watch = Watch()
     trainer = make_trainer(
-        MCoreStrategy(**layout),
+        layout,
         max_epochs=2,
         accumulate_grad_batches=2,
         callbacks=[watch],

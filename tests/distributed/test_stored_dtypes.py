@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreGPT, MCoreStrategy, Recipe, SaveHFModel
+from lightning_mcore import MCoreGPT, Recipe, SaveHFModel
 from lightning_mcore.hf import export_checkpoint
 from tests.support.hf_models import VOCAB_SIZE
 from tests.support.layouts import Layout
@@ -43,7 +43,7 @@ def fit(
     watch = Watch()
     callbacks = [watch, *arguments.pop("callbacks")]
     options: dict[str, Any] = {"max_steps": 1, "precision": precision, "callbacks": callbacks}
-    trainer = make_trainer(MCoreStrategy(**layout.strategy_arguments), **{**options, **arguments})
+    trainer = make_trainer(layout.strategy_arguments, **{**options, **arguments})
     trainer.fit(module, loader, ckpt_path=ckpt_path)
     return list(zip(watch.seen.logged, watch.seen.grad_norms, strict=True)), trainer
 

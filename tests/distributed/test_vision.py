@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreGPT, MCoreStrategy, MCoreVisionGPT, Recipe, single_process
+from lightning_mcore import MCoreGPT, MCoreVisionGPT, Recipe, single_process
 from lightning_mcore.config.vision import LANGUAGE_MODEL, PROJECTOR, TOWER
 from lightning_mcore.interop.export import export_checkpoint, export_model
 from tests.support.hf_models import read_tensors, tiny_config
@@ -170,7 +170,7 @@ def train(
     ]
     end = AtEnd()
     trainer = make_trainer(
-        MCoreStrategy(**layout.strategy_arguments),
+        layout.strategy_arguments,
         max_steps=steps,
         accumulate_grad_batches=2,
         callbacks=[end],
@@ -252,7 +252,7 @@ def train_on_images(
     """Train on conversations about images and videos, packed, that workers read; return the losses."""
     watch = Watch()
     module = MCoreVisionGPT.from_pretrained(folder, 160, recipe=Recipe(learning_rate=1e-3, min_learning_rate=1e-3))
-    trainer = make_trainer(MCoreStrategy(**layout.strategy_arguments), max_steps=steps, callbacks=[watch])
+    trainer = make_trainer(layout.strategy_arguments, max_steps=steps, callbacks=[watch])
     rows = [{"videos": [], **row} for row in (*ROWS, ROW)]
     workers = layout.tp + layout.dp - 2
     read = video_data(files, 3 * rows, "qwen3", packing=True, seq_length=160, shuffle=True, num_workers=workers)
@@ -309,7 +309,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     ]
     for arguments, message in refused:
         module = MCoreVisionGPT.from_pretrained(seeing)
-        module.trainer = make_trainer(MCoreStrategy(**arguments))
+        module.trainer = make_trainer(arguments)
         with pytest.raises(ValueError, match=message):
             module.check_settings()
 

@@ -28,7 +28,7 @@ from lightning_mcore.planning.plan import make_plan
 from lightning_mcore.planning.suggest import suggest
 from tests.support.hf_models import read_tensors
 from tests.support.layouts import Layout
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.toy import Watch, make_trainer
 from tests.support.vision_models import IMAGE_TOKEN, PATCH_VALUES, VISION_START, vision_batch, vision_folder
 from tests.unit.layers.test_multimodal import kinds_of
@@ -62,7 +62,7 @@ def train(folder: str, layout: Layout, out: str) -> tuple[list[float], list[int]
     )
     talk = Talk()
     trainer = make_trainer(
-        MCoreStrategy(**layout.strategy_arguments),
+        layout.strategy_arguments,
         max_steps=3,
         callbacks=[talk, SaveHFModel(out, adapter=True)],
         use_distributed_sampler=False,
@@ -141,7 +141,7 @@ class Counts(pl.Callback):
 def count(folder: str, layout: Layout) -> list[tuple[float, float, float]]:
     counts = Counts()
     module = MCoreVisionGPT.from_pretrained(folder, LENGTH)
-    trainer = make_trainer(MCoreStrategy(**layout.strategy_arguments), max_steps=2, callbacks=[counts])
+    trainer = make_trainer(layout.strategy_arguments, max_steps=2, callbacks=[counts])
     batches = [vision_batch("qwen2_vl"), vision_batch("qwen2_vl", images=[[], []], videos=[[], []])]
     trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     return counts.found
@@ -158,7 +158,9 @@ def test_tokens_of_images_count_with_the_operations_of_the_tower(layout: Layout)
         assert flops - plain == pytest.approx(seen / (2 * LENGTH) * tower_flops_per_token(vision))
 
 
-def refuse_prompts(folder: str) -> None:
+@on_ranks(1, open_group=False)
+def test_prompts_without_their_images_are_refused() -> None:
+    folder = str(vision_folder("qwen2_vl"))
     with single_process():
         module = MCoreVisionGPT.from_pretrained(folder, LENGTH)
         module.configure_model()
@@ -167,10 +169,6 @@ def refuse_prompts(folder: str) -> None:
             module.generate(prompt, 40, images=images)
         with pytest.raises(ValueError, match=r"1 runs of image tokens, .2. long, but its images need 0"):
             module.generate([5, VISION_START, IMAGE_TOKEN, IMAGE_TOKEN], 2)
-
-
-def test_prompts_without_their_images_are_refused() -> None:
-    run_ranks(1, refuse_prompts, str(vision_folder("qwen2_vl")), open_group=False)
 
 
 def test_adapters_of_a_frozen_language_model_are_refused() -> None:
@@ -252,7 +250,7 @@ def counted(folder: str, layout: Layout, freeze: list[str], lora: dict[str, Any]
     """Return the parameters of a rank, and how many of them are trained, and hold a plan of the run to them."""
     fields = {} if layout.first is None else {"num_layers_in_first_pipeline_stage": layout.first}
     module = MCoreVisionGPT.from_pretrained(folder, LENGTH, fields, freeze=freeze, lora=lora)
-    trainer = make_trainer(MCoreStrategy(**layout.strategy_arguments), max_steps=1, use_distributed_sampler=False)
+    trainer = make_trainer(layout.strategy_arguments, max_steps=1, use_distributed_sampler=False)
     batches = [vision_batch(module.vision.model_type)]
     trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     parameters = list(module.parameters())

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_mcore import MCoreGPT, Recipe
 from lightning_mcore.callbacks import EMAWeightAveraging, WeightAveraging
-from tests.support.ranks import run_ranks
-from tests.support.sentences import says
+from tests.support.ranks import on_ranks, run_ranks
+from tests.support.sentences import refuses
 from tests.support.toy import Memory, PlainNet, loader, make_trainer, weights
 
 pytestmark = pytest.mark.distributed
@@ -176,12 +176,12 @@ PLAIN: dict[str, tuple[Any, Any]] = {
 }
 
 
-def average_plain(folder: str) -> dict[str, Any]:
-    """Train a plain module, and resume it; return losses and weights of both, and the loss of the average saved."""
-    found = {}
+@on_ranks(2, timeout=120)
+def test_averages_of_a_plain_module_are_those_of_lightning_and_are_evaluated(tmp_path: Path) -> None:
+    runs = {}
     for name, (strategy, make) in PLAIN.items():
         results: list[Any] = []
-        path = f"{folder}/{name}.ckpt"
+        path = f"{tmp_path}/{name}.ckpt"
         for ckpt_path in (None, path):
             net, memory = PlainNet(), Memory()
             # Where the first epoch ends, or in the middle of the next, so that an average is there.
@@ -191,33 +191,22 @@ def average_plain(folder: str) -> dict[str, Any]:
             results += [memory.values("val_loss"), weights(net)]
         trainer = make_trainer(strategy, callbacks=[make()])
         [evaluated] = trainer.validate(PlainNet(), loader(6, 2), ckpt_path=path, verbose=False)
-        found[name] = (*results, evaluated["val_loss"])
-    return found
+        runs[name] = (*results, evaluated["val_loss"])
+    for name in ("other strategy", "file", "file-epochs", "shards"):
+        theirs, expected, *_ = runs["ddp-epochs" if "epochs" in name else "ddp"]
+        losses, found, later, resumed, evaluated = runs[name]
+        assert losses == pytest.approx(theirs, rel=1e-6), name
+        assert all((value - found[key]).abs().max() <= 1e-7 for key, value in expected.items()), name
+        assert later == losses[-len(later) :], name
+        assert all(torch.equal(value, resumed[key]) for key, value in found.items()), name
+        seen = 1 if "epochs" in name else 0  # an epoch's average is there for the validation of the next
+        assert evaluated == pytest.approx(losses[seen], rel=1e-6), name
 
 
-def test_averages_of_a_plain_module_are_those_of_lightning_and_are_evaluated(tmp_path: Path) -> None:
-    for rank in run_ranks(2, average_plain, str(tmp_path), timeout=120):
-        for name in ("other strategy", "file", "file-epochs", "shards"):
-            theirs, expected, *_ = rank["ddp-epochs" if "epochs" in name else "ddp"]
-            losses, found, later, resumed, evaluated = rank[name]
-            assert losses == pytest.approx(theirs, rel=1e-6), name
-            assert all((value - found[key]).abs().max() <= 1e-7 for key, value in expected.items()), name
-            assert later == losses[-len(later) :], name
-            assert all(torch.equal(value, resumed[key]) for key, value in found.items()), name
-            seen = 1 if "epochs" in name else 0  # an epoch's average is there for the validation of the next
-            assert evaluated == pytest.approx(losses[seen], rel=1e-6), name
-
-
-def resume_lightnings(folder: str) -> str:
-    """Return how our callback refuses a file of Lightning's."""
-    path = f"{folder}/theirs.ckpt"
+@on_ranks(1)
+def test_a_file_of_lightnings_callback_is_refused(tmp_path: Path) -> None:
+    path = f"{tmp_path}/theirs.ckpt"
     trainer = make_trainer("auto", callbacks=[of_lightning.EMAWeightAveraging(), Watched(path)], max_steps=4)
     trainer.fit(PlainNet(), loader(16, 2))
-    with pytest.raises(ValueError, match="Lightning's own callback") as refusal:
+    with refuses(ValueError, "Lightning's own callback"):
         make_trainer({}, callbacks=[EMAWeightAveraging()]).fit(PlainNet(), loader(16, 2), ckpt_path=path)
-    return str(refusal.value).replace(folder, "FOLDER")
-
-
-def test_a_file_of_lightnings_callback_is_refused(tmp_path: Path) -> None:
-    [message] = run_ranks(1, resume_lightnings, str(tmp_path))
-    says(f"ValueError: {message}")

@@ -9,8 +9,9 @@ a gradient that it holds where it lies in a Hugging Face tensor, by the rules th
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreGPT, MCoreStrategy
+from lightning_mcore import MCoreGPT
 from lightning_mcore.config.field_homes import MODULE_FIELDS
 from lightning_mcore.hf import find_family
 from lightning_mcore.hf.family import complete_fields
@@ -263,10 +264,18 @@ class Seen:
     gradients: list[Part]
 
 
-class Watched(MCoreGPT):
-    """Reads the text, and keeps logits and finished gradients."""
+class KeepsGradients:
+    """A module that keeps the finished gradients of its last step."""
 
     gradients: list[Part]
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients = finished_gradients(self)
+
+
+class Watched(KeepsGradients, MCoreGPT):
+    """Reads the text, and keeps logits and finished gradients."""
+
     rows: list[int]
 
     def train_dataloader(self) -> DataLoader[Batch]:
@@ -280,20 +289,22 @@ class Watched(MCoreGPT):
         return DataLoader([next(iter(self.train_dataloader()))], batch_size=None)  # type: ignore[arg-type]
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        logits, _ = self.token_logits(batch)  # [b, s / cp, v / tp]
-        shares = [torch.empty_like(logits) for _ in range(process_group("tp").size())]
-        dist.all_gather(shares, logits.contiguous(), group=process_group("tp"))
-        logits = torch.cat(shares, dim=-1)[..., :VOCAB_SIZE].contiguous()
-        return gather_sequence(logits, process_group("cp"))
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.gradients = finished_gradients(self)
+        return whole_logits(self, batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
 
 
-def finished_gradients(module: MCoreGPT) -> list[Part]:
+def whole_logits(module: Any, batch: Batch) -> Tensor:
+    """Return the logits [b, s, v] of whole sequences over the whole vocabulary, whatever this rank has of them."""
+    logits, _ = module.token_logits(batch)  # [b, s / cp, v / tp]
+    shares = [torch.empty_like(logits) for _ in range(process_group("tp").size())]
+    dist.all_gather(shares, logits.contiguous(), group=process_group("tp"))
+    logits = torch.cat(shares, dim=-1)[..., : module.hparams["vocab_size"]].contiguous()
+    return gather_sequence(logits, process_group("cp"))
+
+
+def finished_gradients(module: Any) -> list[Part]:
     """Return the gradients on this rank, which take the place of the weights for as long as it takes to look."""
     gradients: dict[int, Tensor] = {}
     for chunk in module.trainer.strategy._chunks.ddp:
@@ -337,26 +348,51 @@ def _train(folder: str, layout: Layout) -> Seen:
 def predict_and_step(module: Watched, layout: Layout, steps: int = 1) -> Seen:
     """Predict with a model and train it for some steps, on this rank of a layout."""
     arguments = layout.strategy_arguments | ({"micro_batch_size": 1} if layout.dp == 1 else {})
-    trainer = make_trainer(MCoreStrategy(**arguments), max_steps=steps, use_distributed_sampler=False)
+    trainer = make_trainer(arguments, max_steps=steps, use_distributed_sampler=False)
     predicted: Any = trainer.predict(module)
     trainer.fit(module)
     loss = float(trainer.callback_metrics["train_loss"])
     return Seen(module.rows, torch.cat(list(predicted)), loss, module.gradients)
 
 
-def differences(name: str, ranks: list[Seen]) -> dict[str, float]:
-    """Return what differs by more than it may between a model and transformers; nothing may be missing."""
-    wanted = reference(name)
-    worst = {"logits": 0.0, "loss": 0.0}
+def differences(wanted: Reference, ranks: Sequence[Seen], logits: float = LOGITS) -> dict[str, float]:
+    """Return what differs by more than it may on some rank; no row and no gradient may be missing."""
+    found = differing_gradients(wanted.gradients, [seen.gradients for seen in ranks], GRADIENT)
     for seen in ranks:
-        worst["logits"] = max(worst["logits"], (seen.logits - wanted.logits[seen.rows]).abs().max().item())
-        worst["loss"] = max(worst["loss"], abs(seen.loss - wanted.loss))
-        for part in seen.gradients:
-            whole = wanted.gradients[part.name]
-            largest = whole.abs().max().item() or 1.0  # an expert that no token chose has no gradient
-            difference = (part.values - part.of(whole)).abs().max().item() / largest
-            worst[part.name] = max(worst.get(part.name, 0.0), difference)
-    assert {row for seen in ranks for row in seen.rows} == set(range(ROWS))
-    assert wanted.gradients.keys() == worst.keys() - {"logits", "loss"}
-    allowed = {"logits": LOGITS, "loss": LOSS}
-    return {key: value for key, value in worst.items() if not value <= allowed.get(key, GRADIENT)}
+        apart = abs(seen.loss - wanted.loss)
+        if not apart <= LOSS:
+            found["loss"] = apart
+        if len(seen.logits):
+            apart = (seen.logits - wanted.logits[seen.rows]).abs().max().item()
+            if not apart <= logits:
+                found["logits"] = apart
+    assert {row for seen in ranks for row in seen.rows} == set(range(len(wanted.logits)))
+    return found
+
+
+def differing_values(
+    values: dict[str, float], gradients: dict[str, Tensor], ranks: Sequence[tuple[dict[str, float], list[Part]]]
+) -> dict[str, float]:
+    """Return which logged values and gradients of a step differ on some rank by more than 1e-5 of what they are."""
+    found = differing_gradients(gradients, [parts for _, parts in ranks], 1e-5)
+    for logged, _ in ranks:
+        for name, value in values.items():
+            if not abs(logged[name] - value) <= 1e-5 * max(1, abs(value)):
+                found[name] = logged[name] - value
+    return found
+
+
+def differing_gradients(wanted: dict[str, Tensor], ranks: Sequence[Sequence[Part]], allowed: float) -> dict[str, float]:
+    """Return the tensors whose gradient differs on some rank by more than a share of its greatest value.
+
+    All ranks together must hold a part of each tensor. A gradient of zeros, as that of an expert that no token chose,
+    must be zero everywhere.
+    """
+    found = {}
+    for part in chain.from_iterable(ranks):
+        whole = wanted[part.name]
+        apart = (part.values - part.of(whole)).abs().max().item() / max(whole.abs().max().item(), 1e-30)
+        if not apart <= allowed:  # or NaN
+            found[part.name] = apart
+    assert {part.name for part in chain.from_iterable(ranks)} == wanted.keys()
+    return found

@@ -7,7 +7,7 @@ knows nothing of padding, packing, chunks or ranks. The teacher is of another fa
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from lightning_mcore.data.packing.rows import build_row
 from lightning_mcore.data.sampling import data_parallel_place
 from lightning_mcore.interop.importing import import_checkpoint
 from lightning_mcore.models import generation
-from tests.parity.hf_training import Part, finished_gradients, on_disk
+from tests.parity.hf_training import KeepsGradients, Part, differing_values, on_disk
 from tests.support.chats import characters, exchanges, write
 from tests.support.hf_models import VARIANTS, VOCAB_SIZE, auto_model, save_tiny, tiny_folder
 from tests.support.layouts import Layout
@@ -50,7 +50,7 @@ pytestmark = [
 LENGTH, MULTIPLE = 48, 4  # a context-parallel rank pair asks for multiples of 4
 CHUNK = 10  # tokens
 ROWS = ((0, 1), (2, 3))  # the samples in packed rows
-LOSS, GRADIENT = 1e-5, 1e-5  # the first absolute, the second of the greatest value of a tensor
+LOSS = 1e-5
 
 CASES = {
     "forward": {"kd_ratio": 0.6, "temperature": 2.0},
@@ -196,13 +196,8 @@ class Data(pl.LightningDataModule):
         return self.train_dataloader()
 
 
-class Watched(MCoreDistillation):
+class Watched(KeepsGradients, MCoreDistillation):
     """Keeps finished gradients."""
-
-    gradients: list[Part]
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.gradients = finished_gradients(self)
 
 
 Seen = tuple[dict[str, float], list[Part]]
@@ -236,32 +231,27 @@ def test_a_step_on_every_layout_is_that_of_plain_models(name: str) -> None:
     wrong: dict[str, Any] = {}
     for index, (layout, runs) in enumerate(layouts.items()):
         for number, run in enumerate(runs):
-            found = dict(differences(*plain_step(*run[:2]), [rank[index][number] for rank in ranks]))
+            found = differing_values(*plain_step(*run[:2]), [rank[index][number] for rank in ranks])
             if found:
                 wrong[f"{layout.id} {run}"] = found
     assert wrong == {}
 
 
-def differences(
-    values: dict[str, float], gradients: dict[str, Tensor], ranks: Sequence[Seen]
-) -> Iterator[tuple[str, float]]:
-    """Yield what differs by more than it may; nothing may be missing."""
-    seen = set()
-    for found, parts in ranks:
-        for name, value in values.items():
-            if not abs(found[name] - value) <= LOSS * max(1, abs(value)):
-                yield name, found[name] - value
-        for part in parts:
-            seen.add(part.name)
-            whole = gradients[part.name]
-            difference = (part.values - part.of(whole)).abs().max().item() / max(whole.abs().max().item(), 1e-30)
-            if not difference <= GRADIENT:
-                yield part.name, difference
-    if seen != gradients.keys():
-        yield "names", float("nan")
-
-
 # ---- runs
+
+
+class Losses(pl.Callback):
+    """Keeps each step's ``train_loss``, ``train_token_loss`` and ``train_divergence``; may save after the second."""
+
+    def __init__(self, path: str | None = None) -> None:
+        self.path = path
+        self.seen: list[list[float]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        names = ("train_loss", "train_token_loss", "train_divergence")
+        self.seen.append([float(trainer.callback_metrics[name]) for name in names])
+        if self.path is not None and trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)
 
 
 def losses_of_run(layout: Layout, folder: str, teacher: str, steps: int, **options: Any) -> list[list[float]]:
@@ -271,25 +261,17 @@ def losses_of_run(layout: Layout, folder: str, teacher: str, steps: int, **optio
     recipe = Recipe(learning_rate=0.01, min_learning_rate=0.01)
     setting = Distillation(teacher, **CASES["js"], **more)
     module = MCoreDistillation.from_pretrained(folder, setting, seq_length=LENGTH, recipe=recipe, **options)
-    seen: list[list[float]] = []
-
-    class Keeps(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            names = ("train_loss", "train_token_loss", "train_divergence")
-            seen.append([float(trainer.callback_metrics[name]) for name in names])
-            if kept is not None and trainer.global_step == 2:
-                trainer.save_checkpoint(kept)
-
+    losses = Losses(kept)
     trainer = make_trainer(
         MCoreStrategy(**layout.strategy_arguments, loss_chunk_size=CHUNK),
         max_steps=steps,
         use_distributed_sampler=False,
-        callbacks=[Keeps()],
+        callbacks=[losses],
         **({} if precision is None else {"precision": precision}),
     )
     trainer.fit(module, Data(packed, steps=steps), ckpt_path=resumed)
     assert float(trainer.callback_metrics["val_loss"]) > 0  # of the student alone, between two steps
-    return seen
+    return losses.seen
 
 
 def resumed_runs(layout: Layout, folder: str, teacher: str, other: str, out: str) -> list[list[list[float]]]:
@@ -367,13 +349,7 @@ def losses_of_files(layout: Layout, folder: str, files: str, packing: bool, **se
     module = MCoreDistillation.from_pretrained(
         folder, Distillation(**STORED | setting), seq_length=LENGTH, recipe=Recipe(learning_rate=0.01)
     )
-    seen: list[list[float]] = []
-
-    class Keeps(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            names = ("train_loss", "train_token_loss", "train_divergence")
-            seen.append([float(trainer.callback_metrics[name]) for name in names])
-
+    losses = Losses()
     data = MCoreFinetuningData(
         files,
         characters(),
@@ -385,10 +361,10 @@ def losses_of_files(layout: Layout, folder: str, files: str, packing: bool, **se
         streaming=setting.get("stored") == "of a stream",
     )
     trainer = make_trainer(
-        MCoreStrategy(**layout.strategy_arguments, loss_chunk_size=CHUNK), max_steps=3, callbacks=[Keeps()]
+        MCoreStrategy(**layout.strategy_arguments, loss_chunk_size=CHUNK), max_steps=3, callbacks=[losses]
     )
     trainer.fit(module, datamodule=data)
-    return seen
+    return losses.seen
 
 
 def alike(layouts: Sequence[Layout], folder: str, teacher: str, files: str, out: str) -> list[list[list[float]]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests.parity.hf_training import differences, train
+from tests.parity.hf_training import differences, reference, train
 from tests.support.hf_models import FAMILIES, VARIANTS, tiny_folder
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
@@ -75,5 +75,5 @@ def test_variants_that_differ_by_layer_are_split_too(layout: Layout) -> None:
 def _compare(layout: Layout, names: Iterable[str]) -> None:
     folders = {name: str(tiny_folder(name)) for name in names}
     ranks = run_ranks(layout.world_size, train, folders, layout, timeout=120)
-    wrong = {name: found for name in folders if (found := differences(name, [seen[name] for seen in ranks]))}
+    wrong = {name: found for name in folders if (found := differences(reference(name), [seen[name] for seen in ranks]))}
     assert wrong == {}

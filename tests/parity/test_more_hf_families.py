@@ -16,7 +16,16 @@ from megatron.core import parallel_state
 from lightning_mcore.interop.export import export_model
 from lightning_mcore.planning.model import GPTFields
 from lightning_mcore.planning.parameters import rank_parameters
-from tests.parity.hf_training import LENGTH, STEPS, Seen, Watched, differences, predict_and_step, reference_model
+from tests.parity.hf_training import (
+    LENGTH,
+    STEPS,
+    Seen,
+    Watched,
+    differences,
+    predict_and_step,
+    reference,
+    reference_model,
+)
 from tests.support.hf_models import MORE_FAMILIES, read_tensors, tiny_folder
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
@@ -127,7 +136,7 @@ def test_they_are_on_every_other_layout(layout: Layout, tmp_path: Path) -> None:
 def _compare(layout: Layout, names: Iterable[str], out: Path) -> None:
     jobs = {name: (str(tiny_folder(name)), str(out / name)) for name in names}
     ranks = run_ranks(layout.world_size, prove, jobs, layout, timeout=600)
-    wrong = {name: found for name in jobs if (found := differences(name, [seen[name][0] for seen in ranks]))}
+    wrong = {name: found for name in jobs if (found := differences(reference(name), [seen[name][0] for seen in ranks]))}
     assert wrong == {}
     for name, (folder, written) in jobs.items():
         before, after = dict(read_tensors(folder)), dict(read_tensors(written))

@@ -10,7 +10,7 @@ import functools
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from lightning_mcore.data.preference.pairs import (
 )
 from lightning_mcore.data.sampling import data_parallel_place
 from lightning_mcore.interop.export import export_checkpoint
-from tests.parity.hf_training import Part, finished_gradients, on_disk
+from tests.parity.hf_training import KeepsGradients, Part, differing_values, on_disk
 from tests.support.hf_models import VOCAB_SIZE, tiny_folder
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
@@ -52,7 +52,7 @@ pytestmark = [
 LENGTH = 48
 MULTIPLE = 4  # what cp2 asks of a sequence
 ROWS = ((0, 1, 2), (3,))  # the pairs in packed rows
-LOSS, GRADIENT = 1e-5, 1e-5  # the first absolute, the second of the greatest value of a tensor
+LOSS = 1e-5
 
 CASES = {
     "dpo": Preference(beta=0.5, label_smoothing=0.1, ld_alpha=0.4, sft_weight=0.3),
@@ -317,13 +317,8 @@ class Data(pl.LightningDataModule):
         return collate_padded_pairs(self.source.take(chosen), MULTIPLE, self._length)
 
 
-class Watched(MCorePreference):
+class Watched(KeepsGradients, MCorePreference):
     """Keeps finished gradients."""
-
-    gradients: list[Part]
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.gradients = finished_gradients(self)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -337,7 +332,7 @@ def first_losses(layout: Layout, folder: str, cache: str) -> list[float]:
     found = []
     for setting, packed in zip(FIRST, (False, True), strict=True):
         module = MCorePreference.from_pretrained(folder, seq_length=LENGTH, preference=setting)
-        trainer = make_trainer(MCoreStrategy(**layout.strategy_arguments), use_distributed_sampler=False)
+        trainer = make_trainer(layout.strategy_arguments, use_distributed_sampler=False)
         data = Data(cache, packed, length=LENGTH if layout.moe else None)
         [values] = trainer.validate(module, data, verbose=False)
         found.append(values["val_loss"])
@@ -382,29 +377,13 @@ def test_a_step_on_every_layout_is_that_of_a_plain_loop_with_a_frozen_copy(name:
     wrong: dict[str, Any] = {}
     for index, (layout, runs) in enumerate(layouts.items()):
         for number, run in enumerate(runs):
-            found = dict(differences(plain_step(*run[:2]), [rank[index][0][number] for rank in ranks]))
+            wanted = plain_step(*run[:2])
+            found = differing_values(wanted.values, wanted.gradients, [rank[index][0][number] for rank in ranks])
             if found:
                 wrong[f"{layout.id} {run}"] = found
         for rank in ranks:
             assert rank[index][1] == pytest.approx([*FIRST.values()], rel=1e-6), layout.id
     assert wrong == {}
-
-
-def differences(wanted: Wanted, ranks: Sequence[Seen]) -> Iterator[tuple[str, float]]:
-    """Yield what differs by more than it may; nothing may be missing."""
-    seen = set()
-    for values, gradients in ranks:
-        for name, value in wanted.values.items():
-            if not abs(values[name] - value) <= LOSS * max(1, abs(value)):
-                yield name, values[name] - value
-        for part in gradients:
-            seen.add(part.name)
-            whole = wanted.gradients[part.name]
-            difference = (part.values - part.of(whole)).abs().max().item() / max(whole.abs().max().item(), 1e-30)
-            if not difference <= GRADIENT:
-                yield part.name, difference
-    if seen != wanted.gradients.keys():
-        yield "names", float("nan")
 
 
 # ---- the two kinds of KTO
@@ -469,7 +448,7 @@ def fit(folder: str, layout: Layout, cache: str, ckpt_path: str | None = None, *
     keep = pl.callbacks.ModelCheckpoint(f"{cache}/kept", "{step}", save_top_k=-1, every_n_train_steps=1)
     watch = Watch()
     trainer = make_trainer(
-        MCoreStrategy(**layout.strategy_arguments),
+        layout.strategy_arguments,
         use_distributed_sampler=False,
         limit_val_batches=0,
         enable_checkpointing=True,

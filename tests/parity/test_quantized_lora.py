@@ -19,7 +19,7 @@ from lightning_mcore.layers.lora import Projection, Rows
 from lightning_mcore.layers.quantized import NF4Weight, check_blocks
 from tests.distributed.test_lora import train, whole
 from tests.parity.hf_training import LENGTH, Seen, _mean, predict_and_step, text
-from tests.parity.test_lora import ATTENTION, Adapted, WatchedAdapters, _differences, _folders, _generator
+from tests.parity.test_lora import ATTENTION, Adapted, WatchedAdapters, _folders, _generator, adapted_differences
 from tests.parity.test_preference import Data
 from tests.support.hf_models import save_tiny
 from tests.support.layouts import Layout
@@ -79,7 +79,7 @@ def reference() -> Adapted:
     loss = _mean(logits, batch["labels"])
     loss.backward()
     gradients = {name.replace(".default", ""): parameter.grad for name, parameter in trained.items()}
-    return Adapted(folder, logits.detach(), loss.item(), gradients)
+    return Adapted(logits.detach(), loss.item(), gradients, folder)
 
 
 def train_step(folder: str, adapter: str, layout: Layout) -> Seen:
@@ -92,7 +92,7 @@ def train_step(folder: str, adapter: str, layout: Layout) -> Seen:
 def test_a_step_on_4_bits_is_that_of_peft_over_bitsandbytes(layout: Layout) -> None:
     wanted = reference()
     ranks = run_ranks(layout.world_size, train_step, base(), wanted.folder, layout, timeout=120)
-    assert _differences(wanted, ranks) == {}
+    assert adapted_differences(wanted, ranks) == {}
 
 
 def test_rows_without_whole_blocks_are_refused_before_anything_is_built(tmp_path: Path) -> None:

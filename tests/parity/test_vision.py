@@ -12,26 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreStrategy
-from lightning_mcore.layers.sampling import gather_sequence
 from lightning_mcore.models.vision import MCoreVisionGPT
-from lightning_mcore.parallel.groups import process_group
-from tests.parity.hf_training import Part, Reference, Seen, finished_gradients
+from tests.parity.hf_training import KeepsGradients, Reference, Seen, differences, whole_logits
 from tests.support.hf_models import read_tensors
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
 from tests.support.toy import make_trainer
-from tests.support.vision_models import IMAGE_TOKEN, VIDEO_TOKEN, VOCAB_SIZE, joined, vision_batch, vision_folder
+from tests.support.vision_models import IMAGE_TOKEN, VIDEO_TOKEN, joined, vision_batch, vision_folder
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("vision models")]  # they share runs
 
 LENGTH, PADDING = 48, 4
-LOGITS, LOSS, GRADIENT = 1e-4, 1e-5, 1e-4  # the first two absolute, the third of the greatest value of a tensor
 ROWS: list[tuple[list[Any], list[Any]]] = [
     ([(1, 4, 6), (1, 2, 2)], []),
     ([(1, 6, 4)], [(3, 4, 2)]),
@@ -106,11 +101,10 @@ def _in_memory(name: str, held: dict[str, Any]) -> str:
     return name if name in held else old
 
 
-class Watched(MCoreVisionGPT):
+class Watched(KeepsGradients, MCoreVisionGPT):
     """Reads the rows, and keeps logits and finished gradients."""
 
     join: Callable[[list[Any]], Any] | None = None
-    gradients: list[Part]
     rows: list[int]
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -125,14 +119,7 @@ class Watched(MCoreVisionGPT):
         return self.train_dataloader()
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        logits, _ = self.token_logits(batch)
-        shares = [torch.empty_like(logits) for _ in range(process_group("tp").size())]
-        dist.all_gather(shares, logits.contiguous(), group=process_group("tp"))
-        logits = torch.cat(shares, dim=-1)[..., :VOCAB_SIZE].contiguous()
-        return gather_sequence(logits, process_group("cp"))
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.gradients = finished_gradients(self)
+        return whole_logits(self, batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:  # type: ignore[override]
         return torch.optim.SGD(self.parameters(), lr=1e-3)
@@ -146,7 +133,7 @@ def see(folders: dict[str, str], layout: Layout, packs: bool) -> dict[str, Seen]
         module: Any = Watched.from_pretrained(folder, seq_length=2 * (LENGTH + PADDING), transformer=fields)
         module.join = packed if packs else joined if layout.world_size > layout.dp else None
         trainer = make_trainer(
-            MCoreStrategy(**layout.strategy_arguments),
+            layout.strategy_arguments,
             max_steps=1,
             accumulate_grad_batches=len(ROWS) // layout.dp // (1 if module.join is None else 2),
             use_distributed_sampler=False,
@@ -180,22 +167,5 @@ def test_a_step_with_images_in_packed_rows_is_that_of_transformers(layout: Layou
 def _compare(layout: Layout, names: tuple[str, ...], packs: bool = False) -> None:
     folders = {name: str(vision_folder(name)) for name in names}
     ranks = run_ranks(layout.world_size, see, folders, layout, packs, timeout=120)
-    wrong = {name: found for name in names if (found := _differences(name, [seen[name] for seen in ranks], packs))}
+    wrong = {name: found for name in names if (found := differences(reference(name), [seen[name] for seen in ranks]))}
     assert wrong == {}
-
-
-def _differences(name: str, ranks: list[Seen], packs: bool) -> dict[str, float]:
-    wanted = reference(name)
-    worst = {"logits": 0.0, "loss": 0.0}
-    for seen in ranks:
-        if not packs:
-            worst["logits"] = max(worst["logits"], (seen.logits - wanted.logits[seen.rows]).abs().max().item())
-        worst["loss"] = max(worst["loss"], abs(seen.loss - wanted.loss))
-        for part in seen.gradients:
-            whole = wanted.gradients[part.name]
-            difference = (part.values - part.of(whole)).abs().max().item() / whole.abs().max().item()
-            worst[part.name] = max(worst.get(part.name, 0.0), difference)
-    print(name, {key: worst[key] for key in ("logits", "loss")}, max(list(worst.values())[2:]))
-    assert wanted.gradients.keys() == worst.keys() - {"logits", "loss"}
-    allowed = {"logits": LOGITS, "loss": LOSS}
-    return {key: value for key, value in worst.items() if not value <= allowed.get(key, GRADIENT)}

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_mcore import MCoreGPT, MCorePreference, MCoreStrategy, MCoreVisionGPT
+from lightning_mcore import MCoreGPT, MCorePreference, MCoreVisionGPT
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.vision import Vision
@@ -196,7 +196,7 @@ def _measure(run: LiveRun) -> dict[str, int]:
     measure = Measure()
     scale = {"initial_loss_scale": 1.0} if run.precision.startswith("16") else {}  # else the first step is skipped
     trainer = make_trainer(
-        MCoreStrategy(**run.strategy),
+        run.strategy,
         plugins=[LightningEnvironment(), MCorePrecision(run.precision, **scale)],  # type: ignore[arg-type]
         max_steps=1,
         accumulate_grad_batches=run.microbatches,

@@ -43,7 +43,7 @@ from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pytest
 
@@ -81,6 +81,7 @@ _PRELOAD = [  # nothing that starts a thread
     "pytest",
 ]
 _OUTPUT_LIMIT = 20_000  # characters shown of what one rank printed
+Test = TypeVar("Test", bound=Callable[..., None])
 
 
 class RanksFailedError(pytest.fail.Exception):
@@ -148,18 +149,38 @@ def run_ranks(
         return _results(ranks, stacks, timeout)
 
 
-def in_a_rank(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test, with its fixtures pickled, as the only rank of a launch.
+def on_ranks(world_size: int, timeout: float = 60.0, open_group: bool = True) -> Callable[[Test], Test]:
+    """Let every rank run the body of a test, with its fixtures and parameters pickled.
 
-    A loader with workers forks them. That is safe in a process which has no threads, as a rank is, and not in one of
-    pytest-xdist: there a worker hangs or dies now and then.
+    For a test that only looks at what one rank knows at a time::
+
+        @on_ranks(2)
+        def test_ranks_agree_on_their_number(tmp_path: Path) -> None:
+            assert dist.get_world_size() == 2
+
+    Args:
+        world_size: Number of ranks.
+        timeout: As in :func:`run_ranks`.
+        open_group: As in :func:`run_ranks`.
+
+    Returns:
+        What decorates the test.
     """
 
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        run_ranks(1, _call_wrapped, test.__module__, test.__name__, args, kwargs, open_group=False, timeout=180)
+    def decorate(test: Test) -> Test:
+        @functools.wraps(test)
+        def run(*args: Any, **kwargs: Any) -> None:
+            given = (test.__module__, test.__name__, args, kwargs)
+            run_ranks(world_size, _call_wrapped, *given, timeout=timeout, open_group=open_group)
 
-    return run
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+in_a_rank = on_ranks(1, timeout=180, open_group=False)
+"""A loader with workers forks them. That is safe in a process which has no threads, as a rank is, and not in one of
+pytest-xdist: there a worker hangs or dies now and then."""
 
 
 def _call_wrapped(module: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

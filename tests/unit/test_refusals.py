@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_mcore import CommunicationOptions, MCoreGPT, MCoreModule, MCorePrecision, MCoreStrategy
 from tests.support import hygiene
-from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.ranks import RanksFailedError, on_ranks, run_ranks
 from tests.support.sentences import refuses, says
 from tests.support.toy import Batch, PlainNet, StagedNet, loader, make_trainer, run_fit
 
@@ -417,14 +417,11 @@ def test_refused_on_every_rank_when_the_model_has_been_built(after_building: Any
     check(after_building, name, AFTER_BUILDING[name])
 
 
-def _a_field_given_twice() -> None:
+@on_ranks(1)
+def test_a_field_of_the_config_given_beside_those_of_the_strategy() -> None:
     module = StagedNet(config={"sequence_parallel": False})
     with pytest.raises(TypeError, match="multiple values for keyword argument 'sequence_parallel'"):
         run_fit(module, {}, loader(4, 2))
-
-
-def test_a_field_of_the_config_given_beside_those_of_the_strategy() -> None:
-    run_ranks(1, _a_field_given_twice)
 
 
 # In the first step

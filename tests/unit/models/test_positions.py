@@ -16,7 +16,7 @@ from lightning_mcore.config.positions import YARN_DEFAULTS
 from lightning_mcore.models.gpt import MCoreGPT
 from tests.parity.bare_loop import process_groups
 from tests.support.layouts import Layout
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.sentences import refuses
 
 TRANSFORMER: dict[str, Any] = {"num_layers": 1, "hidden_size": 128, "num_attention_heads": 2}
@@ -47,23 +47,18 @@ def gpt(**arguments: Any) -> MCoreGPT:
     return MCoreGPT(**{"vocab_size": 100, "seq_length": 16, "transformer": TRANSFORMER, **arguments})
 
 
-def _angles(variants: list[dict[str, Any]]) -> list[tuple[torch.Tensor, float]]:
-    """Return, for each variant, the angles [positions, channels] that MCoreGPT rotates by, and its factor."""
+@pytest.mark.distributed
+@on_ranks(1)
+def test_angles_are_those_of_transformers() -> None:
     results = []
     with process_groups(Layout()):
-        for arguments in variants:
+        for arguments, _ in VARIANTS.values():
             module = gpt(**arguments)
             model: GPTModel = module.build_chunk(pre_process=True, post_process=True, vp_stage=None)
             emb = model.rotary_pos_emb(LENGTH)
             emb = emb[0] if isinstance(emb, tuple) else emb
             results.append((emb[:, 0, 0], float(factor_of(module.config))))
-    return results
-
-
-@pytest.mark.distributed
-def test_angles_are_those_of_transformers() -> None:
-    (computed,) = run_ranks(1, _angles, [arguments for arguments, _ in VARIANTS.values()], timeout=60)
-    for (name, (_, parameters)), (angles, factor) in zip(VARIANTS.items(), computed, strict=True):
+    for (name, (_, parameters)), (angles, factor) in zip(VARIANTS.items(), results, strict=True):
         config = LlamaConfig(
             hidden_size=128, num_attention_heads=2, rope_parameters=parameters, max_position_embeddings=1024
         )
