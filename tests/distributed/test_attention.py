@@ -23,7 +23,8 @@ from lightning_mcore.parallel.context import split_for_context_parallel, unsplit
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import close_process_groups, open_process_groups
 from tests.support.naive_attention import naive_attention, window
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
+from tests.support.sentences import refuses
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("attention")]  # they share runs
 
@@ -119,20 +120,13 @@ def test_ranks_together_compute_the_attention_of_whole_sequences(case: str, size
         assert (whole - reference).abs().max() <= TOLERANCE * reference.abs().max()
 
 
-def refuse_a_mask() -> str:
+@on_ranks(2)
+def test_a_mask_is_refused_where_a_rank_holds_only_parts_of_it() -> None:
     layout = ParallelLayout(context_parallel_size=2)
     with groups_of(layout):
         query, key, value, _ = draw()
-        with pytest.raises(ValueError, match="context_parallel_size=2") as caught:
+        with refuses(ValueError, "context_parallel_size=2"):
             build(layout)(query, key, value, torch.zeros(1, 1, S, S, dtype=torch.bool))
-        return str(caught.value)
-
-
-def test_a_mask_is_refused_where_a_rank_holds_only_parts_of_it() -> None:
-    sentences = run_ranks(2, refuse_a_mask)
-
-    assert len(set(sentences)) == 1
-    assert "pass None" in sentences[0]
 
 
 def both_attentions(dropout: float) -> list[list[Tensor]]:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -14,7 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_mcore.checkpoint import atomic
 from lightning_mcore.checkpoint.commands import verify
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
+from tests.support.sentences import refuses
 from tests.support.toy import PlainNet, StagedNet, loader, make_trainer
 
 pytestmark = pytest.mark.distributed
@@ -102,50 +104,36 @@ def test_a_link_always_leads_to_a_whole_checkpoint(tmp_path: Path) -> None:
     save_and_look(Path(tmp_path, "file"), PlainNet, {})
 
 
-def begin_with_a_broken_link(folder: str) -> str:
-    if dist.get_rank() == 0:
-        os.symlink("step=9.ckpt", Path(folder, "last.ckpt"))
-    dist.barrier()
-    with pytest.raises(FileNotFoundError) as refused:
-        train(Path(folder), PlainNet, {}, 1)
-    return str(refused.value)
-
-
+@on_ranks(2)
 def test_a_link_to_a_checkpoint_that_is_gone_is_refused_instead_of_beginning_anew(tmp_path: Path) -> None:
-    sentences = run_ranks(2, begin_with_a_broken_link, str(tmp_path))
-    expected = (
-        f"{tmp_path}/last.ckpt links to the checkpoint step=9.ckpt, which no longer exists; delete the link to start"
-        " a new run"
-    )
-    assert sentences == [expected] * 2
+    if dist.get_rank() == 0:
+        os.symlink("step=9.ckpt", tmp_path / "last.ckpt")
+    dist.barrier()
+    with refuses(FileNotFoundError, "last.ckpt links to the checkpoint step=9.ckpt"):
+        train(tmp_path, PlainNet, {}, 1)
 
 
-def begin_where_the_last_was_moved_away(folder: str) -> str:
-    train(Path(folder), StagedNet, {"pipeline_model_parallel_size": 2}, 1)
-    last = f"{folder}/last.ckpt"
+@on_ranks(2)
+def test_a_last_checkpoint_that_a_crash_moved_away_is_put_back_instead_of_beginning_anew(tmp_path: Path) -> None:
+    train(tmp_path, StagedNet, {"pipeline_model_parallel_size": 2}, 1)
+    last = f"{tmp_path}/last.ckpt"
     if dist.get_rank() == 0:
         os.unlink(last)
-        os.rename(f"{folder}/step=1.ckpt", last)
+        os.rename(f"{tmp_path}/step=1.ckpt", last)
         atomic.begin(last)
         os.close(atomic._marks.popitem()[1])  # as when the process dies
         os.rename(last, atomic.unfinished(last) + ".replaced")
     dist.barrier()
-    with pytest.raises(FileNotFoundError) as refused:
-        train(Path(folder), StagedNet, {"pipeline_model_parallel_size": 2}, 2)
-    resumed = train(Path(folder), StagedNet, {"pipeline_model_parallel_size": 2}, 2)
+    with refuses(FileNotFoundError, "last.ckpt had been moved aside by an interrupted save and has been restored"):
+        train(tmp_path, StagedNet, {"pipeline_model_parallel_size": 2}, 2)
+    resumed = train(tmp_path, StagedNet, {"pipeline_model_parallel_size": 2}, 2)
     assert resumed.ckpt_path == last
-    return str(refused.value)
 
 
-def test_a_last_checkpoint_that_a_crash_moved_away_is_put_back_instead_of_beginning_anew(tmp_path: Path) -> None:
-    sentences = run_ranks(2, begin_where_the_last_was_moved_away, str(tmp_path))
-    assert len(set(sentences)) == 1
-    assert sentences[0].startswith(
-        f"{tmp_path}/last.ckpt had been moved aside by an interrupted save and has been restored"
-    )
-
-
-def remove_and_link(folder: str) -> None:
+@on_ranks(1)
+def test_a_checkpoint_goes_when_no_link_leads_there_and_not_when_it_was_saved_again(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    os.mkdir(folder)
     plugin, one, two = MCoreCheckpointIO(), f"{folder}/1.ckpt", f"{folder}/2.ckpt"
     for path in (one, two):
         plugin.save_checkpoint({"path": path}, path)
@@ -165,33 +153,16 @@ def remove_and_link(folder: str) -> None:
         plugin.link_checkpoint(one, os.path.dirname(folder))
 
 
-def test_a_checkpoint_goes_when_no_link_leads_there_and_not_when_it_was_saved_again(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    run_ranks(1, remove_and_link, str(tmp_path / "run"))
-
-
-def save_where_no_link_can_be_made(folder: str) -> str:
-    """Return the error of a run whose disk makes no links."""
-    last, whole = Path(folder) / "last.ckpt", atomic.link
+@on_ranks(1)
+def test_a_link_that_cannot_be_made_is_not_called_a_deleted_folder(tmp_path: Path) -> None:
+    whole = atomic.link
 
     def link(path: str, target: str) -> None:
-        if Path(path) == last:
+        if Path(path) == tmp_path / "last.ckpt":
             raise OSError(1, "Operation not permitted", path)
         whole(path, target)
 
-    atomic.link = link
-    try:
-        train(Path(folder), StagedNet, {}, 1, async_save=True)
-    except OSError as error:
-        return str(error)
-    finally:
-        atomic.link = whole
-    return ""
-
-
-def test_a_link_that_cannot_be_made_is_not_called_a_deleted_folder(tmp_path: Path) -> None:
-    [told] = run_ranks(1, save_where_no_link_can_be_made, str(tmp_path), timeout=60)
-    assert "operation not permitted" in told
-    assert "was deleted" not in told
+    with mock.patch.object(atomic, "link", link), refuses(OSError, "operation not permitted"):
+        train(tmp_path, StagedNet, {}, 1, async_save=True)
     [saved] = [path for path in tmp_path.iterdir() if path.suffix == ".ckpt"]
     verify(str(saved))

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from lightning_mcore.parallel import consensus
 from lightning_mcore.parallel.groups import process_group
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.toy import Batch, PlainNet, StagedNet, loader, make_trainer, weights
 
 pytestmark = pytest.mark.distributed
@@ -71,13 +71,13 @@ def test_all_gather_spans_the_model_copies_and_sends_gradients_back(
             torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
 
 
-def spans() -> dict[str, Any]:
-    """Return what each collective of the strategy makes of the ranks of ``tp2-dp2``."""
+@on_ranks(4)
+def test_values_span_the_model_copies_and_decisions_the_world() -> None:
     trainer = make_trainer(TP2, max_steps=1)
     trainer.fit(StagedNet(), loader(4, 2))
     strategy, rank = trainer.strategy, dist.get_rank()
     number = torch.tensor(float(rank))
-    return {
+    seen = {
         "gather": strategy.all_gather(number).tolist(),
         "sum": float(strategy.reduce(number.clone(), reduce_op="sum")),
         "sum of tensor-parallel ranks": float(strategy.reduce(number.clone(), process_group("tp"), reduce_op="sum")),
@@ -85,15 +85,11 @@ def spans() -> dict[str, Any]:
         "any": strategy.reduce_boolean_decision(rank == 3, all=False),
         "all": strategy.reduce_boolean_decision(rank != 3),
     }
-
-
-def test_values_span_the_model_copies_and_decisions_the_world() -> None:
-    for rank, seen in enumerate(run_ranks(4, spans)):
-        copies, shards = ([0, 2], [1, 3])[rank % 2], ([0, 1], [2, 3])[rank // 2]
-        assert seen["gather"] == copies
-        assert seen["sum"] == sum(copies)
-        assert seen["sum of tensor-parallel ranks"] == sum(shards)
-        assert (seen["broadcast"], seen["any"], seen["all"]) == (0, True, False)
+    copies, shards = ([0, 2], [1, 3])[rank % 2], ([0, 1], [2, 3])[rank // 2]
+    assert seen["gather"] == copies
+    assert seen["sum"] == sum(copies)
+    assert seen["sum of tensor-parallel ranks"] == sum(shards)
+    assert (seen["broadcast"], seen["any"], seen["all"]) == (0, True, False)
 
 
 def test_the_control_group_has_the_timeout_of_the_default_group(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.te.runs import Run, make_loader, make_model, make_trainer
 
 pytestmark = pytest.mark.distributed
@@ -67,12 +67,9 @@ def reads_of_a_step(microbatches: int) -> int:
     return seen.reads.count
 
 
-def both_counts() -> tuple[int, int]:
-    return reads_of_a_step(1), reads_of_a_step(4)
-
-
+@on_ranks(1, timeout=90)
 def test_reads_of_the_device_do_not_grow_with_the_microbatches() -> None:
-    few, many = run_ranks(1, both_counts, timeout=90)[0]
+    few, many = reads_of_a_step(1), reads_of_a_step(4)
     assert few == many == 3  # the gradient norm, twice on a CPU, and what was logged
 
 

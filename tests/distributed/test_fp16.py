@@ -201,14 +201,11 @@ def test_a_schedule_by_step_waits_for_steps_that_are_made_and_the_scale_is_logge
             assert memory.values("skipped_steps") == [i + 1 - count for i, count in enumerate(made)]
 
 
-def logs_in_bf16() -> list[dict[str, float]]:
+@on_ranks(1)
+def test_other_precisions_log_no_scale() -> None:
     memory = Memory()
     run_fit(PlainNet(), {}, loader(8, 2), logger=memory, precision="bf16-mixed")
-    return memory.rows
-
-
-def test_other_precisions_log_no_scale() -> None:
-    rows = run_ranks(1, logs_in_bf16)[0]
+    rows = memory.rows
     assert any("train_loss" in row for row in rows)
     assert not any("loss_scale" in row or "skipped_steps" in row for row in rows)
 

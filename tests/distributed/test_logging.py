@@ -398,18 +398,16 @@ def test_early_stopping_and_checkpoints_follow_the_score_alike_on_every_rank(
 # Two modules of one process do not disturb each other
 
 
-def log_twice() -> list[bool]:
-    """Fit twice in one process; return whether the names of the first are gone and ``log`` is Lightning's again."""
+@on_ranks(2)
+def test_a_second_module_logs_its_own_names() -> None:
     first, second = Talkative(), Judged()
     run_fit(first, PP2, loader(4, 2))
     trainer = make_trainer(PP2)
     trainer.fit(second, loader(4, 2), loader(4, 2))
-    own = [type(module).log is pl.LightningModule.log and "log" not in vars(module) for module in (first, second)]
-    return [set(trainer.callback_metrics) == {"train_score", "val_score"}, *own]
-
-
-def test_a_second_module_logs_its_own_names() -> None:
-    assert run_ranks(2, log_twice) == [[True, True, True]] * 2
+    assert set(trainer.callback_metrics) == {"train_score", "val_score"}
+    for module in (first, second):
+        assert type(module).log is pl.LightningModule.log
+        assert "log" not in vars(module)
 
 
 _COPIES = (torch.tensor, torch.as_tensor)

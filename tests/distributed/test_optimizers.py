@@ -650,54 +650,38 @@ KEPT = {  # rounding to 8 bits does not stay within the tolerance of the table a
 }
 RESUMED = {
     2: (
-        *KEPT,
-        "pp2-muon",
-        "pp2-adamax",
-        "pp2-layerwise",
-        "pp2-frozen-stage",
-        "pp2-frozen-stage-sharded",
-        "dp2-do-one-cycle",
+        *(*KEPT, "pp2-muon", "pp2-adamax", "pp2-layerwise"),
+        *("pp2-frozen-stage", "pp2-frozen-stage-sharded", "dp2-do-one-cycle"),
     ),
     4: ("dp4-two-instances", "dp4-two-instances-overlapped"),
 }
 
 
-def stop_and_go_on(name: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def stop_and_go_on(run: Run, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the weights after two epochs, at once and with a checkpoint in between."""
-    run = (RUNS | KEPT)[name]
     data = loader(8 * run.copies, 2)
     at_once, first, second = (run.module(run.configure) for _ in range(3))
     run_fit(at_once, run.strategy, data, max_epochs=2)
     trainer = make_trainer(run.strategy, max_epochs=1)
     trainer.fit(first, data)
-    trainer.save_checkpoint(f"{folder}/{name}.ckpt")
-    run_fit(second, run.strategy, data, max_epochs=2, ckpt_path=f"{folder}/{name}.ckpt")
+    trainer.save_checkpoint(path)
+    run_fit(second, run.strategy, data, max_epochs=2, ckpt_path=path)
     return weights(at_once), weights(second)
 
 
-def stop_and_go_on_all(world: int, folder: str) -> dict[str, Any]:
-    """Interrupt every run for a number of ranks."""
-    return {name: stop_and_go_on(name, folder) for name in RESUMED[world] if name in RUNS | KEPT}
-
-
 @pytest.mark.parametrize("world", RESUMED)
+@on_ranks("world", timeout=120)
 def test_an_optimizer_goes_on_where_it_stopped(world: int, tmp_path: Any) -> None:
-    for rank in run_ranks(world, stop_and_go_on_all, world, str(tmp_path), timeout=120):
-        for name, (expected, found) in rank.items():
-            assert all(torch.equal(value, found[parameter]) for parameter, value in expected.items()), name
+    runs = RUNS | KEPT
+    for name in runs.keys() & RESUMED[world]:
+        expected, found = stop_and_go_on(runs[name], f"{tmp_path}/{name}.ckpt")
+        assert all(torch.equal(value, found[parameter]) for parameter, value in expected.items()), name
 
 
-def reject_state() -> str:
-    """Return how a state is rejected that no other layout could read."""
-    with pytest.raises(TypeError) as refusal:
-        run_fit(SplitNet(only(EightBits)), TP2, loader(4, 2))
-    return str(refusal.value)
-
-
+@on_ranks(2)
 def test_statistics_of_a_part_of_a_matrix_are_rejected_at_the_first_step() -> None:
-    first, second = run_ranks(2, reject_state)
-    assert first == second
-    assert "EightBits keeps 'scales' of shape [8, 1]" in first
+    with refuses(TypeError, "EightBits keeps 'scales' of shape [8, 1]"):
+        run_fit(SplitNet(only(EightBits)), TP2, loader(4, 2))
 
 
 class TwoSets(torch.optim.RMSprop):
@@ -738,18 +722,10 @@ def trainable_only(module: pl.LightningModule) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.01)
 
 
-def empty_stage() -> str:
-    """Return how a stage without parameters for the optimizer ends the run on this rank."""
-    with pytest.raises((ValueError, RuntimeError)) as failure:
-        run_fit(FrozenStage(trainable_only), PP2, loader(4, 2))
-    return str(failure.value)
-
-
+@on_ranks(2, timeout=30)
 def test_an_optimizer_without_parameters_on_one_stage_fails_on_both() -> None:
-    first, last = run_ranks(2, empty_stage, timeout=30)
-    assert first == last
-    assert "empty parameter list in configure_optimizers" in first
-    assert "including frozen ones" in first
+    with refuses((ValueError, RuntimeError), "empty parameter list in configure_optimizers"):
+        run_fit(FrozenStage(trainable_only), PP2, loader(4, 2))
 
 
 class UnfreezeLater(pl.Callback):
@@ -760,21 +736,17 @@ class UnfreezeLater(pl.Callback):
             trainer.optimizers[0].add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
 
 
-def unfreeze(make: MakeOptimizer, strategy: dict[str, Any]) -> str:
-    """Return how a group is refused that is added during training."""
-    with pytest.raises(RuntimeError) as refusal:
-        run_fit(Frozen(only(make)), strategy, loader(4, 2), max_epochs=2, callbacks=[UnfreezeLater()])
-    return str(refusal.value)
-
-
+@on_ranks(2)
 def test_a_group_that_is_added_during_training_is_refused_in_a_pipeline() -> None:
-    for message in run_ranks(2, unfreeze, partial(torch.optim.AdamW, lr=1e-2), PP2):
-        assert message.startswith("parameter groups are fixed once Megatron's optimizer exists")
+    with refuses(RuntimeError, "parameter groups are fixed once Megatron's optimizer exists"):
+        run_fit(Frozen(ADAMW), PP2, loader(4, 2), max_epochs=2, callbacks=[UnfreezeLater()])
 
 
+@on_ranks(2)
 def test_a_group_is_refused_where_context_parallel_ranks_would_not_reduce_its_gradients() -> None:
-    for message in run_ranks(2, unfreeze, partial(torch.optim.RMSprop, lr=1e-3), {"context_parallel_size": 2}):
-        assert "were frozen when training began" in message
+    with refuses(RuntimeError, "were frozen when training began"):
+        layout = {"context_parallel_size": 2}
+        run_fit(Frozen(RMSPROP), layout, loader(4, 2), max_epochs=2, callbacks=[UnfreezeLater()])
 
 
 # The user's hooks and Megatron's numbers
@@ -865,18 +837,14 @@ def test_parameters_that_cannot_take_the_dtype_of_their_gradients_are_refused() 
         run_fit(PartlyInBf16(), {}, loader(4, 2))
 
 
-def state_of_megatron() -> int:
-    """Return how many states the user's optimizer keeps after the state of Megatron's was read."""
-    kept = []
-    read = pl.callbacks.LambdaCallback(on_train_end=lambda trainer, _: kept.append(_read_state(trainer.optimizers[0])))
-    run_fit(StagedNet(), {}, loader(4, 2), callbacks=[read])
-    return kept[0]
-
-
 def _read_state(optimizer: Any) -> int:
     assert len(optimizer.state_dict()["state"]) == len(optimizer.param_groups[0]["params"])
     return len(optimizer.user.state)
 
 
+@on_ranks(1)
 def test_reading_the_state_changes_nothing() -> None:
-    assert run_ranks(1, state_of_megatron) == [0]
+    kept = []
+    read = pl.callbacks.LambdaCallback(on_train_end=lambda trainer, _: kept.append(_read_state(trainer.optimizers[0])))
+    run_fit(StagedNet(), {}, loader(4, 2), callbacks=[read])
+    assert kept == [0]

@@ -6,6 +6,7 @@ torch's DistributedDataParallel the numbers are the same bit for bit; where it d
 beside the tolerance.
 """
 
+import contextlib
 import copy
 import functools
 from collections.abc import Iterable
@@ -536,27 +537,15 @@ class TrainsWhatIsNotFrozen(PlainNet):
         return self.make_optimizer(p for p in self.parameters() if p.requires_grad)
 
 
-def unfreeze() -> str:
-    """Return how a parameter is refused that Megatron has no gradient buffer for."""
-    module = TrainsWhatIsNotFrozen(SGD)
-    with pytest.raises(RuntimeError) as refusal:
-        run_fit(module, {}, loader(8, 2), max_epochs=2, callbacks=[UnfreezeLater()])
-    return str(refusal.value)
-
-
-def unfreeze_alone() -> bool:
-    """Return whether the first layer has learned in the second epoch, on one rank."""
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_a_parameter_unfrozen_during_training_is_refused_where_its_gradients_would_not_be_reduced(ranks: int) -> None:
+    """On one rank it is trained."""
     module = TrainsWhatIsNotFrozen(SGD)
     before = module.net[0].weight.clone()
-    run_fit(module, {}, loader(8, 2), max_epochs=2, callbacks=[UnfreezeLater()])
-    return not torch.equal(before, module.net[0].weight)
-
-
-def test_a_parameter_unfrozen_during_training_is_refused_where_its_gradients_would_not_be_reduced() -> None:
-    messages = run_ranks(2, unfreeze)
-    assert "frozen when training began" in messages[0]
-    assert messages[0] == messages[1]
-    assert run_ranks(1, unfreeze_alone) == [True]
+    with refuses(RuntimeError, "frozen when training began") if ranks > 1 else contextlib.nullcontext():
+        run_fit(module, {}, loader(8, 2), max_epochs=2, callbacks=[UnfreezeLater()])
+    assert torch.equal(before, module.net[0].weight) == (ranks > 1)
 
 
 def freeze_biases(module: pl.LightningModule) -> None:
@@ -596,8 +585,8 @@ def test_a_frozen_parameter_of_the_optimizer_cannot_be_unfrozen_where_it_would_n
         run_fit(kind(), strategy, loader(8, 2), max_epochs=2, callbacks=[UnfreezeInPlace()])
 
 
-def a_second_fit() -> list[bool]:
-    """Fit one module under ours, Lightning's and ours again; return whether the ranks agreed each time."""
+@on_ranks(2)
+def test_one_module_goes_from_strategy_to_strategy() -> None:
     module, agreed = PlainNet(), []
     for strategy in ({}, "ddp", SHARDED, pl.strategies.DDPStrategy(), OVERLAPPED, {}):
         before = weights(module)
@@ -608,11 +597,7 @@ def a_second_fit() -> list[bool]:
         dist.all_gather(others, after)
         agreed.append(torch.equal(*others))
         assert not any(hasattr(parameter, "main_grad") for parameter in module.parameters())
-    return agreed
-
-
-def test_one_module_goes_from_strategy_to_strategy() -> None:
-    assert run_ranks(2, a_second_fit) == [[True] * 6] * 2
+    assert agreed == [True] * 6
 
 
 class Sparing(PlainNet):

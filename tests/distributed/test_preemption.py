@@ -235,8 +235,8 @@ echo "$@" >> "$(dirname "$0")/requeued"
 """
 
 
-def callbacks_after_runs() -> list[str]:
-    """Rank function: the callbacks that two runs under SLURM leave in the trainer."""
+@on_ranks(1, timeout=120)
+def test_the_callback_for_slurms_signal_leaves_with_the_run() -> None:
     os.environ.update(SLURM_NTASKS="1", SLURM_JOB_NAME="train", SLURM_JOB_ID="77", SLURM_NODEID="0", SLURM_PROCID="0")
     os.environ.update(SLURM_LOCALID="0", SLURM_NTASKS_PER_NODE="1")
     trainer = make_trainer({}, plugins=[SLURMEnvironment(auto_requeue=True)], max_steps=2)
@@ -245,11 +245,7 @@ def callbacks_after_runs() -> list[str]:
     trainer.fit(PlainNet(), loader(8, 2))
     assert "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)  # it is Lightning's again
     left = [type(callback).__name__ for callback in trainer.callbacks]
-    return [name for name in left if name not in names]
-
-
-def test_the_callback_for_slurms_signal_leaves_with_the_run() -> None:
-    assert run_ranks(1, callbacks_after_runs, timeout=120) == [[]]
+    assert [name for name in left if name not in names] == []
 
 
 def requeue(folder: str, has_callback: bool) -> tuple[Outcome, Outcome, Outcome]:

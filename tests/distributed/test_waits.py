@@ -24,7 +24,7 @@ from lightning_mcore import MCoreGPT, MCorePreference, MCoreVisionGPT
 from lightning_mcore.strategy.logs.pipeline import HostCopy
 from tests.parity.hf_modules import FineTuning, Texts, collate
 from tests.support.hf_models import tiny_folder
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.rehearsed import Texts as Pairs
 from tests.support.toy import PlainNet
 from tests.support.toy import loader as toy_loader
@@ -324,14 +324,10 @@ class InEachEvaluation(pl.Callback):
         self.waits.__exit__(None, None, None)
 
 
-def waits_of_an_evaluation(layout: dict[str, Any], size: int) -> list[str]:
+@pytest.mark.parametrize(("size", "layout"), [(1, {}), (2, TP2), (2, PP2)])
+@on_ranks("size", timeout=90)
+def test_evaluation_waits_for_the_logs_of_each_batch(size: int, layout: dict[str, Any]) -> None:
     run, seen = with_layout(RUN, **layout), InEachEvaluation()
     trainer = make_trainer(run, size, seen, use_distributed_sampler=False, limit_val_batches=4)
     trainer.validate(make_model(run), make_loader(run), verbose=False)
-    return seen.of_batches[-1]
-
-
-@pytest.mark.parametrize(("size", "layout"), [(1, {}), (2, TP2), (2, PP2)])
-def test_evaluation_waits_for_the_logs_of_each_batch(size: int, layout: dict[str, Any]) -> None:
-    for places in run_ranks(size, waits_of_an_evaluation, layout, size, timeout=90):
-        assert places == [LOGS]
+    assert seen.of_batches[-1] == [LOGS]

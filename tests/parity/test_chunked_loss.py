@@ -22,7 +22,7 @@ from tests.parity.bare_loop import Trace
 from tests.parity.test_layouts import Reference, distances
 from tests.support.layouts import Layout
 from tests.support.live_memory import Rows
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.tiny import Recipe
 from tests.support.toy import make_trainer
 
@@ -136,13 +136,8 @@ class OfMegatron(MCoreGPT):
         return GPTModel(*args, **kwargs)
 
 
+@on_ranks(1)
 def test_evaluation_of_megatrons_model_has_the_same_results() -> None:
-    ((found, wanted),) = run_ranks(1, _validate_both)
-    assert found == pytest.approx(wanted, rel=1e-5)
-    assert found["val_loss"] > 1
-
-
-def _validate_both() -> list[dict[str, float]]:
     sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
     loader: Any = DataLoader(Rows(2, 32, 128, False, False), batch_size=2)
     results = []
@@ -150,7 +145,9 @@ def _validate_both() -> list[dict[str, float]]:
         pl.seed_everything(1)
         trainer = make_trainer(MCoreStrategy(), limit_val_batches=1)
         results.append(dict(trainer.validate(kind(128, 32, sizes), loader, verbose=False)[0]))
-    return results
+    found, wanted = results
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert found["val_loss"] > 1
 
 
 class KeepsGradient(pl.Callback):

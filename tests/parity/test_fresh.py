@@ -37,7 +37,7 @@ from tests.parity.lightning_loop import TinyGPT, make_trainer
 from tests.support import tiny
 from tests.support.hf_models import CONFIGS, VOCAB_SIZE, tiny_config
 from tests.support.layouts import LAYOUTS, ONE_RANK, Layout
-from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.ranks import RanksFailedError, on_ranks, run_ranks
 from tests.support.thorough import thorough_but
 from tests.support.tiny import Recipe
 
@@ -401,8 +401,19 @@ def test_score_layers_begin_alike_with_the_same_seed_alone(seed: int | None) -> 
     assert torch.equal(one, two) == (seed is not None)
 
 
-def train_twice(seed: int | None, strategy: str) -> list[dict[str, Tensor]]:
-    """Return the first weights of two models that are trained one after the other."""
+@pytest.mark.parametrize(
+    ("seed", "strategy", "alike"),
+    [
+        (None, "mcore", False),
+        (None, "auto", False),
+        (7, "auto", False),  # as any module's
+        (7, "mcore", True),  # each run begins from the seed, as under "ddp"
+    ],
+)
+@on_ranks(1, timeout=120)
+def test_a_second_model_of_a_process_begins_as_under_lightnings_strategies(
+    seed: int | None, strategy: str, alike: bool
+) -> None:
     if seed is not None:
         pl.seed_everything(seed, verbose=False)
     first = []
@@ -429,22 +440,7 @@ def train_twice(seed: int | None, strategy: str) -> list[dict[str, Tensor]]:
         trainer.callbacks.append(Keep())
         trainer.fit(module, DataLoader([{"tokens": torch.arange(8), "labels": torch.arange(8)}]))
         first.append(kept)
-    return first
-
-
-@pytest.mark.parametrize(
-    ("seed", "strategy", "alike"),
-    [
-        (None, "mcore", False),
-        (None, "auto", False),
-        (7, "auto", False),  # as any module's
-        (7, "mcore", True),  # each run begins from the seed, as under "ddp"
-    ],
-)
-def test_a_second_model_of_a_process_begins_as_under_lightnings_strategies(
-    seed: int | None, strategy: str, alike: bool
-) -> None:
-    ((one, two),) = run_ranks(1, train_twice, seed, strategy, timeout=120)
+    one, two = first
     assert one.keys() == two.keys()
     assert any(name.endswith("lora_A") for name in one)
     assert any(name.endswith("router.weight") for name in one)

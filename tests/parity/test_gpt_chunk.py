@@ -32,7 +32,7 @@ from tests.parity.bare_loop import _parallel_fields, process_groups
 from tests.parity.lightning_loop import TinyGPT
 from tests.support import tiny
 from tests.support.layouts import Layout
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sentences import refuses
 from tests.support.tiny import DELTA_NET, SINCE_0_17, Recipe
 
@@ -151,7 +151,8 @@ def test_either_class_goes_on_from_the_others_checkpoint_bit_for_bit(name: str, 
     run_ranks(layout.world_size, resume_the_other, layout, recipe, str(tmp_path), timeout=180)
 
 
-def record_offloading() -> None:
+@on_ranks(1, timeout=60)
+def test_offloading_of_activations_is_told_what_megatrons_model_tells_it() -> None:
     """Compare how both classes announce a microbatch to Megatron's offloading, on this rank."""
     keep = "mark_not_offload" if hasattr(Offloading, "mark_not_offload") else "mark_not_offloadable"
     batch = tiny.text("full", 0)
@@ -175,10 +176,6 @@ def record_offloading() -> None:
     assert len(calls[0]) == 2
 
 
-def test_offloading_of_activations_is_told_what_megatrons_model_tells_it() -> None:
-    run_ranks(1, record_offloading, timeout=60)
-
-
 class Said(logging.Handler):
     """Keeps what is logged."""
 
@@ -190,8 +187,9 @@ class Said(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def fit_and_listen() -> list[str]:
-    """Train MCoreGPT for a step on this rank and return what Megatron logged."""
+@on_ranks(1, timeout=60)
+def test_megatron_does_not_call_the_model_deprecated() -> None:
+    """GPTModel says at each construction that it is, since megatron-core 0.19."""
     said = Said()
     logging.getLogger("megatron").addHandler(said)
     model = MCoreGPT(128, 32, {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2})
@@ -199,13 +197,7 @@ def fit_and_listen() -> list[str]:
     trainer = make_trainer(Layout(), 1, "32-true", pl.Callback())
     trainer.fit(model, DataLoader([batch] * trainer.accumulate_grad_batches, batch_size=None))  # type: ignore[arg-type]
     assert trainer.global_step == 1
-    return said.messages
-
-
-def test_megatron_does_not_call_the_model_deprecated() -> None:
-    """GPTModel says at each construction that it is, since megatron-core 0.19."""
-    (messages,) = run_ranks(1, fit_and_listen, timeout=60)
-    assert [message for message in messages if "deprecated" in message.lower()] == []
+    assert [message for message in said.messages if "deprecated" in message.lower()] == []
 
 
 class OfMegatron(TinyGPT):

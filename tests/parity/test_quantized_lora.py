@@ -23,7 +23,7 @@ from tests.parity.test_lora import ATTENTION, Adapted, WatchedAdapters, _folders
 from tests.parity.test_preference import Data
 from tests.support.hf_models import save_tiny
 from tests.support.layouts import Layout
-from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.ranks import RanksFailedError, on_ranks, run_ranks
 from tests.support.thorough import thorough_but
 from tests.support.toy import Watch, make_trainer
 
@@ -193,17 +193,26 @@ def test_preferences_are_learnt_over_4_bits_which_are_the_reference(tmp_path: Pa
         assert all(abs(first - second) > 0.01 for first, second in losses.values())
 
 
+@on_ranks(1)
 def test_a_weight_in_4_bits_is_that_of_bitsandbytes() -> None:
-    run_ranks(1, compare_weight)
+    """Compare a weight that is made of 4 bits with bitsandbytes' own."""
+    from bitsandbytes import functional
+
+    weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(1))
+    whole = [Projection("q_proj", (Rows(0, 0, 96),), 96, 128, 0)]
+    for is_double in (False, True):
+        codes, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=is_double)
+        stored = NF4Weight(weight, whole, None, None, is_double)
+        planned = weight.numel() * (4 + (8 / 64 + 32 / 64 / 256 if is_double else 32 / 64)) / 8
+        kept = sum(buffer.numel() for name, buffer in stored.named_buffers() if name not in ("row", "offsets"))
+        assert kept == pytest.approx(planned, abs=4)
+        assert torch.equal(stored.dense(), functional.dequantize_4bit(codes, state))
+        assert stored.bfloat16().dense().equal(functional.dequantize_4bit(codes, state))
 
 
+@on_ranks(2)
 def test_shards_in_4_bits_are_those_of_the_whole() -> None:
     """Quantized on two ranks apart, to the last bit; also of several projections whose rows alternate."""
-    run_ranks(2, compare_shards)
-
-
-def compare_shards() -> None:
-    """Compare the rows and the columns that this rank quantizes with those of the whole weight."""
     from bitsandbytes import functional
 
     rank, group = dist.get_rank(), dist.group.WORLD
@@ -237,19 +246,3 @@ def compare_shards() -> None:
             place = Projection("o_proj", (Rows(0, 0, rows),), rows, columns, rank * columns // 2)
             stored = NF4Weight(tensors[0][:, here], [place], group, 1, is_double)
             assert torch.equal(stored.dense(), wanted[0][:, here])
-
-
-def compare_weight() -> None:
-    """Compare a weight that is made of 4 bits with bitsandbytes' own."""
-    from bitsandbytes import functional
-
-    weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(1))
-    whole = [Projection("q_proj", (Rows(0, 0, 96),), 96, 128, 0)]
-    for is_double in (False, True):
-        codes, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=is_double)
-        stored = NF4Weight(weight, whole, None, None, is_double)
-        planned = weight.numel() * (4 + (8 / 64 + 32 / 64 / 256 if is_double else 32 / 64)) / 8
-        kept = sum(buffer.numel() for name, buffer in stored.named_buffers() if name not in ("row", "offsets"))
-        assert kept == pytest.approx(planned, abs=4)
-        assert torch.equal(stored.dense(), functional.dequantize_4bit(codes, state))
-        assert stored.bfloat16().dense().equal(functional.dequantize_4bit(codes, state))

@@ -149,7 +149,7 @@ def run_ranks(
         return _results(ranks, stacks, timeout)
 
 
-def on_ranks(world_size: int, timeout: float = 60.0, open_group: bool = True) -> Callable[[Test], Test]:
+def on_ranks(world_size: int | str, timeout: float = 60.0, open_group: bool = True) -> Callable[[Test], Test]:
     """Let every rank run the body of a test, with its fixtures and parameters pickled.
 
     For a test that only looks at what one rank knows at a time::
@@ -159,7 +159,7 @@ def on_ranks(world_size: int, timeout: float = 60.0, open_group: bool = True) ->
             assert dist.get_world_size() == 2
 
     Args:
-        world_size: Number of ranks.
+        world_size: Number of ranks, or the name of the parameter that is it, or that has it.
         timeout: As in :func:`run_ranks`.
         open_group: As in :func:`run_ranks`.
 
@@ -171,7 +171,8 @@ def on_ranks(world_size: int, timeout: float = 60.0, open_group: bool = True) ->
         @functools.wraps(test)
         def run(*args: Any, **kwargs: Any) -> None:
             given = (test.__module__, test.__name__, args, kwargs)
-            run_ranks(world_size, _call_wrapped, *given, timeout=timeout, open_group=open_group)
+            size = kwargs[world_size] if isinstance(world_size, str) else world_size
+            run_ranks(getattr(size, "world_size", size), _call_wrapped, *given, timeout=timeout, open_group=open_group)
 
         return run  # type: ignore[return-value]
 

@@ -28,7 +28,7 @@ from lightning_mcore.cli.command import run_command, sentence
 from lightning_mcore.cli.fit import SHORT_NAMES, CommandCLI, TrainingCLI
 from lightning_mcore.cli.guard import Beginning
 from lightning_mcore.config.text import unknown_name
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -273,12 +273,8 @@ def test_a_reader_that_has_read_enough_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("words", [["plan", "--help"], ["plan", "examples/configs/llama3_8b_bf16.yaml"]])
+@on_ranks(1, open_group=False)
 def test_a_command_whose_reader_has_read_enough_is_no_error(words: list[str]) -> None:
-    assert run_ranks(1, command_without_a_reader, words, open_group=False) == [(0, "")]
-
-
-def command_without_a_reader(words: list[str]) -> tuple[Any, str]:
-    """Run a command whose output nobody reads; return its exit code and what it complained about."""
     reader, writer = os.pipe()
     os.close(reader)
     os.dup2(writer, 1)
@@ -286,7 +282,7 @@ def command_without_a_reader(words: list[str]) -> tuple[Any, str]:
     with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as end:
         sys.exit(cli.console())
     sys.stdout.flush()  # as at the end of a program
-    return end.value.code, said.getvalue()
+    assert (end.value.code, said.getvalue()) == (0, "")
 
 
 def test_a_connection_that_breaks_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

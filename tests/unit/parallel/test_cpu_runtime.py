@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from lightning_mcore import MCoreGPT, MCoreStrategy
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime, gpu_runtime
 from tests.support import hygiene
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.sentences import refuses
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these tests expect that torch finds no GPU")
@@ -251,19 +251,15 @@ def test_a_sharded_tensor_is_made_on_the_cpu(runtime: None) -> None:
     assert sharded.data.device == CPU
 
 
-def devices_in_the_context_of_one() -> list[str]:
-    """Return where tensors are made in a process that first uses the context of a device inside the runtime."""
+@on_ranks(1, open_group=False)
+def test_the_context_of_a_device_works_inside_and_after() -> None:
     devices = []
     with cpu_runtime(), torch.device("meta"):
         devices.append(torch.empty(1).device.type)
         devices.append(torch.empty(1, device="cuda").device.type)
     with torch.device("meta"):
         devices.append(torch.empty(1).device.type)
-    return devices
-
-
-def test_the_context_of_a_device_works_inside_and_after() -> None:
-    assert run_ranks(1, devices_in_the_context_of_one, open_group=False) == [["meta", "cpu", "meta"]]
+    assert devices == ["meta", "cpu", "meta"]
 
 
 def zeros_of_a_script(size: int) -> torch.Tensor:
