@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreCheckpointIO, MCoreGPT, MCoreStrategy, Recipe, single_process
 from lightning_mcore.interop import export_tensors
@@ -21,7 +20,7 @@ from lightning_mcore.interop.callback import SaveHFModel
 from lightning_mcore.interop.export import export_checkpoint, export_model
 from tests.support.hf_models import FAMILIES, VOCAB_SIZE, read_tensors, save_tiny, tiny_folder
 from tests.support.ranks import run_ranks
-from tests.support.toy import make_trainer
+from tests.support.toy import make_trainer, texts
 
 pytestmark = [
     pytest.mark.distributed,
@@ -55,8 +54,7 @@ def fits(model: str, layout: str, thorough: bool) -> bool:
 
 def data(rows: int = 4) -> Any:
     """Return batches of two sequences."""
-    text = torch.randint(VOCAB_SIZE, (rows, 17), generator=torch.Generator().manual_seed(1))
-    return DataLoader([{"tokens": row[:-1], "labels": row[1:]} for row in text], batch_size=2)  # type: ignore[arg-type]
+    return texts(rows, 16, VOCAB_SIZE, batch_size=2)
 
 
 def export_each(jobs: list[tuple[str, str, dict[str, Any], str]]) -> None:

@@ -11,14 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch._dynamo.mutation_guard import install_generation_tagging_init
-from torch.utils.data import DataLoader
 
-from lightning_mcore import MCoreGPT, MCoreStrategy, Recipe, SaveHFModel, hf_model, single_process
+from lightning_mcore import MCoreGPT, Recipe, SaveHFModel, hf_model, single_process
 from lightning_mcore.interop.export import export_model
 from lightning_mcore.layers.indexer import Indexer
 from tests.support.hf_models import CONFIGS, VOCAB_SIZE, auto_model, save_tiny
 from tests.support.sentences import refuses
-from tests.support.toy import make_trainer
+from tests.support.toy import run_fit, texts
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # in this process warnings are errors, and Megatron has many
 
@@ -44,20 +43,8 @@ def draw(rows: int, length: int) -> Tensor:
 def train(folder: Path, out: Path, precision: Any = "32-true") -> list[float]:
     """Train for three steps with AdamW, export, and return the losses; the indexers would show any weight decay."""
     module = MCoreGPT.from_pretrained(str(folder), TOPK, recipe=Recipe(learning_rate=1e-2, weight_decay=0.5))
-    rows = draw(3, TOPK + 1)
-    loader = DataLoader([{"tokens": row[:-1], "labels": row[1:]} for row in rows], batch_size=1)
-    losses = Losses()
-    callbacks = [losses, SaveHFModel(str(out))]
-    make_trainer(MCoreStrategy(), max_steps=3, precision=precision, callbacks=callbacks).fit(module, loader)
-    return losses.seen
-
-
-class Losses(pl.Callback):
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        self.seen.append(float(trainer.callback_metrics["train_loss"]))
+    options: dict[str, Any] = {"max_steps": 3, "precision": precision, "callbacks": [SaveHFModel(str(out))]}
+    return run_fit(module, {}, texts(3, TOPK, VOCAB_SIZE, first=1), **options).logged
 
 
 def test_it_trains_as_deepseek_v3_does_with_a_layer_for_multi_token_prediction_too(tmp_path: Path) -> None:

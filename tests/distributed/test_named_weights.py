@@ -20,7 +20,7 @@ from tests.distributed.test_hf_export import identical
 from tests.support.hf_models import VOCAB_SIZE, read_tensors, tiny_folder
 from tests.support.ranks import run_ranks
 from tests.support.sentences import refuses
-from tests.support.toy import make_trainer
+from tests.support.toy import make_trainer, texts
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 
@@ -169,9 +169,7 @@ def train_adapters(runs: dict[str, tuple[str, dict[str, Any], str]]) -> dict[str
         lora = LoRA(r=2, target_modules=["q_proj", "down_proj"])
         module = MCoreGPT.from_pretrained(folder, seq_length=16, lora=lora, recipe=Recipe(learning_rate=1e-2))
         engine = Engine(out)
-        data = [{"tokens": row[:-1], "labels": row[1:]} for row in torch.randint(VOCAB_SIZE, (8, 17))]
-        loader: Any = DataLoader(data, batch_size=2)  # type: ignore[arg-type]
-        make_trainer(layout, max_steps=2, callbacks=[engine]).fit(module, loader)
+        make_trainer(layout, max_steps=2, callbacks=[engine]).fit(module, texts(8, 16, VOCAB_SIZE, batch_size=2))
         found[name] = engine.seen
     return found
 

@@ -8,14 +8,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT, Recipe, SaveHFModel
 from lightning_mcore.hf import export_checkpoint
 from tests.support.hf_models import VOCAB_SIZE
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
-from tests.support.toy import Watch, make_trainer
+from tests.support.toy import Watch, make_trainer, texts
 from tests.unit.hf.test_hf_dtypes import differences, mixed_folder, tensors_of
 
 pytestmark = pytest.mark.distributed
@@ -38,13 +37,11 @@ def fit(
     pl.seed_everything(1, verbose=False)
     recipe = Recipe(learning_rate=rate, weight_decay=0.0, warmup_steps=0)
     module = MCoreGPT.from_pretrained(folder, seq_length=16, recipe=recipe)
-    rows = torch.randint(0, VOCAB_SIZE, (8, 17), generator=torch.Generator().manual_seed(1))
-    loader = DataLoader([{"tokens": row[:-1], "labels": row[1:]} for row in rows], batch_size=1)
     watch = Watch()
     callbacks = [watch, *arguments.pop("callbacks")]
     options: dict[str, Any] = {"max_steps": 1, "precision": precision, "callbacks": callbacks}
     trainer = make_trainer(layout.strategy_arguments, **{**options, **arguments})
-    trainer.fit(module, loader, ckpt_path=ckpt_path)
+    trainer.fit(module, texts(8, 16, VOCAB_SIZE), ckpt_path=ckpt_path)
     return list(zip(watch.seen.logged, watch.seen.grad_norms, strict=True)), trainer
 
 

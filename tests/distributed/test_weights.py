@@ -2,6 +2,7 @@
 """Weights alone: a new run from those of another, the whole model in one process, and what does not fit."""
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from lightning_mcore import MCoreGPT, Recipe, single_process
-from tests.support.ranks import run_ranks
-from tests.support.toy import make_trainer
+from tests.support.ranks import on_ranks, run_ranks
+from tests.support.sentences import refuses
+from tests.support.toy import Watch, make_trainer, texts
 
 pytestmark = pytest.mark.distributed
 
@@ -29,10 +30,7 @@ quiet = pytest.mark.filterwarnings("ignore")  # in this process warnings are err
 PP2 = {"pipeline_model_parallel_size": 2}
 
 
-def data() -> Any:
-    """Return eight batches of two sequences."""
-    text = torch.randint(16, (16, 9), generator=torch.Generator().manual_seed(1))
-    return DataLoader([{"tokens": row[:-1], "labels": row[1:]} for row in text], batch_size=2)  # type: ignore[arg-type]
+data = partial(texts, 16, 8, vocab_size=16, batch_size=2)
 
 
 class StartsFrom(MCoreGPT):
@@ -88,22 +86,12 @@ def test_any_layout_and_strategy_starts_from_the_weights(saved: tuple[str, float
 
 def fine_tune(path: str) -> tuple[float, float, int]:
     """Train from the weights with a fresh optimizer; return the first loss, the optimizer's steps, and ours."""
-    watch = First()
+    watch = Watch()
     trainer = make_trainer(PP2, max_epochs=1, callbacks=[watch], use_distributed_sampler=False)  # in the order given
     module = make(path)
     trainer.fit(module, data())
     [steps] = {float(state["step"]) for state in module.optimizers().state.values()}
-    return watch.loss, steps, trainer.global_step
-
-
-class First(pl.Callback):
-    """Keeps the first loss."""
-
-    loss = float("nan")
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == 1:
-            self.loss = float(outputs["loss"])
+    return watch.seen.losses[0], steps, trainer.global_step
 
 
 @quiet
@@ -137,44 +125,23 @@ def test_the_whole_model_is_loaded_in_one_process(saved: tuple[str, float]) -> N
 # What does not fit
 
 
-def refusals(path: str, folder: str) -> dict[str, str]:
-    """Return how weights are refused on this rank."""
-    texts = {}
-    for name, module in {
-        "vocabulary": make(path, vocab_size=20),
-        "width": make(path, ffn_hidden_size=32),
-        "layers": make(path, num_layers=4),
-        "names": make(path, qk_layernorm=True),
-        "absent": make(f"{folder}/absent.ckpt"),
-        "file": make(__file__),
-    }.items():
-        with pytest.raises((ValueError, FileNotFoundError)) as refusal:
-            make_trainer(PP2).validate(module, data(), verbose=False)
-        texts[name] = str(refusal.value).replace(path, "PATH").replace(folder, "")
-    with pytest.raises(ValueError, match="does not fit this model") as refusal:
-        make_trainer(PP2, max_epochs=3).fit(make(qk_layernorm=True), data(), ckpt_path=path)
-    texts["fit"] = str(refusal.value).replace(path, "PATH")
-    with pytest.raises(RuntimeError) as refusal:
-        MCoreGPT.load_from_checkpoint(path)
-    texts["ranks"] = str(refusal.value)
-    return texts
-
-
+@on_ranks(2, timeout=120)
 def test_weights_of_another_model_are_refused_by_name(saved: tuple[str, float], tmp_path: Path) -> None:
-    first, second = run_ranks(2, refusals, saved[0], str(tmp_path), timeout=120)
-    assert first == second
-    assert first["vocabulary"] == (
-        "PATH was written by a model with vocab_size=16, but this one has vocab_size=20; set vocab_size=16"
-    )
-    assert "decoder.layers.mlp.linear_fc1.weight ([2, 64, 16] in it, [2, 32, 16] in the model)" in first["width"]
-    assert "decoder.layers.mlp.linear_fc1.weight ([2, 64, 16] in it, [4, 64, 16] in the model)" in first["layers"]
-    assert first["ranks"] == (
-        "this process is one of 2 connected ranks, but the whole model needs a process of its own; use"
-        " another script, or start a run from the weights with load_weights(path)"
-    )
-    for text in (first["names"], first["fit"]):
-        assert text.startswith("PATH does not fit this model: it lacks decoder.layers.self_attention.k_layernorm.")
-        assert "optimizer." not in text
+    path, _ = saved
+    for module, about in (
+        (make(path, vocab_size=20), "vocab_size=16, but this one has vocab_size=20"),
+        (make(path, ffn_hidden_size=32), "linear_fc1.weight ([2, 64, 16] in it, [2, 32, 16] in the model)"),
+        (make(path, num_layers=4), "linear_fc1.weight ([2, 64, 16] in it, [4, 64, 16] in the model)"),
+        (make(path, qk_layernorm=True), "it lacks decoder.layers.self_attention.k_layernorm."),
+        (make(f"{tmp_path}/absent.ckpt"), "absent.ckpt"),
+        (make(__file__), "test_weights.py"),
+    ):
+        with refuses((ValueError, FileNotFoundError), about):
+            make_trainer(PP2).validate(module, data(), verbose=False)
+    with refuses(ValueError, "does not fit this model: it lacks decoder.layers.self_attention.k_layernorm."):
+        make_trainer(PP2, max_epochs=3).fit(make(qk_layernorm=True), data(), ckpt_path=path)
+    with refuses(RuntimeError, "this process is one of 2 connected ranks"):
+        MCoreGPT.load_from_checkpoint(path)
 
 
 def load_what_fits(path: str) -> list[str]:

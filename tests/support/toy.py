@@ -65,6 +65,22 @@ def loader(size: int, batch_size: int, **arguments: Any) -> DataLoader[Batch]:
     return DataLoader(Samples(size), batch_size=batch_size, **arguments)
 
 
+def texts(rows: int, length: int, vocab_size: int, batch_size: int = 1, first: int = 0) -> DataLoader[Batch]:
+    """Return a DataLoader over random rows of tokens, each with the next one as its label; ``first`` is the least."""
+    drawn = torch.randint(first, vocab_size, (rows, length + 1), generator=torch.Generator().manual_seed(1))
+    samples: Any = [{"tokens": row[:-1], "labels": row[1:]} for row in drawn]
+    return DataLoader(samples, batch_size=batch_size)
+
+
+def two_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Decay matrices and not vectors, at different rates."""
+    parameters = list(parameters)
+    matrices, vectors = ([p for p in parameters if (p.dim() > 1) == wanted] for wanted in (True, False))
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0, "lr": 0.05}], lr=0.01
+    )
+
+
 @dataclass
 class Seen:
     """What a module saw on this rank.

@@ -69,9 +69,26 @@ def step_of(path: Path | str) -> int:
     return step
 
 
-def full(*_: Any, **__: Any) -> None:
-    """Stand in for a function of os on a full disk."""
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def failing(number: int) -> Callable[..., None]:
+    """Return what stands in for a function of os that fails, as each does on a full disk."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+KINDS = ["nothing", "checkpoint", "link", "file"]
+
+
+def put(path: Path, kind: str) -> None:
+    """Put what may stand under a name before a save."""
+    if kind == "checkpoint":
+        save(path, 1)
+    elif kind == "link":
+        path.symlink_to("other.ckpt")
+    elif kind == "file":
+        path.write_bytes(b"one file")
 
 
 # What is written
@@ -360,10 +377,7 @@ def test_a_disk_that_refuses_is_named_and_the_old_checkpoint_stays(
     save(path, 1)
     records = fill(files.begin(str(path)), 2)
 
-    def refuse(*_: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(os, "fsync", failing(number))
     with refuses(OSError, "last.ckpt could not be saved:") as caught:
         files.finish(str(path), {}, records)
     assert caught.value.errno == number
@@ -426,11 +440,9 @@ def test_a_new_save_begins_with_putting_back_what_a_crash_left_moved_away(tmp_pa
 class Interrupting:
     """Raises one error around one of the operations on the disk, before it or after it, and lets all others pass."""
 
-    operations = ("rename", "symlink", "unlink", "rmdir", "mkdir", "fsync", "open", "ftruncate", "write", "listdir")
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch, passes: int, error: BaseException, comes_after: bool) -> None:
         self.left, self.error, self.comes_after = passes, error, comes_after
-        for name in self.operations:
+        for name in ("rename", "symlink", "unlink", "rmdir", "mkdir", "fsync", "open", "ftruncate", "write", "listdir"):
             monkeypatch.setattr(os, name, self.counted(getattr(os, name)))
 
     def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -489,12 +501,9 @@ def test_after_an_interrupted_call_the_process_can_write_the_name_again(
 def test_only_a_disk_without_locks_is_written_without_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
     path = tmp_path / "a.ckpt"
     with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "lockf", refuse)
+        patch.setattr(fcntl, "lockf", failing(number))
         if number == errno.ENOLCK:
             save(path, 1)
         else:
@@ -508,7 +517,7 @@ def test_only_a_disk_without_locks_is_written_without_one(
 
 def test_a_full_disk_does_not_stop_a_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "a.ckpt", 1)
-    monkeypatch.setattr(os, "mkdir", full)
+    monkeypatch.setattr(os, "mkdir", failing(errno.ENOSPC))
     files.remove(str(tmp_path / "a.ckpt"))
     assert os.listdir(tmp_path) == []
 
@@ -523,11 +532,9 @@ class Crash(BaseException):
 class Dying:
     """Lets a number of operations on the disk pass, and none after them."""
 
-    operations = ("rename", "replace", "symlink", "unlink", "rmdir", "mkdir", "fsync", "write")
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch, passes: int) -> None:
-        self.left, self.patch = passes, monkeypatch
-        for name in self.operations:
+        self.left = passes
+        for name in ("rename", "replace", "symlink", "unlink", "rmdir", "mkdir", "fsync", "write"):
             monkeypatch.setattr(os, name, self.counted(getattr(os, name)))
         if (exchange := atomic._renameat2()) is not None:
             counted = self.counted(exchange)
@@ -575,9 +582,6 @@ def clean(folder: Path) -> None:
     folder.mkdir()
 
 
-KINDS = ["nothing", "checkpoint", "link", "file"]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_crash_in_a_save_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, disk: str, kind: str) -> None:
     folder = tmp_path / "run"
@@ -586,12 +590,7 @@ def test_a_crash_in_a_save_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Pa
     def prepare() -> None:
         clean(folder)
         save(other, 7)
-        if kind == "checkpoint":
-            save(path, 1)
-        elif kind == "link":
-            path.symlink_to("other.ckpt")
-        elif kind == "file":
-            path.write_bytes(b"one file")
+        put(path, kind)
 
     outcomes = set()
     for died in crashes(lambda: save(path, 2), prepare, disk, least=8):
@@ -619,12 +618,7 @@ def test_a_crash_in_a_save_of_one_file_leaves_the_old_checkpoint_or_the_new_one(
 
     def prepare() -> None:
         clean(path.parent)
-        if kind == "checkpoint":
-            save(path, 1)
-        elif kind == "link":
-            path.symlink_to("other.ckpt")
-        elif kind == "file":
-            path.write_bytes(b"old")
+        put(path, kind)
 
     def save_file() -> None:
         Path(atomic.begin(str(path)), "last.ckpt").write_bytes(b"new")
@@ -659,18 +653,13 @@ def test_a_crash_in_a_save_does_not_stop_the_next_one_of_that_name(tmp_path: Pat
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_crash_while_a_link_is_set_leaves_what_stood_there_or_the_link(tmp_path: Path, disk: str, kind: str) -> None:
     folder = tmp_path / "run"
-    path, old, new = folder / "last.ckpt", folder / "old.ckpt", folder / "below" / "new.ckpt"
+    path, old, new = folder / "last.ckpt", folder / "other.ckpt", folder / "below" / "new.ckpt"
 
     def prepare() -> None:
         clean(folder)
         save(old, 7)
         save(new, 8)
-        if kind == "checkpoint":
-            save(path, 1)
-        elif kind == "link":
-            path.symlink_to("old.ckpt")
-        elif kind == "file":
-            path.write_bytes(b"one file")
+        put(path, kind)
 
     outcomes = []
     for _ in crashes(lambda: files.link(str(path), str(new)), prepare, disk, least=5):
@@ -679,7 +668,7 @@ def test_a_crash_while_a_link_is_set_leaves_what_stood_there_or_the_link(tmp_pat
         outcomes.append(found)
         assert (step_of(old), step_of(new)) == (7, 8)
         save(folder / "next.ckpt", 9)
-        assert sorted(os.listdir(folder)) == ["below", *["last.ckpt"] * (found is not None), "next.ckpt", "old.ckpt"]
+        assert sorted(os.listdir(folder)) == ["below", *["last.ckpt"] * (found is not None), "next.ckpt", "other.ckpt"]
     before = {"nothing": None, "checkpoint": 1, "link": 7, "file": "file"}[kind]
     changed = outcomes.index(8)
     assert outcomes == [before] * changed + [8] * (len(outcomes) - changed)  # at one moment
@@ -725,10 +714,7 @@ def test_a_crash_in_a_removal_leaves_all_or_nothing(tmp_path: Path, kind: str) -
     def prepare() -> None:
         clean(folder)
         save(other, 7)
-        if kind == "checkpoint":
-            save(path, 1)
-        else:
-            path.symlink_to("other.ckpt")
+        put(path, kind)
 
     found = []
     for _ in crashes(lambda: files.remove(str(path)), prepare, "exchange", least=2):
@@ -752,7 +738,7 @@ def test_a_crash_in_a_removal_on_a_full_disk_leaves_no_half_checkpoint(tmp_path:
 
     def remove() -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "mkdir", full)
+            patch.setattr(os, "mkdir", failing(errno.ENOSPC))
             files.remove(str(path))
 
     whole = []

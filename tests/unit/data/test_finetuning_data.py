@@ -169,12 +169,8 @@ def test_a_sample_that_is_longer_than_a_row_is_refused_cut_or_split(tmp_path: Pa
     file = write(tmp_path / "a.jsonl", rows)
     whole = expected(rows)
     module = data(tmp_path, file, 32)
-    with refuses(ValueError, "take more than the 32 tokens of a row") as raised:
+    with refuses(ValueError, "take more than the 32 tokens of a row, the longest 105 (row 4)"):
         module.setup("fit")
-    assert str(raised.value) == (
-        f"2 of 5 samples of train_files={file!r} take more than the 32 tokens of a row, the longest 105 (row 4); choose"
-        " a larger seq_length, overlong='cut' or overlong='split'"
-    )
     cut = opened(tmp_path, file, 32, overlong="cut")
     found = samples_of(cut.train_dataloader())
     assert found == {**{number: whole[number] for number in range(3)}, 3: tuple(part[:32] for part in whole[3])}
@@ -194,14 +190,19 @@ def test_a_sample_that_is_longer_than_a_row_is_refused_cut_or_split(tmp_path: Pa
 # Bad input
 
 
-def refusal(folder: Path, files: Any, **options: Any) -> str:
-    """Return what a data module says of files, without the folder."""
+def refuse(about: str, folder: Path, files: Any, **options: Any) -> None:
+    """Expect that a data module refuses files."""
     module = data(folder, files, **options)
     module.prepare_data()
-    with pytest.raises((ValueError, TypeError, FileNotFoundError)) as raised:
+    with refuses((ValueError, TypeError, FileNotFoundError), about):
         module.setup("fit")
-    assert "\n" not in str(raised.value)
-    return str(raised.value).replace(f"{folder}/", "")
+
+
+def refuse_to_stream(about: str, folder: Path, files: Any) -> None:
+    """Expect that a stream refuses files."""
+    module = data(folder, files, streaming=True, shuffle_buffer=1)
+    with refuses((ValueError, TypeError), about):
+        read(module)
 
 
 def test_a_broken_line_has_a_file_and_a_number(tmp_path: Path) -> None:
@@ -213,26 +214,14 @@ def test_a_broken_line_has_a_file_and_a_number(tmp_path: Path) -> None:
         '["a", "b"]': "it holds list instead of named columns",
     }.items():
         broken.write_text('{"prompt": "a", "response": "b"}\n\n' + line + "\n")
-        for said in (refusal, stream):
-            found = said(tmp_path, [whole, str(broken)])
-            assert found == f"line 3 of b.jsonl is not a JSON object: {reason}; fix or delete it", line
+        for check in (refuse, refuse_to_stream):
+            check(f"b.jsonl is not a JSON object: {reason}; fix or delete it", tmp_path, [whole, str(broken)])
 
 
 def test_a_file_of_zeros_is_a_broken_line(tmp_path: Path) -> None:
     (tmp_path / "zeros.jsonl").write_bytes(bytes(1000))
-    for said in (refusal, stream):
-        assert said(tmp_path, [str(tmp_path / "zeros.jsonl")]).startswith(
-            "line 1 of zeros.jsonl is not a JSON object: "
-        )
-
-
-def stream(folder: Path, files: Any) -> str:
-    """Return what a stream says of files, without the folder."""
-    module = data(folder, files, streaming=True, shuffle_buffer=1)
-    with pytest.raises((ValueError, TypeError)) as raised:
-        read(module)
-    assert "\n" not in str(raised.value)
-    return str(raised.value).replace(f"{folder}/", "")
+    for check in (refuse, refuse_to_stream):
+        check("zeros.jsonl is not a JSON object: ", tmp_path, [str(tmp_path / "zeros.jsonl")])
 
 
 def read(module: MCoreFinetuningData) -> list[Any]:
@@ -252,50 +241,32 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "ä", "response": "b"}\n'.encode("latin-1"))
     place = {name: str(tmp_path / name) for name in ("a.jsonl", "a.parquet", "a.csv", "other.jsonl", "empty.jsonl")}
-    said = {
-        "missing": refusal(tmp_path, "missing.jsonl"),
-        "pattern": refusal(tmp_path, "missing/*.jsonl"),
-        "folder": refusal(tmp_path, str(tmp_path / "empty")),
-        "suffix": refusal(tmp_path, place["a.csv"]),
-        "kinds": refusal(tmp_path, [place["a.jsonl"], place["a.parquet"]]),
-        "twice": refusal(tmp_path, [place["a.jsonl"], str(tmp_path / "a.json*")]),
-        "columns": refusal(tmp_path, [place["a.jsonl"], place["other.jsonl"]]),
-        "empty": refusal(tmp_path, place["empty.jsonl"]),
-        "bytes": refusal(tmp_path, str(tmp_path / "latin.jsonl")),
-        "no files": refusal(tmp_path, []),
-    }
-    assert said == {
-        "missing": "train_files='missing.jsonl' does not exist; give a file, a folder or a pattern that exists",
-        "pattern": "train_files='missing/*.jsonl' does not exist; give a file, a folder or a pattern that exists",
-        "folder": "train_files='empty' is a folder without jsonl or parquet files; give a file, a folder or a pattern"
-        " that exists",
-        "suffix": "train_files has the file 'a.csv'; give files that end with .jsonl, .json or .parquet",
-        "kinds": "train_files mixes JSON and parquet files; give files of one kind",
-        "twice": "train_files has the file 'a.jsonl' twice; name each file once",
-        "columns": "other.jsonl has the columns question, response but a.jsonl has prompt, response; give files with"
-        " the same columns, or read them in two runs",
-        "empty": "empty.jsonl is empty; remove it",
-        "bytes": "line 1 of latin.jsonl is not a JSON object: it is not UTF-8 at byte 12; fix or delete it",
-        "no files": "train_files is an empty list; give at least one file",
-    }
-    assert refusal(tmp_path, str(tmp_path / "cut.parquet")).startswith("cut.parquet is not a complete parquet file: ")
+    for about, files in (
+        ("train_files='missing.jsonl' does not exist", "missing.jsonl"),
+        ("train_files='missing/*.jsonl' does not exist", "missing/*.jsonl"),
+        ("is a folder without jsonl or parquet files", str(tmp_path / "empty")),
+        ("a.csv'; give files that end with .jsonl, .json or .parquet", place["a.csv"]),
+        ("mixes JSON and parquet files", [place["a.jsonl"], place["a.parquet"]]),
+        ("a.jsonl' twice", [place["a.jsonl"], str(tmp_path / "a.json*")]),
+        ("other.jsonl has the columns question, response but ", [place["a.jsonl"], place["other.jsonl"]]),
+        ("empty.jsonl is empty", place["empty.jsonl"]),
+        ("latin.jsonl is not a JSON object: it is not UTF-8 at byte 12", str(tmp_path / "latin.jsonl")),
+        ("train_files is an empty list", []),
+    ):
+        refuse(about, tmp_path, files)
+    with pytest.raises(ValueError, match=r"cut\.parquet is not a complete parquet file: "):  # and the reader's words
+        data(tmp_path, str(tmp_path / "cut.parquet")).setup("fit")
 
 
 def test_rows_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     talks = [{"messages": [{"role": "user", "content": "Hi"}]}, {"messages": [{"role": "bot", "content": "Hi"}]}]
-    sentence = "message 0 of row 1 of talks.jsonl has the role 'bot'; choose 'system', 'user', 'assistant' or 'tool'"
     file = write(tmp_path / "talks.jsonl", talks)
-    assert refusal(tmp_path, file) == sentence
-    assert stream(tmp_path, file) == sentence
+    for check in (refuse, refuse_to_stream):
+        check("talks.jsonl has the role 'bot'", tmp_path, file)
     silent = write(tmp_path / "silent.jsonl", [{"prompt": "q", "response": ""}])
-    assert refusal(tmp_path, silent) == (
-        "train_files='silent.jsonl' has nothing to learn (packed 0 of 1 samples, 0 tokens, into 0 rows; left out"
-        " 1 without an answer); give rows with answers"
-    )
-    share = {"validation_share": 0.01}
-    assert refusal(tmp_path, write(tmp_path / "a.jsonl", exchanges(3)), **share) == (
-        "validation_share=0.01 of 3 samples leaves none to validate on; choose another share, or give validation_files"
-    )
+    refuse("silent.jsonl' has nothing to learn (packed 0 of 1 samples", tmp_path, silent)
+    short = write(tmp_path / "a.jsonl", exchanges(3))
+    refuse("validation_share=0.01 of 3 samples leaves none to validate on", tmp_path, short, validation_share=0.01)
 
 
 def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
@@ -310,12 +281,8 @@ def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None
         accumulate_grad_batches=1,
         state=SimpleNamespace(fn=None),
     )  # type: ignore[assignment]
-    with refuses(ValueError, "larger vocab_size") as raised:
+    with refuses(ValueError, "row 0 of train_files has the token 258"):
         module.setup("fit")
-    assert str(raised.value) == (
-        "row 0 of train_files has the token 258, but the model's vocab_size=258 ends at 257; use the model's own"
-        " tokenizer, or a larger vocab_size"
-    )
     module.streaming = True
     module.setup("fit")
     with refuses(ValueError, "has the token 258, outside the vocabulary"):

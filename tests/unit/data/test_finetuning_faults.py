@@ -39,11 +39,10 @@ def batches(module: MCoreFinetuningData) -> list[Any]:
     return list(module.train_dataloader())
 
 
-def refusal(folder: Path, **options: Any) -> str:
-    """Return what is said of the files of a folder, without the folder."""
-    with pytest.raises(ValueError) as raised:  # noqa: PT011
+def refuse(folder: Path, about: str, **options: Any) -> None:
+    """Expect that the files of a folder are refused."""
+    with refuses(ValueError, about):
         batches(data(folder, **options))
-    return str(raised.value).replace(f"{folder}/", "")
 
 
 @pytest.fixture
@@ -73,28 +72,22 @@ def test_files_of_a_folder_are_found_by_suffix_in_any_case_but_not_its_descripti
 def test_a_stream_that_fills_no_batch_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [*exchanges(3), SILENT["empty"]])
     for workers in (0, 2):
-        assert refusal(tmp_path, batch_size=8, packing=False, num_workers=workers) == (
-            "the stream of a.jsonl has 3 rows, too few for a batch: each of 1 data-parallel ranks needs 8 rows from one"
-            f" of its {max(1, workers)} readers, 8 on all of them (packed 3 of 4 samples, 76 tokens, into 3 rows,"
-            " 100.00% filled; left out 1 without an answer); give more data, or lower batch_size, num_workers or the"
-            " number of ranks"
+        about = (
+            f"too few for a batch: each of 1 data-parallel ranks needs 8 rows from one of its {max(1, workers)} readers"
         )
+        refuse(tmp_path, about, batch_size=8, packing=False, num_workers=workers)
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_stream_that_teaches_nothing_is_refused(tmp_path: Path, packing: bool) -> None:
     write(tmp_path / "a.jsonl", [SILENT["empty"], SILENT["null"]])
-    assert refusal(tmp_path, packing=packing) == (
-        "a.jsonl has nothing to learn (packed 0 of 2 samples, 0 tokens, into 0 rows; left out 2 without an"
-        " answer); give rows with answers"
-    )
+    refuse(tmp_path, "a.jsonl has nothing to learn (packed 0 of 2 samples", packing=packing)
 
 
 def test_packed_rows_that_fill_no_batch_are_called_rows(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", exchanges(3))
-    wanted = {True: "the dataset has 2 rows, fewer than the 8", False: "the dataset has 3 samples, fewer than the 8"}
-    for packing, sentence in wanted.items():
-        assert refusal(tmp_path, batch_size=8, streaming=False, packing=packing).startswith(sentence)
+    for packing, rows in ((True, "2 rows"), (False, "3 samples")):
+        refuse(tmp_path, f"the dataset has {rows}, fewer than the 8", batch_size=8, streaming=False, packing=packing)
 
 
 # Rows
@@ -127,10 +120,7 @@ def test_a_row_of_a_stream_that_is_too_long_is_named_with_its_file(tmp_path: Pat
     write(tmp_path / "a.jsonl", exchanges(3, longest=5))
     write(tmp_path / "b.jsonl", [{"prompt": "q", "response": "a"}, {"prompt": "q", "response": "a" * 99}])
     for buffer in (1, 8):
-        assert refusal(tmp_path, shuffle_buffer=buffer) == (
-            "row 1 of b.jsonl takes 105 tokens, more than the seq_length=64 of a row; choose a larger seq_length,"
-            " overlong='cut' or overlong='split'"
-        )
+        refuse(tmp_path, "b.jsonl takes 105 tokens, more than the seq_length=64", shuffle_buffer=buffer)
 
 
 def test_a_row_is_found_in_files_of_every_kind(tmp_path: Path) -> None:
@@ -159,10 +149,7 @@ def test_a_file_with_other_columns_is_named_in_any_order(tmp_path: Path, other: 
     write(tmp_path / "b.jsonl", [other] * 3)
     (tmp_path / "empty.jsonl").write_text("")
     for options in ({"streaming": False}, {"seed": 0}, {"seed": 1}, {"shuffle_buffer": 1}):
-        assert refusal(tmp_path, **options) == (
-            f"b.jsonl has the columns {columns} but a.jsonl has prompt, response; give files with the same columns, or"
-            " read them in two runs"
-        ), options
+        refuse(tmp_path, f"b.jsonl has the columns {columns} but ", **options)
 
 
 def test_empty_files_and_columns_that_only_some_rows_have_are_read(tmp_path: Path) -> None:
@@ -176,34 +163,24 @@ def test_empty_files_and_columns_that_only_some_rows_have_are_read(tmp_path: Pat
 
 
 def test_a_row_without_a_column_is_refused() -> None:
-    with refuses(ValueError, "row 3 has") as raised:
+    with refuses(ValueError, "row 3 has the columns 'prompt', 'id' but not 'response'"):
         ConversationReader(["prompt", "response"]).messages({"prompt": "q", "id": 5}, "row 3")
-    assert str(raised.value) == (
-        "row 3 has the columns 'prompt', 'id' but not 'response'; use the same columns in all rows"
-    )
 
 
 def test_a_blank_file_of_a_stream_is_called_empty(tmp_path: Path) -> None:
     for blank in ("\n\n", ""):
         (tmp_path / "a.jsonl").write_text(blank)
-        assert refusal(tmp_path) == refusal(tmp_path, streaming=False) == "a.jsonl is empty; remove it"
+        for streaming in (True, False):
+            refuse(tmp_path, "a.jsonl is empty", streaming=streaming)
 
 
 # Settings and packages
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"overlong": "nope"}, "overlong='nope' is unknown; choose 'error', 'cut' or 'split'"),
-        ({"format": "chatml"}, "format='chatml' is unknown; choose 'auto', 'prompt_response',"),
-        ({"loss_on": "user"}, "loss_on='user' is unknown; choose 'assistant', 'last_assistant' or 'all'"),
-    ],
-)
-def test_a_choice_that_is_unknown_is_refused_at_once(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
-    with refuses(ValueError, "is unknown") as raised:
+@pytest.mark.parametrize("options", [{"overlong": "nope"}, {"format": "chatml"}, {"loss_on": "user"}])
+def test_a_choice_that_is_unknown_is_refused_at_once(tmp_path: Path, options: dict[str, Any]) -> None:
+    with refuses(ValueError, *(f"{name}='{value}' is unknown" for name, value in options.items())):
         data(tmp_path, **options)
-    assert str(raised.value).startswith(sentence)
 
 
 def test_only_what_files_can_cause_is_explained_by_them(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a gated delta net in chunks equals the memory token by token, and settings are refused by name."""
+"""The memory of a gated delta net in chunks equals the memory token by token, also with the kernels of others."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -9,28 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mcore import MCoreGPT, single_process
-from lightning_mcore.config.architecture import Architecture
-from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.layers import delta_net
-from lightning_mcore.layers.delta_net import GatedDeltaNet, gated_delta_rule, remembered
+from lightning_mcore.layers.delta_net import gated_delta_rule, remembered
 from lightning_mcore.layers.recurrent import RecurrentState
-from lightning_mcore.planning.model import backend_of
-from tests.support import tiny
-from tests.support.sentences import refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")  # where the layers run in this process
-
-DELTA_NET: dict[str, Any] = dict(tiny.DELTA_NET)
 
 
 def token_by_token(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, memory: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Return what each token reads and the last memory; ``decay`` is of heads, [b, h, s], or of channels too."""
+    decay = decay if decay.dim() == 4 else decay[..., None]
     read = []
     for token in range(query.size(2)):
         q, k, v = (part[:, :, token, :, None] for part in (query, key, value))
-        memory = memory * decay[:, :, token, None, None].exp()
+        memory = memory * decay[:, :, token, :, None].exp()
         missing = v - memory.transpose(-1, -2) @ k
         memory = memory + beta[:, :, token, None, None] * k @ missing.transpose(-1, -2)
         read.append((memory.transpose(-1, -2) @ q).squeeze(-1))
@@ -139,65 +133,3 @@ def test_each_kernel_is_used_for_what_it_is_made(monkeypatch: pytest.MonkeyPatch
         heads = torch.zeros(1, 1, length, channels)
         remembered((heads, heads, heads, heads[..., 0], heads[..., 0]), [length], state, is_recomputed=False)
     assert used == ["sequences", "sequences", "sequences", "tokens"]
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"delta_net": [1, 0]},
-        {"delta_net": {**DELTA_NET, "more": 1}},
-        {"delta_net": {**DELTA_NET, "linear_attention_freq": [2, 0]}},
-        {"delta_net": {**DELTA_NET, "linear_key_head_dim": 0}},
-        {"delta_net": {**DELTA_NET, "linear_num_value_heads": 6}},
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(given: dict[str, Any]) -> None:
-    with refuses(ValueError, *given):
-        Architecture.of(given)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"num_layers": 3},
-        {"mtp_num_layers": 1},
-    ],
-)
-def test_models_that_cannot_have_them_are_refused(given: dict[str, Any]) -> None:
-    with refuses(ValueError, *given), single_process():
-        gpt(**given).configure_model()
-
-
-def test_the_plan_takes_the_torch_backend_for_them_on_gpus() -> None:
-    assert backend_of({"architecture": {"delta_net": DELTA_NET}}, "cuda") == "local"
-    assert backend_of({"architecture": {"residual_scale": 2.0}}, "cuda") == "transformer_engine"
-
-
-def test_transformer_engine_is_refused() -> None:
-    with refuses(ValueError, "delta_net="):
-        Architecture.of({"delta_net": DELTA_NET}).check_transformer_engine()
-
-
-def gpt(**transformer: Any) -> MCoreGPT:
-    return MCoreGPT(
-        vocab_size=50,
-        seq_length=16,
-        transformer={**tiny.TRANSFORMER, "activation_func": "silu", "num_layers": 2, **transformer},
-        architecture={"delta_net": DELTA_NET},
-    )
-
-
-@pytest.mark.parametrize(("tp", "cp"), [(2, 4), (8, 1), (1, 3)])
-def test_layouts_that_cannot_share_the_heads_are_refused(tp: int, cp: int) -> None:
-    layout = ParallelLayout(tensor_model_parallel_size=tp, context_parallel_size=cp)
-    with refuses(ValueError, f"context_parallel_size={tp * cp}"):
-        layout.validate_model(gpt().model_shape())
-
-
-def test_a_mask_of_scores_is_refused() -> None:
-    with single_process():
-        module = gpt()
-        module.configure_model()
-        layer = next(layer for layer in module.modules() if isinstance(layer, GatedDeltaNet))
-        with refuses(ValueError, "has no scores to mask; pass None"):
-            layer(torch.zeros(16, 1, 32), torch.zeros(1, 1, 16, 16, dtype=torch.bool))

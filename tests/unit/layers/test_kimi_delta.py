@@ -7,32 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mcore import MCoreGPT, single_process
-from lightning_mcore.config.architecture import Architecture
-from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.layers.delta_net import gated_delta_rule
-from lightning_mcore.layers.kimi_delta import KimiDeltaAttention
-from lightning_mcore.planning.model import backend_of
-from tests.support import tiny
-from tests.support.sentences import refuses
+from tests.unit.layers.test_delta_net import token_by_token
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")  # where the layers run in this process
 
-KIMI_DELTA: dict[str, Any] = dict(tiny.KIMI_DELTA)
 LENGTHS = [1, 2, 5, 63, 64, 65, 150]
-
-
-def token_by_token(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, memory: Tensor
-) -> tuple[Tensor, Tensor]:
-    read = []
-    for token in range(query.size(2)):
-        q, k, v = (part[:, :, token, :, None] for part in (query, key, value))
-        memory = memory * decay[:, :, token, :, None].exp()
-        missing = v - memory.transpose(-1, -2) @ k
-        memory = memory + beta[:, :, token, None, None] * k @ missing.transpose(-1, -2)
-        read.append((memory.transpose(-1, -2) @ q).squeeze(-1))
-    return torch.stack(read, dim=2), memory
 
 
 def tokens_of(length: int, strong: bool) -> list[Tensor]:
@@ -87,63 +67,3 @@ def test_a_memory_that_has_decayed_away_keeps_gradients_finite() -> None:
     tokens = [torch.randn(1, 1, 70, 4) for _ in range(3)]
     tokens += [torch.full((1, 1, 70, 4), -1e6), torch.ones(1, 1, 70), torch.ones(1, 1, 4, 4)]
     assert all(part.isfinite().all() for part in with_gradients(gated_delta_rule, tokens))
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"kimi_delta": [1, 0]},
-        {"kimi_delta": {**KIMI_DELTA, "more": 1}},
-        {"kimi_delta": {**KIMI_DELTA, "linear_attention_freq": [2, 0]}},
-        {"kimi_delta": {**KIMI_DELTA, "linear_head_dim": 0}},
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(given: dict[str, Any]) -> None:
-    with refuses(ValueError, *given):
-        Architecture.of(given)
-
-
-@pytest.mark.parametrize(
-    ("transformer", "architecture"),
-    [
-        ({"num_layers": 3}, {}),
-        ({"mtp_num_layers": 1}, {}),
-        ({}, {"delta_net": dict(tiny.DELTA_NET)}),
-        ({}, {"layer_pattern": "[*-][*-]"}),
-    ],
-    ids=["layers", "multi-token", "delta nets", "pattern"],
-)
-def test_models_that_cannot_have_it_are_refused(transformer: dict[str, Any], architecture: dict[str, Any]) -> None:
-    with refuses(ValueError, *transformer, *architecture), single_process():
-        gpt(architecture, **transformer).configure_model()
-
-
-def test_transformer_engine_is_refused() -> None:
-    assert backend_of({"architecture": {"kimi_delta": KIMI_DELTA}}, "cuda") == "local"
-    with refuses(ValueError, "kimi_delta="):
-        Architecture.of({"kimi_delta": KIMI_DELTA}).check_transformer_engine()
-
-
-def gpt(architecture: dict[str, Any] | None = None, **transformer: Any) -> MCoreGPT:
-    return MCoreGPT(
-        vocab_size=50,
-        seq_length=16,
-        transformer={**tiny.TRANSFORMER, "activation_func": "silu", "num_layers": 2, **transformer},
-        architecture={"kimi_delta": KIMI_DELTA, **(architecture or {})},
-    )
-
-
-@pytest.mark.parametrize(("tp", "cp"), [(2, 4), (8, 1), (1, 3)])
-def test_layouts_that_cannot_share_the_heads_are_refused(tp: int, cp: int) -> None:
-    layout = ParallelLayout(tensor_model_parallel_size=tp, context_parallel_size=cp)
-    with refuses(ValueError, f"context_parallel_size={tp * cp}"):
-        layout.validate_model(gpt().model_shape())
-
-
-def test_a_mask_of_scores_is_refused() -> None:
-    with single_process():
-        module = gpt()
-        module.configure_model()
-        layer = next(layer for layer in module.modules() if isinstance(layer, KimiDeltaAttention))
-        with refuses(ValueError, "a Kimi delta attention layer, which has no scores to mask; pass None"):
-            layer(torch.zeros(16, 1, 32), torch.zeros(1, 1, 16, 16, dtype=torch.bool))
