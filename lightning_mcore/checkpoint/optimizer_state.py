@@ -56,6 +56,7 @@ class Share:
     group: dict[str, Any]
     sharded: ShardedTensor | ShardedTensorFactory
     begin: int  # of the range in the flattened parameter, in elements
+    is_owned: bool = False  # by this rank alone among the data-parallel ranks
 
     @property
     def has_copy(self) -> bool:
@@ -191,7 +192,8 @@ def shares_of(optimizer: MCoreOptimizer, model_state: Mapping[str, Any]) -> list
     shares = []
     for part, parameter, stepped, group, begin in stepped_here:
         kind = PrecisionAwareShare if _is_aware_of_precision(part) else Share
-        shares.append(kind(part, stepped, parameter, group, entries[id(parameter)], begin))
+        is_owned = optimizer.is_shared_out and parameter.requires_grad
+        shares.append(kind(part, stepped, parameter, group, entries[id(parameter)], begin, is_owned))
     return shares
 
 
@@ -298,6 +300,8 @@ def _block(
 def place_share(key: str, tensor: Tensor, share: Share) -> list[ShardedTensor]:
     """Return a tensor of the stepped tensor's shape, in any dtype, as blocks of global tensors."""
     blocks = place_range(key, tensor.reshape(-1), share.sharded, share.begin)
+    if share.is_owned:
+        return [replace(block, replica_id=(*block.replica_id[:-1], 0)) for block in blocks]
     if not isinstance(share.part, DistributedOptimizer):
         return blocks
     # Ranges of data-parallel ranks are not replicas of each other, except between instances of the optimizer.

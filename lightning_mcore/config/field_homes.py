@@ -71,13 +71,13 @@ OPTIMIZER_HOMES: dict[str, str] = {
     "hysteresis": _PRECISION,
     "clip_grad": "Trainer(gradient_clip_val=...)",
     "overlap_param_gather": "MCoreStrategy(overlap_param_gather=...)",
+    "use_layer_wise_distributed_optimizer": "MCoreStrategy(use_layer_wise_distributed_optimizer=...)",
     "timers": "Lightning's profilers, Trainer(profiler=...)",
 }
 # Fields of OptimizerConfig that must keep their default, with the reason
 OPTIMIZER_NOT_AVAILABLE: dict[str, str] = {
     "barrier_with_L1_time": "it acts on Megatron's timers, which Lightning's profilers replace",
     "overlap_param_gather_with_optimizer_step": "Megatron cannot write sharded checkpoints with it",
-    "use_layer_wise_distributed_optimizer": "it serves Megatron's Muon, which needs the package emerging_optimizers",
     "grad_norm_skip_threshold": "stages without parameters would not see that the step was skipped",
     "optimizer_cuda_graph": "Lightning's hooks run inside the step",
 }

@@ -22,6 +22,7 @@ from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from torch.optim import Optimizer
 
 from lightning_mcore.config.rules import raise_first
+from lightning_mcore.optimizer.layer_wise import LayerWiseShares
 from lightning_mcore.optimizer.loss_scale import LossScaler
 from lightning_mcore.optimizer.megatron import (
     MCoreOptimizer,
@@ -29,6 +30,7 @@ from lightning_mcore.optimizer.megatron import (
     WrappedOptimizer,
     optimizer_class,
 )
+from lightning_mcore.optimizer.muon import MuonWithAdamW, place_matrices
 from lightning_mcore.optimizer.parts import GROUP_INDEX, follow_user_groups, optimizer_parts
 from lightning_mcore.optimizer.rules import check_kind, megatron_fields, optimizer_option_faults
 from lightning_mcore.parallel.groups import process_group
@@ -41,6 +43,7 @@ class OptimizerSetting:
     inline: bool  # Lightning's own loop runs backward (plain modules), not Megatron's schedule
     precision: Mapping[str, Any]  # fields of Megatron's OptimizerConfig that the precision owns
     distributed: bool
+    layer_wise: bool
     overlap_param_gather: bool
     tensor_parallel_size: int  # ranks that share each matrix, including expert matrices
     expert_model_parallel_size: int
@@ -82,24 +85,29 @@ def make_optimizer(
         user,
         inline=setting.inline,
         distributed=setting.distributed,
+        layer_wise=setting.layer_wise,
         tensor_parallel_size=setting.tensor_parallel_size,
         expert_model_parallel_size=setting.expert_model_parallel_size,
         pipeline_model_parallel_size=setting.pipeline_model_parallel_size,
         may_skip_steps=setting.scaler is not None,
     )
     # Without sharding, a plain module's Adam or SGD keeps its own step, as under "ddp".
-    rebuilt = setting.distributed or (megatron_fields(user) is not None and not setting.inline)
+    keeps_its_step = setting.inline or setting.layer_wise
+    rebuilt = setting.distributed or (megatron_fields(user) is not None and not keeps_its_step)
     if setting.config is not None:
         fields = (megatron_fields(user) if rebuilt else None) or {}
         raise_first(optimizer_option_faults(vars(setting.config), fields, type(user).__name__))
     parameters = list(itertools.chain.from_iterable(group["params"] for group in user.param_groups))
     if not setting.distributed and not setting.low_precision:
         _check_dtypes(parameters)
+    if isinstance(user, MuonWithAdamW) and not setting.inline:
+        place_matrices(user, chunks)
+    shares = LayerWiseShares(user) if setting.layer_wise else None  # before Megatron copies the parameters
     megatron = _rebuild(user, chunks, setting) if rebuilt else _wrap(user, setting)
     scaler = setting.scaler.attach(megatron) if setting.scaler is not None else None
     kind = RebuiltOptimizer if rebuilt else WrappedOptimizer
     combined = optimizer_class(kind, type(user))  # type: ignore[arg-type]  # a class can be hashed
-    return combined(user, megatron, parameters, chunks, setting.inline, scaler)
+    return combined(user, megatron, parameters, chunks, setting.inline, scaler, shares)
 
 
 def _check_dtypes(parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -196,10 +204,15 @@ def _wrap(user: Optimizer, setting: OptimizerSetting) -> MegatronOptimizer:
     if setting.low_precision:
         scaler = setting.scaler.megatron if setting.scaler is not None else None
         megatron: MegatronOptimizer = Float16OptimizerWithFloat16Params(user, config, scaler, _no_initial_state)
+        if isinstance(user, MuonWithAdamW):
+            for models, copies in zip(megatron.float16_groups, megatron.fp32_from_float16_groups, strict=True):
+                for model, copy in zip(models, copies, strict=True):
+                    user.placements[copy] = user.placements.pop(model)
     else:
         megatron = FP32Optimizer(user, config, _no_initial_state)
-    # Norms and counts of zeros are summed over one model copy; tensor-parallel duplicates count once.
-    megatron.grad_stats_parallel_group = process_group("model")
+    # Norms and counts of zeros are summed over one model copy, which layer-wise shares spread over the world;
+    # tensor-parallel duplicates count once.
+    megatron.grad_stats_parallel_group = None if setting.layer_wise else process_group("model")
     megatron.tp_group = process_group("tp")
     return megatron
 

@@ -35,6 +35,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 from torch.optim import Optimizer
 
+from lightning_mcore.optimizer.layer_wise import LayerWiseShares
 from lightning_mcore.optimizer.loss_scale import AgreedGradScaler
 from lightning_mcore.optimizer.parts import clamp_gradients, follow_user_groups, parts_with_parameters
 from lightning_mcore.optimizer.rules import check_state
@@ -84,6 +85,7 @@ class MCoreOptimizer(Optimizer):
         chunks: Sequence[DistributedDataParallel],  # of the model, with the gradient buffers
         inline: bool,  # whether Lightning's loop runs backward
         scaler: AgreedGradScaler | None = None,  # None without loss scaling
+        shares: LayerWiseShares | None = None,  # None if each rank steps all parameters
     ) -> None:
         # Not super().__init__(), which would create groups, state and hooks beside those of the user's optimizer.
         self.user = user
@@ -97,6 +99,7 @@ class MCoreOptimizer(Optimizer):
         self._chunks = chunks
         self._inline = inline
         self._scaler = scaler
+        self._shares = shares
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, except those that a schedule has just computed."""
@@ -184,8 +187,8 @@ class MCoreOptimizer(Optimizer):
 
     @property
     def user_steps_alone(self) -> bool:
-        """Whether the user's ``step`` is all of the step: on the model's own parameters, without a loss scale."""
-        return not self.rebuilt and not self._has_main_parameters and self._scaler is None
+        """Whether the user's ``step`` is all of the step: on all of the model's own parameters, without a loss scale."""
+        return not (self.rebuilt or self._has_main_parameters or self.is_shared_out) and self._scaler is None
 
     @property
     def loss_scale(self) -> float:
@@ -213,7 +216,7 @@ class MCoreOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, if the user's optimizer steps the model's own parameters; otherwise ``RuntimeError``."""
-        if self.rebuilt or self._has_main_parameters:
+        if self.rebuilt or self._has_main_parameters or self.is_shared_out:
             raise RuntimeError(
                 "parameter groups are fixed once Megatron's optimizer exists; add them in configure_optimizers"
             )
@@ -259,6 +262,11 @@ class MCoreOptimizer(Optimizer):
 
     def _load_main_parameters(self, state: dict[str, Any]) -> None:
         self.megatron.load_state_dict(state)
+
+    @property
+    def is_shared_out(self) -> bool:
+        """Whether each data-parallel rank steps parameters of its own (the layer-wise distributed optimizer)."""
+        return self._shares is not None
 
     @property
     def _has_main_parameters(self) -> bool:
@@ -386,6 +394,8 @@ class WrappedOptimizer(MCoreOptimizer):
             result = self._evaluate_and_prepare(closure)
             if not self.gradients.overflowed:
                 self.megatron.step_with_ready_grads()  # calls the user's step
+                if self._shares is not None:
+                    self._shares.send_parameters()
         self._report(not self.gradients.overflowed, self.gradients.norm, self.gradients.num_zeros)
         if not (self._inline or self.step_skipped or self._state_is_checked):
             run_on_all_ranks(lambda: check_state(self.user, process_group("tp").size()))

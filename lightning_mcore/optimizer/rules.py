@@ -49,6 +49,7 @@ _WHOLE_MATRICES = {
     "shampoo",
     "soap",
 }
+_GATHERS_MATRICES = {"muonwithadamw"}
 _ALL_PARAMETERS = {"lbfgs"}
 _OF_AWARE_OPTIMIZER = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
@@ -226,6 +227,7 @@ def check_kind(
     *,
     inline: bool,
     distributed: bool,
+    layer_wise: bool = False,
     tensor_parallel_size: int,
     expert_model_parallel_size: int,
     pipeline_model_parallel_size: int = 1,
@@ -240,12 +242,12 @@ def check_kind(
         because = ", which needs whole matrices" if _is_one_of(user, _WHOLE_MATRICES) else ""
         raise TypeError(
             "use_distributed_optimizer=True needs torch's Adam or AdamW without amsgrad or maximize; "
-            f"got {name}{because}"
+            f"got {name}{because}; set use_layer_wise_distributed_optimizer=True instead, which shards any optimizer"
         )
-    if expert_model_parallel_size > 1 and fields is None:
+    if expert_model_parallel_size > 1 and fields is None and not layer_wise:
         raise TypeError(
             "expert_model_parallel_size > 1 needs torch's Adam, AdamW or SGD without amsgrad, maximize, dampening or "
-            f"nesterov; got {name}"
+            f"nesterov; got {name}; with use_layer_wise_distributed_optimizer=True, any optimizer trains experts"
         )
     if not inline and _is_one_of(user, _ALL_PARAMETERS):
         raise TypeError(
@@ -257,12 +259,18 @@ def check_kind(
             f"{name} evaluates the step several times, and loss scaling may skip a step; use another optimizer, or"
             " Trainer(precision='32-true') or 'bf16-mixed'"
         )
-    splits = tensor_parallel_size > 1 or pipeline_model_parallel_size > 1
+    splits = tensor_parallel_size > 1 or pipeline_model_parallel_size > 1 or layer_wise
     seen = _looks_at(user) if fields is None and splits else "elements"
-    if tensor_parallel_size > 1 and seen == "matrices":
+    if tensor_parallel_size > 1 and seen == "matrices" and not _is_one_of(user, _GATHERS_MATRICES):
         raise TypeError(
             f"{name} looks at whole matrices, and tensor_model_parallel_size={tensor_parallel_size} leaves each rank a"
-            " part of them; set the tensor sizes to 1, or use an optimizer that is elementwise, such as AdamW"
+            " part of them; set the tensor sizes to 1, or use MuonWithAdamW, which gathers them, or an optimizer that"
+            " is elementwise, such as AdamW"
+        )
+    if seen == "parameters" and layer_wise:
+        raise TypeError(
+            f"{name} looks at all parameters at once, and use_layer_wise_distributed_optimizer=True leaves each rank a"
+            " part of them; set it to False, or use an optimizer that steps each parameter for itself, such as AdamW"
         )
     if seen == "parameters":
         raise TypeError(

@@ -172,6 +172,11 @@ def check_plain(strategy: "MCoreStrategy", module: pl.LightningModule) -> None:
             f"micro_batch_size={strategy.micro_batch_size} needs a model built with self.pipeline(...), but {name} has "
             "none; use a smaller DataLoader batch with accumulate_grad_batches"
         )
+    if strategy.gradients.use_layer_wise_distributed_optimizer:
+        raise ValueError(
+            f"use_layer_wise_distributed_optimizer=True needs a model built with self.pipeline(...), but {name} has"
+            " none; set it to False, or use AdamW with use_distributed_optimizer=True"
+        )
     check_chunked_loss(strategy.loss_chunk_size, defers_gradient=False, is_ours=False)
 
 

@@ -32,6 +32,7 @@ class GradientSettings:
     """The strategy's arguments on gradients; None leaves a setting to ``ddp_config`` or Megatron's default."""
 
     use_distributed_optimizer: bool | None = None
+    use_layer_wise_distributed_optimizer: bool = False
     overlap_grad_reduce: bool | None = None
     overlap_param_gather: bool | None = None
     ddp_config: DistributedDataParallelConfig | None = field(default=None)
@@ -47,12 +48,14 @@ class GradientSettings:
         given = {name: getattr(self, name) for name in GRADIENT_SETTINGS}
         for name, value in given.items():
             require_flag(name, value, or_none=True)
-        require_flag("align_grad_reduce", self.align_grad_reduce)
+        own = {name: getattr(self, name) for name in ("use_layer_wise_distributed_optimizer", "align_grad_reduce")}
+        for name, value in own.items():
+            require_flag(name, value)
         config = self.ddp_config or _DEFAULTS
         require_size("ddp_config.num_distributed_optimizer_instances", config.num_distributed_optimizer_instances)
         if config.bucket_size is not None:
             require_size("ddp_config.bucket_size", config.bucket_size)
-        raise_first(gradient_faults({**given, "align_grad_reduce": self.align_grad_reduce}, self.changed))
+        raise_first(gradient_faults({**given, **own}, self.changed))
 
     @property
     def changed(self) -> dict[str, Any]:

@@ -234,12 +234,14 @@ class MCorePrecision(Precision):
         ddp_config: DistributedDataParallelConfig,
         config: OptimizerConfig | None,
         inline: bool,
+        layer_wise: bool,
     ) -> OptimizerSetting:
         """Return how Megatron runs the optimizers of a new run, with a new loss scale."""
         return OptimizerSetting(
             inline=inline,
             precision=self.optimizer_fields(inline),
             distributed=ddp_config.use_distributed_optimizer,
+            layer_wise=layer_wise,
             overlap_param_gather=ddp_config.overlap_param_gather,
             tensor_parallel_size=max(layout.tensor_model_parallel_size, layout.expert_tensor_size),
             expert_model_parallel_size=layout.expert_model_parallel_size,

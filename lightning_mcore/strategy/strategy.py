@@ -120,6 +120,8 @@ class MCoreStrategy(DDPStrategy):
         sequence_parallel: Split the activations between tensor-parallel regions over the same ranks.
         use_distributed_optimizer: Shard the optimizer state over the data-parallel ranks; None for the value in
             ``ddp_config``, False by default.
+        use_layer_wise_distributed_optimizer: Shard the state of any torch optimizer, such as ``MuonWithAdamW``, by
+            whole parameters over the data-parallel ranks; instead of ``use_distributed_optimizer``.
         overlap_grad_reduce: Reduce gradients while backward still runs; None as above.
         overlap_param_gather: Gather updated parameters while the next forward runs, which needs the two options above;
             None as above.
@@ -180,6 +182,7 @@ class MCoreStrategy(DDPStrategy):
         expert_tensor_parallel_size: int | None = None,
         sequence_parallel: bool = False,
         use_distributed_optimizer: bool | None = None,
+        use_layer_wise_distributed_optimizer: bool = False,
         overlap_grad_reduce: bool | None = None,
         overlap_param_gather: bool | None = None,
         align_grad_reduce: bool = False,
@@ -221,6 +224,7 @@ class MCoreStrategy(DDPStrategy):
         )
         self.gradients = GradientSettings(
             use_distributed_optimizer=use_distributed_optimizer,
+            use_layer_wise_distributed_optimizer=use_layer_wise_distributed_optimizer,
             overlap_grad_reduce=overlap_grad_reduce,
             overlap_param_gather=overlap_param_gather,
             ddp_config=ddp_config,
@@ -406,7 +410,13 @@ class MCoreStrategy(DDPStrategy):
         check_number_of_optimizers(
             optimizers, self.inline, ddp_config.use_distributed_optimizer, ddp_config.overlap_grad_reduce
         )
-        setting = self.precision_plugin.optimizer_setting(self.layout, ddp_config, self.optimizer_config, self.inline)
+        setting = self.precision_plugin.optimizer_setting(
+            self.layout,
+            ddp_config,
+            self.optimizer_config,
+            self.inline,
+            layer_wise=self.gradients.use_layer_wise_distributed_optimizer,
+        )
         self.optimizers = [make_optimizer(optimizer, self.chunks.ddp, setting) for optimizer in optimizers]
         if setting.scaler is not None and not self.inline:
             (optimizer,) = self.megatron_optimizers  # not several, as checked above

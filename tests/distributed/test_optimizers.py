@@ -57,6 +57,8 @@ TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 SHARDED = {"use_distributed_optimizer": True}
+LAYER_WISE = {"use_layer_wise_distributed_optimizer": True}
+BY_NORM = {"gradient_clip_val": 0.5}
 OVERLAPPED = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 BY_VALUE = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
 WIDE = 16
@@ -193,10 +195,11 @@ def tensor_rate(module: pl.LightningModule) -> Any:
 
 
 def muon(module: pl.LightningModule) -> Any:
-    """Muon for the layers, AdamW for embedding, head and biases, and rates that move."""
+    """Muon for the matrices of the layers, AdamW for embedding, head and biases, and rates that move."""
+    inner = ("layers.", "up.", "down.")  # of the pipelined and of the tensor-parallel model
     named = list(module.named_parameters())
-    hidden = [p for name, p in named if "layers" in name and p.dim() == 2]
-    others = [p for name, p in named if not ("layers" in name and p.dim() == 2)]
+    hidden = [p for name, p in named if any(part in name for part in inner) and p.dim() == 2]
+    others = [p for name, p in named if not (any(part in name for part in inner) and p.dim() == 2)]
     optimizer = MuonWithAdamW(hidden, others, lr=0.02, adamw_lr=0.01)
     return [optimizer], [{"scheduler": lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
 
@@ -261,6 +264,14 @@ RUNS: dict[str, Run] = {
     "pp2-muon": Run(strategy=PP2, configure=muon),
     "vp2-muon-by-norm": Run(strategy=VP2, configure=muon, trainer={"gradient_clip_val": 0.5}),
     "dp2-muon": Run(strategy={}, configure=muon, copies=2),
+    "tp2-muon": Run(**SPLIT, configure=muon),
+    "dp2-layer-wise-muon": Run(strategy=LAYER_WISE, configure=muon, copies=2, trainer=BY_NORM),
+    "dp2-layer-wise-groups": Run(strategy=LAYER_WISE, configure=layerwise, copies=2),
+    "dp2-layer-wise-adagrad": Run(strategy=LAYER_WISE, configure=ADAGRAD, copies=2, trainer=BY_VALUE),
+    "pp2-dp2-layer-wise-muon": Run(strategy={**PP2, **LAYER_WISE}, configure=muon, copies=2, world=4),
+    "tp2-dp2-layer-wise-muon": Run(
+        strategy={**TP2, **LAYER_WISE}, module=SplitNet, configure=muon, copies=2, world=4, trainer=BY_NORM
+    ),
     "pp2-by-value": Run(strategy=PP2, trainer=BY_VALUE),
     "pp2-by-value-sgd": Run(strategy=PP2, trainer=BY_VALUE, configure=SGD),
     "pp2-frozen": Run(strategy=PP2, module=Frozen),
@@ -315,7 +326,9 @@ def fit(run: Run, ours: bool) -> dict[str, Any]:
     )
     sampler = None
     if ours and run.copies > 1:
-        sampler = DistributedSampler(Samples(24), run.copies, dist.get_rank() % run.copies, shuffle=False)
+        of_tensor_parallel = run.strategy.get("tensor_model_parallel_size", 1)
+        copy = dist.get_rank() // of_tensor_parallel % run.copies
+        sampler = DistributedSampler(Samples(24), run.copies, copy, shuffle=False)
     trainer.fit(module, loader(24, 2, sampler=sampler))
     return {"weights": weights(module), "loss": float(trainer.callback_metrics["train_loss"])}
 
@@ -345,7 +358,7 @@ def whole(ranks: list[dict[str, Tensor]], run: Run) -> dict[str, Tensor]:
     """Return the weights of the whole model."""
     if run.module is not SplitNet:
         return {name: value for rank in ranks for name, value in rank.items()}
-    first, second = ranks
+    first, second, *_ = ranks
     return {n: torch.cat([v, second[n]], CUT_ALONG[n]) if n in CUT_ALONG else v for n, v in first.items()}
 
 

@@ -44,6 +44,11 @@ def gradient_faults(given: Mapping[str, Any], ddp: Mapping[str, Any]) -> Iterato
     if values.get("overlap_param_gather") and missing:
         needed = " and ".join(f"{name}=True" for name in missing)
         yield f"overlap_param_gather=True needs {needed}; set {'both' if len(missing) == 1 else 'all three'}"
+    if given.get("use_layer_wise_distributed_optimizer") and values.get("use_distributed_optimizer"):
+        yield (
+            "use_layer_wise_distributed_optimizer=True shards the optimizer by whole parameters, and"
+            " use_distributed_optimizer=True by ranges of elements; set one of them"
+        )
     if given.get("align_grad_reduce") and not values.get("overlap_grad_reduce"):
         yield "align_grad_reduce=True needs overlap_grad_reduce=True; set both, or neither"
 
