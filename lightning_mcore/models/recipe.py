@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-OptimizerName: TypeAlias = Literal["adamw", "sgd"]
+OptimizerName: TypeAlias = Literal["adamw", "sgd", "muon"]
 SchedulerName: TypeAlias = Literal[
     "constant",
     "constant_with_warmup",
@@ -56,7 +56,9 @@ class Recipe:
         weight_decay: Weight decay of matrices; biases and norms, which have one dimension, have none.
         betas: AdamW's.
         eps: AdamW's.
-        optimizer: ``"adamw"`` or ``"sgd"``.
+        optimizer: ``"adamw"``, ``"sgd"``, or ``"muon"`` for the matrices inside the layers and AdamW for the rest, as
+            :class:`~lightning_mcore.MuonWithAdamW`. Muon's steps are scaled to the size of AdamW's, so that both have
+            the same learning rate.
         sgd_momentum: Momentum of SGD.
         warmup_steps: Optimizer steps over which the learning rate rises; a number below 1 is a fraction of all steps.
         lr_scheduler_type: The name of a transformers schedule, such as ``"linear"``; None for a linear warm-up, whose
@@ -106,6 +108,11 @@ class Recipe:
         if self.loraplus_lr_ratio is None and self.loraplus_lr_embedding != LR_EMBEDDING:
             raise ValueError(
                 f"loraplus_lr_embedding={self.loraplus_lr_embedding} needs loraplus_lr_ratio; give both, or neither"
+            )
+        if self.loraplus_lr_ratio is not None and self.optimizer == "muon":
+            raise ValueError(
+                f"loraplus_lr_ratio={self.loraplus_lr_ratio} sets learning rates of AdamW or SGD, not of"
+                " optimizer='muon'; leave one of them out"
             )
         for name in ("weight_decay", "eps", "sgd_momentum", "loraplus_lr_embedding"):
             if getattr(self, name) < 0:
@@ -185,6 +192,8 @@ class Recipe:
         from torch.optim import SGD, AdamW
 
         parameters = sorted(parameters, key=lambda pair: pair[0])
+        if self.optimizer == "muon":
+            return self._build_muon(parameters, width_mult)
         if self.loraplus_lr_ratio is not None:
             rates = (self.learning_rate, self.loraplus_lr_ratio, self.weight_decay, self.loraplus_lr_embedding)
             groups = loraplus_groups(parameters, *rates)
@@ -200,6 +209,32 @@ class Recipe:
         if self.optimizer == "sgd":
             return SGD(groups, lr=self.learning_rate, momentum=self.sgd_momentum)
         return AdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps)
+
+    def _build_muon(self, parameters: "list[tuple[str, Parameter]]", width_mult: float) -> "Optimizer":
+        from lightning_mcore.optimizer.muon import MuonWithAdamW
+
+        if width_mult != 1.0:
+            raise ValueError("optimizer='muon' has no learning rates by width; set use_mup to False, or use 'adamw'")
+        matrices: list[Parameter] = []
+        others: list[Parameter] = []
+        for name, parameter in parameters:
+            is_end = "embed" in name or getattr(parameter, "is_embedding_or_output_parameter", False)
+            (matrices if parameter.dim() == 2 and not is_end else others).append(parameter)
+        rest: list[dict[str, Any]] = [
+            {"params": [p for p in others if p.dim() > 1]},
+            {"params": [p for p in others if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        return MuonWithAdamW(
+            matrices,
+            rest,
+            lr=self.learning_rate,
+            weight_decay=self.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+            adamw_lr=self.learning_rate,
+            adamw_betas=self.betas,
+            adamw_eps=self.eps,
+            adamw_weight_decay=self.weight_decay,
+        )
 
     def _mup_groups(self, groups: list[dict[str, Any]], width_mult: float) -> list[dict[str, Any]]:
         """Return the groups with the learning rates of muP, and the embedding and output layer in one of their own.

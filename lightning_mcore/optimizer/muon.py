@@ -144,12 +144,13 @@ class MuonWithAdamW(Optimizer):
         return result
 
     def _step_matrix(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Step one parameter as ``torch.optim.Muon`` steps a matrix."""
-        state = self.state[parameter]
+        """Step one parameter, which has a gradient, as ``torch.optim.Muon`` steps a matrix."""
+        gradient, state = parameter.grad, self.state[parameter]
+        assert gradient is not None
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
-        update = parameter.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         direction = _orthogonalized(update, self.placements.get(parameter, Placement()), group)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(direction, alpha=-group["lr"])
@@ -164,10 +165,10 @@ def _orthogonalized(update: Tensor, placement: Placement, group: dict[str, Any])
         whole = torch.cat(parts, placement.dim)
     # Two query groups of 4 query rows, 2 of keys and 2 of values: [16, n] becomes [2, 8, n], and then matrices of
     # [8, n], [4, n] and [4, n].
-    rows = placement.rows or (whole.size(0),)
+    rows = list(placement.rows) or [whole.size(0)]
     by_query_group = whole.view(-1, sum(rows), whole.size(1))
     done = []
-    for matrix in by_query_group.split(rows, dim=1):
+    for matrix in torch.split(by_query_group, rows, dim=1):
         flat = matrix.reshape(-1, matrix.size(2))
         orthogonal = _zeropower_via_newtonschulz(flat, group["ns_coefficients"], group["ns_steps"], group["eps"])
         factor = _adjust_lr(1.0, group["adjust_lr_fn"], flat.shape)

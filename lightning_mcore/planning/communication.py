@@ -62,6 +62,7 @@ def communication_volume(run: Sizes, stage: int, parameters: ParameterCount | No
             volumes[axis].sent += channels * of_token
     parameters = parameters or rank_parameters(fields, layout, stage, formats.backend)
     bytes_each = formats.gradient + (formats.gathered if formats.distributed else formats.gradient)
+    bytes_each += formats.parameter if formats.layer_wise else 0
     for axis, count in (("dp", parameters.trained_dense), ("edp", parameters.trained_expert)):
         volumes[axis].sent += count * bytes_each * _ring(volumes[axis].group_size)
     if stage == 0:
@@ -81,6 +82,7 @@ def _volumes(layout: ParallelLayout, world_size: int, formats: Formats) -> dict[
     layers = "all-gather and reduce-scatter" if layout.sequence_parallel else "all-reduce"
     gradients = "gradients reduce-scatter, parameters all-gather"
     gradients = gradients if formats.distributed else "gradients all-reduce"
+    gradients += ", parameters broadcast" if formats.layer_wise else ""
     rows = [
         AxisVolume("tp", tp, 1, f"{layers} of activations", True),
         AxisVolume("cp", cp, tp, "keys and values, and their gradients", True),

@@ -23,7 +23,7 @@ _BACKENDS = ("local", "transformer_engine")
 def optimizer_of(model: Mapping[str, Any]) -> str:
     """Return the name in :data:`OPTIMIZERS` of the optimizer that arguments of ``MCoreGPT`` ask for."""
     recipe = model.get("recipe") or {}
-    name = str(recipe.get("optimizer") or "adamw")
+    name = str(recipe.get("optimizer") or "adamw").replace("muon", "muonwithadamw")
     return "sgd_without_momentum" if name == "sgd" and recipe.get("sgd_momentum") == 0 else name
 
 
@@ -36,7 +36,8 @@ class Formats:
     main: int  # bytes of the copy that the optimizer works on; 0 where it works on the parameters
     moments: tuple[int, ...]  # bytes of each moment
     optimizer: str  # A name of :data:`OPTIMIZERS`
-    distributed: bool  # whether the optimizer state is sharded over the data-parallel ranks
+    distributed: bool  # whether the optimizer state is sharded over the data-parallel ranks, by ranges of elements
+    layer_wise: bool = False  # whether it is sharded by whole parameters
     instances: int = 1  # groups of these ranks, each of which holds a whole state
     bucket_size: int | None = None  # elements of a bucket; None for one bucket, 0 for Megatron's default
     large_buckets: bool = False  # ``pad_buckets_for_high_nccl_busbw``
@@ -78,6 +79,7 @@ class Formats:
             moments=moments,
             optimizer=optimizer,
             distributed=bool(strategy.get("use_distributed_optimizer") or ddp.get("use_distributed_optimizer")),
+            layer_wise=bool(strategy.get("use_layer_wise_distributed_optimizer")),
             instances=ddp.get("num_distributed_optimizer_instances") or 1,
             bucket_size=(ddp.get("bucket_size") or 0) if overlaps else None,
             large_buckets=bool(ddp.get("pad_buckets_for_high_nccl_busbw")),

@@ -14,6 +14,7 @@ from typing import Any
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.planning.communication import AxisVolume, communication_volume
+from lightning_mcore.planning.formats import optimizer_of
 from lightning_mcore.planning.grid import GlobalBatch, RankGrid
 from lightning_mcore.planning.machines import Machine
 from lightning_mcore.planning.model import ChunkLayers, GPTFields
@@ -282,8 +283,10 @@ def _of_memory(run: CheckedRun, sizes: Mapping[str, int], most: StagePlan, limit
             " the parallel sizes, recompute activations or lower micro_batch_size (--suggest lists layouts that fit)"
         )
     much = max(GIB, _MUCH_STATE * (limit if limit is not None else needed))
-    if not run.rules.distributed and replicas > 1 and state > much:
+    is_sharded = run.rules.distributed or run.rules.strategy.get("use_layer_wise_distributed_optimizer")
+    if not is_sharded and replicas > 1 and state > much:
+        of_muon = optimizer_of(run.model) == "muonwithadamw"
         yield (
             f"every one of {replicas} replicas holds {state / GIB:.1f} GiB of optimizer state; set"
-            " use_distributed_optimizer=True"
+            f" use_{'layer_wise_' if of_muon else ''}distributed_optimizer=True"
         )

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_mcore.config.layout import ParallelLayout
+from lightning_mcore.optimizer.layer_wise import assign_owners
 from lightning_mcore.planning.activation_memory import Activations
 from lightning_mcore.planning.formats import Formats
 from lightning_mcore.planning.parameters import ParameterTensor, Tensors, rank_tensors
@@ -75,8 +76,10 @@ def state_memory(
             weights += _weight_bytes(buffer, padded, formats)
             gradients += padded * formats.gradient
             of_state = sum(tensor.elements * formats.state_bytes(tensor) for tensor in buffer)
-            # A shard may be all padding but for one that is full.
-            state += min(padded / shards, elements) / elements * of_state
+            if formats.layer_wise:
+                state += _largest_share(buffer, shards, formats)
+            else:  # a shard may be all padding but for one that is full
+                state += min(padded / shards, elements) / elements * of_state
     host = round(state * formats.offloaded)
     return RankMemory(weights, gradients, round(state) - host, host=host)
 
@@ -95,11 +98,22 @@ def _buffers(
 
 def _shards(expert: bool, layout: ParallelLayout, formats: Formats, world_size: int) -> int:
     """Return over how many ranks the optimizer state of a buffer is divided."""
-    if not formats.distributed:
+    if not (formats.distributed or formats.layer_wise):
         return 1
     if expert and layout.expert_model_parallel_size > 1:
         return layout.expert_data_parallel_size(world_size) // formats.instances
     return layout.data_parallel_size(world_size) * layout.context_parallel_size // formats.instances
+
+
+def _largest_share(buffer: Sequence[ParameterTensor], ranks: int, formats: Formats) -> int:
+    """Return the bytes of the state of the rank that owns most of the tensors' state."""
+    # Matrices and the rest are groups of their own, as MuonWithAdamW has them, shared out one after the other.
+    held, loads = [0] * ranks, [0] * ranks
+    for is_linear in (True, False):
+        tensors = [t for t in buffer if t.is_linear == is_linear for _ in range(t.copies)]
+        for tensor, owner in zip(tensors, assign_owners([t.size for t in tensors], loads), strict=True):
+            held[owner] += tensor.size * formats.state_bytes(tensor)
+    return max(held)
 
 
 def _padded(tensors: Sequence[ParameterTensor], shards: int, bucket_size: int | None, large: bool) -> int:

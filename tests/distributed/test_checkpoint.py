@@ -43,6 +43,7 @@ pytestmark = pytest.mark.distributed
 PP2 = {"pipeline_model_parallel_size": 2}
 VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+LAYER_WISE = {"use_layer_wise_distributed_optimizer": True}
 EP2 = {"expert_model_parallel_size": 2, "use_distributed_optimizer": True}
 SHARDED = {"use_distributed_optimizer": True}
 OVERLAPPED = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -449,16 +450,19 @@ EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall", "add_b
 
 
 @pytest.mark.parametrize(
-    ("strategy", "precision"),
+    ("strategy", "precision", "optimizer"),
     [
-        pytest.param(TP2, "32-true", marks=pytest.mark.thorough, id="tp2"),
-        pytest.param(TP2, "bf16-mixed", id="tp2-bf16"),
-        pytest.param(PP2, "bf16-mixed", marks=pytest.mark.thorough, id="pp2-bf16"),
-        pytest.param(EP2, "32-true", id="ep2-sharded"),
+        pytest.param(TP2, "32-true", "adamw", marks=pytest.mark.thorough, id="tp2"),
+        pytest.param(TP2, "bf16-mixed", "adamw", id="tp2-bf16"),
+        pytest.param(PP2, "bf16-mixed", "adamw", marks=pytest.mark.thorough, id="pp2-bf16"),
+        pytest.param(EP2, "32-true", "adamw", id="ep2-sharded"),
+        pytest.param(LAYER_WISE, "bf16-mixed", "muon", id="layer-wise-muon-bf16"),
+        pytest.param(LAYER_WISE, "16-mixed", "adamw", marks=pytest.mark.thorough, id="layer-wise-fp16"),
+        pytest.param(TP2, "32-true", "muon", marks=pytest.mark.thorough, id="tp2-muon"),
     ],
 )
 @on_ranks(2, timeout=120)
-def test_a_gpt_resumes_bit_for_bit(strategy: dict[str, Any], precision: str, tmp_path: Path) -> None:
+def test_a_gpt_resumes_bit_for_bit(strategy: dict[str, Any], precision: str, optimizer: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
     sizes |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     sizes |= EXPERTS if strategy == EP2 else {}
@@ -468,7 +472,10 @@ def test_a_gpt_resumes_bit_for_bit(strategy: dict[str, Any], precision: str, tmp
     for epochs, resume in ((1, None), (2, None), (2, f"{tmp_path}/last.ckpt")):
         pl.seed_everything(1, verbose=False)
         module = MCoreGPT(
-            vocab_size=16, seq_length=8, transformer=sizes, recipe=Recipe(learning_rate=1e-2, min_learning_rate=1e-2)
+            vocab_size=16,
+            seq_length=8,
+            transformer=sizes,
+            recipe=Recipe(learning_rate=1e-2, min_learning_rate=1e-2, optimizer=optimizer),  # type: ignore[arg-type]
         )
         callbacks = [ModelCheckpoint(tmp_path, save_last=True)] if epochs == 1 else []
         arguments = {"accumulate_grad_batches": 2, "max_epochs": epochs, "precision": precision}
@@ -483,7 +490,7 @@ def test_a_gpt_resumes_bit_for_bit(strategy: dict[str, Any], precision: str, tmp
         trainer.fit(module, DataLoader(data, batch_size=2), ckpt_path=resume)  # type: ignore[arg-type]
         losses.append(watch.seen.losses)
     whole, second = losses[1:]
-    assert len(second) == (2 if strategy == EP2 else 4)  # two model copies share the samples
+    assert len(second) == (2 if strategy in (EP2, LAYER_WISE) else 4)  # two model copies share the samples
     assert second == whole[len(second) :]
 
 

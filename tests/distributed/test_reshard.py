@@ -43,12 +43,14 @@ DENSE = (
     Layout(tp=2, sp=True),
     Layout(pp=2, vp=2),
     Layout(cp=2, distributed_optimizer=True),
+    Layout(dp=2, layer_wise=True),
     Layout(tp=2, sp=True, dp=2, pp=2, distributed_optimizer=True),
 )
 EXPERTS = (
     Layout(moe=True),
     Layout(moe=True, dp=2, ep=2),
     Layout(moe=True, dp=2, distributed_optimizer=True),
+    Layout(moe=True, dp=4, ep=2, layer_wise=True),
     Layout(moe=True, tp=2, sp=True, ep=2, etp=1),
     Layout(moe=True, dp=2, pp=2, ep=2, distributed_optimizer=True),
 )
@@ -221,8 +223,8 @@ DELTA_NETS = replace(RECIPE, options=(("num_layers", 2), ("delta_net", DELTA_NET
 KIMI = replace(RECIPE, options=(("num_layers", 2), ("kimi_delta", KIMI_DELTA)))
 
 TABLES = (
-    pytest.param((table("one", "dp2-do", "tp2-sp", "pp2-vp2", "cp2-do"), RECIPE), id="dense"),
-    pytest.param((table("moe", "moe-tp2-sp-ep2-etp1", "moe-dp2-pp2-ep2-do"), RECIPE), id="experts"),
+    pytest.param((table("one", "dp2-do", "tp2-sp", "pp2-vp2", "dp2-lw", "cp2-do"), RECIPE), id="dense"),
+    pytest.param((table("moe", "moe-tp2-sp-ep2-etp1", "moe-dp4-ep2-lw", "moe-dp2-pp2-ep2-do"), RECIPE), id="experts"),
     pytest.param(((Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2)), DELTA_NETS), id="delta-nets"),
     pytest.param(((Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2)), KIMI), id="kimi-delta"),
     pytest.param((DENSE, RECIPE), marks=pytest.mark.thorough, id="dense-all"),
@@ -277,6 +279,7 @@ HALF = (
     Layout(dp=2, distributed_optimizer=True),
     Layout(pp=2, vp=2, dp=2, distributed_optimizer=True, overlap=True),
     Layout(tp=2, sp=True),
+    Layout(dp=2, layer_wise=True),
 )
 
 

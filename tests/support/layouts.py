@@ -30,6 +30,7 @@ class Layout:
         moe: Whether the model is a mixture of experts.
         tied: Whether the output layer shares the embedding's weight.
         distributed_optimizer: Whether optimizer states are sharded over data-parallel ranks.
+        layer_wise: Whether they are sharded by whole parameters instead.
         overlap: Whether gradient reduction, and parameter gathering if sharded, overlap with computation.
         split: ``pipeline_model_parallel_layout`` in Megatron's text form, for an uneven pipeline.
         first: ``num_layers_in_first_pipeline_stage``, for an uneven pipeline.
@@ -49,6 +50,7 @@ class Layout:
     moe: bool = False
     tied: bool = False
     distributed_optimizer: bool = False
+    layer_wise: bool = False
     overlap: bool = False
     split: str | None = None
     first: int | None = None
@@ -80,6 +82,7 @@ class Layout:
         parts += [f"first{self.first}"] if self.first else []
         parts += [f"last{self.last}"] if self.last else []
         parts += ["do"] if self.distributed_optimizer else []
+        parts += ["lw"] if self.layer_wise else []
         parts += ["overlap"] if self.overlap else []
         return "-".join(parts) or "one"
 
@@ -97,6 +100,7 @@ class Layout:
             "expert_tensor_parallel_size": self.etp,
             "sequence_parallel": self.sp,
             "use_distributed_optimizer": self.distributed_optimizer,
+            "use_layer_wise_distributed_optimizer": self.layer_wise,
             "overlap_grad_reduce": self.overlap,
             "overlap_param_gather": self.overlap and self.distributed_optimizer,
         }
