@@ -177,7 +177,7 @@ class MCoreGPT(SpeedLogs):
         if train_only is not None:
             check_train_only(train_only, lora is not None)
         self.recipe = Recipe.of(recipe)
-        self.recipe.check_adapters(self.lora is not None)
+        self.recipe.check_model(self.lora is not None, bool(transformer.get("use_mup")))
         self.save_hyperparameters()
         self.hparams["recipe"] = self.recipe.plain()  # even if a subclass has an argument of this name
         for name in ("vocab_size", "seq_length", "make_vocab_size_divisible_by"):

@@ -141,8 +141,13 @@ class Recipe:
                     f" model.recipe.{field.name}={given!r} would have no effect; leave one of them out"
                 )
 
-    def check_adapters(self, has_adapters: bool) -> None:
-        """Raise ValueError if ``loraplus_lr_ratio`` would have no effect, because the model has no adapters."""
+    def check_model(self, has_adapters: bool, uses_mup: bool) -> None:
+        """Raise ValueError for LoRA+ without adapters, and for muP's learning rates with Muon."""
+        if uses_mup and self.optimizer == "muon":
+            raise ValueError(
+                "optimizer='muon' has no learning rates by width, which use_mup=True needs; choose 'adamw', or set"
+                " use_mup to False"
+            )
         if self.loraplus_lr_ratio is not None and not has_adapters:
             raise ValueError(
                 f"loraplus_lr_ratio={self.loraplus_lr_ratio} is for adapters, and the model has none; give"
@@ -193,7 +198,7 @@ class Recipe:
 
         parameters = sorted(parameters, key=lambda pair: pair[0])
         if self.optimizer == "muon":
-            return self._build_muon(parameters, width_mult)
+            return self._build_muon(parameters)
         if self.loraplus_lr_ratio is not None:
             rates = (self.learning_rate, self.loraplus_lr_ratio, self.weight_decay, self.loraplus_lr_embedding)
             groups = loraplus_groups(parameters, *rates)
@@ -210,11 +215,9 @@ class Recipe:
             return SGD(groups, lr=self.learning_rate, momentum=self.sgd_momentum)
         return AdamW(groups, lr=self.learning_rate, betas=self.betas, eps=self.eps)
 
-    def _build_muon(self, parameters: "list[tuple[str, Parameter]]", width_mult: float) -> "Optimizer":
+    def _build_muon(self, parameters: "list[tuple[str, Parameter]]") -> "Optimizer":
         from lightning_mcore.optimizer.muon import MuonWithAdamW
 
-        if width_mult != 1.0:
-            raise ValueError("optimizer='muon' has no learning rates by width; set use_mup to False, or use 'adamw'")
         matrices: list[Parameter] = []
         others: list[Parameter] = []
         for name, parameter in parameters:

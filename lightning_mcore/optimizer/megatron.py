@@ -187,7 +187,7 @@ class MCoreOptimizer(Optimizer):
 
     @property
     def user_steps_alone(self) -> bool:
-        """Whether the user's ``step`` is all of the step: on all of the model's own parameters, without a loss scale."""
+        """Whether the user's ``step`` is all of the step, on all parameters, and without a loss scale."""
         return not (self.rebuilt or self._has_main_parameters or self.is_shared_out) and self._scaler is None
 
     @property

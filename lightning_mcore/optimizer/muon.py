@@ -30,7 +30,7 @@ from torch.optim import AdamW, Optimizer
 from lightning_mcore.parallel.groups import process_group
 
 if hasattr(torch.optim, "Muon"):  # since torch 2.9
-    from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+    from torch.optim import _muon
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 
@@ -170,8 +170,8 @@ def _orthogonalized(update: Tensor, placement: Placement, group: dict[str, Any])
     done = []
     for matrix in torch.split(by_query_group, rows, dim=1):
         flat = matrix.reshape(-1, matrix.size(2))
-        orthogonal = _zeropower_via_newtonschulz(flat, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        factor = _adjust_lr(1.0, group["adjust_lr_fn"], flat.shape)
+        orthogonal = _muon._zeropower_via_newtonschulz(flat, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        factor = _muon._adjust_lr(1.0, group["adjust_lr_fn"], flat.shape)
         done.append((orthogonal.float() * factor).view_as(matrix))
     result = torch.cat(done, dim=1).view_as(whole)
     if placement.group is None:

@@ -240,9 +240,11 @@ def check_kind(
     fields, name = megatron_fields(user), type(user).__name__
     if distributed and (fields is None or fields["optimizer"] != "adam"):
         because = ", which needs whole matrices" if _is_one_of(user, _WHOLE_MATRICES) else ""
+        can_share = not inline and not _is_one_of(user, _ALL_PARAMETERS)
+        instead = "; set use_layer_wise_distributed_optimizer=True instead, which shards any optimizer"
         raise TypeError(
             "use_distributed_optimizer=True needs torch's Adam or AdamW without amsgrad or maximize; "
-            f"got {name}{because}; set use_layer_wise_distributed_optimizer=True instead, which shards any optimizer"
+            f"got {name}{because}{instead if can_share else ''}"
         )
     if expert_model_parallel_size > 1 and fields is None and not layer_wise:
         raise TypeError(

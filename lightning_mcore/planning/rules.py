@@ -229,7 +229,8 @@ def check_gpt(book: RuleBook, model: Mapping[str, Any]) -> GPTFields | None:
         if name in given:
             book.attempt(require_size, name, given[name])
     recipe = book.check_arguments("field of Recipe", given.get("recipe") or {}, fields_of(Recipe))
-    book.attempt(lambda: Recipe.of(recipe).check_adapters(given.get("lora") is not None))
+    uses_mup = bool((given.get("transformer") or {}).get("use_mup"))
+    book.attempt(lambda: Recipe.of(recipe).check_model(given.get("lora") is not None, uses_mup))
     transformer = given.get("transformer")
     if not isinstance(transformer, Mapping):
         return None

@@ -52,8 +52,6 @@ def check_arguments(
     process_group_backend: str | None,
     timeout: object,
     micro_batch_size: int | None,
-    overlap_p2p_comm: bool | None,
-    microbatch_group_size_per_vp_stage: int | None,
 ) -> None:
     """Reject a wrong type, size or backend among those of the strategy's arguments that no other object checks."""
     require_instance("communication", communication, CommunicationOptions)
@@ -61,11 +59,8 @@ def check_arguments(
     require_instance("checkpoint_io", checkpoint_io, CheckpointIO)
     require_instance("process_group_backend", process_group_backend, str)
     require_instance("timeout", timeout, timedelta)
-    require_flag("overlap_p2p_comm", overlap_p2p_comm, or_none=True)
     if micro_batch_size is not None:
         require_size("micro_batch_size", micro_batch_size)
-    if microbatch_group_size_per_vp_stage is not None:
-        require_size("microbatch_group_size_per_vp_stage", microbatch_group_size_per_vp_stage)
     for part in (process_group_backend or "gloo").split(","):  # such as "gloo" or "cpu:gloo,cuda:nccl"
         backend = part.rpartition(":")[2].lower()
         if backend not in dist.Backend.backend_list or backend == dist.Backend.UNDEFINED:
@@ -77,8 +72,14 @@ def check_arguments(
 
 
 def check_against_layout(strategy: "MCoreStrategy", asked_overlap_p2p_comm: bool | None) -> None:
-    """Reject settings of the schedule and of process groups that the layout has no use for; None is not asked for."""
+    """Reject settings of the schedule and of process groups that are wrong, or for which the layout has no use.
+
+    None is not asked for.
+    """
     layout, gradients, group_size = strategy.layout, strategy.gradients, strategy.microbatch_group_size
+    require_flag("overlap_p2p_comm", asked_overlap_p2p_comm, or_none=True)
+    if group_size is not None:
+        require_size("microbatch_group_size_per_vp_stage", group_size)
     asked = {
         "overlap_p2p_comm": asked_overlap_p2p_comm,
         "microbatch_group_size_per_vp_stage": group_size,

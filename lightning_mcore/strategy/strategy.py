@@ -209,8 +209,6 @@ class MCoreStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             micro_batch_size=micro_batch_size,
-            overlap_p2p_comm=overlap_p2p_comm,
-            microbatch_group_size_per_vp_stage=microbatch_group_size_per_vp_stage,
         )
         self.layout = ParallelLayout(
             tensor_model_parallel_size=tensor_model_parallel_size,

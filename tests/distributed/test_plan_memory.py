@@ -104,6 +104,7 @@ PP: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 VP = PP | {"virtual_pipeline_model_parallel_size": 2}
 CP: dict[str, Any] = {"context_parallel_size": 2}
 SHARDED: dict[str, Any] = {"use_distributed_optimizer": True}
+LAYER_WISE: dict[str, Any] = {"use_layer_wise_distributed_optimizer": True}
 OVERLAPPED = SHARDED | {"overlap_grad_reduce": True, "overlap_param_gather": True}
 EP: dict[str, Any] = {"expert_model_parallel_size": 2}
 
@@ -155,6 +156,10 @@ RUNS: dict[str, LiveRun] = {
     "dense-bf16-true-two-rows": run(precision="bf16-true", rows=2),
     "dense-16": run(precision="16-mixed"),
     "sgd": run(precision="bf16-true", recipe={"optimizer": "sgd"}),
+    "dp2-layer-wise-muon-bf16": run(
+        world=2, strategy=LAYER_WISE, precision="bf16-mixed", recipe={"optimizer": "muon"}, microbatches=2
+    ),
+    "ep2-layer-wise-muon": run(MOE, 2, EP | LAYER_WISE, recipe={"optimizer": "muon"}, microbatches=2),
     "wide-and-long": run(DENSE | {"hidden_size": 128, "ffn_hidden_size": 320, "num_layers": 6}, seq_length=512),
     "large-vocabulary": run(precision="bf16-mixed", vocab_size=8000),
     "chunks": run(vocab_size=8000, strategy={"loss_chunk_size": 64}),

@@ -370,11 +370,25 @@ class TwoOptimizers(PlainNet):
         return [torch.optim.AdamW(layer.parameters()) for layer in (self.net[0], self.net[2])]
 
 
+class ByAll(torch.optim.SGD):
+    """Steps by the norm over all parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        result = None if closure is None else closure()
+        norm = torch.stack([p.grad.norm() for group in self.param_groups for p in group["params"]]).norm()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad / norm)
+        return result
+
+
 def muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.1)
 
 
 SHARDED = {"use_distributed_optimizer": True}
+LAYER_WISE = {"use_layer_wise_distributed_optimizer": True}
 
 AFTER_BUILDING: dict[str, Case] = {
     "forgot-pp": Case(strategy={PP: 2}, module=Forgot),
@@ -392,6 +406,8 @@ AFTER_BUILDING: dict[str, Case] = {
     "two-models": Case(module=Two),
     "ungrouped": Case(module=Partial),
     "lbfgs": Case(strategy=SHARDED, module=partial(PlainNet, torch.optim.LBFGS), error=TypeError),
+    "layers-of-a-plain-module": Case(strategy=LAYER_WISE, module=PlainNet),
+    "step-by-all-of-layers": Case(strategy=LAYER_WISE, module=partial(StagedNet, ByAll), error=TypeError),
     "sgd": Case(strategy=SHARDED, module=partial(PlainNet, partial(torch.optim.SGD, lr=0.1)), error=TypeError),
     "amsgrad-of-a-group": Case(strategy=SHARDED, module=partial(PlainNet, amsgrad_in_a_group), error=TypeError),
     "adafactor-of-split-matrices": Case(

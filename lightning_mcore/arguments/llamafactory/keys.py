@@ -223,8 +223,8 @@ _KERNELS = "replaces layers of transformers, and Megatron's are used"
 _ASFT = "needs a second model in memory; use_dft_loss is its other part"
 _EAFT = "weighs tokens by the entropy of their logits, and Megatron returns only the loss of each token"
 _MUON = (
-    "treats queries, keys and values as separate matrices, and Megatron keeps them in one; in Python, MuonWithAdamW "
-    "trains that matrix, without tensor parallelism and the distributed optimizer"
+    "takes gate and up as separate matrices, and Megatron keeps them in one; Recipe(optimizer='muon') trains that"
+    " matrix with Muon, in Python or from a LightningCLI file"
 )
 _SWANLAB = "belongs to SwanLab; choose report_to: tensorboard or wandb"
 _TOKENS = "changes the vocabulary, which model_name_or_path defines; change tokenizer and model before the run"

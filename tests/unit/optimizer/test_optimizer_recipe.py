@@ -91,6 +91,7 @@ def test_sgd_and_its_momentum_and_the_eps_of_adamw() -> None:
         {"min_learning_rate": -1.0},
         {"betas": (0.9, 0.95, 0.99)},
         {"loraplus_lr_ratio": 0},
+        {"loraplus_lr_ratio": 16, "optimizer": "muon"},
     ],
 )
 def test_what_contradicts_itself_is_refused(arguments: dict[str, Any]) -> None:
@@ -98,10 +99,30 @@ def test_what_contradicts_itself_is_refused(arguments: dict[str, Any]) -> None:
         Recipe(**arguments)
 
 
-def test_the_rate_of_adapters_needs_adapters() -> None:
+def test_a_recipe_that_does_not_fit_the_model_is_refused() -> None:
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     with refuses(ValueError, "loraplus_lr_ratio=16"):
         MCoreGPT(32, 8, sizes, recipe=Recipe(loraplus_lr_ratio=16))
+    with refuses(ValueError, "optimizer='muon'", "use_mup=True"):
+        MCoreGPT(32, 8, {**sizes, "use_mup": True}, recipe=Recipe(optimizer="muon"))
+
+
+def test_muon_trains_the_matrices_inside_the_layers_at_the_rate_of_adamw() -> None:
+    trainer = cast(Any, SimpleNamespace(estimated_stepping_batches=10))
+    ends = [("embedding.word_embeddings.weight", nn.Parameter(torch.zeros(4, 2)))]
+    ends += [("output_layer.weight", nn.Parameter(torch.zeros(4, 2)))]
+    ends[-1][1].is_embedding_or_output_parameter = True  # type: ignore[attr-defined]  # as Megatron marks it
+    inside = [(f"decoder.{name}", p) for name, p in nn.Linear(2, 2).named_parameters()]
+    muon = cast(Any, Recipe(optimizer="muon", learning_rate=2e-3).build([*ends, *inside], trainer))["optimizer"]
+    of_muon, matrices, vectors = muon.param_groups
+    assert [group["params"] for group in (of_muon, matrices, vectors)] == [
+        [inside[0][1]],
+        [parameter for _, parameter in ends],
+        [inside[1][1]],
+    ]
+    assert [group["weight_decay"] for group in muon.param_groups] == [0.1, 0.1, 0.0]
+    assert {group["initial_lr"] for group in muon.param_groups} == {2e-3}
+    assert of_muon["adjust_lr_fn"] == "match_rms_adamw"
 
 
 @pytest.mark.parametrize(

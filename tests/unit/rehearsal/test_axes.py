@@ -58,6 +58,7 @@ RUNS: dict[str, dict[str, Any]] = {
 # Runs of other modules; paths in braces are folders of tiny Hugging Face models.
 OTHERS: dict[str, Callable[..., Any]] = {
     "muon": partial(gpt_run, kind=WithMuon),
+    "tp2-dp2-layer-wise-muon": partial(gpt_run, 4, kind=WithMuon, **TP2, use_layer_wise_distributed_optimizer=True),
     "reference-model": partial(gpt_run, model={"preference": {"loss": "sigmoid"}}, transformer=GATED),
     "cp2-packed": partial(gpt_run, 2, packed=True, context_parallel_size=2),
     "gpt-oss": partial(gpt_run, folder="{gpt_oss}", model=ALLTOALL),
@@ -93,7 +94,7 @@ OPTIONS = {
     "distributed optimizer, overlap": ("dp2-overlaps", "tp2-pp2-dp4-overlaps"),
     "`32-true`, `bf16-mixed`": ("fp32", "bf16-true"),
     "`16-mixed`, `16-true`": ("fp16",),
-    "other torch optimizers, `Muon": ("muon",),
+    "other torch optimizers, `Muon": ("muon", "tp2-dp2-layer-wise-muon"),
     "modules that wrap a Hugging": ("hf_model", "hf_model-tp2", "hf_model-generation"),
     "multi-latent attention": ("latent-attention",),
     "multi-token prediction": ("multi-token",),

@@ -38,6 +38,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch._library.custom_ops import CustomOpDef
 from torch.distributed import distributed_c10d
 from torch.jit import _builtins
+from torch.optim import _muon
 from transformers import Qwen3VLProcessor
 
 from lightning_mcore.strategy import LIGHTNING, check_lightning
@@ -49,6 +50,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_C": torch,
     "_accelerator_connector": pl.Trainer,
     "_active_loop": pl.Trainer,
+    "_adjust_lr": _muon,
     "_amp_foreach_non_finite_check_and_unscale_": torch,
     "_copy_main_params_to_model_params": Float16OptimizerWithFloat16Params,
     "_foreach_mul_": torch,
@@ -134,6 +136,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_update_count": torchmetrics.Metric,
     "_version": torch.Tensor,
     "_world": distributed_c10d,
+    "_zeropower_via_newtonschulz": _muon,
 }
 OF_TRANSFORMER_ENGINE = {
     "_amax_columnwise",
