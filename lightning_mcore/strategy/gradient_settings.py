@@ -32,10 +32,10 @@ class GradientSettings:
     """The strategy's arguments on gradients; None leaves a setting to ``ddp_config`` or Megatron's default."""
 
     use_distributed_optimizer: bool | None = None
-    use_layer_wise_distributed_optimizer: bool = False
     overlap_grad_reduce: bool | None = None
     overlap_param_gather: bool | None = None
     ddp_config: DistributedDataParallelConfig | None = field(default=None)
+    use_layer_wise_distributed_optimizer: bool = False
     align_grad_reduce: bool = False  # with overlap in a pipeline: reduce on all stages at the same time
 
     def __post_init__(self) -> None:
