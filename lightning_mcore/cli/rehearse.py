@@ -20,10 +20,11 @@ from typing import Any
 from lightning_mcore.cli.command import DONE, CommandParser, find_modules_here, run_command
 from lightning_mcore.cli.plan import add_run_options, read_run
 from lightning_mcore.planning.machines import MACHINES, machine_named, parse_memory
+from lightning_mcore.planning.model import backend_of
 from lightning_mcore.planning.plan import make_plan
 from lightning_mcore.rehearsal import rehearse
 from lightning_mcore.rehearsal.report import rehearsal_text
-from lightning_mcore.rehearsal.settings import build_of
+from lightning_mcore.rehearsal.settings import build_of, layers_of
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -45,7 +46,7 @@ def _parser() -> CommandParser:
     add_run_options(parser)
     add = parser.add_argument
     add("--rank", type=int, metavar="R", help="the rank to play (default: the first, middle and last pipeline stage)")
-    add("--device", choices=sorted(MACHINES), default="h100", help="device for the memory (default: h100)")
+    add("--device", choices=sorted(MACHINES), default="h100", help="device to play (default: h100)")
     add("--memory", metavar="80GB", help="memory of a device (default: as --device has)")
     add(
         "--assume",
@@ -86,21 +87,21 @@ def _rehearse(options: dict[str, Any], words: Sequence[str], parser: CommandPars
         print(f"{time.monotonic() - begun:5.0f} s  rank {rank}: {what}", file=sys.stderr)
 
     assume = assumed_values(options["assume"])
-    build, layout = build_of(settings, devices, per_node)
+    (build, layout), layers = build_of(settings, devices, per_node), layers_of(settings.model)
     if options["rank"] is not None:
         layout.coordinates(options["rank"], devices)  # raises for a rank outside the world
     ranks = None if options["rank"] is None else [options["rank"]]
-    found = rehearse(build, ranks, per_node, memory, progress, assume)
-    plan = make_plan(settings, devices, per_node, machine, memory, "local")  # the layers that were played
+    found = rehearse(build, ranks, per_node, memory, progress, assume, options["device"])
+    plan = make_plan(settings, devices, per_node, machine, memory, layers)
     planned = {stage.stage: stage.memory.total for stage in plan.stages}
     if options["json"]:
         shown = {**found.to_dict(), "planned_bytes": {str(stage): total for stage, total in planned.items()}}
         print(json.dumps(shown, indent=2))
     else:
         print(rehearsal_text(found, planned))
-        if (settings.model.get("transformer_impl") or "auto") == "auto":
+        if layers == "local" and backend_of(settings.model, "cuda") != "local":
             print(
                 "assumed: the torch backend, which transformer_impl='auto' takes where TransformerEngine is not"
-                " installed; lightning-mcore plan estimates TransformerEngine's layers"
+                " installed; to rehearse TransformerEngine's layers, install lightning-mcore[te-cpu]"
             )
     return DONE

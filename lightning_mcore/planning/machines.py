@@ -33,6 +33,7 @@ class Machine:
     peak: dict[str, float]  # operations per second by number format: ``bf16``, ``fp8``, ``fp32`` (TF32)
     nvlink: float  # bytes per second that it sends to devices of its node
     network: float  # bytes per second that it sends to other nodes
+    capability: tuple[int, int]  # CUDA's compute capability
 
     def link(self, stride: int, size: int, devices_per_node: int) -> float:
         """Return the bandwidth of a group in bytes per second: NVLink's if the group lies within a node."""
@@ -46,10 +47,10 @@ class Machine:
 
 
 MACHINES: dict[str, Machine] = {
-    "a100": Machine("a100", 80e9, {"bf16": 312e12, "fp32": 156e12}, 300e9, 25e9),
-    "h100": Machine("h100", 80e9, {"bf16": 989e12, "fp8": 1979e12, "fp32": 495e12}, 450e9, 50e9),
-    "h200": Machine("h200", 141e9, {"bf16": 989e12, "fp8": 1979e12, "fp32": 495e12}, 450e9, 50e9),
-    "b200": Machine("b200", 180e9, {"bf16": 2250e12, "fp8": 4500e12, "fp32": 1125e12}, 900e9, 50e9),
+    "a100": Machine("a100", 80e9, {"bf16": 312e12, "fp32": 156e12}, 300e9, 25e9, (8, 0)),
+    "h100": Machine("h100", 80e9, {"bf16": 989e12, "fp8": 1979e12, "fp32": 495e12}, 450e9, 50e9, (9, 0)),
+    "h200": Machine("h200", 141e9, {"bf16": 989e12, "fp8": 1979e12, "fp32": 495e12}, 450e9, 50e9, (9, 0)),
+    "b200": Machine("b200", 180e9, {"bf16": 2250e12, "fp8": 4500e12, "fp32": 1125e12}, 900e9, 50e9, (10, 0)),
 }
 
 _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}

@@ -37,8 +37,9 @@ from lightning_mcore.parallel.pipeline import Pipeline
 
 _ALLOCATED = 512  # bytes of which PyTorch's CUDA allocator hands out multiples
 _REAL_COPY = 2**20  # bytes up to which a copy to the host gets (assumed) values
-_OF_OTHERS = ("/torch/", "/contextlib.py", "/lightning_mcore/rehearsal/", "/functools.py")
-_OF_LIBRARIES = ("/site-packages/", "/lightning_mcore/", "/megatron/core/")  # Megatron may be a checkout
+_OF_OTHERS = ("/torch/", "/contextlib.py", "/lightning_mcore/rehearsal/", "/lightning_mcore/te_cpu/", "/functools.py")
+# Megatron may be a checkout
+_OF_LIBRARIES = ("/site-packages/", "/lightning_mcore/", "/megatron/core/", "/transformer_engine/")
 # Functions that do not get 1 for what they read: whether gradients have overflowed, and whether a metric has seen NaNs
 _ANSWERS = {"_unscale_main_grads_and_check_for_nan": 0, "_cast_and_nan_check_input": 0}
 
@@ -101,6 +102,7 @@ class Memory:
 class _Storage:
     size: int
     holder: tuple[str, str]
+    is_counted: bool = True
 
 
 class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -126,6 +128,7 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.selected: int | None = None  # how many elements masks select now
         self.is_stepping = False  # inside the optimizer
         self._storages: Any = WeakIdKeyDictionary()  # storage: _Storage
+        self._in_kernel: list[_Storage] | None = None  # what the kernel that runs has made so far
         self._modules: list[str] = []
         self._names: dict[int, str] = {}
         self._hooks: list[Any] = []
@@ -171,8 +174,8 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def claim(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Say what tensors are, such as ``weights``, however they came to be."""
-        for tensor in tensors:
-            known = self._storages.get(tensor.untyped_storage()) if isinstance(tensor, FakeTensor) else None
+        for tensor in (part for item in tensors for part in _parts(item)):
+            known = self._storages.get(tensor.untyped_storage())
             if known is not None and known.holder[1] != kind:
                 self.memory.held[known.holder] -= known.size
                 known.holder = ("", kind)
@@ -183,6 +186,8 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return args[0].fake_device  # a fake tensor asks for its device this way
+        if any(kind is not Tensor and not issubclass(kind, FakeTensor) for kind in types):
+            return NotImplemented  # a quantized tensor, which calls operators on its parts
         kwargs = kwargs or {}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}  # real memory can be pinned only with a real GPU
@@ -195,10 +200,12 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten._local_scalar_dense.default:
             return self._read(args[0])
         if func is aten.equal.default:
-            return bool(self._assumed("compares values"))
+            return _is_same(*args) or bool(self._assumed("compares values"))
         self.operators += not func.is_view
         if func in (aten.copy_.default, aten._to_copy.default):
             return self._copy(func, args, kwargs)
+        if func is aten.empty_like.default and torch.device(device or "cuda").type == "cpu" and _is_small(args[0]):
+            return torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)  # to be read on the host
         func, args, kwargs = self._with_assumed_count(func, args, kwargs)
         with self.fake:
             output = func(*args, **kwargs)
@@ -213,8 +220,11 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             size = -(-storage.nbytes() // _ALLOCATED) * _ALLOCATED
             known = self._storages.get(storage)
             if known is None:
-                known = self._storages[storage] = _Storage(size, self._holder())
-                self.memory.add(size, known.holder)
+                known = self._storages[storage] = _Storage(size, self._holder(), is_counted=self._in_kernel is None)
+                if self._in_kernel is None:
+                    self.memory.add(size, known.holder)
+                else:
+                    self._in_kernel.append(known)
                 weakref.finalize(storage, self._free, known).atexit = False
             elif size != known.size:
                 self._resize(known, size)
@@ -225,7 +235,24 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.memory.add(size, known.holder)
 
     def _free(self, known: _Storage) -> None:
-        self.memory.free(known.size, known.holder)
+        if known.is_counted:
+            self.memory.free(known.size, known.holder)
+        known.size = 0
+
+    def in_kernel(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a kernel in plain PyTorch as the one operator that a GPU has: only what it leaves behind is counted."""
+        if self._in_kernel is not None:  # of another kernel
+            return kernel(*args, **kwargs)
+        self._in_kernel, before = [], self.operators
+        try:
+            with torch.device("cuda", torch.cuda.current_device()):
+                return kernel(*args, **kwargs)
+        finally:
+            made, self._in_kernel, self.operators = self._in_kernel, None, before + 1
+            for known in made:
+                if known.size:
+                    known.is_counted = True
+                    self.memory.add(known.size, known.holder)
 
     def resize_storage(self, resize: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``UntypedStorage.resize_``, which no operator does."""
@@ -254,7 +281,7 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             dtype = (kwargs.get("dtype") or source.dtype) if is_new else args[0].dtype
             if not is_new and not isinstance(args[0], FakeTensor):
                 return args[0].fill_(value)
-            if is_new and source.numel() * dtype.itemsize <= _REAL_COPY:
+            if is_new and _is_small(source):
                 known = self.known.get(source)
                 return torch.full(source.shape, value, dtype=dtype) if known is None else known.to(dtype)
         with self.fake:
@@ -294,6 +321,8 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _assumed(self, what: str, value: float | None = None) -> float:
         """Count a wait that depends on values, and return what they are assumed to be."""
+        if self._in_kernel is not None:
+            return 0  # sequences without tokens, and flags that are not set
         frame = _caller()
         self._wait_at(frame, what)
         given = self._given(frame) if value is None else value
@@ -307,7 +336,8 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._wait_at(_caller(), what)
 
     def _wait_at(self, frame: Any, what: str) -> None:
-        self.waits[f"{_place(frame)} {frame.f_code.co_name}", what] += 1
+        if self._in_kernel is None:
+            self.waits[f"{_place(frame)} {frame.f_code.co_name}", what] += 1
 
     def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func._schema.name.removeprefix("c10d::")
@@ -353,6 +383,23 @@ def _tensors(items: Iterable[Any]) -> Iterator[Tensor]:
             yield item
         elif isinstance(item, list | tuple):
             yield from _tensors(item)
+
+
+def _parts(tensor: Any) -> Iterator[Tensor]:
+    """Yield a fake tensor, or those that a quantized tensor consists of."""
+    for item in (tensor,) if isinstance(tensor, FakeTensor) else vars(tensor).values():
+        if isinstance(item, FakeTensor):
+            yield item
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same memory, which PyTorch then does not read to compare them."""
+    known = [(it.untyped_storage()._cdata, it.storage_offset(), it.shape, it.stride()) for it in (one, other)]
+    return known[0] == known[1]
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() <= _REAL_COPY
 
 
 def _is_mask(item: Any) -> bool:

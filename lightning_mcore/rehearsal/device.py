@@ -37,7 +37,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_mcore.parallel import consensus, groups, stage_shapes
 from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.planning.machines import Machine
 from lightning_mcore.rehearsal.counts import Counts
+from lightning_mcore.rehearsal.engine import of_engine
 
 _OPTIONS: Any = FakeProcessGroup.Options
 
@@ -48,14 +50,14 @@ def fake_cuda(
     rank: int,
     world_size: int,
     devices_per_node: int,
-    memory: int,
+    machine: Machine,
     answers: "Answers",
     assume: Mapping[str, float] | None = None,
 ) -> Iterator[Counts]:
     """Play a rank inside the ``with`` block, and count what it does.
 
-    ``memory`` is what a device has, in bytes; ``answers`` are the objects that other ranks send; ``assume`` is
-    as in :class:`Counts`.
+    ``machine`` is what a device seems to be; ``answers`` are the objects that other ranks send; ``assume`` is as in
+    :class:`Counts`.
     """
     local = rank % devices_per_node
     ctypes.CDLL(str(library)).fake_cuda_guard(local)
@@ -74,11 +76,12 @@ def fake_cuda(
     os.environ.update(environment)
     with contextlib.ExitStack() as stack:
         table = [
-            *_of_cuda(counts, local, devices_per_node, memory),
+            *_of_cuda(counts, local, devices_per_node, machine),
             *_of_tensors(counts),
             *_of_experts(counts),
             *_of_groups(answers),
             *_of_stages(counts, answers),
+            *of_engine(counts),
         ]
         for owner, name, replacement in table:
             stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
@@ -117,12 +120,14 @@ class _Stream:
         return 0.0
 
 
-def _of_cuda(counts: Counts, local: int, devices: int, memory: int) -> list[tuple[Any, str, Any]]:
+def _of_cuda(counts: Counts, local: int, devices: int, machine: Machine) -> list[tuple[Any, str, Any]]:
     """Return ``(owner, attribute, replacement)`` for the names of ``torch.cuda`` that a run asks."""
     cuda, state = torch.cuda, torch.get_rng_state()
+    memory, (major, minor) = int(machine.memory), machine.capability
     device = SimpleNamespace(
-        name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132, total_memory=memory, uuid="0"
-    )
+        name=f"NVIDIA {machine.name.upper()}", major=major, minor=minor, multi_processor_count=132, total_memory=memory,
+        uuid="0",
+    )  # fmt: skip
 
     def synchronize(*args: Any, **kwargs: Any) -> None:
         counts.wait("synchronizes")
@@ -140,7 +145,7 @@ def _of_cuda(counts: Counts, local: int, devices: int, memory: int) -> list[tupl
         (cuda, "current_device", _returns(local)),
         (cuda, "set_device", _returns(None)),
         (cuda, "get_device_properties", _returns(device)),
-        (cuda, "get_device_capability", _returns((device.major, device.minor))),
+        (cuda, "get_device_capability", _returns(machine.capability)),
         (cuda, "get_device_name", _returns(device.name)),
         (cuda, "is_bf16_supported", _returns(True)),
         (cuda, "synchronize", synchronize),

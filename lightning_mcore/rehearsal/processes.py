@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
 
 from lightning_mcore.parallel.megatron_import import import_megatron
 from lightning_mcore.parallel.rank_watch import SET_PARENT_DEATH_SIGNAL
+from lightning_mcore.planning.machines import Machine
 from lightning_mcore.rehearsal.counts import short
 from lightning_mcore.rehearsal.library import fake_cuda_library
 from lightning_mcore.rehearsal.rank import Build, RankReport, World, play, world_of
@@ -52,7 +53,7 @@ class Job:
     build: Build
     ranks: tuple[int, ...] | None
     devices_per_node: int
-    memory: int  # bytes of a device
+    machine: Machine  # what a device seems to be
     assume: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -116,7 +117,7 @@ def _serve(jobs: Sequence[Job], library: Path, sender: Connection) -> None:
 
 def _rehearsed(job: Job, library: Path, progress: Progress) -> Played | Failure:
     with tempfile.TemporaryDirectory() as folder:
-        [world] = _forked({0: lambda _: world_of(job.build, library, job.devices_per_node)}, progress)
+        [world] = _forked({0: lambda _: world_of(job.build, library, job.devices_per_node, job.machine)}, progress)
         if isinstance(world, Failure):
             return world
         try:
@@ -127,7 +128,7 @@ def _rehearsed(job: Job, library: Path, progress: Progress) -> Played | Failure:
 
         def played(rank: int) -> Callable[[Callable[[str], None]], RankReport]:
             store = dist.FileStore(os.path.join(folder, "store"), -1)  # type: ignore[attr-defined]
-            return lambda say: play(job.build, world, rank, together, store, library, job.memory, job.assume, say)
+            return lambda say: play(job.build, world, rank, together, store, library, job.machine, job.assume, say)
 
         reports = _forked({rank: played(rank) for rank in together}, progress)
     failures = [report for report in reports if isinstance(report, Failure)]

@@ -18,6 +18,7 @@ from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.optimizer.parts import optimizer_parts
 from lightning_mcore.parallel.groups import Axis, process_group
+from lightning_mcore.planning.machines import Machine
 from lightning_mcore.rehearsal.counts import Counts
 from lightning_mcore.rehearsal.device import Answers, fake_cuda
 from lightning_mcore.strategy.strategy import MCoreStrategy
@@ -140,6 +141,8 @@ class _Phases(Callback):
             self.counts.claim(chunk.parameters(), "weights")
             self.counts.claim((item.grad for item in chunk.parameters() if item.grad is not None), "gradients")
             self.counts.claim(chunk.buffers(), "buffers")
+            for module in chunk.modules():
+                self.counts.claim(getattr(module, "_fp8_workspaces", {}).values(), "weights in 8 bits")
         for chunk in chunks.ddp:
             for buffer in (*getattr(chunk, "buffers", ()), *getattr(chunk, "expert_parallel_buffers", ())):
                 self.counts.claim([buffer.grad_data], "gradients")
@@ -257,9 +260,9 @@ class World:
         return tuple(dict.fromkeys([*ranks, *ends]))
 
 
-def world_of(build: Build, library: Path, devices_per_node: int) -> World:
+def world_of(build: Build, library: Path, devices_per_node: int, machine: Machine) -> World:
     """Make the Trainer of a run, as rank 0 does, and return its world."""
-    with fake_cuda(library, 0, 1, devices_per_node, 0, Answers()):
+    with fake_cuda(library, 0, 1, devices_per_node, machine, Answers()):
         trainer, _, _ = build()
         strategy = trainer.strategy
         if not isinstance(strategy, MCoreStrategy):
@@ -277,14 +280,14 @@ def play(
     together: tuple[int, ...],
     store: Any,
     library: Path,
-    memory: int,
+    machine: Machine,
     assume: Mapping[str, float],
     progress: Progress,
 ) -> RankReport:
     """Run a fit as one rank of a world; ``together`` are the ranks that are played at the same time."""
     begun = time.monotonic()
     answers = Answers(store, rank, together)
-    with fake_cuda(library, rank, world.size, world.devices_per_node, memory, answers, assume) as counts:
+    with fake_cuda(library, rank, world.size, world.devices_per_node, machine, answers, assume) as counts:
         progress("setup")
         trainer, module, data = build()
         phases = _Phases(counts, progress)

@@ -17,9 +17,10 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from lightning_mcore.planning.machines import machine_named
 from lightning_mcore.rehearsal.processes import Failure, Job, run_jobs
 from lightning_mcore.rehearsal.rank import Build, RankReport
 from lightning_mcore.rehearsal.report import rehearsal_text
@@ -53,9 +54,10 @@ def rehearse(
     build: Build,
     ranks: Sequence[int] | None = None,
     devices_per_node: int = 8,
-    memory: float = 80e9,
+    memory: float | None = None,
     progress: Callable[[int, str], None] | None = None,
     assume: Mapping[str, float] | None = None,
+    device: str = "h100",
 ) -> Rehearsal:
     """Play ranks of a run on fake GPUs: two optimizer steps, a validation batch, and the state of a save.
 
@@ -65,10 +67,11 @@ def rehearse(
             importable; in a script, call ``rehearse`` under ``if __name__ == "__main__"``.
         ranks: The ranks to play; None for the first, middle and last pipeline stage.
         devices_per_node: GPUs that a node seems to have.
-        memory: Bytes that a GPU seems to have.
+        memory: Bytes that a GPU seems to have; None for those of ``device``.
         progress: Called with a rank and what it begins.
         assume: What a line of the module reads from the GPU, by ``"file.py:line"``, or how many elements it selects;
             other lines read 1, and may not select.
+        device: What GPU it seems to be: ``"a100"``, ``"h100"``, ``"h200"`` or ``"b200"``.
 
     Raises:
         ValueError: A setting of the run is wrong, a rank is outside the world, the data is too short, or a line of
@@ -76,7 +79,9 @@ def rehearse(
         RuntimeError: There is no compiler, or the run does something that fake tensors cannot do.
     """
     begun = time.monotonic()
-    job = Job(build, None if ranks is None else tuple(ranks), devices_per_node, int(memory), dict(assume or {}))
+    machine = machine_named(device)
+    machine = replace(machine, memory=machine.memory if memory is None else memory)
+    job = Job(build, None if ranks is None else tuple(ranks), devices_per_node, machine, dict(assume or {}))
     [found] = run_jobs([job], progress or (lambda rank, what: None))
     if isinstance(found, Failure):
         kind = ValueError if found.is_wrong_input else RuntimeError

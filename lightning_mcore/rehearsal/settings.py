@@ -21,8 +21,10 @@ from lightning_mcore.models.distillation import MCoreDistillation
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.models.vision import MCoreVisionGPT
+from lightning_mcore.planning.model import backend_of
 from lightning_mcore.planning.rules import check_run
 from lightning_mcore.rehearsal.rank import STEPS, Build
+from lightning_mcore.te_cpu.load import is_prepared
 
 _OF_TRAINER = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "max_steps", "max_epochs")
 
@@ -79,6 +81,11 @@ def batch_with_images(vision: Vision, rows: int, length: int, image_tokens: int,
     }
 
 
+def layers_of(model: Mapping[str, Any]) -> str:
+    """Return the layers that are rehearsed for arguments of ``MCoreGPT``: a GPU's, if TransformerEngine is here."""
+    return backend_of(model, "cuda" if is_prepared() else "cpu")
+
+
 def build_of(settings: RunSettings, devices: int, devices_per_node: int) -> tuple[Build, ParallelLayout]:
     """Return what builds the run of a file, for ``rehearse``, and its layout.
 
@@ -100,10 +107,11 @@ def build_of(settings: RunSettings, devices: int, devices_per_node: int) -> tupl
             )
     if run.device_type == "cpu":
         raise ValueError("accelerator='cpu' has no GPU to rehearse; set trainer.accelerator to 'gpu'")
-    if run.rules.computes_in_fp8 or run.model.get("transformer_impl") == "transformer_engine":
-        raise ValueError(
-            "layers of TransformerEngine, and so FP8, cannot be rehearsed, because their kernels need values; set"
-            " model.transformer_impl to 'local' and leave fp8_recipe out"
+    needs_engine = run.rules.computes_in_fp8 or run.model.get("transformer_impl") == "transformer_engine"
+    if needs_engine and not is_prepared():
+        raise ModuleNotFoundError(
+            "layers of TransformerEngine, and so FP8, are rehearsed with its Python code, which is not installed;"
+            " install lightning-mcore[te-cpu], or set model.transformer_impl to 'local' and leave fp8_recipe out"
         )
     accumulated = settings.trainer.get("accumulate_grad_batches") or 1
     rows = run.batch.rows // (run.batch.data_parallel_size * accumulated)

@@ -5,6 +5,7 @@ Positions and names of arguments are those of the compiled module. A missing ker
 it is looked up, because TransformerEngine names kernels that a run never uses. ``load.py`` puts the module in place.
 """
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -56,6 +57,9 @@ _ABSENT = {
     " thd_sequence_order_to_cp_rank_order",
 }
 
+around: Callable[..., Any] | None = None
+"""If set: calls each kernel, as ``around(name, kernel, *args, **kwargs)``."""
+
 ABSENT = frozenset(name for names in _ABSENT.values() for name in names.split())
 """Names that raise when they are called."""
 
@@ -77,6 +81,11 @@ class Refused:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raise NotImplementedError."""
+        if around is not None:
+            return around(self._name, self._refuse, *args, **kwargs)
+        return self._refuse()
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
             f"TransformerEngine's kernel {self._name!r} is not available on the CPU; leave out what asks for it, or run"
             " on a CUDA device"
@@ -89,10 +98,21 @@ class Refused:
         return Refused(f"{self._name}.{name}")
 
 
+def _kernel(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is called by :data:`around`, if that is set."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if around is None else around(name, function, *args, **kwargs)
+
+    return call
+
+
 def refusing_module(name: str, functions: dict[str, Callable[..., Any]]) -> types.ModuleType:
     """Return a module with these functions, in which every other name raises when it is called."""
     module = types.ModuleType(name)
-    module.__dict__.update(functions)
+    for key, function in functions.items():
+        module.__dict__[key] = _kernel(key, function) if isinstance(function, types.FunctionType) else function
 
     def missing(attribute: str) -> Any:
         if attribute.startswith("__"):

@@ -34,7 +34,6 @@ from lightning_mcore.te_cpu.casts import (
 )
 from lightning_mcore.te_cpu.enums import TORCH_DTYPES, DType
 
-_CPU = torch.device("cpu")
 _BLOCK = 32  # values of mxfp8 that share a scale
 observer: Callable[[Any, Tensor, Any], None] | None = None
 """If set: called after each cast, with the quantizer, the fp32 values and the quantized tensor."""
@@ -104,7 +103,7 @@ def _empty(quantizer: Any, shape: tuple[int, ...], dtype: torch.dtype, internal:
     if internal:
         tensor = storage(**fields, **({"fake_dtype": dtype} if "fake_dtype" in accepted else {}))
     else:
-        tensor = getattr(module, kind)(shape=shape, dtype=dtype, device=_CPU, **fields)
+        tensor = getattr(module, kind)(shape=shape, dtype=dtype, device=torch.get_default_device(), **fields)
     _allocate(tensor, quantizer, shape)
     return tensor
 

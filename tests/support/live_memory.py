@@ -118,11 +118,13 @@ class Rows(Dataset[dict[str, Tensor]]):
 class LiveBytes(TorchDispatchMode):
     """Counts the memory of tensors that operators return, from then until it is given back, whoever does that.
 
-    PyTorch's profiler would not do: it does not see what the threads of a process group give back.
+    PyTorch's profiler would not do: it does not see what the threads of a process group give back. Each piece of memory
+    is rounded up to a multiple of ``unit`` bytes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unit: int = 1) -> None:
         super().__init__()
+        self.unit = unit
         self.now = self.peak = 0
         there = (tensor.untyped_storage() for tensor in gc.get_objects() if type(tensor) in (Tensor, Parameter))
         self._seen = WeakIdKeyDictionary(dict.fromkeys(there, True))
@@ -136,9 +138,10 @@ class LiveBytes(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         self._seen[storage] = True
-        self.now += storage.nbytes()
+        size = -(-storage.nbytes() // self.unit) * self.unit
+        self.now += size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._give_back, storage.nbytes())
+        weakref.finalize(storage, self._give_back, size)
 
     def _give_back(self, size: int) -> None:
         self.now -= size

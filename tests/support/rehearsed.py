@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_mcore import MCoreGPT, MCorePreference, MCoreStrategy, MuonWithAdamW
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.hf import adapters
+from lightning_mcore.planning.machines import MACHINES
 from lightning_mcore.rehearsal.processes import Job
 from lightning_mcore.rehearsal.settings import build_of
 from lightning_mcore.strategy.precision import MCorePrecision
@@ -237,9 +238,9 @@ def plain_run(fault: str = "", rows: int = 64) -> tuple[pl.Trainer, pl.Lightning
     return trainer, Plain(fault), (DataLoader(torch.ones(rows, 1024), batch_size=8),)
 
 
-def job(build: Any, *ranks: int, assume: dict[str, float] | None = None) -> Job:
+def job(build: Any, *ranks: int, assume: dict[str, float] | None = None, device: str = "h100") -> Job:
     """Return a run to rehearse, with its default ranks if none are given."""
-    return Job(build, ranks or None, 8, 80 * 10**9, assume or {})
+    return Job(build, ranks or None, 8, MACHINES[device], assume or {})
 
 
 def stuck_run(record: Path) -> tuple[pl.Trainer, pl.LightningModule, Any]:
