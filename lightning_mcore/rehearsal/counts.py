@@ -239,14 +239,14 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.memory.free(known.size, known.holder)
         known.size = 0
 
-    def in_kernel(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def in_kernel(self, kernel: Callable[[], Any]) -> Any:
         """Call a kernel in plain PyTorch as the one operator that a GPU has: only what it leaves behind is counted."""
         if self._in_kernel is not None:  # of another kernel
-            return kernel(*args, **kwargs)
+            return kernel()
         self._in_kernel, before = [], self.operators
         try:
             with torch.device("cuda", torch.cuda.current_device()):
-                return kernel(*args, **kwargs)
+                return kernel()
         finally:
             made, self._in_kernel, self.operators = self._in_kernel, None, before + 1
             for known in made:

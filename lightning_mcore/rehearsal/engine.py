@@ -5,13 +5,14 @@ What a layer keeps for the backward pass, gathers and waits for is decided by Tr
 runs as on a GPU. Its kernels are compiled there. Here each one is a function in plain PyTorch, which ``Counts`` takes
 for one operator; a kernel that only writes into tensors that exist has nothing to do::
 
-    layer  →  tex.generic_gemm(weight, input, ...)  →  around  →  counts.in_kernel(te_cpu.gemm.generic_gemm, ...)
+    layer  →  tex.generic_gemm(weight, input, ...)  →  around  →  counts.in_kernel(te_cpu.gemm.generic_gemm)
 """
 
 import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def of_engine(counts: Counts) -> list[tuple[Any, str, Any]]:
     def around(name: str, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if name.startswith("get_"):  # a question that the host answers
             return kernel(*args, **kwargs)
-        return counts.in_kernel(_WITHOUT_VALUES.get(name, kernel), *args, **kwargs)
+        return counts.in_kernel(partial(_WITHOUT_VALUES.get(name, kernel), *args, **kwargs))
 
     package = "transformer_engine.pytorch"
     attention = importlib.import_module(f"{package}.attention.dot_product_attention.utils")

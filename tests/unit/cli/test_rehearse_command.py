@@ -91,7 +91,7 @@ def test_answers_of_a_file_have_what_the_reference_model_says_of_them(
         (["--image-tokens", "8"], "image_tokens=8 is given, but the model has no vision tower"),
         (
             ["--model.transformer_impl=transformer_engine"],
-            "layers of TransformerEngine, and so FP8, cannot be rehearsed",
+            "layers of TransformerEngine, and so FP8, are rehearsed with its Python code",
         ),
         (["--rank", "4"], "rank=4 is outside world_size=4; choose 0 to 3"),
     ],
