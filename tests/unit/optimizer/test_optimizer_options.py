@@ -47,7 +47,6 @@ def config(**fields: Any) -> OptimizerConfig:
 # OptimizerConfig
 
 USER, PRECISION = "configure_optimizers", "precision"
-HAS_LAYER_WISE = "use_layer_wise_distributed_optimizer" in OptimizerConfig.__dataclass_fields__  # since 0.17
 HOMES = {
     "lr": (0.1, USER),
     "min_lr": (0.1, USER),
@@ -70,7 +69,6 @@ HOMES = {
     "initial_loss_scale": (8.0, PRECISION),
     "hysteresis": (3, PRECISION),
     "overlap_param_gather": (True, "overlap_param_gather"),
-    **({"use_layer_wise_distributed_optimizer": (True, "MCoreStrategy")} if HAS_LAYER_WISE else {}),
     "use_distributed_optimizer": (True, "use_distributed_optimizer=True"),
     "timers": (print, "profiler"),
     "barrier_with_L1_time": (True, "profilers"),
