@@ -44,7 +44,7 @@ SOURCE ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock check dist docs site-check format test test-fast test-thorough test-lightning test-ecosystem test-ray test-oldest test-latest test-mcore-source releases test-te test-te-suite sentences fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-distill demo-vl demo-fp8 bench bench-checkpoint \
+.PHONY: help install lock check dist docs docs-release site-check format test test-fast test-thorough test-lightning test-ecosystem test-ray test-oldest test-latest test-mcore-source releases test-te test-te-suite sentences fuzz demo demo-finetune demo-hf demo-lora demo-dpo demo-distill demo-vl demo-fp8 bench bench-checkpoint \
 	bench-generate bench-packing bench-preprocess bench-hf bench-lora bench-peers bench-preference bench-rehearse bench-scale bench-startup bench-vision plots gpu torture faults mutate house clean
 
 help:  ## list the commands
@@ -111,6 +111,11 @@ dist: $(INSTALLED)  ## build the packages of a release into dist/, with their li
 
 docs: $(INSTALLED)  ## build the documentation into build/site; broken links are errors
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict
+
+docs-release: $(INSTALLED)  ## add this version's documentation to the branch gh-pages, beside those of earlier versions
+	$(RUN) -m pip install --quiet --upgrade --target $(DIST)/mike mike
+	PYTHONPATH=$(DIST)/mike PATH="$(abspath $(VENV))/bin:$$PATH" NO_MKDOCS_2_WARNING=1 $(DIST)/mike/bin/mike deploy --quiet --update-aliases $(VERSION) latest
+	PYTHONPATH=$(DIST)/mike $(DIST)/mike/bin/mike set-default latest
 
 site-check: $(INSTALLED)  ## open every page of the documentation in Chromium: widths, links, search, copy buttons
 	$(RUN) -m tests.site $(ARGS)
