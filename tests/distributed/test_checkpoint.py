@@ -2,8 +2,8 @@
 """Lightning's own checkpointing of sharded models: written as directories, resumed bit for bit."""
 
 import functools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import Tensor
 
 from lightning_mcore import MCoreGPT, Recipe, build_from_checkpoint
 from lightning_mcore.checkpoint.commands import verify
@@ -31,10 +30,11 @@ from tests.support.toy import (
     PlainNet,
     Seen,
     StagedNet,
-    Watch,
     loader,
     make_trainer,
     run_fit,
+    texts,
+    two_groups,
     weights,
 )
 
@@ -53,15 +53,6 @@ NADAM: MakeOptimizer = partial(torch.optim.NAdam, lr=1e-2)
 ASGD: MakeOptimizer = partial(torch.optim.ASGD, lr=1e-2, t0=3)
 ADAFACTOR: MakeOptimizer = partial(torch.optim.Adafactor, lr=1e-2)
 RMSPROP: MakeOptimizer = partial(torch.optim.RMSprop, lr=1e-3)
-
-
-def two_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Decay matrices and not vectors, at different rates."""
-    parameters = list(parameters)
-    matrices, vectors = ([p for p in parameters if (p.dim() > 1) == wanted] for wanted in (True, False))
-    return torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0, "lr": 0.05}], lr=0.01
-    )
 
 
 class Stateful(pl.LightningModule):
@@ -246,57 +237,29 @@ def test_one_file_goes_from_ddp_to_ours_and_back(module: Any, first: str, tmp_pa
 # Refusals
 
 
-def refusals(folder: str) -> dict[str, str]:
-    """Return how checkpoints are refused that this run cannot read, on this rank."""
-    texts = {}
-    Path(folder, "nothing").mkdir(exist_ok=True)
-    Path(folder, "text.ckpt").write_text("epoch 3")
-    staged = Run(module=Staged, strategy=PP2)
-    momentum = Run(module=partial(Staged, MOMENTUM), strategy=PP2)
-    fit(staged, 1, folder=f"{folder}/pp2")
-    fit(Run(module=Plain, strategy={}), 1, folder=f"{folder}/file")
-    fit(Run(module=Plain, strategy={}, precision="bf16-true"), 1, folder=f"{folder}/copies")
-    for name, path, run in (
-        ("nothing", "nothing", staged),
-        ("absent", "absent.ckpt", staged),
-        ("text", "text.ckpt", staged),
-        ("stages", "pp2/last.ckpt", Run(module=Staged, strategy=VP2)),
-        ("optimizer", "pp2/last.ckpt", momentum),
-        ("file", "file/last.ckpt", staged),
-        ("file-groups", "file/last.ckpt", Run(module=partial(Plain, ADAMW), strategy=SHARDED)),
-        ("file-precision", "file/last.ckpt", Run(module=Plain, strategy={}, precision="bf16-true")),
-        ("file-copies", "copies/last.ckpt", Run(module=Plain, strategy={})),
-    ):
-        with pytest.raises((ValueError, FileNotFoundError)) as refusal:
-            fit(run, 2, resume=f"{folder}/{path}")
-        texts[name] = str(refusal.value).replace(folder, "")
-    fit(staged, 2, resume=f"{folder}/pp2/last.ckpt")  # nothing is left over from what was refused
-    return texts
-
-
+@on_ranks(2, timeout=120)
 def test_what_a_run_cannot_read_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    first, second = run_ranks(2, refusals, str(tmp_path), timeout=120)
-    assert first == second
-    assert first.pop("absent").startswith("Checkpoint")  # Lightning's own
-    stages = first.pop("stages")
-    assert stages.startswith("/pp2/last.ckpt does not fit this model: it lacks chunk1.layers.1.bias")
-    assert "; it has weights that the model does not have: chunk" in stages
-    assert first == {
-        "nothing": "/nothing is a directory, but not a checkpoint: it has no checkpoint.json; give the path of a"
-        " checkpoint",
-        "text": "/text.ckpt is not a checkpoint: torch.save did not write it; give the path of a checkpoint",
-        "optimizer": "/pp2/last.ckpt contains the state of AdamW, but configure_optimizers returned SGD; return AdamW,"
-        " or load only the weights with self.load_weights(path) in configure_model",
-        "file": "/file/last.ckpt is a single-file checkpoint, as other strategies write, but this run splits the model"
-        " into tp1 pp2 cp1 dp1 and reads only directories that MCoreStrategy wrote; load it on one rank or with data"
-        " parallelism only, and save it from there",
-        "file-groups": "the checkpoint's optimizer has parameter groups of [2, 2] tensors, but the one from"
-        " configure_optimizers has [4]; resume with the groups of the run that saved it",
-        "file-precision": "the checkpoint's optimizer state was saved in another precision or without Megatron, so it"
-        " lacks the fp32 copies of the parameters; load only its weights, or train in the precision of the save",
-        "file-copies": "the checkpoint's optimizer state was saved in another precision, with fp32 copies of the"
-        " parameters, which this run does not have; load only its weights, or train in the precision of the save",
-    }
+    (tmp_path / "nothing").mkdir(exist_ok=True)
+    (tmp_path / "text.ckpt").write_text("epoch 3")
+    staged, plain = Run(module=Staged, strategy=PP2), Run(module=Plain, strategy={})
+    halved = replace(plain, precision="bf16-true")
+    for name, run in {"pp2": staged, "file": plain, "copies": halved}.items():
+        fit(run, 1, folder=f"{tmp_path}/{name}")
+    with pytest.raises((ValueError, FileNotFoundError), match=r"^Checkpoint"):  # Lightning's own
+        fit(staged, 2, resume=f"{tmp_path}/absent.ckpt")
+    for path, run, about in (
+        ("nothing", staged, "nothing is a directory, but not a checkpoint"),
+        ("text.ckpt", staged, "text.ckpt is not a checkpoint: torch.save did not write it"),
+        ("pp2/last.ckpt", replace(staged, strategy=VP2), "it lacks chunk1.layers.1.bias"),
+        ("pp2/last.ckpt", replace(staged, module=partial(Staged, MOMENTUM)), "contains the state of AdamW, but"),
+        ("file/last.ckpt", staged, "this run splits the model into tp1 pp2 cp1 dp1"),
+        ("file/last.ckpt", Run(module=partial(Plain, ADAMW), strategy=SHARDED), "parameter groups of [2, 2] tensors"),
+        ("file/last.ckpt", halved, "lacks the fp32 copies of the parameters"),
+        ("copies/last.ckpt", plain, "with fp32 copies of the parameters, which this run does not have"),
+    ):
+        with refuses((ValueError, FileNotFoundError), about):
+            fit(run, 2, resume=f"{tmp_path}/{path}")
+    fit(staged, 2, resume=f"{tmp_path}/pp2/last.ckpt")  # nothing is left over from what was refused
 
 
 @on_ranks(1)
@@ -466,8 +429,6 @@ def test_a_gpt_resumes_bit_for_bit(strategy: dict[str, Any], precision: str, opt
     sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
     sizes |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     sizes |= EXPERTS if strategy == EP2 else {}
-    text = torch.randint(16, (16, 9), generator=torch.Generator().manual_seed(1))
-    data = [{"tokens": row[:-1], "labels": row[1:]} for row in text]
     losses = []
     for epochs, resume in ((1, None), (2, None), (2, f"{tmp_path}/last.ckpt")):
         pl.seed_everything(1, verbose=False)
@@ -477,19 +438,20 @@ def test_a_gpt_resumes_bit_for_bit(strategy: dict[str, Any], precision: str, opt
             transformer=sizes,
             recipe=Recipe(learning_rate=1e-2, min_learning_rate=1e-2, optimizer=optimizer),  # type: ignore[arg-type]
         )
-        callbacks = [ModelCheckpoint(tmp_path, save_last=True)] if epochs == 1 else []
-        arguments = {"accumulate_grad_batches": 2, "max_epochs": epochs, "precision": precision}
-        watch = Watch()
-        trainer = make_trainer(
+        seen = run_fit(
+            module,
             strategy,
-            callbacks=[watch, *callbacks],
+            texts(16, 8, 16, batch_size=2),
+            ckpt_path=resume,
+            callbacks=[ModelCheckpoint(tmp_path, save_last=True)] if epochs == 1 else [],
             enable_checkpointing=epochs == 1,
+            accumulate_grad_batches=2,
+            max_epochs=epochs,
             gradient_clip_val=1.0,
-            **arguments,
+            precision=precision,
         )
-        trainer.fit(module, DataLoader(data, batch_size=2), ckpt_path=resume)  # type: ignore[arg-type]
-        losses.append(watch.seen.losses)
-    whole, second = losses[1:]
+        losses.append(seen.losses)
+    _, whole, second = losses
     assert len(second) == (2 if strategy in (EP2, LAYER_WISE) else 4)  # two model copies share the samples
     assert second == whole[len(second) :]
 
@@ -572,50 +534,40 @@ class FurnishedStaged(Staged):
         self.register_buffer("added", torch.ones(2))
 
 
-def furnish(folder: str) -> dict[str, Any]:
-    """Save and load such a module on this rank, and say what is refused."""
-    sharded, found = Run(module=Furnished, strategy=SHARDED), {}
+def furnish(folder: str) -> dict[str, Tensor]:
+    """Save and load such a module on this rank, expect what is refused, and return the weights."""
+    sharded = Run(module=Furnished, strategy=SHARDED)
     module = Furnished()
     trainer = make_trainer(SHARDED, enable_checkpointing=True, callbacks=[ModelCheckpoint(folder, save_last=True)])
     trainer.fit(module, loader(8, 2), loader(4, 2))
     trainer.save_checkpoint(f"{folder}/ended.ckpt")
     other = Furnished()
     make_trainer(SHARDED).validate(other, loader(4, 2), ckpt_path=f"{folder}/ended.ckpt", verbose=False)
-    found["history"] = other.history
-    found["weights"] = {name: value.detach().clone() for name, value in module.named_parameters()}
-    with pytest.raises(RuntimeError, match="connected ranks"):
+    assert other.history == ["begun", "ended"]
+    with refuses(RuntimeError, "connected ranks"):
         build_from_checkpoint(Furnished, f"{folder}/ended.ckpt")
-    found["resumed"] = fit(sharded, 2, resume=f"{folder}/last.ckpt").num_batches
+    assert fit(sharded, 2, resume=f"{folder}/last.ckpt").num_batches == 2 + 4
     first = next(iter(dict(module.named_parameters())))
-    with pytest.raises(ValueError, match=r"1 parameters are trained but not in state_dict\(\)"):
-        fit(Run(module=partial(Furnished, left_out=(first,)), strategy=SHARDED), 1, f"{folder}/less")
+    with refuses(ValueError, "1 parameters are trained but not in state_dict()"):
+        fit(replace(sharded, module=partial(Furnished, left_out=(first,))), 1, f"{folder}/less")
     fit(Run(module=Staged, strategy=PP2), 1, f"{folder}/staged")
-    for name, run, path in (
-        ("plain", Run(module=partial(Furnished, more=True), strategy=SHARDED), f"{folder}/last.ckpt"),
-        ("staged", Run(module=FurnishedStaged, strategy=PP2), f"{folder}/staged/last.ckpt"),
+    for run, path in (
+        (replace(sharded, module=partial(Furnished, more=True)), f"{folder}/last.ckpt"),
+        (Run(module=FurnishedStaged, strategy=PP2), f"{folder}/staged/last.ckpt"),
     ):
-        with pytest.raises(ValueError, match="does not fit this model") as refusal:
+        with refuses(ValueError, "last.ckpt does not fit this model: it lacks added;"):
             fit(run, 2, resume=path)
-        found[name] = str(refusal.value).replace(folder, "")
-    for strategy, target in ((SHARDED, "sharded"), ({}, "plain")):
+    for strategy in (SHARDED, {}):
         trainer = make_trainer(strategy)
         trainer.fit(Plain(), loader(8, 2))
-        with pytest.raises(OSError, match=r"checkpoint\.json") as refused:
+        with refuses(OSError, "checkpoint.json/x.ckpt could not be saved: not a directory"):
             trainer.save_checkpoint(f"{folder}/last.ckpt/checkpoint.json/x.ckpt")
-        found[f"{target} disk"] = str(refused.value).replace(folder, "")
-    return found
+    return weights(module)
 
 
 def test_state_of_every_kind_is_kept_and_a_refused_save_ends_on_every_rank(tmp_path: Path) -> None:
-    first, second = run_ranks(2, furnish, str(tmp_path), timeout=120)
-    assert {**first, "weights": None} == {**second, "weights": None}
-    assert first["history"] == ["begun", "ended"]
-    assert first["resumed"] == 2 + 4
+    saved, _ = run_ranks(2, furnish, str(tmp_path), timeout=120)
     whole = build_from_checkpoint(Furnished, tmp_path / "ended.ckpt")
     assert whole.history == ["begun", "ended"]
-    for name, value in first["weights"].items():
+    for name, value in saved.items():
         assert torch.equal(dict(whole.named_parameters())[name], value)
-    assert first["plain"].startswith("/last.ckpt does not fit this model: it lacks added;")
-    assert first["staged"].startswith("/staged/last.ckpt does not fit this model: it lacks added;")
-    refusal = "/last.ckpt/checkpoint.json/x.ckpt could not be saved: not a directory; check the disk"
-    assert first["sharded disk"] == first["plain disk"] == refusal

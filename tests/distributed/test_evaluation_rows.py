@@ -15,8 +15,9 @@ from torch.nn import functional
 from lightning_mcore import MCoreGPT
 from lightning_mcore.strategy.pipeline_runner import PipelineRunner
 from tests.parity.global_tensors import fill_weights
-from tests.support.ranks import RanksFailedError, on_ranks, run_ranks
-from tests.support.toy import Batch, StagedNet, loader, make_trainer
+from tests.support.ranks import on_ranks, run_ranks
+from tests.support.sentences import refuses
+from tests.support.toy import Batch, StagedNet, loader, make_trainer, texts
 
 pytestmark = pytest.mark.distributed
 
@@ -143,19 +144,10 @@ class Apart(StagedNet):
         return self.predictions(batch)[:, : len(batch["x"])]
 
 
-def predict_apart() -> None:
-    make_trainer({**PP2, **TWO_ROWS}).predict(Apart(), loader(3, 3))
-
-
+@on_ranks(2)
 def test_outputs_that_cannot_be_joined_are_refused_on_every_stage() -> None:
-    with pytest.raises(RanksFailedError) as failure:
-        run_ranks(2, predict_apart)
-    message = (
-        "micro_batch_size=2 splits batches, and for the parts predict_step returned tensors of shapes [1, 1, 1] and"
-        " [2, 2, 1]"
-    )
-    assert sorted(failure.value.errors) == [0, 1]
-    assert all(message in error and "override join_rows()" in error for error in failure.value.errors.values())
+    with refuses(ValueError, "predict_step returned tensors of shapes [1, 1, 1] and [2, 2, 1]"):
+        make_trainer({**PP2, **TWO_ROWS}).predict(Apart(), loader(3, 3))
 
 
 class Gathering(StagedNet):
@@ -199,8 +191,7 @@ class Experts(MCoreGPT):
 
 def with_experts(strategy: Any, dispatch: dict[str, Any]) -> tuple[dict[str, float], list[Tensor]]:
     """Validate and predict rows that the model copies cannot divide evenly."""
-    rows = torch.randint(0, 64, (7, 9), generator=torch.Generator().manual_seed(0))
-    data = torch.utils.data.DataLoader([{"tokens": row[:-1], "labels": row[1:]} for row in rows], batch_size=4)
+    data = texts(7, 8, 64, batch_size=4)
     module = Experts(64, 8, EXPERTS | dispatch)
     [found] = make_trainer(strategy).validate(module, data, verbose=False)
     predicted: Any = make_trainer(strategy).predict(module, data)

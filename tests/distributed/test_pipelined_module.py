@@ -7,7 +7,6 @@ Lightning.)
 """
 
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,7 @@ from tests.support.toy import (
     loader,
     make_trainer,
     run_fit,
+    two_groups,
     weights,
 )
 
@@ -47,15 +47,6 @@ SGD: MakeOptimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 ADAM: MakeOptimizer = partial(torch.optim.Adam, lr=1e-2, weight_decay=0.1)
 RMSPROP: MakeOptimizer = partial(torch.optim.RMSprop, lr=1e-3)
 BY_NORM = {"gradient_clip_val": 0.5}
-
-
-def two_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Decay matrices and not vectors, at different rates."""
-    parameters = list(parameters)
-    matrices, vectors = ([p for p in parameters if (p.dim() > 1) == wanted] for wanted in (True, False))
-    return torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0, "lr": 0.05}], lr=0.01
-    )
 
 
 class Net(StagedNet):

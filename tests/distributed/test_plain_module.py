@@ -41,6 +41,7 @@ from tests.support.toy import (
     loader,
     make_trainer,
     run_fit,
+    two_groups,
     weights,
 )
 
@@ -56,15 +57,6 @@ SHARDED = {"use_distributed_optimizer": True}
 OVERLAPPED = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 BY_NORM = {"gradient_clip_val": 0.05}
 BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-
-
-def two_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Decay matrices and not vectors, at different rates."""
-    parameters = list(parameters)
-    matrices, vectors = ([p for p in parameters if (p.dim() > 1) == wanted] for wanted in (True, False))
-    return torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0, "lr": 0.05}], lr=0.01
-    )
 
 
 class Scheduled(PlainNet):

@@ -285,28 +285,23 @@ def test_slurm_requeues_between_steps_and_lightning_finds_the_directory(has_call
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "sentence"),
+    ("arguments", "error"),
     [
-        ({"signals": "SIGTERM"}, TypeError, "signals='SIGTERM' is of type str; give a list, such as"),
-        ({"signals": 15}, TypeError, "signals=15 is of type int; give a list"),
-        ({"signals": []}, ValueError, "is empty; choose from SIGTERM"),
-        (
-            {"signals": ["SIGKILL"]},
-            ValueError,
-            "contains 'SIGKILL', which is not supported; choose from SIGTERM, SIGUSR1",
-        ),
-        ({"signals": [15]}, ValueError, "contains 15, which is not supported; choose from SIGTERM, SIGUSR1"),
-        ({"filename": "preempted"}, ValueError, 'must begin with "last"'),
-        ({"filename": "last.ckpt"}, ValueError, 'must not contain a folder or ".ckpt"'),
-        ({"filename": "last/one"}, ValueError, 'must not contain a folder or ".ckpt"'),
-        ({"filename": 3}, TypeError, "filename=3 is of type int; give a string"),
-        ({"dirpath": 3}, TypeError, "dirpath=3 is of type int; give a path"),
+        ({"signals": "SIGTERM"}, TypeError),
+        ({"signals": 15}, TypeError),
+        ({"signals": []}, ValueError),
+        ({"signals": ["SIGKILL"]}, ValueError),
+        ({"signals": [15]}, ValueError),
+        ({"filename": "preempted"}, ValueError),
+        ({"filename": "last.ckpt"}, ValueError),
+        ({"filename": "last/one"}, ValueError),
+        ({"filename": 3}, TypeError),
+        ({"dirpath": 3}, TypeError),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], error: type[Exception], sentence: str) -> None:
-    with pytest.raises(error) as raised:
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], error: type[Exception]) -> None:
+    with refuses(error, *(f"{name}={value!r}" for name, value in arguments.items())):
         PreemptionCheckpoint(**arguments)
-    assert sentence in str(raised.value)
 
 
 @on_ranks(1)
