@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,6 +41,7 @@ from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
 from lightning_mcore.parallel.groups import close_process_groups, open_process_groups
 from tests.support.ranks import on_ranks, program_environment, run_ranks
+from tests.support.sentences import refuses, says
 
 pytestmark = pytest.mark.distributed
 
@@ -426,11 +429,34 @@ class Malicious:
         return os.mkdir, (self.mark,)
 
 
-def replace_file(path: str, name: str, content: bytes) -> None:
-    Path(path, name).write_bytes(content)
-    manifest = json.loads(Path(path, "checkpoint.json").read_text())
-    manifest["files"][name]["size"] = len(content)
-    Path(path, "checkpoint.json").write_text(json.dumps(manifest))
+@contextlib.contextmanager
+def damaged(path: str, damage: Callable[[Path], object]) -> Iterator[None]:
+    """Let the first rank damage a checkpoint, which is whole again afterwards."""
+    sound = {name: Path(path, name).read_bytes() for name in os.listdir(path)}
+    dist.barrier()
+    if dist.get_rank() == 0:
+        damage(Path(path))
+    dist.barrier()
+    yield
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for name, content in sound.items():
+            Path(path, name).write_bytes(content)
+    dist.barrier()
+
+
+def replace_file(path: Path, name: str, content: bytes) -> None:
+    (path / name).write_bytes(content)
+    with manifest_of(path) as manifest:
+        manifest["files"][name]["size"] = len(content)
+
+
+@contextlib.contextmanager
+def manifest_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Give what is then the manifest of a checkpoint."""
+    manifest = json.loads((path / "checkpoint.json").read_text())
+    yield manifest
+    (path / "checkpoint.json").write_text(json.dumps(manifest))
 
 
 @on_ranks(2)
@@ -440,24 +466,15 @@ def test_nothing_that_lies_in_a_checkpoint_runs(tmp_path: Path) -> None:
     plugin = MCoreCheckpointIO(verify="sizes")
     with groups():
         plugin.save_checkpoint(checkpoint(), path)
-        sound = {name: Path(path, name).read_bytes() for name in os.listdir(path)}
-        for name, read in (
-            ("lightning.pt", lambda: plugin.load_checkpoint(path)),
-            ("lightning.pt", lambda: plugin.load_directory(path)),
-            (".metadata", lambda: plugin.load_shards(path, blank())),
+        torch.save(Malicious(mark), f"{tmp_path}/bad{dist.get_rank()}")
+        for name, content, read in (
+            ("lightning.pt", Path(f"{tmp_path}/bad0").read_bytes(), lambda: plugin.load_checkpoint(path)),
+            ("lightning.pt", Path(f"{tmp_path}/bad0").read_bytes(), lambda: plugin.load_directory(path)),
+            (".metadata", pickle.dumps(Malicious(mark)), lambda: plugin.load_shards(path, blank())),
         ):
-            if dist.get_rank() == 0:
-                torch.save(Malicious(mark), f"{tmp_path}/bad")
-                bad = pickle.dumps(Malicious(mark)) if name == ".metadata" else Path(tmp_path, "bad").read_bytes()
-                replace_file(path, name, bad)
-            dist.barrier()
-            with pytest.raises(ValueError, match=r"a\.ckpt cannot be read.*(damaged|could run code)"):
+            with damaged(path, partial(replace_file, name=name, content=content)), refuses(ValueError, "a.ckpt"):
                 read()
-            dist.barrier()
             assert not os.path.exists(mark)
-            if dist.get_rank() == 0:
-                replace_file(path, name, sound[name])
-            dist.barrier()
         dangerous = checkpoint()
         dangerous[SHARDED_STATE]["object"].data = Malicious(f"{mark}{dist.get_rank()}")
         dangerous[RANK_STATE]["random"] = Malicious(f"{mark}{dist.get_rank()}")
@@ -471,91 +488,25 @@ def test_nothing_that_lies_in_a_checkpoint_runs(tmp_path: Path) -> None:
         assert os.path.exists(f"{mark}{dist.get_rank()}")
 
 
-def name_what_is_damaged(path: str) -> list[str]:
-    messages = []
-    with groups():
-        plugin = MCoreCheckpointIO()
-        plugin.save_checkpoint(checkpoint(), path)
-        for name in ("__1_0.distcp", ".metadata", "lightning.pt"):
-            for damage in (flip, cut, os.unlink):
-                file = Path(path, name)
-                content = file.read_bytes()
-                dist.barrier()
-                if dist.get_rank() == 0:
-                    damage(file)
-                dist.barrier()
-                with pytest.raises(ValueError, match=rf"a\.ckpt .*damaged.*{name}|{name} is damaged") as caught:
-                    load_all(plugin, path)
-                messages.append(str(caught.value))
-                dist.barrier()
-                if dist.get_rank() == 0:
-                    file.write_bytes(content)
-                dist.barrier()
-        file = Path(path, "__1_0.distcp")
-        content = file.read_bytes()
-        dist.barrier()
-        if dist.get_rank() == 0:
-            file.write_bytes(content.replace(b"random", b"rANdom"))
-        dist.barrier()
-        with pytest.raises(ValueError, match=r"damaged: __1_0\.distcp cannot be read at .*rank_state.*: the checksum"):
-            rank_state(plugin, path, 1)
-        assert rank_state(plugin, path, 0)["rank"] == 0  # which reads another file
-        assert rank_state(MCoreCheckpointIO(verify="sizes"), path, 1)["rank"] == 1
-        messages += refused(path, a_list, "damaged: lightning.pt contains a list, not a dict")
-        messages += refused(path, without_its_entry, "damaged: lightning.pt is missing")
-        messages += refused(path, without_world_size, "damaged: checkpoint.json does not give its world_size")
-        strange = blank()
-        if dist.get_rank() == 0:
-            strange["new"] = ShardedTensor.from_rank_offsets("new", torch.zeros(2))
-        strange["bias"] = ShardedTensor.from_rank_offsets("bias", torch.zeros(9), replica_id=dist.get_rank())
-        with pytest.raises(ValueError, match="does not fit this model") as caught:
-            plugin.load_shards(path, strange)
-        messages.append(str(caught.value))
-        for wrong in (f"{path}.none", os.path.dirname(path)):
-            with pytest.raises((FileNotFoundError, ValueError)) as caught:
-                plugin.load_shards(wrong, blank())
-            messages.append(str(caught.value))
-    return messages
-
-
-def refused(path: str, damage: Callable[[Path], object], match: str) -> list[str]:
-    """Return the sentences of the readers for a checkpoint that was damaged; it is whole again afterwards."""
-    plugin, texts = MCoreCheckpointIO(verify="sizes"), []
-    sound = {found: Path(path, found).read_bytes() for found in os.listdir(path)}
-    of_lightning = (plugin.load_directory, plugin.load_checkpoint)
-    of_ranks = (lambda path: rank_state(plugin, path),)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        damage(Path(path))
-    dist.barrier()
-    for read in of_ranks if damage is without_world_size else of_lightning:
-        with pytest.raises(ValueError, match=match) as caught:
-            read(path)
-        texts.append(str(caught.value))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        for found, content in sound.items():
-            Path(path, found).write_bytes(content)
-    dist.barrier()
-    return texts
-
-
 def a_list(path: Path) -> None:
     torch.save([], path / "lightning.pt")
-    replace_file(str(path), "lightning.pt", (path / "lightning.pt").read_bytes())
+    replace_file(path, "lightning.pt", (path / "lightning.pt").read_bytes())
 
 
 def without_its_entry(path: Path) -> None:
-    manifest = json.loads((path / "checkpoint.json").read_text())
-    del manifest["files"]["lightning.pt"]
-    (path / "checkpoint.json").write_text(json.dumps(manifest))
+    with manifest_of(path) as manifest:
+        del manifest["files"]["lightning.pt"]
     (path / "lightning.pt").unlink()
 
 
 def without_world_size(path: Path) -> None:
-    manifest = json.loads((path / "checkpoint.json").read_text())
-    del manifest["world_size"]
-    (path / "checkpoint.json").write_text(json.dumps(manifest))
+    with manifest_of(path) as manifest:
+        del manifest["world_size"]
+
+
+def of_another_place(path: Path) -> None:
+    file = path / "__1_0.distcp"
+    file.write_bytes(file.read_bytes().replace(b"random", b"rANdom"))
 
 
 def flip(file: Path) -> None:
@@ -568,10 +519,43 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
+@on_ranks(2)
 def test_damage_and_another_model_are_one_sentence_on_every_rank(tmp_path: Path) -> None:
-    first, second = run_ranks(2, name_what_is_damaged, str(tmp_path / "a.ckpt"))
-    assert first == second
-    assert "it lacks new; shapes differ: bias has (5,) and should have (9,)" in first[-3]
+    path, plugin, of_sizes = str(tmp_path / "a.ckpt"), MCoreCheckpointIO(), MCoreCheckpointIO(verify="sizes")
+    with groups():
+        plugin.save_checkpoint(checkpoint(), path)
+        for name in ("__1_0.distcp", ".metadata", "lightning.pt"):
+            for damage in (flip, cut, os.unlink):
+                with (
+                    damaged(path, lambda folder, name=name, damage=damage: damage(folder / name)),
+                    pytest.raises(ValueError, match=r"a\.ckpt is damaged: ") as raised,
+                ):
+                    load_all(plugin, path)
+                says(re.sub(r"\d+ of \d+ bytes", "fewer bytes", str(raised.value)), name)
+        with damaged(path, of_another_place):
+            with refuses(ValueError, "damaged: __1_0.distcp cannot be read at"):
+                rank_state(plugin, path, 1)
+            assert rank_state(plugin, path, 0)["rank"] == 0  # which reads another file
+            assert rank_state(of_sizes, path, 1)["rank"] == 1
+        for damage, about in (
+            (a_list, "damaged: lightning.pt contains a list, not a dict"),
+            (without_its_entry, "damaged: lightning.pt is missing"),
+        ):
+            for read in (of_sizes.load_directory, of_sizes.load_checkpoint):
+                with damaged(path, damage), refuses(ValueError, about):
+                    read(path)
+        with damaged(path, without_world_size), refuses(ValueError, "checkpoint.json does not give its world_size"):
+            rank_state(of_sizes, path)
+        strange = blank()
+        if dist.get_rank() == 0:
+            strange["new"] = ShardedTensor.from_rank_offsets("new", torch.zeros(2))
+        strange["bias"] = ShardedTensor.from_rank_offsets("bias", torch.zeros(9), replica_id=dist.get_rank())
+        with refuses(ValueError, "it lacks new; shapes differ: bias has (5,) and should have (9,)"):
+            plugin.load_shards(path, strange)
+        with refuses(FileNotFoundError, "a.ckpt.none"):
+            plugin.load_shards(f"{path}.none", blank())
+        with refuses(ValueError, "checkpoint.json"):
+            plugin.load_shards(os.path.dirname(path), blank())
 
 
 def replace_tensor(folder: Path, row: bytes) -> None:
@@ -681,7 +665,7 @@ def test_a_rank_that_is_gone_does_not_hold_up_the_end(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_option_is_refused_at_once(given: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"give|choose|leave"):
+    with refuses(error, str([*given][-1])):
         MCoreCheckpointIO(**given)
 
 

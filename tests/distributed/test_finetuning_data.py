@@ -10,46 +10,34 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 
 from lightning_mcore import MCoreGPT, Recipe
 from lightning_mcore.data.finetuning import stream_reader
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
+from tests.distributed import test_resume
 from tests.distributed.test_resume import Run, Save
 from tests.support.chats import APPENDING, END, characters, exchanges, write
 from tests.support.ranks import on_ranks, run_ranks
-from tests.support.toy import make_trainer
+from tests.support.sentences import refuses
+from tests.support.toy import CP2, PP2, make_trainer
 
 pytestmark = pytest.mark.distributed
 
 ROWS = 61
-CP2 = {"context_parallel_size": 2}
-PP2 = {"pipeline_model_parallel_size": 2}
 
 
-class Watch(pl.Callback):
-    """Writes down the samples of every batch, and every step."""
+class Watch(test_resume.Watch):
+    """Writes down the samples of every batch, and every step; keeps where sub-sequences begin."""
 
     def __init__(self) -> None:
-        self.batches: list[str] = []
-        self.losses: list[str] = []
+        super().__init__()
         self.padded: set[int] = set()
-        self.batches_at_step = 0
-        self._step = 0
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self._step = trainer.global_step
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         samples = [number for number in batch["sample_ids"].flatten().tolist() if number >= 0]
         self.batches.append(f"{trainer.current_epoch} {samples}")
         if "cu_seqlens_padded" in batch:
             self.padded |= set(batch["cu_seqlens_padded"].flatten().tolist())
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
-        if trainer.global_step != self._step:
-            self._step, self.batches_at_step = trainer.global_step, len(self.batches)
-            self.losses.append(f"{self._step} {float(outputs['loss'])!r}")
 
 
 def gpt() -> MCoreGPT:
@@ -72,7 +60,7 @@ def train(
     resume = options.pop("resume", None)
     pl.seed_everything(7 if resume is None else 99, workers=True, verbose=False)
     watch = Watch()
-    save = Save(folder, moments, watch)  # type: ignore[arg-type]
+    save = Save(folder, moments, watch)
     trainer = make_trainer(strategy, callbacks=[watch, save], **options)
     trainer.fit(gpt(), datamodule=data, ckpt_path=resume)
     return Run(watch.batches, watch.losses, save.places), watch
@@ -107,7 +95,7 @@ def test_every_layout_reads_its_part_and_learns(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", exchanges(36))
     first, second = run_ranks(2, learn, str(tmp_path), timeout=180)
     for name, (run, padded) in first.items():
-        losses = [float(loss.split()[1]) for loss in run.losses]
+        losses = [float(loss.split()[-1]) for loss in run.losses]
         assert losses[-1] < 0.8 * losses[0], name
         assert not name.startswith("cp2") or all(place % 4 == 0 for place in padded)
         other = second[name][0]
@@ -196,67 +184,41 @@ def test_a_resumed_stream_is_the_stream_without_a_break_and_on_other_ranks_begin
 # Faults
 
 
-def fail(folder: str) -> dict[str, str]:
-    """Return what this rank says of faults in files, in rows, and in one that only the other rank reads."""
-    said = {}
-    for name, options in {
-        "line": {},
-        "line-stream": {"streaming": True},
-        "missing": {"train_files": f"{folder}/nothing/*.jsonl"},
-        "long": {"train_files": f"{folder}/long/*.jsonl"},
-        "long-on-rank-1": {"train_files": f"{folder}/long/*.jsonl", "streaming": True, "shuffle_buffer": 1},
-        "small": {"train_files": f"{folder}/small/*.jsonl"},
-        "small-stream": {"train_files": f"{folder}/small/*.jsonl", "streaming": True},
-        "columns-stream": {"train_files": f"{folder}/columns/*.jsonl", "streaming": True},
-        "row": {"train_files": f"{folder}/small/*.jsonl", "seq_length": 66, "strategy": CP2},
-    }.items():
-        chosen: dict[str, Any] = {"train_files": f"{folder}/broken/*.jsonl", "seq_length": 64, **options}
-        strategy = chosen.pop("strategy", {})
-        data = MCoreFinetuningData(tokenizer=characters(), cache_dir=f"{folder}/cache", batch_size=2, **chosen)
-        with pytest.raises((ValueError, FileNotFoundError)) as raised:
-            train(strategy, data, max_epochs=1)
-        said[name] = str(raised.value).replace(f"{folder}/", "")
-        dist.barrier()
-    return said
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {  # in files, in rows, and in one that only the other rank reads
+    "line": ({}, "line 9 of"),
+    "line-stream": ({"streaming": True}, "line 9 of"),
+    "missing": ({"train_files": "nothing"}, "does not exist; give a file"),
+    "long": ({"train_files": "long"}, "take more than the 64 tokens of a row"),
+    "long-on-rank-1": ({"train_files": "long", "streaming": True, "shuffle_buffer": 1}, "row 9 of"),
+    "small": ({"train_files": "small"}, "the dataset has 1 rows"),
+    "small-stream": ({"train_files": "small", "streaming": True}, "has 1 rows, too few for a batch"),
+    "columns-stream": ({"train_files": "columns", "streaming": True}, "has the columns answer, prompt but"),
+    "row": ({"train_files": "small", "seq_length": 66, "strategy": CP2}, "seq_length=66"),
+}
 
 
-def test_a_fault_is_told_by_every_rank_in_one_sentence(tmp_path: Path) -> None:
-    rows = exchanges(8)
-    for number, place in (("0", "broken"), ("1", "broken"), ("0", "long"), ("0", "small")):
-        write(tmp_path / place / f"{number}.jsonl", rows[:1] if place == "small" else rows)
-    with (tmp_path / "broken/1.jsonl").open("a") as file:
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, rows = tmp_path_factory.mktemp("faulty"), exchanges(8)
+    for number, place in (("0", "broken"), ("1", "broken"), ("0", "long"), ("0", "small"), ("0", "columns")):
+        write(folder / place / f"{number}.jsonl", rows[:1] if place == "small" else rows)
+    with (folder / "broken/1.jsonl").open("a") as file:
         file.write('{"prompt": "q"\n')
-    with (tmp_path / "long/0.jsonl").open("a") as file:
+    with (folder / "long/0.jsonl").open("a") as file:
         file.write('{"prompt": "p8", "response": "r8"}\n{"prompt": "p9", "response": "' + 99 * "r" + '"}\n')
-    write(tmp_path / "columns/0.jsonl", rows)
-    write(tmp_path / "columns/1.jsonl", [{"prompt": "q", "answer": "a"}])
-    first, second = run_ranks(2, fail, str(tmp_path), timeout=120)
-    assert first == second
-    assert not any("\n" in sentence for sentence in first.values())
-    broken = "line 9 of broken/1.jsonl is not a JSON object: Expecting ',' delimiter at column 15; fix or delete it"
-    assert first["line"] == first["line-stream"] == broken
-    assert first["missing"].startswith(
-        "train_files='nothing/*.jsonl' does not exist; give a file, a folder or a pattern"
-    )
-    assert first["long"].startswith(
-        "1 of 10 samples of train_files='long/*.jsonl' take more than the 64 tokens of a row"
-    )
-    assert first["long-on-rank-1"].startswith(
-        "row 9 of long/0.jsonl takes 106 tokens, more than the seq_length=64 of a"
-    )
-    assert first["small"].startswith("the dataset has 1 rows, fewer than the 4 of a global batch")
-    assert first["small-stream"] == (
-        "the stream of small/0.jsonl has 1 rows, too few for a batch: each of 2 data-parallel ranks needs 2 rows from"
-        " one of its 1 readers, 4 on all of them (packed 1 of 1 samples, 32 tokens, into 1 rows, 50.00% filled); give"
-        " more data, or lower batch_size, num_workers or the number of ranks"
-    )
-    assert first["columns-stream"] == (
-        "columns/1.jsonl has the columns answer, prompt but columns/0.jsonl has prompt, response; give files with the"
-        " same columns, or read them in two runs"
-    )
-    assert first["row"].startswith(
-        "seq_length=66 is not a multiple of 4, as the layout and the precision of this run require"
-    )
+    write(folder / "columns/1.jsonl", [{"prompt": "q", "answer": "a"}])
+    return folder
+
+
+@pytest.mark.parametrize("name", FAULTS)
+@on_ranks(2)
+def test_a_fault_is_told_by_every_rank_in_one_sentence(faulty: Path, name: str) -> None:
+    changed, about = FAULTS[name]
+    chosen: dict[str, Any] = {"train_files": "broken", "seq_length": 64, "strategy": {}, **changed}
+    strategy, files = chosen.pop("strategy"), f"{faulty}/{chosen.pop('train_files')}/*.jsonl"
+    data = MCoreFinetuningData(files, characters(), cache_dir=f"{faulty}/cache", batch_size=2, **chosen)
+    with refuses((ValueError, FileNotFoundError), about):
+        train(strategy, data, max_epochs=1)
 
 
 def test_samples_are_dealt_out_without_overlap_in_a_stream_of_two_ranks(tmp_path: Path) -> None:

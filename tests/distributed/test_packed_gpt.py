@@ -16,6 +16,7 @@ from lightning_mcore.data.packing.rows import collate_rows, pack
 from lightning_mcore.layers import host_values, packed_sequences
 from tests.parity.global_tensors import fill_weights
 from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.sentences import refuses
 from tests.support.toy import Memory, make_trainer
 
 pytestmark = pytest.mark.distributed
@@ -106,28 +107,25 @@ def test_the_speed_counts_tokens_and_no_padding(results: dict[str, Any]) -> None
 
 def too_small_a_multiple() -> None:
     """Train rows whose sub-sequences two context-parallel ranks cannot cut."""
-    make_trainer({"context_parallel_size": 2}, max_epochs=1).fit(gpt(), loader(2, rows(multiple=1)))
+    make_trainer({"context_parallel_size": 2}).fit(gpt(), loader(2, rows(multiple=1)))
 
 
 def a_label_too_many() -> None:
     """Train on a token that does not exist."""
     dataset = rows()
     dataset[1]["labels"][5] = VOCAB_SIZE
-    make_trainer({}, max_epochs=1).fit(gpt(), loader(2, dataset))
+    make_trainer({}).fit(gpt(), loader(2, dataset))
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("function", "about"),
     [
-        (too_small_a_multiple, "packed sequence .* do not divide into 2 . context_parallel_size=4 slices; pad it to"),
-        (
-            a_label_too_many,
-            "labels hold 40 at row 1, position 5, outside the vocabulary of vocab_size=40; choose 0 to 39",
-        ),
+        (too_small_a_multiple, "do not divide into 2 * context_parallel_size=4 slices"),
+        (a_label_too_many, "labels hold 40 at row 1, position 5, outside the vocabulary of vocab_size=40"),
     ],
 )
-def test_a_batch_that_cannot_be_run_is_refused_in_one_sentence(function: Any, message: str) -> None:
-    with pytest.raises(RanksFailedError, match=message):
+def test_a_batch_that_cannot_be_run_is_refused_in_one_sentence(function: Any, about: str) -> None:
+    with refuses(RanksFailedError, about):
         run_ranks(2, function, timeout=120)
 
 

@@ -34,6 +34,7 @@ from lightning_mcore.data.pretraining.index import (
     write_index,
 )
 from tests.support.ranks import RanksFailedError, on_ranks, run_ranks
+from tests.support.sentences import refuses
 from tests.support.toy import make_trainer
 
 pytestmark = [
@@ -259,27 +260,13 @@ def test_a_run_that_would_change_the_order_is_refused(two: list[str], tmp_path: 
     save_to = str(tmp_path / "saved")
     run_ranks(1, fit, two[0], 4, 1, save_to=save_to, max_steps=2, timeout=120)
     resume: dict[str, Any] = {"ckpt_path": f"{save_to}/step=2.ckpt", "timeout": 120}
-    for changed, sentence in [
-        (
-            {"max_steps": 4},
-            "the run now needs 16 training samples, but the run of the checkpoint drew 8, and the order of all samples"
-            " depends on it; give the data train_samples=8 to read these again when they are used up, or start a new"
-            " run with load_weights",
-        ),
-        (
-            {"train_samples": 12},
-            "train_samples=12, but the run of the checkpoint drew 8, and the order of all samples depends on it; give"
-            " train_samples=8, or start a new run with load_weights",
-        ),
-        (
-            {"seed": 5},
-            "the checkpoint was taken with other data: seed was 1234 and is now 5; resume with the data of its run, or"
-            " start a new run with load_weights",
-        ),
-    ]:
-        with pytest.raises(RanksFailedError) as failed:
+    for changed, about in (
+        ({"max_steps": 4}, "the run now needs 16 training samples, but the run of the checkpoint drew 8"),
+        ({"train_samples": 12}, "train_samples=12, but the run of the checkpoint drew 8"),
+        ({"seed": 5}, "seed was 1234 and is now 5"),
+    ):
+        with refuses(RanksFailedError, about):
             run_ranks(1, fit, two[0], 4, 1, **resume, **changed)
-        assert f"ValueError: {sentence}\n" in failed.value.errors[0]
     [(steps, _)] = run_ranks(1, fit, two[0], 4, 1, train_samples=8, max_steps=4, **resume)
     assert list(steps) == [2, 3]
     whole = Path(f"{two[0]}.bin").read_bytes()
@@ -348,122 +335,90 @@ def test_a_crash_leaves_no_half_of_the_index_files(
 
 
 @pytest.mark.parametrize(
-    ("changed", "sentence"),
+    ("changed", "about"),
     [
-        ({"seq_length": 0}, "seq_length=0 is too small; choose 1 or more"),
-        ({"batch_size": 1.5}, "batch_size=1.5 is not an int; give an int of 1 or more"),
-        ({"paths": []}, "data_paths is empty; name the prefix of a dataset"),
-        ({"paths": None}, "no data is given; give data_paths, or train_paths, val_paths and test_paths"),
-        ({"paths": ["a", "a"]}, "data_paths names a dataset twice; name it once, and give it a larger weight"),
-        (
-            {"paths": [1]},
-            "data_paths=[1] is of type list; give a prefix, a list of prefixes, or a dict of prefixes and weights",
-        ),
-        ({"paths": {"a": 1, "b": -0.5}}, "data_paths gives b the weight -0.5; give a positive number, or remove the"),
-        ({"paths": {"a": 0}}, "data_paths gives a the weight 0; give a positive number, or remove the dataset"),
-        ({"paths": {"a": float("nan")}}, "data_paths gives a the weight nan; give a positive number"),
-        (
-            {"split": "90,5,3,2"},
-            "split='90,5,3,2' is not a list of shares for training, validation and test; give up to",
-        ),
-        ({"split": "90;10"}, "split='90;10' is not a list of shares"),
-        ({"split": "0,0,0"}, "split='0,0,0' has no positive share; give at least one"),
-        ({"val_paths": "b"}, "data_paths and val_paths are both given; give one blend to split, or one for each split"),
-        ({"paths": None, "train_paths": "a", "split": "1"}, "split='1' divides data_paths, which is not given; give"),
+        ({"seq_length": 0}, "seq_length=0"),
+        ({"batch_size": 1.5}, "batch_size=1.5"),
+        ({"paths": []}, "data_paths is empty"),
+        ({"paths": None}, "no data is given; give data_paths, or"),
+        ({"paths": ["a", "a"]}, "data_paths names a dataset twice"),
+        ({"paths": [1]}, "data_paths=[1]"),
+        ({"paths": {"a": 1, "b": -0.5}}, "data_paths gives b the weight -0.5"),
+        ({"paths": {"a": 0}}, "data_paths gives a the weight 0"),
+        ({"paths": {"a": float("nan")}}, "data_paths gives a the weight nan"),
+        ({"split": "90,5,3,2"}, "split='90,5,3,2'"),
+        ({"split": "90;10"}, "split='90;10'"),
+        ({"split": "0,0,0"}, "split='0,0,0' has no positive share"),
+        ({"val_paths": "b"}, "data_paths and val_paths are both given"),
+        ({"paths": None, "train_paths": "a", "split": "1"}, "split='1' divides data_paths, which is not given"),
     ],
 )
-def test_wrong_arguments_are_one_sentence(changed: dict[str, Any], sentence: str) -> None:
-    paths = changed.pop("paths", "a")
-    with pytest.raises((ValueError, TypeError)) as caught:
-        make_data(paths, **changed)
-    assert str(caught.value).startswith(sentence)
-
-
-def refused(paths: Any, changed: dict[str, Any], model: dict[str, int]) -> str:
-    """Rank function: what the fit was refused with."""
-    warnings.filterwarnings("ignore")
-    try:
-        make_trainer({}, max_steps=3).fit(Gpt(**model), datamodule=make_data(paths, **changed))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "it was accepted"
+def test_wrong_arguments_are_one_sentence(changed: dict[str, Any], about: str) -> None:
+    with refuses((ValueError, TypeError), about):
+        make_data(**{"paths": "a", **changed})
 
 
 def lose(name: str) -> Callable[[list[str]], None]:
     return lambda two: Path(two[0] + name).unlink()
 
 
-REFUSALS: dict[str, tuple[Callable[[list[str]], Any], dict[str, Any], dict[str, int], str]] = {
-    "no bin": (lose(".bin"), {}, {}, "FileNotFoundError: A.bin does not exist; give the prefix of a dataset that"),
-    "no idx": (lose(".idx"), {}, {}, "FileNotFoundError: A.idx does not exist; give the prefix of a dataset that"),
-    "a file": (
-        lambda two: two.__setitem__(0, two[0] + ".bin"),
-        {},
-        {},
-        "ValueError: A.bin is a file; give the prefix of both files of the dataset, A",
-    ),
+def leave(two: list[str]) -> None:
+    """Leave the datasets as they are."""
+
+
+Spoil = Callable[[list[str]], Any]
+REFUSALS: dict[str, tuple[Spoil, dict[str, Any], dict[str, int], type[Exception], str]] = {
+    "no bin": (lose(".bin"), {}, {}, FileNotFoundError, "a.bin does not exist"),
+    "no idx": (lose(".idx"), {}, {}, FileNotFoundError, "a.idx does not exist"),
+    "a file": (lambda two: two.__setitem__(0, two[0] + ".bin"), {}, {}, ValueError, "a.bin is a file"),
     "too small": (
         lambda two: make_dataset(Path(two[0]), 1, documents=10),
+        {"split": "969,30,1"},
         {},
-        {},
-        "ValueError: the val split of A has 0 tokens in 0 of its 10 documents, but a sample of seq_length=8 needs 9;"
-        " give it more documents, a larger share in split, or a smaller seq_length",
+        ValueError,
+        "has 0 tokens in 0 of its 10 documents, but a sample of seq_length=8 needs 9",
     ),
-    "more than there is": (
-        lambda two: None,
-        {"paths": 2, "train_samples": 5000},
-        {},
-        "ValueError: the train split has 168 rows of seq_length=8, fewer than the 5000 requested; give the"
-        " datasets weights, so that they are repeated, or request fewer",
-    ),
-    "less than a batch": (
-        lambda two: None,
-        {"train_samples": 3},
-        {},
-        "ValueError: the dataset has 3 samples, fewer than the 4 of a global batch;",
-    ),
-    "no end of document": (
-        lambda two: None,
-        {"reset_position_ids": True},
-        {},
-        "ValueError: reset_position_ids=True needs the end-of-document token, but the datasets do not name one; give",
-    ),
+    "more than there is": (leave, {"paths": 2, "train_samples": 5000}, {}, ValueError, "fewer than the 5000 requested"),
+    "less than a batch": (leave, {"train_samples": 3}, {}, ValueError, "the dataset has 3 samples, fewer than the 4"),
+    "no end of document": (leave, {"reset_position_ids": True}, {}, ValueError, "reset_position_ids=True"),
     "vocabulary": (
         lambda two: Path(facts_path(two[0])).write_text('{"vocab_size": 300}'),
         {},
         {},
-        "ValueError: A was made with a vocabulary of 300, but the model has vocab_size=256; choose vocab_size=300 or",
+        ValueError,
+        "vocab_size=256",
     ),
     "longer than the model": (
-        lambda two: None,
+        leave,
         {},
         {"seq_length": 4},
-        "ValueError: the data's seq_length=8 exceeds the model's seq_length=4; choose 4 or less, or a model with",
+        ValueError,
+        "seq_length=8 exceeds the model's seq_length=4",
     ),
     "cache": (
         lambda two: Path(two[0] + ".cache").write_text("a file"),
         {},
         {},
-        "OSError: the index files of the dataset cannot be written to cache_dir='A.cache' (",
+        OSError,
+        "cannot be written to cache_dir",
     ),
-    "no training data": (
-        lambda two: None,
-        {"split": "0,1"},
-        {},
-        "ValueError: there is no data to train on; give train_paths, or a split with a share for training",
-    ),
+    "no training data": (leave, {"split": "0,1"}, {}, ValueError, "there is no data to train on"),
 }
+
+
+def refuse(paths: Any, changed: dict[str, Any], model: dict[str, int], kind: type[Exception], about: str) -> None:
+    """Rank function: expect that a fit is refused."""
+    warnings.filterwarnings("ignore")
+    with refuses(kind, about):
+        make_trainer({}, max_steps=3).fit(Gpt(**model), datamodule=make_data(paths, **changed))
 
 
 @pytest.mark.parametrize("case", REFUSALS)
 def test_wrong_data_is_one_sentence_on_every_rank(case: str, two: list[str]) -> None:
-    spoil, changed, model, sentence = REFUSALS[case]
-    name = two[0]
+    spoil, changed, *rest = REFUSALS[case]
     spoil(two)
-    changed = {"split": "80,20", **changed} if case != "too small" else changed
-    paths = two if changed.pop("paths", 1) == 2 else two[0]
-    said = [text.replace(name, "A") for text in run_ranks(2, refused, paths, changed, model, timeout=120)]
-    assert all(text.startswith(sentence) for text in said), said
+    changed = {"split": "80,20", **changed}
+    run_ranks(2, refuse, two if changed.pop("paths", 1) == 2 else two[0], changed, *rest, timeout=120)
 
 
 def test_a_megatron_core_without_its_compiled_part_is_refused(two: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import json
 import os
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,14 @@ from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.strategy import checkpointing
 from lightning_mcore.strategy.precision import MCorePrecision
 from tests.support.ranks import on_ranks, run_ranks
+from tests.support.sentences import refuses
 from tests.support.thorough import thorough_but
-from tests.support.toy import FEATURES, WIDTH, Batch, PlainNet, Samples, fill, make_trainer
+from tests.support.toy import FEATURES, PP2, SHARDED, WIDTH, Batch, PlainNet, Samples, fill, make_trainer
 
 pytestmark = pytest.mark.distributed
 
-PP2 = {"pipeline_model_parallel_size": 2}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EP2 = {"expert_model_parallel_size": 2, "use_distributed_optimizer": True}
-SHARDED = {"use_distributed_optimizer": True}
 
 
 # What is trained
@@ -706,55 +705,6 @@ def check_deal(ranks: list[list[tuple[int, int, list[int]]]], deal: Deal, consum
 # Refusals
 
 
-def save_to_refuse(folder: str) -> None:
-    """Take checkpoints that cannot be continued everywhere, on one rank."""
-    for name, (module, data, trainer) in TO_REFUSE.items():
-        case = Case(module=module, data=data, trainer={"max_epochs": 1, **trainer})
-        train(case, f"{folder}/{name}", ("batch 2", "epoch 0"))
-
-
-def refuse(folder: str) -> dict[str, str]:
-    """Return what those who cannot go on say on two ranks, and on one rank with other loaders."""
-    texts = {}
-    for name, (module, data, trainer) in TO_REFUSE.items():
-        case = Case(module=module, data=data, trainer={"max_epochs": 2, **trainer})
-        if dist.get_world_size() == 1:
-            case = replace(case, data=two_streams)
-        with pytest.raises((ValueError, RuntimeError)) as refusal:
-            train(case, folder, resume=f"{folder}/{name}/batch 2.ckpt")
-        texts[name] = str(refusal.value)
-        if dist.get_world_size() == 2:
-            assert train(case, folder, resume=f"{folder}/{name}/epoch 0.ckpt").batches[0].startswith("1 0 "), name
-    return texts
-
-
-def refuse_other_loaders(folder: str) -> list[str]:
-    """Return what is said of loaders that cannot use the place of those that were saved, on one rank."""
-    texts = []
-    for name, data in (
-        ("stateful", partial(stream, Stream)),
-        ("own", Reader),
-        ("own", Remembering),
-        ("own", partial(stream, Stream)),
-    ):
-        module, _, trainer = TO_REFUSE[name]
-        case = Case(module=module, data=data, trainer={"max_epochs": 2, **trainer})
-        with pytest.raises(ValueError, match="cannot continue from there; resume with the dataloaders") as refusal:
-            train(case, folder, resume=f"{folder}/{name}/batch 2.ckpt")
-        texts.append(str(refusal.value).partition(";")[0])
-        assert train(case, folder, resume=f"{folder}/{name}/epoch 0.ckpt").batches[0].startswith("1 0 "), name
-    case = Case(module=Dropping, data=partial(shuffled, 12, 2), trainer={"max_epochs": 1, **OWN})
-    train(case, f"{folder}/random", ("batch 2",))
-    case = Case(module=Dropping, data=partial(noisy, 12, 3, shuffle=True), trainer={"max_epochs": 1})
-    with pytest.raises(ValueError, match="without Lightning's distributed sampler cannot continue") as refusal:
-        train(case, folder, resume=f"{folder}/random/batch 2.ckpt")
-    texts.append(str(refusal.value).partition(";")[0])
-    case = Case(module=Dropping, data=partial(own_batches, 18), trainer={"max_epochs": 1, **OWN})
-    again = train(case, folder, resume=f"{folder}/reader/batch 2.ckpt")  # what was read is read again, and dropped
-    assert again.batches[0].startswith("0 2 ")
-    return texts
-
-
 def two_streams() -> CombinedLoader:
     """Return two loaders."""
     return CombinedLoader({"a": stream(Stream), "b": stream(Stream)}, "min_size")
@@ -768,44 +718,55 @@ TO_REFUSE: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-def test_what_cannot_go_on_in_an_epoch_says_so_and_begins_the_next_one(tmp_path: Path) -> None:
-    run_ranks(1, save_to_refuse, str(tmp_path))
-    first, second = run_ranks(2, refuse, str(tmp_path))
-    assert first == second
-    taken = "the checkpoint was taken after 2 batches of an epoch on 1 data-parallel ranks, but"
-    rest = (
-        "without Lightning's distributed sampler cannot continue from there on 2; resume with the"
-        " settings of the run that saved it,"
-        " or from the end of an epoch"
-    )
-    assert first == {
-        "stream": f"{taken} an iterable dataset {rest}",
-        "own": f"{taken} a train dataloader {rest}",
-        "reader": f"{taken} Reader {rest}",
-        "stateful": "the checkpoint contains dataloader states from the middle of an epoch on 1 data-parallel ranks,"
-        " which 2 ranks cannot use; resume on 1, or from the end of an epoch",
-    }
-    [alone] = run_ranks(1, refuse, str(tmp_path))
-    sentence = (
-        "the checkpoint was taken in the middle of an epoch over 1 dataloaders, but there are 2 now; resume with the"
-        " dataloaders of the run that saved it"
-    )
+def save_to_refuse(folder: str) -> None:
+    """Take checkpoints that cannot be continued everywhere."""
+    for name, (module, data, trainer) in TO_REFUSE.items():
+        case = Case(module=module, data=data, trainer={"max_epochs": 1, **trainer})
+        train(case, f"{folder}/{name}", ("batch 2", "epoch 0"))
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("refused"))
+    run_ranks(1, save_to_refuse, folder)
+    return folder
+
+
+def begin_the_next_epoch(folder: str, name: str, about: str, data: Any = None) -> None:
+    """Resume a case with other loaders: from the middle of an epoch it is refused, and from the end it goes on."""
+    module, own, trainer = TO_REFUSE[name]
+    case = Case(module=module, data=data or own, trainer={"max_epochs": 2, **trainer})
+    with refuses(ValueError, about):
+        train(case, folder, resume=f"{folder}/{name}/batch 2.ckpt")
+    if data is not two_streams:
+        assert train(case, folder, resume=f"{folder}/{name}/epoch 0.ckpt").batches[0].startswith("1 0 "), name
+
+
+@on_ranks(2)
+def test_what_cannot_go_on_in_an_epoch_says_so_and_begins_the_next_one(of_one_rank: str) -> None:
+    begin_the_next_epoch(of_one_rank, "stream", "an iterable dataset without Lightning's distributed sampler")
+    begin_the_next_epoch(of_one_rank, "own", "a train dataloader without Lightning's distributed sampler")
+    begin_the_next_epoch(of_one_rank, "reader", "Reader without Lightning's distributed sampler")
+    begin_the_next_epoch(of_one_rank, "stateful", "dataloader states from the middle of an epoch on 1")
+
+
+@on_ranks(1, timeout=120)
+def test_other_loaders_cannot_go_on_in_an_epoch(of_one_rank: str, tmp_path: Path) -> None:
+    for name in ("stream", "reader"):
+        begin_the_next_epoch(of_one_rank, name, "over 1 dataloaders, but there are 2 now", two_streams)
     for name, was in (("stateful", "a dataloader that keeps its own state"), ("own", "a DataLoader of torch")):
-        assert alone.pop(name).endswith(
-            f"of {was}, but an iterable dataset cannot continue from there; resume with the dataloaders of the run that"
-            " saved it, or from the end of an epoch"
-        )
-    assert set(alone.values()) == {sentence}
-    [others] = run_ranks(1, refuse_other_loaders, str(tmp_path))
-    taken = "the checkpoint was taken after 2 batches of an epoch of"
-    assert others == [
-        f"{taken} a dataloader that keeps its own state, but an iterable dataset cannot continue from there",
-        f"{taken} a DataLoader of torch, but Reader cannot continue from there",
-        f"{taken} a DataLoader of torch, but Remembering cannot continue from there",
-        f"{taken} a DataLoader of torch, but an iterable dataset cannot continue from there",
-        f"{taken[:-3]} on 1 data-parallel ranks with batch_size=2, but a train dataloader without Lightning's"
-        " distributed sampler cannot continue from there on 1 with batch_size=3",
-    ]
+        begin_the_next_epoch(of_one_rank, name, f"of {was}, but an iterable dataset", two_streams)
+        begin_the_next_epoch(of_one_rank, name, f"of {was}, but an iterable dataset", partial(stream, Stream))
+    for reader in (Reader, Remembering):
+        begin_the_next_epoch(of_one_rank, "own", f"of a DataLoader of torch, but {reader.__name__}", reader)
+    case = Case(module=Dropping, data=partial(shuffled, 12, 2), trainer={"max_epochs": 1, **OWN})
+    train(case, str(tmp_path), ("batch 2",))
+    case = Case(module=Dropping, data=partial(noisy, 12, 3, shuffle=True), trainer={"max_epochs": 1})
+    with refuses(ValueError, "without Lightning's distributed sampler"):
+        train(case, str(tmp_path), resume=f"{tmp_path}/batch 2.ckpt")
+    case = Case(module=Dropping, data=partial(own_batches, 18), trainer={"max_epochs": 1, **OWN})
+    again = train(case, str(tmp_path), resume=f"{of_one_rank}/reader/batch 2.ckpt")  # what was read is read again
+    assert again.batches[0].startswith("0 2 ")  # and dropped
 
 
 # A failure on all ranks
@@ -822,22 +783,16 @@ class OutOfStep(PlainNet):
         return super().training_step(batch, batch_idx)
 
 
-def save_out_of_step(path: str) -> list[str]:
-    """Return what is logged of a save after such a failure."""
-    log: list[str] = []
-    trainer = make_trainer({}, callbacks=[SaveOnException(path)], max_epochs=1)
+@on_ranks(2)
+def test_ranks_that_failed_out_of_step_do_not_save(tmp_path: Path) -> None:
+    path, log = tmp_path / "a.ckpt", list[str]()
+    trainer = make_trainer({}, callbacks=[SaveOnException(str(path))], max_epochs=1)
     with (
         mock.patch.object(checkpointing._log, "error", lambda text, *values: log.append(text % values)),
         pytest.raises(ArithmeticError),
     ):
         trainer.fit(OutOfStep(), noisy(8, 2))
-    return log
-
-
-def test_ranks_that_failed_out_of_step_do_not_save(tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    for log in run_ranks(2, save_out_of_step, str(path)):
-        assert log == [f"{path} is not saved: ranks 0 and 1 are out of step since the run that failed"]
+    assert log == [f"{path} is not saved: ranks 0 and 1 are out of step since the run that failed"]
     assert os.listdir(tmp_path) == []
 
 

@@ -10,12 +10,14 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_mcore import data_shard
-from tests.distributed.test_same_batches import CP2, PP2, REMEDY, TP2, Shard, by_rank
-from tests.support.ranks import run_ranks
-from tests.support.toy import Batch, Samples, StagedNet, Watch, fill, make_trainer, weights
+from tests.distributed.test_same_batches import Shard, by_rank
+from tests.support.ranks import on_ranks
+from tests.support.sentences import refuses
+from tests.support.toy import CP2, PP2, TP2, Batch, Samples, StagedNet, Watch, fill, make_trainer, weights
 
 pytestmark = pytest.mark.distributed
 
@@ -84,27 +86,23 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert torch.equal(one["random"], other["random"])
 
 
-def sent_and_read(*run: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    strategy, *others = run
-    return train({**strategy, **SENT}, *others), train(strategy, *others)
-
-
 @pytest.mark.parametrize(
     ("strategy", "kind", "workers"),
     [(TP2, "index", 0), (TP2, "index", 1), (PP2, "index", 0), (PP2, "stream", 0), (CP2, "index", 0)],
     ids=["tp2", "tp2-workers", "pp2", "pp2-stream", "cp2"],
 )
+@on_ranks(4, timeout=120)
 def test_training_on_sent_batches_equals_training_on_read_ones(
     strategy: dict[str, Any], kind: str, workers: int
 ) -> None:
-    for rank, (sent, read) in enumerate(run_ranks(4, sent_and_read, strategy, kind, workers, timeout=120)):
-        assert_same(sent, read)
-        assert sent["batches"][0] != sent["batches"][4] or kind == "stream"
-        if workers == 0:  # otherwise the workers count
-            reader = rank in ((0, 1) if strategy is PP2 else (0, 2))
-            # In two epochs 16 training samples and 6 held back, or the first batch of each.
-            assert (read["reads"], read["held"]) == (16, 6)
-            assert (sent["reads"], sent["held"]) == ((16, 6) if reader else (2, 2))
+    sent, read = train({**strategy, **SENT}, kind, workers), train(strategy, kind, workers)
+    assert_same(sent, read)
+    assert sent["batches"][0] != sent["batches"][4] or kind == "stream"
+    if workers == 0:  # otherwise the workers count
+        reader = dist.get_rank() in ((0, 1) if strategy == PP2 else (0, 2))
+        # In two epochs 16 training samples and 6 held back, or the first batch of each.
+        assert (read["reads"], read["held"]) == (16, 6)
+        assert (sent["reads"], sent["held"]) == ((16, 6) if reader else (2, 2))
 
 
 class SaveAfter(pl.Callback):
@@ -118,16 +116,6 @@ class SaveAfter(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def interrupted(path: Path, kind: str, first: Any, then: Any, accumulate: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a run that saves, and one that goes on from there under other settings, with batch 2 of the second epoch.
-
-    With ``accumulate=2`` the checkpoint is taken in the middle of a window, so batch 2 is read again.
-    """
-    settings = {"accumulate_grad_batches": accumulate}
-    save = SaveAfter(path, 1 if accumulate == 1 else 2)
-    return train(first, kind, callback=save, **settings), train(then, kind, ckpt_path=path, **settings)
-
-
 @pytest.mark.parametrize(
     ("kind", "first", "then", "accumulate"),
     [
@@ -139,13 +127,18 @@ def interrupted(path: Path, kind: str, first: Any, then: Any, accumulate: int) -
     ],
     ids=["sent", "sent-stream", "sent then read", "sent then read-stream", "read then sent-stream"],
 )
+@on_ranks(4, timeout=240)
 def test_a_run_resumes_exactly(
     tmp_path: Path, kind: str, first: dict[str, Any], then: dict[str, Any], accumulate: int
 ) -> None:
-    run = ({**TP2, **first}, {**TP2, **then}, accumulate)
-    for whole, rest in run_ranks(4, interrupted, tmp_path / "saved.ckpt", kind, *run, timeout=240):
-        steps = 2 // accumulate
-        assert_same(rest, {**whole, "batches": whole["batches"][6:], "losses": whole["losses"][-steps:]})
+    """A run goes on with batch 2 of the second epoch, under other settings.
+
+    With ``accumulate=2`` the checkpoint is taken in the middle of a window, so batch 2 is read again.
+    """
+    path, settings = tmp_path / "saved.ckpt", {"accumulate_grad_batches": accumulate}
+    whole = train({**TP2, **first}, kind, callback=SaveAfter(path, accumulate), **settings)
+    rest = train({**TP2, **then}, kind, ckpt_path=path, **settings)
+    assert_same(rest, {**whole, "batches": whole["batches"][6:], "losses": whole["losses"][-(2 // accumulate) :]})
 
 
 def of_a_class_within() -> DataLoader[Batch]:
@@ -157,20 +150,14 @@ def of_a_class_within() -> DataLoader[Batch]:
     return DataLoader(Samples(8), batch_size=2, collate_fn=lambda rows: {**default_collate(rows), "own": Within()})
 
 
-def refusal(make: Any) -> str:
-    with pytest.raises(ValueError, match=r".") as error:
-        make_trainer({**TP2, **SENT}, use_distributed_sampler=False).fit(StagedNet(), make())
-    return str(error.value)
-
-
+@on_ranks(2)
 def test_a_dataset_sharded_by_the_rank_in_the_world_is_refused() -> None:
-    for text in run_ranks(2, refusal, by_rank):
-        assert "the train_dataloader gives batch 0 with different contents: ['x'] is float32 [2, 4, 4] " in text
-        assert text.endswith(REMEDY)
+    with refuses(ValueError, "the train_dataloader gives batch 0 with different contents"):
+        make_trainer({**TP2, **SENT}, use_distributed_sampler=False).fit(StagedNet(), by_rank())
 
 
+@on_ranks(2)
 def test_a_batch_that_cannot_be_sent_is_refused_on_every_rank() -> None:
-    for text in run_ranks(2, refusal, of_a_class_within):
-        assert text.startswith(
-            "broadcast_batches=True pickles each batch, and one of train_dataloader cannot be pickled: "
-        )
+    trainer = make_trainer({**TP2, **SENT}, use_distributed_sampler=False)
+    with pytest.raises(ValueError, match="broadcast_batches=True pickles each batch, and one of train_dataloader"):
+        trainer.fit(StagedNet(), of_a_class_within())

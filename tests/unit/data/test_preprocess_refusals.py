@@ -14,7 +14,7 @@ from lightning_mcore.cli import main
 from lightning_mcore.data.preprocess.run import Options, preprocess
 from lightning_mcore.data.preprocess.worker import read_tokens
 from lightning_mcore.data.pretraining.index import read_index
-from tests.support.sentences import refuses
+from tests.support.sentences import refuses, says
 from tests.unit.data.test_preprocess import write_parquet
 
 GOOD = '{"text": "a b", "id": 1}\n'
@@ -42,46 +42,29 @@ def refusal(inputs: list[str], tokenizer: str, place: Path, **changed: Any) -> s
     return text.replace(f"{place}/", "")
 
 
+def refuse(inputs: list[str], tokenizer: str, place: Path, **changed: Any) -> None:
+    """Take in the sentence."""
+    says(refusal(inputs, tokenizer, place, **changed))
+
+
 @pytest.mark.parametrize(
-    ("content", "sentence"),
+    "content",
     [
-        (
-            b'{"text": "a"}\n{"text": "b"\n',
-            "data.jsonl, line 2 is not JSON (Expecting ',' delimiter); fix or delete that line",
-        ),
-        (
-            GOOD.encode() * 40 + b'\n["a"]\n',
-            "data.jsonl, line 42 holds a list, not an object with a column 'text'; fix that line",
-        ),
-        (
-            GOOD.encode() * 40 + b'{"body": "a", "id": 2}',
-            "data.jsonl, line 41 has no column 'text'; choose another of body, id with --text-column",
-        ),
-        (
-            b'{"text": ["a"], "raw": "a"}',
-            "data.jsonl, line 1 has a list in column 'text', not text; choose another of raw with --text-column",
-        ),
-        (b"{}", "data.jsonl, line 1 has no column 'text'; it has no other column"),
-        (
-            GOOD.encode() * 40 + '{"text": "ä"}'.encode("latin-1"),
-            "data.jsonl, line 41 is not UTF-8 text (byte 1010 is 0xe4); convert the file to UTF-8,"
-            " for example with iconv",
-        ),
-        (
-            GOOD.encode() + rb'{"text": "a \ud83d b"}',
-            r"data.jsonl, line 2 contains half of a surrogate pair, '\ud83d', which is not text; fix that line",
-        ),
-        (
-            b'\n{"text": null}\n{"text": ""}\n',
-            "none of the 3 documents in 1 files has any text; give other inputs or another --text-column",
-        ),
-        (b"", "none of the 0 documents in 1 files has any text; give other inputs or another --text-column"),
+        b'{"text": "a"}\n{"text": "b"\n',
+        GOOD.encode() * 40 + b'\n["a"]\n',
+        GOOD.encode() * 40 + b'{"body": "a", "id": 2}',
+        b'{"text": ["a"], "raw": "a"}',
+        b"{}",
+        GOOD.encode() * 40 + '{"text": "ä"}'.encode("latin-1"),
+        GOOD.encode() + rb'{"text": "a \ud83d b"}',
+        b'\n{"text": null}\n{"text": ""}\n',
+        b"",
     ],
     ids=["cut off", "no object", "no column", "no text", "no columns", "encoding", "surrogate", "empty", "nothing"],
 )
-def test_broken_lines_are_named(content: bytes, sentence: str, tokenizer: str, tmp_path: Path) -> None:
+def test_broken_lines_are_named(content: bytes, tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_bytes(content)
-    assert refusal([str(tmp_path / "data.jsonl")], tokenizer, tmp_path, piece_bytes=100) == sentence
+    refuse([str(tmp_path / "data.jsonl")], tokenizer, tmp_path, piece_bytes=100)
 
 
 def test_what_comes_before_a_broken_line_is_kept(tokenizer: str, tmp_path: Path, capsys: Any) -> None:
@@ -95,9 +78,7 @@ def test_what_comes_before_a_broken_line_is_kept(tokenizer: str, tmp_path: Path,
 
 def test_text_in_another_encoding_is_named(tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("a\nä".encode("latin-1"))
-    assert refusal([str(tmp_path / "a.txt")], tokenizer, tmp_path) == (
-        "a.txt, line 2 is not UTF-8 text (byte 2 is 0xe4); convert the file to UTF-8, for example with iconv"
-    )
+    refuse([str(tmp_path / "a.txt")], tokenizer, tmp_path)
 
 
 def test_parquet_files_are_looked_at_before_anything_is_done(
@@ -109,12 +90,8 @@ def test_parquet_files_are_looked_at_before_anything_is_done(
     said = refusal([good, bad], tokenizer, tmp_path)
     assert said.startswith("b.parquet cannot be read as parquet: ")
     assert said.endswith("; fix or remove the file")
-    assert refusal([good], tokenizer, tmp_path, text_column="body") == (
-        "a.parquet has no column 'body'; choose another of text, id with --text-column"
-    )
-    assert refusal([good], tokenizer, tmp_path, text_column="id") == (
-        "column 'id' of a.parquet holds int64, not strings; choose another with --text-column"
-    )
+    for column in ("body", "id"):
+        refuse([good], tokenizer, tmp_path, text_column=column)
     real = importlib.import_module
 
     def without_pyarrow(name: str, package: str | None = None) -> Any:
@@ -123,9 +100,7 @@ def test_parquet_files_are_looked_at_before_anything_is_done(
         return real(name, package)
 
     monkeypatch.setattr(importlib, "import_module", without_pyarrow)
-    assert refusal([good], tokenizer, tmp_path) == (
-        'reading a.parquet needs pyarrow; pip install "lightning-mcore[data]"'
-    )
+    refuse([good], tokenizer, tmp_path)
 
 
 def test_a_damaged_row_group_is_one_sentence(tokenizer: str, tmp_path: Path) -> None:
@@ -139,54 +114,32 @@ def test_a_damaged_row_group_is_one_sentence(tokenizer: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("changed", "sentence"),
+    "changed",
     [
-        (
-            {"output": "data/out.bin"},
-            "--output data/out.bin is a file; give the prefix of both files, data/out",
-        ),
-        ({"output": "data/"}, "--output 'data/' is a folder; add a prefix for the files in it"),
-        ({"separator": ""}, "--separator is empty; give the text between two documents, or remove it"),
-        ({"workers": 0}, "--workers 0 is not positive; choose 1 or more"),
-        ({"format": "csv"}, "format='csv' is unknown; choose auto, text, jsonl, parquet"),
-        (
-            {"append_eod": True},
-            "tokenizer.json has no end-of-sequence token; choose a token with --eod-token, or none with"
-            " --no-append-eod",
-        ),
-        (
-            {"append_eod": True, "eod_token": "<eos>"},
-            "--eod-token '<eos>' is not a token of tokenizer.json; choose one of its 3 tokens",
-        ),
+        {"output": "data/out.bin"},
+        {"output": "data/"},
+        {"separator": ""},
+        {"workers": 0},
+        {"format": "csv"},
+        {"append_eod": True},
+        {"append_eod": True, "eod_token": "<eos>"},
     ],
+    ids=str,
 )
-def test_wrong_settings_are_refused(changed: dict[str, Any], sentence: str, tokenizer: str, tmp_path: Path) -> None:
+def test_wrong_settings_are_refused(changed: dict[str, Any], tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(GOOD)
-    said = refusal([str(tmp_path / "a.jsonl")], tokenizer, tmp_path, **changed)
-    assert said.replace(f"{Path(tokenizer).parent}/", "") == sentence
+    refuse([str(tmp_path / "a.jsonl")], tokenizer, tmp_path, **changed)
 
 
 @pytest.mark.parametrize(
-    ("inputs", "sentence"),
-    [
-        (
-            ["no.jsonl"],
-            "no.jsonl is neither a file nor a folder, nor a pattern that matches a file; give another input",
-        ),
-        (["empty"], "empty holds no file with one of the suffixes .txt, .text, .jsonl,"),
-        (["a.csv"], "the suffix of a.csv does not show its format; give --format text, jsonl or parquet, and"),
-        (["a.jsonl", "*.jsonl"], "a.jsonl is given twice, so its documents would occur twice; give it once"),
-        (["a.jsonl", "link/a.jsonl"], "link/a.jsonl is given twice, so its documents would occur twice; give it once"),
-        ([], "no input is given; give files, patterns or folders"),
-    ],
+    "inputs", [["no.jsonl"], ["empty"], ["a.csv"], ["a.jsonl", "*.jsonl"], ["a.jsonl", "link/a.jsonl"], []], ids=str
 )
-def test_inputs_that_are_none_are_refused(inputs: list[str], sentence: str, tokenizer: str, tmp_path: Path) -> None:
+def test_inputs_that_are_none_are_refused(inputs: list[str], tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(".")
     for name in ("a.jsonl", "a.csv"):
         (tmp_path / name).write_text(GOOD)
-    said = refusal([str(tmp_path / name) for name in inputs], tokenizer, tmp_path)
-    assert said.startswith(sentence)
+    refuse([str(tmp_path / name) for name in inputs], tokenizer, tmp_path)
 
 
 def test_what_is_no_tokenizer_is_refused(tokenizer: str, tmp_path: Path) -> None:
@@ -212,8 +165,7 @@ def test_a_token_with_an_absurd_id_is_refused_before_a_table_of_that_length_is_m
     else:
         content["added_tokens"].append({"id": 10**9, "content": "<new>"})
     (tmp_path / "absurd.json").write_text(json.dumps(content))
-    said = refusal([str(tmp_path / "a.jsonl")], str(tmp_path / "absurd.json"), tmp_path)
-    assert "the id 1000000000, above the limit of 16777216" in said
+    refuse([str(tmp_path / "a.jsonl")], str(tmp_path / "absurd.json"), tmp_path)
 
 
 def test_the_command_line_ends_with_a_sentence_and_a_code(tokenizer: str, tmp_path: Path, capsys: Any) -> None:
@@ -250,12 +202,8 @@ def test_files_that_are_no_dataset_are_told(tokenizer: str, tmp_path: Path) -> N
 def test_settings_that_no_input_has_a_use_for_are_refused(tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text(GOOD)
     (tmp_path / "data.txt").write_text("a b")
-    assert refusal([str(tmp_path / "data.jsonl")], tokenizer, tmp_path, separator="b") == (
-        "--separator applies to text files, but no input is one; remove it"
-    )
-    assert refusal([str(tmp_path / "data.txt")], tokenizer, tmp_path, text_column="body") == (
-        "--text-column body applies to jsonl and parquet files, but all inputs are text files; remove it"
-    )
+    refuse([str(tmp_path / "data.jsonl")], tokenizer, tmp_path, separator="b")
+    refuse([str(tmp_path / "data.txt")], tokenizer, tmp_path, text_column="body")
 
 
 def test_a_failure_before_any_work_does_not_speak_of_unfinished_work(
