@@ -65,6 +65,14 @@ def leaves_nothing_behind() -> Iterator[None]:
         pytest.fail(f"the test left these changed: {', '.join(changed)}", pytrace=False)
 
 
+@pytest.fixture(scope="session")
+def modules_are_tagged() -> None:
+    """Let torch.compile, which Megatron's experts and gates use, wrap ``Module.__init__`` before the first test."""
+    from torch._dynamo.mutation_guard import install_generation_tagging_init
+
+    install_generation_tagging_init()
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Refuse to test another megatron-core than the one that was asked for."""
     imported = megatron.core.__version__.partition("+")[0]  # it adds the commit of the folder that it runs in

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch._dynamo.mutation_guard import install_generation_tagging_init
 
 from lightning_mcore import MCoreGPT, single_process
 from lightning_mcore.hf.registry import find_family
@@ -16,16 +15,11 @@ from lightning_mcore.hf.source import complete_config
 from lightning_mcore.interop.export import export_model
 from tests.support.hf_models import CONFIGS, draw_tensor, stacked_experts
 
-pytestmark = [pytest.mark.filterwarnings("ignore")]  # in this process warnings are errors, and Megatron has many
+# In this process warnings are errors, and Megatron has many.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("modules_are_tagged")]
 
 TOWER = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
 TEXTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def modules_are_tagged() -> None:
-    """Let torch.compile, which Megatron's output gate uses, wrap ``Module.__init__`` before the first test."""
-    install_generation_tagging_init()
 
 
 def save_whole(name: str, folder: Path, stacked: bool) -> Any:

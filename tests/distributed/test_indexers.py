@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch._dynamo.mutation_guard import install_generation_tagging_init
 
 from lightning_mcore import MCoreGPT, Recipe, SaveHFModel, hf_model, single_process
 from lightning_mcore.interop.export import export_model
@@ -19,16 +18,11 @@ from tests.support.hf_models import CONFIGS, VOCAB_SIZE, auto_model, save_tiny
 from tests.support.sentences import refuses
 from tests.support.toy import run_fit, texts
 
-pytestmark = [pytest.mark.filterwarnings("ignore")]  # in this process warnings are errors, and Megatron has many
+# In this process warnings are errors, and Megatron has many.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("modules_are_tagged")]
 
 TOPK = CONFIGS["deepseek_v32"]["index_topk"]
 FIRST_DENSE = ["dense", "sparse", "sparse", "sparse"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def modules_are_tagged() -> None:
-    """Let torch.compile, which Megatron's experts use, wrap ``Module.__init__`` before the first test."""
-    install_generation_tagging_init()
 
 
 @pytest.fixture(scope="module")

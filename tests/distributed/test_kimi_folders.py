@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch._dynamo.mutation_guard import install_generation_tagging_init
 
 from lightning_mcore import MCoreGPT, single_process
 from lightning_mcore.hf import find_family
@@ -17,7 +16,8 @@ from lightning_mcore.interop.export import export_model
 from tests.support.hf_models import CONFIGS, auto_model, save_tiny
 from tests.support.sentences import refuses
 
-pytestmark = [pytest.mark.filterwarnings("ignore")]  # in this process warnings are errors, and Megatron has many
+# In this process warnings are errors, and Megatron has many.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("modules_are_tagged")]
 
 # Keys of the hub's config, with what they say in linear_attn_config and otherwise in transformers' names
 HUB: dict[str, Any] = {
@@ -47,12 +47,6 @@ HUB: dict[str, Any] = {
 }
 RENAMED = ("max_position_embeddings", "norm_topk_prob", "num_local_experts", "num_experts_per_tok", "n_shared_experts")
 LAYERS = ("layer_types", "mlp_layer_types", "n_group", "linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def modules_are_tagged() -> None:
-    """Let torch.compile, which Megatron's experts use, wrap ``Module.__init__`` before the first test."""
-    install_generation_tagging_init()
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from lightning_mcore import MCoreGPT, single_process
 from lightning_mcore.hf.registry import find_family
 from lightning_mcore.hf.source import complete_config
 from lightning_mcore.interop.export import export_model
-from tests.distributed.test_delta_net_folders import modules_are_tagged  # noqa: F401 - torch.compile does
 from tests.parity.test_peft_folders import compare
 from tests.support.hf_models import CONFIGS, draw_tensor
 
-pytestmark = [pytest.mark.filterwarnings("ignore")]  # in this process warnings are errors, and Megatron has many
+# In this process warnings are errors, and Megatron has many.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("modules_are_tagged")]
 
 TOWER = {
     **{"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8},

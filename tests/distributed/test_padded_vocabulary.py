@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mcore import MCoreGPT, MCoreStrategy
+from lightning_mcore import MCoreGPT
 from lightning_mcore.hf.pretrained import pieces_of_module
 from tests.support.ranks import run_ranks
+from tests.support.toy import make_trainer
 
 VOCAB_SIZE, LARGEST = 101, 128
 TRANSFORMER: dict[str, Any] = {
@@ -49,17 +50,7 @@ def one_step(layout: dict[str, Any], multiple: int, transformer: dict[str, Any])
     torch.set_num_threads(1)
     pl.seed_everything(1, verbose=False)
     module = Filled(VOCAB_SIZE, 16, {**TRANSFORMER, **transformer}, make_vocab_size_divisible_by=multiple)
-    world_size = layout.get("tensor_model_parallel_size", 1)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=world_size,
-        strategy=MCoreStrategy(**layout),
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer(layout, max_steps=1)
     text = torch.arange(4 * 17).view(4, 17) * 7 % VOCAB_SIZE
     rows: Any = [{"tokens": row[:-1], "labels": row[1:]} for row in text]
     trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=4))

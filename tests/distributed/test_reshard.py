@@ -19,15 +19,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
-from lightning_mcore import MCoreStrategy
 from lightning_mcore.checkpoint.optimizer_state import identity_of, shares_of
 from tests.parity.bare_loop import process_groups
 from tests.parity.global_tensors import Slice, assemble, spread, state_slices, weight_slices
 from tests.parity.lightning_loop import TinyGPT
+from tests.support import toy
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
 from tests.support.tiny import DELTA_NET, KIMI_DELTA, Recipe
@@ -121,20 +120,13 @@ def state_of(trainer: pl.Trainer) -> State:
 
 def make_trainer(layout: Layout, max_epochs: int, precision: Any, watch: pl.Callback) -> pl.Trainer:
     """Return a quiet trainer, of which an epoch is one step."""
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=layout.world_size,
-        strategy=MCoreStrategy(**layout.strategy_arguments),
-        plugins=[LightningEnvironment()],
+    return toy.make_trainer(
+        layout.strategy_arguments,
         precision=precision,
         max_epochs=max_epochs,
         accumulate_grad_batches=RECIPE.num_microbatches(layout),
         gradient_clip_val=1.0,
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[watch],
     )
 

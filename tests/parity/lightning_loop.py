@@ -5,7 +5,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import Strategy
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -15,7 +14,7 @@ from lightning_mcore import MCoreModule, MCoreStrategy
 from lightning_mcore.strategy.precision import MCorePrecision
 from tests.parity.bare_loop import Trace, process_groups
 from tests.parity.global_tensors import fill_weights, gradient_slices, weight_slices
-from tests.support import tiny
+from tests.support import tiny, toy
 from tests.support.layouts import Layout
 from tests.support.tiny import Batch, Recipe
 
@@ -57,21 +56,14 @@ def make_trainer(
     limit_train_batches: int | None = None,
 ) -> pl.Trainer:
     """Return a quiet Trainer for one epoch on the CPU ranks that are already running."""
-    return pl.Trainer(
-        accelerator="cpu",
+    return toy.make_trainer(
+        strategy,
         devices=world_size,
-        strategy=strategy,
-        plugins=[LightningEnvironment()],
         precision=precision,
-        max_epochs=1,
         accumulate_grad_batches=accumulate,
         gradient_clip_val=clip,
         limit_train_batches=limit_train_batches,
         use_distributed_sampler=False,  # the module's loader reads its data-parallel rank's part
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
 
 

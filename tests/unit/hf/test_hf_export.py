@@ -31,7 +31,7 @@ from lightning_mcore.interop.export_plan import ExportPlan, Place, parse_size
 from lightning_mcore.interop.importing import import_checkpoint
 from tests.support.hf_models import read_tensors, save_tiny
 from tests.support.sentences import refuses
-from tests.support.toy import PlainNet, loader
+from tests.support.toy import PlainNet, loader, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Megatron and transformers
 
@@ -456,10 +456,7 @@ def test_the_callback_refuses_what_it_could_not_do(arguments: dict[str, Any], se
 
 
 def test_the_callback_needs_checkpoints_to_write_beside(tmp_path: Path) -> None:
-    callback = SaveHFModel(every_checkpoint=True)
-    trainer = pl.Trainer(
-        callbacks=[callback], accelerator="cpu", enable_checkpointing=False, logger=False, enable_model_summary=False
-    )
+    trainer = make_trainer("auto", callbacks=[SaveHFModel(every_checkpoint=True)])
     with refuses(ValueError, "beside a ModelCheckpoint, and the trainer"):
         trainer.fit(PlainNet(), loader(4, 2))
 
@@ -481,15 +478,7 @@ class Listens(pl.Callback):
 
 def train(*callbacks: pl.Callback) -> None:
     """Train a model made from scratch, under a strategy of Lightning's."""
-    trainer = pl.Trainer(
-        max_steps=2,
-        accelerator="cpu",
-        callbacks=list(callbacks),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer("auto", max_steps=2, callbacks=list(callbacks))
     trainer.fit(MCoreGPT(**settings(), recipe=Recipe(learning_rate=1e-2)), text())
 
 
@@ -632,18 +621,12 @@ def test_what_stands_beside_a_checkpoint_has_its_weights(
         "export_model": write,
     }.items():
         monkeypatch.setattr(save_hf_model, name, function)
-    trainer = pl.Trainer(
-        max_epochs=3,
-        accelerator="cpu",
-        callbacks=[
-            SaveHFModel(every_checkpoint=True),
-            ModelCheckpoint(tmp_path, **arguments),
-            ModelCheckpoint(tmp_path / "also", every_n_train_steps=3, save_top_k=-1),
-        ],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    callbacks = [
+        SaveHFModel(every_checkpoint=True),
+        ModelCheckpoint(tmp_path, **arguments),
+        ModelCheckpoint(tmp_path / "also", every_n_train_steps=3, save_top_k=-1),
+    ]
+    trainer = make_trainer("auto", max_epochs=3, callbacks=callbacks, enable_checkpointing=True)
     save = trainer.save_checkpoint
 
     def record(path: str, *rest: Any) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor
-from torch._dynamo.mutation_guard import install_generation_tagging_init
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
@@ -22,14 +21,11 @@ from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sentences import refuses
 from tests.support.toy import make_trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")  # where the layers run in this process
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron"),  # where the layers run in this process
+    pytest.mark.usefixtures("modules_are_tagged"),
+]
 LENGTHS = (7, 4, 1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def modules_are_tagged() -> None:
-    """Let torch.compile, which Megatron's output gate uses, wrap ``Module.__init__`` before the first test."""
-    install_generation_tagging_init()
 
 
 @pytest.fixture
