@@ -96,16 +96,6 @@ def read_live(name: str, folder: str, out: str) -> dict[str, Any]:
     return reader.read
 
 
-class Evaluations(pl.Callback):
-    """Keeps the steps after which was evaluated."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.steps.append(trainer.global_step)
-
-
 def train(folder: str, values: dict[str, Any]) -> list[float]:
     """Train a Llama with arguments, and return its losses."""
     from lightning_mcore.arguments import TrainingArguments
@@ -207,7 +197,8 @@ def follow(folder: str, values: dict[str, Any]) -> tuple[list[int], list[float]]
 
     warnings.filterwarnings("ignore")
     args = TrainingArguments(**{"use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 2, **values})
-    watch, evaluations = Watch(), Evaluations()
+    watch, steps = Watch(), list[int]()
+    evaluations = pl.callbacks.LambdaCallback(on_validation_end=lambda trainer, _: steps.append(trainer.global_step))
     files = {"validation_files": f"{folder}/validation.jsonl", "cache_dir": f"{folder}/cache"}
     data = args.data(f"{folder}/train.jsonl", characters(), SEQ_LENGTH, overrides=files)
     more: list[Any] = [watch, evaluations]
@@ -216,7 +207,7 @@ def follow(folder: str, values: dict[str, Any]) -> tuple[list[int], list[float]]
     trainer.fit(model, data, ckpt_path=args.ckpt_path)
     if values.get("do_eval"):
         assert "val_loss" in trainer.validate(model, data, verbose=False)[0]
-    return evaluations.steps, watch.seen.logged
+    return steps, watch.seen.logged
 
 
 OF_STEPS = {"max_steps": 14, "save_steps": 6, "save_total_limit": 3, "eval_strategy": "steps", "eval_steps": 5}

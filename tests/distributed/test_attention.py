@@ -129,8 +129,9 @@ def test_a_mask_is_refused_where_a_rank_holds_only_parts_of_it() -> None:
             build(layout)(query, key, value, torch.zeros(1, 1, S, S, dtype=torch.bool))
 
 
-def both_attentions(dropout: float) -> list[list[Tensor]]:
-    """Return of Megatron's core attention and of ours the output, the gradients and the state of the random stream."""
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@on_ranks(1)
+def test_megatrons_own_attention_computes_the_same_and_drops_the_same_weights(dropout: float) -> None:
     with groups_of(ParallelLayout()):
         fields = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": HEADS, "attention_dropout": dropout}
         config = build_transformer_config({**fields, "num_query_groups": 2}, {})
@@ -147,13 +148,7 @@ def both_attentions(dropout: float) -> list[list[Tensor]]:
             context = core(*inputs, None, attn_mask_type=AttnMaskType.causal)
             gradients = torch.autograd.grad(context, inputs, weights)
             results.append([context.detach(), *gradients, tracker.get_states()["model-parallel-rng"]])
-        return results
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_megatrons_own_attention_computes_the_same_and_drops_the_same_weights(dropout: float) -> None:
-    megatron, ours = run_ranks(1, both_attentions, dropout)[0]
-
+    megatron, ours = results
     assert torch.equal(ours.pop(), megatron.pop())  # the random streams
     for actual, reference in zip(ours, megatron, strict=True):
         assert (actual - reference).abs().max() <= TOLERANCE * reference.abs().max()

@@ -25,6 +25,10 @@ from tests.support.sentences import refuses
 from tests.support.thorough import thorough_but
 from tests.support.toy import (
     ADAMW,
+    OVERLAPPED,
+    PP2,
+    SHARDED,
+    VP2,
     Batch,
     MakeOptimizer,
     PlainNet,
@@ -40,13 +44,9 @@ from tests.support.toy import (
 
 pytestmark = pytest.mark.distributed
 
-PP2 = {"pipeline_model_parallel_size": 2}
-VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 LAYER_WISE = {"use_layer_wise_distributed_optimizer": True}
 EP2 = {"expert_model_parallel_size": 2, "use_distributed_optimizer": True}
-SHARDED = {"use_distributed_optimizer": True}
-OVERLAPPED = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 MOMENTUM: MakeOptimizer = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
 NADAM: MakeOptimizer = partial(torch.optim.NAdam, lr=1e-2)

@@ -24,7 +24,6 @@ from lightning_mcore.cli import console
 from tests.support.hf_models import save_tiny
 from tests.support.ranks import program_environment, run_ranks
 
-ROOT = Path(__file__).parents[2]
 SECONDS = 240.0
 SCRIPT = [str(Path(sys.executable).parent / "lightning-mcore")]
 MODULE = [sys.executable, "-m", "lightning_mcore.cli"]

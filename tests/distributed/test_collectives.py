@@ -17,12 +17,9 @@ from torch.nn import functional
 from lightning_mcore.parallel import consensus
 from lightning_mcore.parallel.groups import process_group
 from tests.support.ranks import on_ranks, run_ranks
-from tests.support.toy import Batch, PlainNet, StagedNet, loader, make_trainer, weights
+from tests.support.toy import PP2, TP2, Batch, PlainNet, StagedNet, loader, make_trainer, weights
 
 pytestmark = pytest.mark.distributed
-
-TP2 = {"tensor_model_parallel_size": 2}
-PP2 = {"pipeline_model_parallel_size": 2}
 
 
 def contrast(rows: Tensor, targets: Tensor) -> Tensor:

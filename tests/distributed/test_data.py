@@ -29,13 +29,9 @@ from torch.utils.data import (
 )
 
 from tests.support.ranks import on_ranks, run_ranks
-from tests.support.toy import Batch, PlainNet, Samples, StagedNet, Watch, loader, make_trainer, run_fit
+from tests.support.toy import CP2, PP2, TP2, Batch, PlainNet, Samples, StagedNet, Watch, loader, make_trainer, run_fit
 
 pytestmark = pytest.mark.distributed
-
-PP2 = {"pipeline_model_parallel_size": 2}
-TP2 = {"tensor_model_parallel_size": 2}
-CP2 = {"context_parallel_size": 2}
 
 
 def model_copies(strategy: dict[str, Any]) -> list[list[int]]:

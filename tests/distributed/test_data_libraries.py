@@ -20,13 +20,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, default_collate
 
 from tests.support.ranks import run_ranks
-from tests.support.toy import Batch, Samples, StagedNet, Watch, make_trainer
+from tests.support.toy import PP2, TP2, Batch, Samples, StagedNet, Watch, make_trainer
 
 pytestmark = pytest.mark.distributed
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "data-libraries.md"
-TP2 = {"tensor_model_parallel_size": 2}
-PP2 = {"pipeline_model_parallel_size": 2}
 SIZE = 32
 LIBRARIES = {"webdataset": "webdataset", "litdata": "litdata", "mosaic": "streaming", "nodes": "torchdata"}
 

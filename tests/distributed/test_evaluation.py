@@ -4,19 +4,22 @@
 What is logged is compared with the same numbers over the samples themselves, computed here without a trainer.
 """
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.toy import (
+    CP2,
     FEATURES,
     NUM_LAYERS,
+    PP2,
+    VP2,
     WIDTH,
     Batch,
     PlainNet,
@@ -29,9 +32,6 @@ from tests.support.toy import (
 
 pytestmark = pytest.mark.distributed
 
-PP2 = {"pipeline_model_parallel_size": 2}
-VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
-CP2 = {"context_parallel_size": 2}
 ROWS = {"micro_batch_size": 1}
 SIZES = range(1, 10)
 BATCH_SIZES = {2: (1, 2, 4), 4: (2,)}  # by the number of ranks
@@ -71,21 +71,6 @@ class Staged(StagedNet):
     evaluate = evaluate
 
 
-def evaluate_every_size(staged: bool, strategy: Any) -> dict[tuple[str, int, int], tuple[dict[str, float], list[int]]]:
-    """Return what was logged and which samples were counted, for each way, size and batch size."""
-    module = Staged() if staged else Plain()
-    found = {}
-    for size in SIZES:
-        for batch_size in BATCH_SIZES[dist.get_world_size()]:
-            for way in ("validate", "test") if batch_size == 2 and size in TESTED else ("validate",):
-                trainer = make_trainer(strategy)
-                getattr(trainer, way)(module, loader(size, batch_size), verbose=False)
-                logged = {name.split("_")[1]: float(value) for name, value in trainer.callback_metrics.items()}
-                found[way, size, batch_size] = logged, sorted(module.indices.compute().flatten().long().tolist())
-                module.indices.reset()
-    return found
-
-
 @pytest.mark.parametrize(
     ("staged", "world_size", "strategy"),
     [
@@ -100,18 +85,22 @@ def evaluate_every_size(staged: bool, strategy: Any) -> dict[tuple[str, int, int
         pytest.param(True, 4, {**PP2, **ROWS}, marks=pytest.mark.thorough, id="pp2-dp2-rows"),
     ],
 )
+@on_ranks("world_size", timeout=180)
 def test_every_sample_counts_once_whatever_the_size(staged: bool, world_size: int, strategy: dict[str, Any]) -> None:
-    errors = errors_by_hand(staged)
-    for rank in run_ranks(world_size, evaluate_every_size, staged, strategy, timeout=180):
-        assert len(rank) == len(SIZES) * len(BATCH_SIZES[world_size]) + len(TESTED)
-        for (way, size, batch_size), (logged, indices) in rank.items():
+    module, errors = Staged() if staged else Plain(), errors_by_hand(staged)
+    parts = strategy.get("context_parallel_size", 1)  # ranks that have a part of each sequence and count it
+    for size, batch_size in itertools.product(SIZES, BATCH_SIZES[world_size]):
+        for way in ("validate", "test") if batch_size == 2 and size in TESTED else ("validate",):
+            trainer = make_trainer(strategy)
+            getattr(trainer, way)(module, loader(size, batch_size), verbose=False)
+            logged = {name.split("_")[1]: float(value) for name, value in trainer.callback_metrics.items()}
             known, case = errors[:size], f"{way}: {size} samples in batches of {batch_size}"
-            parts = strategy.get("context_parallel_size", 1)  # ranks that have a part of each sequence and count it
-            assert indices == sorted([*range(size)] * parts), case
+            assert sorted(module.indices.compute().flatten().long().tolist()) == sorted([*range(size)] * parts), case
+            module.indices.reset()
             assert logged["rows"] == size * parts, case
             for name in ("loss", "metric"):
                 assert logged[name] == pytest.approx(known.mean().item(), rel=1e-6), f"{name} of {case}"
-            if strategy is not CP2:  # there a rank has the error of a part of the sequence
+            if parts == 1:  # otherwise a rank has the error of a part of the sequence
                 assert logged["min"] == pytest.approx(known.min().item(), rel=1e-6), case
                 assert logged["max"] == pytest.approx(known.max().item(), rel=1e-6), case
 
@@ -150,63 +139,47 @@ class Counting(Staged):
         self.indices.reset()
 
 
-def validate_own_loaders(strategy: Any) -> dict[str, Any]:
-    """Return for each loader what was logged and counted."""
-    found = {}
-    for name, data in own_loaders().items():
-        module = Counting()
-        trainer = make_trainer(strategy)
-        results = trainer.validate(module, data, verbose=False)
-        found[name] = [{k.split("/")[0]: v for k, v in result.items()} for result in results], module.counted[0]
-    return found
-
-
 @pytest.mark.parametrize(
     ("world_size", "strategy"),
     [pytest.param(2, {}, marks=pytest.mark.thorough, id="dp2"), pytest.param(4, PP2, id="pp2-dp2")],
 )
+@on_ranks("world_size", timeout=120)
 def test_loaders_of_the_user(world_size: int, strategy: dict[str, Any]) -> None:
-    errors = errors_by_hand(staged=True)
-    for rank in run_ranks(world_size, validate_own_loaders, strategy, timeout=120):
-        for name, samples in {
-            "sampler": [1, 3, 5, 6, 8],
-            "not-batched": list(range(5)),
-            "drop-last": list(range(4)),
-            "workers": list(range(5)),
-        }.items():
-            [logged], counted = rank[name]
-            assert counted == samples, name
-            assert logged["val_rows"] == len(samples), name
-            for metric in ("val_loss", "val_metric"):
-                assert logged[metric] == pytest.approx(errors[samples].mean().item(), rel=1e-6), name
-        each, counted = rank["several"]
-        assert counted == [0, 0, 0, 1, 1, 2, 2, 3, 4]
-        for logged, size in zip(each, (5, 3, 1), strict=True):
-            assert logged["val_rows"] == size
-            assert logged["val_loss"] == pytest.approx(errors[:size].mean().item(), rel=1e-6)
-        assert set(rank["at-once"][1]) == set(range(9))  # Lightning's own count where loaders are read side by side
+    errors, found = errors_by_hand(staged=True), {}
+    for name, data in own_loaders().items():
+        module = Counting()
+        results = make_trainer(strategy).validate(module, data, verbose=False)
+        found[name] = [{k.split("/")[0]: v for k, v in result.items()} for result in results], module.counted[0]
+    for name, samples in {
+        "sampler": [1, 3, 5, 6, 8],
+        "not-batched": list(range(5)),
+        "drop-last": list(range(4)),
+        "workers": list(range(5)),
+    }.items():
+        [logged], counted = found[name]
+        assert counted == samples, name
+        assert logged["val_rows"] == len(samples), name
+        for metric in ("val_loss", "val_metric"):
+            assert logged[metric] == pytest.approx(errors[samples].mean().item(), rel=1e-6), name
+    each, counted = found["several"]
+    assert counted == [0, 0, 0, 1, 1, 2, 2, 3, 4]
+    for logged, size in zip(each, (5, 3, 1), strict=True):
+        assert logged["val_rows"] == size
+        assert logged["val_loss"] == pytest.approx(errors[:size].mean().item(), rel=1e-6)
+    assert set(found["at-once"][1]) == set(range(9))  # Lightning's own count where loaders are read side by side
 
 
-def fit_and_validate(strategy: Any) -> list[dict[str, float]]:
-    """Fit with a sanity check and validation within the epoch; return what was logged after each validation."""
-    logged: list[dict[str, float]] = []
-
-    class Keep(Staged):
-        def on_validation_epoch_end(self) -> None:
-            metrics = self.trainer.callback_metrics
-            logged.append({name: float(value) for name, value in metrics.items() if "rows" in name})
-
-    module = Keep()
+@pytest.mark.parametrize(("world_size", "strategy"), [(2, {}), (4, PP2)], ids=["dp2", "pp2-dp2"])
+@on_ranks("world_size", timeout=120)
+def test_the_sanity_check_and_validation_within_an_epoch_leave_no_trace_in_each_other(
+    world_size: int, strategy: dict[str, Any]
+) -> None:
+    module, held = Staged(), [loader(5, 2), loader(3, 2)]
     trainer = make_trainer(strategy, num_sanity_val_steps=2, val_check_interval=2)
-    trainer.fit(module, loader(16, 2), [loader(5, 2), loader(3, 2)])
-    trainer.validate(module, [loader(5, 2), loader(3, 2)], verbose=False)
-    return [{name: float(v) for name, v in trainer.callback_metrics.items() if "rows" in name}, *logged[-1:]]
-
-
-def test_the_sanity_check_and_validation_within_an_epoch_leave_no_trace_in_each_other() -> None:
-    for strategy, world_size in (({}, 2), (PP2, 4)):
-        for rank in run_ranks(world_size, fit_and_validate, strategy, timeout=120):
-            assert rank[0] == {"val_rows/dataloader_idx_0": 5.0, "val_rows/dataloader_idx_1": 3.0}
+    trainer.fit(module, loader(16, 2), held)
+    trainer.validate(module, held, verbose=False)
+    rows = {name: float(value) for name, value in trainer.callback_metrics.items() if "rows" in name}
+    assert rows == {"val_rows/dataloader_idx_0": 5.0, "val_rows/dataloader_idx_1": 3.0}
 
 
 # Prediction

@@ -17,12 +17,10 @@ from lightning_mcore.strategy.pipeline_runner import PipelineRunner
 from tests.parity.global_tensors import fill_weights
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sentences import refuses
-from tests.support.toy import Batch, StagedNet, loader, make_trainer, texts
+from tests.support.toy import PP2, VP2, Batch, StagedNet, loader, make_trainer, texts
 
 pytestmark = pytest.mark.distributed
 
-PP2 = {"pipeline_model_parallel_size": 2}
-VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 TWO_ROWS = {"micro_batch_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
 Pair = namedtuple("Pair", "count errors")

@@ -23,11 +23,22 @@ from torch.nn import functional
 from lightning_mcore import MCoreGPT, MCorePrecision
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sentences import refuses
-from tests.support.toy import ADAMW, Memory, PlainNet, Seen, StagedNet, loader, make_trainer, run_fit, texts, weights
+from tests.support.toy import (
+    ADAMW,
+    SHARDED,
+    Memory,
+    PlainNet,
+    Seen,
+    StagedNet,
+    loader,
+    make_trainer,
+    run_fit,
+    texts,
+    weights,
+)
 
 pytestmark = pytest.mark.distributed
 
-SHARDED = {"use_distributed_optimizer": True}
 PIPELINED = {"pipeline_model_parallel_size": 2}
 RMSPROP = partial(torch.optim.RMSprop, lr=1e-3)
 TOO_HIGH = 2.0**30  # the toy's gradients overflow from about 2**18 on

@@ -8,18 +8,17 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lightning_mcore import LoRA, MCoreGPT, MCoreStrategy, Recipe, single_process
+from lightning_mcore import LoRA, MCoreGPT, Recipe, single_process
 from lightning_mcore.hf import find_family
 from lightning_mcore.hf.family import split_fields
 from lightning_mcore.hf.source import complete_config
 from tests.support.hf_models import CONFIGS, MORE_CONFIGS
 from tests.support.ranks import run_ranks
 from tests.support.thorough import thorough_but
-from tests.support.toy import Memory
+from tests.support.toy import CP2, PP2, Memory, make_trainer
 
 VOCAB_SIZE = 40
 PERIOD = VOCAB_SIZE  # samples after which the texts are the same again
@@ -114,26 +113,19 @@ def train(run: Run, folder: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     pl.seed_everything(1, verbose=False)
     memory, generate = StepMemory(), Generate()
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=world_size,
-        strategy=MCoreStrategy(**run.layout) if run.strategy == "mcore" else run.strategy,
+    trainer = make_trainer(
+        run.layout if run.strategy == "mcore" else run.strategy,
         precision=run.precision,
         max_steps=run.steps,
         accumulate_grad_batches=run.accumulate,
         gradient_clip_val=1.0,
         use_distributed_sampler=False,
-        log_every_n_steps=1,
         limit_val_batches=3,
         limit_test_batches=5,
         val_check_interval=20,
         num_sanity_val_steps=1,
         callbacks=[generate],
         logger=memory,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
     )
     module = MCoreGPT(
@@ -160,8 +152,6 @@ def train(run: Run, folder: str) -> dict[str, Any]:
 
 
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-PP2 = {"pipeline_model_parallel_size": 2}
-CP2 = {"context_parallel_size": 2}
 LEARNED = {"position_embedding_type": "learned_absolute"}
 
 AVERAGED = {**EXPERTS, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1, "calculate_per_token_loss": False}

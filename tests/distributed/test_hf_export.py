@@ -20,7 +20,7 @@ from lightning_mcore.interop.callback import SaveHFModel
 from lightning_mcore.interop.export import export_checkpoint, export_model
 from tests.support.hf_models import FAMILIES, VOCAB_SIZE, read_tensors, save_tiny, tiny_folder
 from tests.support.ranks import run_ranks
-from tests.support.toy import make_trainer, texts
+from tests.support.toy import CP2, PP2, make_trainer, texts
 
 pytestmark = [
     pytest.mark.distributed,
@@ -28,8 +28,6 @@ pytestmark = [
 ]
 
 TP2: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
-CP2: dict[str, Any] = {"context_parallel_size": 2}
 EP2: dict[str, Any] = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 LAYOUTS = {2: {"tp2": TP2, "pp2": PP2, "cp2": CP2, "ep2": EP2}, 4: {"tp2-pp2": TP2 | PP2, "tp2-ep2": TP2 | EP2}}
 MODELS = (*FAMILIES, "llama, tied, wide heads", "deepseek_v3, multi-token", "glm4_moe, multi-token")

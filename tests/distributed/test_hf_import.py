@@ -27,12 +27,11 @@ from lightning_mcore.layers.spec import gpt_block_spec
 from tests.support.hf_models import VOCAB_SIZE, read_tensors, save_tiny
 from tests.support.ranks import run_ranks
 from tests.support.sentences import refuses
-from tests.support.toy import make_trainer, texts
+from tests.support.toy import PP2, make_trainer, texts
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-PP2 = {"pipeline_model_parallel_size": 2}
 SEQ_LENGTH = 16
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
@@ -185,10 +184,8 @@ def test_a_run_starts_from_the_weights_of_the_model(
 
 def test_one_process_starts_from_the_weights_of_the_model(model: Path, loss: float) -> None:
     module = MCoreGPT.from_pretrained(str(model), seq_length=SEQ_LENGTH)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False
-    )
-    assert float(trainer.validate(module, data(), verbose=False)[0]["val_loss"]) == pytest.approx(loss, rel=1e-5)
+    [metrics] = make_trainer("auto").validate(module, data(), verbose=False)
+    assert metrics["val_loss"] == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["trained", "own, trained"])

@@ -22,12 +22,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from tests.support.ranks import run_ranks
-from tests.support.toy import Batch, PlainNet, StagedNet, loader, make_trainer
+from tests.support.toy import PP2, Batch, PlainNet, StagedNet, loader, make_trainer
 
 pytestmark = pytest.mark.distributed
 
-PP2 = {"pipeline_model_parallel_size": 2}
-VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 
 Events = list[str]
 _NOT_HOOKS = {"on_gpu", "on_step"}  # properties of the module, not hooks

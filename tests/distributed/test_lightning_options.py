@@ -31,11 +31,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.support.ranks import RanksFailedError, on_ranks, run_ranks
 from tests.support.sentences import refuses
-from tests.support.toy import Batch, PlainNet, Samples, StagedNet, loader, make_trainer, weights
+from tests.support.toy import PP2, Batch, PlainNet, Samples, StagedNet, loader, make_trainer, weights
 
 pytestmark = pytest.mark.distributed
-
-PP2 = {"pipeline_model_parallel_size": 2}
 
 
 class Stream(IterableDataset[Batch]):

@@ -17,11 +17,9 @@ from torch import Tensor
 from lightning_mcore import MCorePrecision
 from lightning_mcore.strategy.progress import MCoreProgressBar
 from tests.support.ranks import on_ranks, run_ranks
-from tests.support.toy import Batch, PlainNet, StagedNet, loader, make_trainer
+from tests.support.toy import PP2, Batch, PlainNet, StagedNet, loader, make_trainer
 
 pytestmark = pytest.mark.distributed
-
-PP2 = {"pipeline_model_parallel_size": 2}
 
 
 def seconds() -> Callable[[], float]:

@@ -31,14 +31,22 @@ from lightning_mcore import MCoreGPT
 from lightning_mcore.parallel import groups
 from lightning_mcore.strategy.same_batches import FIRST_BATCHES
 from tests.support.ranks import on_ranks, run_ranks
-from tests.support.toy import Batch, Memory, Samples, StagedNet, Watch, loader, make_trainer, run_fit
+from tests.support.toy import (
+    CP2,
+    PP2,
+    TP2,
+    VP2,
+    Batch,
+    Memory,
+    Samples,
+    StagedNet,
+    Watch,
+    loader,
+    make_trainer,
+    run_fit,
+)
 
 pytestmark = pytest.mark.distributed
-
-PP2 = {"pipeline_model_parallel_size": 2}
-VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
-CP2 = {"context_parallel_size": 2}
-TP2 = {"tensor_model_parallel_size": 2}
 
 
 class Talkative(StagedNet):

@@ -20,21 +20,19 @@ from tests.distributed.test_hf_export import identical
 from tests.support.hf_models import VOCAB_SIZE, read_tensors, tiny_folder
 from tests.support.ranks import run_ranks
 from tests.support.sentences import refuses
-from tests.support.toy import make_trainer, texts
+from tests.support.toy import OVERLAPPED, PP2, make_trainer, texts
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore")]
 
 TP2: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
-SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 # The vocabulary of 101 is padded under tensor parallelism; qwen2's embedding is its output layer too
 LAYOUTS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
     2: {
-        "tp2": ("qwen2", TP2 | SHARDED),
+        "tp2": ("qwen2", TP2 | OVERLAPPED),
         "pp2": ("qwen2", PP2),
         "pp2-vp2": ("llama", {**PP2, "virtual_pipeline_model_parallel_size": 2}),
-        "ep2": ("mixtral", {"expert_model_parallel_size": 2} | SHARDED),
-        "dp2": ("llama", SHARDED),
+        "ep2": ("mixtral", {"expert_model_parallel_size": 2} | OVERLAPPED),
+        "dp2": ("llama", OVERLAPPED),
     },
     4: {
         "tp2-pp2": ("qwen2", TP2 | PP2),
@@ -175,7 +173,7 @@ def train_adapters(runs: dict[str, tuple[str, dict[str, Any], str]]) -> dict[str
 
 
 def test_adapters_are_merged_or_streamed_alone_and_only_what_changed_is_sent_again(tmp_path: Path) -> None:
-    layouts = {"tp2": ("qwen3", TP2 | SHARDED), "pp2": ("qwen3", PP2), "dp2": ("qwen3", SHARDED)}
+    layouts = {"tp2": ("qwen3", TP2 | OVERLAPPED), "pp2": ("qwen3", PP2), "dp2": ("qwen3", OVERLAPPED)}
     runs = {name: (str(tiny_folder(model)), layout, str(tmp_path / name)) for name, (model, layout) in layouts.items()}
     for rank, found in enumerate(run_ranks(2, train_adapters, runs, timeout=120)):
         for name, (_, _, out) in runs.items():

@@ -38,6 +38,11 @@ from tests.support.sentences import refuses
 from tests.support.toy import (
     FEATURES,
     NUM_LAYERS,
+    OVERLAPPED,
+    PP2,
+    SHARDED,
+    TP2,
+    VP2,
     Batch,
     MakeOptimizer,
     Memory,
@@ -53,13 +58,8 @@ from tests.support.toy import (
 
 pytestmark = pytest.mark.distributed
 
-TP2 = {"tensor_model_parallel_size": 2}
-PP2 = {"pipeline_model_parallel_size": 2}
-VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
-SHARDED = {"use_distributed_optimizer": True}
 LAYER_WISE = {"use_layer_wise_distributed_optimizer": True}
 BY_NORM = {"gradient_clip_val": 0.5}
-OVERLAPPED = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 BY_VALUE = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
 WIDE = 16
 
@@ -503,16 +503,6 @@ class Blind(Net):
         return super().predictions({**batch, "x": batch["x"] * seen})
 
 
-class Zeros(pl.Callback):
-    """Keeps the number of zeros of each step."""
-
-    def __init__(self) -> None:
-        self.counted: list[float | None] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.counted.append(trainer.optimizers[0].num_zeros_in_grad)
-
-
 @on_ranks(2, timeout=120)
 def test_zeros_in_the_gradients_are_counted_over_all_ranks() -> None:
     config = OptimizerConfig(log_num_zeros_in_grad=True)
@@ -523,10 +513,13 @@ def test_zeros_in_the_gradients_are_counted_over_all_ranks() -> None:
         (SHARDED, ADAMW, {}),
         ({}, ADAMW, {}),
     ):
-        zeros = Zeros()
-        run_fit(Blind(configure), {**strategy, "optimizer_config": config}, loader(8, 2), callbacks=[zeros], **trainer)
-        assert len(zeros.counted) >= 2
-        assert set(zeros.counted) == {8.0}
+        zeros: list[float] = []
+        keep = pl.callbacks.LambdaCallback(
+            on_train_batch_end=lambda trainer, *_, zeros=zeros: zeros.append(trainer.optimizers[0].num_zeros_in_grad)
+        )
+        run_fit(Blind(configure), {**strategy, "optimizer_config": config}, loader(8, 2), callbacks=[keep], **trainer)
+        assert len(zeros) >= 2
+        assert set(zeros) == {8.0}
 
 
 class Breaks(PlainNet):
@@ -544,22 +537,18 @@ def test_a_nan_on_one_rank_ends_the_run_on_every_rank() -> None:
             run_fit(Breaks(), {**strategy, **ddp(check_for_nan_in_grad=True)}, loader(12, 2))
 
 
-def timeouts() -> set[timedelta]:
-    """Return the timeouts of Megatron's groups of more than one rank."""
+@on_ranks(2, open_group=False)
+def test_the_timeout_reaches_every_group_of_megatron() -> None:
     found: set[timedelta] = set()
 
-    class Look(pl.Callback):
-        def on_train_start(self, *_: Any) -> None:
-            for group in parallel_state._global_process_group_list or []:
-                if group is not None and group.size() > 1:
-                    found.add(group._get_backend(torch.device("cpu")).options._timeout)
+    def look(*_: Any) -> None:
+        for group in parallel_state._global_process_group_list or []:
+            if group is not None and group.size() > 1:
+                found.add(group._get_backend(torch.device("cpu")).options._timeout)
 
-    run_fit(StagedNet(), {**PP2, "timeout": timedelta(minutes=7)}, loader(4, 2), callbacks=[Look()])
-    return found
-
-
-def test_the_timeout_reaches_every_group_of_megatron() -> None:
-    assert run_ranks(2, timeouts, open_group=False) == [{timedelta(minutes=7)}] * 2
+    watch = pl.callbacks.LambdaCallback(on_train_start=look)
+    run_fit(StagedNet(), {**PP2, "timeout": timedelta(minutes=7)}, loader(4, 2), callbacks=[watch])
+    assert found == {timedelta(minutes=7)}
 
 
 # Overlapping the parameters' journey, with reads in between

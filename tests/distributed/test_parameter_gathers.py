@@ -10,11 +10,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from tests.support.ranks import on_ranks
-from tests.support.toy import StagedNet, loader, make_trainer
+from tests.support.toy import OVERLAPPED, StagedNet, loader, make_trainer
 
 pytestmark = pytest.mark.distributed
-
-OVERLAPPED = dict.fromkeys(("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True)
 
 
 class Watched(pl.Callback):

@@ -24,6 +24,11 @@ from torch.utils.data import DistributedSampler
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.toy import (
     ADAMW,
+    CP2,
+    OVERLAPPED,
+    PP2,
+    SHARDED,
+    VP2,
     MakeOptimizer,
     Samples,
     StagedNet,
@@ -37,11 +42,6 @@ from tests.support.toy import (
 
 pytestmark = pytest.mark.distributed
 
-PP2 = {"pipeline_model_parallel_size": 2}
-VP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
-CP2 = {"context_parallel_size": 2}
-SHARDED = {"use_distributed_optimizer": True}
-OVERLAPPED = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 SGD: MakeOptimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 ADAM: MakeOptimizer = partial(torch.optim.Adam, lr=1e-2, weight_decay=0.1)

@@ -29,7 +29,9 @@ from tests.support.sentences import refuses
 from tests.support.thorough import thorough_but
 from tests.support.toy import (
     ADAMW,
+    OVERLAPPED,
     SEQ_LENGTH,
+    SHARDED,
     Batch,
     MakeOptimizer,
     Memory,
@@ -53,8 +55,6 @@ ADAM: MakeOptimizer = partial(torch.optim.Adam, lr=1e-2, weight_decay=0.1)
 RMSPROP: MakeOptimizer = partial(torch.optim.RMSprop, lr=1e-2)
 LBFGS: MakeOptimizer = partial(torch.optim.LBFGS, lr=0.1, max_iter=3)
 
-SHARDED = {"use_distributed_optimizer": True}
-OVERLAPPED = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 BY_NORM = {"gradient_clip_val": 0.05}
 BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
 

@@ -21,9 +21,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_mcore import MCoreCheckpointIO, MCoreStrategy, PreemptionCheckpoint
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sentences import refuses
-from tests.support.toy import PlainNet, StagedNet, Watch, loader, make_trainer, run_fit
+from tests.support.toy import PP2, PlainNet, StagedNet, Watch, loader, make_trainer, run_fit
 
-PP2 = {"pipeline_model_parallel_size": 2}
 NUM_BATCHES = 12  # of an epoch on a data-parallel rank; two make an optimizer step
 STEPS = NUM_BATCHES // 2 * 2  # of two epochs
 

@@ -15,11 +15,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from lightning_mcore import MCoreGPT
 from lightning_mcore.parallel.groups import generator_of
 from tests.support.ranks import run_ranks
-from tests.support.toy import PlainNet, StagedNet, loader, make_trainer, weights
+from tests.support.toy import PP2, PlainNet, StagedNet, loader, make_trainer, weights
 
 pytestmark = pytest.mark.distributed
 
-PP2 = {"pipeline_model_parallel_size": 2}
 RUNS: dict[str, dict[str, Any]] = {
     "epochs": {"max_epochs": 2},
     "epochs-and-no-steps": {"max_epochs": 2, "max_steps": -1},

@@ -14,13 +14,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, default_
 
 from lightning_mcore import data_shard
 from tests.support.ranks import on_ranks, run_ranks
-from tests.support.toy import Batch, PlainNet, Samples, StagedNet, Watch, loader, make_trainer
+from tests.support.toy import CP2, PP2, TP2, Batch, PlainNet, Samples, StagedNet, Watch, loader, make_trainer
 
 pytestmark = pytest.mark.distributed
 
-TP2 = {"tensor_model_parallel_size": 2}
-PP2 = {"pipeline_model_parallel_size": 2}
-CP2 = {"context_parallel_size": 2}
 REMEDY = "use lightning_mcore.data_shard(trainer) instead, and seed its random numbers"
 
 

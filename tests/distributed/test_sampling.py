@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_mcore.data.sampling import training_loader
 from tests.support.ranks import run_ranks
-from tests.support.toy import PlainNet, Samples, StagedNet, make_trainer
+from tests.support.toy import PP2, PlainNet, Samples, StagedNet, make_trainer
 
 pytestmark = pytest.mark.distributed
 
@@ -94,7 +94,6 @@ class Reading:
         return ids.batches
 
 
-PP2 = {"pipeline_model_parallel_size": 2}
 RUNS = {
     "dp1": Reading(1, 2),
     "dp2": Reading(2, 2),

@@ -20,11 +20,9 @@ from lightning_mcore.parallel.groups import process_groups_are_open
 from tests.support import hygiene
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sentences import refuses
-from tests.support.toy import Batch, StagedNet, loader, make_trainer, run_fit, weights
+from tests.support.toy import PP2, Batch, StagedNet, loader, make_trainer, run_fit, weights
 
 pytestmark = pytest.mark.distributed
-
-PP2 = {"pipeline_model_parallel_size": 2}
 
 
 class Guarded(StagedNet):

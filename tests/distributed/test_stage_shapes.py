@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.support.ranks import run_ranks
-from tests.support.toy import FEATURES, StagedNet, Watch, make_trainer
+from tests.support.toy import FEATURES, PP2, StagedNet, Watch, make_trainer
 
 pytestmark = pytest.mark.distributed
 
@@ -55,7 +55,6 @@ def losses(layout: dict[str, Any]) -> tuple[list[float], float]:
     return watch.seen.logged, float(trainer.callback_metrics["val_loss"])
 
 
-PP2 = {"pipeline_model_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, PP2),
     "pp4": (4, {"pipeline_model_parallel_size": 4}),

@@ -26,7 +26,7 @@ from tests.parity.hf_modules import FineTuning, Texts, collate
 from tests.support.hf_models import tiny_folder
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.rehearsed import Texts as Pairs
-from tests.support.toy import PlainNet
+from tests.support.toy import PP2, PlainNet
 from tests.support.toy import loader as toy_loader
 from tests.support.vision_models import vision_batch, vision_folder
 from tests.te.runs import LENGTH, TRANSFORMER, VOCABULARY, Run, make_loader, make_model, make_trainer
@@ -270,7 +270,6 @@ def plain(run: Run, folder: str) -> tuple[pl.LightningModule, Any]:
 
 
 LOGS = "lightning_mcore/strategy/logs/pipeline.py"
-PP2 = {"pipeline_model_parallel_size": 2}
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 USUAL = [*DECISION, STEP, LOGS]
 # ranks, layout, module and the waits of a step

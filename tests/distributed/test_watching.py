@@ -23,15 +23,15 @@ from lightning_mcore.callbacks import (
     StragglerMonitor,
     TimeToFirstStep,
 )
-from tests.distributed.test_weight_averaging import SHARDED, data_of, gpt, save_starts
+from tests.distributed.test_weight_averaging import data_of, gpt, save_starts
 from tests.support.ranks import run_ranks
 from tests.support.sentences import refuses
-from tests.support.toy import Memory, PlainNet, StagedNet, loader, make_trainer
+from tests.support.toy import OVERLAPPED, Memory, PlainNet, StagedNet, loader, make_trainer
 
 pytestmark = pytest.mark.distributed
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp2-sharded": SHARDED,
+    "dp2-sharded": OVERLAPPED,
     "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
     "ep2": {"expert_model_parallel_size": 2},

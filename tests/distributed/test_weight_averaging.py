@@ -15,20 +15,19 @@ from lightning_mcore import MCoreGPT, Recipe
 from lightning_mcore.callbacks import EMAWeightAveraging, WeightAveraging
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sentences import refuses
-from tests.support.toy import Memory, PlainNet, loader, make_trainer, weights
+from tests.support.toy import OVERLAPPED, Memory, PlainNet, loader, make_trainer, weights
 
 pytestmark = pytest.mark.distributed
 
 SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32, "add_bias_linear": False}
 EXPERTS = {"num_moe_experts": 2, "moe_ffn_hidden_size": 16, "moe_router_enable_expert_bias": True}
 EXPERTS |= {"moe_router_score_function": "sigmoid", "moe_token_dispatcher_type": "alltoall"}
-SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp2-sharded": SHARDED,
+    "dp2-sharded": OVERLAPPED,
     "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
     "ep2": {"expert_model_parallel_size": 2},
-    "bf16-sharded": SHARDED,
+    "bf16-sharded": OVERLAPPED,
 }
 DECAY = 0.5
 
@@ -172,7 +171,7 @@ PLAIN: dict[str, tuple[Any, Any]] = {
     "other strategy": ("ddp", lambda: EMAWeightAveraging(decay=DECAY)),
     "file": ({}, lambda: EMAWeightAveraging(decay=DECAY)),
     "file-epochs": ({}, EachEpoch),
-    "shards": (SHARDED, lambda: EMAWeightAveraging(decay=DECAY)),
+    "shards": (OVERLAPPED, lambda: EMAWeightAveraging(decay=DECAY)),
 }
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_mcore import MCoreGPT, Recipe, single_process
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.sentences import refuses
-from tests.support.toy import Watch, make_trainer, texts
+from tests.support.toy import PP2, Watch, make_trainer, texts
 
 pytestmark = pytest.mark.distributed
 
@@ -27,7 +27,6 @@ SIZES: dict[str, Any] = {
 }
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True}
 quiet = pytest.mark.filterwarnings("ignore")  # in this process warnings are errors, and Megatron has many
-PP2 = {"pipeline_model_parallel_size": 2}
 
 
 data = partial(texts, 16, 8, vocab_size=16, batch_size=2)
@@ -112,10 +111,8 @@ def test_the_whole_model_is_loaded_in_one_process(saved: tuple[str, float]) -> N
     assert isinstance(module, StartsFrom)
     assert not dist.is_initialized()
     assert module.recipe.learning_rate == 1e-2
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False
-    )
-    assert float(trainer.validate(module, data(), verbose=False)[0]["val_loss"]) == pytest.approx(loss, rel=1e-6)
+    [metrics] = make_trainer("auto").validate(module, data(), verbose=False)
+    assert metrics["val_loss"] == pytest.approx(loss, rel=1e-6)
     other = StartsFrom.load_from_checkpoint(path, recipe=Recipe(learning_rate=0.5))
     assert other.hparams["recipe"]["learning_rate"] == 0.5
     for name, value in module.state_dict().items():

@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mcore import MCoreStrategy
-from tests.parity.lightning_loop import make_trainer
 from tests.parity.linear import LENGTHS, MICRO_BATCH_SIZE, START, Kind, LinearModule, data
 from tests.support.layouts import Layout
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
+from tests.support.toy import make_trainer
 
 pytestmark = pytest.mark.distributed
 
@@ -30,14 +29,19 @@ LAYOUTS = (
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.id)
+@on_ranks("layout", timeout=180)
 def test_gradient_has_the_scale_of_the_formula(layout: Layout) -> None:
     kinds: tuple[Kind, ...] = ("mean of full masks", "masked mean", "token weighted")
-    for gradients in run_ranks(layout.world_size, _gradients, layout, kinds, timeout=180):
-        for kind in kinds:
-            wanted = _analytic_gradient(kind)
-            ratio = (gradients[kind] @ wanted) / (wanted @ wanted)
-            assert ratio.item() == pytest.approx(1.0, abs=1e-6), kind
-            torch.testing.assert_close(gradients[kind], wanted, rtol=0, atol=1e-6 * wanted.abs().max().item())
+    for kind in kinds:
+        module = LinearModule(kind)
+        num_microbatches = len(LENGTHS) // MICRO_BATCH_SIZE // layout.dp
+        options = {"accumulate_grad_batches": num_microbatches, "use_distributed_sampler": False}
+        make_trainer(layout.strategy_arguments, **options).fit(module)
+        assert module.gradient is not None
+        wanted = _analytic_gradient(kind)
+        ratio = (module.gradient @ wanted) / (wanted @ wanted)
+        assert ratio.item() == pytest.approx(1.0, abs=1e-6), kind
+        torch.testing.assert_close(module.gradient, wanted, rtol=0, atol=1e-6 * wanted.abs().max().item())
 
 
 def test_the_masks_tell_right_from_wrong() -> None:
@@ -57,16 +61,3 @@ def _analytic_gradient(kind: Kind) -> Tensor:
         return by_sequence.sum(0) / num_tokens.sum()
     sums, counts = by_sequence.unflatten(0, (-1, MICRO_BATCH_SIZE)), num_tokens.unflatten(0, (-1, MICRO_BATCH_SIZE))
     return (sums.sum(1) / counts.sum(1, keepdim=True)).mean(0)
-
-
-def _gradients(layout: Layout, kinds: tuple[Kind, ...]) -> dict[Kind, Tensor]:
-    """Return the gradient of one step for each kind of loss; run on every rank."""
-    gradients = {}
-    for kind in kinds:
-        module = LinearModule(kind)
-        strategy = MCoreStrategy(**layout.strategy_arguments)
-        num_microbatches = len(LENGTHS) // MICRO_BATCH_SIZE // layout.dp
-        make_trainer(layout.world_size, strategy, accumulate=num_microbatches).fit(module)
-        assert module.gradient is not None
-        gradients[kind] = module.gradient
-    return gradients

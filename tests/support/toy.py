@@ -44,6 +44,13 @@ Batch = dict[str, Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 ADAMW: MakeOptimizer = partial(torch.optim.AdamW, lr=1e-2)
 
+TP2: dict[str, Any] = {"tensor_model_parallel_size": 2}
+PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+VP2: dict[str, Any] = {**PP2, "virtual_pipeline_model_parallel_size": 2}
+CP2: dict[str, Any] = {"context_parallel_size": 2}
+SHARDED: dict[str, Any] = {"use_distributed_optimizer": True}
+OVERLAPPED: dict[str, Any] = {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}
+
 
 class Samples(Dataset[Batch]):
     """The first ``size`` of 128 samples: ``x`` [s, f], ``y`` [s, 1] and the sample's own ``index``."""

@@ -106,7 +106,6 @@ def test_quoted_fields_of_the_transformer_too(tmp_path: Path, capsys: pytest.Cap
     assert json.loads(text)["stages"][0]["chunks"][0]["layers"] == [*range(8)]
 
 
-HALF = "lightning.pytorch.plugins.HalfPrecision"
 PRECISIONS: dict[str, tuple[dict[str, Any], str]] = {
     "int": ({"trainer.precision": 32}, "32-true"),
     "16 on the CPU is bf16, as Lightning has it": ({"trainer.precision": 16}, "bf16-mixed"),

@@ -20,7 +20,6 @@ from tests.support.chats import characters, write
 from tests.support.sentences import refuses
 
 SIZES = {"a.png": (24, 16), "b.png": (8, 8), "c.png": (16, 40)}  # width and height in pixels; 4 x 4 are a patch
-TOKENS = {"a.png": 6, "b.png": 1, "c.png": 10}
 ROWS: list[dict[str, Any]] = [
     {"messages": [("user", "what is <image>?"), ("assistant", "red")], "images": ["a.png"]},
     {"messages": [("user", "<image> or <image>"), ("assistant", "the first")], "images": ["b.png", "c.png"]},
