@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from lightning_mcore.checkpoint.weights import build_from_checkpoint
     from lightning_mcore.config.communication import CommunicationOptions
     from lightning_mcore.config.distillation import Distillation
+    from lightning_mcore.config.embedding import Embedding
     from lightning_mcore.config.layout import ModelShape, ParallelLayout
     from lightning_mcore.config.lora import LoRA
     from lightning_mcore.config.preference import Preference
     from lightning_mcore.data.batches import data_shard
+    from lightning_mcore.data.embedding.datamodule import MCoreEmbeddingData
     from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
     from lightning_mcore.data.finetuning.images import MCoreVisionData
     from lightning_mcore.data.packing.best_fit import TokenSample
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from lightning_mcore.layers.own_adapters import add_lora
     from lightning_mcore.layers.session import single_process
     from lightning_mcore.models.distillation import MCoreDistillation
+    from lightning_mcore.models.embedding import MCoreEmbedding
     from lightning_mcore.models.gpt import MCoreGPT
     from lightning_mcore.models.preference import MCorePreference
     from lightning_mcore.models.recipe import Recipe, loraplus_groups
@@ -69,11 +72,14 @@ __version__ = "0.1.0"
 __all__ = [
     "CommunicationOptions",
     "Distillation",
+    "Embedding",
     "FP8Monitor",
     "GarbageCollection",
     "LoRA",
     "MCoreCheckpointIO",
     "MCoreDistillation",
+    "MCoreEmbedding",
+    "MCoreEmbeddingData",
     "MCoreFinetuningData",
     "MCoreGPT",
     "MCoreModule",
@@ -117,11 +123,14 @@ __all__ = [
 HOMES = {
     "CommunicationOptions": "config.communication",
     "Distillation": "config.distillation",
+    "Embedding": "config.embedding",
     "FP8Monitor": "strategy.fp8_monitor",
     "GarbageCollection": "strategy.garbage",
     "LoRA": "config.lora",
     "MCoreCheckpointIO": "checkpoint.io",
     "MCoreDistillation": "models.distillation",
+    "MCoreEmbedding": "models.embedding",
+    "MCoreEmbeddingData": "data.embedding.datamodule",
     "MCoreFinetuningData": "data.finetuning.datamodule",
     "MCoreGPT": "models.gpt",
     "MCoreModule": "strategy.module",

@@ -30,12 +30,14 @@ from lightning_mcore.cli.guard import Beginning, guarded
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.ray import ON_RAY, RaySettings
 from lightning_mcore.config.run import class_and_arguments
+from lightning_mcore.data.embedding.datamodule import MCoreEmbeddingData
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.data.finetuning.images import MCoreVisionData
 from lightning_mcore.data.preference.datamodule import MCorePreferenceData
 from lightning_mcore.data.pretraining.datamodule import MCorePretrainingData
 from lightning_mcore.interop.callback import SaveHFModel
 from lightning_mcore.models.distillation import MCoreDistillation
+from lightning_mcore.models.embedding import MCoreEmbedding
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.models.vision import MCoreVisionGPT
@@ -54,6 +56,8 @@ SHORT_NAMES = (
     GarbageCollection,
     MCoreCheckpointIO,
     MCoreDistillation,
+    MCoreEmbedding,
+    MCoreEmbeddingData,
     MCoreFinetuningData,
     MCoreGPT,
     MCorePrecision,

@@ -11,7 +11,7 @@ import fnmatch
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -20,10 +20,12 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_mcore.checkpoint.stored_dtypes import StoredDtypes
+from lightning_mcore.config.embedding import Embedding
 from lightning_mcore.config.field_homes import MODULE_FIELDS
 from lightning_mcore.hf.family import SCORING, Family, complete_fields, differences
 from lightning_mcore.hf.files import CONFIG_FILE
 from lightning_mcore.hf.registry import family_names, find_family, recorded_family
+from lightning_mcore.hf.sentence_folder import files_of
 from lightning_mcore.hf.source import (
     GENERATION_FILE,
     HFSource,
@@ -61,6 +63,8 @@ class Description:
     generation_config: dict[str, Any] | None
     source: str | None  # Hugging Face folder with the tokenizer
     stored: StoredDtypes | None = None  # dtypes of the weights in the model that it was made from
+    embedding: Embedding | None = None  # how a model of vectors pools them
+    seq_length: int | None = None
 
 
 def describe(
@@ -106,8 +110,16 @@ def describe(
     config = _config(known, fields, origin.get("config"), settings.get("seq_length"))
     if name.endswith(SCORING):
         config |= _labels(origin.get("config") or {}, shapes["output_layer.weight"][0])
-    stored = StoredDtypes.recorded(settings.get("hf"))
-    return Description(name, fields, config, origin.get("generation_config"), _folder_of(origin.get("path")), stored)
+    return Description(
+        name,
+        fields,
+        config,
+        origin.get("generation_config"),
+        _folder_of(origin.get("path")),
+        StoredDtypes.recorded(settings.get("hf")),
+        Embedding.of(settings["embedding"]) if "embedding" in settings else None,
+        settings.get("seq_length"),
+    )
 
 
 def write_files(description: Description, dtype: torch.dtype, folder: str) -> None:
@@ -120,6 +132,12 @@ def write_files(description: Description, dtype: torch.dtype, folder: str) -> No
     write_json(os.path.join(folder, CONFIG_FILE), config)
     if description.generation_config is not None:
         write_json(os.path.join(folder, GENERATION_FILE), description.generation_config)
+    if description.embedding is not None:
+        assert description.seq_length is not None
+        files = files_of(description.embedding, description.fields["hidden_size"], description.seq_length)
+        for path, content in files.items():
+            os.makedirs(os.path.dirname(os.path.join(folder, path)), exist_ok=True)
+            write_json(os.path.join(folder, path), content)
 
 
 def copy_tokenizer(path: str | None, folder: str) -> None:
@@ -127,7 +145,7 @@ def copy_tokenizer(path: str | None, folder: str) -> None:
     _copy(_folder_of(path), _TOKENIZER_FILES, folder)
 
 
-def write_json(path: str, content: Mapping[str, Any]) -> None:
+def write_json(path: str, content: Mapping[str, Any] | Sequence[Any]) -> None:
     """Write a JSON file as transformers does, and flush it to disk."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions whose backward is not what autograd would derive from their forward.
 
-================  ======================  ===================================================
-function          result                  gradient
-================  ======================  ===================================================
-sum_over_ranks    the sum over the ranks  summed over the ranks
-sum_for_one_loss  the sum over the ranks  this rank's, times the number of ranks
-scale_gradient    the tensor              times the factor
-attach            the first tensor        for the first tensor unchanged, for the second zero
-================  ======================  ===================================================
+=================  ======================  ===================================================
+function           result                  gradient
+=================  ======================  ===================================================
+sum_over_ranks     the sum over the ranks  summed over the ranks
+sum_for_one_loss   the sum over the ranks  this rank's, times the number of ranks
+gather_over_ranks  the parts of all ranks  this rank's part, summed over the ranks
+scale_gradient     the tensor              times the factor
+attach             the first tensor        for the first tensor unchanged, for the second zero
+=================  ======================  ===================================================
 
 The two sums differ in what the ranks do next. After :func:`sum_over_ranks` each rank computes something else with the
 sum, as the norm over all heads does, so all of them have a part of the gradient. After :func:`sum_for_one_loss` they
@@ -56,6 +57,31 @@ def sum_for_one_loss(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group.size() == 1:
         return part
     whole: Tensor = _Sum.apply(part, group, True)  # type: ignore[no-untyped-call]
+    return whole
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        whole = part.new_empty(group.size() * len(part), *part.shape[1:])
+        dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        whole = gradients[0].contiguous()
+        own = whole.new_empty(len(whole) // ctx.group.size(), *whole.shape[1:])
+        dist.reduce_scatter_tensor(own, whole, group=ctx.group)
+        return own, None
+
+
+def gather_over_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return equal parts of all ranks, one after the other, for losses that differ by rank; collective, in backward too.
+
+    ``part`` is [n, ...], the result [n * ranks, ...].
+    """
+    whole: Tensor = _Gather.apply(part, group)  # type: ignore[no-untyped-call]
     return whole
 
 

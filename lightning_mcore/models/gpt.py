@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from lightning_mcore.checkpoint.model_state import TRAINED_ONLY
 from lightning_mcore.config.architecture import Architecture, set_architecture
 from lightning_mcore.config.distillation import Distillation
+from lightning_mcore.config.embedding import Embedding
 from lightning_mcore.config.field_homes import fusion_defaults
 from lightning_mcore.config.layout import ModelShape
 from lightning_mcore.config.lora import LoRA, check_train_only
@@ -80,7 +81,7 @@ _BASE = "lora_base_digest"  # not "lora_base", an older digest
 
 
 def _with_plain_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
-    kinds = (Recipe, LoRA, Preference, Distillation)
+    kinds = (Recipe, LoRA, Preference, Distillation, Embedding)
     return {name: value.plain() if isinstance(value, kinds) else value for name, value in saved.items()}
 
 
@@ -373,6 +374,12 @@ class MCoreGPT(SpeedLogs):
         marks = merge_folders(self, self._merged)
         if base is not None:
             self._base = " ".join([base, *marks])
+
+    def _name_family(self) -> None:
+        """Read the weights by the rules of a model with another output layer; a base's config names a language model's."""
+        named = (self.hparams["hf"] or {}).get("family", ":")
+        if self._given_family is None and ":" not in named:  # a path in a file is not imported
+            self._given_family = named
 
     def hf_names(self) -> tuple[Any, dict[str, Any]]:
         """Return the family that names the projections, and the settings of the model."""

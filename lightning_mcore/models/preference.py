@@ -234,12 +234,6 @@ class MCorePreference(MCoreGPT):
             module._name_family()
         return module
 
-    def _name_family(self) -> None:
-        """Read the weights by a reward model's rules; a base's config names a language model's."""
-        named = (self.hparams["hf"] or {}).get("family", ":")
-        if self._given_family is None and ":" not in named:  # a path in a file is not imported
-            self._given_family = named
-
     def check_settings(self) -> None:
         """Check the settings as ``MCoreGPT`` does, and that they fit a loss over pairs.
 

@@ -234,6 +234,9 @@ class MCoreFinetuningData(pl.LightningDataModule):
             self._stream = settings = run_on_all_ranks(self._stream_settings)
             # Only rank 0 reads the files for this.
             self._sources = run_on_rank0(partial(describe_sources, settings.files, self.tokenizer, self.reading))
+        self._note_template()
+
+    def _note_template(self) -> None:
         if self.reading.template is None and self.tokenizer.chat_template is None:
             rank_zero_info("the tokenizer has no chat template: each row becomes prompt, response and EOS token")
 

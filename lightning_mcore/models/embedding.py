@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``MCoreEmbedding``: an ``MCoreGPT`` without an output layer that learns vectors of texts, on every layout.
+
+The model, its layouts, checkpoints and adapters are ``MCoreGPT``'s; the last stage returns hidden states instead of
+logits. ``data/embedding/texts.py`` describes a batch: neighbouring sequences are a query, its positive and its hard
+negatives. ``layers/embedding.py`` pools the hidden states and computes the loss.
+"""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_mcore.config.embedding import ALONE, Embedding, faults_with_model
+from lightning_mcore.config.lora import LoRA
+from lightning_mcore.config.positions import PositionEmbedding
+from lightning_mcore.config.rules import raise_first
+from lightning_mcore.config.rules.model import weighted_by_tokens
+from lightning_mcore.data.embedding.texts import check_texts
+from lightning_mcore.hf.family import HIDDEN
+from lightning_mcore.hf.sentence_folder import check_pooling
+from lightning_mcore.hf.source import variant_name
+from lightning_mcore.layers import embedding as vectors_of
+from lightning_mcore.layers.gpt import GPTChunk
+from lightning_mcore.layers.inputs import is_packed
+from lightning_mcore.layers.score import HiddenStates
+from lightning_mcore.layers.spec import TransformerImpl
+from lightning_mcore.models.gpt import Batch, MCoreGPT
+from lightning_mcore.models.recipe import Recipe
+from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.strategy.strategy import MCoreStrategy
+
+
+class MCoreEmbedding(MCoreGPT):
+    """A GPT that turns texts into vectors, trained on queries with texts that answer them and texts that do not.
+
+    The vector of a text is pooled from the hidden states after the last norm, and has length 1. There is no output
+    layer. Multi-token prediction is off. The losses of routers are added as in ``MCoreGPT``.
+
+    Logs ``train_loss``, a mean over queries, and ``train_accuracy``, the fraction of queries whose positive is the most
+    similar of all texts that they are compared with. Validation and testing log ``val_loss``, ``val_accuracy`` and
+    ``val_mrr`` (mean reciprocal rank of the positive), and the same with ``test_``. Accuracies and ranks are those of
+    whole vectors. ``grad_norm`` and the speed are logged as by ``MCoreGPT``. :meth:`predict_step` returns the vectors.
+
+    Args:
+        vocab_size: As in :class:`~lightning_mcore.MCoreGPT`, like all arguments except ``embedding``.
+        seq_length: Tokens per sequence.
+        transformer: Fields of Megatron's ``TransformerConfig``.
+        embedding: Pooling, loss, hard negatives and prompts; :class:`~lightning_mcore.Embedding` has the settings.
+        recipe: Optimizer and learning rate.
+        position_embedding_type: The kind of position embedding.
+        rotary_percent: Fraction of a head's channels that is rotated.
+        rotary_base: Base of the rotary wavelengths.
+        rope_scaling: Stretch long wavelengths as Llama 3 does.
+        rope_scaling_factor: The factor of that stretch.
+        seq_len_interpolation_factor: Divides all positions.
+        yarn: Settings of YaRN.
+        make_vocab_size_divisible_by: The embedding has a multiple of this many rows.
+        transformer_impl: The layers to use.
+        architecture: What the model has that Megatron's config has no field for.
+        hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.
+        lora: Train low-rank adapters and freeze the rest.
+        train_only: Parts of the Hugging Face names of the weights that are trained; all others are frozen.
+
+    Raises:
+        ValueError: A value is not allowed, or two contradict each other.
+        TypeError: A value has the wrong type.
+
+    Examples:
+        A new model; ``MCoreEmbedding.from_pretrained(path)`` starts from a Hugging Face model.
+
+        >>> from lightning_mcore import Embedding, MCoreEmbedding
+        >>> sizes = {"num_layers": 16, "hidden_size": 1024, "num_attention_heads": 16}
+        >>> model = MCoreEmbedding(32000, seq_length=512, transformer=sizes, embedding=Embedding(negatives=1))
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        seq_length: int,
+        transformer: dict[str, Any],
+        embedding: Embedding | dict[str, Any] = Embedding(),
+        recipe: Recipe = Recipe(),
+        position_embedding_type: PositionEmbedding = "rope",
+        rotary_percent: float = 1.0,
+        rotary_base: int = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        seq_len_interpolation_factor: float | None = None,
+        yarn: dict[str, Any] | None = None,
+        share_embeddings_and_output_weights: bool = False,
+        make_vocab_size_divisible_by: int = 128,
+        transformer_impl: TransformerImpl = "auto",
+        architecture: dict[str, Any] | None = None,
+        hf: dict[str, Any] | None = None,
+        lora: LoRA | dict[str, Any] | None = None,
+        train_only: list[str] | None = None,
+    ) -> None:
+        setting = Embedding.of(embedding)
+        super().__init__(
+            vocab_size=vocab_size,
+            seq_length=seq_length,
+            recipe=recipe,
+            position_embedding_type=position_embedding_type,
+            rotary_percent=rotary_percent,
+            rotary_base=rotary_base,
+            rope_scaling=rope_scaling,
+            rope_scaling_factor=rope_scaling_factor,
+            seq_len_interpolation_factor=seq_len_interpolation_factor,
+            yarn=yarn,
+            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+            transformer_impl=transformer_impl,
+            architecture=architecture,
+            hf=hf,
+            lora=lora,
+            train_only=train_only,
+            **arguments_of_base(transformer),
+        )
+        self.embedding = setting
+        self.hparams["share_embeddings_and_output_weights"] = False
+        self._name_family()
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]  # the loss is a mean over queries, without a loss_normalization
+        cls,
+        path: str,
+        seq_length: int | None = None,
+        transformer: dict[str, Any] | None = None,
+        embedding: Embedding | dict[str, Any] = Embedding(),
+        recipe: Recipe = Recipe(),
+        make_vocab_size_divisible_by: int = 128,
+        transformer_impl: TransformerImpl = "auto",
+        family: str | None = None,
+        lora: LoRA | dict[str, Any] | str | None = None,
+        adapters: list[str] | None = None,
+        train_only: list[str] | None = None,
+    ) -> "MCoreEmbedding":
+        """Make a module from a Hugging Face model, and start from its weights on any layout.
+
+        Args:
+            path: As in :meth:`MCoreGPT.from_pretrained`, like all arguments except ``embedding``; also the folder of a
+                ``SentenceTransformer`` with a decoder. The output layer of a language model is not read.
+            seq_length: Tokens per sequence; None for the longest that the model supports.
+            transformer: Fields of ``TransformerConfig`` that override the model's config.
+            embedding: Pooling, loss, hard negatives and prompts, as in the constructor.
+            recipe: Optimizer and learning rate, as in the constructor.
+            make_vocab_size_divisible_by: The embedding has a multiple of this many rows, whatever the layout.
+            transformer_impl: ``"local"``, ``"transformer_engine"`` or ``"auto"``, as in the constructor.
+            family: The kind of model; None for the family in its config.
+            lora: Train low-rank adapters and freeze the weights, or continue the adapters in a PEFT folder.
+            adapters: PEFT adapters to merge into the weights first.
+            train_only: Parts of the Hugging Face names of the weights that are trained, as in the constructor.
+
+        Raises:
+            FileNotFoundError: There is no such model, or no such adapter.
+            ValueError: Its family is unknown, its config asks for something that is not supported, or it pools its
+                vectors in another way.
+        """
+        check_pooling(path, Embedding.of(embedding).pooling)
+        module = cls._of_pretrained(
+            path,
+            variant_name(path, family, HIDDEN),
+            seq_length,
+            transformer,
+            lora,
+            adapters,
+            embedding=embedding,
+            recipe=recipe,
+            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+            transformer_impl=transformer_impl,
+            **({} if train_only is None else {"train_only": train_only}),
+        )
+        module._name_family()
+        return module
+
+    def check_settings(self) -> None:
+        """Check the settings as ``MCoreGPT`` does, and that they fit the vectors and a loss over queries.
+
+        Raises:
+            ValueError: A vector is shorter than a Matryoshka size, or router losses would have wrong weights.
+        """
+        super().check_settings()
+        raise_first(faults_with_model(self.embedding, self._build_config()))
+
+    def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTChunk:
+        """Build one chunk; the last one returns hidden states."""
+        chunk = super().build_chunk(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+        if post_process:
+            chunk.output_layer = HiddenStates(self.config)
+        return chunk
+
+    @property
+    def output_size(self) -> int:
+        """Columns of the output layer: none."""
+        return 0
+
+    # ---- steps
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Check a batch as ``MCoreGPT`` does, and that it has a query's texts next to each other.
+
+        Raises:
+            ValueError: The sequences are not such texts.
+        """
+        if self._trainer is None or not self._trainer.predicting:
+            check_texts(batch, self.embedding.texts)
+        return super().on_before_batch_transfer(batch, dataloader_idx)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        """Return the mean loss over a microbatch's queries and its weight, their number."""
+        return self._step(batch, "train")
+
+    def _evaluate(self, stage: str, batch: Batch) -> None:
+        self._step(batch, stage)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the vector of each sequence, of length 1, fp32: [b, h], packed [b, k, h]."""
+        vectors = functional.normalize(self._vectors(batch)[0], dim=1)
+        return vectors.view(len(batch["tokens"]), -1, vectors.size(1)) if is_packed(batch) else vectors
+
+    def generate(
+        self, prompt: list[int], max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
+    ) -> list[int]:
+        """Raise ValueError, because there are no next tokens."""
+        raise ValueError("MCoreEmbedding gives vectors and no next tokens; generate with a language model")
+
+    def _vectors(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the vector of each sequence, [sequences, h] fp32, and the sequences' lengths, [sequences]."""
+        states, inputs = self.token_logits(batch)
+        lengths = batch["cu_seqlens"].diff(dim=1) if inputs.packed is not None else batch["lengths"]
+        lengths = lengths.reshape(-1)
+        group = process_group("cp") if self._host() is not None else None
+        return vectors_of.pooled(states, inputs, lengths, self.embedding.pooling, group), lengths
+
+    def _step(self, batch: Batch, stage: str) -> Any:
+        weighs = self._config_of_chunks().calculate_per_token_loss
+        if is_packed(batch) and not weighs:
+            raise ValueError(
+                "packed rows hold different numbers of queries, which calculate_per_token_loss=False would not weigh;"
+                " set packing=False, or leave out calculate_per_token_loss and the losses of routers"
+            )
+        setting, strategy = self.embedding, self.trainer.strategy
+        vectors, lengths = self._vectors(batch)
+        there = lengths.view(-1, setting.texts)[:, 0] > 0
+        if isinstance(strategy, MCoreStrategy) and not strategy.logs.counts:
+            there = there & False  # a batch that is repeated because other ranks have one more
+        compared = vectors_of.of_all_ranks(vectors, there, setting.texts, self._data_parallel_group())
+        if len(compared.texts) == 1 and stage == "train":
+            raise ValueError(ALONE)
+        losses: Any = sum(
+            vectors_of.info_nce(compared, setting.temperature, size) for size in setting.matryoshka_sizes or [None]
+        )
+        count = there.sum()
+        ranks = vectors_of.reciprocal_ranks(compared.detached())
+        values = {"loss": losses, "accuracy": (ranks == 1).float(), **({} if stage == "train" else {"mrr": ranks})}
+        means = {name: (value * there).sum() / count.clamp(min=1) for name, value in values.items()}
+        for name, mean in means.items():
+            self.log(
+                f"{stage}_{name}",
+                mean.detach(),
+                batch_size=count,  # type: ignore[arg-type]
+                sync_dist=True,
+                prog_bar=name == "loss",
+            )
+        return {"loss": means["loss"], "num_tokens": count.int()} if weighs else means["loss"]
+
+    def _data_parallel_group(self) -> dist.ProcessGroup | None:
+        """Return the ranks that read other texts: all of them under Lightning's own strategies."""
+        if self._host() is not None:
+            return process_group("dp")
+        return dist.group.WORLD if self.trainer.world_size > 1 else None
+
+
+def arguments_of_base(transformer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``MCoreGPT`` that embeddings change, by name.
+
+    A loss of routers, which Megatron weighs by tokens, makes the loss a mean over microbatches.
+    """
+    fields = {**transformer, **({"mtp_num_layers": None} if "mtp_num_layers" in transformer else {})}
+    if weighted_by_tokens(SimpleNamespace(**fields)):
+        fields.setdefault("calculate_per_token_loss", False)
+    return {"transformer": fields, "share_embeddings_and_output_weights": False}
