@@ -19,7 +19,7 @@ Pooling: TypeAlias = Literal["last", "mean"]
 
 @dataclass(frozen=True)
 class Embedding:
-    """How a model learns to give a query and the text that answers it similar vectors.
+    r"""How a model learns to give a query and the text that answers it similar vectors.
 
     The loss of a query is InfoNCE, ``-log(exp(s+ / temperature) / sum(exp(s / temperature)))``. ``s`` are the cosine
     similarities to all positives and hard negatives of the microbatch on all data-parallel ranks, and ``s+`` is the one
@@ -32,7 +32,7 @@ class Embedding:
         negatives: Hard negatives of each query; the data must have as many in each row.
         matryoshka_sizes: Sizes at which the beginning of a vector is trained as a vector of its own; the loss is the
             sum over them. None trains whole vectors only.
-        query_prompt: Text that is put before each query, such as ``"Instruct: ...\\nQuery:"``.
+        query_prompt: Text that is put before each query, such as ``"Instruct: ...\nQuery:"``.
         document_prompt: Text that is put before each positive and negative.
 
     Raises:
@@ -41,7 +41,7 @@ class Embedding:
 
     Examples:
         >>> from lightning_mcore import Embedding
-        >>> hard = Embedding(negatives=7, query_prompt="Instruct: Find the answer.\\nQuery:")
+        >>> hard = Embedding(negatives=7, query_prompt="Instruct: Find the answer.\nQuery:")
         >>> of_any_size = Embedding("mean", temperature=0.05, matryoshka_sizes=[1024, 256, 64])
     """
 
@@ -119,7 +119,7 @@ def faults_of_batch(embedding: Embedding, rows: int, copies: int) -> Iterator[st
 
 
 ALONE = (
-    "a batch has one query, one text and no negatives, so its loss is always 0; choose a larger batch_size, more"
-    " data-parallel ranks, or Embedding(negatives=...)"
+    "a batch of one query with negatives=0 on one data-parallel rank has nothing to compare, so its loss is always 0;"
+    " choose a larger batch_size, more data-parallel ranks, or Embedding(negatives=...)"
 )
 """What is wrong with a batch in which nothing is compared."""

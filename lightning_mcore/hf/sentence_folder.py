@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files that make a Hugging Face model's folder one of Sentence Transformers, without weights and tokenizer.
 
-``SentenceTransformer(folder)`` reads ``modules.json``: the model itself, pooling, and vectors of length 1. The files are
-written as releases 2 to 5 write them, which later releases also read; :func:`check_pooling` reads both forms.
+``SentenceTransformer(folder)`` reads ``modules.json``: the model itself, pooling, and vectors of length 1. The files
+have the form of releases 2 to 5, which later releases also read; :func:`check_pooling` reads both forms.
 """
 
 import os

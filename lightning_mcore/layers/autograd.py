@@ -77,7 +77,7 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_over_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return equal parts of all ranks, one after the other, for losses that differ by rank; collective, in backward too.
+    """Return equal parts of all ranks, in turn, for losses that differ by rank; collective, in backward too.
 
     ``part`` is [n, ...], the result [n * ranks, ...].
     """

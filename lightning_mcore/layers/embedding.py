@@ -6,7 +6,7 @@ the same loss. Context-parallel ranks add up their parts of each text. Data-para
 :func:`of_all_ranks`: each computes the losses of its own queries, and gradients flow back to the rank of every text.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,9 @@ def pooled(
     return vectors if cp_group is None else sum_for_one_loss(vectors, cp_group)
 
 
+Groups: TypeAlias = tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+
 class Compared(NamedTuple):
     """This rank's queries, and the texts of all ranks that they are compared with."""
 
@@ -58,21 +61,22 @@ class Compared(NamedTuple):
         return self._replace(queries=self.queries.detach(), texts=self.texts.detach())
 
 
-def of_all_ranks(vectors: Tensor, there: Tensor, texts: int, group: dist.ProcessGroup | None) -> Compared:
+def of_all_ranks(vectors: Tensor, there: Tensor, texts: int, groups: Groups | None) -> Compared:
     """Gather the texts of all data-parallel ranks, differentiably.
 
     ``vectors`` are [n * texts, h], a query, its positive and its negatives in turn; ``there`` [n] is False for empty
-    places, as at the end of packed rows. Ranks may have different n: they wait for the device to learn the largest.
+    places, as at the end of packed rows. Ranks may have different n. ``groups`` are the data-parallel group and one of
+    the same ranks for numbers on the host; None for a single rank.
     """
     # Two ranks with 2 queries and 1, one negative each: the texts are p0 n0 p1 n1 | p2 n2 . . , and the positives of
     # rank 1's queries begin at place 4.
     number, rank = len(there), 0
     rows = vectors.view(number, texts, -1)
     documents, is_text = rows[:, 1:], there
-    if group is not None and group.size() > 1:
-        rank = group.rank()
-        numbers = there.new_full((group.size(),), 0, dtype=torch.int64)
-        dist.all_gather_into_tensor(numbers, numbers.new_full((1,), number), group=group)
+    if groups is not None and groups[0].size() > 1:
+        group, hosts = groups
+        rank, numbers = group.rank(), torch.zeros(group.size(), dtype=torch.int64, device="cpu")
+        dist.all_gather_into_tensor(numbers, torch.tensor([number], device="cpu"), group=hosts)
         most = max(number, *numbers.tolist())
         documents = gather_over_ranks(functional.pad(documents, (0, 0, 0, 0, 0, most - number)), group)
         flags = functional.pad(there, (0, most - number)).to(torch.uint8)
@@ -83,17 +87,17 @@ def of_all_ranks(vectors: Tensor, there: Tensor, texts: int, group: dist.Process
     return Compared(rows[:, 0], documents.flatten(0, 1), own, there, is_text.repeat_interleave(texts - 1))
 
 
-def similarities(compared: Compared, size: int | None = None) -> Tensor:
-    """Return the cosine similarity of each query with each text, [n, m] fp32, -inf for empty places.
+def similarities(compared: Compared, size: int) -> Tensor:
+    """Return the cosine similarity of each query with each text by the first ``size`` numbers of their vectors.
 
-    ``size`` takes only so many of the numbers of each vector.
+    The result is [n, m] fp32, -inf for empty places.
     """
     queries, texts = (functional.normalize(vectors[:, :size], dim=1) for vectors in (compared.queries, compared.texts))
     return (queries @ texts.t()).masked_fill(~compared.is_text, float("-inf"))
 
 
-def info_nce(compared: Compared, temperature: float, size: int | None = None) -> Tensor:
-    """Return the loss of each query, [n] fp32; 0 for empty places."""
+def info_nce(compared: Compared, temperature: float, size: int) -> Tensor:
+    """Return the loss of each query by the first ``size`` numbers of the vectors, [n] fp32; 0 for empty places."""
     logits = similarities(compared, size) / temperature
     # An empty place has no positive: it gets one, so that its row has a finite loss, which then counts for nothing
     of_row = torch.zeros_like(logits, dtype=torch.bool).scatter(1, compared.own[:, None], True)
@@ -104,6 +108,6 @@ def info_nce(compared: Compared, temperature: float, size: int | None = None) ->
 
 def reciprocal_ranks(compared: Compared) -> Tensor:
     """Return 1 / rank of each query's positive among all texts by similarity, [n] fp32; ties count against it."""
-    found = similarities(compared)
+    found = similarities(compared, compared.queries.size(1))
     better = found >= found.gather(1, compared.own[:, None])
     return 1.0 / better.sum(1).clamp(min=1)

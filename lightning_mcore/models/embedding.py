@@ -10,16 +10,18 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_mcore.config.embedding import ALONE, Embedding, faults_with_model
+from lightning_mcore.config.embedding import Embedding, faults_of_batch, faults_with_model
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.positions import PositionEmbedding
 from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.model import weighted_by_tokens
 from lightning_mcore.data.embedding.texts import check_texts
+from lightning_mcore.data.sampling import data_parallel_place
 from lightning_mcore.hf.family import HIDDEN
 from lightning_mcore.hf.sentence_folder import check_pooling
 from lightning_mcore.hf.source import variant_name
@@ -30,7 +32,8 @@ from lightning_mcore.layers.score import HiddenStates
 from lightning_mcore.layers.spec import TransformerImpl
 from lightning_mcore.models.gpt import Batch, MCoreGPT
 from lightning_mcore.models.recipe import Recipe
-from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.parallel.consensus import control_group
+from lightning_mcore.parallel.groups import data_parallel_hosts, process_group
 from lightning_mcore.strategy.strategy import MCoreStrategy
 
 
@@ -197,17 +200,36 @@ class MCoreEmbedding(MCoreGPT):
         """Columns of the output layer: none."""
         return 0
 
+    def configure_model(self) -> None:
+        """Build this rank's chunks as ``MCoreGPT`` does, and the group in which hosts tell how many texts they have."""
+        super().configure_model()
+        if self._host() is not None:
+            data_parallel_hosts()
+        elif dist.is_initialized():
+            control_group()
+
     # ---- steps
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Check a batch as ``MCoreGPT`` does, and that it has a query's texts next to each other.
 
         Raises:
-            ValueError: The sequences are not such texts.
+            ValueError: The sequences are not such texts, or a microbatch of training would have nothing to compare.
         """
         if self._trainer is None or not self._trainer.predicting:
             check_texts(batch, self.embedding.texts)
+            self._check_microbatches(batch)
         return super().on_before_batch_transfer(batch, dataloader_idx)
+
+    def _check_microbatches(self, batch: Batch) -> None:
+        if self._trainer is None or is_packed(batch):
+            return
+        strategy, rows = self._trainer.strategy, len(batch["tokens"])
+        most = getattr(strategy, "micro_batch_size", None) or rows
+        copies = data_parallel_place(self._trainer)[1]
+        # 10 rows in microbatches of 4 end with one of 2
+        for part in filter(None, (min(most, rows), rows % most)):
+            raise_first(faults_of_batch(self.embedding, part, copies if self._trainer.training else 2))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         """Return the mean loss over a microbatch's queries and its weight, their number."""
@@ -247,12 +269,9 @@ class MCoreEmbedding(MCoreGPT):
         there = lengths.view(-1, setting.texts)[:, 0] > 0
         if isinstance(strategy, MCoreStrategy) and not strategy.logs.counts:
             there = there & False  # a batch that is repeated because other ranks have one more
-        compared = vectors_of.of_all_ranks(vectors, there, setting.texts, self._data_parallel_group())
-        if len(compared.texts) == 1 and stage == "train":
-            raise ValueError(ALONE)
-        losses: Any = sum(
-            vectors_of.info_nce(compared, setting.temperature, size) for size in setting.matryoshka_sizes or [None]
-        )
+        compared = vectors_of.of_all_ranks(vectors, there, setting.texts, self._data_parallel_groups())
+        sizes = setting.matryoshka_sizes or [vectors.size(1)]
+        losses = torch.stack([vectors_of.info_nce(compared, setting.temperature, size) for size in sizes]).sum(0)
         count = there.sum()
         ranks = vectors_of.reciprocal_ranks(compared.detached())
         values = {"loss": losses, "accuracy": (ranks == 1).float(), **({} if stage == "train" else {"mrr": ranks})}
@@ -267,11 +286,12 @@ class MCoreEmbedding(MCoreGPT):
             )
         return {"loss": means["loss"], "num_tokens": count.int()} if weighs else means["loss"]
 
-    def _data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the ranks that read other texts: all of them under Lightning's own strategies."""
+    def _data_parallel_groups(self) -> vectors_of.Groups | None:
+        """Return the ranks that read other texts, on devices and hosts; under Lightning's own strategies all ranks."""
         if self._host() is not None:
-            return process_group("dp")
-        return dist.group.WORLD if self.trainer.world_size > 1 else None
+            return process_group("dp"), data_parallel_hosts()
+        world = dist.group.WORLD
+        return None if self.trainer.world_size == 1 or world is None else (world, control_group())
 
 
 def arguments_of_base(transformer: Mapping[str, Any]) -> dict[str, Any]:

@@ -376,7 +376,7 @@ class MCoreGPT(SpeedLogs):
             self._base = " ".join([base, *marks])
 
     def _name_family(self) -> None:
-        """Read the weights by the rules of a model with another output layer; a base's config names a language model's."""
+        """Read the weights by the rules of another output layer; a base's config names a language model's."""
         named = (self.hparams["hf"] or {}).get("family", ":")
         if self._given_family is None and ":" not in named:  # a path in a file is not imported
             self._given_family = named

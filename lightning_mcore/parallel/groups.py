@@ -26,7 +26,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from torch import Tensor
 
 from lightning_mcore.config.layout import ParallelLayout
-from lightning_mcore.parallel.consensus import all_true, control_group
+from lightning_mcore.parallel.consensus import all_gather_object, all_true, control_group, default_timeout
 from lightning_mcore.parallel.random_state import (
     RandomState,
     put_common,
@@ -67,6 +67,7 @@ class _Opened:
     seed: int = 0
     building: RandomState | None = None  # for the run's next model; None before the first one
     copy: dist.ProcessGroup | None = None  # gloo group of this model copy; None for one rank, or the whole world
+    peers: dist.ProcessGroup | None = None  # gloo group of the data-parallel group; None until it is asked for
 
 
 _opened = _Opened()
@@ -200,6 +201,24 @@ def model_copy_group() -> dist.ProcessGroup:
     group = control_group() if is_world else _opened.copy
     assert group is not None
     return group
+
+
+def data_parallel_hosts() -> dist.ProcessGroup:
+    """Return a gloo group of this rank's data-parallel ranks, for numbers on their hosts; collective over the world.
+
+    Only the first call makes a group, and only if the data-parallel group is not of gloo itself.
+    """
+    group = process_group("dp")
+    if dist.get_backend(group) == "gloo":
+        return group
+    if _opened.peers is None:
+        # Every rank takes part in making every group, because torch numbers them.
+        for ranks in sorted({tuple(each) for each in all_gather_object(dist.get_process_group_ranks(group))}):
+            made = dist.new_group(list(ranks), default_timeout(), backend="gloo")
+            _opened.peers = made if dist.get_rank() in ranks else _opened.peers
+        assert _opened.peers is not None
+        _opened.groups.append(_opened.peers)
+    return _opened.peers
 
 
 def any_of_copy(own: bool) -> bool:

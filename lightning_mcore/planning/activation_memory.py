@@ -141,8 +141,11 @@ def output_rows(fields: GPTFields, form: Formats) -> Iterator[Row]:
     behind = ("embedding.word_embeddings.weight" if fields.tied else "output_layer.weight",)
     padded = fields.padded_vocab_size
     norm = _needed(fields, _norm(fields, "decoder.final_layernorm", fields.hidden_size, form, weights=behind))
-    if fields.scores:  # the score layer keeps a copy in fp32 of the norm's output, of whole sequences
+    if not fields.has_logits:  # the score layer keeps a copy in fp32 of the norm's output, of whole sequences
         yield from (row for row in norm if not row.name.endswith("output"))
+    if fields.encodes:
+        return
+    if fields.scores:
         yield from _needed(fields, [Row("score layer input", fields.hidden_size, FP32, "nobody", weights=behind)])
         return
     yield from norm
@@ -415,8 +418,8 @@ class Activations:
             self.run.formats.parameter,
             self.run.fields.hidden_size,
         )
-        if fields.scores:
-            return float(run.tokens * hidden * FP32)  # the gradient of the score layer's input
+        if not fields.has_logits:
+            return float(run.tokens * hidden * FP32)  # the gradient of the score layer's input, or of pooling's
         columns, adapted = (
             fields.padded_vocab_size // run.layout.tensor_model_parallel_size,
             _of_weight(fields, _OUTPUT),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of a planned ``MCoreGPT``: with those of a Hugging Face config, and those that a preference changes."""
+"""The arguments of a planned ``MCoreGPT``: with those of a Hugging Face config, and those that another loss changes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -7,13 +7,17 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lightning_mcore.config.distillation import Distillation
+from lightning_mcore.config.embedding import Embedding, faults_of_batch
+from lightning_mcore.config.embedding import faults_with_model as faults_of_vectors
 from lightning_mcore.config.field_homes import DEFAULTS
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.preference import Preference, faults_with_model
 from lightning_mcore.config.run import RunSettings
-from lightning_mcore.hf.family import SCORING
+from lightning_mcore.hf.family import HIDDEN, SCORING
 from lightning_mcore.hf.peft_folder import given_lora
+from lightning_mcore.hf.sentence_folder import check_pooling
 from lightning_mcore.hf.source import absolute, planned_settings, sees_images, variant_name
+from lightning_mcore.models import embedding as vectors
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import arguments_of_base
 from lightning_mcore.models.stored_logits import looks_complete
@@ -41,6 +45,9 @@ def arguments_of_gpt(book: "RuleBook", model: Mapping[str, Any]) -> dict[str, An
     family = given.get("family")
     if "preference" in given and Preference.of(given["preference"]).gives_scores:
         family = variant_name(given["path"], family, SCORING)
+    if "embedding" in given:
+        check_pooling(given["path"], Embedding.of(given["embedding"]).pooling)
+        family = variant_name(given["path"], family, HIDDEN)
     source = planned_settings(given["path"], family, given.get("seq_length"), given.get("transformer"))
     kind.check_kind(given["path"], source)
     names = ("path", "family", "seq_length", "transformer")
@@ -48,11 +55,15 @@ def arguments_of_gpt(book: "RuleBook", model: Mapping[str, Any]) -> dict[str, An
 
 
 def arguments_in_use(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``MCoreGPT``, with what ``MCorePreference`` changes in them.
+    """Return the arguments of ``MCoreGPT``, with what ``MCorePreference`` or ``MCoreEmbedding`` change in them.
 
     Raises FileNotFoundError if there is no such adapter, ValueError or TypeError for a wrong setting.
     """
-    if "preference" not in model or not isinstance(model.get("transformer"), Mapping):
+    if not isinstance(model.get("transformer"), Mapping):
+        return dict(model)
+    if "embedding" in model:
+        return {**model, **vectors.arguments_of_base(model["transformer"])}
+    if "preference" not in model:
         return dict(model)
     setting, is_tied = Preference.of(model["preference"]), bool(model.get("share_embeddings_and_output_weights"))
     changed = arguments_of_base(setting, model["transformer"], _lora(model), is_tied)
@@ -65,10 +76,18 @@ def _lora(model: Mapping[str, Any]) -> LoRA | None:
 
 
 def faults_of_pairs(settings: RunSettings, model: Mapping[str, Any], batch: GlobalBatch | None) -> Iterator[str]:
-    """Yield a sentence for each setting that the model does not allow, and if microbatches cut pairs apart."""
+    """Yield a sentence for each setting that the model does not allow, and if microbatches cut pairs apart.
+
+    The same for an embedding and the texts of its queries.
+    """
+    config = SimpleNamespace(**(DEFAULTS | (model.get("transformer") or {})))
+    if "embedding" in model:
+        embedding = Embedding.of(model["embedding"])
+        yield from faults_of_vectors(embedding, config)
+        if batch is not None and not batch.is_assumed and not settings.data.get("packing"):
+            yield from faults_of_batch(embedding, batch.micro_batch_size, batch.data_parallel_size)
     if "preference" not in model:
         return
-    config = SimpleNamespace(**(DEFAULTS | model["transformer"]))
     yield from faults_with_model(Preference.of(model["preference"]), _lora(model), config)
     if batch is not None and batch.micro_batch_size % 2 and not settings.data.get("packing"):
         yield f"micro_batch_size={batch.micro_batch_size} cuts a pair apart; choose an even number"

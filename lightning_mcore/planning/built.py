@@ -15,7 +15,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -33,6 +33,7 @@ from lightning_mcore.config.rules.model import KERNELS, NEEDS_CUDA, NEEDS_TRANSF
 from lightning_mcore.hf.weight_map import held_rectangle
 from lightning_mcore.layers.indexer import Indexer
 from lightning_mcore.layers.latent_experts import WholeLinear
+from lightning_mcore.models.embedding import MCoreEmbedding
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.parallel.chunks import ModelChunks
@@ -144,7 +145,7 @@ def built_model(fields: GPTFields) -> Built:
         "transformer_impl": "local",
     }
     try:
-        return _built(json.dumps(arguments, default=str, sort_keys=True), fields.scores)
+        return _built(json.dumps(arguments, default=str, sort_keys=True), fields.scores, fields.encodes)
     except (AssertionError, NotImplementedError) as error:
         raise ValueError(f"megatron-core cannot build this model: {error}") from error
 
@@ -155,11 +156,12 @@ def kinds(fields: GPTFields) -> list[LayerKind]:
 
 
 @lru_cache(maxsize=64)
-def _built(arguments: str, scores: bool) -> Built:
+def _built(arguments: str, scores: bool, encodes: bool) -> Built:
     given = json.loads(arguments)
     experts = given["transformer"].get("num_moe_experts") or 1
     with alone(experts):
-        module = MCorePreference(**given, preference={"loss": "reward"}) if scores else MCoreGPT(**given)
+        kind = partial(MCorePreference, preference={"loss": "reward"}) if scores else MCoreGPT
+        module = (MCoreEmbedding if encodes else kind)(**given)
         module.megatron_fields = lambda: {"expert_model_parallel_size": experts}  # type: ignore[method-assign]
         chunk = module.build_chunk(pre_process=True, post_process=True, vp_stage=None)
         entries = sharded_tensors(ModelChunks(chunk.config, [chunk], None), 0)

@@ -50,7 +50,7 @@ def communication_volume(run: Sizes, stage: int, parameters: ParameterCount | No
         of_fp32 = FP32 / formats.parameter
         for axis, channels in [*_of_layers(fields, layout, chunk, of_fp32), *_of_ends(fields, layout, chunk)]:
             volumes[axis].sent += channels * of_token
-        if not fields.scores:  # of the loss: largest logit, that of the target, the sum, each in fp32
+        if fields.has_logits:  # of the loss: largest logit, that of the target, the sum, each in fp32
             of_loss = 3 * 2 * 4 * _ring(layout.tensor_model_parallel_size)
             volumes["tp"].sent += (chunk.output + chunk.mtp) * of_loss * tokens
         place, last = index * len(stages) + stage, len(stages) * len(stages[stage]) - 1
@@ -231,7 +231,7 @@ def _of_ends(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers) -> I
     """Yield axes and channels of a token through embedding and output layer."""
     whole = fields.hidden_size * _ring(layout.tensor_model_parallel_size)
     of_output = 3 if layout.sequence_parallel else 2
-    if fields.scores:  # each rank has the whole layer; only parts of sequences are gathered
+    if not fields.has_logits:  # each rank has the whole layer, or none; only parts of sequences are gathered
         of_output = 2 * layout.sequence_parallel
     yield "tp", (chunk.embedding + (chunk.mtp > 0)) * 2 * whole
     yield "tp", (chunk.output + chunk.mtp) * of_output * whole

@@ -80,6 +80,7 @@ class GPTFields:
     values: Mapping[str, Any]  # all its fields
     architecture: Architecture = field(default_factory=Architecture)  # what Megatron's config has no field for
     scores: bool = False  # whether the output layer gives each token one score, as in a reward model, instead of logits
+    encodes: bool = False  # whether there is no output layer, as in a model of vectors
     adapters: AdaptedModel | None = None  # what is trained beside frozen weights; None where all are
     tower: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)  # shape and part, by name
     frozen: frozenset[str] = frozenset()  # parts of a vision-language model that are not trained
@@ -103,7 +104,12 @@ class GPTFields:
     @property
     def output_size(self) -> int:
         """Rows of the output layer."""
-        return 1 if self.scores else self.padded_vocab_size
+        return 0 if self.encodes else 1 if self.scores else self.padded_vocab_size
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether the output layer gives each token logits over the vocabulary."""
+        return not self.scores and not self.encodes
 
     @property
     def subtracts_mean(self) -> bool:
@@ -151,6 +157,7 @@ class GPTFields:
             values=values,
             architecture=architecture,
             scores="preference" in model and Preference.of(model["preference"]).gives_scores,
+            encodes="embedding" in model,
         )
 
 

@@ -117,7 +117,7 @@ def _of_chunk(fields: GPTFields, layout: ParallelLayout, chunk: ChunkLayers, bac
     for ahead in range(chunk.mtp):
         yield from ((f"mtp.layers.{ahead}.", tensor) for tensor in parts["mtp.layers.0."])
     if chunk.output and not fields.tied:
-        yield from (("", tensor) for tensor in parts[""])
+        yield from (("", tensor) for tensor in parts.get("", ()))  # a model of vectors has none
     elif chunk.output and not chunk.embedding:
         yield "embedding.", parts["embedding."][0]._replace(is_shared=staged)
     for name, (shape, _) in fields.tower.items() if chunk.embedding else ():

@@ -33,7 +33,7 @@ class Sizes:
         """How many of these go through the loss at once; None for all."""
         columns = self.fields.padded_vocab_size // self.layout.tensor_model_parallel_size
         defers = bool(self.fields.transformer.get("defer_embedding_wgrad_compute"))
-        size = None if self.fields.scores else self.loss_chunk_size
+        size = self.loss_chunk_size if self.fields.has_logits else None
         return tokens_of_chunk(size, self.tokens, columns, defers_gradient=defers)
 
     @cached_property

@@ -70,7 +70,7 @@ def _widths(fields: GPTFields, layout: ParallelLayout) -> dict[str, float]:
         "mlp": fields.ffn_hidden_size / tp,
         "moe": fields.moe_ffn_hidden_size / layout.expert_tensor_size,
         "shared_experts": fields.moe_shared_expert_intermediate_size / tp or math.inf,
-        "output": fields.output_size / (1 if fields.scores else tp),
+        "output": fields.output_size / (tp if fields.has_logits else 1) or math.inf,
     }
 
 

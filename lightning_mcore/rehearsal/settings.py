@@ -13,11 +13,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_mcore.arguments.build import make_precision, make_strategy
 from lightning_mcore.config.distillation import Distillation
+from lightning_mcore.config.embedding import Embedding
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.preference import Preference
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.vision import Vision
 from lightning_mcore.models.distillation import MCoreDistillation
+from lightning_mcore.models.embedding import MCoreEmbedding
 from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.models.vision import MCoreVisionGPT
@@ -30,16 +32,26 @@ _OF_TRAINER = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_al
 
 
 class MadeUpRows(Dataset[dict[str, Tensor]]):
-    """Rows of zeros in the form of the run's data: sequences packed four to a row, or answers to compare."""
+    """Rows of zeros in the form of the run's data: sequences packed four to a row, or texts to compare."""
 
     def __init__(
-        self, rows: int, length: int, packed: bool, preference: Preference | None = None, reference: bool = False
+        self,
+        rows: int,
+        length: int,
+        packed: bool,
+        preference: Preference | None = None,
+        reference: bool = False,
+        embedding: Embedding | None = None,
     ) -> None:
         positions = torch.arange(length)
         self.rows = rows
         self.row = {"tokens": positions * 0, "labels": positions * 0, "lengths": torch.tensor(length)}
+        sequences = 4 if embedding is None else 2 * embedding.texts
         if packed:
-            self.row |= dict.fromkeys(("cu_seqlens", "cu_seqlens_padded"), torch.arange(5) * length // 4)
+            boundaries = torch.arange(sequences + 1) * length // sequences
+            self.row |= dict.fromkeys(("cu_seqlens", "cu_seqlens_padded"), boundaries)
+        if embedding is not None:
+            self.row["sample_ids"] = torch.zeros(sequences, dtype=torch.long) if packed else torch.tensor(0)
         if preference is not None:
             last = (positions < length - 1).float()  # an answer's last token has no label
             self.row |= {"loss_mask": last, "sample_ids": torch.tensor(0)}
@@ -144,10 +156,13 @@ def _build(
     preference = Preference.of(model["preference"]) if "preference" in model else None
     # The reference of adapters is the model without them, which runs in each step.
     in_data = preference is not None and preference.needs_reference and not model.get("lora")
-    data = MadeUpRows(rows * accumulated * STEPS, length, bool(settings.data.get("packing")), preference, in_data)
+    embedding = Embedding.of(model["embedding"]) if "embedding" in model else None
+    packed = bool(settings.data.get("packing"))
+    data = MadeUpRows(rows * accumulated * STEPS, length, packed, preference, in_data, embedding)
     loader = DataLoader(data, batch_size=rows)
     if model.get("distillation") is not None:
         student = MCoreDistillation(**arguments)
         student.teacher._starts_from = None  # its config says how large it is, and its weights need no values
         return trainer, student, (loader, loader)
-    return trainer, (MCoreGPT if preference is None else MCorePreference)(**arguments), (loader, loader)
+    kind = MCoreEmbedding if embedding is not None else MCoreGPT if preference is None else MCorePreference
+    return trainer, kind(**arguments), (loader, loader)

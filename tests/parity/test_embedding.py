@@ -4,7 +4,10 @@
 The plain loop runs in fp64, text by text, writes InfoNCE out, and knows nothing of padding, packing or ranks.
 """
 
+import contextlib
 import functools
+import json
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,19 +17,21 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from tokenizers import processors
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_mcore import Embedding, LoRA, MCoreEmbedding, MCoreStrategy, Recipe, SaveHFModel
+from lightning_mcore import Embedding, LoRA, MCoreEmbedding, MCoreEmbeddingData, MCoreStrategy, Recipe, SaveHFModel
 from lightning_mcore.data.embedding.texts import Texts, build_texts_row, collate_padded_texts, collate_texts_rows
 from lightning_mcore.data.sampling import data_parallel_place
 from lightning_mcore.interop.export import export_checkpoint
 from tests.parity.hf_training import Part, finished_gradients, on_disk
-from tests.support.hf_models import VOCAB_SIZE, tiny_folder
+from tests.support.chats import END, characters, write
+from tests.support.hf_models import VOCAB_SIZE, save_tiny, tiny_folder
 from tests.support.layouts import Layout
 from tests.support.ranks import run_ranks
 from tests.support.thorough import thorough_but
-from tests.support.toy import Watch, make_trainer
+from tests.support.toy import make_trainer, run_fit, weights
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("embeddings")]
 
@@ -130,7 +135,9 @@ def plain_steps(case: str, family: str, parts: int) -> Wanted:
     for step in range(STEPS):
         optimizer.zero_grad()
         vectors = plain_vectors(model, setting.pooling, rows_of(setting.negatives)).chunk(parts)
-        losses, places = (torch.cat(values) for values in zip(*(plain_losses(v, setting) for v in vectors), strict=True))
+        losses, places = (
+            torch.cat(values) for values in zip(*(plain_losses(v, setting) for v in vectors), strict=True)
+        )
         loss = losses.mean()
         loss.backward()
         if step < STEPS - 1:
@@ -241,3 +248,191 @@ def differences(wanted: Wanted, ranks: Sequence[Seen]) -> Iterator[tuple[str, fl
                 yield part.name, difference
     if seen != wanted.gradients.keys():
         yield f"names {seen ^ wanted.gradients.keys()}", float("nan")
+
+
+# ---- runs on files
+
+
+def words(draw: random.Random) -> str:
+    """Return a text of two to ten letters, each a token."""
+    return "".join(draw.choices("abcdefgh", k=draw.randint(2, 10)))
+
+
+def write_queries(path: Path, count: int, negatives: int = 1, seed: int = 0) -> str:
+    draw = random.Random(seed)
+    rows = (
+        {"query": words(draw), "positive": words(draw), "negatives": [words(draw)] * negatives} for _ in range(count)
+    )
+    return write(path, rows)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the folder of a tiny model, whose tokenizer ends each text with a token, as that of Qwen3-Embedding."""
+    folder = save_tiny("qwen3", tmp_path_factory.mktemp("base"), vocab_size=300)
+    tokenizer = characters(eos_token=END, pad_token=END)
+    ending = processors.TemplateProcessing(single=f"$A {END}", special_tokens=[(END, tokenizer.eos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = ending
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+SETTING = Embedding(temperature=0.1, negatives=1, query_prompt="q: ", document_prompt="d:")
+
+
+def data_of(base: str, cache: str, **arguments: Any) -> MCoreEmbeddingData:
+    given: dict[str, Any] = {"tokenizer": base, "seq_length": LENGTH, "cache_dir": cache, **arguments}
+    return MCoreEmbeddingData(**given)
+
+
+def interrupted(base: str, files: tuple[str, str], cache: str, layout: Layout, strategy: Any) -> list[Any]:
+    """Train an epoch; resume it in its middle; try to resume it on other data; and train it by another strategy."""
+    found: list[Any] = []
+    arguments: dict[str, Any] = {"limit_val_batches": 0, "use_distributed_sampler": False}
+    for file, way, start in ((files[0], 0, None), (files[0], 0, 1), (files[1], 0, 1), (files[0], strategy, None)):
+        if way is None:
+            continue
+        keep = pl.callbacks.ModelCheckpoint(f"{cache}/kept", "{step}", save_top_k=-1, every_n_train_steps=1)
+        callbacks = [keep] if way == 0 and start is None else []
+        pl.seed_everything(2, verbose=False)
+        recipe = Recipe(learning_rate=0.01, min_learning_rate=0.01)
+        module = MCoreEmbedding.from_pretrained(base, seq_length=LENGTH, embedding=SETTING, recipe=recipe)
+        data = data_of(base, cache, train_files=file, batch_size=2)
+        ckpt_path = None if start is None else f"{cache}/kept/step={start}.ckpt"
+        given = layout.strategy_arguments if way == 0 else way
+        with pytest.raises(ValueError, match="different data") if file == files[1] else contextlib.nullcontext():
+            seen = run_fit(
+                module, given, data, ckpt_path=ckpt_path, callbacks=callbacks, enable_checkpointing=True, **arguments
+            )
+            found.append((seen.logged, weights(module)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "other"),
+    [(Layout(dp=2), "ddp"), pytest.param(Layout(tp=2, pp=2, sp=True), None, marks=pytest.mark.thorough)],
+    ids=["dp2", "tp2-pp2"],
+)
+def test_a_resumed_run_has_the_same_bits_and_ddp_the_same_numbers(
+    layout: Layout, other: str | None, base: str, tmp_path: Path
+) -> None:
+    files = write_queries(tmp_path / "a.jsonl", 24), write_queries(tmp_path / "b.jsonl", 24, seed=1)
+    for rank in run_ranks(layout.world_size, interrupted, base, files, str(tmp_path), layout, other, timeout=120):
+        [whole, resumed, *rest] = rank
+        assert len(whole[0]) == 24 // (2 * layout.dp)
+        assert resumed[0] == whole[0][1:]
+        for name, values in whole[1].items():
+            assert torch.equal(resumed[1][name], values), name
+        for losses, _ in rest:
+            assert losses == pytest.approx(whole[0], abs=LOSS)
+
+
+def evaluated(base: str, file: str, cache: str, sizes: Sequence[int]) -> list[dict[str, float]]:
+    """Validate with several batch sizes; the last batch of the ranks is uneven, or is repeated on the second."""
+    found = []
+    for size in sizes:
+        module = MCoreEmbedding.from_pretrained(base, seq_length=LENGTH, embedding=SETTING)
+        data = data_of(base, cache, train_files=file, validation_files=file, batch_size=4, eval_batch_size=size)
+        [values] = make_trainer({}).validate(module, data, verbose=False)
+        found.append(values)
+    return found
+
+
+def test_an_evaluation_counts_each_query_once_and_its_ranks_are_those_of_torchmetrics(
+    base: str, tmp_path: Path
+) -> None:
+    from torchmetrics.functional.retrieval import retrieval_reciprocal_rank
+    from transformers import AutoModel, AutoTokenizer
+
+    file = write_queries(tmp_path / "a.jsonl", 7)
+    model = AutoModel.from_pretrained(base, dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
+    texts = [
+        [
+            SETTING.query_prompt + row["query"],
+            *(SETTING.document_prompt + t for t in (row["positive"], *row["negatives"])),
+        ]
+        for row in rows
+    ]
+    tokens = [Texts([np.array(tokenizer(text)["input_ids"]) for text in each]) for each in texts]
+    vectors = plain_vectors(model, "last", tokens).detach()
+    unit = vectors / vectors.norm(dim=-1, keepdim=True)
+    # Of 7 queries, rank 0 has 0 2 4 6 and rank 1 has 1 3 5
+    batches = {4: [[0, 1, 2, 3, 4, 5, 6]], 3: [[0, 1, 2, 3, 4, 5], [6]]}
+    for rank in run_ranks(2, evaluated, base, file, str(tmp_path), list(batches), timeout=120):
+        for values, parts in zip(rank, batches.values(), strict=True):
+            losses = torch.cat([plain_losses(vectors[part], SETTING)[0] for part in parts])
+            found = []
+            for part in parts:
+                documents = unit[part, 1:].flatten(0, 1)
+                for place, query in enumerate(part):
+                    target = torch.arange(len(documents)) == place * (unit.size(1) - 1)
+                    # Moved above 0, because torchmetrics finds no text with a similarity below 0
+                    found.append(retrieval_reciprocal_rank(1 + documents @ unit[query, 0], target))
+            ranks = torch.stack(found)
+            wanted = {"loss": losses.mean(), "mrr": ranks.mean(), "accuracy": (ranks == 1).double().mean()}
+            for name, value in wanted.items():
+                assert values[f"val_{name}"] == pytest.approx(value.item(), abs=LOSS), name
+
+
+# ---- folders
+
+
+def exported(folders: Sequence[str], out: str) -> list[Tensor]:
+    """Train, whole and with adapters, and write folders; return the vectors after it, and of each folder read."""
+    found = []
+    for name, lora in (("whole", None), ("adapters", LoRA(r=2))):
+        module = MCoreEmbedding.from_pretrained(
+            folders[0], LENGTH, embedding=SETTING, lora=lora, recipe=Recipe(learning_rate=0.02, warmup_steps=0)
+        )
+        trainer = make_trainer(
+            MCoreStrategy(tensor_model_parallel_size=2, sequence_parallel=True),
+            max_steps=2,
+            limit_val_batches=0,
+            callbacks=[SaveHFModel(f"{out}/{name}")],
+        )
+        data = Data(1, packed=False)
+        trainer.fit(module, data)
+        trainer.save_checkpoint(f"{out}/{name}.ckpt")
+        found.append(trainer.predict(module, data)[0])  # type: ignore[index]
+        with pytest.raises(ValueError, match="gives vectors and no next tokens"):
+            module.generate([1], 1)
+    for folder in (f"{out}/whole.ckpt", f"{out}/adapters.ckpt", f"{out}/whole", *folders[1:]):
+        module = MCoreEmbedding.from_pretrained(folder, LENGTH, embedding=SETTING)
+        found.append(trainer.predict(module, data)[0])  # type: ignore[index]
+    return found
+
+
+def test_folders_are_read_by_transformers_and_say_how_to_pool(base: str, tmp_path: Path) -> None:
+    from transformers import AutoModel
+
+    alone = tmp_path / "without a head"
+    AutoModel.from_pretrained(base, dtype=torch.float32).save_pretrained(alone)  # names without "model."
+    [whole, adapted, again, continued, read, headless], _ = run_ranks(
+        2, exported, [base, str(alone)], str(tmp_path), timeout=120
+    )
+    assert torch.equal(again, whole)
+    assert torch.equal(continued, adapted)
+    assert torch.equal(read, whole)
+    run_ranks(1, export_checkpoint, str(tmp_path / "adapters.ckpt"), str(tmp_path / "merged"))
+    wanted = {"whole": whole, "adapters": adapted, "merged": adapted, alone.name: headless}
+    for name, vectors in wanted.items():
+        model = AutoModel.from_pretrained(tmp_path / name, dtype=torch.float64)
+        plain = plain_vectors(model, "last", rows_of(1)).detach().flatten(0, 1)
+        torch.testing.assert_close(vectors.double(), plain / plain.norm(dim=-1, keepdim=True), rtol=0, atol=1e-5)
+    for name in ("whole", "adapters", "merged"):
+        modules = json.loads((tmp_path / name / "modules.json").read_text())
+        assert [module["path"] for module in modules] == ["", "1_Pooling", "2_Normalize"]
+        pooling = json.loads((tmp_path / name / "1_Pooling" / "config.json").read_text())
+        assert pooling["word_embedding_dimension"] == model.config.hidden_size
+        assert {flag for flag, is_on in pooling.items() if is_on is True} == {
+            "pooling_mode_lasttoken",
+            "include_prompt",
+        }
+        prompts = json.loads((tmp_path / name / "config_sentence_transformers.json").read_text())["prompts"]
+        assert prompts == {"query": SETTING.query_prompt, "document": SETTING.document_prompt}
+        assert json.loads((tmp_path / name / "sentence_bert_config.json").read_text())["max_seq_length"] == LENGTH
+        assert (tmp_path / name / "tokenizer.json").is_file()
+    with pytest.raises(ValueError, match=r"set Embedding\(pooling='last'\)"):
+        MCoreEmbedding.from_pretrained(str(tmp_path / "whole"), embedding=Embedding("mean"))

@@ -137,6 +137,11 @@ def taught_run(student: str, teacher: str, world: int, **strategy: Any) -> tuple
     return file_run(model, world, **strategy)
 
 
+def embedding_run(path: str, world: int, **strategy: Any) -> tuple[pl.Trainer, pl.LightningModule, Any]:
+    """Return the parts of a run that compares texts."""
+    return file_run({"path": path, "seq_length": LENGTH, "embedding": {}}, world, **strategy)
+
+
 def undigested_run(**arguments: Any) -> tuple[pl.Trainer, pl.LightningModule, Any]:
     """Return the parts of a run that fails if weights are digested, which takes minutes for a large model."""
 

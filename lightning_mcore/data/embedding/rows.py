@@ -11,7 +11,7 @@ A row has the columns
 tokenizer adds to a text, as ``SentenceTransformer.encode`` does.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +60,8 @@ class TextReader:
         negatives = [given] if isinstance(given, str) else list(given or [])
         if len(negatives) != setting.negatives:
             raise ValueError(
-                f"{name} has {len(negatives)} negatives, and negatives={setting.negatives} is set; give each row as"
-                " many, or change Embedding(negatives=...)"
+                f"{name} has {len(negatives)} hard negative(s), but negatives={setting.negatives} is set;"
+                f" give each row {setting.negatives}, or change Embedding(negatives=...)"
             )
         prompt = row.get(_PROMPT)
         before = setting.query_prompt if prompt is None else prompt
@@ -71,7 +71,7 @@ class TextReader:
             if not isinstance(text, str):
                 raise TypeError(f"{column!r} of {name} is of type {type(text).__name__}; give text")
             if not text.strip() and column != _PROMPT:
-                raise ValueError(f"{column!r} of {name} is empty, which has no meaning to compare; remove the row")
+                raise ValueError(f"{column!r} of {name} is empty, so there is nothing to compare; remove the row")
         return [before + texts[0], *(setting.document_prompt + text for text in texts[1:-1])]
 
 
@@ -117,7 +117,7 @@ class TextReading(Reading):
             "lengths": [len(text) for text in sample.tokens],
         }
 
-    def features(self) -> Mapping[str, Any]:
+    def features(self) -> dict[str, Any]:
         """Return the type of the additional column."""
         from datasets import Sequence, Value
 

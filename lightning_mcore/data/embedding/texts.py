@@ -52,9 +52,7 @@ def collate_padded_texts(
     return {name: values for name, values in batch.items() if name not in _UNUSED}
 
 
-def build_texts_row(
-    rows: Sequence[Texts], row_length: int, multiple: int = 1, pad_token: int = 0
-) -> dict[str, Tensor]:
+def build_texts_row(rows: Sequence[Texts], row_length: int, multiple: int = 1, pad_token: int = 0) -> dict[str, Tensor]:
     """Return a packed row; :func:`collate_texts_rows` makes a batch of some.
 
     Args:
