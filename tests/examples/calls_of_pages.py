@@ -108,6 +108,11 @@ def doors(page: Names) -> None:
     page["train"]([*WORDS, "--tensor_model_parallel_size", "2"], "base", "chats.jsonl", devices=2)
 
 
+@of_page("embeddings", ranks=4)
+def embeddings(page: Names) -> None:
+    page["embed"]("base", "queries.jsonl", accelerator="cpu")
+
+
 @of_page("from-llamafactory", ranks=8)
 def from_llamafactory(page: Names) -> None:
     page["args"].max_steps = 1

@@ -12,10 +12,13 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from PIL import Image
 
+from lightning_mcore import Embedding
 from lightning_mcore.cli import main
 from tests.support.chats import characters, write
 from tests.support.clips import write_clip
 from tests.support.pages import ROOT
+from tests.unit.data.test_embedding_data import opened as opened_queries
+from tests.unit.data.test_embedding_data import texts as texts_of_queries
 from tests.unit.data.test_finetuning_data import opened, samples_of
 from tests.unit.data.test_preference_data import halves
 from tests.unit.data.test_preference_data import opened as opened_pairs
@@ -54,6 +57,7 @@ def test_every_format_of_the_readers_has_a_line() -> None:
         "MCoreVisionData": 3,
     }
     assert len(lines("MCorePreferenceData")) == 8
+    assert len(lines("MCoreEmbeddingData")) == 3
     assert len(lines("lightning-mcore preprocess")) == 1
 
 
@@ -90,6 +94,16 @@ def test_a_line_of_preferences_is_read(line: str, tmp_path: Path) -> None:
     assert other.startswith("It is 5." if "rejected" in row else "It is 4.")  # KTO's only other answer is the same
     assert ("Be brief." in asked) == ("system" in row)
     assert ("1 + 1" in asked) == ("history" in row)
+
+
+@pytest.mark.parametrize("line", lines("MCoreEmbeddingData"))
+def test_a_line_of_texts_to_compare_is_read(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    row = json.loads(line)
+    negatives = row.get("negatives", [row["negative"]] if "negative" in row else [])
+    query = row.get("query_prompt", "") + "What is 2 + 2?"
+    found = texts_of_queries(opened_queries([row, row], Embedding(negatives=len(negatives))))
+    assert found == [[query, "It is 4.", *negatives]] * 2
 
 
 def test_a_line_of_text_is_preprocessed(tmp_path: Path) -> None:

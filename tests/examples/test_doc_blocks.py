@@ -115,6 +115,8 @@ def prepare(path: Path, folder: Path) -> None:
     for name in ("chats.jsonl", "corpus/0.jsonl", "data/0.jsonl"):
         write(folder / name, [{**row, "text": row["response"]} for row in rows])
     write(folder / "pairs.jsonl", [{"prompt": "q", "chosen": "a" * n, "rejected": "b"} for n in range(1, 41)])
+    queries = ({"query": "q" * n, "positive": "a" * n, "negatives": ["b" * n]} for n in range(1, 41))
+    write(folder / "queries.jsonl", queries)
     if path.stem != "data":  # which makes it
         make_dataset(folder / "corpus", first=0)
     make_dataset(folder / "corpus_text_document", first=0, documents=2000)

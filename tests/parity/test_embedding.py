@@ -266,15 +266,19 @@ def write_queries(path: Path, count: int, negatives: int = 1, seed: int = 0) -> 
     return write(path, rows)
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the folder of a tiny model, whose tokenizer ends each text with a token, as that of Qwen3-Embedding."""
-    folder = save_tiny("qwen3", tmp_path_factory.mktemp("base"), vocab_size=300)
+def embedding_base(folder: Path) -> str:
+    """Write a tiny model, whose tokenizer ends each text with a token, as that of Qwen3-Embedding."""
+    save_tiny("qwen3", folder, vocab_size=300)
     tokenizer = characters(eos_token=END, pad_token=END)
     ending = processors.TemplateProcessing(single=f"$A {END}", special_tokens=[(END, tokenizer.eos_token_id)])
     tokenizer.backend_tokenizer.post_processor = ending
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return embedding_base(tmp_path_factory.mktemp("base"))
 
 
 SETTING = Embedding(temperature=0.1, negatives=1, query_prompt="q: ", document_prompt="d:")

@@ -91,7 +91,7 @@ def test_long_texts_are_cut_by_the_tokenizer_or_refused() -> None:
         ([{"prompt": "why", "response": "so"}], 0, "contain no queries"),
         ([ROW], 2, "negatives=2 needs a column 'negatives'"),
         ([HARD], 0, "which negatives=0 would not use"),
-        ([HARD, {**ROW, "negatives": ["no"]}], 2, "row 1 of rows.jsonl has 1 negatives"),
+        ([HARD, {**ROW, "negatives": ["no"]}], 2, "row 1 of rows.jsonl has 1 hard negative"),
         ([{**ROW, "positive": " "}], 0, "'positive' of row 0 of rows.jsonl is empty"),
         ([{**ROW, "query": None}], 0, "'query' of row 0 of rows.jsonl is of type NoneType"),
     ],
