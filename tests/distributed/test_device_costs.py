@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import on_ranks
 from tests.te.runs import Run, make_loader, make_model, make_trainer
 
 pytestmark = pytest.mark.distributed
@@ -73,24 +73,19 @@ def test_reads_of_the_device_do_not_grow_with_the_microbatches() -> None:
     assert few == many == 3  # the gradient norm, twice on a CPU, and what was logged
 
 
-def buffers_after_a_run(folder: Path) -> tuple[int, bool]:
-    """Return the bytes of gradient buffers that a run leaves, and whether a save after it can be resumed from."""
+@on_ranks(1, timeout=90)
+def test_a_run_leaves_no_gradient_buffers_and_can_still_be_saved(tmp_path: Path) -> None:
     buffers: list[Tensor] = []
 
-    class Keep(pl.Callback):
-        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            chunks = trainer.strategy.chunks.ddp  # type: ignore[attr-defined]
-            buffers.extend(buffer.grad_data for chunk in chunks for buffer in chunk.buffers)
+    def keep(trainer: Any, _: Any) -> None:
+        buffers.extend(buffer.grad_data for chunk in trainer.strategy.chunks.ddp for buffer in chunk.buffers)
 
     run = replace(RUN, precision="bf16-mixed", layout={"use_distributed_optimizer": True})
-    trainer = make_trainer(run, 1, Keep())
+    trainer = make_trainer(run, 1, pl.callbacks.LambdaCallback(on_train_start=keep))
     trainer.fit(make_model(run), make_loader(run))
-    left = sum(buffer.untyped_storage().nbytes() for buffer in buffers)
-    trainer.save_checkpoint(folder / "after.ckpt")
+    assert buffers
+    assert not any(buffer.untyped_storage().nbytes() for buffer in buffers)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
     again = make_trainer(replace(run, steps=5), 1)
-    again.fit(make_model(run), make_loader(run), ckpt_path=folder / "after.ckpt")
-    return left, len(buffers) > 0 and again.global_step == 5
-
-
-def test_a_run_leaves_no_gradient_buffers_and_can_still_be_saved(tmp_path: Path) -> None:
-    assert run_ranks(1, buffers_after_a_run, tmp_path, timeout=90)[0] == (0, True)
+    again.fit(make_model(run), make_loader(run), ckpt_path=tmp_path / "after.ckpt")
+    assert again.global_step == 5

@@ -15,7 +15,7 @@ from tests.parity import bare_loop, lightning_loop
 from tests.parity.global_tensors import assemble, spread
 from tests.support import tiny
 from tests.support.layouts import Layout
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.tiny import Recipe
 
 pytestmark = pytest.mark.distributed
@@ -145,15 +145,19 @@ def test_the_loss_over_all_model_copies_weighs_the_same_however_many_there_are(t
     assert max(spread([part for rank in ranks for part in rank], whole).values()) < 1e-5
 
 
-def _counters(layout: Layout, recipe: Recipe) -> list[tuple[torch.dtype, bool]]:
-    module = lightning_loop.TinyGPT(layout, recipe)
-    strategy = MCoreStrategy(**layout.strategy_arguments)
-    accumulate = recipe.num_microbatches(layout)
-    trainer = lightning_loop.make_trainer(layout.world_size, strategy, accumulate, recipe.precision)
+@on_ranks(1, timeout=120)
+def test_tokens_of_experts_and_their_bias_are_counted_in_fp32_in_a_bf16_model() -> None:
+    options = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    options |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+    sizes = {"precision": "bf16-mixed", "micro_batch_size": 8, "global_batch_size": 8, "steps": 2}
+    recipe = Recipe(**sizes, options=tuple(options.items()))
+    module = lightning_loop.TinyGPT(ONE, recipe)
+    strategy = MCoreStrategy(**ONE.strategy_arguments)
+    trainer = lightning_loop.make_trainer(1, strategy, recipe.num_microbatches(ONE), recipe.precision)
     counted = []
 
     def look(router: TopKRouter, inputs: Any) -> None:
-        counted.append((router.local_tokens_per_expert.dtype, router.local_tokens_per_expert.max().item()))
+        counted.append(router.local_tokens_per_expert.dtype)
 
     module.on_train_start = lambda: [  # type: ignore[method-assign]
         lightning_loop.TinyGPT.on_train_start(module),
@@ -161,19 +165,9 @@ def _counters(layout: Layout, recipe: Recipe) -> list[tuple[torch.dtype, bool]]:
     ][0]
     trainer.fit(module)
     biases = [router.expert_bias for router in _routers(module)]
-    most = max(number for _, number in counted)
-    return [(bias.dtype, bool(bias.any()), most, counted[-1][0]) for bias in biases]
-
-
-def test_tokens_of_experts_and_their_bias_are_counted_in_fp32_in_a_bf16_model() -> None:
-    options = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-    options |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
-    recipe = Recipe(precision="bf16-mixed", micro_batch_size=8, global_batch_size=8, options=tuple(options.items()))
-    (biases,) = run_ranks(1, _counters, ONE, replace(recipe, steps=2), timeout=120)
     assert len(biases) == 4
-    for dtype, moved, _, counter in biases:
-        assert dtype == counter == torch.float32
-        assert moved
+    assert all(bias.dtype == torch.float32 and bias.any() for bias in biases)
+    assert set(counted) == {torch.float32}
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ from tests.support.toy import (
     SHARDED,
     Memory,
     PlainNet,
-    Seen,
     StagedNet,
     loader,
     make_trainer,
@@ -77,28 +76,23 @@ def half(precision: Any = "16-mixed", **scaling: Any) -> MCorePrecision:
 # A plain module against ddp
 
 
-def against_ddp(initial_scale: float) -> tuple[Seen, Seen, float]:
-    """Train alike under ``ddp`` and under ours; run on every rank."""
-    sampler = torch.amp.GradScaler("cpu", init_scale=initial_scale, growth_interval=3)
+@pytest.mark.parametrize("initial_scale", [2.0**8, TOO_HIGH])
+@on_ranks(2, timeout=120)
+def test_a_plain_module_trains_as_under_ddp_with_a_grad_scaler_through_overflows(initial_scale: float) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=initial_scale, growth_interval=3)
     arguments: dict[str, Any] = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
     ddp, mcore = PlainNet(), PlainNet()
-    expected = run_fit(ddp, "ddp", loader(128, 2), plugins=[MixedPrecision("16-mixed", "cpu", sampler)], **arguments)
+    expected = run_fit(ddp, "ddp", loader(128, 2), plugins=[MixedPrecision("16-mixed", "cpu", scaler)], **arguments)
     plugin = half(initial_loss_scale=initial_scale, loss_scale_window=3, hysteresis=1)
     seen = run_fit(mcore, {"precision_plugin": plugin}, loader(128, 2), **arguments)
-    pairs = zip(weights(ddp).values(), weights(mcore).values(), strict=True)
-    return expected, seen, max((a - b).abs().max().item() for a, b in pairs)
-
-
-def test_a_plain_module_trains_as_under_ddp_with_a_grad_scaler_through_overflows() -> None:
-    for initial_scale in (2.0**8, TOO_HIGH):
-        for expected, seen, difference in run_ranks(2, against_ddp, initial_scale, timeout=120):
-            skipped = [norm is None for norm in seen.grad_norms]
-            assert any(skipped) == (initial_scale == TOO_HIGH)
-            assert not all(skipped)
-            assert seen.losses == expected.losses
-            for ours, theirs, is_skipped in zip(seen.gradients, expected.gradients, skipped, strict=True):
-                assert is_skipped or torch.allclose(ours, theirs, rtol=1e-6, atol=0)  # unscaled; measured: 0
-            assert difference < 1e-6  # measured: 6e-8
+    skipped = [norm is None for norm in seen.grad_norms]
+    assert any(skipped) == (initial_scale == TOO_HIGH)
+    assert not all(skipped)
+    assert seen.losses == expected.losses
+    for ours, theirs, is_skipped in zip(seen.gradients, expected.gradients, skipped, strict=True):
+        assert is_skipped or torch.allclose(ours, theirs, rtol=1e-6, atol=0)  # unscaled; measured: 0
+    for ours, theirs in zip(weights(mcore).values(), weights(ddp).values(), strict=True):
+        assert (ours - theirs).abs().max() < 1e-6  # measured: 6e-8
 
 
 # Skipped steps
