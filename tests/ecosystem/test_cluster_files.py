@@ -17,7 +17,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.works_with(
-    "kubeflow_trainer_api", "`examples/cluster/kubeflow_trainjob.yaml`: every field is of its schema"
+    "kubeflow_trainer_api", "`examples/cluster/kubeflow_trainjob.yaml`: every field is in its schema"
 )
 def test_kubeflow_knows_every_field() -> None:
     from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob

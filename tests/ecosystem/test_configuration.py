@@ -44,7 +44,7 @@ CONFIG: dict[str, Any] = {
 
 
 @pytest.mark.works_with("hydra-core", "Trainer, strategy and model instantiated from one file")
-@pytest.mark.works_with("omegaconf", "its lists and mappings as settings, in hyper-parameters plain ones")
+@pytest.mark.works_with("omegaconf", "its lists and mappings as settings; hyper-parameters contain plain ones")
 @pytest.mark.parametrize("convert", ["none", "all"])
 @in_a_rank
 def test_hydra_instantiates_a_run(convert: str) -> None:

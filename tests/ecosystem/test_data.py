@@ -85,7 +85,7 @@ CASES = {
             write,
             read,
             marks=pytest.mark.works_with(
-                package, f"{what}: each row once in an epoch, and exact resumes, on dp2 and pp2"
+                package, f"{what}: each row once per epoch, and exact resumes, on dp2 and pp2"
             ),
         )
         for package, what, write, read in CASES.values()

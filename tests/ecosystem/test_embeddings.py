@@ -33,7 +33,7 @@ def trained(base: str, file: str, out: str, pooling: Any) -> np.ndarray[Any, Any
     return vectors.numpy()
 
 
-@pytest.mark.works_with("sentence-transformers", "folders of trained embeddings on TP: vectors equal those of the run")
+@pytest.mark.works_with("sentence-transformers", "folders of trained embeddings on TP: same vectors as in the run")
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_sentence_transformers_gives_the_vectors_of_the_run(pooling: Any, tmp_path: Path) -> None:
     from sentence_transformers import SentenceTransformer

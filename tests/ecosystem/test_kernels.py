@@ -49,7 +49,9 @@ def kernels() -> Iterator[dict[int, tuple[Callable[..., Any], ...]]]:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, about scores of later tokens, which are hidden
-@pytest.mark.works_with("fla-core", "its kernels for delta nets, interpreted on a CPU: our numbers and gradients")
+@pytest.mark.works_with(
+    "fla-core", "its kernels for delta nets, interpreted on a CPU: same numbers and gradients as ours"
+)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", KINDS, ids=KINDS.get)
 def test_memories_by_kernels_are_those_in_torch(

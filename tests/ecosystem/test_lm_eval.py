@@ -150,7 +150,7 @@ def evaluate_folders(folders: dict[str, str], tasks: str) -> dict[str, Scores | 
 
 
 @pytest.mark.works_with(
-    "lm_eval", "scores of a model in training on TP, PP, CP, EP and DP: those of the exported folder"
+    "lm_eval", "scores of a model in training on TP, PP, CP, EP and DP: same as for the exported folder"
 )
 def test_a_model_in_training_gets_the_scores_of_its_exported_folder(tmp_path: Path) -> None:
     tasks = tmp_path / "tasks"
@@ -163,7 +163,9 @@ def test_a_model_in_training_gets_the_scores_of_its_exported_folder(tmp_path: Pa
     compare_with_folders(run_ranks(2, evaluate_each, runs, timeout=300), runs, str(tasks))
 
 
-@pytest.mark.works_with("lm_eval", "scores of an MCoreGPT in training on TP, PP and CP: those of the exported folder")
+@pytest.mark.works_with(
+    "lm_eval", "scores of an MCoreGPT in training on TP, PP and CP: same as for the exported folder"
+)
 def test_an_mcore_gpt_in_training_gets_the_scores_of_its_exported_folder(tmp_path: Path) -> None:
     tasks = tmp_path / "tasks"
     tasks.mkdir()

@@ -174,7 +174,8 @@ LOGGERS = {
     "make",
     [
         pytest.param(
-            make, marks=pytest.mark.works_with(package, f"{what}: one rank's values, and the layout, on dp2 and pp2")
+            make,
+            marks=pytest.mark.works_with(package, f"{what}: same values as one rank, and the layout, on dp2 and pp2"),
         )
         for make, (package, what, _) in LOGGERS.items()
     ],

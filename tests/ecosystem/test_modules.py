@@ -164,7 +164,7 @@ MODULES = {
 @pytest.mark.parametrize(
     "build",
     [
-        pytest.param(build, marks=pytest.mark.works_with(package, f'{what}: the numbers of `"ddp"` on 2 ranks'))
+        pytest.param(build, marks=pytest.mark.works_with(package, f'{what}: same numbers as `"ddp"` on 2 ranks'))
         for build, (package, what) in MODULES.items()
     ],
     ids=[build.__name__ for build in MODULES],

@@ -187,7 +187,7 @@ RUNS: dict[Make, tuple[str, list[str], dict[str, str], str]] = {
 
 
 def _row(what: str, layouts: list[str], rejected: Iterable[str]) -> str:
-    runs = f"one rank's losses and bit-equal resumes on {', '.join(layouts)}" if layouts else ""
+    runs = f"same losses as one rank, and bit-equal resumes, on {', '.join(layouts)}" if layouts else ""
     return f"{what}: " + "; ".join(filter(None, [runs, f"rejected on {', '.join(rejected)}" if rejected else ""]))
 
 

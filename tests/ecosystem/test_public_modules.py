@@ -178,7 +178,7 @@ PUBLIC: dict[Callable[[], Built], Public] = {
         "ashleve/lightning-hydra-template",
         "bddbc24b82ab6ccfa6243e815a49dc5bfe8d4144",
         "",
-        "MNISTLitModule, a classifier of images",
+        "MNISTLitModule, an image classifier",
     ),
     gan: Public(*_LIGHTNING, "GAN, with manual optimization"),
     ppo: Public(*_LIGHTNING, "PPOLightning, reinforcement learning with manual optimization"),
@@ -186,7 +186,7 @@ PUBLIC: dict[Callable[[], Built], Public] = {
         "pyg-team/pytorch_geometric",
         "5c6461b2305ad068a6d61165b3c55852a11aaa41",
         "examples/pytorch_lightning",
-        "GIN, a classifier of graphs",
+        "GIN, a graph classifier",
     ),
     text_to_speech: Public(
         "RVC-Boss/GPT-SoVITS",
@@ -207,7 +207,7 @@ PUBLIC: dict[Callable[[], Built], Public] = {
         "SimCLR, self-supervised learning on images",
     ),
     deep_ar: Public(
-        "awslabs/gluonts", "3d05d465f97096583d87a6827948e0d0d3cb7e92", "src", "DeepAR, a forecaster of time series"
+        "awslabs/gluonts", "3d05d465f97096583d87a6827948e0d0d3cb7e92", "src", "DeepAR, a time-series forecaster"
     ),
 }
 
@@ -268,7 +268,7 @@ class _Rows(Dataset[Any]):
         pytest.param(
             build,
             marks=pytest.mark.works_with(
-                f"{public.repository}@{public.commit[:7]}", f'{public.what}: the numbers of `"ddp"` on 2 ranks'
+                f"{public.repository}@{public.commit[:7]}", f'{public.what}: same numbers as `"ddp"` on 2 ranks'
             ),
         )
         for build, public in PUBLIC.items()
