@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callbacks share that record some optimizer steps on some ranks, each into a file named by its coordinates."""
+"""The base of callbacks that record some steps on some ranks, each rank into a file named by its coordinates."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,14 +19,14 @@ def place_of(trainer: pl.Trainer, rank: int) -> str:
 
 
 class ChosenSteps(pl.Callback):
-    """Begins before an optimizer step on some ranks, and ends after it, or where the run ends.
+    """Records on some ranks, from before an optimizer step until after it, or until the run ends.
 
     Args:
         step: The first optimizer step; 0 is the first of a run.
         num_steps: Number of steps.
         ranks: Global ranks.
-        folder: Where the files go.
-        suffix: Of the files.
+        folder: Folder for the files.
+        suffix: Suffix of the files.
 
     Raises:
         TypeError: A number is not an int.

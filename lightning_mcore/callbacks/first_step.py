@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A callback that measures how long a run takes to its first step."""
+"""A callback that measures how long a run takes to finish its first step."""
 
 import time
 from typing import Any
@@ -11,9 +11,9 @@ from lightning.pytorch.utilities import rank_zero_info
 class TimeToFirstStep(pl.Callback):
     """Measures the time from the construction of this callback to the end of the first optimizer step.
 
-    The loggers get ``first_step/before_fit`` (from here to ``fit``, such as data preparation), ``first_step/setup``
-    (process groups, the model, reading a checkpoint, sanity checks), ``first_step/step`` and their sum,
-    ``first_step/total``, in seconds on rank 0. The same is printed in one line.
+    The loggers get ``first_step/before_fit`` (from construction to ``fit``, such as data preparation),
+    ``first_step/setup`` (process groups, the model, reading a checkpoint, sanity checks), ``first_step/step`` and their
+    sum, ``first_step/total``, in seconds on rank 0. It also prints them in one line.
 
     Examples:
         >>> from lightning_mcore.callbacks import TimeToFirstStep

@@ -23,8 +23,8 @@ class LayerStatistics(pl.Callback):
     """Logs the gradient norm and the root mean square of the output of each layer, over all ranks.
 
     The loggers get ``grad_norm/<layer>`` before clipping, such as ``grad_norm/decoder.layers.3``, for each layer and
-    each parameter outside the layers, and ``activation_rms/<layer>`` for each layer. Both cover all ranks
-    and microbatches of an optimizer step, so they do not depend on the layout. Layers are the members of lists named
+    each parameter outside the layers, and ``activation_rms/<layer>`` for each layer. Both cover all ranks and
+    microbatches of an optimizer step, so they do not depend on the layout. A layer is a member of a list named
     ``layers``.
 
     Args:

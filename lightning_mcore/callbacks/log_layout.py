@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A callback that gives the layout and the plan of a run to its loggers, next to the module's hyper-parameters."""
+"""A callback that logs a run's layout and plan, next to the module's hyper-parameters."""
 
 from typing import Any
 

@@ -19,7 +19,7 @@ class MemorySnapshot(ChosenSteps):
         step: The first optimizer step to record; 0 is the first of a run.
         num_steps: Number of steps to record.
         ranks: The global ranks that record.
-        folder: Where the files go.
+        folder: Folder for the files.
         max_entries: Allocations and frees to remember; older ones are dropped.
 
     Raises:

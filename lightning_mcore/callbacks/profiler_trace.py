@@ -19,7 +19,7 @@ class ProfilerTrace(ChosenSteps):
         step: The first optimizer step to profile; 0 is the first of a run.
         num_steps: Number of steps to profile.
         ranks: The global ranks that profile.
-        folder: Where the files go.
+        folder: Folder for the files.
         with_stack: Record the Python stack of each operation.
 
     Raises:

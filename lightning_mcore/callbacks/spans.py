@@ -12,12 +12,12 @@ _SPANS = {"run_training_epoch": "epoch", "run_training_batch": "batch", "save_ch
 
 
 class OpenTelemetryProfiler(Profiler):
-    """Makes OpenTelemetry spans of epochs, batches, validations and checkpoint saves, on every rank.
+    """Records OpenTelemetry spans for epochs, batches, validations and checkpoint saves, on every rank.
 
-    Give it to ``Trainer(profiler=...)``. Spans are named ``epoch``, ``batch``, ``validation`` and ``save``, and are
+    Pass it to ``Trainer(profiler=...)``. Spans are named ``epoch``, ``batch``, ``validation`` and ``save``, and are
     nested as the parts of the run are. The attribute ``rank`` has the rank with its coordinates, ``step`` the optimizer
-    steps done. What exports them is set up as in any program that uses ``opentelemetry-sdk``; without it, spans go
-    nowhere. A save is the part for which training waits.
+    steps done. Set up an exporter as in any program that uses ``opentelemetry-sdk``; without one, spans are dropped. A
+    ``save`` span covers only the time for which training waits.
 
     Raises:
         ModuleNotFoundError: The package ``opentelemetry-api`` is not installed.

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class StragglerMonitor(pl.Callback):
-    """Compares how long ranks compute in a step, without the time that they wait for each other, and names slow ones.
+    """Compares the ranks' compute time in a step, excluding the time they wait for each other, and names slow ranks.
 
     All ranks end a step together, so its duration does not show who is slow. This callback profiles one optimizer step
     in ``every_n_steps`` and adds up the time of this rank's own kernels (on a GPU) or operations (on a CPU), without
@@ -29,7 +29,7 @@ class StragglerMonitor(pl.Callback):
 
     Args:
         every_n_steps: Optimizer steps between two measurements; the first measures step ``every_n_steps``.
-        threshold: How many times the median a rank may take.
+        threshold: Highest accepted ratio of a rank's time to the median.
 
     Raises:
         TypeError: ``every_n_steps`` is not an int.

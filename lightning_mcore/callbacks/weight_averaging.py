@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning's averages of weights, for models that are split and optimizers that are sharded.
+"""Lightning's weight averaging, for split models and sharded optimizers.
 
 Lightning copies the whole module before its model is built, and puts the average into a checkpoint of one file. Here
 each rank averages its own part of the model, and checkpoints hold the average in shards, next to the weights. An
-average is computed element by element, so it is the one of a single rank.
+average is computed element by element, so it matches a one-rank run.
 """
 
 from dataclasses import dataclass
@@ -49,12 +49,12 @@ class _Averaged:
 class WeightAveraging(callbacks.WeightAveraging):
     """Lightning's ``WeightAveraging`` on any layout: averages the weights, and validates with the average.
 
-    Arguments, ``should_update`` and the moments of updates are Lightning's. Each rank averages its own part of the
-    model, so the result is that of one rank. Averages of 16-bit weights are kept in fp32. After ``fit``, the model
-    holds the average, and :class:`SaveHFModel` writes it. Under another strategy this is Lightning's callback.
+    Arguments, ``should_update`` and the times of updates are Lightning's. Each rank averages its own part of the model,
+    so the result matches a one-rank run. Averages of 16-bit weights are kept in fp32. After ``fit``, the model holds
+    the average, and :class:`SaveHFModel` writes it. Under another strategy this is Lightning's callback.
 
-    Unlike Lightning's, a checkpoint holds the weights of training under their own names, and the average separately.
-    ``ckpt_path`` needs this callback to use it: ``fit`` then continues both exactly, on any layout, and ``validate``,
+    Unlike with Lightning's callback, a checkpoint holds the training weights under their own names, and the average
+    separately. If a run with this callback reads it, ``fit`` continues both exactly, on any layout, and ``validate``,
     ``test`` and ``predict`` use the average.
 
     Examples:
@@ -123,7 +123,7 @@ class WeightAveraging(callbacks.WeightAveraging):
             self._latest_update_step = trainer.global_step
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Update the average if an epoch is to be counted."""
+        """Update the average if the epoch counts."""
         if not self._averaged:
             super().on_train_epoch_end(trainer, pl_module)
         elif trainer.current_epoch > self._latest_update_epoch and self.should_update(epoch_idx=trainer.current_epoch):
@@ -157,7 +157,7 @@ class WeightAveraging(callbacks.WeightAveraging):
             averaged.show_average(keep=True)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Continue with the weights of training."""
+        """Continue with the training weights."""
         if not self._averaged:
             super().on_validation_epoch_end(trainer, pl_module)
         for averaged in self._averaged:

@@ -2,9 +2,9 @@
 """``MCoreDistillation``: an ``MCoreGPT`` that learns from a teacher's probabilities, on every layout.
 
 The model, its data, layouts, checkpoints and adapters are ``MCoreGPT``'s; only the training loss differs. When a fit
-begins, each rank reads its part of the teacher's weights, in the number format of the student's. In training, each
-stage runs the teacher's layers before the student's (``layers/distillation.py``). Validation, testing and prediction
-run the student alone. With stored logits (``stored_logits.py``), the teacher runs once, before training.
+begins, each rank reads its part of the teacher's weights, in the student's number format. In training, each stage runs
+the teacher's layers before the student's (``layers/distillation.py``). Validation, testing and prediction run the
+student alone. With stored logits (``stored_logits.py``), the teacher runs once, before training.
 """
 
 import contextlib
@@ -53,9 +53,9 @@ _OFF: dict[str, Any] = {  # of the teacher, whose weights come from its files
 class MCoreDistillation(MCoreGPT):
     """A GPT that learns from a teacher: forward KL, reverse KL or generalized Jensen-Shannon, with the token loss.
 
-    The teacher is split over the ranks as the student is: tensor, sequence, pipeline, context and expert parallelism
-    apply to both. It has no gradients, no optimizer state, and is not in checkpoints. A run that resumes reads it
-    again, and checks that it is the same. Both models must have the same tokens.
+    The teacher is split across the ranks like the student: tensor, sequence, pipeline, context and expert parallelism
+    apply to both. It has no gradients, no optimizer state, and is not in checkpoints. A resumed run reads it again, and
+    checks that it is the same. Both models must use the same tokens.
 
     Logs ``train_loss`` (the mixed loss), ``train_token_loss`` and ``train_divergence``; validation and testing log what
     ``MCoreGPT`` does, for the student alone, so ``val_loss`` is a token loss.
@@ -77,7 +77,7 @@ class MCoreDistillation(MCoreGPT):
         make_vocab_size_divisible_by: The embedding has a multiple of this many rows, as has the teacher's.
         transformer_impl: The layers to use, also for the teacher.
         loss_normalization: Mean of the loss over ``"tokens"`` or ``"samples"``.
-        architecture: What the model has that Megatron's config has no field for.
+        architecture: Parts of the model for which Megatron's config has no field.
         hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.
         lora: Train low-rank adapters and freeze the rest.
         train_only: Parts of the Hugging Face names of the weights that are trained; all others are frozen.
@@ -205,7 +205,7 @@ class MCoreDistillation(MCoreGPT):
 
         Raises:
             FileNotFoundError: There is no such model.
-            ValueError: It is not a language model, is not supported, or has other tokens than the student.
+            ValueError: It is not a language model, is not supported, or uses different tokens from the student's.
         """
         found: Teacher | None = self.__dict__.get("_own_teacher")
         if found is None:
@@ -219,7 +219,7 @@ class MCoreDistillation(MCoreGPT):
         """Check the settings as ``MCoreGPT`` does; before training, also that the teacher fits student and layout.
 
         Raises:
-            ValueError: The teacher has other tokens, is not a language model, or does not fit the layout.
+            ValueError: The teacher uses different tokens, is not a language model, or does not fit the layout.
         """
         super().check_settings()
         if self.distillation.top_k is not None and self.distillation.top_k > self.vocab_size:
@@ -238,10 +238,10 @@ class MCoreDistillation(MCoreGPT):
         return self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
 
     def configure_model(self) -> None:
-        """Build this rank's chunks as ``MCoreGPT`` does; before training, also those of the teacher.
+        """Build this rank's chunks as ``MCoreGPT`` does; before training, also the teacher's chunks.
 
         Raises:
-            ValueError: The stored logits are of other data, settings or another teacher.
+            ValueError: The stored logits belong to other data, other settings or another teacher.
         """
         self._stored = StoredLogits(self, self._folder) if self._fits and self._folder is not None else None
         super().configure_model()
@@ -270,7 +270,7 @@ class MCoreDistillation(MCoreGPT):
             chunk.learn_from(of_teacher, self.distillation, self._common_tokens)
 
     def on_fit_start(self) -> None:
-        """Run the teacher over all training data, if its logits are to be stored and are not there yet; collective."""
+        """Run the teacher over all training data, if its logits are to be stored and are not stored yet; collective."""
         super().on_fit_start()
         if self._stored is None or self._stored.is_complete:
             return
@@ -301,12 +301,12 @@ class MCoreDistillation(MCoreGPT):
         return StudentChunk(*args, **kwargs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Record which teacher the run has."""
+        """Record which teacher the run uses."""
         super().on_save_checkpoint(checkpoint)
         checkpoint[_TEACHER] = self.teacher_mark
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check that the run has the teacher that it began with."""
+        """Check that the run uses the teacher that it began with."""
         super().on_load_checkpoint(checkpoint)
         recorded = checkpoint.get(_TEACHER)
         self._check_mark(recorded)

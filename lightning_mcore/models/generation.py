@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continue a prompt: choose the window of tokens that a model sees, and sample the next token.
+"""Continue a prompt: choose the window of tokens that the model sees, and sample the next token.
 
 ``MCoreGPT.generate`` and ``MCoreVisionGPT.generate`` call :func:`continue_prompt`. Each token is a full forward pass
 without a cache, which works on every layout; ``interop/generate.py`` has the fast way. With ``seq_length=3`` on a
@@ -57,10 +57,10 @@ def continue_rows(
     stop_token: int | None,
     generator: torch.Generator,
 ) -> list[list[int]]:
-    """Return prompts, each followed by what the module generates, with at most ``seq_length`` tokens; collective.
+    """Return prompts, each followed by the generated tokens, ``seq_length`` tokens at most; collective.
 
-    The ranks of a model copy have the same prompts and equal generators; data-parallel copies have as many of their
-    own. A row ends with ``stop_token``.
+    The ranks of a model copy have the same prompts and equal generators; each data-parallel copy has its own prompts,
+    equally many. A row ends with ``stop_token``.
     """
     host = module._host()
     multiple = host.layout.sequence_multiple if host is not None else 1
@@ -103,7 +103,7 @@ def sample(logits: Tensor, temperature: float, top_k: int | None, generator: tor
 def check_sampling(
     prompt: list[int], vocab_size: int, max_new_tokens: int, temperature: float, top_k: int | None
 ) -> None:
-    """Raise ValueError if the prompt is empty or not of this vocabulary, or a setting is out of range."""
+    """Raise ValueError if the prompt is empty or has tokens outside the vocabulary, or a setting is out of range."""
     if not prompt:
         raise ValueError("prompt is empty; give at least one token to continue")
     outside = [token for token in prompt if not 0 <= token < vocab_size]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``MCoreGPT``: a GPT, dense or with experts, ready to train on every layout.
 
-A LightningModule on a GPT of megatron-core's parts. Plain data, ``transformer={...}``, describes the model with the
-fields of Megatron's ``TransformerConfig``. The strategy and ``Trainer(precision=...)`` decide how it is split and in
-which number formats it computes. The steps below do not mention ranks or stages. Follow them in your own module: build
-in ``configure_model``, and call ``self.model(...)`` once in each step.
+A LightningModule around a GPT built from megatron-core's parts. Plain data, ``transformer={...}``, describes the model
+with the fields of Megatron's ``TransformerConfig``. The strategy and ``Trainer(precision=...)`` decide how it is split
+and in which number formats it computes. The steps below do not mention ranks or stages. Follow them in your own module:
+build in ``configure_model``, and call ``self.model(...)`` once in each step.
 
 A batch is a dict of [b, s] tensors: ``tokens``, ``labels`` (already shifted: the target at ``tokens[i]`` is
 ``labels[i]``; -100 for no target) and, optionally, ``loss_mask`` (1 where a token counts, 0 elsewhere) and
@@ -99,8 +99,9 @@ class MCoreGPT(SpeedLogs):
         seq_length: Tokens per sequence.
         transformer: Fields of Megatron's ``TransformerConfig`` (``MLATransformerConfig`` with
             ``multi_latent_attention``); ``num_layers``, ``hidden_size`` and ``num_attention_heads`` at least. They are
-            plain data: an activation such as ``"silu"``, a function as its import path. Defaults are Megatron's except
-            ``hidden_dropout=0.0``, ``attention_dropout=0.0`` and ``calculate_per_token_loss=True``.
+            plain data: an activation by its name, such as ``"silu"``, and any other function by its import path.
+            Defaults are Megatron's except ``hidden_dropout=0.0``, ``attention_dropout=0.0`` and
+            ``calculate_per_token_loss=True``.
         recipe: Optimizer and learning rate; :class:`~lightning_mcore.Recipe` has the fields and their defaults.
         position_embedding_type: Rotary, rotary stretched as in YaRN, a learned embedding of each position, or none.
         rotary_percent: Fraction of a head's channels that is rotated.
@@ -114,10 +115,10 @@ class MCoreGPT(SpeedLogs):
         make_vocab_size_divisible_by: The embedding has a multiple of this many rows, whatever the layout, so that the
             numbers are the same on all of them. ``tensor_model_parallel_size`` must divide the padded size.
         transformer_impl: The layers to use: ``"local"`` (plain PyTorch), ``"transformer_engine"``, or ``"auto"``, which
-            takes the second if it is installed and the device is a GPU. On a GPU, TransformerEngine's layers get the
-            fused kernels of ``config/field_homes.py`` unless ``transformer`` sets these fields.
-        architecture: What the model has that Megatron's config has no field for, such as norms after attention and MLP
-            or a factor of the embedding: the settings of ``config/architecture.py``, by name; None for none.
+            uses TransformerEngine if it is installed and the device is a GPU. On a GPU, TransformerEngine's layers get
+            the fused kernels of ``config/field_homes.py`` unless ``transformer`` sets these fields.
+        architecture: Parts of the model for which Megatron's config has no field, such as norms after attention and MLP
+            or an embedding factor: the settings of ``config/architecture.py``, by name; None for none.
         loss_normalization: ``"tokens"`` for the mean of the loss over tokens; ``"samples"`` for the mean over samples
             (rows, or the sub-sequences of packed rows) of each sample's mean over tokens.
         hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.
@@ -222,7 +223,7 @@ class MCoreGPT(SpeedLogs):
         """Make a module from a Hugging Face model, and start from its weights on any layout.
 
         The weights are read when the model is built; each rank reads the parts that it holds. A run that resumes from
-        its own checkpoint does not read them. A subclass takes all arguments of the constructor.
+        its own checkpoint does not read them. On a subclass, all its constructor arguments are accepted.
 
         Args:
             path: Folder of the model, in safetensors, its name on the Hugging Face hub, or a checkpoint from
@@ -237,7 +238,7 @@ class MCoreGPT(SpeedLogs):
                 family in its config.
             lora: Train low-rank adapters and freeze the weights, as in the constructor; or a PEFT folder, or its name
                 on the hub, to continue its adapters. ``{"path": folder, "quantization": "nf4"}`` continues them on
-                weights in 4 bits.
+                4-bit weights.
             adapters: Folders or names of PEFT adapters to merge into the weights first, one after another.
             train_only: Parts of the Hugging Face names of the weights that are trained, as in the constructor.
 
@@ -522,7 +523,7 @@ class MCoreGPT(SpeedLogs):
         return microbatch_shape(batch)
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Check on the host that tokens and labels are in the vocabulary and sequences fit the positions; no images.
+        """Check on the host that tokens and labels are in the vocabulary, sequences fit and there are no images.
 
         Raises:
             ValueError: The batch has a fault; a label outside the vocabulary would silently have no loss. Ranks that
@@ -549,7 +550,7 @@ class MCoreGPT(SpeedLogs):
         return self._log_loss("train_loss", self.learned_losses(losses), inputs)
 
     def learned_losses(self, losses: Tensor) -> Tensor:
-        """Return the token losses whose mean training and evaluation use; a subclass may change them.
+        """Return the token losses that training and evaluation average; a subclass may change them.
 
         Args:
             losses: The cross entropy of each of this rank's tokens in fp32, without a sum or mean: [b, s / cp], or [1,
@@ -604,14 +605,14 @@ class MCoreGPT(SpeedLogs):
         """Continue a prompt, one token at a time; each token runs the whole model over the last ``seq_length`` tokens.
 
         Collective: every rank calls it with the same arguments while the trainer runs, for example in a callback's
-        ``on_train_end``. Without a trainer, the whole model continues the prompt in ``with single_process():``. The
-        sequence is padded to a length that the layout can split; the padding follows the tokens, where causal attention
-        does not see it.
+        ``on_train_end``. Without a trainer, call it on the whole model in ``with single_process():``. The sequence is
+        padded to a length that the layout can split; the padding follows the tokens, where causal attention does not
+        see it.
 
         Args:
             prompt: Tokens to continue, at least one.
             max_new_tokens: Tokens to add.
-            temperature: Divides the logits; 0 takes the most probable token each time.
+            temperature: Divides the logits; 0 always chooses the most probable token.
             top_k: Sample only among this many of the most probable tokens; None for all.
             seed: Random seed for sampling.
 
@@ -619,7 +620,7 @@ class MCoreGPT(SpeedLogs):
             The prompt and the new tokens, the same on every rank.
 
         Raises:
-            ValueError: The prompt is empty or not of this vocabulary, or a number is out of its range.
+            ValueError: The prompt is empty or has tokens outside the vocabulary, or a number is out of range.
         """
         return generation.continue_prompt(self, prompt, max_new_tokens, temperature, top_k, seed)
 

@@ -85,11 +85,11 @@ class MCorePreference(MCoreGPT):
     reward models, which have scores); for ORPO also ``sft_loss`` and ``odds_ratio_loss``, for KTO ``kl``. In validation
     and testing the names begin with ``val_`` and ``test_``. A reward is ``beta`` times the log ratio; without a
     reference, ``beta`` times the log-probability. For IPO, ORPO and SimPO, log-probabilities are means over an answer's
-    tokens, otherwise sums. In KTO training, the values of chosen and rejected examples cover all steps since a logger
-    last got them, because a batch may have one kind only. ``grad_norm`` and the speed are logged as by ``MCoreGPT``.
+    tokens, otherwise sums. In KTO training, the values of chosen and rejected examples cover all steps since they were
+    last logged, because a batch may contain only one kind. ``grad_norm`` and the speed are logged as by ``MCoreGPT``.
 
     With ``Preference("reward")``, the output layer gives each token one score, and a reward is the score of an answer's
-    last token; batches must include that token (``with_last_token``). :meth:`from_pretrained` takes transformers'
+    last token; batches must include that token (``with_last_token``). :meth:`from_pretrained` accepts transformers'
     ``*ForSequenceClassification`` with one label, or a language model, whose score layer starts from random values;
     exports are ``*ForSequenceClassification``. :meth:`predict_step` returns the scores. With LoRA, the score layer is
     trained in full.
@@ -110,7 +110,7 @@ class MCorePreference(MCoreGPT):
         share_embeddings_and_output_weights: Whether the output layer is the embedding's transpose.
         make_vocab_size_divisible_by: The embedding has a multiple of this many rows.
         transformer_impl: The layers to use.
-        architecture: What the model has that Megatron's config has no field for.
+        architecture: Parts of the model for which Megatron's config has no field.
         hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.
         lora: Train low-rank adapters and freeze the rest.
         train_only: Parts of the Hugging Face names of the weights that are trained; all others are frozen.
@@ -244,7 +244,7 @@ class MCorePreference(MCoreGPT):
         raise_first(faults_with_model(self.preference, self.lora, self._build_config()))
 
     def build_chunk(self, *, pre_process: bool, post_process: bool, vp_stage: int | None) -> GPTChunk:
-        """Build one chunk; a reward model's has a score layer as its output layer."""
+        """Build one chunk; in a reward model, the output layer is a score layer."""
         chunk = super().build_chunk(pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
         if self.preference.gives_scores and post_process:
             chunk.output_layer = ScoreLayer(self.config)
@@ -263,7 +263,7 @@ class MCorePreference(MCoreGPT):
 
     @property
     def adapters_can_be_off(self) -> bool:
-        """Whether the model without its adapters is the one that training began with."""
+        """Whether the model without its adapters is the model that training began with."""
         return can_be_off(self.lora)
 
     @property
@@ -294,7 +294,7 @@ class MCorePreference(MCoreGPT):
         self._add_reference(batch)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log KTO's values for its two kinds of examples, over the steps since a logger last got them."""
+        """Log KTO's values for its two kinds of examples, over the steps since they were last logged."""
         has_stepped = self.trainer.global_step != self._stepped
         super().on_train_batch_end(outputs, batch, batch_idx)
         if has_stepped and self.preference.loss == "kto":
@@ -349,12 +349,12 @@ class MCorePreference(MCoreGPT):
         return logps if inputs.packed is None else logps.view(len(batch["tokens"]), -1)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Record which reference the run has."""
+        """Record which reference the run uses."""
         super().on_save_checkpoint(checkpoint)
         checkpoint[_REFERENCE] = self.reference_mark
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read which reference the run has."""
+        """Read which reference the run uses."""
         super().on_load_checkpoint(checkpoint)
         self.reference_mark = checkpoint.get(_REFERENCE, self.reference_mark)
 
@@ -364,14 +364,14 @@ class MCorePreference(MCoreGPT):
         """Check a batch as ``MCoreGPT`` does, and that it holds pairs.
 
         Raises:
-            ValueError: The sequences are not pairs, or lack what the loss reads.
+            ValueError: The sequences are not pairs, or lack entries that the loss needs.
         """
         if self._trainer is None or not self._trainer.predicting:
             check_pairs(batch, self.preference.loss)
         return super().on_before_batch_transfer(batch, dataloader_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        """Return the mean loss over a microbatch's pairs and its weight, their number."""
+        """Return the mean loss over a microbatch's pairs and its weight, the number of pairs."""
         return self._step(batch, "train_loss", "")
 
     def _evaluate(self, stage: str, batch: Batch) -> None:
@@ -390,7 +390,7 @@ class MCorePreference(MCoreGPT):
         """Continue a prompt, as ``MCoreGPT`` does.
 
         Raises:
-            ValueError: A reward model has no next tokens, or as for ``MCoreGPT``.
+            ValueError: The model is a reward model, which cannot generate; or as for ``MCoreGPT``.
         """
         if self.preference.gives_scores:
             raise ValueError("a reward model gives scores and no next tokens; generate with a language model")

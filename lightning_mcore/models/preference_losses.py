@@ -36,7 +36,7 @@ def sigmoid_loss(delta: Tensor, beta: float, label_smoothing: float = 0.0) -> Te
 
 
 def robust_loss(delta: Tensor, beta: float, label_smoothing: float) -> Tensor:
-    """Return an unbiased estimate, from pairs in doubtful order, of DPO's loss on pairs in the right order.
+    """Return an unbiased estimate of DPO's loss on correctly ordered pairs, from pairs that may be swapped.
 
     ``label_smoothing`` is the probability of the wrong order, below 0.5.
     """
@@ -46,12 +46,12 @@ def robust_loss(delta: Tensor, beta: float, label_smoothing: float) -> Tensor:
 
 
 def hinge_loss(delta: Tensor, beta: float) -> Tensor:
-    """Return ``max(0, 1 - beta * delta)``; ``delta`` is of sums."""
+    """Return ``max(0, 1 - beta * delta)``, with ``delta`` from sums over an answer's tokens."""
     return torch.relu(1 - beta * delta)
 
 
 def ipo_loss(delta: Tensor, beta: float) -> Tensor:
-    """Return ``(delta - 1 / (2 * beta)) ** 2``; ``delta`` is of means over an answer's tokens."""
+    """Return ``(delta - 1 / (2 * beta)) ** 2``, with ``delta`` from means over an answer's tokens."""
     return (delta - 1 / (2 * beta)) ** 2
 
 
@@ -72,7 +72,7 @@ def odds_ratio_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
 def simpo_loss(chosen: Tensor, rejected: Tensor, beta: float, gamma: float) -> Tensor:
     """Return ``-log sigmoid(beta * (chosen - rejected) - gamma)``, from mean log-probabilities per token.
 
-    ``gamma`` is the margin between the rewards that is asked for.
+    ``gamma`` is the target margin between the rewards.
     """
     return -logsigmoid(beta * (chosen - rejected) - gamma)
 
@@ -87,7 +87,7 @@ def kto_loss(
 ) -> Tensor:
     """Return KTO's loss of single answers: ``1 - sigmoid`` of how far the reward is on the right side of the mean.
 
-    ``log_ratio`` is of sums, ``desirable`` [n] bool, and ``kl`` an estimate of the divergence from the reference, a
+    ``log_ratio`` comes from sums, ``desirable`` is [n] bool, and ``kl`` estimates the divergence from the reference, a
     scalar without gradient.
     """
     good = desirable.to(log_ratio)

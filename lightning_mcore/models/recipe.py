@@ -54,18 +54,17 @@ class Recipe:
         learning_rate: The peak of the learning rate, reached after the warm-up.
         min_learning_rate: The learning rate at the end of the cosine, at the last step.
         weight_decay: Weight decay of matrices; biases and norms, which have one dimension, have none.
-        betas: AdamW's.
-        eps: AdamW's.
+        betas: AdamW's betas.
+        eps: AdamW's epsilon.
         optimizer: ``"adamw"``, ``"sgd"``, or ``"muon"`` for the matrices inside the layers and AdamW for the rest, as
-            :class:`~lightning_mcore.MuonWithAdamW`. Muon's steps are scaled to the size of AdamW's, so that both have
-            the same learning rate.
+            in :class:`~lightning_mcore.MuonWithAdamW`. Muon's steps are scaled to the size of AdamW's, so that both
+            have the same learning rate.
         sgd_momentum: Momentum of SGD.
         warmup_steps: Optimizer steps over which the learning rate rises; a number below 1 is a fraction of all steps.
         lr_scheduler_type: The name of a transformers schedule, such as ``"linear"``; None for a linear warm-up, whose
             first step already changes the weights, and a cosine.
         lr_scheduler_kwargs: Other arguments of that schedule, such as ``min_lr``; None for none.
-        loraplus_lr_ratio: With adapters (LoRA+): the learning rate of B and of trained vectors is this many times A's;
-            None for the same.
+        loraplus_lr_ratio: LoRA+: how many times A's learning rate B and trained vectors get; None for the same rate.
         loraplus_lr_embedding: With LoRA+, the learning rate of the embedding's adapters.
 
     Raises:
@@ -133,7 +132,7 @@ class Recipe:
         return {**dataclasses.asdict(self), "betas": [*self.betas]}
 
     def check_unused(self) -> None:
-        """Raise ValueError for a changed recipe if a LightningCLI file has an ``optimizer:``, which would win."""
+        """Raise ValueError for a changed recipe if the ``optimizer:`` of a LightningCLI file would override it."""
         for field in dataclasses.fields(self):
             if (given := getattr(self, field.name)) != field.default:
                 raise ValueError(
@@ -155,7 +154,7 @@ class Recipe:
             )
 
     def check_end(self, total: int | None) -> None:
-        """Raise ValueError if the schedule needs the number of optimizer steps and ``total`` is None, for unknown."""
+        """Raise ValueError if the schedule needs the number of optimizer steps and ``total`` is None (unknown)."""
         if total is not None:
             return
         course, peak, least = self.lr_scheduler_type, self.learning_rate, self.min_learning_rate
@@ -362,13 +361,13 @@ def loraplus_groups(
     """Return LoRA+'s parameter groups for an optimizer: B and trained vectors learn faster than A.
 
     For your own ``configure_optimizers``; ``Recipe(loraplus_lr_ratio=...)`` does the same. All groups exist on every
-    rank, even if empty, so that their order means the same.
+    rank, even if empty, so that their order is the same.
 
     Args:
         parameters: Names and parameters, as ``named_parameters()`` returns them; frozen ones are skipped.
         lr: Learning rate of A and of other matrices.
-        ratio: How many times as large the learning rate of B and of vectors is.
-        weight_decay: Of matrices; vectors have none.
+        ratio: How many times ``lr`` the learning rate of B and of vectors is.
+        weight_decay: Weight decay of matrices; vectors have none.
         lr_embedding: Learning rate of the embedding's adapters.
 
     Examples:

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute the log-probabilities of all answers under the reference model once, before training.
 
-A forward pass over the pairs, on the run's layout, takes a third of the time of one epoch; after it, no step of any
-epoch needs the reference. The reference has the weights that the run begins with, or another model's, from its
-folder. These replace the trained weights during the pass, which wait on the host, so there is never a second model on
-a device.
+A forward pass over the pairs, on the run's layout, takes a third as long as one epoch; after it, no step of any epoch
+needs the reference. The reference has the weights that the run begins with, or another model's, from its folder. These
+replace the trained weights during the pass, which wait on the host, so there is never a second model on a device.
 
 Each split's results, two numbers per pair, are in a file next to the data. Its name is a digest of the reference's
 weights, of the pairs (``PairSource.key``: files, template, lengths) and of the number format. Rank 0 appends to it
 during the pass, and an interrupted pass continues where the file ends, on any layout. A checkpoint records which
-reference its run has. A resumed run finds the file by that record, because its own weights have changed.
+reference its run uses. A resumed run finds the file by that record, because its own weights have changed.
 
 ``MCorePreference`` calls :func:`compute_reference` when a fit, validation or test starts.
 """
@@ -46,8 +45,8 @@ _Table = NDArray[np.float64]  # [pairs, 2]
 def compute_reference(module: "MCorePreference") -> None:
     """Give each of the data module's splits its reference, from files or by a pass over its pairs; collective.
 
-    Without ``pair_sources()`` in the trainer's data module, nothing happens. Raises ValueError if the run's weights are
-    not the reference's (any more) and the files lack some pairs, or if a log-probability is not finite.
+    Without ``pair_sources()`` in the trainer's data module, nothing happens. Raises ValueError if the files lack some
+    pairs and the run no longer has the reference's weights, or if a log-probability is not finite.
     """
     offered: dict[str, PairSource] = getattr(getattr(module.trainer, "datamodule", None), "pair_sources", dict)()
     sources = {name: source for name, source in offered.items() if source.reference is None}

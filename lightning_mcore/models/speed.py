@@ -28,8 +28,8 @@ class SpeedLogs(MCoreModule):
         transformer: Fields of ``TransformerConfig``. The module must set this attribute and the next two.
         padded_vocab_size: Rows of the embedding.
         seq_length: Tokens per sequence.
-        trained_products: With frozen weights, the multiplications per token with matrices that are trained
-            nevertheless, and with adapters; None if all weights are trained.
+        trained_products: With frozen weights, the multiplications per token with adapters and with the matrices that
+            are still trained; None if all weights are trained.
     """
 
     transformer: dict[str, Any]

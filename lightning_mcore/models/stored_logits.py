@@ -7,8 +7,8 @@ them on its layout, by running the teacher over the samples in their order, and 
 runs read them, on any layout, and never read the teacher.
 
 The folder has two files. ``logits.f32`` has the numbers of all targets, sample after sample, which rank 0 appends; an
-interrupted pass continues after the last complete sample, on any layout. ``logits.json`` tells whose logits they are
-and of which data, by digests, so that those of another teacher, of other data or of another order are rejected.
+interrupted pass continues after the last complete sample, on any layout. ``logits.json`` identifies the teacher, the
+data and its order by digests, so that logits of any other are rejected.
 
 ``MCoreDistillation`` opens the folder in ``configure_model``, and completes it when a fit starts.
 """
@@ -37,14 +37,14 @@ _DESCRIPTION, _NUMBERS = "logits.json", "logits.f32"
 
 
 class StoredLogits:
-    """The logits in a folder, as far as they are there; the same on all ranks. Creating one is collective.
+    """The logits stored in a folder so far; the same on all ranks. Creating an object is collective.
 
     Attributes:
-        teacher_mark: The fingerprint of the teacher; None as long as there are no logits.
-        tokens: Number of tokens that student and teacher have in common, as far as it is known.
+        teacher_mark: The teacher's fingerprint; None while there are no logits.
+        tokens: Number of tokens that student and teacher have in common, if known.
 
     Raises:
-        ValueError: The folder's logits are of other data or other settings, or the run's data has no fixed order.
+        ValueError: The folder's logits belong to other data or settings, or the run's data has no fixed order.
     """
 
     def __init__(self, module: "MCoreDistillation", folder: str) -> None:
@@ -79,14 +79,14 @@ class StoredLogits:
         return self.complete == len(self.samples)
 
     def check_teacher(self, mark: str) -> None:
-        """Raise ValueError if logits are there already, of a teacher with another fingerprint."""
+        """Raise ValueError if the folder already has logits of a teacher with another fingerprint."""
         if self.teacher_mark not in (None, mark):
             raise ValueError(
                 f"{self._name} has logits of a teacher with other weights; give that teacher, or another folder"
             )
 
     def lend(self) -> None:
-        """Let the samples have their logits.
+        """Give the samples access to their logits.
 
         Raises FileNotFoundError, on all ranks, if a rank does not see the file.
         """
@@ -102,7 +102,7 @@ class StoredLogits:
     def complete_with(self, module: "MCoreDistillation", tokens: int) -> None:
         """Run the teacher over the samples that lack logits, and append these; collective.
 
-        ``tokens`` are those that student and teacher have in common. Raises ValueError if a logit is not finite.
+        ``tokens`` is how many tokens student and teacher have in common. Raises ValueError if a logit is not finite.
         """
         told = {
             **self._about,
@@ -151,7 +151,7 @@ class StoredLogits:
 
 
 def looks_complete(folder: str) -> bool:
-    """Return whether a folder has the logits of all data that it was made for; which data that is, is not compared."""
+    """Return whether a folder has the logits of all data that it was made for, without checking which data that is."""
     told, numbers = _read(folder)
     return bool(told) and numbers == told["targets"] * (2 * told["top_k"] + 1)
 

@@ -2,11 +2,11 @@
 """``MCoreVisionGPT``: a vision-language model, ready to train on every layout.
 
 It is an :class:`~lightning_mcore.MCoreGPT` behind transformers' vision tower (``layers/vision.py``). A batch has the
-entries that ``MCoreGPT`` takes, and what a Hugging Face processor returns for images and videos: ``pixel_values``
-and ``image_grid_thw``, ``pixel_values_videos`` and ``video_grid_thw`` (``data/multimodal.py``). On its way to the
-device, :meth:`~MCoreVisionGPT.on_before_batch_transfer` turns these into patches, positions and the places of images.
-When a batch is split into microbatches or over context-parallel ranks, its tokens are cut by the base class, and each
-part gets its images back here.
+entries that ``MCoreGPT`` expects, and what a Hugging Face processor returns for images and videos: ``pixel_values`` and
+``image_grid_thw``, ``pixel_values_videos`` and ``video_grid_thw`` (``data/multimodal.py``). On its way to the device,
+:meth:`~MCoreVisionGPT.on_before_batch_transfer` turns these into patches, positions and the places of images. When a
+batch is split into microbatches or over context-parallel ranks, its tokens are cut by the base class, and each part
+gets its images back here.
 """
 
 import functools
@@ -41,10 +41,10 @@ _WHERE = ("vision_rows", *OF_ROWS)  # which tokens are of images, and in which s
 
 
 class MCoreVisionGPT(MCoreGPT):
-    """A model of text, images and videos: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, with and without experts.
+    """A model for text, images and videos: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, with and without experts.
 
-    :meth:`from_pretrained` makes it from a Hugging Face model, and exports have the weight names of the hub. It logs
-    what ``MCoreGPT`` logs; ``model_tflops`` includes the tower's products with weights.
+    :meth:`from_pretrained` makes it from a Hugging Face model, and exports use the hub's weight names. It logs what
+    ``MCoreGPT`` logs; ``model_tflops`` includes the tower's products with weights.
 
     Args:
         vocab_size: As in :class:`~lightning_mcore.MCoreGPT`, like all arguments except ``vision``, ``freeze`` and
@@ -188,8 +188,8 @@ class MCoreVisionGPT(MCoreGPT):
         """Check that Megatron, the machine and the tower support the settings.
 
         Raises:
-            ValueError: As in :meth:`MCoreGPT.check_settings`; or the first stage has too few layers for the outputs
-                from inside the tower.
+            ValueError: As in :meth:`MCoreGPT.check_settings`; or the first stage has too few layers for the tower's
+                intermediate outputs.
             ModuleNotFoundError: TransformerEngine is asked for but not installed.
         """
         super().check_settings()
@@ -283,7 +283,7 @@ class MCoreVisionGPT(MCoreGPT):
         Args:
             prompt: Tokens to continue, at least one, including image and video tokens.
             max_new_tokens: Tokens to add.
-            temperature: Divides the logits; 0 takes the most probable token each time.
+            temperature: Divides the logits; 0 always chooses the most probable token.
             top_k: Sample only among this many of the most probable tokens; None for all.
             seed: Random seed for sampling.
             images: What the model's processor returns for the images and videos of the prompt: ``pixel_values`` and

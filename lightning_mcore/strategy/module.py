@@ -112,7 +112,7 @@ class MCoreModule(pl.LightningModule):
         """Start from the weights of a checkpoint; call it at the end of ``configure_model``.
 
         Every rank reads the parts that it holds. The optimizer, the steps and the epochs start from the beginning; to
-        continue a run, give its checkpoint to ``trainer.fit(ckpt_path=...)`` instead.
+        continue a run, pass its checkpoint to ``trainer.fit(ckpt_path=...)`` instead.
 
         Args:
             path: A directory that ``MCoreStrategy`` or Megatron-LM wrote, on any layout.
@@ -121,7 +121,7 @@ class MCoreModule(pl.LightningModule):
         Raises:
             FileNotFoundError: There is nothing at ``path``.
             RuntimeError: The model is not built yet, or training has begun.
-            ValueError: It is not such a checkpoint, or it is of another model.
+            ValueError: ``path`` is not such a checkpoint, or belongs to another model.
         """
         if self.__dict__.get("_built_pipeline") is None:
             raise RuntimeError("there is no model to load weights into; call load_weights() after self.pipeline(...)")
@@ -177,7 +177,7 @@ class MCoreModule(pl.LightningModule):
     def megatron_fields(self) -> dict[str, Any]:
         """Return the ``TransformerConfig`` fields that belong to the strategy and the precision.
 
-        Splat them into the config: ``TransformerConfig(num_layers=4, ..., **self.megatron_fields())``. A field given
+        Unpack them into the config: ``TransformerConfig(num_layers=4, ..., **self.megatron_fields())``. A field given
         twice is then a TypeError, and Megatron's own validation sees the final values.
         """
         host = self._host()
@@ -211,15 +211,15 @@ class MCoreModule(pl.LightningModule):
             rows: Rows of a microbatch; the last one may have fewer.
 
         Yields:
-            The same structure, [rows, ...], and its share of the rows of the batch.
+            The same structure, [rows, ...], and its share of the batch's rows.
         """
         yield from split_rows(batch, rows)
 
     def join_rows(self, outputs: Sequence[Any], rows: Sequence[int]) -> Any:
-        """Join what an evaluation step returned for the parts of a batch, cut by :meth:`split_rows`, into one output.
+        """Join an evaluation step's outputs for the parts of a batch, which :meth:`split_rows` cut, into one output.
 
-        Tensors are concatenated along dimension 0, fractions are averaged, integers added, and dicts, tuples and
-        lists joined entry by entry (``strategy/outputs.py`` has the rules). Override this method if a step returns
+        Tensors are concatenated along dimension 0, floating-point scalars averaged, integers added, and dicts, tuples
+        and lists joined entry by entry (``strategy/outputs.py`` has the rules). Override this method if a step returns
         something else.
 
         Args:
@@ -281,7 +281,7 @@ class MCoreModule(pl.LightningModule):
         return self.normalized_loss(losses, inputs, normalization)
 
     def token_losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, ModelInputs]:
-        """Run a batch through the model and return the loss of each token of this rank, and the model's inputs.
+        """Run a batch through the model and return the loss of each of this rank's tokens, and the model's inputs.
 
         Args:
             batch: As in :meth:`forward_step`.
@@ -303,10 +303,10 @@ class MCoreModule(pl.LightningModule):
         return losses, inputs
 
     def token_logits(self, batch: dict[str, Tensor]) -> tuple[Tensor, ModelInputs]:
-        """Run a batch through the model and return the logits of this rank, and the model's inputs.
+        """Run a batch through the model and return this rank's logits, and the model's inputs.
 
         Args:
-            batch: As :meth:`forward_step` takes it; labels are not needed.
+            batch: As in :meth:`forward_step`; labels are not needed.
 
         Returns:
             Logits, [b, s / cp, v / tp] in the dtype of the model, or [1, b * s / cp, v / tp] for a packed batch, and
@@ -319,7 +319,7 @@ class MCoreModule(pl.LightningModule):
         return logits, inputs
 
     def losses_of_logits(self, logits: Tensor, inputs: ModelInputs) -> Tensor:
-        """Return the loss of each token from :meth:`token_logits`, as the model computes it; on the last stage.
+        """Compute the loss of each token from the logits of :meth:`token_logits`, as the model does; on the last stage.
 
         Args:
             logits: The logits of this rank, [b, s / cp, v / tp], any float dtype.
@@ -349,7 +349,7 @@ class MCoreModule(pl.LightningModule):
         """Return the model's inputs for a batch, or for this context-parallel rank's share of one.
 
         Args:
-            batch: As :meth:`forward_step` takes it, [b, s] or [b, s / cp]; token ids are int64.
+            batch: As in :meth:`forward_step`, [b, s] or [b, s / cp]; token ids are int64.
         """
         group = process_group("cp") if self._host() is not None else None
         return ModelInputs.of(batch) if group is None else ModelInputs.of(batch, group.rank(), group.size())

@@ -14,9 +14,9 @@ Each hook is a few lines that delegate to another file. The words that they shar
   forward pass gathers them.
 * *CPU runtime*: replaces the CUDA functions that Megatron calls (``parallel/cpu_runtime.py``).
 
-``DDPStrategy``, the base, opens torch's process group and knows ranks and devices. ``setup`` and ``teardown`` do not
-call its own, which would wrap the module in torch's DDP, and move it to the CPU. Everything that a run changes outside
-the strategy (metrics, callbacks, loaders, settings of torch and Megatron) is restored in ``teardown``.
+The base class, ``DDPStrategy``, opens torch's process group and knows ranks and devices. Its ``setup`` and ``teardown``
+are not called, because they would wrap the module in torch's DDP, and move it to the CPU. Everything that a run changes
+outside the strategy (metrics, callbacks, loaders, settings of torch and Megatron) is restored in ``teardown``.
 """
 
 import contextlib
@@ -105,26 +105,28 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 class MCoreStrategy(DDPStrategy):
     """Train a LightningModule on every parallel axis of megatron-core.
 
-    Use ``Trainer(strategy=MCoreStrategy(tensor_model_parallel_size=2))``; ``Trainer(strategy="mcore")`` has every size
-    1.
+    Use ``Trainer(strategy=MCoreStrategy(tensor_model_parallel_size=2))``; ``Trainer(strategy="mcore")`` sets every
+    parallel size to 1.
 
     Args:
-        tensor_model_parallel_size: Ranks that share each matrix.
-        pipeline_model_parallel_size: Ranks that share the layers; each is a stage.
+        tensor_model_parallel_size: Number of ranks across which each weight matrix is split.
+        pipeline_model_parallel_size: Number of pipeline stages across which the layers are split.
         virtual_pipeline_model_parallel_size: Chunks of layers on each stage (interleaved schedule); None for one.
         pipeline_model_parallel_layout: Which layers each stage holds, as Megatron writes it, such as ``"E,t*3|t*5,L"``;
             None splits them evenly.
-        context_parallel_size: Ranks that share each sequence.
-        expert_model_parallel_size: Ranks that share the experts of a mixture-of-experts model.
-        expert_tensor_parallel_size: Ranks that share each expert's matrices; None for the tensor-parallel size.
-        sequence_parallel: Split the activations between tensor-parallel regions over the same ranks.
+        context_parallel_size: Number of ranks across which each sequence is split.
+        expert_model_parallel_size: Number of ranks across which the experts of a mixture-of-experts model are
+            distributed.
+        expert_tensor_parallel_size: Number of ranks across which each expert's matrices are split; None for the
+            tensor-parallel size.
+        sequence_parallel: Split the activations between matrix multiplications across the tensor-parallel ranks.
         use_distributed_optimizer: Shard the optimizer state over the data-parallel ranks; None for the value in
             ``ddp_config``, False by default.
         use_layer_wise_distributed_optimizer: Shard the state of any torch optimizer, such as ``MuonWithAdamW``, by
             whole parameters over the data-parallel ranks; instead of ``use_distributed_optimizer``.
-        overlap_grad_reduce: Reduce gradients while backward still runs; None as above.
-        overlap_param_gather: Gather updated parameters while the next forward runs, which needs the two options above;
-            None as above.
+        overlap_grad_reduce: Reduce gradients while backward still runs; None as for ``use_distributed_optimizer``.
+        overlap_param_gather: Gather updated parameters while the next forward runs; needs ``use_distributed_optimizer``
+            and ``overlap_grad_reduce``. None as for these.
         align_grad_reduce: With ``overlap_grad_reduce`` in a pipeline: reduce on all stages at the same time.
         overlap_p2p_comm: Send between stages while computing; None turns it on for the interleaved schedule.
         microbatch_group_size_per_vp_stage: Microbatches that the interleaved schedule runs through one chunk before the
@@ -132,14 +134,14 @@ class MCoreStrategy(DDPStrategy):
         tp_comm_overlap: Send parts of a tensor-parallel layer's result while it computes the next; needs CUDA,
             TransformerEngine and sequence parallelism.
         tp_comm_overlap_cfg: A YAML file with the overlap settings of each layer; None for TransformerEngine's defaults.
-        micro_batch_size: Rows of a microbatch, into which each DataLoader batch is cut, also in evaluation; None makes
-            a batch one microbatch.
-        loss_chunk_size: Tokens that go through the output layer and the loss at once, so that the logits of a whole row
-            never exist; backward computes them again. ``"auto"``: 1,024 if a microbatch has at least 2,048 tokens and
-            more than 2**26 logits on a rank, and the model is built of GPTChunk; None: all tokens in training, 1,024
-            in evaluation.
-        broadcast_batches: Let one rank of each model copy read the batches and send them to the others, where reading
-            costs more than sending. By default all ranks of a copy read, and their batches are compared.
+        micro_batch_size: Split each DataLoader batch into microbatches of this many rows, also in evaluation; None
+            makes each batch one microbatch.
+        loss_chunk_size: Tokens that go through the output layer and the loss at once, so that a whole row's logits are
+            never in memory; backward computes them again. ``"auto"``: 1,024 if a microbatch has at least 2,048 tokens
+            and more than 2**26 logits on a rank, and the model is built of GPTChunk; None: all tokens in training,
+            1,024 in evaluation.
+        broadcast_batches: Let one rank of each model copy read the batches and send them to the others, for data that
+            costs more to read than to send. By default all ranks of a copy read, and their batches are compared.
         ddp_config: Megatron's config for gradients, for settings that have no argument here; None for its
             defaults.
         optimizer_config: Megatron's config for its optimizers: offload to the host, dtypes of the optimizer's state,
@@ -147,8 +149,8 @@ class MCoreStrategy(DDPStrategy):
         communication: Rarely used options of process groups and of the traffic between pipeline stages; None
             for their defaults.
         cluster_environment: Where ranks and addresses come from; None lets Lightning detect it.
-        checkpoint_io: What writes and reads checkpoints; None for an :class:`MCoreCheckpointIO`, which models that are
-            split need.
+        checkpoint_io: The plugin that writes and reads checkpoints; None for an :class:`MCoreCheckpointIO`, which split
+            models need.
         precision_plugin: An :class:`MCorePrecision`; usually set through ``Trainer(precision=...)``; None for
             ``"32-true"``.
         process_group_backend: Backend of torch.distributed; None for nccl on CUDA and gloo on the CPU.
@@ -156,8 +158,8 @@ class MCoreStrategy(DDPStrategy):
 
     Raises:
         TypeError: An argument is an object of another class.
-        ValueError: Settings contradict each other. The error comes as soon as they are known: here, when the trainer
-            gets the model, or when the model is built; always before process groups or parameters that they affect.
+        ValueError: Settings contradict each other. Raised as soon as the conflict is known: here, when the trainer gets
+            the model, or when the model is built; always before the affected process groups or parameters exist.
 
     Examples:
         >>> from lightning_mcore import MCoreStrategy
@@ -341,8 +343,8 @@ class MCoreStrategy(DDPStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         """Whether Lightning reads a checkpoint only after ``setup``: no.
 
-        Lightning's own part and the weights of a single file are read before ``setup``; shards in it, into the wrapped
-        model; the optimizer state of a single file after it.
+        Lightning's own part and single-file weights are read before ``setup``. Shards are read during ``setup``, into
+        the wrapped model, and single-file optimizer state after it.
         """
         return False
 
@@ -351,7 +353,7 @@ class MCoreStrategy(DDPStrategy):
         return self.checkpoints.load(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights of a single-file checkpoint; next to shards, only module state that is in no chunk."""
+        """Load the weights of a single-file checkpoint; with shards, only module state outside the chunks."""
         self.checkpoints.load_model(checkpoint, strict)
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -487,7 +489,8 @@ class MCoreStrategy(DDPStrategy):
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step, and log; then gather scattered parameters if something other than the next step may read them.
 
-        At the end of an epoch or of the run, hooks may. In manual optimization, the rest of the training step may.
+        Hooks may read them at the end of an epoch or run. In manual optimization, the rest of the training step may
+        too.
         """
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.logs.complete_training_step()
@@ -569,7 +572,7 @@ class MCoreStrategy(DDPStrategy):
         Args:
             tensor: The tensor of this rank, [...] in any dtype; the shape is the same on all ranks.
             group: The ranks to gather from. The world means the data-parallel ranks, because
-                ``LightningModule.all_gather`` asks for it where the user names no group.
+                ``LightningModule.all_gather`` passes it if the user names no group.
             sync_grads: Send gradients back to the rank that each part came from, summed over the ranks.
         """
         group = self._or_data_parallel(None if group is dist.group.WORLD else group)
@@ -579,7 +582,7 @@ class MCoreStrategy(DDPStrategy):
         return gather_from_sequence_parallel_region(tensor.unsqueeze(0), group=group)  # type: ignore[no-any-return]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks of the world decide so; with ``all=False``, whether any does."""
+        """Return whether the decision is true on all ranks of the world; with ``all=False``, on any."""
         return all_true(decision) if all else any_true(decision)  # on the host, where DDPStrategy would use the GPU
 
     @staticmethod
@@ -589,12 +592,12 @@ class MCoreStrategy(DDPStrategy):
     # ---- saving
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights for a single-file checkpoint; next to shards, only module state that is in no chunk."""
+        """Return the weights for a single-file checkpoint; with shards, only module state outside the chunks."""
         sum_tokens_seen(self._module)  # over all ranks, because the metric's state is about to be saved
         return self.checkpoints.module_state(super().lightning_module_state_dict())
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the optimizer's state; next to shards, only the part that LR schedulers read back."""
+        """Return the optimizer's state; with shards, only the part that LR schedulers read back."""
         return self.checkpoints.optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -611,7 +614,7 @@ class MCoreStrategy(DDPStrategy):
     # ---- the end
 
     def on_exception(self, exception: BaseException) -> None:
-        """Finish the saves in flight if the other ranks arrive here too; one may have died. Say how to go on."""
+        """Finish the saves in flight if the other ranks arrive here too, and say how to continue."""
         self.checkpoints.finish(EXCEPTION_TIMEOUT)
         trainer = self.lightning_module._trainer if self.lightning_module is not None else None
         if isinstance(exception, KeyboardInterrupt) and trainer is not None:
@@ -695,7 +698,7 @@ class MCoreStrategy(DDPStrategy):
         return [optimizer for optimizer in self.optimizers if isinstance(optimizer, MCoreOptimizer)]
 
     def runtime(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which Megatron's code runs, which may be entered again inside itself."""
+        """Return the reentrant context in which Megatron's code runs."""
         return cpu_runtime() if self.root_device.type == "cpu" else gpu_runtime()
 
     def megatron_fields(self) -> dict[str, Any]:

@@ -5,9 +5,9 @@ What happens to a file, and when:
 
 1. ``prepare_data``, in one process on each machine, reads the files with Hugging Face ``datasets``, makes a
    conversation of each row (``conversations.py``) and tokenises it (``chat.py``) into a cache (``tokenized.py``).
-2. ``setup``, on every rank, opens the cache, leaves out samples without anything to learn, cuts or splits overlong
-   ones, and decides which samples share a row (``data/packing/rows.py``). The log has one line of counts. If a file or
-   a row is broken, every rank raises the same error.
+2. ``setup``, on every rank, opens the cache, skips samples without anything to learn, cuts or splits overlong ones, and
+   decides which samples share a row (``data/packing/rows.py``). The log has one line of counts. If a file or a row is
+   broken, every rank raises the same error.
 3. The loaders read rows in the same order on every layout (``data/sampling.py``).
 
 With ``streaming``, training files are tokenised and packed while they are read (``stream.py``).
@@ -68,21 +68,22 @@ class MCoreFinetuningData(pl.LightningDataModule):
         train_files: A file, a folder (all data files in it), a pattern such as ``data/*.jsonl``, or a list of these.
             ``.jsonl``, ``.json`` and ``.parquet`` files are read.
         tokenizer: Folder or name of a ``transformers`` tokenizer, or the tokenizer itself.
-        seq_length: Places in a row, in tokens.
+        seq_length: Length of a row, in tokens.
         batch_size: Rows in a batch on one data-parallel rank.
         validation_files: Files to validate on, given like ``train_files``; None for none.
         test_files: Files to test on, given like ``train_files``; None for none.
         validation_share: Instead of ``validation_files``, the fraction of training samples to validate on, chosen by
             ``seed``; a number above 1 is a number of samples.
-        format: Form of a row: ``prompt_response``, ``alpaca``, ``sharegpt`` or ``messages``; ``auto`` goes by the
-            columns.
+        format: Format of a row: ``prompt_response``, ``alpaca``, ``sharegpt`` or ``messages``; ``auto`` detects it from
+            the columns.
         prompt_column: Column of the prompt, for ``prompt_response``.
         response_column: Column of the response, for ``prompt_response``.
-        loss_on: What is learnt: the turns of the ``assistant``, only the ``last_assistant`` turn, or ``all`` tokens.
+        loss_on: What to learn: the turns of the ``assistant``, only the ``last_assistant`` turn, or ``all`` tokens.
         template: How turns are written: name of a LLaMA-Factory template, such as ``llama3``, or a
             :class:`~lightning_mcore.data.finetuning.chat.ChatTemplate`; None for the tokenizer's own.
         packing: Put several samples into a row; otherwise each has its own row, padded to the longest in the batch.
-        overlong: For a sample longer than a row: ``error`` raises, ``cut`` keeps its beginning, ``split`` makes pieces.
+        overlong: For a sample longer than a row: ``error`` raises, ``cut`` keeps its beginning, ``split`` cuts it into
+            pieces.
         streaming: Read, tokenise and pack the training files while training, for data that is too large to prepare. The
             sample order then depends on ``seed``, the number of data-parallel ranks and ``num_workers``, and resuming
             in the middle of an epoch requires the same values.

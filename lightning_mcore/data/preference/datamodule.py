@@ -40,8 +40,8 @@ class PairSamples(Dataset[Pair]):
     """The pairs of a split that are used; a ``PairSource``.
 
     ``tokenized`` is a dataset of a :class:`~lightning_mcore.data.preference.rows.PairReading`, and ``indices`` [n]
-    selects its rows; row numbers become the pairs' numbers. A sequence may take ``places`` tokens; ``scored`` keeps the
-    last token, for a reward model. Raises ValueError if a sequence is longer, or no pair is left.
+    selects its rows; row numbers become the pairs' numbers. A sequence may have up to ``places`` tokens; ``scored``
+    keeps the last token, for a reward model. Raises ValueError if a sequence is longer, or no pair is left.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class PairSamples(Dataset[Pair]):
         return pairs
 
     def counts(self) -> str:
-        """Return how many pairs are used and left out, as part of a sentence."""
+        """Return how many pairs are used and skipped, as part of a sentence."""
         numbers = np.bincount(self.left_out, minlength=len(LEFT_OUT))
         counted = zip(numbers[1:].tolist(), LEFT_OUT[1:], strict=True)
         reasons = [f"left out {number:,} {why}" for number, why in counted if number]
@@ -154,7 +154,7 @@ class PairLoading(MCoreFinetuningData):
             stage: Lightning's stage: fit, validate, test or predict; None for all.
 
         Raises:
-            ValueError: As in ``MCoreFinetuningData``; or the module learns from single answers, or its loss from the
+            ValueError: As in ``MCoreFinetuningData``; or the module does not learn from pairs, or its loss needs the
                 other kind of rows.
         """
         super().setup(stage)
@@ -229,16 +229,17 @@ class PairLoading(MCoreFinetuningData):
 
 
 class MCorePreferenceData(PairLoading):
-    """Prompts with two answers, or with one that is tagged, from jsonl or parquet files.
+    """Prompts with two answers, or with one labelled answer, from jsonl or parquet files.
 
     ``rows.py`` lists the columns that a file may have. Rows without an answer, with equal answers, or with turns that
-    do not alternate are left out and counted in the log.
+    do not alternate are skipped and counted in the log.
 
     Args:
-        train_files: As in :class:`~lightning_mcore.MCoreFinetuningData`, like all arguments that are not explained.
+        train_files: As in :class:`~lightning_mcore.MCoreFinetuningData`, like all arguments that are not explained
+            here.
         tokenizer: Folder or name of a ``transformers`` tokenizer, or the tokenizer itself.
-        seq_length: Places in a row, in tokens. A packed row contains both answers of a pair, so each sequence may take
-            half.
+        seq_length: Length of a row, in tokens. A packed row contains both answers of a pair, so each sequence may use
+            up to half.
         batch_size: Pairs in a batch on one data-parallel rank; rows if ``packing``.
         validation_files: Files to validate on; None for none.
         test_files: Files to test on; None for none.

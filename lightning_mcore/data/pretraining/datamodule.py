@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MCorePretrainingData``: a LightningDataModule on Megatron's indexed datasets, blends and splits.
+"""``MCorePretrainingData``: a LightningDataModule for Megatron's indexed datasets, blends and splits.
 
 ``lightning-mcore preprocess`` or Megatron-LM makes the files. Megatron's ``GPTDataset``, built by ``blend.py``, cuts
 documents into rows of ``seq_length`` tokens and shuffles them. Its order does not depend on ranks, so the loaders of
@@ -44,9 +44,9 @@ _log = logging.getLogger(__name__)
 class MCorePretrainingData(pl.LightningDataModule):
     """Rows of ``seq_length`` tokens from Megatron's indexed datasets.
 
-    A batch is a dict of ``tokens``, ``labels``, ``loss_mask`` and ``position_ids``, each [b, s], as ``MCoreGPT`` takes
-    it. A single dataset, or datasets with weights, are repeated as often as training needs; several datasets without
-    weights are read once. Documents follow one another in a row, and attention sees the whole row.
+    A batch is a dict of ``tokens``, ``labels``, ``loss_mask`` and ``position_ids``, each [b, s], as ``MCoreGPT``
+    expects it. A single dataset, or datasets with weights, are repeated as often as training needs; several datasets
+    without weights are read once. Documents follow one another in a row, and attention sees the whole row.
 
     Args:
         data_paths: Prefix of a dataset's .bin and .idx files; or a list of prefixes; or a dict of prefixes and weights,
@@ -71,7 +71,7 @@ class MCorePretrainingData(pl.LightningDataModule):
         log_sources: Also log the loss of each dataset, as ``train_loss/NAME`` and ``val_loss/NAME``.
 
     Raises:
-        ValueError: A value is wrong or two of them disagree.
+        ValueError: A value is wrong, or two contradict each other.
         TypeError: A value has the wrong type.
 
     Examples:
@@ -135,7 +135,7 @@ class MCorePretrainingData(pl.LightningDataModule):
         self._order: dict[str, Any] = {}
 
     def setup(self, stage: str | None = None) -> None:
-        """Check the files of the splits that the stage reads, on rank 0; every rank raises what it finds.
+        """Check the files of the splits that the stage reads, on rank 0; every rank raises the errors found.
 
         Raises:
             FileNotFoundError: A dataset does not exist.

@@ -438,7 +438,7 @@ def test_the_name_of_the_strategy_alone_is_enough(tiny: str) -> None:
 @pytest.mark.parametrize(
     ("option", "name", "texts"),
     [
-        ("trainer.strategy", "MCoreStrategy", ["tensor_model_parallel_size", "Ranks that share"]),
+        ("trainer.strategy", "MCoreStrategy", ["tensor_model_parallel_size", "Number of ranks"]),
         ("trainer.plugins", "MCorePrecision", ["fp8_recipe", "How tensors are scaled to FP8"]),
         ("model", "MCoreGPT", ["--model.recipe.lr_scheduler_type", "--model.transformer"]),
         ("data", "MCorePretrainingData", ["--data.reset_position_ids", "Let positions start again"]),
