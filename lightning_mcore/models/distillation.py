@@ -70,17 +70,17 @@ class MCoreDistillation(MCoreGPT):
         rotary_percent: Fraction of a head's channels that is rotated.
         rotary_base: Base of the rotary wavelengths.
         rope_scaling: Stretch long wavelengths as Llama 3 does.
-        rope_scaling_factor: The factor of that stretch.
+        rope_scaling_factor: How much to stretch them.
         seq_len_interpolation_factor: Divides all positions.
         yarn: Settings of YaRN.
         share_embeddings_and_output_weights: Whether the output layer is the embedding's transpose.
-        make_vocab_size_divisible_by: The embedding has a multiple of this many rows, as has the teacher's.
+        make_vocab_size_divisible_by: The embedding and the teacher's have a multiple of this many rows.
         transformer_impl: The layers to use, also for the teacher.
         loss_normalization: Mean of the loss over ``"tokens"`` or ``"samples"``.
         architecture: Parts of the model for which Megatron's config has no field.
         hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.
         lora: Train low-rank adapters and freeze the rest.
-        train_only: Parts of the Hugging Face names of the weights that are trained; all others are frozen.
+        train_only: Parts of the Hugging Face names of weights to train; all others are frozen.
 
     Raises:
         ValueError: A value is not allowed, or two contradict each other.
@@ -170,13 +170,13 @@ class MCoreDistillation(MCoreGPT):
             seq_length: Tokens per sequence; None for the longest that the model supports.
             transformer: Fields of ``TransformerConfig`` that override the model's config.
             recipe: Optimizer and learning rate, as in the constructor.
-            make_vocab_size_divisible_by: The embedding has a multiple of this many rows, as has the teacher's.
+            make_vocab_size_divisible_by: The embedding and the teacher's have a multiple of this many rows.
             transformer_impl: ``"local"``, ``"transformer_engine"`` or ``"auto"``, as in the constructor.
             loss_normalization: Mean of the loss over ``"tokens"`` or ``"samples"``, as in the constructor.
             family: The kind of model; None for the family in its config.
             lora: Train low-rank adapters and freeze the weights, or continue the adapters in a PEFT folder.
             adapters: PEFT adapters to merge into the weights first.
-            train_only: Parts of the Hugging Face names of the weights that are trained, as in the constructor.
+            train_only: Parts of the Hugging Face names of weights to train, as in the constructor.
 
         Raises:
             FileNotFoundError: There is no such model, or no such adapter.

@@ -107,7 +107,7 @@ class MCoreGPT(SpeedLogs):
         rotary_percent: Fraction of a head's channels that is rotated.
         rotary_base: Base of the rotary wavelengths.
         rope_scaling: Stretch long wavelengths as Llama 3 does, from 8192 positions.
-        rope_scaling_factor: The factor of that stretch.
+        rope_scaling_factor: How much to stretch them.
         seq_len_interpolation_factor: Divides all positions; None for 1.
         yarn: With ``position_embedding_type="yarn"``: ``rotary_scaling_factor``, and values that differ from
             ``positions.YARN_DEFAULTS``; otherwise None.
@@ -125,8 +125,8 @@ class MCoreGPT(SpeedLogs):
         lora: Train low-rank adapters and freeze the rest; :class:`~lightning_mcore.LoRA` has the settings. Checkpoints
             then hold only the trained parameters if the frozen weights come from :meth:`from_pretrained`; otherwise all
             weights. None for no adapters.
-        train_only: Parts of the Hugging Face names of the weights that are trained, such as ``["layers.31.",
-            "lm_head"]``; all others are frozen. None trains all weights.
+        train_only: Parts of the Hugging Face names of weights to train, such as ``["layers.31.", "lm_head"]``; all
+            others are frozen. None trains all weights.
 
     Raises:
         ValueError: A value is not allowed, or a field of ``transformer`` is unknown or set in another place.
@@ -240,7 +240,7 @@ class MCoreGPT(SpeedLogs):
                 on the hub, to continue its adapters. ``{"path": folder, "quantization": "nf4"}`` continues them on
                 4-bit weights.
             adapters: Folders or names of PEFT adapters to merge into the weights first, one after another.
-            train_only: Parts of the Hugging Face names of the weights that are trained, as in the constructor.
+            train_only: Parts of the Hugging Face names of weights to train, as in the constructor.
 
         Raises:
             FileNotFoundError: There is no such model, or no such adapter.
