@@ -179,6 +179,16 @@ class MCoreEmbedding(MCoreGPT):
         module._name_family()
         return module
 
+    @classmethod
+    def check_kind(cls, path: str, settings: dict[str, Any]) -> None:
+        """Raise ValueError for the settings of another kind of model, such as a checkpoint of a language model."""
+        super().check_kind(path, settings)
+        if not settings["hf"]["family"].endswith(HIDDEN):
+            raise ValueError(
+                f"{path} is a checkpoint of a model with an output layer, which MCoreEmbedding does not have; export it"
+                " with lightning-mcore export, and give that folder"
+            )
+
     def check_settings(self) -> None:
         """Check the settings as ``MCoreGPT`` does, and that they fit the vectors and a loss over queries.
 

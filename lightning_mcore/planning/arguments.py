@@ -40,7 +40,7 @@ def arguments_of_gpt(book: "RuleBook", model: Mapping[str, Any]) -> dict[str, An
     if "path" not in model:
         return arguments_in_use(model)
     sees = bool(sees_images(model["path"], model.get("family")))
-    kind = MCoreVisionGPT if sees else MCoreGPT
+    kind = MCoreVisionGPT if sees else vectors.MCoreEmbedding if "embedding" in model else MCoreGPT
     given = book.check_arguments(f"argument of {kind.__name__}.from_pretrained", model, of_model(True, sees))
     family = given.get("family")
     if "preference" in given and Preference.of(given["preference"]).gives_scores:

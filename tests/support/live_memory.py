@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_mcore import MCoreGPT, MCorePreference, MCoreVisionGPT
+from lightning_mcore import MCoreEmbedding, MCoreGPT, MCorePreference, MCoreVisionGPT
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.config.vision import Vision
@@ -212,12 +212,14 @@ def _measure(run: LiveRun) -> dict[str, int]:
 
 def parts_of(run: LiveRun, steps: int = 1) -> tuple[pl.LightningModule, DataLoader[Any]]:
     """Return the module of a run, and data for a number of steps."""
-    kind = MCorePreference if "preference" in run.model else MCoreGPT if run.family is None else MCoreVisionGPT
+    kinds = {"preference": MCorePreference, "embedding": MCoreEmbedding}
+    of_text = next((kind for name, kind in kinds.items() if name in run.model), MCoreGPT)
+    kind = of_text if run.family is None else MCoreVisionGPT
     microbatches = steps * run.microbatches
     if run.family is not None:
         sizes: list[Any] = [[run.images] * run.rows, [[]] * run.rows]
         batches = [vision_batch(run.family, run.model["seq_length"], *sizes, seed) for seed in range(microbatches)]
         return kind(**run.arguments), DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
     count = run.world * run.rows * microbatches
-    rows = Rows(count, run.model["seq_length"], run.model["vocab_size"], run.packed, "preference" in run.model)
+    rows = Rows(count, run.model["seq_length"], run.model["vocab_size"], run.packed, of_text is not MCoreGPT)
     return kind(**run.arguments), DataLoader(rows, batch_size=run.rows)

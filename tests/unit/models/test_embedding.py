@@ -61,6 +61,12 @@ def test_settings_that_do_not_fit_the_model_are_refused(
         module.check_settings()
 
 
+def test_a_checkpoint_of_a_language_model_is_refused() -> None:
+    with refuses(ValueError, "last.ckpt is a checkpoint of a model with an output layer"):
+        MCoreEmbedding.check_kind("last.ckpt", {"hf": {"family": "qwen3"}})
+    MCoreEmbedding.check_kind("last.ckpt", {"hf": {"family": "qwen3+hidden"}})
+
+
 # ---- batches
 
 
