@@ -20,6 +20,7 @@ from lightning_mcore.arguments.megatron_rules import check_variable_lengths, fp8
 from lightning_mcore.arguments.on_cpu import without_gpu_switches
 from lightning_mcore.arguments.training_rules import METRICS, checkpoints_activations, text_of
 from lightning_mcore.config.fp8 import FP8Settings
+from lightning_mcore.config.rules.strategy import GRADIENT_SETTINGS
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.hf.files import CONFIG_FILE, read_json
 
@@ -101,6 +102,11 @@ def run_settings(
 def _strategy(arguments: Any, ddp_config: dict[str, Any]) -> dict[str, Any]:
     extra = arguments.extra_fields
     values: dict[str, Any] = {name: extra[name] for name in _STRATEGY_EXTRAS if name in extra}
+    if arguments.use_megatron_fsdp:
+        # These flags are on then, and False is their default
+        values |= dict.fromkeys(GRADIENT_SETTINGS) | {
+            "data_parallel_sharding": arguments.data_parallel_sharding_strategy
+        }
     stages = (arguments.pipeline_model_parallel_size or 1) > 1
     if arguments.overlap_grad_reduce and stages:
         values["align_grad_reduce"] = arguments.delay_grad_reduce

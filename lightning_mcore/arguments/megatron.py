@@ -28,6 +28,15 @@ class MegatronArguments(DistributingParallelArguments):
         "Sum gradients in fp32. bf16 and fp32 always do; with fp16 this flag decides.", default=False
     )
     use_distributed_optimizer: bool = flag("Shard the optimizer over the data-parallel ranks.", default=False)
+    use_megatron_fsdp: bool = flag(
+        "Shard what data_parallel_sharding_strategy says over the data-parallel ranks, by Megatron's FSDP.",
+        default=False,
+    )
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = option(
+        "With use_megatron_fsdp: optim_grads_params for optimizer, gradients and parameters, or optim_grads; for"
+        " 'optim', set use_distributed_optimizer instead.",
+        default="no_shard",
+    )
     distrib_optim_fully_reshardable: bool = flag(
         "Checkpoints of the sharded optimizer load on every layout. They always do, with or without this flag.",
         default=False,

@@ -14,7 +14,7 @@ from lightning_mcore.config.fp8 import FP8Settings
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.rules import raise_first
 from lightning_mcore.config.rules.model import NOT_AVAILABLE
-from lightning_mcore.config.rules.strategy import GRADIENT_SETTINGS, gradient_faults, schedule_faults
+from lightning_mcore.config.rules.strategy import GRADIENT_SETTINGS, SHARDINGS, gradient_faults, schedule_faults
 from lightning_mcore.config.text import unknown_name
 
 # The modules of megatron-core 0.16.1 and 0.19.2; an older one raises for those that it lacks, when it builds the model.
@@ -158,6 +158,7 @@ def _check_recompute(arguments: Any) -> None:
 def check_megatron(arguments: Any) -> None:
     """Raise ValueError for contradictions in ``MegatronArguments``."""
     raise_first(gradient_faults({name: getattr(arguments, name) for name in GRADIENT_SETTINGS}, {}))
+    _check_fsdp(arguments)
     if arguments.ckpt_format == "legacy":
         raise ValueError(
             "ckpt_format='legacy' loads only on the layout that saved it, and is no longer written; choose"
@@ -178,6 +179,21 @@ def check_megatron(arguments: Any) -> None:
     if getattr(arguments, mem_efficient) and not arguments.distrib_optim_fully_reshardable:
         raise ValueError(f"{mem_efficient}=True needs distrib_optim_fully_reshardable=True; set both")
     _check_offload(arguments)
+
+
+def _check_fsdp(arguments: Any) -> None:
+    sharding = arguments.data_parallel_sharding_strategy
+    if not arguments.use_megatron_fsdp:
+        if sharding != "no_shard":
+            raise ValueError(f"data_parallel_sharding_strategy={sharding!r} needs use_megatron_fsdp=True; set both")
+    elif sharding not in SHARDINGS:
+        raise ValueError(
+            f"use_megatron_fsdp=True with data_parallel_sharding_strategy={sharding!r} is not available; choose"
+            " 'optim_grads_params' or 'optim_grads', or set use_distributed_optimizer=True instead"
+        )
+    elif (arguments.pipeline_model_parallel_size or 1) > 1:
+        layout = ParallelLayout(pipeline_model_parallel_size=arguments.pipeline_model_parallel_size)
+        raise_first(schedule_faults({"data_parallel_sharding": sharding}, {}, layout))
 
 
 def _check_offload(arguments: Any) -> None:

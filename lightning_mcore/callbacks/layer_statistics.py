@@ -96,8 +96,7 @@ class LayerStatistics(pl.Callback):
             copy: Any = pieces_of(share.sharded)[0].place.replica_id
             if any(copy[:-1] if strategy.gradients.distributed else copy):
                 continue
-            parameter: Any = share.parameter
-            gradient = parameter.main_grad.view(-1)[share.begin : share.begin + share.stepped.numel()]
+            gradient = share.gradient
             name = _layer_of(identity_of(share.sharded))
             squares[name] = squares.get(name, 0) + gradient.double().square().sum() / strategy.gradients.num_instances
         device = strategy.root_device

@@ -134,7 +134,7 @@ def load_buckets(
     for index, part in enumerate(parts):
         if part.is_stub_optimizer:
             continue
-        if not isinstance(part, DistributedOptimizer):
+        if not isinstance(part, DistributedOptimizer) or part.ddp_config.use_megatron_fsdp:
             raise ValueError(f"{why}; {advice}")
         state = part.sharded_param_state_dp_reshardable({}, is_loading=True)
         if len(parts) > 1:

@@ -40,7 +40,7 @@ from lightning_mcore.checkpoint.optimizer_state import (
 )
 from lightning_mcore.checkpoint.reader import OF_AN_OPTIMIZER
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
-from lightning_mcore.parallel.chunks import ModelChunks
+from lightning_mcore.parallel.chunks import ModelChunks, scatter_parameters, synchronize_parameters
 from lightning_mcore.parallel.consensus import combine_on_rank0, run_on_all_ranks
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.pipeline import Pipeline
@@ -297,6 +297,7 @@ def load(
     allow them. Raises ``ValueError``, the same on every rank, if the checkpoint is of another model or lacks optimizer
     state.
     """
+    synchronize_parameters(chunks)  # fully sharded ones have no memory otherwise
     model_state, _ = run_on_all_ranks(lambda: _shares(chunks, []))
     differences = compare(stored, model_state)
     differences.check(stored.path, strict, advice)
@@ -308,6 +309,7 @@ def load(
         state = loaded.get(key, {})
         with extra_state.restored(chunk, chunks.config, state), extra_state.checked_extra_state(state):
             chunk.load_state_dict(state, strict=is_all)
+    scatter_parameters(chunks, with_main=True)
     if not optimizers:
         return
     # Build the state again: loading has replaced its tensors by the parameters.
@@ -320,6 +322,7 @@ def load(
             megatron_lm.load_buckets(stored.path, stored.read, optimizer, own, step)
             continue
         _load_optimizer(stored, index, own, model_state, keeps_dtypes=not optimizer.rebuilt)
+    scatter_parameters(chunks, with_main=False)  # what _load_optimizer has read into fp32 parameters
 
 
 def compare(stored: StoredState, model_state: dict[str, Any]) -> Differences:

@@ -23,6 +23,7 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_mcore.optimizer.megatron import MCoreOptimizer
 from lightning_mcore.optimizer.parts import optimizer_parts
@@ -31,7 +32,8 @@ from lightning_mcore.parallel.consensus import combine_on_rank0
 # Megatron's optimizers hold the state in three ways:
 #   FP32Optimizer                       steps the parameters themselves
 #   Float16OptimizerWithFloat16Params   steps complete fp32 copies
-#   DistributedOptimizer                steps flat ranges of the parameters, one share on each data-parallel rank
+#   DistributedOptimizer                steps flat ranges of the parameters, one share on each data-parallel rank;
+#                                       in fully sharded chunks as DTensors that hold only this range
 # A flat range of a matrix is at most three rectangles, so each rank writes its share in place; Megatron gathers first.
 Numbers = dict[str, Any]
 _STEP = "step"
@@ -65,6 +67,13 @@ class Share:
             return True
         # A slice of the parameter has the parameter's storage, a copy its own.
         return self.stepped.untyped_storage().data_ptr() != self.parameter.untyped_storage().data_ptr()
+
+    @property
+    def gradient(self) -> Tensor:
+        """The summed gradient of the share, flat."""
+        parameter: Any = self.parameter
+        gradient: Tensor = parameter.main_grad.view(-1)[self.begin : self.begin + self.stepped.numel()]
+        return gradient
 
     @property
     def state(self) -> dict[str, Any]:
@@ -136,6 +145,46 @@ class Share:
         """Copy targets that lie outside the optimizer's memory into it (fp32)."""
 
 
+@dataclass(frozen=True)
+class FullyShardedShare(Share):
+    """A share of a parameter in a fully sharded chunk; ``stepped`` is the part of the shard on this rank."""
+
+    shard: Any = None  # which the optimizer steps; a DTensor, like its state
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether the shard is in fp32 and the parameter is not."""
+        return self.stepped.dtype != self.parameter.dtype
+
+    @property
+    def gradient(self) -> Tensor:
+        """The summed gradient of the share, of the shape of ``stepped``."""
+        gradient: Tensor = self.shard.grad.to_local()
+        return gradient
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state of the shard; its tensors as DTensors."""
+        state: dict[str, Any] = self.part.optimizer.state[self.shard]
+        return state
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The parts on this rank of the state tensors."""
+        return {name: value.to_local() for name, value in self.state.items() if self._has_its_shape(name, value)}
+
+    def _has_its_shape(self, name: str, value: Any) -> bool:
+        return isinstance(value, DTensor)
+
+    def targets(self, names: Collection[str], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+        """Return the parts on this rank of the state tensors, which are made if the optimizer has none yet."""
+        for name in [name for name in self.state if name not in names]:
+            del self.state[name]
+        for name in names:
+            if not isinstance(self.state.get(name), DTensor):
+                self.state[name] = torch.empty_like(self.shard, requires_grad=False)
+        return self.tensors()
+
+
 class PrecisionAwareShare(Share):
     """A share of Megatron's precision-aware optimizer, which scales its state, and keeps the fp32 copy in it."""
 
@@ -189,11 +238,18 @@ def shares_of(optimizer: MCoreOptimizer, model_state: Mapping[str, Any]) -> list
             f"{len(lost)} parameters are trained but not in state_dict(), the first of shape {lost[0]}, so their "
             "optimizer state cannot be saved; keep them in state_dict(), or save only weights"
         )
-    shares = []
+    groups = [
+        group for part in optimizer_parts(optimizer.megatron) if _is_fully_sharded(part) for group in part.param_groups
+    ]
+    shards = {id(shard.orig_param): shard for group in groups for shard in group["params"]}
+    shares: list[Share] = []
     for part, parameter, stepped, group, begin in stepped_here:
-        kind = PrecisionAwareShare if _is_aware_of_precision(part) else Share
         is_owned = optimizer.is_shared_out and parameter.requires_grad
-        shares.append(kind(part, stepped, parameter, group, entries[id(parameter)], begin, is_owned))
+        place = (part, stepped, parameter, group, entries[id(parameter)], begin, is_owned)
+        if _is_fully_sharded(part):
+            shares.append(FullyShardedShare(*place, shards[id(parameter)]))
+        else:
+            shares.append(PrecisionAwareShare(*place) if _is_aware_of_precision(part) else Share(*place))
     return shares
 
 
@@ -202,6 +258,8 @@ def reload_weights(optimizer: MCoreOptimizer, of_fp8: Mapping[Tensor, Tensor]) -
 
     ``of_fp8`` has the values of FP8 weights before they were rounded, in the weight's shape.
     """
+    if any(_is_fully_sharded(part) for part in optimizer_parts(optimizer.megatron)):
+        return  # whoever wrote the weights has scattered them
     optimizer.megatron.reload_model_params()
     for part in optimizer_parts(optimizer.megatron) if of_fp8 else ():
         for parameter, stepped, _, begin in _ranges(part):
@@ -220,12 +278,19 @@ def _is_aware_of_precision(part: MegatronOptimizer) -> bool:
     return isinstance(part, DistributedOptimizer) and bool(part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
 
 
+def _is_fully_sharded(part: MegatronOptimizer) -> bool:
+    return isinstance(part, DistributedOptimizer) and bool(part.ddp_config.use_megatron_fsdp)
+
+
 def _counts_groups(part: MegatronOptimizer) -> bool:
     return type(part.optimizer).__name__ == "FusedAdam"  # TransformerEngine's and Apex's
 
 
 def _ranges(part: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, dict[str, Any], int]]:
     """Yield each parameter, the tensor stepped for it, the group, and where that tensor begins in the parameter."""
+    if _is_fully_sharded(part):
+        yield from _ranges_of_shards(part)
+        return
     if isinstance(part, DistributedOptimizer):
         for parameter, (index, position) in part.model_param_group_index_map.items():
             group = part.optimizer.param_groups[index]
@@ -239,6 +304,14 @@ def _ranges(part: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, dict[str,
     for group in part.optimizer.param_groups:
         for stepped in group["params"]:
             yield copied.get(id(stepped), stepped), stepped, group, 0
+
+
+def _ranges_of_shards(part: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, dict[str, Any], int]]:
+    """Yield what :func:`_ranges` does, for the shards of which this rank has elements."""
+    for group in part.optimizer.param_groups:
+        for shard in group["params"]:
+            if shard.to_local().numel():
+                yield shard.orig_param, shard.detach().to_local(), group, shard.megatron_fsdp_slice.start
 
 
 def pieces_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[Piece]:

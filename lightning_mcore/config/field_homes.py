@@ -90,7 +90,7 @@ OFFLOAD_FIELDS = (
     "pin_cpu_params",
 )
 
-FSDP = "it belongs to Megatron FSDP, which MCoreStrategy does not run yet"
+FSDP = "MCoreStrategy(data_parallel_sharding=...) sets the fields of Megatron FSDP"
 DDP_NOT_AVAILABLE = {
     **dict.fromkeys(("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy"), FSDP),
     **dict.fromkeys(("outer_dp_sharding_strategy", "suggested_communication_unit_size"), FSDP),

@@ -41,6 +41,7 @@ from lightning_mcore.hf.weights import HFWeights
 from lightning_mcore.layers.lora import ADAPTERS, adapted_weight, merging
 from lightning_mcore.parallel.chunks import TAKES_FP32, ModelChunks, built_chunks, find_pipeline
 from lightning_mcore.parallel.consensus import all_gather_object, combine_on_rank0, run_on_all_ranks
+from lightning_mcore.parallel.fully_sharded import is_fully_sharded
 
 _FILLED = "_filled_from_hugging_face"
 _HASHED = 4
@@ -95,7 +96,7 @@ def load_pretrained(module: pl.LightningModule, path: str, family: str | None = 
     if pipeline is not None and pipeline.__dict__.get(_FILLED):
         return
     # Megatron's DDP sets main_grad; after that, the optimizer has its own copies of the weights
-    if any(hasattr(parameter, "main_grad") for parameter in module.parameters()):
+    if any(hasattr(parameter, "main_grad") or is_fully_sharded(parameter) for parameter in module.parameters()):
         raise RuntimeError("load_pretrained() was called after training began; call it in configure_model()")
     fill_weights(module, path, family)
     if pipeline is not None:

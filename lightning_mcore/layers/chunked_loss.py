@@ -38,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_mcore.layers.sampling import vocab_parallel_argmax
 from lightning_mcore.parallel import random_state
+from lightning_mcore.parallel.fully_sharded import is_fully_sharded
 
 
 class Vocabulary(NamedTuple):
@@ -100,11 +101,11 @@ def in_chunks(
         others["given"] = split(given)
     make = kind or functools.partial(_Chunk, wants_best=wants_best)
     trained = trained if trained and torch.is_grad_enabled() else {}
-    turns = {name: itertools.cycle([*[False] * (len(parts) - 1), True]) for name in trained}
+    sums = {name: _Sum(weight, len(parts)) for name, weight in trained.items()}
     for number, (part, wanted) in enumerate(zip(parts, split(labels), strict=True)):
         own_logits = logits_of
         if trained:
-            shares = {name: _Share.apply(weight, turns[name]) for name, weight in trained.items()}  # type: ignore[no-untyped-call]
+            shares = {name: _Share.apply(weight, sums[name]) for name, weight in trained.items()}  # type: ignore[no-untyped-call]
             own_logits = functools.partial(logits_of, shares=shares)
         compute = make(own_logits, wanted, vocabulary, **{name: each[number] for name, each in others.items()})
         if torch.is_grad_enabled() and len(parts) > 1:
@@ -195,20 +196,44 @@ class _TokenLosses(torch.autograd.Function):
         return gradient.mul_(gradients[0][..., None]).to(logits.dtype), None, None, None, None
 
 
+class _Sum:
+    """The sum of a weight's gradients over the chunks of a microbatch, in fp32.
+
+    It is ``main_grad``. Fully sharded parameters have none until their backward is done; theirs is in memory of its
+    own, and rounded once.
+    """
+
+    def __init__(self, weight: Tensor, num_chunks: int) -> None:
+        self._main_grad: Tensor | None = None if is_fully_sharded(weight) else weight.main_grad  # type: ignore[attr-defined]
+        self._own: Tensor | None = None
+        self._is_last = itertools.cycle([*[False] * (num_chunks - 1), True])
+
+    def add(self, gradient: Tensor) -> Tensor | None:
+        """Add the gradient of a chunk; return what Megatron's hook is to add, after which the weight is ready."""
+        is_last = next(self._is_last)
+        if self._main_grad is None:
+            self._own = gradient.float() if self._own is None else self._own.add_(gradient)
+            if is_last:
+                total, self._own = self._own.to(gradient.dtype), None
+                return total
+        elif is_last:
+            return gradient
+        else:
+            self._main_grad.add_(gradient)
+        return None
+
+
 class _Share(torch.autograd.Function):
-    """One chunk's view of a weight. Backward adds its gradient to ``main_grad``, except for the last chunk."""
+    """One chunk's view of a weight. Backward gives its gradient to the sum."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, is_last: Iterator[bool]) -> Tensor:
-        ctx.sum, ctx.is_last = weight.main_grad, is_last  # type: ignore[attr-defined]
+    def forward(ctx: Any, weight: Tensor, total: _Sum) -> Tensor:
+        ctx.total = total
         return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
-        if next(ctx.is_last):
-            return gradients[0], None  # Megatron's hook adds it, and then counts the weight as ready
-        ctx.sum.add_(gradients[0])
-        return None, None
+        return ctx.total.add(gradients[0]), None
 
 
 def summed_in_fp32(layer: nn.Module, weight: Tensor | None) -> dict[str, Tensor]:
@@ -220,6 +245,8 @@ def summed_in_fp32(layer: nn.Module, weight: Tensor | None) -> dict[str, Tensor]
     found: dict[str, Tensor] = dict(layer.named_parameters())
     if weight is not None:
         found[""] = weight
+    if any(map(is_fully_sharded, found.values())):  # whose hooks would not know a share in a parameter's place
+        found = {"": found.get("", found.get("weight"))} if found.keys() & {"", "weight"} else {}  # type: ignore[dict-item]
     if getattr(layer, "gradient_accumulation_fusion", False):
         found = {name: parameter for name, parameter in found.items() if name not in ("", "weight")}
     fp32 = torch.float32
@@ -231,6 +258,8 @@ def summed_in_fp32(layer: nn.Module, weight: Tensor | None) -> dict[str, Tensor]
 
 
 def _sum_of(parameter: Any) -> torch.dtype | None:
+    if is_fully_sharded(parameter):
+        return torch.float32
     return parameter.main_grad.dtype if hasattr(parameter, "main_grad") else None
 
 

@@ -14,10 +14,14 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MegatronOptimizer,
+)
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from torch.optim import Optimizer
 
@@ -33,6 +37,7 @@ from lightning_mcore.optimizer.megatron import (
 from lightning_mcore.optimizer.muon import MuonWithAdamW, place_matrices
 from lightning_mcore.optimizer.parts import GROUP_INDEX, follow_user_groups, optimizer_parts
 from lightning_mcore.optimizer.rules import check_kind, megatron_fields, optimizer_option_faults
+from lightning_mcore.parallel.chunks import WrappedChunk, shards_shown
 from lightning_mcore.parallel.groups import process_group
 
 
@@ -73,9 +78,7 @@ def configure_optimizers(module: pl.LightningModule) -> tuple[list[Optimizer], l
         raise
 
 
-def make_optimizer(
-    user: Optimizer, chunks: Sequence[DistributedDataParallel], setting: OptimizerSetting
-) -> MCoreOptimizer:
+def make_optimizer(user: Optimizer, chunks: Sequence[WrappedChunk], setting: OptimizerSetting) -> MCoreOptimizer:
     """Put Megatron's step behind a torch optimizer and return it, as an instance of the user's class; collective.
 
     Raises ``TypeError`` if the optimizer must be rebuilt and cannot be, and ``ValueError`` if ``setting.config`` has an
@@ -134,9 +137,7 @@ def _config(fields: dict[str, Any], setting: OptimizerSetting) -> OptimizerConfi
     )
 
 
-def _rebuild(
-    user: Optimizer, chunks: Sequence[DistributedDataParallel], setting: OptimizerSetting
-) -> MegatronOptimizer:
+def _rebuild(user: Optimizer, chunks: Sequence[WrappedChunk], setting: OptimizerSetting) -> MegatronOptimizer:
     fields = megatron_fields(user)
     assert fields is not None
     _check_every_parameter_is_grouped(user, chunks)
@@ -147,9 +148,12 @@ def _rebuild(
         # Megatron may split a user's group (dense, expert); GROUP_INDEX, from 1 on, leads back to the user's.
         values = {name: group[name] for name in hyperparameters}
         overrides[_group_key(index, group["params"])] = {GROUP_INDEX: index, **values, "lr": float(group["lr"])}
-    megatron = get_megatron_optimizer(
-        _config(fields, setting), list(chunks), config_overrides=overrides, use_gloo_process_groups=False
-    )
+    with shards_shown(chunks):
+        megatron = get_megatron_optimizer(
+            _config(fields, setting), list(chunks), config_overrides=overrides, use_gloo_process_groups=False
+        )
+    if chunks[0].ddp_config.use_megatron_fsdp:
+        megatron = ChainedOptimizer([megatron])  # a single one measures the norm only to clip
     for part in optimizer_parts(megatron):
         _order_parameters(part)
         if getattr(part, "init_state_fn", _no_initial_state) is None:  # SGD's; Megatron calls it when it loads
@@ -166,7 +170,7 @@ def _order_parameters(part: MegatronOptimizer) -> None:
     0.16.1 and 0.19.2).
     """
     # Megatron counts weight (bf16), router (fp32), bias (bf16) as 0, 1, 2 and puts fp32 first: here they get 1, 0, 2.
-    if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
+    if isinstance(part, DistributedOptimizer) and not (part.is_stub_optimizer or part.ddp_config.use_megatron_fsdp):
         for index, groups in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
             for position, parameter in enumerate(itertools.chain(*groups)):
                 part.model_param_group_index_map[parameter] = (index, position)
@@ -175,12 +179,14 @@ def _order_parameters(part: MegatronOptimizer) -> None:
 def _group_key(index: int, parameters: Sequence[torch.nn.Parameter]) -> ParamKey:
     """Return the key by which Megatron finds the parameters of a user's group."""
     members = {id(parameter) for parameter in parameters}
-    return ParamKey(
-        with_name_predicate=ParamWithNamePredicate(f"group_{index}", lambda parameter, name: id(parameter) in members)
-    )
+
+    def is_member(parameter: torch.nn.Parameter, name: str) -> bool:
+        return id(getattr(parameter, "orig_param", parameter)) in members  # a shard has the parameter there
+
+    return ParamKey(with_name_predicate=ParamWithNamePredicate(f"group_{index}", is_member))
 
 
-def _check_every_parameter_is_grouped(user: Optimizer, chunks: Sequence[DistributedDataParallel]) -> None:
+def _check_every_parameter_is_grouped(user: Optimizer, chunks: Sequence[WrappedChunk]) -> None:
     grouped: set[int] = set()
     for group in user.param_groups:
         grouped.update(map(id, group["params"]))

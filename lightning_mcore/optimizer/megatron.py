@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 from torch.optim import Optimizer
 
@@ -39,7 +38,7 @@ from lightning_mcore.optimizer.layer_wise import LayerWiseShares
 from lightning_mcore.optimizer.loss_scale import AgreedGradScaler
 from lightning_mcore.optimizer.parts import clamp_gradients, follow_user_groups, parts_with_parameters
 from lightning_mcore.optimizer.rules import check_state
-from lightning_mcore.parallel.chunks import parameters_changed
+from lightning_mcore.parallel.chunks import WrappedChunk, parameters_changed
 from lightning_mcore.parallel.consensus import run_on_all_ranks
 from lightning_mcore.parallel.groups import process_group
 
@@ -82,7 +81,7 @@ class MCoreOptimizer(Optimizer):
         user: Optimizer,
         megatron: MegatronOptimizer,  # made for the user's by factory.py
         parameters: Sequence[torch.nn.Parameter],  # the user's, from before Megatron put fp32 copies into the groups
-        chunks: Sequence[DistributedDataParallel],  # of the model, with the gradient buffers
+        chunks: Sequence[WrappedChunk],  # of the model, with the gradient buffers
         inline: bool,  # whether Lightning's loop runs backward
         scaler: AgreedGradScaler | None = None,  # None without loss scaling
         shares: LayerWiseShares | None = None,  # None if each rank steps all parameters

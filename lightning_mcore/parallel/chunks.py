@@ -9,9 +9,10 @@ The strategy calls :func:`wrap_chunks` in ``setup`` and :func:`unwrap_chunks` in
 use the chunks.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
 from megatron.core.extensions import transformer_engine
 from megatron.core.fp8_utils import correct_amax_history_if_needed, is_float8tensor, post_all_gather_processing
 from megatron.core.transformer.module import Float16Module
@@ -32,12 +34,16 @@ from lightning_mcore.config.fp8 import TRANSFORMER_FIELDS as FP8_FIELDS
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.rules.model import check_average_in_collective, check_fields
 from lightning_mcore.parallel.consensus import all_gather_object
+from lightning_mcore.parallel.fully_sharded import FullyShardedChunk
 from lightning_mcore.parallel.groups import process_group
 from lightning_mcore.parallel.pipeline import Pipeline
 from lightning_mcore.parallel.stage_layers import check_uniform_recompute
 
 TAKES_FP32 = "takes_fp32"
 """An attribute of a layer that computes the same way if its own tensors are fp32 and its inputs are not."""
+
+WrappedChunk: TypeAlias = DistributedDataParallel | FullyShardedChunk
+"""A chunk wrapped for training."""
 
 _COMPLETE = "has_complete_parameters"  # an attribute of a wrapped chunk
 _T = TypeVar("_T")
@@ -77,11 +83,12 @@ class ModelChunks:
     wrapped: list[nn.Module]
     pipeline: Pipeline | None  # None for a plain module
     uncalled: Mapping[nn.Module, "UncalledModules"] = field(default_factory=dict)
+    are_lost: bool = False  # parameters that were sharded when the run ended
 
     @property
-    def ddp(self) -> list[DistributedDataParallel]:
+    def ddp(self) -> list[WrappedChunk]:
         """The chunks wrapped for training; empty in evaluation."""
-        return [chunk for chunk in self.wrapped if isinstance(chunk, DistributedDataParallel)]
+        return [chunk for chunk in self.wrapped if isinstance(chunk, WrappedChunk)]
 
     @property
     def bare(self) -> list[nn.Module]:
@@ -92,6 +99,8 @@ class ModelChunks:
         """Wait for a wrapped chunk's parameters for which no hook waits; call it before a forward pass."""
         if chunk in self.uncalled:
             self.uncalled[chunk].wait()
+        elif isinstance(chunk, FullyShardedChunk):
+            chunk.gather_outside_units()
 
     def scale_losses(self, scale: Callable[[Tensor], Tensor]) -> None:
         """Let Megatron's schedule scale each microbatch's loss; :func:`unwrap_chunks` undoes it."""
@@ -134,7 +143,7 @@ class UncalledModules:
 
 
 def _unwrapped(chunk: nn.Module) -> nn.Module:
-    while isinstance(chunk, DistributedDataParallel | Float16Module):
+    while isinstance(chunk, DistributedDataParallel | FullyShardedChunk | MegatronFSDP | Float16Module):
         chunk = chunk.module
     return chunk
 
@@ -230,16 +239,28 @@ def wrap_chunks(
         for module in wrapped:
             _broadcast_parameters(module)
         return ModelChunks(config, wrapped, pipeline)
+    ddp = _wrapped_for_training(wrapped, config, ddp_config)
+    _set_schedule_functions(config, ddp, ddp_config, align_grad_reduce)
+    gathers_later = (chunk for chunk in ddp if isinstance(chunk, DistributedDataParallel) and chunk.use_forward_hook)
+    uncalled = {chunk: UncalledModules(chunk) for chunk in gathers_later}
+    return ModelChunks(config, list(ddp), pipeline, uncalled)
+
+
+def _wrapped_for_training(
+    modules: Sequence[nn.Module], config: TransformerConfig, ddp_config: DistributedDataParallelConfig
+) -> Sequence[WrappedChunk]:
+    if ddp_config.use_megatron_fsdp:
+        for module in modules:
+            _broadcast_parameters(module)
+        return [FullyShardedChunk(config, ddp_config, module) for module in modules]
     ddp = [
         # Buckets for the first chunk only, as in Megatron-LM: the others overlap with chunks after them in backward.
         DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
-        for index, module in enumerate(wrapped)
+        for index, module in enumerate(modules)
     ]
     for chunk in ddp:
         chunk.broadcast_params()
-    _set_schedule_functions(config, ddp, ddp_config, align_grad_reduce)
-    uncalled = {chunk: UncalledModules(chunk) for chunk in ddp if chunk.use_forward_hook}
-    return ModelChunks(config, list(ddp), pipeline, uncalled)
+    return ddp
 
 
 def cast_chunk(config: TransformerConfig, module: nn.Module) -> Float16Module:
@@ -309,7 +330,11 @@ def unwrap_chunks(chunks: ModelChunks) -> ModelChunks:
     """
     for modules in chunks.uncalled.values():
         modules.close()
+    are_lost = False
     for chunk in chunks.ddp:
+        if isinstance(chunk, FullyShardedChunk):
+            are_lost |= not chunk.close()
+            continue
         _remove_forward_hooks(chunk)
         # Hooks on nodes of a graph that is kept somewhere look up their parameters here, and then do nothing.
         chunk.grad_accs.clear()
@@ -325,7 +350,7 @@ def unwrap_chunks(chunks: ModelChunks) -> ModelChunks:
                 del parameter.main_grad
     for name in _SCHEDULE_FUNCTIONS:
         setattr(chunks.config, name, None)
-    return ModelChunks(chunks.config, chunks.bare, chunks.pipeline)
+    return ModelChunks(chunks.config, chunks.bare, chunks.pipeline, are_lost=are_lost)
 
 
 def count_parameters(chunks: ModelChunks, layout: ParallelLayout) -> int:
@@ -363,7 +388,9 @@ def _ranks_that_share(parameter: torch.nn.Parameter, layout: ParallelLayout) -> 
 def synchronize_parameters(chunks: ModelChunks) -> None:
     """Gather parameters that are still sharded after an overlapped step; collective over the data-parallel ranks."""
     for chunk in chunks.ddp:
-        if chunk.use_forward_hook and not getattr(chunk, _COMPLETE, False):
+        if isinstance(chunk, FullyShardedChunk):
+            chunk.gather()
+        elif chunk.use_forward_hook and not getattr(chunk, _COMPLETE, False):
             with torch.no_grad():
                 chunk.start_param_sync(force_sync=True)
                 if quantized := [weight for weight in chunk.parameters() if is_float8tensor(weight)]:
@@ -371,28 +398,67 @@ def synchronize_parameters(chunks: ModelChunks) -> None:
             setattr(chunk, _COMPLETE, True)
 
 
-def parameters_changed(chunks: Sequence[DistributedDataParallel]) -> None:
+def scatter_parameters(chunks: ModelChunks, with_main: bool) -> None:
+    """Copy parameters that were written while gathered into shards, ``with_main`` also into those in fp32."""
+    for chunk in chunks.ddp:
+        if isinstance(chunk, FullyShardedChunk):
+            chunk.scatter(with_main)
+
+
+@contextlib.contextmanager
+def shards_shown(chunks: Sequence[WrappedChunk]) -> Iterator[None]:
+    """Let fully sharded chunks show the shards that an optimizer steps in place of their parameters."""
+    sharded = [chunk for chunk in chunks if isinstance(chunk, FullyShardedChunk)]
+    for chunk in sharded:
+        chunk.show_shards()
+    try:
+        yield
+    finally:
+        for chunk in sharded:
+            chunk.show_parameters()
+
+
+def parameters_changed(chunks: Sequence[WrappedChunk]) -> None:
     """Record that an optimizer has stepped, so that parameters may be sharded again."""
     for chunk in chunks:
-        setattr(chunk, _COMPLETE, False)
+        if isinstance(chunk, FullyShardedChunk):
+            chunk.forget_gathered()
+        else:
+            setattr(chunk, _COMPLETE, False)
 
 
 def check_gradients(chunks: ModelChunks) -> None:
     """Raise RuntimeError on every rank if summed gradients hold a NaN or infinity on any; collective over the world."""
-    buffers = [buffer for chunk in chunks.ddp for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     device = next(chunks.ddp[0].parameters()).device
-    finite = [buffer.grad_data.isfinite().all() for buffer in buffers]
+    finite = [data.isfinite().all() for chunk in chunks.ddp for data in gradient_buffers(chunk)]
     wrong = (~torch.stack([torch.ones((), dtype=torch.bool, device=device), *finite])).any().int()
     dist.all_reduce(wrong, op=dist.ReduceOp.MAX)
     if not wrong:
         return
-    named = (pair for chunk in chunks.ddp for pair in chunk.module.named_parameters())
-    names = [name for name, p in named if hasattr(p, "main_grad") and not p.main_grad.isfinite().all()]
+    named = (pair for chunk in chunks.ddp for pair in _summed_gradients(chunk))
+    names = [name for name, gradient in named if not gradient.isfinite().all()]
     here = f"of this rank in {names[0]!r} and {len(names) - 1} others" if names else "of another rank"
     raise RuntimeError(
         f"the gradients contain NaN or infinity, {here}; lower the learning rate, clip, or check the data"
         " (ddp_config.check_for_nan_in_grad=True enables this check)"
     )
+
+
+def _summed_gradients(chunk: WrappedChunk) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name of each parameter with what this rank holds of its summed gradient."""
+    if isinstance(chunk, FullyShardedChunk):
+        yield from chunk.named_gradients()
+        return
+    for name, parameter in chunk.module.named_parameters():
+        if hasattr(parameter, "main_grad"):
+            yield name, parameter.main_grad
+
+
+def gradient_buffers(chunk: WrappedChunk) -> list[Tensor]:
+    """Return the memory in which a chunk's gradients are summed."""
+    if isinstance(chunk, FullyShardedChunk):
+        return chunk.gradients
+    return [buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
 
 def _remove_forward_hooks(chunk: DistributedDataParallel) -> None:
@@ -408,7 +474,7 @@ def _remove_forward_hooks(chunk: DistributedDataParallel) -> None:
 
 def _set_schedule_functions(
     config: TransformerConfig,
-    ddp: list[DistributedDataParallel],
+    ddp: Sequence[WrappedChunk],
     ddp_config: DistributedDataParallelConfig,
     align_grad_reduce: bool,
 ) -> None:
@@ -429,8 +495,14 @@ def _finalize_gradients(model: list[nn.Module], num_tokens: Tensor | None = None
     for which the host waits once for each chunk; 0.19 does what this does.
     """
     finalize_model_grads(model, None, **options)
-    if num_tokens is None:
-        return
+    if num_tokens is not None:
+        _divide_by_tokens(model, num_tokens)
+    for chunk in model:
+        if isinstance(chunk, FullyShardedChunk):
+            chunk.show_parameters()
+
+
+def _divide_by_tokens(model: list[nn.Module], num_tokens: Tensor) -> None:
     stages = process_group("pp")
     dist.broadcast(num_tokens, src=dist.get_global_rank(stages, stages.size() - 1), group=stages)
     dist.all_reduce(num_tokens, group=process_group("dp_cp"))

@@ -16,6 +16,7 @@ import functools
 import importlib
 import importlib.util
 import logging
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
@@ -31,6 +32,7 @@ _FACTORIES = """
     triu_indices zeros zeros_like
 """
 _METHODS = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros"
+_FSDP = "megatron.core.distributed.fsdp"
 _depth = 0
 
 
@@ -202,6 +204,17 @@ class _CpuProperties:
     total_memory = 0
 
 
+class _TorchOfCpu(types.ModuleType):
+    """Replaces ``torch`` in a file that names a device: ``torch.device("cuda:cpu")`` is the CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def device(name: Any) -> torch.device:
+        return _CPU if _is_cuda(name) else torch.device(name)
+
+
 class _CpuAutocast(torch.amp.autocast_mode.autocast):
     """Replaces ``autocast("cuda")`` in the decorators of Megatron's autograd functions."""
 
@@ -231,6 +244,19 @@ def _tensor_to_cpu(tensor: torch.Tensor, as_numpy: bool = False, record_stream: 
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def _frees_or_forgets(fsdp_buffers: Any) -> Callable[[Any, int], None]:
+    """Wrap ``StorageResizeBasedBucketAllocator.free``."""
+    free = fsdp_buffers.StorageResizeBasedBucketAllocator.free
+
+    def call(self: Any, bucket_id: int) -> None:
+        if bucket_id in self.buckets and not self.buckets[bucket_id].data.untyped_storage().resizable():
+            del self.buckets[bucket_id]  # the next allocation makes another
+        else:
+            free(self, bucket_id)
+
+    return call
+
+
 def _scale_in_place(
     chunk_size: int, overflow: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], scale: float
 ) -> None:
@@ -247,6 +273,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     token_dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     sharded_tensor = importlib.import_module("megatron.core.dist_checkpointing.mapping").ShardedTensor
     clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
+    fsdp_buffers = importlib.import_module(f"{_FSDP}.src.megatron_fsdp.param_and_grad_buffer")
     return [
         *_functions_of_a_device(),
         # exchange_utils: `init_data("cuda")`
@@ -291,6 +318,10 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         # TransformerEngine on the CPU
         *megatron_names(),
         *_names_without_transformer_engine(),
+        # A tensor that NumPy has seen, as a save shows it, cannot be resized, and so not freed
+        (fsdp_buffers.StorageResizeBasedBucketAllocator, "free", _frees_or_forgets(fsdp_buffers)),
+        # MegatronFSDP: `torch.device(f"cuda:{torch.cuda.current_device()}")`
+        (importlib.import_module(f"{_FSDP}.src.megatron_fsdp.megatron_fsdp"), "torch", _TorchOfCpu("torch")),
         # clip_grad_by_total_norm_fp32
         (clip_grads, "multi_tensor_scale_impl", _scale_in_place),
         # token_dispatcher: split sizes for gloo's all_to_all
@@ -351,6 +382,10 @@ def _norm_of_all(
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(lists[0]), 2, torch.float32)))[None], None
 
 
+class _NoLayer(torch.nn.Module):
+    """Replaces the class of a layer that does not exist without TransformerEngine."""
+
+
 def _absent_names() -> list[tuple[Any, str, Any]]:
     """Return ``(owner, attribute, replacement)`` for names that only TransformerEngine binds (0.16.1 to 0.20)."""
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
@@ -363,6 +398,10 @@ def _absent_names() -> list[tuple[Any, str, Any]]:
         # multi_latent_attention (0.16.1) mistakes its stand-in names for an installed TransformerEngine
         (latent_attention, "HAVE_TE", has_engine),
     ]
+    fsdp = importlib.import_module(f"{_FSDP}.mcore_fsdp_adapter")
+    if not has_engine and hasattr(fsdp, "TELinear"):
+        # FullyShardedDataParallel (0.16.1) would call isinstance() with a stand-in for TransformerEngine's class
+        replacements.append((fsdp, "TELinear", _NoLayer))
     asks = "is_inference_column_parallel_linear"
     if not has_engine and hasattr(multi_token, asks):
         # MultiTokenPredictionLayer (0.20) would call isinstance() with stand-ins for TransformerEngine's classes

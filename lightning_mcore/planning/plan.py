@@ -8,7 +8,7 @@ Trainer and a module.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_mcore.config.layout import ParallelLayout
@@ -133,6 +133,12 @@ def make_plan(
         ValueError: There are no devices. Faults of the run are in the plan's ``errors``.
     """
     run = check_run(settings, devices, backend, ask_others)
+    if sharding := run.rules.strategy.get("data_parallel_sharding"):
+        unknown = (
+            f"data_parallel_sharding={sharding!r} is not planned yet, because how much a rank gathers ahead depends on"
+            " the run; lightning-mcore rehearse counts its memory"
+        )
+        run = replace(run, errors=(*run.errors, unknown), is_computable=False)
     limit = memory_limit if memory_limit is not None else machine.memory if machine is not None else None
     known: dict[str, Any] = {}
     try:

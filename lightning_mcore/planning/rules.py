@@ -178,12 +178,15 @@ class PlannedStrategy:
         owned = precision.ddp_fields() if precision is not None else ddp_fields_of(self.precision_name)
         book.attempt(check_owned_by_precision, self.ddp, owned)
         book.collect(optimizer_rules.optimizer_config_faults(self.optimizer, self.distributed))
+        sharding, in_fp8 = self.strategy.get("data_parallel_sharding"), precision is not None and precision.fp8.is_on
+        book.collect(strategy_rules.sharding_faults(sharding, self.precision_name, in_fp8, self.optimizer))
         in_fp32 = bool(owned["grad_reduce_in_fp32"])
         book.collect(optimizer_rules.optimizer_device_faults(self.optimizer, device_type, in_fp32))
         if self.layout is not None:
             self._check_overlaps(self.layout)
             if all(sized) and RuleBook().passes(self.layout.validate_world, world_size):
                 book.collect(strategy_rules.world_faults(self.ddp, self.layout, world_size, device_type))
+                book.collect(strategy_rules.sharding_faults_on(sharding, self.layout, world_size))
             book.collect(strategy_rules.expert_faults(self.layout, device_type))
 
     def _check_overlaps(self, layout: ParallelLayout) -> None:

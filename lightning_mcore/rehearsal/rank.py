@@ -13,10 +13,13 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from torch.distributed.tensor import DTensor
 
 from lightning_mcore.checkpoint.io import MCoreCheckpointIO
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.optimizer.parts import optimizer_parts
+from lightning_mcore.parallel.chunks import gradient_buffers
+from lightning_mcore.parallel.fully_sharded import FullyShardedChunk
 from lightning_mcore.parallel.groups import Axis, process_group
 from lightning_mcore.planning.machines import Machine
 from lightning_mcore.rehearsal.counts import Counts
@@ -136,7 +139,9 @@ class _Phases(Callback):
                     continue
                 values = [value for state in part.optimizer.state.values() for value in state.values()]
                 groups = [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
-                self.counts.claim((item for item in (*values, *groups) if isinstance(item, torch.Tensor)), "optimizer")
+                tensors = (item for item in (*values, *groups) if isinstance(item, torch.Tensor))
+                own = (item.to_local() if isinstance(item, DTensor) else item for item in tensors)
+                self.counts.claim(own, "optimizer")
         for chunk in chunks.bare:
             self.counts.claim(chunk.parameters(), "weights")
             self.counts.claim((item.grad for item in chunk.parameters() if item.grad is not None), "gradients")
@@ -144,8 +149,9 @@ class _Phases(Callback):
             for module in chunk.modules():
                 self.counts.claim(getattr(module, "_fp8_workspaces", {}).values(), "weights in 8 bits")
         for chunk in chunks.ddp:
-            for buffer in (*getattr(chunk, "buffers", ()), *getattr(chunk, "expert_parallel_buffers", ())):
-                self.counts.claim([buffer.grad_data], "gradients")
+            self.counts.claim(gradient_buffers(chunk), "gradients")
+            if isinstance(chunk, FullyShardedChunk):
+                self.counts.claim(chunk.weights, "weights")
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Begin a step with its first batch."""

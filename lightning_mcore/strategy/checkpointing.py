@@ -145,8 +145,13 @@ class Checkpoints:
         if (hindrance := self._hindrance()) is not None:
             _log.error("%s is not saved: %s", filepath, hindrance)
             return
-        self._saved.add(str(filepath))
         chunks = self._chunks
+        if chunks is not None and chunks.are_lost:
+            raise RuntimeError(
+                f"{filepath} cannot be saved: the parameters were sharded over the ranks when an exception ended the"
+                " run; load the last checkpoint, and save from there"
+            )
+        self._saved.add(str(filepath))
         # With overlap_param_gather, the last step's parameters may still be scattered over the ranks.
         if chunks is not None:
             synchronize_parameters(chunks)

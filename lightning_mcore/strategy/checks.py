@@ -29,7 +29,7 @@ from lightning_mcore.config.communication import CommunicationOptions
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.loss_chunks import check_chunked_loss
 from lightning_mcore.config.rules import raise_first
-from lightning_mcore.config.rules.strategy import expert_faults, precision_faults, schedule_faults
+from lightning_mcore.config.rules.strategy import expert_faults, precision_faults, schedule_faults, sharding_faults
 from lightning_mcore.config.value_checks import require_flag, require_instance, require_size
 from lightning_mcore.optimizer.rules import optimizer_device_faults
 from lightning_mcore.parallel.consensus import all_gather_object
@@ -84,6 +84,7 @@ def check_against_layout(strategy: "MCoreStrategy", asked_overlap_p2p_comm: bool
         "overlap_p2p_comm": asked_overlap_p2p_comm,
         "microbatch_group_size_per_vp_stage": group_size,
         "align_grad_reduce": gradients.align_grad_reduce,
+        "data_parallel_sharding": gradients.data_parallel_sharding,
     }
     raise_first(schedule_faults(asked, gradients.changed, layout))
     if group_size is not None:
@@ -106,7 +107,8 @@ def validate_module(strategy: "MCoreStrategy", module: pl.LightningModule) -> No
     ``ValueError`` for settings that contradict each other, the module or the machine.
     """
     layout, precision = strategy.layout, strategy.precision_plugin
-    _check_module(module, layout)
+    sharding = strategy.gradients.data_parallel_sharding
+    _check_module(module, layout, sharding)
     # Before the number of ranks: 3 stages of 4 layers on 4 ranks would not fit on 6 either.
     shape = module.model_shape() if isinstance(module, MCoreModule) else None
     if shape is not None:
@@ -122,6 +124,8 @@ def validate_module(strategy: "MCoreStrategy", module: pl.LightningModule) -> No
     if isinstance(module, MCoreModule):
         module.check_settings()
     raise_first(expert_faults(layout, strategy.root_device.type))
+    options = vars(strategy.optimizer_config) if strategy.optimizer_config is not None else {}
+    raise_first(sharding_faults(sharding, precision.precision, precision.fp8.is_on, options))
     check_device(strategy, world_size)
     if strategy._layer_sync is not None and machine.type == "cpu" and not isinstance(module, MCoreModule):
         raise ValueError(
@@ -134,13 +138,16 @@ def validate_module(strategy: "MCoreStrategy", module: pl.LightningModule) -> No
             require_size("accumulate_grad_batches", module.trainer.accumulate_grad_batches)
             if strategy.micro_batch_size is None:
                 layout.validate_microbatches(module.trainer.accumulate_grad_batches, strategy.microbatch_group_size)
-            check_callbacks(module, strategy.gradients.distributed, isinstance(module, MCoreModule))
+            check_callbacks(module, strategy.gradients.distributed, isinstance(module, MCoreModule), sharding)
 
 
-def _check_module(module: pl.LightningModule, layout: ParallelLayout) -> None:
+def _check_module(module: pl.LightningModule, layout: ParallelLayout, sharding: str | None) -> None:
     """Reject splitting a module that builds no split model: not an ``MCoreModule``, without ``configure_model``."""
-    sizes = _sizes_that_split(layout)
-    if sizes and not (isinstance(module, MCoreModule) or _builds_later(module)):
+    if isinstance(module, MCoreModule) or _builds_later(module):
+        return
+    if sharding is not None:
+        raise TypeError(_no_layers(module, sharding))
+    if sizes := _sizes_that_split(layout):
         raise TypeError(
             f"{sizes} cannot split {type(module).__name__}: in configure_model, build a Hugging Face model with"
             " hf_model(self, path), or derive it from MCoreModule and build another with self.pipeline(...); or set"
@@ -161,7 +168,9 @@ def check_device(strategy: "MCoreStrategy", world_size: int) -> None:
 
 def check_plain(strategy: "MCoreStrategy", module: pl.LightningModule) -> None:
     """Reject splitting a module by stages or rows if it did not use ``pipeline()``."""
-    name = type(module).__name__
+    name, sharding = type(module).__name__, strategy.gradients.data_parallel_sharding
+    if sharding is not None:
+        raise ValueError(_no_layers(module, sharding))
     if sizes := _sizes_that_split(strategy.layout):
         raise ValueError(
             f"{name} did not build its model with self.pipeline(...), or with hf_model(self, path) for a Hugging Face"
@@ -179,6 +188,14 @@ def check_plain(strategy: "MCoreStrategy", module: pl.LightningModule) -> None:
             " none; set it to False, or use AdamW with use_distributed_optimizer=True"
         )
     check_chunked_loss(strategy.loss_chunk_size, defers_gradient=False, is_ours=False)
+
+
+def _no_layers(module: pl.LightningModule, sharding: str) -> str:
+    return (
+        f"data_parallel_sharding={sharding!r} gathers Megatron's transformer layers one by one, and"
+        f" {type(module).__name__} did not build its model with self.pipeline(...); derive it from MCoreModule and"
+        " build the model there, or set use_distributed_optimizer=True instead"
+    )
 
 
 def _sizes_that_split(layout: ParallelLayout) -> str:
@@ -222,7 +239,7 @@ def check_not_compiled(module: pl.LightningModule) -> None:
         )
 
 
-def check_callbacks(module: pl.LightningModule, distributed: bool, is_split: bool) -> None:
+def check_callbacks(module: pl.LightningModule, distributed: bool, is_split: bool, sharding: str | None = None) -> None:
     """Raise ``ValueError`` for Lightning's callbacks that average or prune weights where they would miss some."""
     # WeightAveraging copies the module when a run begins, StochasticWeightAveraging before configure_model: too early
     # for pipeline(). WeightAveraging also reads parameters that the sharded optimizer may have scattered, and puts the
@@ -230,8 +247,13 @@ def check_callbacks(module: pl.LightningModule, distributed: bool, is_split: boo
     kind = type(module).__name__
     for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
         name = type(callback).__name__
-        if getattr(callback, "averages_shards", False):
+        if getattr(callback, "averages_shards", False) and sharding is None:
             continue
+        if isinstance(callback, WeightAveraging) and sharding is not None:
+            raise ValueError(
+                f"{name} is not available with data_parallel_sharding={sharding!r}, which frees parameters after each"
+                " layer; remove it, or set use_distributed_optimizer=True instead"
+            )
         ours = "EMAWeightAveraging" if isinstance(callback, EMAWeightAveraging) else "WeightAveraging"
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and is_split:
             what = "an MCoreModule" if isinstance(module, MCoreModule) else f"{kind}, which builds it with hf_model()"

@@ -21,7 +21,13 @@ from megatron.core.distributed import DistributedDataParallelConfig, param_and_g
 from lightning_mcore.config.field_homes import check_owned_by_precision
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.rules import raise_first
-from lightning_mcore.config.rules.strategy import GRADIENT_SETTINGS, gradient_faults, world_faults
+from lightning_mcore.config.rules.strategy import (
+    GRADIENT_SETTINGS,
+    gradient_faults,
+    resolved,
+    sharding_faults_on,
+    world_faults,
+)
 from lightning_mcore.config.value_checks import require_flag, require_size
 
 _DEFAULTS = DistributedDataParallelConfig()
@@ -36,6 +42,7 @@ class GradientSettings:
     overlap_param_gather: bool | None = None
     ddp_config: DistributedDataParallelConfig | None = field(default=None)
     use_layer_wise_distributed_optimizer: bool = False
+    data_parallel_sharding: str | None = None  # Megatron's FSDP; None for none
     align_grad_reduce: bool = False  # with overlap in a pipeline: reduce on all stages at the same time
 
     def __post_init__(self) -> None:
@@ -45,17 +52,15 @@ class GradientSettings:
                 f"ddp_config={self.ddp_config!r} is not a DistributedDataParallelConfig;"
                 " pass the one of megatron.core.distributed"
             )
-        given = {name: getattr(self, name) for name in GRADIENT_SETTINGS}
-        for name, value in given.items():
-            require_flag(name, value, or_none=True)
-        own = {name: getattr(self, name) for name in ("use_layer_wise_distributed_optimizer", "align_grad_reduce")}
-        for name, value in own.items():
-            require_flag(name, value)
+        for name in GRADIENT_SETTINGS:
+            require_flag(name, getattr(self, name), or_none=True)
+        for name in ("use_layer_wise_distributed_optimizer", "align_grad_reduce"):
+            require_flag(name, getattr(self, name))
         config = self.ddp_config or _DEFAULTS
         require_size("ddp_config.num_distributed_optimizer_instances", config.num_distributed_optimizer_instances)
         if config.bucket_size is not None:
             require_size("ddp_config.bucket_size", config.bucket_size)
-        raise_first(gradient_faults({**given, **own}, self.changed))
+        raise_first(gradient_faults(vars(self), self.changed))
 
     @property
     def changed(self) -> dict[str, Any]:
@@ -95,9 +100,8 @@ class GradientSettings:
         Raises ``ValueError`` as :meth:`check_precision` does.
         """
         self.check_precision(owned or {})
-        config = self.ddp_config or _DEFAULTS
-        values = {name: getattr(self, name) for name in GRADIENT_SETTINGS if getattr(self, name) is not None}
-        return dataclasses.replace(config, **{**values, **(owned or {}), "check_for_nan_in_grad": False})
+        values = resolved(vars(self), self.changed)
+        return dataclasses.replace(_DEFAULTS, **{**values, **(owned or {}), "check_for_nan_in_grad": False})
 
     def check_run(self, layout: ParallelLayout, world_size: int, device: torch.device) -> None:
         """Reject settings that layout, world or device do not support, before process groups form.
@@ -105,6 +109,7 @@ class GradientSettings:
         Raises ``ValueError``, or ``ModuleNotFoundError`` if Megatron needs a package for the option.
         """
         raise_first(world_faults(self.changed, layout, world_size, device.type))
+        raise_first(sharding_faults_on(self.data_parallel_sharding, layout, world_size))
         instances = self.num_instances
         if instances > 1 and importlib.util.find_spec("einops") is None:
             raise ModuleNotFoundError(

@@ -37,6 +37,7 @@ from lightning_mcore.layers.inputs import (
 from lightning_mcore.layers.losses import sample_mean, token_mean
 from lightning_mcore.layers.session import SingleModelSession, single_process
 from lightning_mcore.parallel.context import split_for_context_parallel
+from lightning_mcore.parallel.fully_sharded import is_fully_sharded
 from lightning_mcore.parallel.groups import (
     keep_groups_for,
     pipeline_stage,
@@ -125,7 +126,7 @@ class MCoreModule(pl.LightningModule):
         """
         if self.__dict__.get("_built_pipeline") is None:
             raise RuntimeError("there is no model to load weights into; call load_weights() after self.pipeline(...)")
-        if any(hasattr(parameter, "main_grad") for parameter in self.parameters()):
+        if any(hasattr(parameter, "main_grad") or is_fully_sharded(parameter) for parameter in self.parameters()):
             raise RuntimeError("load_weights() was called during training; call it in configure_model()")
         load_weights(self, path, strict)
 

@@ -124,6 +124,9 @@ class MCoreStrategy(DDPStrategy):
             ``ddp_config``, False by default.
         use_layer_wise_distributed_optimizer: Shard the state of any torch optimizer, such as ``MuonWithAdamW``, by
             whole parameters over the data-parallel ranks; instead of ``use_distributed_optimizer``.
+        data_parallel_sharding: What the data-parallel ranks shard, by Megatron's FSDP: ``"optim_grads_params"``, all of
+            optimizer state, gradients and parameters, of which one layer at a time is gathered (ZeRO-3);
+            ``"optim_grads"``, all but the parameters (ZeRO-2). None for no FSDP.
         overlap_grad_reduce: Reduce gradients while backward still runs; None as for ``use_distributed_optimizer``.
         overlap_param_gather: Gather updated parameters while the next forward runs; needs ``use_distributed_optimizer``
             and ``overlap_grad_reduce``. None as for these.
@@ -185,6 +188,7 @@ class MCoreStrategy(DDPStrategy):
         sequence_parallel: bool = False,
         use_distributed_optimizer: bool | None = None,
         use_layer_wise_distributed_optimizer: bool = False,
+        data_parallel_sharding: str | None = None,
         overlap_grad_reduce: bool | None = None,
         overlap_param_gather: bool | None = None,
         align_grad_reduce: bool = False,
@@ -222,13 +226,10 @@ class MCoreStrategy(DDPStrategy):
             expert_tensor_parallel_size=expert_tensor_parallel_size,
             sequence_parallel=sequence_parallel,
         )
+        kinds = (use_layer_wise_distributed_optimizer, data_parallel_sharding)
         self.gradients = GradientSettings(
-            use_distributed_optimizer=use_distributed_optimizer,
-            use_layer_wise_distributed_optimizer=use_layer_wise_distributed_optimizer,
-            overlap_grad_reduce=overlap_grad_reduce,
-            overlap_param_gather=overlap_param_gather,
-            ddp_config=ddp_config,
-            align_grad_reduce=align_grad_reduce,
+            *(use_distributed_optimizer, overlap_grad_reduce, overlap_param_gather, ddp_config),
+            *(*kinds, align_grad_reduce),
         )
         self.tensor_overlap = TensorParallelOverlap(tp_comm_overlap, tp_comm_overlap_cfg, self.layout)
         self.communication = communication or CommunicationOptions()

@@ -23,8 +23,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from lightning_mcore.checkpoint.optimizer_state import identity_of, shares_of
+from lightning_mcore.parallel.fully_sharded import FullyShardedChunk
 from tests.parity.bare_loop import process_groups
-from tests.parity.global_tensors import Slice, assemble, spread, state_slices, weight_slices
+from tests.parity.global_tensors import Slice, assemble, moments_of_shards, spread, state_slices, weight_slices
 from tests.parity.lightning_loop import TinyGPT
 from tests.support import toy
 from tests.support.layouts import Layout
@@ -38,9 +39,11 @@ TOLERANCE = 1e-5  # of tests/parity/test_layouts.py, whose measured spread is 2e
 DENSE = (
     Layout(),
     Layout(dp=2, distributed_optimizer=True),
+    Layout(dp=2, sharding="optim_grads_params"),
     Layout(dp=4, distributed_optimizer=True, overlap=True),
     Layout(tp=2, sp=True),
     Layout(pp=2, vp=2),
+    Layout(dp=2, tp=2, sp=True, sharding="optim_grads_params"),
     Layout(cp=2, distributed_optimizer=True),
     Layout(dp=2, layer_wise=True),
     Layout(tp=2, sp=True, dp=2, pp=2, distributed_optimizer=True),
@@ -50,6 +53,7 @@ EXPERTS = (
     Layout(moe=True, dp=2, ep=2),
     Layout(moe=True, dp=2, distributed_optimizer=True),
     Layout(moe=True, dp=4, ep=2, layer_wise=True),
+    Layout(moe=True, dp=4, ep=2, sharding="optim_grads_params"),
     Layout(moe=True, tp=2, sp=True, ep=2, etp=1),
     Layout(moe=True, dp=2, pp=2, ep=2, distributed_optimizer=True),
 )
@@ -110,11 +114,15 @@ def state_of(trainer: pl.Trainer) -> State:
     described = ensure_metadata_has_dp_cp_group(None)  # GPTModel of 0.16 looks into it, with multi-token prediction
     model = {f"model{index}": chunk.sharded_state_dict(metadata=described) for index, chunk in enumerate(chunks)}
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    [steps] = {float(state["step"]) for state in trainer.optimizers[0].state.values()}  # type: ignore[attr-defined]
+    wrapped = strategy._chunks.wrapped[0]  # type: ignore[attr-defined]
+    if isinstance(wrapped, FullyShardedChunk):
+        moments = moments_of_shards(wrapped, trainer.optimizers[0])
+        return State(weight_slices(chunks), moments, steps)
     with strategy.runtime():  # type: ignore[attr-defined]
         optimizer = strategy.optimizers[0].megatron.sharded_state_dict(model, metadata=metadata)  # type: ignore[attr-defined]
     state = [part for part in state_slices(optimizer) if ".exp_avg" in part.key or "param." in part.key]
     moments = [replace(part, key=part.key.replace(".state.fp32_param.", ".state.param.")) for part in state]
-    [steps] = {float(state["step"]) for state in trainer.optimizers[0].state.values()}  # type: ignore[attr-defined]
     return State(weight_slices(chunks), moments, steps)
 
 
@@ -215,7 +223,9 @@ DELTA_NETS = replace(RECIPE, options=(("num_layers", 2), ("delta_net", DELTA_NET
 KIMI = replace(RECIPE, options=(("num_layers", 2), ("kimi_delta", KIMI_DELTA)))
 
 TABLES = (
-    pytest.param((table("one", "dp2-do", "tp2-sp", "pp2-vp2", "dp2-lw", "cp2-do"), RECIPE), id="dense"),
+    pytest.param(
+        (table("one", "dp2-do", "dp2-optim_grads_params", "tp2-sp", "pp2-vp2", "dp2-lw", "cp2-do"), RECIPE), id="dense"
+    ),
     pytest.param((table("moe", "moe-tp2-sp-ep2-etp1", "moe-dp4-ep2-lw", "moe-dp2-pp2-ep2-do"), RECIPE), id="experts"),
     pytest.param(((Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2)), DELTA_NETS), id="delta-nets"),
     pytest.param(((Layout(tp=2, sp=True), Layout(pp=2), Layout(cp=2)), KIMI), id="kimi-delta"),
@@ -269,6 +279,7 @@ def check_state(state: State, whole: Whole, what: str) -> None:
 
 HALF = (
     Layout(dp=2, distributed_optimizer=True),
+    Layout(dp=2, sharding="optim_grads_params"),
     Layout(pp=2, vp=2, dp=2, distributed_optimizer=True, overlap=True),
     Layout(tp=2, sp=True),
     Layout(dp=2, layer_wise=True),
@@ -293,7 +304,7 @@ def test_copies_in_fp32_go_from_layout_to_layout(saved_in_half: dict[str, Whole]
 
 def test_a_run_in_fp32_takes_the_copies_for_its_weights(saved_in_half: dict[str, Whole]) -> None:
     paths = {name: whole.path for name, whole in saved_in_half.items()}
-    for layout in (Layout(), Layout(dp=2, distributed_optimizer=True)):
+    for layout in (Layout(), Layout(dp=2, distributed_optimizer=True), Layout(dp=2, sharding="optim_grads_params")):
         for rank in run_ranks(layout.world_size, load, layout, paths, "32-true", timeout=120):
             for name, loaded in rank.items():
                 copies = saved_in_half[name].optimizer
@@ -304,7 +315,7 @@ def test_a_run_in_fp32_takes_the_copies_for_its_weights(saved_in_half: dict[str,
 
 def test_a_run_in_bf16_takes_the_weights_of_fp32_for_its_copies(tmp_path: Path) -> None:
     whole = save_on(Layout(pp=2), str(tmp_path / "fp32.ckpt"), "32-true")
-    for layout in (Layout(tp=2), Layout(dp=2, distributed_optimizer=True)):
+    for layout in (Layout(tp=2), Layout(dp=2, distributed_optimizer=True), Layout(dp=2, sharding="optim_grads_params")):
         for rank in run_ranks(layout.world_size, load, layout, {"fp32": whole.path}, "bf16-mixed", timeout=120):
             rounded = {key: weight.bfloat16().float() for key, weight in whole.weights.items()}
             copies = {f"optimizer.state.param.{key}": weight for key, weight in whole.weights.items()}
@@ -344,7 +355,8 @@ def load_frozen(layout: Layout, path: str | None, precision: Any = "32-true") ->
 
 
 def test_a_frozen_layer_among_trained_ones_goes_from_layout_to_layout(tmp_path: Path) -> None:
-    layouts = (Layout(tp=2, sp=True), Layout(pp=2), Layout(dp=2, distributed_optimizer=True))
+    fully_sharded = Layout(dp=2, sharding="optim_grads_params")
+    layouts = (Layout(tp=2, sp=True), Layout(pp=2), Layout(dp=2, distributed_optimizer=True), fully_sharded)
     [(grad_norm, weights, frozen)] = run_ranks(1, load_frozen, Layout(), None, timeout=120)
     whole = assemble(weights)
     assert frozen

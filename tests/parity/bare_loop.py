@@ -22,6 +22,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
@@ -95,6 +96,11 @@ def train(
         if layout.overlap and layout.distributed_optimizer:  # the last step's parameters are still to be gathered
             for chunk in chunks:
                 chunk.disable_forward_pre_hook(param_sync=True)
+        for chunk in chunks if layout.sharding else []:
+            chunk.start_param_sync(force_sync=True)
+            chunk.module._replace_param_with_raw_if_needed()
+            for part in chunk.modules():
+                part._state_dict_pre_hooks.clear()  # they would show the shards
         trace.weights = weight_slices(chunks)
         return trace
 
@@ -171,6 +177,8 @@ def _build_chunks(
         fill_weights(models)
     if recipe.precision != "32-true":
         models = [Float16Module(config, model) for model in models]
+    if layout.sharding:
+        return [_fully_sharded(config, layout, recipe, model) for model in models]
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=recipe.precision not in ("bf16-true", "16-true"),
         use_distributed_optimizer=layout.distributed_optimizer,
@@ -183,6 +191,22 @@ def _build_chunks(
     for chunk in chunks:
         chunk.broadcast_params()
     return chunks
+
+
+def _fully_sharded(config: TransformerConfig, layout: Layout, recipe: Recipe, model: nn.Module) -> Any:
+    sums_in_fp32 = recipe.precision not in ("bf16-true", "16-true")
+    fields = {"grad_reduce_in_fp32": sums_in_fp32, "gradient_reduce_div_fusion": False}  # gloo has no multiplying sum
+    if sums_in_fp32 and hasattr(DistributedDataParallelConfig, "megatron_fsdp_main_grads_dtype"):  # 0.19
+        fields |= dict.fromkeys(("megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype"), torch.float32)
+    ddp_config = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy=layout.sharding,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        **fields,
+    )
+    return FullyShardedDataParallel(config, ddp_config, model, device=torch.device("cpu"))
 
 
 def _build_optimizer(chunks: list[DistributedDataParallel], layout: Layout, recipe: Recipe) -> MegatronOptimizer:
@@ -200,8 +224,8 @@ def _build_optimizer(chunks: list[DistributedDataParallel], layout: Layout, reci
         initial_loss_scale=recipe.initial_loss_scale,
         loss_scale_window=recipe.loss_scale_window,
         params_dtype=dtype,
-        use_distributed_optimizer=layout.distributed_optimizer,
-        overlap_param_gather=layout.overlap and layout.distributed_optimizer,
+        use_distributed_optimizer=bool(layout.distributed_optimizer or layout.sharding),
+        overlap_param_gather=bool((layout.overlap and layout.distributed_optimizer) or layout.sharding),
     )
     return get_megatron_optimizer(config, chunks, config_overrides={}, use_gloo_process_groups=False)
 

@@ -9,7 +9,7 @@ with those of one rank, slice by slice, replicas included.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_mcore.parallel.fully_sharded import FullyShardedChunk
+from lightning_mcore.parallel.groups import process_group
 
 Index = tuple[int | tuple[int, int], ...]
 
@@ -100,6 +104,8 @@ def plain_gradient_slices(module: nn.Module) -> list[Slice]:
 def whole_gradients(module: DistributedDataParallel) -> dict[int, torch.Tensor]:
     """Return the finished gradient of each parameter, by the parameter's address; collective as above."""
     gradients = {}
+    if isinstance(module, FullyShardedChunk):
+        return whole_of_shards(module, lambda shard: shard.grad)
     for buffer in [*module.buffers, *module.expert_parallel_buffers]:
         for bucket in buffer.buckets:
             data = bucket.grad_data
@@ -110,6 +116,30 @@ def whole_gradients(module: DistributedDataParallel) -> dict[int, torch.Tensor]:
                 whole = data[start : start + parameter.numel()].view(parameter.shape)
                 gradients[parameter.data_ptr()] = whole
     return gradients
+
+
+def whole_of_shards(module: FullyShardedChunk, value: Callable[[Any], DTensor | None]) -> dict[int, torch.Tensor]:
+    """Return what ``value`` says of all shards of each parameter, by the parameter's address; collective as above."""
+    module.gather()  # parameters have an address only then
+    values = {}
+    for parameter, shard in module.shards:
+        whole, own = torch.zeros(parameter.numel()), value(shard)
+        if own is not None:
+            whole[shard.megatron_fsdp_slice] = own.to_local().view(-1).float()
+        dist.all_reduce(whole, group=process_group("dp_cp" if getattr(parameter, "allreduce", True) else "expert_dp"))
+        values[parameter.data_ptr()] = whole.view(parameter.shape)
+    return values
+
+
+def moments_of_shards(module: FullyShardedChunk, optimizer: torch.optim.Optimizer) -> list[Slice]:
+    """Return a copy of the moments, and the copies in fp32, of a chunk that Adam steps; collective as above."""
+    slices = []
+    for name in ("exp_avg", "exp_avg_sq", "param"):
+        of_shards = {s: s if name == "param" else optimizer.state[s].get(name) for _, s in module.shards}
+        of_name = whole_of_shards(module, of_shards.__getitem__)
+        for part in _sharded_tensors_of(_without_wrappers(module), of_name):
+            slices.append(_as_slice(replace(part, key=f"optimizer.state.{name}.{part.key}"), part.data))
+    return slices
 
 
 def assemble(slices: Iterable[Slice]) -> dict[str, torch.Tensor]:
@@ -180,9 +210,9 @@ def _sharded_tensors_of(module: nn.Module, values: Mapping[int, torch.Tensor]) -
     """Yield the parts with the data of another tensor of the same shape, looked up by the parameter's address."""
     for entry in module.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group(None)).values():
         if isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data.data_ptr() in values:
-            value = values[entry.data.data_ptr()].to(entry.data.dtype)
+            value = values[entry.data.data_ptr()]
             if isinstance(entry, ShardedTensor):
-                yield replace(entry, data=value)
+                yield replace(entry, data=value, dtype=value.dtype)
             else:
                 yield from _leaves(replace(entry, data=value).build())
 

@@ -31,13 +31,18 @@ LAYOUTS = (
     Layout(tied=True, pp=2),
     Layout(tp=2, pp=2, sp=True),
     Layout(dp=2, tp=2, sp=True, distributed_optimizer=True),
+    Layout(dp=2, sharding="optim_grads_params"),
+    Layout(dp=2, tp=2, sp=True, sharding="optim_grads_params"),
     Layout(moe=True),
     Layout(moe=True, dp=2, ep=2),
     Layout(moe=True, dp=2, pp=2, ep=2, distributed_optimizer=True, overlap=True),
 )
 WEIGHTINGS: dict[Precision, bool] = {"32-true": False, "bf16-mixed": True}  # whether losses are weighted by tokens
 BOTH_IN_FP32 = ("dp2", "tp2-sp-pp2", "dp2-do-overlap")
-STAY = ("one", "tp2-sp", "pp2-vp2", "cp2", "dp2-do-overlap", "tied-pp2", "moe-dp2-pp2-ep2-do-overlap")
+STAY = (
+    *("one", "tp2-sp", "pp2-vp2", "cp2", "dp2-do-overlap", "tied-pp2", "moe-dp2-pp2-ep2-do-overlap"),
+    "dp2-optim_grads_params",
+)
 
 
 @pytest.mark.parametrize("layout", thorough_but(LAYOUTS, *STAY))

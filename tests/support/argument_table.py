@@ -261,6 +261,14 @@ ON_CONFIGS: tuple[tuple[dict[str, Any], Landing], ...] = (
         Landing("ddp_average_in_collective", True, "strategy.gradients.megatron_config().average_in_collective"),
     ),
     (
+        {"data_parallel_sharding_strategy": "optim_grads_params"},
+        Landing("use_megatron_fsdp", True, "strategy.gradients.data_parallel_sharding", "optim_grads_params"),
+    ),
+    (
+        {"use_megatron_fsdp": True},
+        Landing("data_parallel_sharding_strategy", "optim_grads", "strategy.gradients.data_parallel_sharding"),
+    ),
+    (
         {"use_distributed_optimizer": True},
         Landing("optimizer_cpu_offload", True, "optimizer_config.optimizer_cpu_offload"),
     ),

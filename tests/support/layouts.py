@@ -31,6 +31,7 @@ class Layout:
         tied: Whether the output layer shares the embedding's weight.
         distributed_optimizer: Whether optimizer states are sharded over data-parallel ranks.
         layer_wise: Whether they are sharded by whole parameters instead.
+        sharding: ``data_parallel_sharding``, of Megatron's FSDP.
         overlap: Whether gradient reduction, and parameter gathering if sharded, overlap with computation.
         split: ``pipeline_model_parallel_layout`` in Megatron's text form, for an uneven pipeline.
         first: ``num_layers_in_first_pipeline_stage``, for an uneven pipeline.
@@ -51,6 +52,7 @@ class Layout:
     tied: bool = False
     distributed_optimizer: bool = False
     layer_wise: bool = False
+    sharding: str | None = None
     overlap: bool = False
     split: str | None = None
     first: int | None = None
@@ -83,6 +85,7 @@ class Layout:
         parts += [f"last{self.last}"] if self.last else []
         parts += ["do"] if self.distributed_optimizer else []
         parts += ["lw"] if self.layer_wise else []
+        parts += [self.sharding] if self.sharding else []
         parts += ["overlap"] if self.overlap else []
         return "-".join(parts) or "one"
 
@@ -99,6 +102,14 @@ class Layout:
             "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.etp,
             "sequence_parallel": self.sp,
+            **self._gradient_arguments,
+        }
+
+    @property
+    def _gradient_arguments(self) -> dict[str, Any]:
+        if self.sharding:
+            return {"data_parallel_sharding": self.sharding}
+        return {
             "use_distributed_optimizer": self.distributed_optimizer,
             "use_layer_wise_distributed_optimizer": self.layer_wise,
             "overlap_grad_reduce": self.overlap,
@@ -124,6 +135,9 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(dp=2, distributed_optimizer=True),
     Layout(dp=2, distributed_optimizer=True, overlap=True),
     Layout(dp=2, overlap=True),
+    Layout(dp=2, sharding="optim_grads_params"),
+    Layout(dp=4, sharding="optim_grads_params"),
+    Layout(dp=2, sharding="optim_grads"),
     Layout(moe=True, dp=2),
     Layout(moe=True, dp=2, ep=2),
     Layout(moe=True, dp=4, ep=4),
@@ -131,6 +145,10 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(dp=2, tp=2, sp=True),
     Layout(dp=2, pp=2, distributed_optimizer=True),
     Layout(dp=2, cp=2, distributed_optimizer=True),
+    Layout(dp=2, tp=2, sp=True, sharding="optim_grads_params"),
+    Layout(dp=2, cp=2, sharding="optim_grads_params"),
+    Layout(moe=True, dp=4, ep=2, sharding="optim_grads_params"),
+    Layout(tied=True, dp=2, sharding="optim_grads_params"),
     Layout(tp=2, pp=2, sp=True),
     Layout(tp=2, pp=2, vp=2),
     Layout(tp=2, cp=2, sp=True),

@@ -24,6 +24,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor, nn
 
 from lightning_mcore import CommunicationOptions, MCoreGPT, MCoreModule, MCorePrecision, MCoreStrategy
+from lightning_mcore import callbacks as ours
 from tests.support import hygiene
 from tests.support.ranks import RanksFailedError, on_ranks, run_ranks
 from tests.support.sentences import refuses, says
@@ -33,6 +34,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 TP, PP, VP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 OWN_SCALER = torch.amp.GradScaler("cpu", init_scale=8.0)
+DPS = "data_parallel_sharding"
+FULLY_SHARDED = {DPS: "optim_grads_params"}
 CP, EP, SP = "context_parallel_size", "expert_model_parallel_size", "sequence_parallel"
 
 
@@ -65,6 +68,12 @@ CP, EP, SP = "context_parallel_size", "expert_model_parallel_size", "sequence_pa
         ({"process_group_backend": "glo"}, ValueError),
         ({TP: 2, SP: True, "tp_comm_overlap": True, "tp_comm_overlap_cfg": [1]}, TypeError),
         ({"ddp_config": {"bucket_size": 1}}, TypeError),
+        ({DPS: "full_shard"}, ValueError),
+        ({DPS: "optim"}, ValueError),
+        ({DPS: "optim_grads_params", "use_distributed_optimizer": False}, ValueError),
+        ({DPS: "optim_grads_params", "align_grad_reduce": True}, ValueError),
+        ({DPS: "optim_grads", "ddp_config": DistributedDataParallelConfig(nccl_ub=True)}, ValueError),
+        ({DPS: "optim_grads_params", PP: 2}, ValueError),
         ({"precision_plugin": MixedPrecision("16-mixed", "cpu", OWN_SCALER)}, ValueError),
     ],
 )
@@ -194,6 +203,15 @@ BEFORE_GROUPS: dict[str, Case] = {
     "plain-ep": Case(strategy={EP: 2}, module=PlainNet, error=TypeError),
     "plain-validate": Case(strategy={PP: 2}, module=PlainNet, entry="validate", error=TypeError),
     "layers-predict": Case(strategy={PP: 2}, module=gpt(num_layers=3), entry="predict"),
+    "fully-sharded-alone": Case(strategy={TP: 2, **FULLY_SHARDED}, module=gpt()),
+    "fully-sharded-experts": Case(strategy={EP: 2, **FULLY_SHARDED}, module=gpt(num_moe_experts=2)),
+    "fully-sharded-plain": Case(strategy=FULLY_SHARDED, module=PlainNet, error=TypeError),
+    "fully-sharded-fp16": Case(
+        strategy={**FULLY_SHARDED, "precision_plugin": MCorePrecision("16-mixed")}, module=gpt()
+    ),
+    "fully-sharded-average": Case(
+        strategy=FULLY_SHARDED, trainer={"callbacks": [ours.EMAWeightAveraging()]}, module=gpt()
+    ),
     "precision-twice": Case(
         strategy={"precision_plugin": MCorePrecision("bf16-true")}, trainer={"precision": "bf16-mixed"}
     ),
@@ -391,6 +409,8 @@ SHARDED = {"use_distributed_optimizer": True}
 LAYER_WISE = {"use_layer_wise_distributed_optimizer": True}
 
 AFTER_BUILDING: dict[str, Case] = {
+    "fully-sharded-without-layers": Case(strategy=FULLY_SHARDED, module=StagedNet),
+    "fully-sharded-forgot": Case(strategy=FULLY_SHARDED, module=Forgot),
     "forgot-pp": Case(strategy={PP: 2}, module=Forgot),
     "forgot-cp": Case(strategy={CP: 2}, module=Forgot),
     "rows-of-a-plain-module": Case(strategy={"micro_batch_size": 1}, module=PlainNet),

@@ -14,6 +14,9 @@ from lightning_mcore.config.layout import ParallelLayout
 GRADIENT_SETTINGS = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
 """Settings that both the strategy and ``ddp_config`` have."""
 
+SHARDINGS = ("optim_grads", "optim_grads_params")
+"""Values of ``data_parallel_sharding``, in Megatron's words (``data_parallel_sharding_strategy``)."""
+
 # Fields of ddp_config, and the setting without which they do nothing
 _NEEDS = {
     "num_distributed_optimizer_instances": "use_distributed_optimizer",
@@ -21,6 +24,11 @@ _NEEDS = {
     "align_param_gather": "overlap_param_gather",
     "disable_symmetric_registration": "nccl_ub",
 }
+_UNIT_SIZE = "suggested_communication_unit_size"  # elements that data_parallel_sharding gathers ahead, times 2
+_NOT_WITH_SHARDING = (
+    *("num_distributed_optimizer_instances", "average_in_collective", "reduce_scatter_with_fp32_accumulation"),
+    *("nccl_ub", "align_param_gather"),
+)
 NO_SYNC_BATCHNORM = "sync_batchnorm=True is not available for a model built with pipeline(); set it to False"
 
 _ACCELERATORS = ("auto", "cpu", "cuda", "gpu")
@@ -29,7 +37,12 @@ _INTERLEAVED = "needs the interleaved schedule; set virtual_pipeline_model_paral
 
 def resolved(given: Mapping[str, Any], ddp: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``ddp_config`` with the strategy's arguments filled in."""
-    return {**ddp, **{name: given[name] for name in GRADIENT_SETTINGS if given.get(name) is not None}}
+    values = {**ddp, **{name: given[name] for name in GRADIENT_SETTINGS if given.get(name) is not None}}
+    sharding = given.get("data_parallel_sharding")
+    if sharding is None:
+        return values
+    of_fsdp = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": sharding}
+    return {**values, **dict.fromkeys(GRADIENT_SETTINGS, True), **of_fsdp}
 
 
 def gradient_faults(given: Mapping[str, Any], ddp: Mapping[str, Any]) -> Iterator[str]:
@@ -38,6 +51,7 @@ def gradient_faults(given: Mapping[str, Any], ddp: Mapping[str, Any]) -> Iterato
         if given.get(name) is not None and name in ddp and ddp[name] != given[name]:
             yield f"{name}={given[name]} contradicts ddp_config.{name}={ddp[name]}; set it in one place"
     values = resolved(given, ddp)
+    yield from _sharding_faults(given, ddp)
     yield from _option_faults(ddp, values)
     # Parameters can be gathered during forward only if the optimizer is sharded and gradients overlap.
     missing = [name for name in GRADIENT_SETTINGS[:2] if not values.get(name)]
@@ -53,10 +67,74 @@ def gradient_faults(given: Mapping[str, Any], ddp: Mapping[str, Any]) -> Iterato
         yield "align_grad_reduce=True needs overlap_grad_reduce=True; set both, or neither"
 
 
+def _sharding_faults(given: Mapping[str, Any], ddp: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with ``data_parallel_sharding``, and the settings of gradients that it excludes."""
+    sharding = given.get("data_parallel_sharding")
+    if sharding is None:
+        return
+    asked = _asked(sharding)
+    if sharding not in SHARDINGS:
+        yield (
+            f"{asked} is not available; choose 'optim_grads_params' or 'optim_grads', or set"
+            " use_distributed_optimizer=True, which shards the optimizer state alone"
+        )
+        return
+    for name in GRADIENT_SETTINGS:
+        if given.get(name) is False:
+            yield f"{name}=False contradicts {asked}, which always does this; leave it out"
+    if given.get("use_layer_wise_distributed_optimizer"):
+        yield f"use_layer_wise_distributed_optimizer=True contradicts {asked}, which shards by rows; set one of them"
+    if given.get("align_grad_reduce"):
+        yield f"align_grad_reduce=True contradicts {asked}, which reduces after each layer; leave it out"
+    for name in _NOT_WITH_SHARDING:
+        if ddp.get(name):
+            yield f"ddp_config.{name}={ddp[name]} is not available with {asked}; leave it out"
+
+
+def _asked(sharding: str) -> str:
+    return f"data_parallel_sharding={sharding!r}"
+
+
+def sharding_faults(sharding: str | None, precision: str, fp8: bool, optimizer: Mapping[str, Any]) -> Iterator[str]:
+    """Yield number formats, and fields of ``optimizer_config``, that ``data_parallel_sharding`` does not take."""
+    if sharding is None:
+        return
+    if precision.startswith("16") or fp8:
+        what = "FP8" if fp8 else f"precision={precision!r}"
+        yield f"{what} is not available with {_asked(sharding)}; choose precision='bf16-mixed', or leave the latter out"
+    for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
+        if optimizer.get(name):
+            yield (
+                f"optimizer_config.{name}=True is not available with {_asked(sharding)}; leave it out, or set"
+                " use_distributed_optimizer=True instead"
+            )
+
+
+def sharding_faults_on(sharding: str | None, layout: ParallelLayout, world_size: int) -> Iterator[str]:
+    """Yield a sentence if the ranks leave ``data_parallel_sharding`` nothing to shard over."""
+    if sharding is None:
+        return
+    replicas = layout.data_parallel_size(world_size) * layout.context_parallel_size
+    experts = layout.expert_model_parallel_size
+    if replicas == 1:
+        yield (
+            f"{_asked(sharding)} shards over data-parallel and context-parallel ranks, and this run has one; leave it"
+            " out"
+        )
+    # In a group of one rank, Megatron divides the gradients again at each microbatch (0.16.1 and 0.19.2).
+    elif experts > 1 and layout.expert_data_parallel_size(world_size) == 1:
+        yield (
+            f"{_asked(sharding)} needs each expert on two ranks or more, and with expert_model_parallel_size={experts}"
+            f" each is on one; run on {2 * world_size} ranks, or choose a smaller expert_model_parallel_size"
+        )
+
+
 def _option_faults(ddp: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
     """Yield fields of ``ddp_config`` that are not available, would do nothing, or that Megatron rejects."""
     for name, value in ddp.items():
         reason = FSDP if "fsdp" in name else DDP_NOT_AVAILABLE.get(name)
+        if name == _UNIT_SIZE and values.get("use_megatron_fsdp"):
+            continue
         if reason is not None:
             yield f"ddp_config.{name}={value!r} is not available: {reason}; leave it out"
         elif name in _NEEDS and not values.get(_NEEDS[name]):
@@ -94,6 +172,13 @@ def world_faults(ddp: Mapping[str, Any], layout: ParallelLayout, world_size: int
 
 def schedule_faults(given: Mapping[str, Any], ddp: Mapping[str, Any], layout: ParallelLayout) -> Iterator[str]:
     """Yield settings of overlap, grouping and alignment that the pipeline does not support."""
+    sharding, stages = given.get("data_parallel_sharding"), layout.pipeline_model_parallel_size
+    if sharding is not None and stages > 1:
+        yield (
+            f"{_asked(sharding)} is not available with pipeline_model_parallel_size={stages}, where each microbatch"
+            " would gather all layers of its stage; set use_distributed_optimizer=True instead, or"
+            " pipeline_model_parallel_size=1"
+        )
     if given.get("overlap_p2p_comm") and not layout.is_interleaved:
         yield f"overlap_p2p_comm=True {_INTERLEAVED}"
     group = given.get("microbatch_group_size_per_vp_stage")

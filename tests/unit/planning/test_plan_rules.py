@@ -124,6 +124,14 @@ WRONG: dict[str, tuple[RunSettings, str]] = {
     "sharp on the CPU": (run_with(strategy={"communication": {"use_sharp": True}}), "use_sharp"),
     # gradients and optimizer
     "fsdp": (run_with(strategy={"ddp_config": {"use_megatron_fsdp": True}}), "use_megatron_fsdp"),
+    "fully sharded pipeline": (
+        run_with(strategy={"data_parallel_sharding": "optim_grads_params", "pipeline_model_parallel_size": 2}),
+        "data_parallel_sharding='optim_grads_params' is not available with pipeline_model_parallel_size=2",
+    ),
+    "fully sharded over one rank": (
+        run_with(strategy={"data_parallel_sharding": "optim_grads", "tensor_model_parallel_size": 4}),
+        "data_parallel_sharding='optim_grads' shards over data-parallel and context-parallel ranks",
+    ),
     "two values": (
         run_with(strategy={"overlap_grad_reduce": False, "ddp_config": {"overlap_grad_reduce": True}}),
         "overlap_grad_reduce",
@@ -522,3 +530,11 @@ def test_a_window_that_only_the_torch_backend_refuses_is_planned_for_transformer
     plan = make_plan(run_with({"window_size": [8, 4]}, trainer={"accelerator": "gpu", "devices": 1}), 1)
     assert (plan.backend, plan.errors) == ("transformer_engine", ())
     assert plan.stages
+
+
+def test_a_plan_says_that_it_cannot_count_what_is_gathered_ahead() -> None:
+    plan = make_plan(run_with(strategy={"data_parallel_sharding": "optim_grads_params"}), 4)
+    assert [error.split(",")[0] for error in plan.errors] == [
+        "data_parallel_sharding='optim_grads_params' is not planned yet"
+    ]
+    assert not plan.stages

@@ -31,6 +31,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.optimizer import DistributedOptimizer
@@ -58,6 +59,8 @@ OWNERS: dict[str, type | ModuleType] = {
     "_apply_scaling": RotaryEmbedding,
     "_make_forward_pre_hook": DistributedDataParallel,
     "_batches_that_stepped": _TrainingEpochLoop,
+    "_replace_param_with_distributed_if_needed": MegatronFSDP,
+    "_replace_param_with_raw_if_needed": MegatronFSDP,
     "_build_megatron_dataset_splits": BlendedMegatronDatasetBuilder,
     "_calculate_timestamps": Qwen3VLProcessor,
     "_callback_metrics": _LoggerConnector,
