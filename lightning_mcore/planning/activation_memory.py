@@ -11,13 +11,14 @@ who shares it. A tensor that two layers keep is one row, in the layer that made 
 its 4096 channels in fp32 for the first norm: 4096 x 4 bytes of each token, shared by ``sequence``.
 
 Rows of the torch backend are those that ``torch.autograd.graph.saved_tensors_hooks`` shows on a CPU with PyTorch 2.13
-and megatron-core 0.16.1. They are listed rather than measured again for each plan, because ``--suggest`` weighs
-hundreds of layouts, and because the layers of TransformerEngine, which most runs on GPUs have, cannot be measured
-without one; layers with a memory are measured (``measured.py``). With TransformerEngine, norms keep their input and one
-number, linear layers in FP8 keep their input in 8 bits, and dropout keeps one byte for each element, as its
-documentation says. A tensor that only the gradient of a frozen weight would need is not kept. Adapters keep their input
-and ``A x``, and where a layer has several, the matrices that it stacks them in. Routed experts are assumed to be evenly
-loaded, and tensors that ``cpu_offloading`` would move to the host are counted as if they stayed.
+and megatron-core 0.16.1; on a GPU, RMSNorm is one kernel, which keeps its input as it is. They are listed rather than
+measured again for each plan, because ``--suggest`` weighs hundreds of layouts, and because the layers of
+TransformerEngine, which most runs on GPUs have, cannot be measured without one; layers with a memory are measured
+(``measured.py``). With TransformerEngine, norms keep their input and one number, linear layers in FP8 keep their input
+in 8 bits, and dropout keeps one byte for each element, as its documentation says. A tensor that only the gradient of a
+frozen weight would need is not kept. Adapters keep their input and ``A x``, and where a layer has several, the matrices
+that it stacks them in. Routed experts are assumed to be evenly loaded, and tensors that ``cpu_offloading`` would move
+to the host are counted as if they stayed.
 """
 
 import math
@@ -174,7 +175,7 @@ def _norm(
     weights: tuple[str, ...] = (),
 ) -> Iterator[Row]:
     """Yield what a norm keeps, and last its output, which the linear layer behind it keeps for ``weights``."""
-    fused = not form.is_local or fields.subtracts_mean
+    fused = form.fuses_norms or fields.subtracts_mean
     kept = FP32 if fields.fp32_residual_connection or not fused else form.parameter
     yield Row(f"{name} input", width, kept, "sequence")
     if not fused:
@@ -232,7 +233,7 @@ def _grouped_attention(fields: GPTFields, form: Formats) -> Iterator[Row]:
     # The values are a view of it, which keeps the whole tensor.
     yield Row("queries, keys and values", both + values + queries * fields.attention_output_gate, element, "tensor")
     if fields.qk_layernorm:
-        fused = not form.is_local or fields.subtracts_mean
+        fused = form.fuses_norms or fields.subtracts_mean
         copied = (both, FP32) if is_copied and not fused else (queries, element)
         yield Row("queries before their norm, or both in fp32", *copied, "tensor")
         if not fused:

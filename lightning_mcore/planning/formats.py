@@ -46,6 +46,7 @@ class Formats:
     offloaded: float = 0.0  # share of the optimizer state that is kept on the host
     backend: str = "local"  # the layers: ``"local"``, which are plain PyTorch, or ``"transformer_engine"``
     packed: bool = False  # whether rows hold several sequences each, and are joined to one
+    on_gpu: bool = False
 
     @classmethod
     def of(
@@ -55,6 +56,7 @@ class Formats:
         optimizer: str = "adamw",
         backend: str = "local",
         packed: bool = False,
+        on_gpu: bool = False,
     ) -> "Formats":
         """Read them from the arguments of a run.
 
@@ -88,6 +90,7 @@ class Formats:
             offloaded=float(fraction or 0.0),
             backend=backend,
             packed=packed,
+            on_gpu=on_gpu,
         )
 
     def state_bytes(self, tensor: ParameterTensor) -> int:
@@ -105,6 +108,11 @@ class Formats:
     def is_local(self) -> bool:
         """Whether the layers are plain PyTorch."""
         return self.backend == "local"
+
+    @property
+    def fuses_norms(self) -> bool:
+        """Whether RMSNorm is one kernel, as PyTorch (from 2.9) and TransformerEngine have it for GPUs."""
+        return self.on_gpu or not self.is_local
 
     @property
     def keeps_fp8(self) -> bool:

@@ -401,7 +401,12 @@ class CheckedRun:
         assert self.fields is not None
         assert self.batch is not None
         formats = Formats.of(
-            rules.precision, rules.all_strategy, optimizer_of(self.model), self.backend, self.is_packed
+            rules.precision,
+            rules.all_strategy,
+            optimizer_of(self.model),
+            self.backend,
+            self.is_packed,
+            self.device_type == "cuda",
         )
         of_loss, group = strategy.get("loss_chunk_size", "auto"), strategy.get("microbatch_group_size_per_vp_stage")
         return Sizes(self.fields, rules.layout, self.devices, self.batch, formats, of_loss, group)

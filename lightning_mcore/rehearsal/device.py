@@ -88,6 +88,10 @@ def fake_cuda(
         options = _OPTIONS()
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size, pg_options=options)
         stack.callback(dist.destroy_process_group)
+        # PyTorch asks whether a GPU has this kernel, and else keeps more for the backward pass. Fake tensors call none.
+        kernels = torch.library.Library("aten", "IMPL", "CUDA")  # type: ignore[no-untyped-call]
+        for name in ("_fused_rms_norm", "_fused_rms_norm_backward"):
+            kernels.impl(name, _returns(None))  # type: ignore[no-untyped-call]
         with counts:
             yield counts
 

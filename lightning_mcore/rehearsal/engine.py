@@ -9,7 +9,6 @@ for one operator; a kernel that only writes into tensors that exist has nothing 
 """
 
 import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_mcore.layers import spec
 from lightning_mcore.rehearsal.counts import Counts
+from lightning_mcore.strategy import fp8_checks
 from lightning_mcore.te_cpu import extension, load
 
 _IN_PLACE = """
@@ -54,11 +55,10 @@ def of_engine(counts: Counts) -> list[tuple[Any, str, Any]]:
     package = "transformer_engine.pytorch"
     attention = importlib.import_module(f"{package}.attention.dot_product_attention.utils")
     quantized = importlib.import_module(f"{package}.quantized_tensor").QuantizedTensor
-    users = [module for name, module in list(sys.modules.items()) if name.startswith("lightning_mcore.")]
     return [
         (extension, "around", around),
         # As for a TransformerEngine with its CUDA library
-        *((user, "is_prepared", lambda: False) for user in users if "is_prepared" in vars(user)),
+        *((user, "is_prepared", lambda: False) for user in (spec, fp8_checks)),
         (torch.version, "cuda", "13.0"),
         (
             importlib.import_module(f"{package}.utils"),

@@ -34,6 +34,7 @@ RUN: dict[str, Any] = {
                 "num_layers": 4,
                 "hidden_size": 256,
                 "num_attention_heads": 4,
+                "normalization": "RMSNorm",
                 "bias_dropout_fusion": False,
             },
         },

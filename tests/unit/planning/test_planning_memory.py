@@ -295,6 +295,17 @@ def test_transformer_engine_keeps_less_of_a_norm() -> None:
     assert kinds[1].activations < kinds[0].activations
 
 
+def test_a_norm_on_a_gpu_keeps_its_input_as_it_is() -> None:
+    fields = gpt(TINY | {"normalization": "RMSNorm"})
+    kept = {}
+    for on_gpu in (False, True):
+        rows = layer_rows(fields, 0, 1024, Formats.of({"precision": "bf16-mixed"}, {}, on_gpu=on_gpu))
+        kept[on_gpu] = [(row.name, row.element) for row in rows if row.name.startswith("input_layernorm input")]
+
+    assert kept[False] == [("input_layernorm input", 4), ("input_layernorm input, scaled", 4)]
+    assert kept[True] == [("input_layernorm input", 2)]
+
+
 def test_only_the_context_parallel_size_divides_tokens_without_sequence_parallelism() -> None:
     rows = [row for row in layer_rows(gpt(TINY), 0, 1024, Formats.of({}, {})) if row.shared == "sequence"]
     whole = memory().activations
