@@ -34,8 +34,12 @@ class DistributingParallelArguments:
         ValueError: A value is not available, contradicts another one, or needs one that is not set.
     """
 
-    tensor_model_parallel_size: int | None = option("Ranks that share each matrix. Default: 1.")
-    pipeline_model_parallel_size: int | None = option("Ranks that share the layers; each is a stage. Default: 1.")
+    tensor_model_parallel_size: int | None = option(
+        "Number of ranks across which each weight matrix is split. Default: 1."
+    )
+    pipeline_model_parallel_size: int | None = option(
+        "Number of pipeline stages across which the layers are split. Default: 1."
+    )
     sequence_parallel: bool = flag(
         "Split the activations between tensor-parallel regions over the same ranks. Needs tensor parallelism, and is "
         "needed by tensor and expert parallelism together.",
@@ -45,10 +49,12 @@ class DistributingParallelArguments:
         "Chunks of layers on each stage (interleaved schedule). Default: one, or what pipeline_model_parallel_layout"
         " says."
     )
-    context_parallel_size: int | None = option("Ranks that share each sequence. Default: 1.")
-    expert_model_parallel_size: int | None = option("Ranks that share the experts. Default: 1.")
+    context_parallel_size: int | None = option("Number of ranks across which each sequence is split. Default: 1.")
+    expert_model_parallel_size: int | None = option(
+        "Number of ranks across which the experts are distributed. Default: 1."
+    )
     expert_tensor_parallel_size: int | None = option(
-        "Ranks that share each expert's matrices. Default: tensor_model_parallel_size."
+        "Number of ranks across which each expert's matrices are split. Default: tensor_model_parallel_size."
     )
     account_for_embedding_in_pipeline_split: bool | None = flag("Count the embedding as a layer of the pipeline.")
     account_for_loss_in_pipeline_split: bool | None = flag("Count the loss as a layer of the pipeline.")

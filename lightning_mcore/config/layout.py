@@ -124,15 +124,17 @@ class ParallelLayout:
     """Sizes of the parallel axes, with Megatron's names; the rest of the world is data parallel.
 
     Args:
-        tensor_model_parallel_size: Ranks that share each layer's matrices.
-        pipeline_model_parallel_size: Ranks that share the layers.
+        tensor_model_parallel_size: Number of ranks across which each weight matrix is split.
+        pipeline_model_parallel_size: Number of pipeline stages across which the layers are split.
         virtual_pipeline_model_parallel_size: Chunks of layers on each pipeline rank (interleaved schedule); None means
             one chunk. Filled in if ``pipeline_model_parallel_layout`` has several stages per rank.
         pipeline_model_parallel_layout: Layers of each stage as ``"E,t*3|t*4,L"`` or as lists of ``"embedding"``,
             ``"decoder"``, ``"mtp"`` and ``"loss"``; None splits the layers evenly.
-        context_parallel_size: Ranks that share each sequence.
-        expert_model_parallel_size: Ranks that share the experts, taken from the tensor, context and data axes.
-        expert_tensor_parallel_size: Ranks that share each expert's matrices; None for ``tensor_model_parallel_size``.
+        context_parallel_size: Number of ranks across which each sequence is split.
+        expert_model_parallel_size: Number of ranks across which the experts are distributed, from the tensor, context
+            and data axes.
+        expert_tensor_parallel_size: Number of ranks across which each expert's matrices are split; None for
+            ``tensor_model_parallel_size``.
         sequence_parallel: Whether norms and dropout split the sequence over the tensor-parallel ranks.
 
     Raises:

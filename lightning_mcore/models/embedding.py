@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MCoreEmbedding``: an ``MCoreGPT`` without an output layer that learns vectors of texts, on every layout.
+"""``MCoreEmbedding``: an ``MCoreGPT`` without an output layer that turns texts into vectors, on every layout.
 
 The model, its layouts, checkpoints and adapters are ``MCoreGPT``'s; the last stage returns hidden states instead of
 logits. ``data/embedding/texts.py`` describes a batch: neighbouring sequences are a query, its positive and its hard
@@ -38,15 +38,15 @@ from lightning_mcore.strategy.strategy import MCoreStrategy
 
 
 class MCoreEmbedding(MCoreGPT):
-    """A GPT that turns texts into vectors, trained on queries with texts that answer them and texts that do not.
+    """A GPT that turns texts into vectors, trained on queries, texts that answer them and texts that do not.
 
     The vector of a text is pooled from the hidden states after the last norm, and has length 1. There is no output
     layer. Multi-token prediction is off. The losses of routers are added as in ``MCoreGPT``.
 
     Logs ``train_loss``, a mean over queries, and ``train_accuracy``, the fraction of queries whose positive is the most
     similar of all texts that they are compared with. Validation and testing log ``val_loss``, ``val_accuracy`` and
-    ``val_mrr`` (mean reciprocal rank of the positive), and the same with ``test_``. Accuracies and ranks are those of
-    whole vectors. ``grad_norm`` and the speed are logged as by ``MCoreGPT``. :meth:`predict_step` returns the vectors.
+    ``val_mrr`` (mean reciprocal rank of the positive), and the same with ``test_``. Accuracies and ranks use full-size
+    vectors. ``grad_norm`` and the speed are logged as by ``MCoreGPT``. :meth:`predict_step` returns the vectors.
 
     Args:
         vocab_size: As in :class:`~lightning_mcore.MCoreGPT`, like all arguments except ``embedding``.
@@ -58,15 +58,15 @@ class MCoreEmbedding(MCoreGPT):
         rotary_percent: Fraction of a head's channels that is rotated.
         rotary_base: Base of the rotary wavelengths.
         rope_scaling: Stretch long wavelengths as Llama 3 does.
-        rope_scaling_factor: The factor of that stretch.
+        rope_scaling_factor: How much to stretch them.
         seq_len_interpolation_factor: Divides all positions.
         yarn: Settings of YaRN.
         make_vocab_size_divisible_by: The embedding has a multiple of this many rows.
         transformer_impl: The layers to use.
-        architecture: What the model has that Megatron's config has no field for.
+        architecture: Parts of the model for which Megatron's config has no field.
         hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.
         lora: Train low-rank adapters and freeze the rest.
-        train_only: Parts of the Hugging Face names of the weights that are trained; all others are frozen.
+        train_only: Parts of the Hugging Face names of weights to train; all others are frozen.
 
     Raises:
         ValueError: A value is not allowed, or two contradict each other.
@@ -155,7 +155,7 @@ class MCoreEmbedding(MCoreGPT):
             family: The kind of model; None for the family in its config.
             lora: Train low-rank adapters and freeze the weights, or continue the adapters in a PEFT folder.
             adapters: PEFT adapters to merge into the weights first.
-            train_only: Parts of the Hugging Face names of the weights that are trained, as in the constructor.
+            train_only: Parts of the Hugging Face names of weights to train, as in the constructor.
 
         Raises:
             FileNotFoundError: There is no such model, or no such adapter.
@@ -211,7 +211,7 @@ class MCoreEmbedding(MCoreGPT):
         return 0
 
     def configure_model(self) -> None:
-        """Build this rank's chunks as ``MCoreGPT`` does, and the group in which hosts tell how many texts they have."""
+        """Build this rank's chunks as ``MCoreGPT`` does, and the group in which hosts exchange text counts."""
         super().configure_model()
         if self._host() is not None:
             data_parallel_hosts()
@@ -242,7 +242,7 @@ class MCoreEmbedding(MCoreGPT):
             raise_first(faults_of_batch(self.embedding, part, copies if self._trainer.training else 2))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        """Return the mean loss over a microbatch's queries and its weight, their number."""
+        """Return the mean loss over a microbatch's queries and its weight, the number of queries."""
         return self._step(batch, "train")
 
     def _evaluate(self, stage: str, batch: Batch) -> None:
@@ -256,7 +256,7 @@ class MCoreEmbedding(MCoreGPT):
     def generate(
         self, prompt: list[int], max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0
     ) -> list[int]:
-        """Raise ValueError, because there are no next tokens."""
+        """Raise ValueError, because an embedding model cannot generate."""
         raise ValueError("MCoreEmbedding gives vectors and no next tokens; generate with a language model")
 
     def _vectors(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -307,7 +307,7 @@ class MCoreEmbedding(MCoreGPT):
 def arguments_of_base(transformer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``MCoreGPT`` that embeddings change, by name.
 
-    A loss of routers, which Megatron weighs by tokens, makes the loss a mean over microbatches.
+    With router losses, which Megatron weights by tokens, the loss becomes a mean over microbatches.
     """
     fields = {**transformer, **({"mtp_num_layers": None} if "mtp_num_layers" in transformer else {})}
     if weighted_by_tokens(SimpleNamespace(**fields)):

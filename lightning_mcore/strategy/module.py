@@ -410,7 +410,7 @@ class MCoreModule(pl.LightningModule):
             batch: The method's batch.
 
         Returns:
-            The result of the method on the last stage, on every rank of the pipeline.
+            The last stage's result, on every rank of the pipeline.
         """
         host = self._host()
         if host is not None:

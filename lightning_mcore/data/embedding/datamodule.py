@@ -30,8 +30,8 @@ class TextSamples(Dataset[Texts]):
     """The rows of a split, each with its texts.
 
     ``tokenized`` is a dataset of a :class:`~lightning_mcore.data.embedding.rows.TextReading`, and ``indices`` [n]
-    selects its rows; row numbers become sample ids. A text may take ``places`` tokens. Raises ValueError if one is
-    longer.
+    selects its rows; row numbers become sample ids. A text may have up to ``places`` tokens. Raises ValueError if one
+    is longer.
     """
 
     def __init__(self, tokenized: Any, indices: NDArray[np.int64], places: int, name: str) -> None:
@@ -66,7 +66,7 @@ class TextSamples(Dataset[Texts]):
 
 
 class PackedTexts(PackedPairs):
-    """Packed rows of texts; ``samples`` are :class:`TextSamples`. The texts of a row of data stay together."""
+    """Packed rows of texts; ``samples`` are :class:`TextSamples`. All texts of a data row stay together."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return a row; ``texts.py`` lists its tensors."""
@@ -76,15 +76,16 @@ class PackedTexts(PackedPairs):
 class MCoreEmbeddingData(MCoreFinetuningData):
     """Queries, each with a text that answers it and perhaps hard negatives, from jsonl or parquet files.
 
-    ``rows.py`` lists the columns that a file may have. Prompts and the number of negatives are those of the module's
+    ``rows.py`` lists the columns that a file may have. Prompts and the number of negatives come from the module's
     ``Embedding``. A row that does not fit is an error.
 
     Args:
-        train_files: As in :class:`~lightning_mcore.MCoreFinetuningData`, like all arguments that are not explained.
+        train_files: As in :class:`~lightning_mcore.MCoreFinetuningData`, like all arguments that are not explained
+            here.
         tokenizer: Folder or name of a ``transformers`` tokenizer, or the tokenizer itself. Its special tokens are
             added to each text, as ``SentenceTransformer`` does.
-        seq_length: Places in a row, in tokens. A packed row contains all texts of a query, so with k negatives each
-            text may take a ``2 + k``-th part.
+        seq_length: Length of a row, in tokens. A packed row contains all texts of a query, so with k negatives each
+            text may use ``1 / (2 + k)`` of it.
         batch_size: Queries in a batch on one data-parallel rank; rows if ``packing``.
         validation_files: Files to validate on; None for none.
         test_files: Files to test on; None for none.
