@@ -181,7 +181,7 @@ class MCoreEmbedding(MCoreGPT):
 
     @classmethod
     def check_kind(cls, path: str, settings: dict[str, Any]) -> None:
-        """Raise ValueError for the settings of another kind of model, such as a checkpoint of a language model."""
+        """Raise ValueError for another kind of model's settings, such as a language model's checkpoint."""
         super().check_kind(path, settings)
         if not settings["hf"]["family"].endswith(HIDDEN):
             raise ValueError(

@@ -124,9 +124,9 @@ class MCoreStrategy(DDPStrategy):
             ``ddp_config``, False by default.
         use_layer_wise_distributed_optimizer: Shard the state of any torch optimizer, such as ``MuonWithAdamW``, by
             whole parameters over the data-parallel ranks; instead of ``use_distributed_optimizer``.
-        data_parallel_sharding: What the data-parallel ranks shard, by Megatron's FSDP: ``"optim_grads_params"``, all of
-            optimizer state, gradients and parameters, of which one layer at a time is gathered (ZeRO-3);
-            ``"optim_grads"``, all but the parameters (ZeRO-2). None for no FSDP.
+        data_parallel_sharding: What Megatron's FSDP shards across the data-parallel ranks: with
+            ``"optim_grads_params"``, optimizer state, gradients and parameters, which are gathered one layer at a time
+            (ZeRO-3); with ``"optim_grads"``, all but the parameters (ZeRO-2). None for no FSDP.
         overlap_grad_reduce: Reduce gradients while backward still runs; None as for ``use_distributed_optimizer``.
         overlap_param_gather: Gather updated parameters while the next forward runs; needs ``use_distributed_optimizer``
             and ``overlap_grad_reduce``. None as for these.
