@@ -82,15 +82,25 @@ def layer_rows(
     if fields.hidden_dropout:
         rows.append(Row("dropout masks", (bool(kind.mixer) + kind.has_mlp) * hidden, form.mask, "sequence"))
     start = f"{prefix}.{layer}."
-    return [*_needed(fields, rows, start), *_adapters(fields, form, start)]
+    return [*_needed(fields, form, rows, start), *_adapters(fields, form, start)]
 
 
-def _needed(fields: GPTFields, rows: Iterable[Row], prefix: str = "") -> list[Row]:
-    """Return the rows without those that only gradients of frozen weights without adapters need."""
+def _needed(fields: GPTFields, form: Formats, rows: Iterable[Row], prefix: str = "") -> list[Row]:
+    """Return the rows without those that only gradients of frozen weights without adapters need.
+
+    In FP8, an adapter keeps in 16 bits what a trained weight keeps in 8.
+    """
     trained = None if fields.adapters is None else fields.adapters.of
     if trained is None:
         return [*rows]
-    return [row for row in rows if not row.weights or any(prefix + name in trained for name in row.weights)]
+    needed = []
+    for row in rows:
+        users = [trained[prefix + name] for name in row.weights if prefix + name in trained]
+        if users and form.keeps_fp8 and row.element == form.linear_input and not any(user.is_saved for user in users):
+            row = row._replace(element=form.parameter)
+        if users or not row.weights:
+            needed.append(row)
+    return needed
 
 
 def _of_weight(fields: GPTFields, name: str) -> Trained | None:
@@ -141,13 +151,13 @@ def output_rows(fields: GPTFields, form: Formats) -> Iterator[Row]:
     """Yield the tensors that the final norm, the output layer and the loss keep; see :func:`layer_rows`."""
     behind = ("embedding.word_embeddings.weight" if fields.tied else "output_layer.weight",)
     padded = fields.padded_vocab_size
-    norm = _needed(fields, _norm(fields, "decoder.final_layernorm", fields.hidden_size, form, weights=behind))
+    norm = _needed(fields, form, _norm(fields, "decoder.final_layernorm", fields.hidden_size, form, weights=behind))
     if not fields.has_logits:  # the score layer keeps a copy in fp32 of the norm's output, of whole sequences
         yield from (row for row in norm if not row.name.endswith("output"))
     if fields.encodes:
         return
     if fields.scores:
-        yield from _needed(fields, [Row("score layer input", fields.hidden_size, FP32, "nobody", weights=behind)])
+        yield from _needed(fields, form, [Row("score layer input", fields.hidden_size, FP32, "nobody", weights=behind)])
         return
     yield from norm
     yield Row("probabilities", padded, FP32, "tensor")
@@ -204,7 +214,7 @@ def _attention(fields: GPTFields, seq_length: int, form: Formats) -> Iterator[Ro
     else:
         yield Row("attention statistics", heads, FP32, "tensor", "core_attn")
     yield Row("attention output", output, element, "tensor")
-    if form.keeps_fp8:
+    if form.keeps_fp8 and fields.adapters is None:  # those of linear_proj read the output itself
         yield Row("attention output in 8 bits", output, form.linear_input, "tensor")
     if fields.attention_output_gate:
         behind = ("self_attention.linear_proj.weight",)

@@ -386,10 +386,9 @@ def _tensors(items: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _parts(tensor: Any) -> Iterator[Tensor]:
-    """Yield a fake tensor, or those that a quantized tensor consists of."""
-    for item in (tensor,) if isinstance(tensor, FakeTensor) else vars(tensor).values():
-        if isinstance(item, FakeTensor):
-            yield item
+    """Yield a fake tensor, or those that a quantized tensor consists of: ``_data``, ``_scale_inv`` and the like."""
+    parts = [tensor] if isinstance(tensor, FakeTensor) else [vars(tensor)[key] for key in vars(tensor) if key[0] == "_"]
+    yield from (part for part in parts if isinstance(part, FakeTensor))  # not the optimizer's main_param
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -131,14 +131,24 @@ def test_the_status_page_says_what_is_rehearsed() -> None:
     assert {run for runs in OPTIONS.values() for run in runs} <= {*KEPT, *OTHERS}
 
 
+@pytest.mark.parametrize(
+    ("precision", "more"),
+    [
+        ({"precision": "bf16-mixed"}, {}),
+        # Adapters read inputs in 16 bits.
+        ({"precision": "bf16-mixed", "fp8_recipe": "tensorwise"}, {"lora": {"r": 8}}),
+    ],
+    ids=["bf16", "fp8-lora"],
+)
 def test_a_file_without_a_choice_is_rehearsed_with_these_layers_and_needs_the_planned_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    precision: dict[str, Any], more: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The scores of the rows' attention, which only a kernel sees, would add 40 % to the peak.
     sizes = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 16, "ffn_hidden_size": 3584}
-    model = {"vocab_size": 8192, "seq_length": 2048, "transformer": TRANSFORMER | sizes}
+    model = {"vocab_size": 8192, "seq_length": 2048, "transformer": TRANSFORMER | sizes, **more}
     strategy = {"class_path": "lightning_mcore.MCoreStrategy"}
-    trainer = {"accelerator": "gpu", "devices": 1, "precision": "bf16-mixed", "max_steps": 9, "strategy": strategy}
+    plugins = {"class_path": "lightning_mcore.MCorePrecision", "init_args": precision}
+    trainer = {"accelerator": "gpu", "devices": 1, "plugins": plugins, "max_steps": 9, "strategy": strategy}
     file = tmp_path / "run.yaml"
     file.write_text(
         json.dumps({"trainer": trainer, "model": {"class_path": "lightning_mcore.MCoreGPT", "init_args": model}})
@@ -146,4 +156,5 @@ def test_a_file_without_a_choice_is_rehearsed_with_these_layers_and_needs_the_pl
     assert main(["rehearse", str(file), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert any("fused_attention" in holder["module"] for holder in found["ranks"][0]["holders"])
-    assert found["ranks"][0]["peak_bytes"] == pytest.approx(found["planned_bytes"]["0"], rel=0.03)
+    workspace = 32 * 2**20  # of cuBLAS, which is not planned
+    assert found["ranks"][0]["peak_bytes"] - workspace == pytest.approx(found["planned_bytes"]["0"], rel=0.03)
