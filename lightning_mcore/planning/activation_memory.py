@@ -327,7 +327,7 @@ class Activations:
         run = self.run
         chunks = [self._chunk(chunk) for chunk in run.stages[pipeline_rank]]
         kept = [of_chunk for of_chunk, _ in chunks]
-        moments = in_flight(run.layout, pipeline_rank, run.batch.num_microbatches, run.group_size)
+        moments = in_flight(run.timeline, pipeline_rank)
         return round(max(float(sum(map(mul, counts, kept))) + chunks[index][1] for counts, index in moments))
 
     def _chunk(self, chunk: ChunkLayers) -> tuple[float, float]:
@@ -394,8 +394,7 @@ class Activations:
     def _left(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Yield the rows that ``recompute_modules`` leaves."""
         recomputed = self.run.fields.recomputed
-        again = recomputed | ({"shared_experts"} if "moe" in recomputed else set())
-        return (row for row in rows if row.part not in again)
+        return (row for row in rows if row.part not in recomputed)
 
     def _recomputed(self, layers: Sequence[tuple[float, float]]) -> tuple[float, float]:
         """Return the bytes that the layers of a chunk keep, and those needed again while one is recomputed."""

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +27,7 @@ from lightning_mcore.planning.formats import Formats
 from lightning_mcore.planning.machines import Machine
 from lightning_mcore.planning.model import ChunkLayers
 from lightning_mcore.planning.parameters import ModelParameters, count_of
-from lightning_mcore.planning.plan import Plan, StagePlan, of_stages, plan_of_run
+from lightning_mcore.planning.plan import Plan, StagePlan, new_plan, with_stages
 from lightning_mcore.planning.rules import OWN, check_run
 from lightning_mcore.planning.state_memory import state_memory
 
@@ -40,10 +41,9 @@ def plan_of_chunks(
     ``pipeline()``.
     """
     run = check_run(settings, devices, OWN)
-    limit = machine.memory if machine is not None else None
-    layout = run.rules.layout
+    plan, layout = new_plan(run, devices_per_node, machine, None), run.layout
     if run.errors or layout is None or run.batch is None:
-        return plan_of_run(run, devices_per_node, machine, limit, {})
+        return plan
     stages = [_chunks(trainer, module, layout, stage) for stage in range(layout.pipeline_model_parallel_size)]
     formats = Formats.of(run.rules.precision, run.rules.all_strategy)
     made, total, trained = [], 0, 0
@@ -59,17 +59,13 @@ def plan_of_chunks(
             whole = tensor.elements * (1 if tensor.split is None else ranks)
             whole *= layout.expert_model_parallel_size if tensor.expert else 1
             total, trained = total + whole, trained + whole * tensor.is_trained
-    known = {
-        **of_stages(run, made, devices_per_node, limit),
-        "parameters": ModelParameters(total, total, trained),
-        "assumptions": (
-            *run.assumptions,
-            f"{type(module).__name__} is known by its chunks only: activations, operations, traffic and time are not"
-            " counted (lightning_mcore.rehearsal.rehearse runs it on fake GPUs)",
-            "two moments of each trained parameter in the optimizer, as AdamW has",
-        ),
-    }
-    return plan_of_run(run, devices_per_node, machine, limit, known)
+    assumptions = (
+        *run.assumptions,
+        f"{type(module).__name__} is known by its chunks only: activations, operations, traffic and time are not"
+        " counted (lightning_mcore.rehearsal.rehearse runs it on fake GPUs)",
+        "two moments of each trained parameter in the optimizer, as AdamW has",
+    )
+    return replace(with_stages(plan, made), parameters=ModelParameters(total, total, trained), assumptions=assumptions)
 
 
 def _chunks(

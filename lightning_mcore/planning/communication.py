@@ -204,8 +204,7 @@ def forward_runs(fields: GPTFields, place: int, num_layers: int) -> Mapping[str,
     if fields.recompute_granularity == "full":
         is_late = fields.recompute_num_layers <= place < num_layers
         return dict.fromkeys(parts, 2 if fields.recompute_method == "uniform" or not is_late else 1)
-    runs = {part: 1 + (part in fields.recomputed) for part in parts}
-    return {**runs, "shared_experts": max(runs["shared_experts"], runs["moe"])}
+    return {part: 1 + (part in fields.recomputed) for part in parts}
 
 
 def _keys_and_values(fields: GPTFields, tp: int) -> float:

@@ -44,6 +44,7 @@ class Formats:
     fp8: bool = False  # whether linear layers compute in FP8
     fp8_param: bool = False  # whether their weights are kept in it
     offloaded: float = 0.0  # share of the optimizer state that is kept on the host
+    compute: str = "bf16"  # the number format of matrix products: ``"fp32"``, ``"bf16"`` or ``"fp8"``
     backend: str = "local"  # the layers: ``"local"``, which are plain PyTorch, or ``"transformer_engine"``
     packed: bool = False  # whether rows hold several sequences each, and are joined to one
     on_gpu: bool = False
@@ -74,6 +75,8 @@ class Formats:
         main, moments = _of_optimizer(parameter, optimizer, own, precision)
         overlaps = bool(strategy.get("overlap_grad_reduce") or ddp.get("overlap_grad_reduce"))
         fraction = own.get("optimizer_offload_fraction") if own.get("optimizer_cpu_offload") else 0.0
+        fp8 = precision.get("fp8") is not None or precision.get("fp8_recipe") is not None
+        is_narrow = fp8 or precision.get("fp4_recipe") is not None  # FP4 counts as FP8 in time
         return cls(
             parameter=parameter,
             gradient=gradient,
@@ -85,9 +88,10 @@ class Formats:
             instances=ddp.get("num_distributed_optimizer_instances") or 1,
             bucket_size=(ddp.get("bucket_size") or 0) if overlaps else None,
             large_buckets=bool(ddp.get("pad_buckets_for_high_nccl_busbw")),
-            fp8=precision.get("fp8") is not None or precision.get("fp8_recipe") is not None,
+            fp8=fp8,
             fp8_param=bool(precision.get("fp8_param")),
             offloaded=float(fraction or 0.0),
+            compute="fp8" if is_narrow else "fp32" if parameter == FP32 else "bf16",
             backend=backend,
             packed=packed,
             on_gpu=on_gpu,

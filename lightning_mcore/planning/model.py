@@ -9,7 +9,7 @@ The rest of ``planning`` takes a model as :class:`GPTFields`. Other files check 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -74,10 +74,8 @@ class GPTFields:
     rotary_channels: int  # channels of a head that are rotated; 0 for none
     tied: bool  # whether the output layer is the embedding's transpose
     is_moe: tuple[bool, ...]  # for each layer, whether its feed-forward part is a mixture of experts
-    recomputed: frozenset[str]  # with ``recompute_granularity="selective"``: the recomputed parts of a layer
     shape: ModelShape  # the sizes that a layout must divide, for ``ParallelLayout.validate_model``
     transformer: Mapping[str, Any]  # the given fields of ``TransformerConfig``
-    values: Mapping[str, Any]  # all its fields
     architecture: Architecture = field(default_factory=Architecture)  # what Megatron's config has no field for
     scores: bool = False  # whether the output layer gives each token one score, as in a reward model, instead of logits
     encodes: bool = False  # whether there is no output layer, as in a model of vectors
@@ -89,12 +87,24 @@ class GPTFields:
     teacher: "GPTFields | None" = None  # of a model that learns from another one
     teacher_path: str = ""
 
+    @cached_property
+    def values(self) -> Mapping[str, Any]:
+        """All fields of ``TransformerConfig``."""
+        return _with_defaults(self.transformer)
+
     def __getattr__(self, name: str) -> Any:
         """Return a field of ``TransformerConfig``."""
-        try:
-            return vars(self)["values"][name]
-        except KeyError:
-            raise AttributeError(name) from None
+        if "transformer" not in vars(self) or name not in self.values:
+            raise AttributeError(name)
+        return self.values[name]
+
+    @cached_property
+    def recomputed(self) -> frozenset[str]:
+        """With ``recompute_granularity="selective"``: the recomputed parts of a layer."""
+        if self.recompute_granularity != "selective":
+            return frozenset()
+        parts = frozenset(_given_or(self.values, "recompute_modules", ["core_attn"]))
+        return parts | ({"shared_experts"} if "moe" in parts else set())  # which are a part of the experts' layer
 
     def kind(self, layer: int) -> "LayerKind":
         """Return what a layer, counted from 0, consists of."""
@@ -141,7 +151,6 @@ class GPTFields:
         rotated = int(values["kv_channels"] * _given_or(model, "rotary_percent", 1.0))
         if values["multi_latent_attention"]:
             rotated, positions = values["qk_pos_emb_head_dim"], "rope"
-        recomputed = frozenset(_given_or(values, "recompute_modules", ["core_attn"]))
         sizes = SimpleNamespace(**given, shared_heads=architecture.shared_heads)
         return cls(
             vocab_size=model["vocab_size"],
@@ -151,10 +160,8 @@ class GPTFields:
             rotary_channels=rotated if positions in ("rope", "yarn") else 0,
             tied=bool(model.get("share_embeddings_and_output_weights")),
             is_moe=tuple(moe_layers(given)),
-            recomputed=recomputed if values["recompute_granularity"] == "selective" else frozenset(),
             shape=ModelShape.from_config(sizes, seq_length=model["seq_length"], vocab_size=padded),
             transformer=given,
-            values=values,
             architecture=architecture,
             scores="preference" in model and Preference.of(model["preference"]).gives_scores,
             encodes="embedding" in model,

@@ -15,9 +15,9 @@ from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.run import RunSettings
 from lightning_mcore.planning.communication import AxisVolume, communication_volume
 from lightning_mcore.planning.formats import optimizer_of
-from lightning_mcore.planning.grid import GlobalBatch, RankGrid
+from lightning_mcore.planning.grid import RankGrid
 from lightning_mcore.planning.machines import Machine
-from lightning_mcore.planning.model import ChunkLayers, GPTFields
+from lightning_mcore.planning.model import ChunkLayers
 from lightning_mcore.planning.parameters import (
     ModelParameters,
     ParameterCount,
@@ -29,7 +29,12 @@ from lightning_mcore.planning.rules import CheckedRun, check_run
 from lightning_mcore.planning.schedule import PipelineTimeline
 from lightning_mcore.planning.sizes import Sizes
 from lightning_mcore.planning.state_memory import RankMemory, rank_memory
-from lightning_mcore.planning.step import Overlaps, StepTime, StepWork, step_time, step_work
+from lightning_mcore.planning.step import StepTime, StepWork, step_time, step_work
+
+GIB = 2**30
+_BUBBLE = 0.20
+_MUCH_STATE = 0.25
+"""Share of the memory at which optimizer state that every replica holds causes a warning."""
 
 
 def _plain(part: Any) -> Any:
@@ -63,28 +68,26 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The plan of a run. Parts that are unknown because of errors are None."""
+class Plan(CheckedRun):
+    """A checked run with what was computed of it; parts that are unknown because of errors are None or empty."""
 
-    devices: int  # ranks of the run
-    devices_per_node: int
-    device_type: str  # ``"cuda"`` or ``"cpu"``
-    machine: Machine | None  # the device for times and memory
-    memory_limit: float | None  # memory of a device, in bytes
-    precision: str  # name of the number format, with the FP8 recipe
-    backend: str  # the layers: ``"local"`` or ``"transformer_engine"``
-    layout: ParallelLayout | None  # the parallel sizes
-    batch: GlobalBatch | None  # the rows and tokens of a step
-    fields: GPTFields | None  # the model
-    errors: tuple[str, ...]  # sentences about settings for which the run would be refused
-    assumptions: tuple[str, ...]  # values that were assumed because the settings do not give them
-    grid: RankGrid | None = None  # the ranks along every axis
+    devices_per_node: int = 8
+    machine: Machine | None = None  # the device for times and memory
+    memory_limit: float | None = None  # memory of a device, in bytes
     parameters: ModelParameters | None = None  # of the whole model
     stages: tuple[StagePlan, ...] = ()  # the plan of each pipeline stage
+    grid: RankGrid | None = None  # the ranks along every axis
     timeline: PipelineTimeline | None = None  # the pipeline schedule
     work: StepWork | None = None  # the operations of a step
     time: StepTime | None = None  # estimated seconds of a step on the machine
     warnings: tuple[str, ...] = ()  # sentences about settings that should be changed
+
+    @property
+    def precision(self) -> str:
+        """Name of the number format, with the FP8 recipe."""
+        fp8 = self.rules.fp8
+        kind = "FP8" if fp8 is None or fp8.fp4_recipe is None else "FP4"
+        return self.rules.precision_name + (f" with {kind} ({fp8.recipe})" if fp8 is not None and fp8.is_on else "")
 
     @property
     def fullest(self) -> StagePlan | None:
@@ -116,7 +119,6 @@ def make_plan(
     machine: Machine | None = None,
     memory_limit: float | None = None,
     backend: str | None = None,
-    ask_others: bool = True,
 ) -> Plan:
     """Plan a run.
 
@@ -127,91 +129,54 @@ def make_plan(
         machine: The machine for times, and for the memory of a device if ``memory_limit`` is None.
         memory_limit: Bytes of a device.
         backend: ``"local"`` or ``"transformer_engine"``; None derives it from the model and the accelerator.
-        ask_others: Whether to check with Megatron and Lightning too, as in ``rules.check_run``.
 
     Raises:
         ValueError: There are no devices. Faults of the run are in the plan's ``errors``.
     """
-    run = check_run(settings, devices, backend, ask_others)
+    run = check_run(settings, devices, backend)
     if sharding := run.rules.strategy.get("data_parallel_sharding"):
         unknown = (
             f"data_parallel_sharding={sharding!r} is not planned yet, because how much a rank gathers ahead depends on"
             " the run; lightning-mcore rehearse counts its memory"
         )
         run = replace(run, errors=(*run.errors, unknown), is_computable=False)
-    limit = memory_limit if memory_limit is not None else machine.memory if machine is not None else None
-    known: dict[str, Any] = {}
+    plan = new_plan(run, devices_per_node, machine, memory_limit)
     try:
-        known["parameters"] = model_parameters(run.fields) if run.fields is not None else None
+        if run.fields is not None:
+            plan = replace(plan, parameters=model_parameters(run.fields))
         if run.is_computable:
             sizes = run.sizes
             stages, work = stage_plans(sizes), step_work(sizes)
-            known |= of_stages(run, stages, devices_per_node, limit) | {"work": work}
-            if machine is not None:
-                bubble = known["timeline"].bubble
-                known["time"] = _time(run, work, stages, machine, devices_per_node, bubble)
+            traffic = [stage.traffic for stage in stages]
+            time = None if machine is None else step_time(sizes, work, traffic, machine, devices_per_node)
+            plan = with_stages(replace(plan, work=work, time=time), stages)
     except (ValueError, TypeError, ArithmeticError, LookupError):
         if not run.errors:  # the sizes of a refused run may be inconsistent
             raise
-    return plan_of_run(run, devices_per_node, machine, limit, known)
+    return plan
 
 
-def plan_of_run(
-    run: CheckedRun, devices_per_node: int, machine: Machine | None, limit: float | None, known: Mapping[str, Any]
-) -> Plan:
-    """Return the plan of a checked run, with what else is ``known`` of it."""
-    rules, fp8 = run.rules, run.rules.fp8
-    kind = "FP8" if fp8 is None or fp8.fp4_recipe is None else "FP4"
-    recipe = f" with {kind} ({fp8.recipe})" if fp8 is not None and fp8.is_on else ""
-    names = ("devices", "device_type", "backend", "batch", "fields", "errors", "assumptions")
-    return Plan(
-        devices_per_node=devices_per_node,
-        machine=machine,
-        memory_limit=limit,
-        precision=rules.precision_name + recipe,
-        layout=rules.layout,
-        **{**{name: getattr(run, name) for name in names}, **known},
-    )
+def new_plan(run: CheckedRun, devices_per_node: int, machine: Machine | None, memory_limit: float | None) -> Plan:
+    """Return the plan of a run of which nothing is computed yet."""
+    limit = machine.memory if memory_limit is None and machine is not None else memory_limit
+    return Plan(**vars(run), devices_per_node=devices_per_node, machine=machine, memory_limit=limit)
 
 
-def of_stages(
-    run: CheckedRun, stages: Sequence[StagePlan], devices_per_node: int, limit: float | None
-) -> dict[str, Any]:
-    """Return what is known of a run once its stages are: grid, timeline, stages and warnings."""
-    assert run.rules.layout is not None
-    assert run.batch is not None
-    grid, group = RankGrid(run.rules.layout, run.devices), run.rules.strategy.get("microbatch_group_size_per_vp_stage")
-    timeline = PipelineTimeline.of(run.rules.layout, run.batch.num_microbatches, group)
+def with_stages(plan: Plan, stages: Sequence[StagePlan]) -> Plan:
+    """Return a plan with its stages, and with what follows from them."""
+    layout, batch = plan.layout, plan.batch
+    assert layout is not None
+    assert batch is not None
+    grid = RankGrid(layout, plan.devices)
+    timeline = PipelineTimeline.of(layout, batch.num_microbatches, plan.rules.group_size)
+    plan = replace(plan, stages=tuple(stages), grid=grid, timeline=timeline)
     warnings = [
-        *_of_pipeline(run, timeline),
-        *_of_overlaps(run, grid.sizes),
-        *_of_layout(run.rules.layout, devices_per_node),
-        *_of_memory(run, grid.sizes, max(stages, key=lambda stage: stage.memory.total), limit),
+        *_of_pipeline(timeline),
+        *_of_overlaps(plan, layout, grid.sizes),
+        *_of_layout(layout, plan.devices_per_node),
+        *_of_memory(plan, grid.sizes),
     ]
-    return {"grid": grid, "timeline": timeline, "stages": tuple(stages), "warnings": tuple(warnings)}
-
-
-def _time(
-    run: CheckedRun, work: StepWork, stages: Sequence[StagePlan], machine: Machine, devices_per_node: int, bubble: float
-) -> StepTime:
-    rules = run.rules
-    number_format = "fp32" if rules.precision_name == "32-true" else "bf16"
-    overlaps = Overlaps(
-        gradients=bool(rules.resolved("overlap_grad_reduce")),
-        parameters=bool(rules.resolved("overlap_param_gather")),
-        stages=rules.overlap_p2p_comm,
-        tensor=bool(rules.strategy.get("tp_comm_overlap")),
-    )
-    return step_time(
-        work.slowed_flops_of_rank,
-        [stage.traffic for stage in stages],
-        run.sizes.batch.num_microbatches,
-        bubble,
-        machine,
-        "fp8" if rules.computes_in_fp8 else number_format,
-        devices_per_node,
-        overlaps,
-    )
+    return replace(plan, warnings=tuple(warnings))
 
 
 def stage_plans(run: Sizes) -> list[StagePlan]:
@@ -226,13 +191,7 @@ def stage_plans(run: Sizes) -> list[StagePlan]:
     return plans
 
 
-GIB = 2**30
-_BUBBLE = 0.20
-_MUCH_STATE = 0.25
-"""Share of the memory at which optimizer state that every replica holds causes a warning."""
-
-
-def _of_pipeline(run: CheckedRun, timeline: PipelineTimeline) -> Iterator[str]:
+def _of_pipeline(timeline: PipelineTimeline) -> Iterator[str]:
     if timeline.bubble > _BUBBLE:
         count = timeline.num_microbatches
         change = f"raise accumulate_grad_batches or lower micro_batch_size for {2 * count} microbatches or more"
@@ -241,9 +200,9 @@ def _of_pipeline(run: CheckedRun, timeline: PipelineTimeline) -> Iterator[str]:
         yield f"the pipeline waits {timeline.bubble:.0%} of each step with {count} microbatches; {change}"
 
 
-def _of_overlaps(run: CheckedRun, sizes: Mapping[str, int]) -> Iterator[str]:
-    rules, communication, replicas = run.rules, run.rules.communication, sizes["dp"] * sizes["cp"]
-    has_experts = run.fields is not None and run.fields.num_moe_experts is not None
+def _of_overlaps(plan: Plan, layout: ParallelLayout, sizes: Mapping[str, int]) -> Iterator[str]:
+    rules, communication, replicas = plan.rules, plan.rules.communication, sizes["dp"] * sizes["cp"]
+    has_experts = plan.fields is not None and plan.fields.num_moe_experts is not None
     idle = replicas == 1 and (sizes["edp"] == 1 or not has_experts)
     for name in ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer"):
         if rules.resolved(name) and idle:
@@ -251,11 +210,11 @@ def _of_overlaps(run: CheckedRun, sizes: Mapping[str, int]) -> Iterator[str]:
                 f"{name}=True does nothing: data-parallel times context-parallel size is 1, so there are no ranks to"
                 " share with; leave it out"
             )
-    if rules.layout is not None and rules.layout.num_chunks > 1 and not rules.overlap_p2p_comm:
+    if layout.num_chunks > 1 and not rules.resolved("overlap_p2p_comm"):
         yield "overlap_p2p_comm=False leaves the stages waiting while they send; leave it out"
     if communication is not None and communication.batch_p2p_comm is not None and sizes["pp"] == 1:
         yield "batch_p2p_comm does nothing with pipeline_model_parallel_size=1; leave it out"
-    if replicas > 1 and not rules.resolved("overlap_grad_reduce") and run.device_type == "cuda":
+    if replicas > 1 and not rules.resolved("overlap_grad_reduce") and plan.device_type == "cuda":
         yield (
             f"gradients of {replicas} ranks are summed after backward, while nothing else runs; set"
             " overlap_grad_reduce=True"
@@ -281,7 +240,9 @@ def _of_layout(layout: ParallelLayout, devices_per_node: int) -> Iterator[str]:
         )
 
 
-def _of_memory(run: CheckedRun, sizes: Mapping[str, int], most: StagePlan, limit: float | None) -> Iterator[str]:
+def _of_memory(plan: Plan, sizes: Mapping[str, int]) -> Iterator[str]:
+    most, limit = plan.fullest, plan.memory_limit
+    assert most is not None
     needed, state, replicas = most.memory.total, most.memory.optimizer, sizes["dp"] * sizes["cp"]
     if limit is not None and needed > limit:
         yield (
@@ -289,9 +250,9 @@ def _of_memory(run: CheckedRun, sizes: Mapping[str, int], most: StagePlan, limit
             " the parallel sizes, recompute activations or lower micro_batch_size (--suggest lists layouts that fit)"
         )
     much = max(GIB, _MUCH_STATE * (limit if limit is not None else needed))
-    is_sharded = run.rules.distributed or run.rules.strategy.get("use_layer_wise_distributed_optimizer")
+    is_sharded = plan.rules.distributed or plan.rules.strategy.get("use_layer_wise_distributed_optimizer")
     if not is_sharded and replicas > 1 and state > much:
-        of_muon = optimizer_of(run.model) == "muonwithadamw"
+        of_muon = optimizer_of(plan.model) == "muonwithadamw"
         yield (
             f"every one of {replicas} replicas holds {state / GIB:.1f} GiB of optimizer state; set"
             f" use_{'layer_wise_' if of_muon else ''}distributed_optimizer=True"

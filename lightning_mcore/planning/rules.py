@@ -51,7 +51,7 @@ from lightning_mcore.planning.grid import GlobalBatch, global_batch
 from lightning_mcore.planning.measured import SEQUENCES
 from lightning_mcore.planning.model import GPTFields, backend_of
 from lightning_mcore.planning.signatures import Arguments, arguments_of, fields_of, of_config, of_model
-from lightning_mcore.planning.sizes import Sizes
+from lightning_mcore.planning.sizes import OVERLAPS, Sizes
 from lightning_mcore.planning.vision import assumptions_of_vision, check_first_stage, with_images, with_tower
 from lightning_mcore.strategy.overlap import TensorParallelOverlap
 from lightning_mcore.strategy.precision import MCorePrecision
@@ -140,14 +140,16 @@ class PlannedStrategy:
         return self.fp8 is not None and self.fp8.is_on
 
     @property
-    def overlap_p2p_comm(self) -> bool:
-        """Whether stages send while computing, with the default filled in."""
-        given = self.strategy.get("overlap_p2p_comm")
-        return bool(self.layout is not None and self.layout.is_interleaved if given is None else given)
+    def group_size(self) -> int | None:
+        """Microbatches that an interleaved schedule runs through a chunk at once; None for the default."""
+        return self.strategy.get("microbatch_group_size_per_vp_stage")
 
-    def resolved(self, name: str) -> Any:
-        """Return a setting of gradients: the argument, or else the field of ``ddp_config``, or else the default."""
-        return strategy_rules.resolved(self.strategy, self.ddp).get(name, of_config("ddp_config")[name].default)
+    def resolved(self, name: str) -> bool:
+        """Return whether a setting is on: the argument, or else the field of ``ddp_config``, or else the default."""
+        given = strategy_rules.resolved(self.strategy, self.ddp).get(name, self.strategy.get(name))
+        if given is None and name == "overlap_p2p_comm":
+            return self.layout is not None and self.layout.is_interleaved
+        return bool(given)
 
     @property
     def all_strategy(self) -> dict[str, Any]:
@@ -157,14 +159,14 @@ class PlannedStrategy:
     @property
     def distributed(self) -> bool:
         """Whether the optimizer is sharded."""
-        return bool(self.resolved("use_distributed_optimizer"))
+        return self.resolved("use_distributed_optimizer")
 
     def check(self, world_size: int) -> None:
         """Refuse settings that contradict each other, or the devices; model and number of ranks are checked later."""
         book, device_type = self._book, self._device_type
         precision = book.attempt(MCorePrecision, **self.precision)
         if precision is not None and precision.fp8.is_on:
-            settings = (self.distributed, bool(self.resolved("overlap_param_gather")))
+            settings = (self.distributed, self.resolved("overlap_param_gather"))
             if device_type != "cpu" or not is_prepared():  # TransformerEngine of te_cpu
                 book.collect(strategy_rules.fp8_device_faults(precision.fp8.recipe, device_type))
             book.attempt(precision.fp8.check_optimizer, *settings, bool(self.optimizer.get("optimizer_cpu_offload")))
@@ -190,13 +192,12 @@ class PlannedStrategy:
             book.collect(strategy_rules.expert_faults(self.layout, device_type))
 
     def _check_overlaps(self, layout: ParallelLayout) -> None:
-        book, given, device_type = self._book, self.strategy, self._device_type
-        group = given.get("microbatch_group_size_per_vp_stage")
+        book, given, device_type, group = self._book, self.strategy, self._device_type, self.group_size
         if book.collect(strategy_rules.schedule_faults(given, self.ddp, layout)) and group is not None:
             book.attempt(layout.validate_microbatches, group, group)
         if self.communication is not None:
             instances = self.ddp.get("num_distributed_optimizer_instances", 1)
-            book.collect(self.communication.layout_faults(layout, self.overlap_p2p_comm, instances))
+            book.collect(self.communication.layout_faults(layout, self.resolved("overlap_p2p_comm"), instances))
             book.collect(self.communication.device_faults(device_type))
         enabled, path = bool(given.get("tp_comm_overlap")), given.get("tp_comm_overlap_cfg")
         if book.collect(strategy_rules.tensor_overlap_faults(enabled, path, layout)):
@@ -301,7 +302,7 @@ def check_in_megatron(
     book.attempt(check_chunked_loss, chunk_size, config.defer_embedding_wgrad_compute)
     book.attempt(check_multi_token, config, bool(tied), positions == "learned_absolute")
     book.attempt(model_rules.check_normalization, settings["loss_normalization"], config)
-    book.attempt(model_rules.check_average_in_collective, bool(rules.resolved("average_in_collective")), config)
+    book.attempt(model_rules.check_average_in_collective, rules.resolved("average_in_collective"), config)
     if device_type == "cpu" and not HAVE_TE:
         book.attempt(model_rules.check_without_transformer_engine, config)
 
@@ -356,8 +357,7 @@ def check_batch(book: RuleBook, fields: GPTFields, rules: PlannedStrategy, batch
     layout, fp8, length = rules.layout, rules.fp8, batch.seq_length
     if layout is None:
         return
-    group = rules.strategy.get("microbatch_group_size_per_vp_stage")
-    book.attempt(layout.validate_microbatches, batch.num_microbatches, group)
+    book.attempt(layout.validate_microbatches, batch.num_microbatches, rules.group_size)
     unit = layout.sequence_multiple
     if length % unit and fields.seq_length % unit == 0:
         needed = f"data.seq_length={length} is not a multiple of {unit}, which the layout needs"
@@ -391,12 +391,17 @@ class CheckedRun:
     is_computable: bool  # whether layout, devices and model fit each other
 
     @property
+    def layout(self) -> ParallelLayout | None:
+        """The parallel sizes; None if they are wrong."""
+        return self.rules.layout
+
+    @property
     def sizes(self) -> Sizes:
         """The sizes of a run that is computable.
 
         Raises ValueError if precision, optimizer or backend are unknown.
         """
-        rules, strategy = self.rules, self.rules.strategy
+        rules = self.rules
         assert rules.layout is not None
         assert self.fields is not None
         assert self.batch is not None
@@ -408,16 +413,16 @@ class CheckedRun:
             self.is_packed,
             self.device_type == "cuda",
         )
-        of_loss, group = strategy.get("loss_chunk_size", "auto"), strategy.get("microbatch_group_size_per_vp_stage")
-        return Sizes(self.fields, rules.layout, self.devices, self.batch, formats, of_loss, group)
+        of_loss = rules.strategy.get("loss_chunk_size", "auto")
+        overlaps = frozenset(name for name in OVERLAPS if rules.resolved(name))
+        return Sizes(self.fields, rules.layout, self.devices, self.batch, formats, of_loss, rules.group_size, overlaps)
 
 
-def check_run(settings: RunSettings, devices: int, backend: str | None = None, ask_others: bool = True) -> CheckedRun:
+def check_run(settings: RunSettings, devices: int, backend: str | None = None) -> CheckedRun:
     """Check a run on so many ranks.
 
     ``backend`` None derives the layers from the model and the accelerator; :data:`OWN` is a model that no settings
-    describe. ``ask_others`` also checks with Lightning's Trainer and Megatron's config, which takes some milliseconds.
-    Raises ValueError if there are no devices.
+    describe. Raises ValueError if there are no devices.
     """
     if devices < 1:
         raise ValueError(f"devices={devices} is too small; choose 1 or more")
@@ -425,8 +430,7 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
     device_type = "cpu" if settings.trainer.get("accelerator") == "cpu" else "cuda"
     trainer = book.check_arguments("argument of Trainer", settings.trainer, signatures.of_trainer())
     book.collect(strategy_rules.trainer_faults(trainer))
-    if ask_others:
-        book.collect(signatures.lightning_faults(trainer))
+    book.collect(signatures.lightning_faults(trainer))
     rules = PlannedStrategy(book, settings.strategy, settings.precision, device_type)
     rules.check(devices)
     model = (book.attempt(arguments_of_gpt, book, settings.model) if backend != OWN else None) or {}
@@ -436,11 +440,10 @@ def check_run(settings: RunSettings, devices: int, backend: str | None = None, a
     fields = check_gpt(book, built) if model else None
     if fields is not None:
         recipe = RuleBook().attempt(Recipe.of, model.get("recipe") or {})
-        if ask_others and recipe is not None and signatures.may_never_end(trainer):
+        if recipe is not None and signatures.may_never_end(trainer):
             book.attempt(recipe.check_end, None)
         fits = check_gpt_on_layout(book, fields, rules)
-        if ask_others:
-            check_in_megatron(book, fields, rules, model, used, device_type)
+        check_in_megatron(book, fields, rules, model, used, device_type)
     # Last, because a reader can change the layout to fit the model, and then the number of ranks may fit too.
     divides = rules.layout is not None and book.passes(rules.layout.validate_world, devices)
     batch = _batch(book, settings, rules, fields, devices) if divides else None

@@ -164,15 +164,13 @@ def _duration(timeline: PipelineTimeline) -> int:
     return max(row[-1].end for row in timeline.played)
 
 
-def in_flight(
-    layout: ParallelLayout, pipeline_rank: int, num_microbatches: int, group_size: int | None = None
-) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield, before each backward pass, the microbatches in flight of each chunk, and which chunk goes backward.
+def in_flight(timeline: PipelineTimeline, stage: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield, before each backward pass of a stage, the microbatches in flight of each chunk, and which goes backward.
 
     Three groups of microbatches are enough because the schedule repeats itself: more do not cost more.
     """
-    timeline, counts = PipelineTimeline.of(layout, num_microbatches, group_size).short(3), [0] * layout.num_chunks
-    for action in timeline.order(pipeline_rank):
+    counts = [0] * timeline.num_chunks
+    for action in timeline.short(3).order(stage):
         if not action.forward:
             yield tuple(counts), action.chunk
         counts[action.chunk] += 1 if action.forward else -1

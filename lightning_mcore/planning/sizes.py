@@ -9,6 +9,11 @@ from lightning_mcore.config.loss_chunks import LossChunkSize, tokens_of_chunk
 from lightning_mcore.planning.formats import Formats
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
+from lightning_mcore.planning.schedule import PipelineTimeline
+
+OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_comm", "tp_comm_overlap")
+"""The settings that hide communication: during the backward pass of the last microbatch, during the forward pass of the
+first, between stages, and half of the tensor-parallel ranks'."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,7 @@ class Sizes:
     formats: Formats
     loss_chunk_size: LossChunkSize = "auto"
     group_size: int | None = None  # ``microbatch_group_size_per_vp_stage``
+    overlaps: frozenset[str] = frozenset()  # those of :data:`OVERLAPS` that are on
 
     @property
     def tokens(self) -> int:
@@ -40,3 +46,8 @@ class Sizes:
     def stages(self) -> list[list[ChunkLayers]]:
         """The chunks of every pipeline rank."""
         return stage_layers(self.fields, self.layout)
+
+    @cached_property
+    def timeline(self) -> PipelineTimeline:
+        """The pipeline schedule of a step."""
+        return PipelineTimeline.of(self.layout, self.batch.num_microbatches, self.group_size)

@@ -151,22 +151,28 @@ def _weight_bytes(buffer: Sequence[ParameterTensor], padded: int, formats: Forma
     return padded * formats.parameter + 2 * linear
 
 
+def state_of_rank(run: Sizes, stage: int, tensors: Tensors | None = None) -> RankMemory:
+    """Return the bytes on a rank of a pipeline stage, without activations; ``tensors`` are its parameters, if known."""
+    fields, layout, formats = run.fields, run.layout, run.formats
+    tensors = tensors or rank_tensors(fields, layout, stage, formats.backend)
+    state = state_memory(tensors, layout, formats, run.world_size, stage)
+    if fields.teacher is None:
+        return state
+    of_teacher = rank_tensors(fields.teacher, layout, stage, formats.backend)
+    frozen = [[tensor._replace(is_trained=False) for tensor in chunk] for chunk in of_teacher]
+    return replace(state, weights=state.weights + state_memory(frozen, layout, formats, run.world_size).weights)
+
+
 def rank_memory(run: Sizes, stage: int, tensors: Tensors | None = None) -> RankMemory:
     """Return the bytes that a rank of a pipeline stage holds; all ranks of a stage are alike but for padding.
 
     ``tensors`` are the rank's parameters, if they are known.
     """
-    fields, layout, formats, batch = run.fields, run.layout, run.formats, run.batch
-    tensors = tensors or rank_tensors(fields, layout, stage, formats.backend)
-    state = state_memory(tensors, layout, formats, run.world_size, stage)
-    if fields.teacher is not None:
-        of_teacher = rank_tensors(fields.teacher, layout, stage, formats.backend)
-        frozen = [[tensor._replace(is_trained=False) for tensor in chunk] for chunk in of_teacher]
-        state = replace(state, weights=state.weights + state_memory(frozen, layout, formats, run.world_size).weights)
+    fields, layout, batch = run.fields, run.layout, run.batch
     activations = Activations(run).peak(stage)
     if stage == 0:
         # Tensor-parallel ranks sum the gradients of the vision tower in a copy of them all, after the last backward.
-        copied = trained_parameters(fields) * formats.gradient if layout.tensor_model_parallel_size > 1 else 0
+        copied = trained_parameters(fields) * run.formats.gradient if layout.tensor_model_parallel_size > 1 else 0
         patches = patch_bytes(fields, batch.micro_batch_size * batch.num_microbatches)
         activations = max(activations, copied) + patches
-    return replace(state, activations=activations)
+    return replace(state_of_rank(run, stage, tensors), activations=activations)

@@ -118,16 +118,6 @@ def _passes(fields: GPTFields, forward: float, names: tuple[str, ...], runs: int
 
 
 @dataclass(frozen=True)
-class Overlaps:
-    """The communication that overlaps with computation."""
-
-    gradients: bool = False  # ``overlap_grad_reduce``: during the backward pass of the last microbatch
-    parameters: bool = False  # ``overlap_param_gather``: during the forward pass of the first microbatch
-    stages: bool = False  # ``overlap_p2p_comm``
-    tensor: bool = False  # ``tp_comm_overlap``; half of it is assumed to be hidden
-
-
-@dataclass(frozen=True)
 class StepTime:
     """Seconds of a step on the slowest stage."""
 
@@ -143,27 +133,20 @@ class StepTime:
 
 
 def step_time(
-    flops_of_rank: Sequence[float],
-    traffic_of_rank: Sequence[Sequence[AxisVolume]],
-    num_microbatches: int,
-    bubble: float,
-    machine: Machine,
-    number_format: str,
-    devices_per_node: int,
-    overlaps: Overlaps,
+    run: Sizes, work: StepWork, traffic: Sequence[Sequence[AxisVolume]], machine: Machine, devices_per_node: int
 ) -> StepTime:
-    """Estimate the time of a step."""
-    of_stages = []
-    for flops, volumes in zip(flops_of_rank, traffic_of_rank, strict=True):
-        compute = flops / machine.speed(number_format)
+    """Estimate the time of a step; ``traffic`` is what a rank of each stage sends."""
+    of_stages, on, bubble = [], run.overlaps, run.timeline.bubble
+    hidden = ("overlap_grad_reduce" in on) * _BACKWARD_SHARE + ("overlap_param_gather" in on) * (1 - _BACKWARD_SHARE)
+    for flops, volumes in zip(work.slowed_flops_of_rank, traffic, strict=True):
+        compute = flops / machine.speed(run.formats.compute)
         each = once = 0.0
         for volume in volumes:
             seconds = volume.sent / machine.link(volume.stride, volume.group_size, devices_per_node)
             if not volume.each_microbatch:
                 once += seconds
-            elif not (volume.axis == "pp" and overlaps.stages):
-                each += seconds * (0.5 if volume.axis == "tp" and overlaps.tensor else 1.0)
-        hidden = overlaps.gradients * _BACKWARD_SHARE + overlaps.parameters * (1 - _BACKWARD_SHARE)
-        once = max(0.0, once - hidden * compute / num_microbatches)
+            elif not (volume.axis == "pp" and "overlap_p2p_comm" in on):
+                each += seconds * (0.5 if volume.axis == "tp" and "tp_comm_overlap" in on else 1.0)
+        once = max(0.0, once - hidden * compute / run.batch.num_microbatches)
         of_stages.append(StepTime(compute, each, once, (compute + each) * bubble / (1 - bubble)))
     return max(of_stages, key=lambda stage: stage.total)

@@ -12,6 +12,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import Any, Literal
 
@@ -20,17 +21,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.run import RunSettings, rows_of_pairs
 from lightning_mcore.config.value_checks import divisors
-from lightning_mcore.planning.formats import Formats, optimizer_of
+from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.machines import Machine
 from lightning_mcore.planning.model import GPTFields
-from lightning_mcore.planning.parameters import rank_tensors
-from lightning_mcore.planning.plan import make_plan
+from lightning_mcore.planning.plan import stage_plans
 from lightning_mcore.planning.report import GIB, table_text
-from lightning_mcore.planning.rules import check_run
+from lightning_mcore.planning.rules import CheckedRun, PlannedStrategy, RuleBook, check_gpt_on_layout, check_run
 from lightning_mcore.planning.schedule import PipelineTimeline
 from lightning_mcore.planning.signatures import Arguments, arguments_of, fields_of
-from lightning_mcore.planning.state_memory import rank_memory, state_memory
-from lightning_mcore.planning.vision import with_images
+from lightning_mcore.planning.state_memory import rank_memory, state_of_rank
+from lightning_mcore.planning.step import step_time, step_work
 from lightning_mcore.strategy.strategy import MCoreStrategy
 
 Kind = Literal["lightning", "llamafactory", "arguments"]
@@ -113,30 +113,47 @@ def suggest(
         ValueError: The model is wrong, or no layout fits.
     """
     limit = (memory or machine.memory) * USABLE
-    search = _Search(settings, devices, devices_per_node, machine, backend, limit)
-    fields, rows = search.model_and_rows()
+    run = _known_run(settings, devices, backend)
+    assert run.fields is not None
+    assert run.batch is not None
+    search = _Search(settings, run, devices_per_node, machine, limit)
     found: dict[str, Suggestion] = {}
+    refused: list[str] = []
     least, tried = math.inf, 0
-    for layout in sorted(_layouts(fields, devices, devices_per_node), key=search.likely_cost):
+    for layout in sorted(_layouts(run.fields, devices, devices_per_node), key=search.likely_cost):
         if found and tried >= _MOST_TRIED:
             break
-        needed = search.state(fields, layout)
+        on_layout = search.on_layout(layout)
+        refused += on_layout.errors[:1]
+        if on_layout.errors:
+            continue
+        needed = search.state(on_layout)
         if needed > limit:
             least = min(least, needed)
             continue
-        for micro, count in _microbatches(layout, devices, rows):
+        for batch in _batches(layout, devices, run.batch, search.rows_of_one):
             if progress is not None:
                 progress(tried, len(found))
             tried += 1
-            one = search.best(layout, micro, count)
-            if one is None:
-                continue
+            one = search.best(replace(on_layout, batch=batch))
             least, key = min(least, one.memory), str(sorted(one.strategy.items(), key=str))
             if one.memory <= limit and (key not in found or found[key].seconds > one.seconds):
                 found[key] = one
     if not found:
-        raise ValueError(_nothing(least, limit, devices, rows))
+        is_refused = least == math.inf and refused
+        raise ValueError(refused[0] if is_refused else _nothing(least, limit, devices, run.batch.rows))
     return search.accepted(sorted(found.values(), key=lambda one: (one.seconds, one.memory)), most)
+
+
+def _known_run(settings: RunSettings, devices: int, backend: str | None) -> CheckedRun:
+    """Return the run with its model, and with the rows of a step on the file's devices, or else on the given number."""
+    of_node, nodes = settings.trainer.get("devices"), settings.trainer.get("num_nodes") or 1
+    tried = [of_node * nodes] if isinstance(of_node, int) and of_node > 0 else []
+    for count in (*tried, devices):
+        run = check_run(settings, count, backend)
+        if run.fields is not None and run.batch is not None:
+            return replace(run, devices=devices)
+    raise ValueError(run.errors[0] if run.errors else "the global batch is unknown; give data.batch_size")
 
 
 @dataclass(frozen=True)
@@ -144,22 +161,24 @@ class _Search:
     """What stays the same while layouts are tried."""
 
     settings: RunSettings
-    devices: int
+    run: CheckedRun  # on the layout of the settings
     devices_per_node: int
     machine: Machine
-    backend: str | None
     limit: float  # bytes of a device that may be filled
 
-    def model_and_rows(self) -> tuple[GPTFields, int]:
-        """Return the model, and the rows of a step on the file's devices, or else on the given number."""
-        settings = self.settings
-        of_node, nodes = settings.trainer.get("devices"), settings.trainer.get("num_nodes") or 1
-        tried = [of_node * nodes] if isinstance(of_node, int) and of_node > 0 else []
-        for count in (*tried, self.devices):
-            run = check_run(settings, count, self.backend)
-            if run.fields is not None and run.batch is not None:
-                return with_images(run.fields, settings.image_tokens, run.batch.seq_length), run.batch.rows
-        raise ValueError(run.errors[0] if run.errors else "the global batch is unknown; give data.batch_size")
+    @cached_property
+    def models(self) -> dict[str, GPTFields]:
+        """The model with each kind of recomputation."""
+        assert self.run.fields is not None
+        kept = {name: value for name, value in self.run.fields.transformer.items() if name not in _OF_RECOMPUTE}
+        return {
+            name: replace(self.run.fields, transformer={**kept, **recompute}) for name, recompute in _RECOMPUTE.items()
+        }
+
+    @property
+    def rows_of_one(self) -> int:
+        """Rows that belong together: two for padded pairs."""
+        return int(rows_of_pairs(self.settings.model, {**self.settings.data, "batch_size": 1})["batch_size"])
 
     def likely_cost(self, layout: ParallelLayout) -> float:
         """Return a number that grows with the traffic of a layout: ranks of a model, and of experts beyond a node."""
@@ -169,68 +188,67 @@ class _Search:
     def strategy(self, layout: ParallelLayout) -> dict[str, Any]:
         """Return the arguments of the strategy to set: non-default sizes, sharding and overlaps."""
         sizes = {name: value for name, value in vars(layout).items() if value != getattr(ParallelLayout(), name)}
-        if layout.data_parallel_size(self.devices) * layout.context_parallel_size > 1:
+        if layout.data_parallel_size(self.run.devices) * layout.context_parallel_size > 1:
             sizes |= dict.fromkeys(("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True)
         return sizes
 
-    def state(self, fields: GPTFields, layout: ParallelLayout) -> float:
+    def on_layout(self, layout: ParallelLayout) -> CheckedRun:
+        """Return the run on another layout, with what our own rules say against it, and with the batch as it was."""
+        book, run, given = RuleBook(), self.run, self.settings.strategy
+        strategy = {**given, **_set(given, self.strategy(layout), arguments_of(MCoreStrategy))}
+        rules = PlannedStrategy(book, strategy, self.settings.precision, run.device_type)
+        rules.check(run.devices)
+        assert run.fields is not None
+        check_gpt_on_layout(book, run.fields, rules)
+        return replace(run, rules=rules, errors=tuple(book.errors))
+
+    def state(self, run: CheckedRun) -> float:
         """Return the bytes of the first and last stage without activations, a lower bound for their ranks."""
-        kept = {name: value for name, value in self.settings.strategy.items() if name not in _REPLACED}
-        strategy, of_ends = {**kept, **self.strategy(layout)}, []
-        formats = Formats.of(self.settings.precision, strategy, optimizer_of(self.settings.model))
-        for stage in {0, layout.pipeline_model_parallel_size - 1}:
-            tensors = rank_tensors(fields, layout, stage)
-            of_ends.append(state_memory(tensors, layout, formats, self.devices, stage).total)
-        return max(of_ends)
+        sizes = run.sizes
+        return max(state_of_rank(sizes, stage).total for stage in {0, len(sizes.stages) - 1})
 
-    def changed(self, strategy: Mapping[str, Any], recompute: Mapping[str, Any], micro: int, count: int) -> RunSettings:
-        """Return the run with another layout, recomputation and microbatches."""
-        settings, given = self.settings, self.settings.model.get("transformer") or {}
-        return replace(
-            settings,
-            strategy={**settings.strategy, **_set(settings.strategy, strategy, arguments_of(MCoreStrategy))},
-            model={**settings.model, "transformer": {**given, **_set(given, recompute, fields_of(TransformerConfig))}},
-            trainer={**settings.trainer, "accumulate_grad_batches": count},
-            data={**settings.data, "batch_size": micro},
-        )
-
-    def best(self, layout: ParallelLayout, micro: int, count: int) -> Suggestion | None:
+    def best(self, run: CheckedRun) -> Suggestion:
         """Return a layout with the least recomputation that fits, or else with the most."""
-        settings, closest, chosen = self.settings, None, self.strategy(layout)
-        for name, recompute in _RECOMPUTE.items():
-            tried = self.changed(chosen, recompute, micro, count)
-            if name != "full":  # the first stage alone is quick to compute, and is often the fullest
-                run = check_run(tried, self.devices, self.backend, ask_others=False)
-                if run.is_computable and rank_memory(run.sizes, 0).total > self.limit:
-                    continue
-            plan = make_plan(tried, self.devices, self.devices_per_node, self.machine, None, self.backend, False)
-            if plan.errors or plan.fullest is None or plan.time is None or plan.work is None or plan.timeline is None:
+        for name, fields in self.models.items():
+            sizes = replace(run, fields=fields).sizes
+            # The first stage alone is quick to compute, and is often the fullest.
+            if name != "full" and rank_memory(sizes, 0).total > self.limit:
                 continue
-            pairs = rows_of_pairs(settings.model, {**settings.data, "batch_size": 1})["batch_size"]
-            closest = Suggestion(
-                strategy=_set(settings.strategy, chosen, arguments_of(MCoreStrategy)),
-                recompute=_set(settings.model.get("transformer") or {}, recompute, fields_of(TransformerConfig)),
-                micro_batch_size=micro,
-                batch_size=micro // pairs,
-                num_microbatches=count,
-                memory=plan.fullest.memory.total,
-                bubble=plan.timeline.bubble,
-                seconds=plan.time.total,
-                flops_rate=plan.work.model_flops / plan.time.total / self.devices,
-            )
-            if closest.memory <= self.limit:
+            stages, work = stage_plans(sizes), step_work(sizes)
+            memory = max(stage.memory.total for stage in stages)
+            if memory <= self.limit:
                 break
-        return closest
+        traffic = [stage.traffic for stage in stages]
+        time = step_time(sizes, work, traffic, self.machine, self.devices_per_node)
+        given, layout, batch = self.settings.model.get("transformer") or {}, sizes.layout, sizes.batch
+        return Suggestion(
+            strategy=_set(self.settings.strategy, self.strategy(layout), arguments_of(MCoreStrategy)),
+            recompute=_set(given, _RECOMPUTE[name], fields_of(TransformerConfig)),
+            micro_batch_size=batch.micro_batch_size,
+            batch_size=batch.micro_batch_size // self.rows_of_one,
+            num_microbatches=batch.num_microbatches,
+            memory=memory,
+            bubble=sizes.timeline.bubble,
+            seconds=time.total,
+            flops_rate=work.model_flops / time.total / run.devices,
+        )
 
     def accepted(self, ordered: Sequence[Suggestion], most: int) -> list[Suggestion]:
         """Return the first suggestions that Megatron's own config accepts; ValueError if it accepts none."""
         accepted: list[Suggestion] = []
         refused: list[str] = []
+        settings, given = self.settings, self.settings.model.get("transformer") or {}
         for one in ordered:
             if len(accepted) == most or len(refused) == _MOST_REFUSED:
                 break
-            tried = self.changed(one.strategy, one.recompute, one.micro_batch_size, one.num_microbatches)
-            errors = check_run(tried, self.devices, self.backend).errors
+            changed = replace(
+                settings,
+                strategy={**settings.strategy, **one.strategy},
+                model={**settings.model, "transformer": {**given, **one.recompute}},
+                trainer={**settings.trainer, "accumulate_grad_batches": one.num_microbatches},
+                data={**settings.data, "batch_size": one.micro_batch_size},
+            )
+            errors = check_run(changed, self.run.devices, self.run.backend).errors
             refused += errors[:1]
             accepted += [] if errors else [one]
         if not accepted:
@@ -276,16 +294,17 @@ def _layouts(fields: GPTFields, devices: int, devices_per_node: int) -> Iterator
             yield layout
 
 
-def _microbatches(layout: ParallelLayout, devices: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Yield rows of a microbatch and microbatches of a step that give the global batch."""
-    for micro in _ROWS:
-        count, rest = divmod(rows, layout.data_parallel_size(devices) * micro)
-        if rest or not count:
+def _batches(layout: ParallelLayout, devices: int, batch: GlobalBatch, rows_of_one: int) -> Iterator[GlobalBatch]:
+    """Yield ways to read the global batch in microbatches of whole pairs, which a batch has of one row else."""
+    dp = layout.data_parallel_size(devices)
+    for rows in _ROWS:
+        count, rest = divmod(batch.rows, dp * rows)
+        if rest or not count or rows % rows_of_one:
             continue
         with contextlib.suppress(ValueError):
             layout.validate_microbatches(count)
             if PipelineTimeline.of(layout, count).formula <= _MOST_BUBBLE:
-                yield micro, count
+                yield replace(batch, micro_batch_size=rows, num_microbatches=count, data_parallel_size=dp)
 
 
 def _set(given: Mapping[str, Any], chosen: Mapping[str, Any], known: Arguments) -> dict[str, Any]:

@@ -255,7 +255,7 @@ def counted(folder: str, layout: Layout, freeze: list[str], lora: dict[str, Any]
     trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     parameters = list(module.parameters())
     found = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
-    plan = make_plan(settings_of(trainer, module, batch_size=1), layout.world_size, ask_others=False)
+    plan = make_plan(settings_of(trainer, module, batch_size=1), layout.world_size)
     assert not plan.errors
     assert "vision tower" in plan.assumptions[-1]
     stage = plan.stages[process_group("pp").rank()].parameters
@@ -297,8 +297,7 @@ def test_a_plan_counts_the_tower_for_image_tokens(layout: Layout, freeze: list[s
         trainer={"accumulate_grad_batches": 2},
     )
     plain, seen = (
-        make_plan(replace(settings, image_tokens=tokens), 4, machine=MACHINES["h100"], ask_others=False)
-        for tokens in (None, 16)
+        make_plan(replace(settings, image_tokens=tokens), 4, machine=MACHINES["h100"]) for tokens in (None, 16)
     )
     assert "not counted (or give --image-tokens)" in plain.assumptions[-1]
     assert "16 tokens of images in each row" in seen.assumptions[-1]

@@ -88,7 +88,7 @@ class LiveRun:
             data={"batch_size": self.rows, "packing": self.packed},
             image_tokens=tokens,
         )
-        run = check_run(settings, self.world, ask_others=False)
+        run = check_run(settings, self.world)
         assert run.errors == ()
         return rank_memory(run.sizes, self.layout.coordinates(rank, self.world).pipeline_model_parallel_rank)
 

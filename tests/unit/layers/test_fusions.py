@@ -72,7 +72,7 @@ def test_the_plan_has_those_of_the_run(stretch: dict[str, Any] | None, monkeypat
     monkeypatch.setattr(MCoreGPT, "_impl", lambda self, device_type: "transformer_engine")
     model: dict[str, Any] = {"vocab_size": 64, "seq_length": 32, "transformer": LLAMA}
     model |= {"architecture": {"stretch": stretch}} if stretch else {}
-    run = check_run(RunSettings(model=model, trainer={}), 1, "transformer_engine", ask_others=False)
+    run = check_run(RunSettings(model=model, trainer={}), 1, "transformer_engine")
     assert run.fields is not None, run.errors
     planned = {name: run.fields.transformer.get(name, False) for name in DENSE}
     assert planned == {name: MCoreGPT(**model)._fusions().get(name, False) for name in DENSE}
@@ -81,7 +81,7 @@ def test_the_plan_has_those_of_the_run(stretch: dict[str, Any] | None, monkeypat
 @pytest.mark.parametrize(("backend", "said"), [("transformer_engine", True), ("local", False)])
 def test_the_plan_names_them(backend: str, said: bool) -> None:
     settings = RunSettings(model={"vocab_size": 64, "seq_length": 32, "transformer": LLAMA}, trainer={})
-    run = check_run(settings, 1, backend, ask_others=False)
+    run = check_run(settings, 1, backend)
     sentence = "fused, unless model.transformer sets these fields: " + ", ".join(DENSE)
     assert (sentence in run.assumptions) == said
     assert run.fields is not None

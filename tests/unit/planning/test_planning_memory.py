@@ -13,7 +13,7 @@ from lightning_mcore.planning.formats import Formats
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
 from lightning_mcore.planning.parameters import ParameterTensor, model_parameters, rank_parameters
-from lightning_mcore.planning.schedule import in_flight
+from lightning_mcore.planning.schedule import PipelineTimeline, in_flight
 from lightning_mcore.planning.sizes import Sizes
 from lightning_mcore.planning.state_memory import RankMemory, rank_memory, state_memory
 from tests.support.sentences import refuses
@@ -134,8 +134,8 @@ def test_chunks_go_round_the_stages() -> None:
 
 
 def peaks(layout: ParallelLayout, num_microbatches: int) -> list[int]:
-    ranks = range(layout.pipeline_model_parallel_size)
-    return [max(sum(counts) for counts, _ in in_flight(layout, rank, num_microbatches)) for rank in ranks]
+    timeline = PipelineTimeline.of(layout, num_microbatches)
+    return [max(sum(counts) for counts, _ in in_flight(timeline, stage)) for stage in range(timeline.num_stages)]
 
 
 def test_a_stage_holds_as_many_microbatches_as_stages_are_left() -> None:
@@ -153,7 +153,7 @@ def test_an_interleaved_stage_holds_a_group_of_each_further_chunk() -> None:
 def test_an_interleaved_step_brings_every_microbatch_back() -> None:
     layout = replace(PIPELINE, virtual_pipeline_model_parallel_size=3)
 
-    moments = list(in_flight(layout, 1, 4))
+    moments = list(in_flight(PipelineTimeline.of(layout, 4), 1))
 
     assert len(moments) == 12
     assert sum(moments[-1][0]) == 1
