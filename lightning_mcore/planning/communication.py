@@ -21,7 +21,7 @@ from lightning_mcore.config.architecture import Mixer
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.planning.formats import Formats
 from lightning_mcore.planning.model import FP32, ChunkLayers, GPTFields, part_of, stage_layers
-from lightning_mcore.planning.parameters import ParameterCount, rank_parameters
+from lightning_mcore.planning.parameters import count_of
 from lightning_mcore.planning.sizes import Sizes
 from lightning_mcore.planning.vision import trained_parameters
 
@@ -38,11 +38,8 @@ class AxisVolume:
     sent: float = field(default=0.0)  # bytes
 
 
-def communication_volume(run: Sizes, stage: int, parameters: ParameterCount | None = None) -> list[AxisVolume]:
-    """Return the bytes that each rank of a pipeline stage sends in an optimizer step, without axes of one rank.
-
-    ``parameters`` are the rank's, if they are known.
-    """
+def communication_volume(run: Sizes, stage: int) -> list[AxisVolume]:
+    """Return the bytes that each rank of a pipeline stage sends in an optimizer step, without axes of one rank."""
     fields, layout, formats, stages = run.fields, run.layout, run.formats, run.stages
     volumes, tokens = _volumes(layout, run.world_size, formats), run.tokens * run.batch.num_microbatches
     of_token = tokens * formats.parameter
@@ -60,7 +57,7 @@ def communication_volume(run: Sizes, stage: int, parameters: ParameterCount | No
     if fields.teacher is not None:
         for axis, channels in _of_teacher(fields.teacher, layout, stage, FP32 / formats.parameter):
             volumes[axis].sent += channels * of_token
-    parameters = parameters or rank_parameters(fields, layout, stage, formats.backend)
+    parameters = count_of(run.tensors(stage))
     bytes_each = formats.gradient + (formats.gathered if formats.distributed else formats.gradient)
     bytes_each += formats.parameter if formats.layer_wise else 0
     for axis, count in (("dp", parameters.trained_dense), ("edp", parameters.trained_expert)):

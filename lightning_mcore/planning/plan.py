@@ -18,13 +18,7 @@ from lightning_mcore.planning.formats import optimizer_of
 from lightning_mcore.planning.grid import RankGrid
 from lightning_mcore.planning.machines import Machine
 from lightning_mcore.planning.model import ChunkLayers
-from lightning_mcore.planning.parameters import (
-    ModelParameters,
-    ParameterCount,
-    count_of,
-    model_parameters,
-    rank_tensors,
-)
+from lightning_mcore.planning.parameters import ModelParameters, ParameterCount, count_of, model_parameters
 from lightning_mcore.planning.rules import CheckedRun, check_run
 from lightning_mcore.planning.schedule import PipelineTimeline
 from lightning_mcore.planning.sizes import Sizes
@@ -183,11 +177,9 @@ def stage_plans(run: Sizes) -> list[StagePlan]:
     """Compute what one rank of each pipeline stage holds and sends."""
     plans = []
     for stage, chunks in enumerate(run.stages):
-        tensors = rank_tensors(run.fields, run.layout, stage, run.formats.backend)
-        parameters = count_of(tensors)
-        memory, volumes = rank_memory(run, stage, tensors), communication_volume(run, stage, parameters)
-        first = stage * run.world_size // len(run.stages)
-        plans.append(StagePlan(stage, first, tuple(chunks), parameters, memory, tuple(volumes)))
+        first, parameters = stage * run.world_size // len(run.stages), count_of(run.tensors(stage))
+        memory, traffic = rank_memory(run, stage), communication_volume(run, stage)
+        plans.append(StagePlan(stage, first, tuple(chunks), parameters, memory, tuple(traffic)))
     return plans
 
 

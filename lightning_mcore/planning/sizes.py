@@ -9,6 +9,7 @@ from lightning_mcore.config.loss_chunks import LossChunkSize, tokens_of_chunk
 from lightning_mcore.planning.formats import Formats
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.model import ChunkLayers, GPTFields, stage_layers
+from lightning_mcore.planning.parameters import Tensors, rank_tensors
 from lightning_mcore.planning.schedule import PipelineTimeline
 
 OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_comm", "tp_comm_overlap")
@@ -46,6 +47,16 @@ class Sizes:
     def stages(self) -> list[list[ChunkLayers]]:
         """The chunks of every pipeline rank."""
         return stage_layers(self.fields, self.layout)
+
+    @cached_property
+    def _known_tensors(self) -> dict[int, Tensors]:
+        return {}
+
+    def tensors(self, stage: int) -> Tensors:
+        """Return the parameters of a rank of a pipeline stage, chunk by chunk."""
+        known = self._known_tensors
+        known[stage] = known.get(stage) or rank_tensors(self.fields, self.layout, stage, self.formats.backend)
+        return known[stage]
 
     @cached_property
     def timeline(self) -> PipelineTimeline:

@@ -25,7 +25,7 @@ from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.optimizer.layer_wise import assign_owners
 from lightning_mcore.planning.activation_memory import Activations
 from lightning_mcore.planning.formats import Formats
-from lightning_mcore.planning.parameters import ParameterTensor, Tensors, rank_tensors
+from lightning_mcore.planning.parameters import ParameterTensor, rank_tensors
 from lightning_mcore.planning.sizes import Sizes
 from lightning_mcore.planning.vision import patch_bytes, trained_parameters
 
@@ -151,23 +151,19 @@ def _weight_bytes(buffer: Sequence[ParameterTensor], padded: int, formats: Forma
     return padded * formats.parameter + 2 * linear
 
 
-def state_of_rank(run: Sizes, stage: int, tensors: Tensors | None = None) -> RankMemory:
-    """Return the bytes on a rank of a pipeline stage, without activations; ``tensors`` are its parameters, if known."""
-    fields, layout, formats = run.fields, run.layout, run.formats
-    tensors = tensors or rank_tensors(fields, layout, stage, formats.backend)
-    state = state_memory(tensors, layout, formats, run.world_size, stage)
-    if fields.teacher is None:
+def state_of_rank(run: Sizes, stage: int) -> RankMemory:
+    """Return the bytes on a rank of a pipeline stage, without activations."""
+    layout, formats, world_size = run.layout, run.formats, run.world_size
+    state = state_memory(run.tensors(stage), layout, formats, world_size, stage)
+    if run.fields.teacher is None:
         return state
-    of_teacher = rank_tensors(fields.teacher, layout, stage, formats.backend)
+    of_teacher = rank_tensors(run.fields.teacher, layout, stage, formats.backend)
     frozen = [[tensor._replace(is_trained=False) for tensor in chunk] for chunk in of_teacher]
-    return replace(state, weights=state.weights + state_memory(frozen, layout, formats, run.world_size).weights)
+    return replace(state, weights=state.weights + state_memory(frozen, layout, formats, world_size).weights)
 
 
-def rank_memory(run: Sizes, stage: int, tensors: Tensors | None = None) -> RankMemory:
-    """Return the bytes that a rank of a pipeline stage holds; all ranks of a stage are alike but for padding.
-
-    ``tensors`` are the rank's parameters, if they are known.
-    """
+def rank_memory(run: Sizes, stage: int) -> RankMemory:
+    """Return the bytes that a rank of a pipeline stage holds; all ranks of a stage are alike but for padding."""
     fields, layout, batch = run.fields, run.layout, run.batch
     activations = Activations(run).peak(stage)
     if stage == 0:
@@ -175,4 +171,4 @@ def rank_memory(run: Sizes, stage: int, tensors: Tensors | None = None) -> RankM
         copied = trained_parameters(fields) * run.formats.gradient if layout.tensor_model_parallel_size > 1 else 0
         patches = patch_bytes(fields, batch.micro_batch_size * batch.num_microbatches)
         activations = max(activations, copied) + patches
-    return replace(state_of_rank(run, stage, tensors), activations=activations)
+    return replace(state_of_rank(run, stage), activations=activations)

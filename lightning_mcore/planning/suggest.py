@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.run import RunSettings, rows_of_pairs
 from lightning_mcore.config.value_checks import divisors
+from lightning_mcore.planning.formats import optimizer_of
 from lightning_mcore.planning.grid import GlobalBatch
 from lightning_mcore.planning.machines import Machine
 from lightning_mcore.planning.model import GPTFields
@@ -52,9 +53,10 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
+_OF_ADAM = ("use_distributed_optimizer", "overlap_param_gather")
 _REPLACED = (
     *ParallelLayout.__dataclass_fields__,
-    *("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "overlap_p2p_comm"),
+    *(*_OF_ADAM, "use_layer_wise_distributed_optimizer", "overlap_grad_reduce", "overlap_p2p_comm"),
     *("microbatch_group_size_per_vp_stage", "micro_batch_size"),
 )
 _OF_RECOMPUTE = (
@@ -124,12 +126,12 @@ def suggest(
         if found and tried >= _MOST_TRIED:
             break
         on_layout = search.on_layout(layout)
-        refused += on_layout.errors[:1]
-        if on_layout.errors:
-            continue
         needed = search.state(on_layout)
         if needed > limit:
             least = min(least, needed)
+            continue
+        if faults := search.faults(on_layout):
+            refused += faults[:1]
             continue
         for batch in _batches(layout, devices, run.batch, search.rows_of_one):
             if progress is not None:
@@ -189,18 +191,28 @@ class _Search:
         """Return the arguments of the strategy to set: non-default sizes, sharding and overlaps."""
         sizes = {name: value for name, value in vars(layout).items() if value != getattr(ParallelLayout(), name)}
         if layout.data_parallel_size(self.run.devices) * layout.context_parallel_size > 1:
-            sizes |= dict.fromkeys(("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"), True)
+            of_adam = optimizer_of(self.run.model).startswith("adam")  # others cannot be sharded by ranges of elements
+            sharding = _OF_ADAM if of_adam else ("use_layer_wise_distributed_optimizer",)
+            sizes |= dict.fromkeys((*sharding, "overlap_grad_reduce"), True)
         return sizes
 
     def on_layout(self, layout: ParallelLayout) -> CheckedRun:
-        """Return the run on another layout, with what our own rules say against it, and with the batch as it was."""
-        book, run, given = RuleBook(), self.run, self.settings.strategy
+        """Return the run on another layout, with the batch as it was."""
+        given = self.settings.strategy
         strategy = {**given, **_set(given, self.strategy(layout), arguments_of(MCoreStrategy))}
-        rules = PlannedStrategy(book, strategy, self.settings.precision, run.device_type)
+        return replace(self.run, rules=self._rules(RuleBook(), strategy))
+
+    def faults(self, run: CheckedRun) -> list[str]:
+        """Return what our own rules say against a layout."""
+        book = RuleBook()
+        rules = self._rules(book, run.rules.strategy)
         rules.check(run.devices)
         assert run.fields is not None
         check_gpt_on_layout(book, run.fields, rules)
-        return replace(run, rules=rules, errors=tuple(book.errors))
+        return book.errors
+
+    def _rules(self, book: RuleBook, strategy: Mapping[str, Any]) -> PlannedStrategy:
+        return PlannedStrategy(book, strategy, self.settings.precision, self.run.device_type)
 
     def state(self, run: CheckedRun) -> float:
         """Return the bytes of the first and last stage without activations, a lower bound for their ranks."""

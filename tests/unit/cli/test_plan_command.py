@@ -306,6 +306,18 @@ def test_suggestions_fit_keep_the_global_batch_and_come_best_first() -> None:
         assert plan.fullest.memory.total == one.memory <= machine.memory
 
 
+def test_suggestions_shard_as_the_optimizer_allows() -> None:
+    run = run_with(base=LLAMA, trainer={"accelerator": "gpu"}, model={"recipe": {"optimizer": "muon"}})
+    best = suggest(run, 4, 4, machine_named("h100"), backend="local")[0]
+    assert best.strategy["use_layer_wise_distributed_optimizer"]
+    assert "use_distributed_optimizer" not in best.strategy
+
+
+def test_a_file_that_would_be_refused_on_every_layout_is_told_why() -> None:
+    with refuses(ValueError, "max_stepss"):
+        suggest(run_with(base=LLAMA, trainer={"accelerator": "gpu", "max_stepss": 3}), 4, 4, machine_named("h100"))
+
+
 def test_a_long_search_says_how_far_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
