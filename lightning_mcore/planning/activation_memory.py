@@ -452,11 +452,12 @@ class Activations:
         return float(max(at_loss, at_product, at_sum) + of_input)
 
     def _in_layer(self, is_moe: bool) -> float:
-        """Return the bytes that backward of a feed-forward part needs briefly: gradients of inner and outer width."""
+        """Return the bytes that a feed-forward part needs briefly: its gradients in backward, or what experts copy."""
         fields, element = self.run.fields, self.run.formats.parameter
         inner, kind = (2 if fields.gated_linear_unit else 1) * fields.ffn_hidden_size, "tensor"
         if is_moe:
-            inner, kind = 2 * (fields.moe_latent_size or fields.hidden_size) * fields.moe_router_topk, "gathered"
+            of_tokens = (fields.moe_latent_size or fields.hidden_size) * fields.moe_router_topk
+            inner, kind = self._copies_of_tokens * of_tokens, "gathered"
         # With sequence parallelism, the first matrix's input is gathered again, and its gradient is not scattered yet.
         whole = "sequence" if is_moe else "nobody"
         rows = [Row("input and its gradient", 2 * fields.hidden_size, element, whole)]
@@ -465,6 +466,17 @@ class Activations:
             Row("inner", inner, element, kind),
         ]
         return self._weigh(rows)
+
+    @property
+    def _copies_of_tokens(self) -> int:
+        """How often the tokens of routed experts are there at once, beside those that are kept."""
+        fields, ranks = self.run.fields, self.run.layout.expert_model_parallel_size
+        is_sorted = fields.moe_token_dispatcher_type == "alltoall" and fields.num_moe_experts > ranks
+        if not (self.run.formats.is_local and is_sorted):
+            return 2
+        # At the end of the experts' forward: as they were sent, as they were received and not yet sorted by expert, and
+        # the experts' outputs, one by one and joined. 4096 tokens of 2048 channels, topk 8, bf16: 4 x 128 MiB.
+        return 3 + (ranks > 1)
 
     def _weigh(self, rows: Iterable[Row]) -> float:
         """Return the bytes of tensors on this rank."""

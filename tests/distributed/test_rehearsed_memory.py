@@ -11,21 +11,23 @@ from functools import partial
 import pytest
 
 from lightning_mcore.rehearsal.processes import Failure, Played, run_jobs
+from tests.distributed.test_plan_memory import EP, MOE, SHARDED, run
 from tests.distributed.test_plan_memory import RUNS as PLANNED
 from tests.support.live_memory import LiveRun, measured
 from tests.support.ranks import run_ranks
-from tests.support.rehearsed import job, live_run
+from tests.support.rehearsed import RECOMPUTE, job, live_run
 
 pytestmark = pytest.mark.distributed
 WITHIN = 0.03
 # In bf16, because a GPU has no fused attention for grouped queries in fp32, and keeps all scores.
 RUNS: dict[str, LiveRun] = {name: PLANNED[name] for name in ("dense-bf16", "tp2-sp-bf16")}
 RUNS["cp2-bf16-two-rows"] = replace(PLANNED["cp2-two-rows"], precision="bf16-mixed")
+RUNS["recomputed-experts-ep2-bf16"] = run(MOE | RECOMPUTE, 2, EP | SHARDED, precision="bf16-mixed")
 # RMSNorm is one kernel on a GPU alone; on a CPU it keeps two tensors in fp32.
 LAYER_NORM = {"normalization": "LayerNorm"}
 RUNS = {
-    name: replace(run, model={**run.model, "transformer": run.model["transformer"] | LAYER_NORM})
-    for name, run in RUNS.items()
+    name: replace(one, model={**one.model, "transformer": one.model["transformer"] | LAYER_NORM})
+    for name, one in RUNS.items()
 }
 
 

@@ -308,9 +308,9 @@ def test_suggestions_fit_keep_the_global_batch_and_come_best_first() -> None:
 
 def test_suggestions_shard_as_the_optimizer_allows() -> None:
     run = run_with(base=LLAMA, trainer={"accelerator": "gpu"}, model={"recipe": {"optimizer": "muon"}})
-    best = suggest(run, 4, 4, machine_named("h100"), backend="local")[0]
-    assert best.strategy["use_layer_wise_distributed_optimizer"]
-    assert "use_distributed_optimizer" not in best.strategy
+    found = suggest(run, 4, 4, machine_named("h100"), backend="local")
+    assert any("use_layer_wise_distributed_optimizer" in one.strategy for one in found)
+    assert not any("use_distributed_optimizer" in one.strategy for one in found)
 
 
 def test_a_file_that_would_be_refused_on_every_layout_is_told_why() -> None:
