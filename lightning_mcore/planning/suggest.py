@@ -57,7 +57,7 @@ _OF_ADAM = ("use_distributed_optimizer", "overlap_param_gather")
 _REPLACED = (
     *ParallelLayout.__dataclass_fields__,
     *(*_OF_ADAM, "use_layer_wise_distributed_optimizer", "overlap_grad_reduce", "overlap_p2p_comm"),
-    *("microbatch_group_size_per_vp_stage", "micro_batch_size"),
+    *("data_parallel_sharding", "microbatch_group_size_per_vp_stage", "micro_batch_size"),
 )
 _OF_RECOMPUTE = (
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),

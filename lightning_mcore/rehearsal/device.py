@@ -16,6 +16,7 @@ import pickle
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -355,6 +356,8 @@ class Answers:
 
     def __init__(self, store: Any = None, rank: int = 0, played: tuple[int, ...] = ()) -> None:
         self._store, self._rank, self._played = store, rank, played
+        if store is not None:  # a busy machine may need longer than the default of 5 minutes; failures end all ranks
+            store.set_timeout(timedelta(days=1))
         self._sent: Counter[str] = Counter()
 
     def post(self, name: str, value: Any) -> None:

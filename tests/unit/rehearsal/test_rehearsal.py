@@ -4,14 +4,18 @@
 import re
 import subprocess
 import sys
+import threading
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from lightning_mcore.rehearsal import RankReport, rehearse
+from lightning_mcore.rehearsal.device import Answers
 from lightning_mcore.rehearsal.processes import Failure, Played, run_jobs
 from tests.support import rehearsed
 from tests.support.rehearsed import gpt_run, job, plain_run, watched_trainer
@@ -171,3 +175,17 @@ def test_processes_of_a_rehearsal_end_when_the_one_that_asked_for_it_is_killed(t
     asking.kill()
     asking.wait()
     assert psutil.wait_procs(processes, timeout=20)[1] == []
+
+
+def test_a_slow_stage_is_waited_for(tmp_path: Path) -> None:
+    stores = [dist.FileStore(str(tmp_path / "store"), -1) for _ in range(2)]  # type: ignore[attr-defined]
+    for store in stores:
+        store.set_timeout(timedelta(milliseconds=10))
+    slow, fast = (Answers(store, rank, (0, 1)) for rank, store in enumerate(stores))
+    # A file is looked at once a second.
+    late = threading.Timer(2.5, slow.broadcast, (["late"], 0, (0, 1)))
+    late.start()
+    received = [None]
+    fast.broadcast(received, 0, (0, 1))
+    late.join()
+    assert received == ["late"]
