@@ -53,11 +53,12 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-_OF_ADAM = ("use_distributed_optimizer", "overlap_param_gather")
+_OF_ADAM = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+_OF_OTHERS = ("use_layer_wise_distributed_optimizer", "overlap_grad_reduce")
 _REPLACED = (
     *ParallelLayout.__dataclass_fields__,
-    *(*_OF_ADAM, "use_layer_wise_distributed_optimizer", "overlap_grad_reduce", "overlap_p2p_comm"),
-    *("data_parallel_sharding", "microbatch_group_size_per_vp_stage", "micro_batch_size"),
+    *(*_OF_ADAM, *_OF_OTHERS, "data_parallel_sharding", "overlap_p2p_comm"),
+    *("microbatch_group_size_per_vp_stage", "micro_batch_size"),
 )
 _OF_RECOMPUTE = (
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
@@ -192,8 +193,7 @@ class _Search:
         sizes = {name: value for name, value in vars(layout).items() if value != getattr(ParallelLayout(), name)}
         if layout.data_parallel_size(self.run.devices) * layout.context_parallel_size > 1:
             of_adam = optimizer_of(self.run.model).startswith("adam")  # others cannot be sharded by ranges of elements
-            sharding = _OF_ADAM if of_adam else ("use_layer_wise_distributed_optimizer",)
-            sizes |= dict.fromkeys((*sharding, "overlap_grad_reduce"), True)
+            sizes |= dict.fromkeys(_OF_ADAM if of_adam else _OF_OTHERS, True)
         return sizes
 
     def on_layout(self, layout: ParallelLayout) -> CheckedRun:
