@@ -205,7 +205,12 @@ class _CpuProperties:
 
 
 class _TorchOfCpu(types.ModuleType):
-    """Replaces ``torch`` in a file that names a device: ``torch.device("cuda:cpu")`` is the CPU."""
+    """Replaces ``torch`` in a file that names a device: ``torch.device("cuda:cpu")`` is the CPU.
+
+    It has nothing compiled, so ``torch.compiler.disable`` need not import torch's compiler.
+    """
+
+    compiler = types.SimpleNamespace(disable=_uncompiled)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

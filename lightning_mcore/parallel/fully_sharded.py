@@ -124,10 +124,13 @@ class FullyShardedChunk(FullyShardedDataParallel):  # type: ignore[misc]  # mega
             self._is_gathered = False
 
     def _wait(self) -> None:
-        """Wait for what the last step has begun to gather."""
+        """Wait for what the last step has begun to gather, and free what is not gathered but has memory."""
         pipeline = self.module.all_gather_pipeline
         for bucket in list(pipeline.param_gather_event_map):
             pipeline.wait_bucket_ready(*bucket)
+        for (index, _), status in pipeline.bucket_status.items():
+            if status.name == "EMPTY":  # but fake tensors get memory again when they are looked at
+                self._groups[index].model_weight_buffer.free_bucket_storage()
 
     @torch.no_grad()
     def scatter(self, with_main: bool) -> None:
