@@ -154,15 +154,19 @@ def _missing_blocks(
     # A save must fill all layers of a stacked tensor. If layer 0 is frozen and layer 1 trained, exp_avg [2, ...] gets
     # zeros for layer 0, as before a first step, and the fp32 copy of layer 0 is its weight.
     for share in shares:
-        own = {share.name_of_copy, *share.tensors()}
+        own = {*share.tensors(), *([share.name_of_copy] if share.has_copy else [])}
         for name, dtype in dtypes.get(share.sharded.key, {}).items():
             if name not in own:
-                yield from place_share(_prefix(index, name), torch.zeros_like(share.stepped, dtype=dtype), share)
+                yield from place_share(_prefix(index, name), _filled(share.stepped, name, dtype), share)
     for entry in untrained:
         for name, dtype in dtypes.get(entry.key, {}).items():
-            weight = entry.data.detach().reshape(-1)
-            filled = weight.to(dtype) if name in MAIN_NAMES else torch.zeros_like(weight, dtype=dtype)
+            filled = _filled(entry.data.reshape(-1), name, dtype)
             yield from place_range(_prefix(index, name), filled, entry, begin=0)
+
+
+def _filled(weight: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """Return the state ``name`` of a weight that has none."""
+    return weight.detach().to(dtype) if name in MAIN_NAMES else torch.zeros_like(weight, dtype=dtype)
 
 
 def _state_dtypes(shares: Sequence[Share]) -> dict[str, dict[str, torch.dtype]]:

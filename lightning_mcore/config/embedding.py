@@ -74,6 +74,11 @@ class Embedding:
         """Texts of a row: the query, its positive and its hard negatives."""
         return 2 + self.negatives
 
+    @property
+    def of_rows(self) -> "Embedding":
+        """The settings that decide what is read from a row; the others have their defaults."""
+        return Embedding(negatives=self.negatives, query_prompt=self.query_prompt, document_prompt=self.document_prompt)
+
     @classmethod
     def of(cls, given: "Embedding | Mapping[str, Any]") -> "Embedding":
         """Return settings unchanged, or make them from a mapping; the errors of :func:`from_fields` and the class."""

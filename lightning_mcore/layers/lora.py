@@ -210,7 +210,8 @@ class Adapters(nn.ModuleDict):
                 sees_some_tokens or getattr(weight, "sequence_parallel", False)
             )
             is_counted = not is_whole or self.group.rank() == 0
-            set_tensor_model_parallel_attributes(parameter, is_counted, int(name.endswith("lora_A")), 1)
+            split_along = -1 if is_whole else int(name.endswith("lora_A"))
+            set_tensor_model_parallel_attributes(parameter, is_counted, split_along, 1)
 
     def change(self, inputs: Tensor, output: Tensor, layer: Any, bias: Tensor | None) -> Tensor:
         """Return the layer's output with its adapters' added.

@@ -224,18 +224,36 @@ class MCoreEmbedding(MCoreGPT):
         """Check a batch as ``MCoreGPT`` does, and that it has a query's texts next to each other.
 
         Raises:
-            ValueError: The sequences are not such texts, or a microbatch of training would have nothing to compare.
+            ValueError: The sequences are not such texts, a microbatch of training would have nothing to compare, or
+                data-parallel ranks have different numbers of microbatches.
         """
         if self._trainer is None or not self._trainer.predicting:
             check_texts(batch, self.embedding.texts)
             self._check_microbatches(batch)
+        elif not is_packed(batch) and "lengths" not in batch:
+            raise ValueError(
+                f"a padded batch with {', '.join(batch)} has no lengths, so it does not tell where its texts end; add"
+                " lengths, the number of tokens of each row"
+            )
         return super().on_before_batch_transfer(batch, dataloader_idx)
 
     def _check_microbatches(self, batch: Batch) -> None:
-        if self._trainer is None or is_packed(batch):
+        if self._trainer is None:
             return
         strategy, rows = self._trainer.strategy, len(batch["tokens"])
         most = getattr(strategy, "micro_batch_size", None) or rows
+        if self._host() is not None:
+            # Ranks compare their texts in each microbatch, and would wait for one that others do not have.
+            hosts = data_parallel_hosts()
+            counts = [0] * hosts.size()
+            dist.all_gather_object(counts, -(-rows // most), group=hosts)
+            if len({*counts}) > 1:
+                raise ValueError(
+                    f"the data-parallel ranks have {counts} microbatches in a batch, but they compare their texts in"
+                    " each; give every rank a batch of as many rows"
+                )
+        if is_packed(batch):
+            return
         copies = data_parallel_place(self._trainer)[1]
         # 10 rows in microbatches of 4 end with one of 2
         for part in filter(None, (min(most, rows), rows % most)):

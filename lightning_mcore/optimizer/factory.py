@@ -34,7 +34,7 @@ from lightning_mcore.optimizer.megatron import (
     WrappedOptimizer,
     optimizer_class,
 )
-from lightning_mcore.optimizer.muon import MuonWithAdamW, place_matrices
+from lightning_mcore.optimizer.muon import MuonWithAdamW, Placement, place_matrices
 from lightning_mcore.optimizer.parts import GROUP_INDEX, follow_user_groups, optimizer_parts
 from lightning_mcore.optimizer.rules import check_kind, megatron_fields, optimizer_option_faults
 from lightning_mcore.parallel.chunks import WrappedChunk, shards_shown
@@ -213,7 +213,7 @@ def _wrap(user: Optimizer, setting: OptimizerSetting) -> MegatronOptimizer:
         if isinstance(user, MuonWithAdamW):
             for models, copies in zip(megatron.float16_groups, megatron.fp32_from_float16_groups, strict=True):
                 for model, copy in zip(models, copies, strict=True):
-                    user.placements[copy] = user.placements.pop(model)
+                    user.placements[copy] = user.placements.pop(model, Placement())
     else:
         megatron = FP32Optimizer(user, config, _no_initial_state)
     # Norms and counts of zeros are summed over one model copy, which layer-wise shares spread over the world;

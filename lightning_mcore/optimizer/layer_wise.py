@@ -23,11 +23,20 @@ from torch.optim import Optimizer
 
 from lightning_mcore.parallel.groups import process_group
 
+_SHARED_OUT = "is_shared_out_over_ranks"  # an attribute of the user's optimizer
+
 
 class LayerWiseShares:
     """Which rank owns which parameter, for an optimizer whose groups keep only those of this rank."""
 
     def __init__(self, user: Optimizer) -> None:
+        """Share out the parameters of the optimizer's groups; ``RuntimeError`` if an earlier run has done so."""
+        if getattr(user, _SHARED_OUT, False):
+            raise RuntimeError(
+                f"configure_optimizers returned the {type(user).__name__} of an earlier run, of whose parameters each"
+                " rank kept only its own; return a new one for each run"
+            )
+        setattr(user, _SHARED_OUT, True)
         # Ranks that hold the same experts share those; all data- and context-parallel ranks share the other parameters.
         self._owners: dict[dist.ProcessGroup, list[tuple[Tensor, int]]] = defaultdict(list)
         loads: dict[dist.ProcessGroup, list[int]] = {}

@@ -188,14 +188,14 @@ def place_matrices(optimizer: MuonWithAdamW, chunks: Sequence[nn.Module]) -> Non
                 if isinstance(module, SelfAttention):
                     joint[getattr(module.linear_qkv, "weight", None)] = _rows_of_query_group(module.config)
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
+        for parameter in group["params"] if group[_KIND] == "muon" else ():
             is_expert = not getattr(parameter, "allreduce", True)
             ranks = process_group("expert_tp" if is_expert else "tp")
-            is_split = ranks.size() > 1 and getattr(parameter, "tensor_model_parallel", False)
+            # Megatron marks a parameter that every rank holds whole with -1, or not at all.
+            dim = getattr(parameter, "partition_dim", -1)
+            is_split = ranks.size() > 1 and dim >= 0 and parameter.tensor_model_parallel
             optimizer.placements[parameter] = Placement(
-                group=ranks if is_split else None,
-                dim=parameter.partition_dim if is_split else 0,
-                rows=joint.get(parameter, ()),
+                group=ranks if is_split else None, dim=max(dim, 0), rows=joint.get(parameter, ())
             )
 
 

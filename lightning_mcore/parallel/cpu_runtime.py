@@ -262,6 +262,19 @@ def _frees_or_forgets(fsdp_buffers: Any) -> Callable[[Any, int], None]:
     return call
 
 
+def _waits_at_its_end(manager: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``_coalescing_manager``: gloo's threads would go on writing into buckets that are freed in stream order."""
+
+    @contextlib.contextmanager
+    def call(group: Any, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
+        with manager(group, device, async_ops) as works:
+            yield works
+        if async_ops:
+            works.wait()
+
+    return call
+
+
 def _scale_in_place(
     chunk_size: int, overflow: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], scale: float
 ) -> None:
@@ -325,6 +338,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         *_names_without_transformer_engine(),
         # A tensor that NumPy has seen, as a save shows it, cannot be resized, and so not freed
         (fsdp_buffers.StorageResizeBasedBucketAllocator, "free", _frees_or_forgets(fsdp_buffers)),
+        (fsdp_buffers, "_coalescing_manager", _waits_at_its_end(fsdp_buffers._coalescing_manager)),
         # MegatronFSDP: `torch.device(f"cuda:{torch.cuda.current_device()}")`
         (importlib.import_module(f"{_FSDP}.src.megatron_fsdp.megatron_fsdp"), "torch", _TorchOfCpu("torch")),
         # clip_grad_by_total_norm_fp32

@@ -184,7 +184,8 @@ def held_tensors(chunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def of_parameter(chunk: nn.Module, name: str, parameter: torch.Tensor) -> ParameterTensor:
     """Return what is known of a parameter by Megatron's marks on it, and by the module that owns it."""
-    split = getattr(parameter, "partition_dim", None) if getattr(parameter, "tensor_model_parallel", False) else None
+    dim = getattr(parameter, "partition_dim", -1)
+    split = dim if dim >= 0 and getattr(parameter, "tensor_model_parallel", False) else None
     if name.endswith(".softmax_offset"):
         split = 0  # a sink for each head; Megatron does not mark them
     owner, is_matrix = chunk.get_submodule(name.rpartition(".")[0]), parameter.dim() == 2

@@ -12,6 +12,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -46,15 +47,21 @@ class WithMuon(Watched):
         pass
 
     def on_train_end(self) -> None:
-        self.final = dict(named_weights(self))
+        self.final = dict(named_weights(self, adapter=self.lora is not None))
 
 
 def train(
-    folder: str, layout: Layout, strategy: dict[str, Any], save: str | None = None, resume: str | None = None
+    folder: str,
+    layout: Layout,
+    strategy: dict[str, Any],
+    save: str | None = None,
+    resume: str | None = None,
+    lora: dict[str, Any] | None = None,
 ) -> dict[str, Tensor]:
     """Train on this rank of a layout, or all but the last step, or that one; return the whole model's weights."""
     arguments = {**layout.strategy_arguments, **strategy} | ({"micro_batch_size": 1} if layout.dp == 1 else {})
-    module = WithMuon.from_pretrained(folder, seq_length=LENGTH, recipe=RECIPE)
+    pl.seed_everything(1, verbose=False)  # for adapters
+    module = WithMuon.from_pretrained(folder, seq_length=LENGTH, recipe=RECIPE, lora=lora)
     trainer = make_trainer(
         MCoreStrategy(**arguments),
         max_steps=STEPS - 1 if save else STEPS,
@@ -170,6 +177,18 @@ def test_momentum_goes_to_another_layout(
     folder, path = str(tiny_folder("qwen3")), str(tmp_path / "muon.ckpt")
     run_ranks(first[0].world_size, train, folder, *first, path, timeout=120)
     check("qwen3", run_ranks(second[0].world_size, train, folder, *second, None, path, timeout=120))
+
+
+def test_adapters_and_sinks_that_every_rank_holds_whole_are_not_gathered() -> None:
+    lora = {"r": 4, "target_modules": "all-linear"}
+    runs = {"qwen3": lora, "gpt_oss": None}  # the first has whole halves of adapters, the second sinks
+    for name, adapters in runs.items():
+        folder = str(tiny_folder(name))
+        [expected] = run_ranks(1, train, folder, Layout(), {}, None, None, adapters, timeout=120)
+        for ours in run_ranks(2, train, folder, Layout(tp=2, sp=True), {}, None, None, adapters, timeout=120):
+            assert ours.keys() == expected.keys()
+            for key, value in ours.items():
+                assert float((value - expected[key]).norm() / expected[key].norm()) <= SHARE, (name, key)
 
 
 def check(name: str, ranks: list[dict[str, Tensor]]) -> None:

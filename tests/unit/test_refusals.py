@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lightning_mcore import CommunicationOptions, MCoreGPT, MCoreModule, MCorePrecision, MCoreStrategy
 from lightning_mcore import callbacks as ours
+from lightning_mcore.optimizer.layer_wise import LayerWiseShares
 from tests.support import hygiene
 from tests.support.ranks import RanksFailedError, on_ranks, run_ranks
 from tests.support.sentences import refuses, says
@@ -401,6 +402,15 @@ class ByAll(torch.optim.SGD):
         return result
 
 
+class SameOptimizer(StagedNet):
+    """Returns one optimizer object from every call, as if it had been fitted before."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters())
+        LayerWiseShares(optimizer)
+        return optimizer
+
+
 def muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.1)
 
@@ -426,6 +436,7 @@ AFTER_BUILDING: dict[str, Case] = {
     "two-models": Case(module=Two),
     "ungrouped": Case(module=Partial),
     "lbfgs": Case(strategy=SHARDED, module=partial(PlainNet, torch.optim.LBFGS), error=TypeError),
+    "layers-of-an-earlier-run": Case(strategy=LAYER_WISE, module=SameOptimizer, error=RuntimeError),
     "layers-of-a-plain-module": Case(strategy=LAYER_WISE, module=PlainNet),
     "step-by-all-of-layers": Case(strategy=LAYER_WISE, module=partial(StagedNet, ByAll), error=TypeError),
     "sgd": Case(strategy=SHARDED, module=partial(PlainNet, partial(torch.optim.SGD, lr=0.1)), error=TypeError),

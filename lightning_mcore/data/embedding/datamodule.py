@@ -193,7 +193,7 @@ class MCoreEmbeddingData(MCoreFinetuningData):
         return self.seq_length // self._embedding.texts // multiple * multiple
 
     def _tokenized_files(self, files: list[str], name: str, reading: Reading) -> Any:
-        reading = TextReading(setting=self._embedding, most=self._places if self.overlong == "cut" else None)
+        reading = TextReading(setting=self._embedding.of_rows, most=self._places if self.overlong == "cut" else None)
         return super()._tokenized_files(files, name, reading)
 
     def _samples(self, tokenized: Any, indices: NDArray[np.int64], name: str) -> TextSamples:
