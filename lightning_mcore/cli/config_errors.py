@@ -16,6 +16,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import lightning_mcore
 from lightning_mcore.arguments.documents import read_yaml
 from lightning_mcore.cli.quick_checks import CONFIG, load, options
 from lightning_mcore.config.ray import RaySettings
@@ -241,6 +242,8 @@ def _fault_in_class(path: str, value: Mapping[str, Any]) -> str | None:
 def _find(path: str, class_path: str) -> Any:
     """Return a class or function by its path or short name; a sentence if it does not exist."""
     module, _, name = class_path.rpartition(".")
+    if not module and name in lightning_mcore.__all__:  # imported or not
+        return getattr(lightning_mcore, name)
     if not module:
         known = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in _subclasses()}
         found = {place: kind for place, kind in known.items() if kind.__name__ == name and "<locals>" not in place}

@@ -119,6 +119,11 @@ def build_of(settings: RunSettings, devices: int, devices_per_node: int) -> tupl
             )
     if run.device_type == "cpu":
         raise ValueError("accelerator='cpu' has no GPU to rehearse; set trainer.accelerator to 'gpu'")
+    if settings.precision.get("fp4_recipe") is not None:
+        raise ValueError(
+            f"fp4_recipe={settings.precision['fp4_recipe']!r} cannot be rehearsed, because its kernels look at values;"
+            " rehearse with fp8_recipe='mxfp8', whose copies of weights and inputs are twice as large"
+        )
     needs_engine = run.rules.computes_in_fp8 or run.model.get("transformer_impl") == "transformer_engine"
     if needs_engine and not is_prepared():
         raise ModuleNotFoundError(

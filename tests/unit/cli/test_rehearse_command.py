@@ -106,6 +106,20 @@ def test_wrong_input_is_one_sentence(
     assert sentence in shown[0]
 
 
+def test_fp4_and_a_wrong_recipe_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given: dict[str, Any] = {"class_path": "MCorePrecision"}
+    trainer = {name: value for name, value in RUN["trainer"].items() if name != "precision"}
+    file = tmp_path / "run.yaml"
+    for arguments, sentence in (
+        ({"fp4_recipe": "nvfp4"}, "fp4_recipe='nvfp4' cannot be rehearsed"),
+        ({"fp8_recipe": "nvfp4"}, "trainer.plugins.fp8_recipe='nvfp4' does not fit"),
+    ):
+        given["init_args"] = {"precision": "bf16-mixed", **arguments}
+        file.write_text(json.dumps({**RUN, "trainer": {**trainer, "plugins": given}}), encoding="utf-8")
+        assert main(["rehearse", str(file), "--device", "b200"]) == 2
+        assert sentence in capsys.readouterr().err
+
+
 def test_a_missing_file_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rehearse", "none.yaml", "--devices", "8"]) == 2
     assert capsys.readouterr().err == (
