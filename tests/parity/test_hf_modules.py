@@ -32,6 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {PP: 2},
     "pp2-vp2": {PP: 2, "virtual_pipeline_model_parallel_size": 2},
     "dp2": {},
+    "dp2-sharded": {"data_parallel_sharding": "optim_grads_params"},
     "ep2": {"expert_model_parallel_size": 2},
 }
 MODELS = {"ep2": "mixtral"}
@@ -65,7 +66,7 @@ def _run(kind: str, layout: str) -> tuple[str, str, Any, dict[str, Any]]:
 def test_a_module_written_for_ddp_gives_its_numbers_on_every_layout(kind: str) -> None:
     runs = {layout: _run(kind, layout) for layout in LAYOUTS}
     of_ddp = {layout: (kind, path, "ddp", arguments) for layout, (kind, path, _, arguments) in runs.items()}
-    copies = {"dp2", "ep2"}
+    copies = {"dp2", "dp2-sharded", "ep2"}
     one = run_ranks(1, train_each, {name: of_ddp[name] for name in ("tp2", "pp2-vp2")})[0]
     expected = {name: one["pp2-vp2" if name == "pp2-vp2" else "tp2"] for name in runs.keys() - copies}
     ranks = run_ranks(2, train_each, runs | {f"{name} of ddp": of_ddp[name] for name in copies}, timeout=120)
@@ -76,7 +77,7 @@ def test_a_module_written_for_ddp_gives_its_numbers_on_every_layout(kind: str) -
 
 
 def test_losses_in_chunks_are_those_of_ddp_on_every_layout() -> None:
-    runs = {name: _run("fine-tuning", name) for name in LAYOUTS if name not in ("dp2", "ep2")}
+    runs = {name: _run("fine-tuning", name) for name in LAYOUTS if name not in ("dp2", "dp2-sharded", "ep2")}
     of_ddp = {name: (kind, path, "ddp", arguments) for name, (kind, path, _, arguments) in runs.items()}
     expected = run_ranks(1, train_each, {name: of_ddp[name] for name in ("tp2", "pp2-vp2")})[0]
     chunked = {
@@ -148,6 +149,7 @@ def test_micro_batch_size_cuts_the_calls_of_the_model_in_validation(kind: str) -
 def test_generation_gives_the_tokens_of_transformers_on_every_layout() -> None:
     latent = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     layouts = {name: (MODELS.get(name, "llama"), LAYOUTS[name]) for name in LAYOUTS if name != "dp2"}
+    copies = ("ep2", "dp2-sharded")  # which sample for themselves
     layouts["latent"] = "deepseek_v3", latent
     layouts |= {f"delta net, {name}": ("qwen3_5_text", LAYOUTS[name]) for name in ("tp2", "pp2")}
     layouts["sinks"] = "gpt_oss", {**latent, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
@@ -159,7 +161,7 @@ def test_generation_gives_the_tokens_of_transformers_on_every_layout() -> None:
         for found in ranks:
             tokens, sampled, widths = found[name]
             assert torch.equal(tokens, expected), name
-            assert torch.equal(sampled, ranks[0][name][1]) or name == "ep2", name
+            assert torch.equal(sampled, ranks[0][name][1]) or name in copies, name
             if name not in ("cp2", "pp2-vp2"):  # no cache, and two calls for each token
                 assert widths == [length] + [1] * (NEW_TOKENS - 1), name
 
