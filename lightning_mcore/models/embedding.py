@@ -242,7 +242,11 @@ class MCoreEmbedding(MCoreGPT):
             return
         strategy, rows = self._trainer.strategy, len(batch["tokens"])
         most = getattr(strategy, "micro_batch_size", None) or rows
-        if self._host() is not None:
+        copies = data_parallel_place(self._trainer)[1]
+        # 10 rows in microbatches of 4 end with one of 2
+        for part in () if is_packed(batch) else filter(None, (min(most, rows), rows % most)):
+            raise_first(faults_of_batch(self.embedding, part, copies if self._trainer.training else 2))
+        if self._trainer.training and self._host() is not None and dist.is_initialized():
             # Ranks compare their texts in each microbatch, and would wait for one that others do not have.
             hosts = data_parallel_hosts()
             counts = [0] * hosts.size()
@@ -252,12 +256,6 @@ class MCoreEmbedding(MCoreGPT):
                     f"the data-parallel ranks have {counts} microbatches in a batch, but they compare their texts in"
                     " each; give every rank a batch of as many rows"
                 )
-        if is_packed(batch):
-            return
-        copies = data_parallel_place(self._trainer)[1]
-        # 10 rows in microbatches of 4 end with one of 2
-        for part in filter(None, (min(most, rows), rows % most)):
-            raise_first(faults_of_batch(self.embedding, part, copies if self._trainer.training else 2))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         """Return the mean loss over a microbatch's queries and its weight, the number of queries."""

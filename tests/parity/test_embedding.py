@@ -29,7 +29,8 @@ from tests.parity.hf_training import Part, finished_gradients, on_disk
 from tests.support.chats import END, characters, write
 from tests.support.hf_models import VOCAB_SIZE, save_tiny, tiny_folder
 from tests.support.layouts import Layout
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
+from tests.support.sentences import refuses
 from tests.support.thorough import thorough_but
 from tests.support.toy import make_trainer, run_fit, weights
 
@@ -251,6 +252,22 @@ def differences(wanted: Wanted, ranks: Sequence[Seen]) -> Iterator[tuple[str, fl
 
 
 # ---- runs on files
+
+
+class Uneven(pl.LightningDataModule):
+    """Has two queries for the first of two ranks, and one for the second."""
+
+    def train_dataloader(self) -> Any:
+        rank = data_parallel_place(self.trainer)[0]  # type: ignore[arg-type]
+        return DataLoader([collate_padded_texts(rows_of(0)[rank:2])], batch_size=None)  # type: ignore[arg-type]
+
+
+@on_ranks(2, timeout=60)
+def test_ranks_with_other_numbers_of_microbatches_are_told_so() -> None:
+    module = MCoreEmbedding(VOCAB_SIZE, LENGTH, {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2})
+    trainer = make_trainer(MCoreStrategy(micro_batch_size=2), max_steps=1, use_distributed_sampler=False)
+    with refuses(ValueError, "the data-parallel ranks have [2, 1] microbatches"):
+        trainer.fit(module, Uneven())
 
 
 def words(draw: random.Random) -> str:

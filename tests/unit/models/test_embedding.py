@@ -129,6 +129,19 @@ def test_other_modules_and_other_data_do_not_fit(tmp_path: Path) -> None:
         data.setup("fit")
 
 
+def test_only_what_changes_the_texts_makes_other_data() -> None:
+    setting = Embedding("mean", temperature=0.5, negatives=2, matryoshka_sizes=[8], query_prompt="Q: ")
+    assert setting.of_rows == Embedding(negatives=2, query_prompt="Q: ")
+
+
+def test_a_batch_to_predict_tells_where_its_texts_end() -> None:
+    module = MCoreEmbedding(64, 16, SIZES)
+    module._trainer = trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=MCoreStrategy(), logger=False)
+    trainer.predicting = True
+    with refuses(ValueError, "has no lengths"):
+        module.on_before_batch_transfer({"tokens": torch.zeros(2, 8, dtype=torch.long)}, 0)
+
+
 def test_empty_places_neither_have_a_loss_nor_are_compared_with() -> None:
     vectors = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
     there = torch.tensor([True, True, False])

@@ -111,7 +111,7 @@ OPTIONS = {
     "QLoRA in fp32": ("quantized",),
     "DPO, cDPO, robust": ("preference", "reference-model"),
     "distillation from a teacher": ("taught-tp2-pp2",),
-    "embeddings from queries": ("embedding-tp2-pp2",),
+    "text embeddings (`MCoreEmbedding`": ("embedding-tp2-pp2",),
     "gated delta nets": ("delta-nets-tp2",),
     "Kimi delta attention": ("kimi-tp2",),
     "images and video, distributed": ("images", "images-tp2", "images-of-a-file"),
