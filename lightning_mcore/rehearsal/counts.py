@@ -17,6 +17,7 @@ Example::
     counts.waits  # {("file.py:3", "reads a value"): 1}
 """
 
+import functools
 import os
 import sys
 import weakref
@@ -253,6 +254,18 @@ class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if known.size:
                     known.is_counted = True
                     self.memory.add(known.size, known.holder)
+
+    def aside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function that computes on no tensors on a GPU, and none of whose fake ones count."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = self.operators
+            try:
+                return self.in_kernel(functools.partial(function, *args, **kwargs))
+            finally:
+                self.operators = before
+
+        return call
 
     def resize_storage(self, resize: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``UntypedStorage.resize_``, which no operator does."""

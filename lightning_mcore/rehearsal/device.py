@@ -30,6 +30,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn import functional
 from torch.nn.attention.bias import CausalBias
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -204,6 +205,12 @@ def _of_tensors(counts: Counts) -> list[tuple[Any, str, Any]]:
         (importlib.import_module("lightning_mcore.hf.adapters"), "_weighted_sum", _returns(0)),
         (torch.UntypedStorage, "data_ptr", _address),
         (FakeTensor, "data_ptr", lambda it: _address(it.untyped_storage()) + it.storage_offset() * it.element_size()),
+        # DTensor runs each operator on fake tensors of the global shape first, to learn the shape of its result.
+        (
+            ShardingPropagator,
+            "_propagate_tensor_meta_non_cached",
+            counts.aside(ShardingPropagator._propagate_tensor_meta_non_cached),
+        ),
         (torch.UntypedStorage, "resize_", counts.resize_storage(torch.UntypedStorage.resize_)),
     ]
 

@@ -38,6 +38,7 @@ from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch._library.custom_ops import CustomOpDef
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.jit import _builtins
 from torch.optim import _muon
 from transformers import Qwen3VLProcessor
@@ -138,6 +139,7 @@ OWNERS: dict[str, type | ModuleType] = {
     "_use_buffers": WeightAveraging,
     "_update_count": torchmetrics.Metric,
     "_version": torch.Tensor,
+    "_propagate_tensor_meta_non_cached": ShardingPropagator,
     "_world": distributed_c10d,
     "_zeropower_via_newtonschulz": _muon,
 }
