@@ -22,7 +22,9 @@ WITHIN = 0.03
 # In bf16, because a GPU has no fused attention for grouped queries in fp32, and keeps all scores.
 RUNS: dict[str, LiveRun] = {name: PLANNED[name] for name in ("dense-bf16", "tp2-sp-bf16")}
 RUNS["cp2-bf16-two-rows"] = replace(PLANNED["cp2-two-rows"], precision="bf16-mixed")
-RUNS["recomputed-experts-ep2-bf16"] = run(MOE | RECOMPUTE, 2, EP | SHARDED, precision="bf16-mixed")
+RUNS["recomputed-experts-ep2-bf16"] = run(
+    MOE | RECOMPUTE, 2, EP | SHARDED, precision="bf16-mixed", rows=2, seq_length=512
+)
 # RMSNorm is one kernel on a GPU alone; on a CPU it keeps two tensors in fp32.
 LAYER_NORM = {"normalization": "LayerNorm"}
 RUNS = {
