@@ -6,7 +6,7 @@ logits. ``data/embedding/texts.py`` describes a batch: neighbouring sequences ar
 negatives. ``layers/embedding.py`` pools the hidden states and computes the loss.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -256,6 +256,27 @@ class MCoreEmbedding(MCoreGPT):
                     f"the data-parallel ranks have {counts} microbatches in a batch, but they compare their texts in"
                     " each; give every rank a batch of as many rows"
                 )
+
+    def on_validation_start(self) -> None:
+        """Compare the numbers of batches; ValueError if data-parallel ranks, which compare texts in each, differ."""
+        super().on_validation_start()
+        self._check_batches("validation", self.trainer.num_val_batches)
+
+    def on_test_start(self) -> None:
+        """Compare the numbers of batches as before a validation."""
+        self._check_batches("test", self.trainer.num_test_batches)
+
+    def _check_batches(self, stage: str, own: Sequence[float]) -> None:
+        if self._host() is None:
+            return
+        hosts = data_parallel_hosts()
+        counts: list[Any] = [None] * hosts.size()
+        dist.all_gather_object(counts, [*own], group=hosts)
+        if any(count != counts[0] for count in counts):
+            raise ValueError(
+                f"the data-parallel ranks have {counts} {stage} batches, but they compare their texts in each; give"
+                " every rank as many batches, as Lightning's distributed sampler does"
+            )
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         """Return the mean loss over a microbatch's queries and its weight, the number of queries."""

@@ -466,10 +466,11 @@ def test_nothing_that_lies_in_a_checkpoint_runs(tmp_path: Path) -> None:
     plugin = MCoreCheckpointIO(verify="sizes")
     with groups():
         plugin.save_checkpoint(checkpoint(), path)
-        torch.save(Malicious(mark), f"{tmp_path}/bad{dist.get_rank()}")
+        bad = tmp_path / f"bad{dist.get_rank()}"
+        torch.save(Malicious(mark), bad)
         for name, content, read in (
-            ("lightning.pt", Path(f"{tmp_path}/bad0").read_bytes(), lambda: plugin.load_checkpoint(path)),
-            ("lightning.pt", Path(f"{tmp_path}/bad0").read_bytes(), lambda: plugin.load_directory(path)),
+            ("lightning.pt", bad.read_bytes(), lambda: plugin.load_checkpoint(path)),
+            ("lightning.pt", bad.read_bytes(), lambda: plugin.load_directory(path)),
             (".metadata", pickle.dumps(Malicious(mark)), lambda: plugin.load_shards(path, blank())),
         ):
             with damaged(path, partial(replace_file, name=name, content=content)), refuses(ValueError, "a.ckpt"):

@@ -255,19 +255,27 @@ def differences(wanted: Wanted, ranks: Sequence[Seen]) -> Iterator[tuple[str, fl
 
 
 class Uneven(pl.LightningDataModule):
-    """Has two queries for the first of two ranks, and one for the second."""
+    """Has two queries for the first of two ranks, and one for the second: in a batch to train, in batches to test."""
+
+    def _queries(self) -> list[Texts]:
+        return rows_of(0)[data_parallel_place(self.trainer)[0] : 2]  # type: ignore[arg-type]
 
     def train_dataloader(self) -> Any:
-        rank = data_parallel_place(self.trainer)[0]  # type: ignore[arg-type]
-        return DataLoader([collate_padded_texts(rows_of(0)[rank:2])], batch_size=None)  # type: ignore[arg-type]
+        return DataLoader([collate_padded_texts(self._queries())], batch_size=None)  # type: ignore[arg-type]
+
+    def test_dataloader(self) -> Any:
+        batches = [collate_padded_texts([texts]) for texts in self._queries()]
+        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 
 @on_ranks(2, timeout=60)
-def test_ranks_with_other_numbers_of_microbatches_are_told_so() -> None:
+def test_ranks_with_other_numbers_of_batches_or_microbatches_are_told_so() -> None:
     module = MCoreEmbedding(VOCAB_SIZE, LENGTH, {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2})
     trainer = make_trainer(MCoreStrategy(micro_batch_size=2), max_steps=1, use_distributed_sampler=False)
     with refuses(ValueError, "the data-parallel ranks have [2, 1] microbatches"):
         trainer.fit(module, Uneven())
+    with refuses(ValueError, "the data-parallel ranks have [[2], [1]] test batches"):
+        trainer.test(module, Uneven(), verbose=False)
 
 
 def words(draw: random.Random) -> str:
