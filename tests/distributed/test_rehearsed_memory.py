@@ -39,15 +39,21 @@ def rehearsed() -> dict[str, Played | Failure]:
     return dict(zip(RUNS, run_jobs(jobs, lambda rank, what: None), strict=True))
 
 
+def least(runs: dict[str, LiveRun]) -> dict[str, int]:
+    """Return the bytes that this rank takes, the least of four times: gloo's threads may free a buffer late."""
+    times = [measured(runs) for _ in range(4)]
+    return {name: min(sum(found[name].values()) for found in times) for name in runs}
+
+
 @pytest.fixture(scope="module")
 def taken() -> dict[str, dict[int, int]]:
     """Return the bytes that each rank of a run takes on the CPU."""
     found: dict[str, dict[int, int]] = {}
     for world in sorted({RUNS[name].world for name in RUNS}):
         runs: dict[str, LiveRun] = {name: RUNS[name] for name in RUNS if RUNS[name].world == world}
-        for rank, kinds in enumerate(run_ranks(world, measured, runs, timeout=300)):
-            for name, kind in kinds.items():
-                found.setdefault(name, {})[rank] = sum(kind.values())
+        for rank, taken_here in enumerate(run_ranks(world, least, runs, timeout=300)):
+            for name, count in taken_here.items():
+                found.setdefault(name, {})[rank] = count
     return found
 
 

@@ -142,7 +142,7 @@ def test_micro_batch_size_cuts_the_calls_of_the_model_in_validation(kind: str) -
         for name, (_, path, _) in runs.items():
             values, rows = found[name]
             assert max(rows) == 4, name
-            if name != "ep2":  # where each rank logs the rows of its own model copy
+            if name not in ("ep2", "dp2-sharded"):  # where each rank logs the rows of its own model copy
                 assert values == pytest.approx(whole[path][0], abs=TOLERANCE), name
 
 
