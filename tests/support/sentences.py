@@ -72,7 +72,8 @@ def says(text: str, *about: str) -> None:
 def without_places(text: str, base: str) -> str:
     """Replace what differs from run to run, or between releases: folders, versions, quotations and addresses."""
     text = re.sub(rf"{re.escape(base)}(/[\w.-]*\d+)?(?![\w.])", "<tmp>", text)
-    text = re.sub(rf"{re.escape(tempfile.gettempdir())}/\w+", "<tmp>", text).replace(str(ROOT), "<repository>")
+    text = text.replace(str(ROOT), "<repository>")  # which may itself lie in the folder for temporary files
+    text = re.sub(rf"{re.escape(tempfile.gettempdir())}/\w+", "<tmp>", text)
     text = re.sub(rf"\bon {re.escape(socket.gethostname())}\b", "on <host>", text)
     text = QUOTED.sub("<quoted>", VERSION.sub(r"\1<version>", text))
     return CHECKSUM.sub("<checksum>", re.sub("0x[0-9a-f]{6,}", "<address>", text))
