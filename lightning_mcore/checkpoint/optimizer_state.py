@@ -307,7 +307,7 @@ def _ranges(part: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, dict[str,
 
 
 def _ranges_of_shards(part: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, dict[str, Any], int]]:
-    """Yield what :func:`_ranges` does, for the shards of which this rank has elements."""
+    """Do the same as :func:`_ranges` for Megatron's FSDP, without shards that are empty on this rank."""
     for group in part.optimizer.param_groups:
         for shard in group["params"]:
             if shard.to_local().numel():

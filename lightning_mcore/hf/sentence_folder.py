@@ -14,7 +14,7 @@ from lightning_mcore.hf.files import read_json
 
 _POOLING = "1_Pooling"
 _NAMES: Mapping[Pooling, str] = {"last": "lasttoken", "mean": "mean"}
-# In files of releases before 6; the first two are those of _NAMES
+# How releases before 6 name the pooling; the first two have the values in _NAMES
 _FLAGS = {
     "pooling_mode_lasttoken": "lasttoken",
     "pooling_mode_mean_tokens": "mean",

@@ -245,7 +245,7 @@ def summed_in_fp32(layer: nn.Module, weight: Tensor | None) -> dict[str, Tensor]
     found: dict[str, Tensor] = dict(layer.named_parameters())
     if weight is not None:
         found[""] = weight
-    if any(map(is_fully_sharded, found.values())):  # whose hooks would not know a share in a parameter's place
+    if any(map(is_fully_sharded, found.values())):  # Megatron's hooks find a weight by identity, not a view
         found = {"": found.get("", found.get("weight"))} if found.keys() & {"", "weight"} else {}  # type: ignore[dict-item]
     if getattr(layer, "gradient_accumulation_fusion", False):
         found = {name: parameter for name, parameter in found.items() if name not in ("", "weight")}

@@ -24,7 +24,7 @@ def pooled(
     """Return the vector of each text, [texts, h] fp32, the same on every context-parallel rank; 0 for empty texts.
 
     ``states`` are [b, s / cp, h], packed [1, t, h], of any float dtype; ``lengths`` [texts] counts each text's tokens.
-    The gradient is that of :func:`sum_for_one_loss`.
+    Context-parallel ranks share the gradient as :func:`sum_for_one_loss` does.
     """
     # Texts of 3 and 2 tokens, padded to 4:  samples 0 0 0 0 1 1 1 1, places 0 1 2 3 0 1 2 3
     #     "last"  x at tokens 2 and 5:                . . x . . x . .

@@ -6,7 +6,7 @@ logits. ``data/embedding/texts.py`` describes a batch: neighbouring sequences ar
 negatives. ``layers/embedding.py`` pools the hidden states and computes the loss.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +36,8 @@ from lightning_mcore.parallel.consensus import control_group
 from lightning_mcore.parallel.groups import data_parallel_hosts, process_group
 from lightning_mcore.strategy.strategy import MCoreStrategy
 
+_SAMPLED = "as many batches, as Lightning's distributed sampler does"
+
 
 class MCoreEmbedding(MCoreGPT):
     """A GPT that turns texts into vectors, trained on queries, texts that answer them and texts that do not.
@@ -43,8 +45,8 @@ class MCoreEmbedding(MCoreGPT):
     The vector of a text is pooled from the hidden states after the last norm, and has length 1. There is no output
     layer. Multi-token prediction is off. The losses of routers are added as in ``MCoreGPT``.
 
-    Logs ``train_loss``, a mean over queries, and ``train_accuracy``, the fraction of queries whose positive is the most
-    similar of all texts that they are compared with. Validation and testing log ``val_loss``, ``val_accuracy`` and
+    Logs ``train_loss``, a mean over queries, and ``train_accuracy``, the fraction of queries that are more similar to
+    their positive than to any other text. Validation and testing log ``val_loss``, ``val_accuracy`` and
     ``val_mrr`` (mean reciprocal rank of the positive), and the same with ``test_``. Accuracies and ranks use full-size
     vectors. ``grad_norm`` and the speed are logged as by ``MCoreGPT``. :meth:`predict_step` returns the vectors.
 
@@ -246,36 +248,29 @@ class MCoreEmbedding(MCoreGPT):
         # 10 rows in microbatches of 4 end with one of 2
         for part in () if is_packed(batch) else filter(None, (min(most, rows), rows % most)):
             raise_first(faults_of_batch(self.embedding, part, copies if self._trainer.training else 2))
-        if self._trainer.training and self._host() is not None and dist.is_initialized():
-            # Ranks compare their texts in each microbatch, and would wait for one that others do not have.
-            hosts = data_parallel_hosts()
-            counts = [0] * hosts.size()
-            dist.all_gather_object(counts, -(-rows // most), group=hosts)
-            if len({*counts}) > 1:
-                raise ValueError(
-                    f"the data-parallel ranks have {counts} microbatches in a batch, but they compare their texts in"
-                    " each; give every rank a batch of as many rows"
-                )
+        if self._trainer.training:
+            self._compare_numbers(-(-rows // most), "microbatches in a batch", "a batch of as many rows")
 
     def on_validation_start(self) -> None:
         """Compare the numbers of batches; ValueError if data-parallel ranks, which compare texts in each, differ."""
         super().on_validation_start()
-        self._check_batches("validation", self.trainer.num_val_batches)
+        self._compare_numbers([*self.trainer.num_val_batches], "validation batches", _SAMPLED)
 
     def on_test_start(self) -> None:
         """Compare the numbers of batches as before a validation."""
-        self._check_batches("test", self.trainer.num_test_batches)
+        self._compare_numbers([*self.trainer.num_test_batches], "test batches", _SAMPLED)
 
-    def _check_batches(self, stage: str, own: Sequence[float]) -> None:
-        if self._host() is None:
+    def _compare_numbers(self, own: Any, what: str, remedy: str) -> None:
+        """Raise ValueError on data-parallel ranks of which one would wait for texts that others do not have."""
+        if self._host() is None or not dist.is_initialized():
             return
         hosts = data_parallel_hosts()
-        counts: list[Any] = [None] * hosts.size()
-        dist.all_gather_object(counts, [*own], group=hosts)
-        if any(count != counts[0] for count in counts):
+        found: list[Any] = [None] * hosts.size()
+        dist.all_gather_object(found, own, group=hosts)
+        if any(number != found[0] for number in found):
             raise ValueError(
-                f"the data-parallel ranks have {counts} {stage} batches, but they compare their texts in each; give"
-                " every rank as many batches, as Lightning's distributed sampler does"
+                f"the data-parallel ranks have {found} {what}, but they compare their texts in each; give every rank"
+                f" {remedy}"
             )
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:

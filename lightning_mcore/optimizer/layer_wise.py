@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.parallel.groups import replicas_of
 
 _SHARED_OUT = "is_shared_out_over_ranks"  # an attribute of the user's optimizer
 
@@ -44,8 +44,7 @@ class LayerWiseShares:
             trained = [parameter for parameter in group["params"] if parameter.requires_grad]
             of_ranks: dict[dist.ProcessGroup, list[Tensor]] = defaultdict(list)
             for parameter in trained:
-                is_expert = not getattr(parameter, "allreduce", True)
-                of_ranks[process_group("expert_dp" if is_expert else "dp_cp")].append(parameter)
+                of_ranks[replicas_of(parameter)].append(parameter)
             own = {id(parameter) for parameter in group["params"]} - {id(parameter) for parameter in trained}
             for ranks, parameters in of_ranks.items():
                 sizes = [parameter.numel() for parameter in parameters]

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.parallel.groups import is_spread_expert, process_group
 
 if hasattr(torch.optim, "Muon"):  # since torch 2.9
     from torch.optim import _muon
@@ -189,8 +189,7 @@ def place_matrices(optimizer: MuonWithAdamW, chunks: Sequence[nn.Module]) -> Non
                     joint[getattr(module.linear_qkv, "weight", None)] = _rows_of_query_group(module.config)
     for group in optimizer.param_groups:
         for parameter in group["params"] if group[_KIND] == "muon" else ():
-            is_expert = not getattr(parameter, "allreduce", True)
-            ranks = process_group("expert_tp" if is_expert else "tp")
+            ranks = process_group("expert_tp" if is_spread_expert(parameter) else "tp")
             # Megatron marks a parameter that every rank holds whole with -1, or not at all.
             dim = getattr(parameter, "partition_dim", -1)
             is_split = ranks.size() > 1 and dim >= 0 and parameter.tensor_model_parallel

@@ -35,7 +35,7 @@ from lightning_mcore.config.layout import ParallelLayout
 from lightning_mcore.config.rules.model import check_average_in_collective, check_fields
 from lightning_mcore.parallel.consensus import all_gather_object
 from lightning_mcore.parallel.fully_sharded import FullyShardedChunk
-from lightning_mcore.parallel.groups import process_group
+from lightning_mcore.parallel.groups import is_spread_expert, process_group, replicas_of
 from lightning_mcore.parallel.pipeline import Pipeline
 from lightning_mcore.parallel.stage_layers import check_uniform_recompute
 
@@ -303,8 +303,7 @@ def _mark_shares_of_norm(modules: Sequence[nn.Module]) -> None:
             if sinks is not None:
                 sinks.tensor_model_parallel = True  # type: ignore[attr-defined]
         for parameter in module.parameters():
-            of_spread_experts = not getattr(parameter, "allreduce", True)
-            if of_spread_experts and not getattr(parameter, "tensor_model_parallel", False):
+            if is_spread_expert(parameter) and not getattr(parameter, "tensor_model_parallel", False):
                 is_counted = process_group("expert_tp").rank() == 0
                 parameter.tensor_model_parallel = is_counted  # type: ignore[attr-defined]
                 parameter.shared = not is_counted  # type: ignore[attr-defined]  # this rank may be tensor-parallel 0
@@ -378,7 +377,7 @@ def _ranks_that_share(parameter: torch.nn.Parameter, layout: ParallelLayout) -> 
     """Return how many ranks of a stage hold a shard of a parameter; 0 for one that is counted elsewhere."""
     if getattr(parameter, "shared", False):  # the last stage's copy of tied embeddings
         return 0
-    is_of_expert = not getattr(parameter, "allreduce", True)
+    is_of_expert = is_spread_expert(parameter)
     ranks = layout.expert_model_parallel_size if is_of_expert else 1
     if getattr(parameter, "tensor_model_parallel", False):
         ranks *= layout.expert_tensor_size if is_of_expert else layout.tensor_model_parallel_size
@@ -517,11 +516,8 @@ def _one_or_all(functions: list[_T]) -> "_T | list[_T]":
 
 def _broadcast_parameters(module: nn.Module) -> None:
     """Broadcast a bare module's parameters, as ``DistributedDataParallel.broadcast_params`` does."""
-    group = process_group("dp_cp")
-    expert_group = process_group("expert_dp")
     for parameter in module.parameters():
-        # Megatron marks experts with allreduce=False: only the ranks of expert_dp hold the same ones.
-        owner = group if getattr(parameter, "allreduce", True) else expert_group
+        owner = replicas_of(parameter)
         dist.broadcast(parameter.data, src=dist.get_global_rank(owner, 0), group=owner)
 
 

@@ -164,6 +164,16 @@ def open_single_process() -> bool:
     return True
 
 
+def is_spread_expert(parameter: Tensor) -> bool:
+    """Return whether a parameter is of experts that ranks share; Megatron marks it with ``allreduce=False``."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def replicas_of(parameter: Tensor) -> dist.ProcessGroup:
+    """Return the group of ranks that hold the same parameter."""
+    return process_group("expert_dp" if is_spread_expert(parameter) else "dp_cp")
+
+
 def process_group(axis: Axis) -> dist.ProcessGroup:
     """Return this rank's group along ``axis``; RuntimeError if the groups are not open.
 

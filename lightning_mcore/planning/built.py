@@ -38,6 +38,7 @@ from lightning_mcore.models.gpt import MCoreGPT
 from lightning_mcore.models.preference import MCorePreference
 from lightning_mcore.parallel.chunks import ModelChunks
 from lightning_mcore.parallel.cpu_runtime import cpu_runtime
+from lightning_mcore.parallel.groups import is_spread_expert
 from lightning_mcore.planning.model import GPTFields, LayerKind
 
 _OF_THE_RUN = {*KERNELS, *NEEDS_CUDA, *NEEDS_TRANSFORMER_ENGINE, *TORCH_BACKEND_VALUES}
@@ -193,7 +194,7 @@ def of_parameter(chunk: nn.Module, name: str, parameter: torch.Tensor) -> Parame
     return ParameterTensor(
         name,
         parameter.numel(),
-        expert=".local_experts." in name or not getattr(parameter, "allreduce", True),
+        expert=".local_experts." in name or is_spread_expert(parameter),
         is_matrix=is_matrix,
         is_linear=is_linear and is_matrix and name.startswith(("decoder.", "mtp.")),
         is_shared=getattr(parameter, "shared_embedding", False),

@@ -242,7 +242,7 @@ def _of_memory(plan: Plan, sizes: Mapping[str, int]) -> Iterator[str]:
             " the parallel sizes, recompute activations or lower micro_batch_size (--suggest lists layouts that fit)"
         )
     much = max(GIB, _MUCH_STATE * (limit if limit is not None else needed))
-    is_sharded = plan.rules.distributed or plan.rules.strategy.get("use_layer_wise_distributed_optimizer")
+    is_sharded = plan.rules.distributed or plan.rules.resolved("use_layer_wise_distributed_optimizer")
     if not is_sharded and replicas > 1 and state > much:
         of_muon = optimizer_of(plan.model) == "muonwithadamw"
         yield (

@@ -344,7 +344,7 @@ def _check_optimizer(book: RuleBook, rules: PlannedStrategy, settings: Mapping[s
         made,
         inline=False,
         distributed=rules.distributed,
-        layer_wise=bool(rules.strategy.get("use_layer_wise_distributed_optimizer")),
+        layer_wise=rules.resolved("use_layer_wise_distributed_optimizer"),
         tensor_parallel_size=layout.tensor_model_parallel_size if layout is not None else 1,
         expert_model_parallel_size=layout.expert_model_parallel_size if layout is not None else 1,
     )
