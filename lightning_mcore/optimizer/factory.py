@@ -213,6 +213,7 @@ def _wrap(user: Optimizer, setting: OptimizerSetting) -> MegatronOptimizer:
         if isinstance(user, MuonWithAdamW):
             for models, copies in zip(megatron.float16_groups, megatron.fp32_from_float16_groups, strict=True):
                 for model, copy in zip(models, copies, strict=True):
+                    # The copies have replaced the model's parameters in the groups that Muon steps.
                     user.placements[copy] = user.placements.pop(model, Placement())
     else:
         megatron = FP32Optimizer(user, config, _no_initial_state)

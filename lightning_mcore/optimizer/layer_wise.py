@@ -39,12 +39,14 @@ class LayerWiseShares:
         setattr(user, _SHARED_OUT, True)
         # Ranks that hold the same experts share those; all data- and context-parallel ranks share the other parameters.
         self._owners: dict[dist.ProcessGroup, list[tuple[Tensor, int]]] = defaultdict(list)
+        # Of all groups so far: a group for each layer would otherwise give rank 0 the largest matrix of each.
         loads: dict[dist.ProcessGroup, list[int]] = {}
         for group in user.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.requires_grad]
             of_ranks: dict[dist.ProcessGroup, list[Tensor]] = defaultdict(list)
             for parameter in trained:
                 of_ranks[replicas_of(parameter)].append(parameter)
+            # Frozen parameters stay in every rank's groups; nothing steps or sends them.
             own = {id(parameter) for parameter in group["params"]} - {id(parameter) for parameter in trained}
             for ranks, parameters in of_ranks.items():
                 sizes = [parameter.numel() for parameter in parameters]
@@ -58,6 +60,7 @@ class LayerWiseShares:
     @torch.no_grad()
     def send_parameters(self) -> None:
         """Send the parameters that this rank stepped to the ranks that share them, and receive theirs."""
+        # Every rank goes through the same parameters in the same order, so that the broadcasts of a group match.
         sent = []
         for ranks, owners in self._owners.items():
             for parameter, owner in owners if ranks.size() > 1 else ():
