@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_mcore.config.distillation import Distillation, check_teacher
+from lightning_mcore.config.inherited_arguments import inherit_help, passed_on
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.positions import PositionEmbedding
 from lightning_mcore.config.rules.model import LossNormalization
@@ -50,6 +51,7 @@ _OFF: dict[str, Any] = {  # of the teacher, whose weights come from its files
 }
 
 
+@inherit_help(MCoreGPT)
 class MCoreDistillation(MCoreGPT):
     """A GPT that learns from a teacher: forward KL, reverse KL or generalized Jensen-Shannon, with the token loss.
 
@@ -60,27 +62,11 @@ class MCoreDistillation(MCoreGPT):
     Logs ``train_loss`` (the mixed loss), ``train_token_loss`` and ``train_divergence``; validation and testing log what
     ``MCoreGPT`` does, for the student alone, so ``val_loss`` is a token loss.
 
+    The arguments are those of :class:`~lightning_mcore.MCoreGPT`, and ``distillation``. ``transformer_impl`` and
+    ``make_vocab_size_divisible_by`` also apply to the teacher.
+
     Args:
-        vocab_size: As in :class:`~lightning_mcore.MCoreGPT`, like all arguments except ``distillation``.
-        seq_length: Tokens per sequence.
-        transformer: Fields of Megatron's ``TransformerConfig``.
         distillation: The teacher and the loss; :class:`~lightning_mcore.Distillation` has the settings.
-        recipe: Optimizer and learning rate.
-        position_embedding_type: The kind of position embedding.
-        rotary_percent: Fraction of a head's channels that is rotated.
-        rotary_base: Base of the rotary wavelengths.
-        rope_scaling: Stretch long wavelengths as Llama 3 does.
-        rope_scaling_factor: How much to stretch them.
-        seq_len_interpolation_factor: Divides all positions.
-        yarn: Settings of YaRN.
-        share_embeddings_and_output_weights: Whether the output layer is the embedding's transpose.
-        make_vocab_size_divisible_by: The embedding and the teacher's have a multiple of this many rows.
-        transformer_impl: The layers to use, also for the teacher.
-        loss_normalization: Mean of the loss over ``"tokens"`` or ``"samples"``.
-        architecture: Parts of the model for which Megatron's config has no field.
-        hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.
-        lora: Train low-rank adapters and freeze the rest.
-        train_only: Parts of the Hugging Face names of weights to train; all others are frozen.
 
     Raises:
         ValueError: A value is not allowed, or two contradict each other.
@@ -118,28 +104,9 @@ class MCoreDistillation(MCoreGPT):
         lora: LoRA | dict[str, Any] | None = None,
         train_only: list[str] | None = None,
     ) -> None:
+        arguments = passed_on(locals(), "distillation")
         setting = Distillation.of(distillation)
-        super().__init__(
-            vocab_size=vocab_size,
-            seq_length=seq_length,
-            transformer=transformer,
-            recipe=recipe,
-            position_embedding_type=position_embedding_type,
-            rotary_percent=rotary_percent,
-            rotary_base=rotary_base,
-            rope_scaling=rope_scaling,
-            rope_scaling_factor=rope_scaling_factor,
-            seq_len_interpolation_factor=seq_len_interpolation_factor,
-            yarn=yarn,
-            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
-            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-            transformer_impl=transformer_impl,
-            loss_normalization=loss_normalization,
-            architecture=architecture,
-            hf=hf,
-            lora=lora,
-            train_only=train_only,
-        )
+        super().__init__(**arguments)
         self.distillation = setting
         self.teacher_mark: str | None = None  # identifies the teacher's weights
         self._path_of_teacher = absolute(setting.teacher)  # the working folder may change
@@ -164,38 +131,13 @@ class MCoreDistillation(MCoreGPT):
     ) -> "MCoreDistillation":
         """Make a student from a Hugging Face model, and start from its weights on any layout.
 
-        Args:
-            path: As in :meth:`MCoreGPT.from_pretrained`, like all arguments except ``distillation``.
-            distillation: The teacher and the loss, as in the constructor.
-            seq_length: Tokens per sequence; None for the longest that the model supports.
-            transformer: Fields of ``TransformerConfig`` that override the model's config.
-            recipe: Optimizer and learning rate, as in the constructor.
-            make_vocab_size_divisible_by: The embedding and the teacher's have a multiple of this many rows.
-            transformer_impl: ``"local"``, ``"transformer_engine"`` or ``"auto"``, as in the constructor.
-            loss_normalization: Mean of the loss over ``"tokens"`` or ``"samples"``, as in the constructor.
-            family: The kind of model; None for the family in its config.
-            lora: Train low-rank adapters and freeze the weights, or continue the adapters in a PEFT folder.
-            adapters: PEFT adapters to merge into the weights first.
-            train_only: Parts of the Hugging Face names of weights to train, as in the constructor.
+        The arguments are those of :meth:`MCoreGPT.from_pretrained`, and ``distillation`` as in the constructor.
 
         Raises:
             FileNotFoundError: There is no such model, or no such adapter.
             ValueError: Its family is unknown, or its config asks for something that is not supported.
         """
-        return cls._of_pretrained(
-            path,
-            family,
-            seq_length,
-            transformer,
-            lora,
-            adapters,
-            distillation=distillation,
-            recipe=recipe,
-            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-            transformer_impl=transformer_impl,
-            loss_normalization=loss_normalization,
-            **({} if train_only is None else {"train_only": train_only}),
-        )
+        return cls._of_pretrained(**passed_on(locals()))
 
     # ---- the teacher
 

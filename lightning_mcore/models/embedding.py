@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_mcore.config.embedding import Embedding, faults_of_batch, faults_with_model
+from lightning_mcore.config.inherited_arguments import inherit_help, passed_on
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.positions import PositionEmbedding
 from lightning_mcore.config.rules import raise_first
@@ -39,6 +40,7 @@ from lightning_mcore.strategy.strategy import MCoreStrategy
 _SAMPLED = "as many batches, as Lightning's distributed sampler does"
 
 
+@inherit_help(MCoreGPT)
 class MCoreEmbedding(MCoreGPT):
     """A GPT that turns texts into vectors, trained on queries, texts that answer them and texts that do not.
 
@@ -50,25 +52,10 @@ class MCoreEmbedding(MCoreGPT):
     ``val_mrr`` (mean reciprocal rank of the positive), and the same with ``test_``. Accuracies and ranks use full-size
     vectors. ``grad_norm`` and the speed are logged as by ``MCoreGPT``. :meth:`predict_step` returns the vectors.
 
+    The arguments are those of :class:`~lightning_mcore.MCoreGPT` without ``loss_normalization``, and ``embedding``.
+
     Args:
-        vocab_size: As in :class:`~lightning_mcore.MCoreGPT`, like all arguments except ``embedding``.
-        seq_length: Tokens per sequence.
-        transformer: Fields of Megatron's ``TransformerConfig``.
         embedding: Pooling, loss, hard negatives and prompts; :class:`~lightning_mcore.Embedding` has the settings.
-        recipe: Optimizer and learning rate.
-        position_embedding_type: The kind of position embedding.
-        rotary_percent: Fraction of a head's channels that is rotated.
-        rotary_base: Base of the rotary wavelengths.
-        rope_scaling: Stretch long wavelengths as Llama 3 does.
-        rope_scaling_factor: How much to stretch them.
-        seq_len_interpolation_factor: Divides all positions.
-        yarn: Settings of YaRN.
-        make_vocab_size_divisible_by: The embedding has a multiple of this many rows.
-        transformer_impl: The layers to use.
-        architecture: Parts of the model for which Megatron's config has no field.
-        hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.
-        lora: Train low-rank adapters and freeze the rest.
-        train_only: Parts of the Hugging Face names of weights to train; all others are frozen.
 
     Raises:
         ValueError: A value is not allowed, or two contradict each other.
@@ -104,26 +91,9 @@ class MCoreEmbedding(MCoreGPT):
         lora: LoRA | dict[str, Any] | None = None,
         train_only: list[str] | None = None,
     ) -> None:
+        arguments = passed_on(locals(), "embedding")
         setting = Embedding.of(embedding)
-        super().__init__(
-            vocab_size=vocab_size,
-            seq_length=seq_length,
-            recipe=recipe,
-            position_embedding_type=position_embedding_type,
-            rotary_percent=rotary_percent,
-            rotary_base=rotary_base,
-            rope_scaling=rope_scaling,
-            rope_scaling_factor=rope_scaling_factor,
-            seq_len_interpolation_factor=seq_len_interpolation_factor,
-            yarn=yarn,
-            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-            transformer_impl=transformer_impl,
-            architecture=architecture,
-            hf=hf,
-            lora=lora,
-            train_only=train_only,
-            **arguments_of_base(transformer),
-        )
+        super().__init__(**arguments | arguments_of_base(transformer))
         self.embedding = setting
         self.hparams["share_embeddings_and_output_weights"] = False
         self._name_family()
@@ -145,19 +115,9 @@ class MCoreEmbedding(MCoreGPT):
     ) -> "MCoreEmbedding":
         """Make a module from a Hugging Face model, and start from its weights on any layout.
 
-        Args:
-            path: As in :meth:`MCoreGPT.from_pretrained`, like all arguments except ``embedding``; also the folder of a
-                ``SentenceTransformer`` with a decoder. The output layer of a language model is not read.
-            seq_length: Tokens per sequence; None for the longest that the model supports.
-            transformer: Fields of ``TransformerConfig`` that override the model's config.
-            embedding: Pooling, loss, hard negatives and prompts, as in the constructor.
-            recipe: Optimizer and learning rate, as in the constructor.
-            make_vocab_size_divisible_by: The embedding has a multiple of this many rows, whatever the layout.
-            transformer_impl: ``"local"``, ``"transformer_engine"`` or ``"auto"``, as in the constructor.
-            family: The kind of model; None for the family in its config.
-            lora: Train low-rank adapters and freeze the weights, or continue the adapters in a PEFT folder.
-            adapters: PEFT adapters to merge into the weights first.
-            train_only: Parts of the Hugging Face names of weights to train, as in the constructor.
+        The arguments are those of :meth:`MCoreGPT.from_pretrained` without ``loss_normalization``, and ``embedding`` as
+        in the constructor. ``path`` may also be the folder of a ``SentenceTransformer`` with a decoder. The output
+        layer of a language model is not read.
 
         Raises:
             FileNotFoundError: There is no such model, or no such adapter.
@@ -165,19 +125,8 @@ class MCoreEmbedding(MCoreGPT):
                 vectors in another way.
         """
         check_pooling(path, Embedding.of(embedding).pooling)
-        module = cls._of_pretrained(
-            path,
-            variant_name(path, family, HIDDEN),
-            seq_length,
-            transformer,
-            lora,
-            adapters,
-            embedding=embedding,
-            recipe=recipe,
-            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-            transformer_impl=transformer_impl,
-            **({} if train_only is None else {"train_only": train_only}),
-        )
+        family = variant_name(path, family, HIDDEN)
+        module = cls._of_pretrained(**passed_on(locals()))
         module._name_family()
         return module
 

@@ -30,6 +30,7 @@ from lightning_mcore.config.architecture import Architecture, set_architecture
 from lightning_mcore.config.distillation import Distillation
 from lightning_mcore.config.embedding import Embedding
 from lightning_mcore.config.field_homes import fusion_defaults
+from lightning_mcore.config.inherited_arguments import passed_on
 from lightning_mcore.config.layout import ModelShape
 from lightning_mcore.config.lora import LoRA, check_train_only
 from lightning_mcore.config.positions import PositionEmbedding, check_positions, gpt_arguments, set_yarn
@@ -246,19 +247,7 @@ class MCoreGPT(SpeedLogs):
             FileNotFoundError: There is no such model, or no such adapter.
             ValueError: Its family is unknown, or its config asks for something that is not supported.
         """
-        return cls._of_pretrained(
-            path,
-            family,
-            seq_length,
-            transformer,
-            lora,
-            adapters,
-            recipe=recipe,
-            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-            transformer_impl=transformer_impl,
-            loss_normalization=loss_normalization,
-            **({} if train_only is None else {"train_only": train_only}),
-        )
+        return cls._of_pretrained(**passed_on(locals()))
 
     @classmethod
     def _of_pretrained(
@@ -274,6 +263,8 @@ class MCoreGPT(SpeedLogs):
         """Make a module from a Hugging Face model; ``arguments`` are more arguments of the constructor."""
         own = pretrained_settings(path, family, seq_length, transformer)
         cls.check_kind(path, own)
+        if arguments.get("train_only") is None:
+            arguments.pop("train_only", None)  # a subclass may not have it
         merged = [absolute(adapter) for adapter in adapters or []]
         stored = own.get("lora") is not None  # a checkpoint of adapters, which knows its base
         if stored and (lora is not None or merged):

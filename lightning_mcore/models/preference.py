@@ -21,6 +21,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from lightning_mcore.config.inherited_arguments import inherit_help, passed_on
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.positions import PositionEmbedding
 from lightning_mcore.config.preference import Preference, can_be_off, faults_with_model
@@ -74,6 +75,7 @@ class _Answers:
         return torch.where(counted, values, 0.0).sum() / count.clamp(min=1), count
 
 
+@inherit_help(MCoreGPT)
 class MCorePreference(MCoreGPT):
     """A GPT trained on preferences between answers: DPO and its variants, ORPO, SimPO, KTO, and reward models.
 
@@ -94,26 +96,10 @@ class MCorePreference(MCoreGPT):
     exports are ``*ForSequenceClassification``. :meth:`predict_step` returns the scores. With LoRA, the score layer is
     trained in full.
 
+    The arguments are those of :class:`~lightning_mcore.MCoreGPT` without ``loss_normalization``, and ``preference``.
+
     Args:
-        vocab_size: As in :class:`~lightning_mcore.MCoreGPT`, like all arguments except ``preference``.
-        seq_length: Tokens per sequence.
-        transformer: Fields of Megatron's ``TransformerConfig``.
         preference: The loss and its reference; :class:`~lightning_mcore.Preference` has the settings.
-        recipe: Optimizer and learning rate.
-        position_embedding_type: The kind of position embedding.
-        rotary_percent: Fraction of a head's channels that is rotated.
-        rotary_base: Base of the rotary wavelengths.
-        rope_scaling: Stretch long wavelengths as Llama 3 does.
-        rope_scaling_factor: How much to stretch them.
-        seq_len_interpolation_factor: Divides all positions.
-        yarn: Settings of YaRN.
-        share_embeddings_and_output_weights: Whether the output layer is the embedding's transpose.
-        make_vocab_size_divisible_by: The embedding has a multiple of this many rows.
-        transformer_impl: The layers to use.
-        architecture: Parts of the model for which Megatron's config has no field.
-        hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.
-        lora: Train low-rank adapters and freeze the rest.
-        train_only: Parts of the Hugging Face names of weights to train; all others are frozen.
 
     Raises:
         ValueError: A value is not allowed, or two contradict each other.
@@ -149,28 +135,13 @@ class MCorePreference(MCoreGPT):
         lora: LoRA | dict[str, Any] | None = None,
         train_only: list[str] | None = None,
     ) -> None:
+        arguments = passed_on(locals(), "preference")
         setting = Preference.of(preference)
         off = [f"{name}={transformer[name]}" for name in _OFF if transformer.get(name)]
         if off:
             rank_zero_info(f"training on preferences leaves out {' and '.join(off)}")
-        super().__init__(
-            vocab_size=vocab_size,
-            seq_length=seq_length,
-            recipe=recipe,
-            position_embedding_type=position_embedding_type,
-            rotary_percent=rotary_percent,
-            rotary_base=rotary_base,
-            rope_scaling=rope_scaling,
-            rope_scaling_factor=rope_scaling_factor,
-            seq_len_interpolation_factor=seq_len_interpolation_factor,
-            yarn=yarn,
-            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-            transformer_impl=transformer_impl,
-            architecture=architecture,
-            hf=hf,
-            train_only=train_only,
-            **arguments_of_base(setting, transformer, lora, share_embeddings_and_output_weights),
-        )
+        is_tied = share_embeddings_and_output_weights
+        super().__init__(**arguments | arguments_of_base(setting, transformer, lora, is_tied))
         self.preference = setting
         if setting.gives_scores:
             self.hparams["share_embeddings_and_output_weights"] = False
@@ -198,18 +169,8 @@ class MCorePreference(MCoreGPT):
     ) -> "MCorePreference":
         """Make a module from a Hugging Face model, and start from its weights on any layout.
 
-        Args:
-            path: As in :meth:`MCoreGPT.from_pretrained`, like all arguments except ``preference``.
-            seq_length: Tokens per sequence; None for the longest that the model supports.
-            transformer: Fields of ``TransformerConfig`` that override the model's config.
-            preference: The loss and its reference, as in the constructor.
-            recipe: Optimizer and learning rate, as in the constructor.
-            make_vocab_size_divisible_by: The embedding has a multiple of this many rows, whatever the layout.
-            transformer_impl: ``"local"``, ``"transformer_engine"`` or ``"auto"``, as in the constructor.
-            family: The kind of model; None for the family in its config.
-            lora: Train low-rank adapters and freeze the weights, or continue the adapters in a PEFT folder.
-            adapters: PEFT adapters to merge into the weights first.
-            train_only: Parts of the Hugging Face names of weights to train, as in the constructor.
+        The arguments are those of :meth:`MCoreGPT.from_pretrained` without ``loss_normalization``, and ``preference``
+        as in the constructor.
 
         Raises:
             FileNotFoundError: There is no such model, or no such adapter.
@@ -217,19 +178,7 @@ class MCorePreference(MCoreGPT):
         """
         if Preference.of(preference).gives_scores:
             family = variant_name(path, family, SCORING)
-        module = cls._of_pretrained(
-            path,
-            family,
-            seq_length,
-            transformer,
-            lora,
-            adapters,
-            preference=preference,
-            recipe=recipe,
-            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-            transformer_impl=transformer_impl,
-            **({} if train_only is None else {"train_only": train_only}),
-        )
+        module = cls._of_pretrained(**passed_on(locals()))
         if module.preference.gives_scores:
             module._name_family()
         return module

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_mcore.config.architecture import ARCHITECTURE_DEFAULTS
+from lightning_mcore.config.inherited_arguments import inherit_help, passed_on
 from lightning_mcore.config.lora import LoRA
 from lightning_mcore.config.rules.model import LossNormalization
 from lightning_mcore.config.vision import LANGUAGE_MODEL, PARTS, Vision
@@ -40,29 +41,23 @@ _OF_THE_TOWER = ("patches", "vision_grids")  # entries of a batch that do not be
 _WHERE = ("vision_rows", *OF_ROWS)  # which tokens are of images, and in which sequence
 
 
+@inherit_help(MCoreGPT)
 class MCoreVisionGPT(MCoreGPT):
     """A model for text, images and videos: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, with and without experts.
 
     :meth:`from_pretrained` makes it from a Hugging Face model, and exports use the hub's weight names. It logs what
     ``MCoreGPT`` logs; ``model_tflops`` includes the tower's products with weights.
 
+    Arguments that are not explained here are those of :class:`~lightning_mcore.MCoreGPT`.
+
     Args:
-        vocab_size: As in :class:`~lightning_mcore.MCoreGPT`, like all arguments except ``vision``, ``freeze`` and
-            ``lora``.
         seq_length: Tokens per sequence, including image tokens.
         transformer: Fields of Megatron's ``TransformerConfig`` for the language model.
         vision: The tower's settings, as plain data; filled in by :meth:`from_pretrained`.
-        recipe: Optimizer and learning rate.
-        rotary_percent: Fraction of a head's channels that is rotated.
-        rotary_base: Base of the rotary wavelengths.
-        share_embeddings_and_output_weights: Whether the output layer is the embedding's transpose.
-        make_vocab_size_divisible_by: The embedding has a multiple of this many rows.
         transformer_impl: The layers to use for the language model.
-        loss_normalization: Mean of the loss over ``"tokens"`` or ``"samples"``.
         architecture: ``{"delta_net": ...}`` for gated delta nets, as in Qwen3.5; other settings are not available.
         freeze: Parts that are not trained: ``"vision_tower"``, ``"multi_modal_projector"``, ``"language_model"``.
         lora: Train low-rank adapters of the language model, and freeze everything else; None for no adapters.
-        hf: The Hugging Face model that it was made from; filled in by :meth:`from_pretrained`.
 
     Raises:
         ValueError: A value is not allowed.
@@ -89,24 +84,11 @@ class MCoreVisionGPT(MCoreGPT):
         lora: LoRA | dict[str, Any] | None = None,
         hf: dict[str, Any] | None = None,
     ) -> None:
+        arguments = passed_on(locals(), "vision", "freeze")
         self.vision = Vision.of(vision)
         self.freeze_parts = tuple(freeze)
         check_parts(self.freeze_parts, lora)
-        super().__init__(
-            vocab_size=vocab_size,
-            seq_length=seq_length,
-            transformer=transformer,
-            recipe=recipe,
-            rotary_percent=rotary_percent,
-            rotary_base=rotary_base,
-            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
-            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-            transformer_impl=transformer_impl,
-            loss_normalization=loss_normalization,
-            architecture=architecture,
-            lora=lora,
-            hf=hf,
-        )
+        super().__init__(**arguments)
         # Adapters read their base again, by this name too; a file cannot choose it
         named = with_tower(self.vision.model_type)
         if hf is not None and hf.get("family") == named:
@@ -133,36 +115,15 @@ class MCoreVisionGPT(MCoreGPT):
     ) -> "MCoreVisionGPT":
         """Make a module from a Hugging Face vision-language model, and start from its weights on any layout.
 
-        Args:
-            path: As in :meth:`MCoreGPT.from_pretrained`, like all arguments except ``freeze``.
-            seq_length: Tokens per sequence, including image tokens; None for the longest that the model supports.
-            transformer: Fields of ``TransformerConfig`` that override the model's config.
-            recipe: Optimizer and learning rate, as in the constructor.
-            make_vocab_size_divisible_by: The embedding has a multiple of this many rows, whatever the layout.
-            transformer_impl: ``"local"``, ``"transformer_engine"`` or ``"auto"``, as in the constructor.
-            loss_normalization: Mean of the loss over ``"tokens"`` or ``"samples"``, as in the constructor.
-            family: The kind of model; None for the family in its config.
-            freeze: Parts that are not trained, as in the constructor.
-            lora: As in :meth:`MCoreGPT.from_pretrained`; only the language model gets adapters.
-            adapters: As in :meth:`MCoreGPT.from_pretrained`.
+        The arguments are those of :meth:`MCoreGPT.from_pretrained` without ``train_only``, and ``freeze`` as in the
+        constructor. ``seq_length`` includes image tokens, and only the language model gets adapters.
 
         Raises:
             FileNotFoundError: There is no such model.
             ValueError: Its family is unknown or has no tower, or its config asks for something that is not supported.
         """
-        return cls._of_pretrained(
-            path,
-            seeing_name(path, family),
-            seq_length,
-            transformer,
-            lora,
-            adapters,
-            recipe=recipe,
-            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-            transformer_impl=transformer_impl,
-            loss_normalization=loss_normalization,
-            freeze=freeze,
-        )
+        family = seeing_name(path, family)
+        return cls._of_pretrained(**passed_on(locals()))
 
     @classmethod
     def check_kind(cls, path: str, settings: dict[str, Any]) -> None:

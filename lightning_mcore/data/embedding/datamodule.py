@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_mcore.config.embedding import ALONE, Embedding
-from lightning_mcore.config.value_checks import require_choice
+from lightning_mcore.config.inherited_arguments import inherit_help, passed_on
 from lightning_mcore.data.embedding.rows import TextReading
 from lightning_mcore.data.embedding.texts import Texts, build_texts_row, collate_padded_texts, collate_texts_rows
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
@@ -73,32 +73,22 @@ class PackedTexts(PackedPairs):
         return build_texts_row(self.samples.take(self._rows[index]), self._row_length, self._multiple)
 
 
+@inherit_help(MCoreFinetuningData)
 class MCoreEmbeddingData(MCoreFinetuningData):
     """Queries, each with a text that answers it and perhaps hard negatives, from jsonl or parquet files.
 
     ``rows.py`` lists the columns that a file may have. Prompts and the number of negatives come from the module's
-    ``Embedding``. A row that does not fit is an error.
+    ``Embedding``. A row that does not fit is an error. Arguments that are not explained here are those of
+    :class:`~lightning_mcore.MCoreFinetuningData`.
 
     Args:
-        train_files: As in :class:`~lightning_mcore.MCoreFinetuningData`, like all arguments that are not explained
-            here.
         tokenizer: Folder or name of a ``transformers`` tokenizer, or the tokenizer itself. Its special tokens are
             added to each text, as ``SentenceTransformer`` does.
         seq_length: Length of a row, in tokens. A packed row contains all texts of a query, so with k negatives each
             text may use ``1 / (2 + k)`` of it.
         batch_size: Queries in a batch on one data-parallel rank; rows if ``packing``.
-        validation_files: Files to validate on; None for none.
-        test_files: Files to test on; None for none.
-        validation_share: Fraction or number of the training queries to validate on.
         packing: Put several texts into a row; otherwise each has its own row.
         overlong: For a text that is too long: ``error`` raises, ``cut`` lets the tokenizer cut it.
-        shuffle: Draw a new order in each epoch.
-        seed: Seed of the order and of ``validation_share``.
-        num_workers: Number of processes per rank that load batches ahead.
-        num_proc: Number of processes that tokenise.
-        cache_dir: Folder for the cache of tokens; None for the cache of ``datasets``.
-        eval_batch_size: ``batch_size`` of validation and testing; None for ``batch_size``.
-        pad_to_seq_length: Without packing, pad every row to ``seq_length``.
 
     Attributes:
         statistics: Counts of each split, after ``setup``.
@@ -131,27 +121,10 @@ class MCoreEmbeddingData(MCoreFinetuningData):
         eval_batch_size: int | None = None,
         pad_to_seq_length: bool = False,
     ) -> None:
-        require_choice("overlong", overlong, Overlong)
+        arguments = passed_on(locals())
         if overlong == "split":
             raise ValueError("overlong='split' would give a query several texts; choose 'error' or 'cut'")
-        super().__init__(
-            train_files,
-            tokenizer,
-            seq_length,
-            batch_size,
-            validation_files,
-            test_files,
-            validation_share,
-            packing=packing,
-            overlong=overlong,
-            shuffle=shuffle,
-            seed=seed,
-            num_workers=num_workers,
-            num_proc=num_proc,
-            cache_dir=cache_dir,
-            eval_batch_size=eval_batch_size,
-            pad_to_seq_length=pad_to_seq_length,
-        )
+        super().__init__(**arguments)
 
     def setup(self, stage: str | None = None) -> None:
         """Open the cache and pack.

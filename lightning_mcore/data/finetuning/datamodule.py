@@ -94,7 +94,7 @@ class MCoreFinetuningData(pl.LightningDataModule):
         num_workers: Number of processes per rank that load batches ahead.
         num_proc: Number of processes that tokenise in ``prepare_data``.
         cache_dir: Folder for the cache of tokens; None for the cache of ``datasets``.
-        eval_batch_size: Rows in a validation or test batch on one data-parallel rank; None for ``batch_size``.
+        eval_batch_size: The ``batch_size`` of validation and testing; None for the same.
         pad_to_seq_length: Without packing, pad every row to ``seq_length`` instead of to the longest of its batch.
         log_sources: Also log the loss of each file, as ``train_loss/NAME`` and ``val_loss/NAME``.
 

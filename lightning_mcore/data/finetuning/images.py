@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_mcore.config.inherited_arguments import inherit_help, passed_on
 from lightning_mcore.config.value_checks import require_choice
 from lightning_mcore.data.finetuning.chat import ChatTemplate
 from lightning_mcore.data.finetuning.conversations import Format, LossOn, Message, Row
@@ -347,6 +348,7 @@ class ImageRows(MCoreFinetuningData):
         return _Collate(super()._collate, self.image_processor, self.videos, self.media_dir)
 
 
+@inherit_help(MCoreFinetuningData)
 class MCoreVisionData(ImageRows):
     """Conversations about images and videos from jsonl or parquet files, for ``MCoreVisionGPT``.
 
@@ -354,10 +356,10 @@ class MCoreVisionData(ImageRows):
     ``<image>`` for each image, whose paths are in the column ``images``, and ``<video>`` for each video, which are in
     the column ``videos``: paths of files, or lists of image paths. In the form ``messages``, the content of a message
     may also be a list of ``{"type": "text", "text": ...}``, ``{"type": "image", "image": path}`` and
-    ``{"type": "video", "video": path}``. Videos need ``lightning-mcore[video]``.
+    ``{"type": "video", "video": path}``. Videos need ``lightning-mcore[video]``. Arguments that are not explained here
+    are those of :class:`~lightning_mcore.MCoreFinetuningData`.
 
     Args:
-        train_files: As in :class:`~lightning_mcore.MCoreFinetuningData`, which explains the other arguments further.
         tokenizer: Folder or name of a model, or its tokenizer.
         seq_length: Places in a row, in tokens, image and video tokens included.
         image_processor: Folder or name of a model, or its image processor; None takes it from ``tokenizer``.
@@ -369,26 +371,11 @@ class MCoreVisionData(ImageRows):
             damage beyond them when a batch is made; ``drop`` decodes everything when rows are tokenised.
         video_fps: Frames sampled per second of video; a list of images is taken to have this rate.
         video_maxlen: Most frames sampled per video; None for the video processor's own limit.
-        batch_size: Rows in a batch on one data-parallel rank.
-        validation_files: Files to validate on; None for none.
-        test_files: Files to test on; None for none.
-        validation_share: Instead of ``validation_files``, the fraction of training samples to validate on.
-        format: Form of a row.
-        prompt_column: Column of the prompt, for ``prompt_response``.
-        response_column: Column of the response, for ``prompt_response``.
-        loss_on: Which tokens count in the loss; image and video tokens never do.
-        template: How turns are written; None for the tokenizer's own template.
-        packing: Put several samples into a row.
+        loss_on: What to learn: the turns of the ``assistant``, only the ``last_assistant`` turn, or ``all`` tokens;
+            never image and video tokens.
         overlong: For a sample longer than a row: ``error`` raises; ``cut`` keeps its beginning with the images and
             videos in it, and leaves out and counts a sample that would be cut inside one of them.
-        shuffle: Draw a new order of the rows in each epoch.
-        seed: Seed of the order and of ``validation_share``.
         num_workers: Number of processes per rank that read images and videos and load batches ahead.
-        num_proc: Number of processes that tokenise in ``prepare_data``.
-        cache_dir: Folder for the cache of tokens; None for the cache of ``datasets``.
-        eval_batch_size: Rows in a validation or test batch on one data-parallel rank; None for ``batch_size``.
-        pad_to_seq_length: Without packing, pad every row to ``seq_length``.
-        log_sources: Also log the loss of each file, as ``train_loss/NAME`` and ``val_loss/NAME``.
 
     Raises:
         ValueError: A setting is out of range, or two contradict each other.
@@ -430,36 +417,16 @@ class MCoreVisionData(ImageRows):
         pad_to_seq_length: bool = False,
         log_sources: bool = False,
     ) -> None:
+        arguments = passed_on(
+            locals(), "image_processor", "video_processor", "media_dir", "broken_images", "video_fps", "video_maxlen"
+        )
         if overlong == "split":
             raise ValueError("overlong='split' would separate images from their text; choose 'error' or 'cut'")
         if image_processor is None and not isinstance(tokenizer, str):
             raise ValueError("image_processor is not given; give a folder or name of a model, or an image processor")
         require_processor("image", image_processor)
         require_processor("video", video_processor)
-        super().__init__(
-            train_files=train_files,
-            tokenizer=tokenizer,
-            seq_length=seq_length,
-            batch_size=batch_size,
-            validation_files=validation_files,
-            test_files=test_files,
-            validation_share=validation_share,
-            format=format,
-            prompt_column=prompt_column,
-            response_column=response_column,
-            loss_on=loss_on,
-            template=template,
-            packing=packing,
-            overlong=overlong,
-            shuffle=shuffle,
-            seed=seed,
-            num_workers=num_workers,
-            num_proc=num_proc,
-            cache_dir=cache_dir,
-            eval_batch_size=eval_batch_size,
-            pad_to_seq_length=pad_to_seq_length,
-            log_sources=log_sources,
-        )
+        super().__init__(**arguments)
         self._given_processor = tokenizer if image_processor is None else image_processor
         if video_processor is None and isinstance(self._given_processor, str):
             video_processor = self._given_processor

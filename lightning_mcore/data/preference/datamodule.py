@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_mcore.config.value_checks import require_choice
-from lightning_mcore.data.finetuning.chat import ChatTemplate, named_template
+from lightning_mcore.config.inherited_arguments import inherit_help, passed_on
+from lightning_mcore.data.finetuning.chat import ChatTemplate
 from lightning_mcore.data.finetuning.datamodule import MCoreFinetuningData
 from lightning_mcore.data.finetuning.tokenized import Reading, cache_folder, sources_of
 from lightning_mcore.data.packing.best_fit import Overlong, PackedRows, PackingStatistics, TokenSample, pack_lengths
@@ -228,33 +228,22 @@ class PairLoading(MCoreFinetuningData):
         return partial(collate_padded_pairs, multiple=self._multiples().row, row_length=self._padded_to)
 
 
+@inherit_help(MCoreFinetuningData)
 class MCorePreferenceData(PairLoading):
     """Prompts with two answers, or with one labelled answer, from jsonl or parquet files.
 
     ``rows.py`` lists the columns that a file may have. Rows without an answer, with equal answers, or with turns that
-    do not alternate are skipped and counted in the log.
+    do not alternate are skipped and counted in the log. Arguments that are not explained here are those of
+    :class:`~lightning_mcore.MCoreFinetuningData`.
 
     Args:
-        train_files: As in :class:`~lightning_mcore.MCoreFinetuningData`, like all arguments that are not explained
-            here.
-        tokenizer: Folder or name of a ``transformers`` tokenizer, or the tokenizer itself.
         seq_length: Length of a row, in tokens. A packed row contains both answers of a pair, so each sequence may use
             up to half.
         batch_size: Pairs in a batch on one data-parallel rank; rows if ``packing``.
-        validation_files: Files to validate on; None for none.
-        test_files: Files to test on; None for none.
-        validation_share: Fraction or number of the training pairs to validate on.
-        template: How turns are written: name of a template, or None for the tokenizer's own.
         packing: Put several pairs into a row; otherwise each sequence has its own row.
         overlong: For a pair that is too long: ``error`` raises, ``cut`` cuts the prompt and both answers as
             LLaMA-Factory does.
-        shuffle: Draw a new order in each epoch.
-        seed: Seed of the order and of ``validation_share``.
-        num_workers: Number of processes per rank that load batches ahead.
-        num_proc: Number of processes that tokenise.
         cache_dir: Folder for the cache of tokens and log-probabilities; None for the cache of ``datasets``.
-        eval_batch_size: ``batch_size`` of validation and testing; None for ``batch_size``.
-        pad_to_seq_length: Without packing, pad every row to ``seq_length``.
 
     Attributes:
         statistics: Counts of each split, after ``setup``.
@@ -288,26 +277,8 @@ class MCorePreferenceData(PairLoading):
         eval_batch_size: int | None = None,
         pad_to_seq_length: bool = False,
     ) -> None:
-        require_choice("overlong", overlong, Overlong)
+        arguments = passed_on(locals())
         if overlong == "split":
             raise ValueError("overlong='split' would separate an answer from its prompt; choose 'error' or 'cut'")
-        super().__init__(
-            train_files,
-            tokenizer,
-            seq_length,
-            batch_size,
-            validation_files,
-            test_files,
-            validation_share,
-            packing=packing,
-            overlong=overlong,
-            shuffle=shuffle,
-            seed=seed,
-            num_workers=num_workers,
-            num_proc=num_proc,
-            cache_dir=cache_dir,
-            eval_batch_size=eval_batch_size,
-            pad_to_seq_length=pad_to_seq_length,
-        )
-        chosen = None if template is None else named_template(template)
-        self.reading = PairReading(loss_on="last_assistant", template=chosen)
+        super().__init__(**arguments)
+        self.reading = PairReading(loss_on="last_assistant", template=self.reading.template)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings, pairs and batches of preference training: what is refused, and what a module makes of them."""
 
-import inspect
 import math
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_mcore import LoRA, MCoreGPT, MCorePreference, MCorePreferenceData, MCoreStrategy, Preference
+from lightning_mcore import LoRA, MCorePreference, MCorePreferenceData, MCoreStrategy, Preference
 from lightning_mcore.arguments import DPOConfig, TrainingArguments, parse_arguments
 from lightning_mcore.config.preference import faults_with_model
 from lightning_mcore.config.rules import raise_first
@@ -98,11 +97,6 @@ def test_settings_become_plain_data_and_return() -> None:
     assert Preference.of(setting.plain()) == setting
     assert module(preference=setting).hparams["preference"] == setting.plain()
     assert module(preference=setting.plain()).preference == setting
-
-
-def test_it_takes_all_arguments_of_a_language_model() -> None:
-    own, base = (set(inspect.signature(kind).parameters) for kind in (MCorePreference, MCoreGPT))
-    assert base - own == {"loss_normalization"}  # the loss is a mean over pairs
 
 
 def test_dropout_and_multi_token_prediction_are_off() -> None:
